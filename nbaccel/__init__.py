@@ -1,0 +1,1 @@
+"""nbaccel: train on every chip of this machine, from a notebook cell."""
