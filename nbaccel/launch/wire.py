@@ -45,6 +45,10 @@ class Channel:
     def fileno(self) -> int:
         return self._sock.fileno()
 
+    def detach(self) -> int:
+        """Give the descriptor away; the channel cannot be used any more."""
+        return self._sock.detach()
+
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Send a message with copies of the descriptors; they may be closed right after.
 
@@ -117,6 +121,7 @@ class Ended:
     pid: int
     status: int
     """As `os.waitstatus_to_exitcode` gives it: negative for a signal."""
+    max_rss_bytes: int
 
 
 # ---- notebook → worker
@@ -139,6 +144,7 @@ class Job:
     config: str
     """`RunConfig` as JSON."""
     device: str
+    mixed_precision: str
     threads: int
     environment: dict[str, str]
     """The whole environment, as the notebook has it now plus this worker's variables."""

@@ -64,6 +64,11 @@ def find(address: int, nbytes: int) -> Arena | None:
     return None
 
 
+def forget() -> None:
+    """Treat no memory as shared any more: for a forked child, whose arenas have become private."""
+    _LIVING.clear()
+
+
 def _home_of(storage: torch.UntypedStorage) -> Arena | None:
     return find(storage.data_ptr(), storage.nbytes()) if storage.device.type == "cpu" else None
 
