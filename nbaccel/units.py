@@ -6,7 +6,7 @@ import re
 
 from nbaccel.errors import ConfigError
 
-__all__ = ["format_bytes", "format_seconds", "parse_bytes"]
+__all__ = ["counted", "format_bytes", "format_seconds", "parse_bytes"]
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgtp]?)(i?)(b|bytes?)?)\s*", re.IGNORECASE)
@@ -41,6 +41,19 @@ def parse_bytes(text: str | int) -> int:
     base = 1000 if decimal else 1024
     exponent = _LETTERS.index(letter.lower()) if letter else 0
     return round(float(number) * float(base**exponent))
+
+
+def counted(number: int, noun: str) -> str:
+    """Write a count for people.
+
+    Args:
+        number: How many.
+        noun: Of what, in the singular.
+
+    Returns:
+        ``"1 worker"``, ``"2 workers"``.
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def format_bytes(num_bytes: int) -> str:

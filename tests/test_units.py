@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from nbaccel.errors import ConfigError
-from nbaccel.units import format_bytes, format_seconds, parse_bytes
+from nbaccel.units import counted, format_bytes, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -63,3 +63,11 @@ def test_format_bytes(num_bytes, text):
 )
 def test_format_seconds(seconds, text):
     assert format_seconds(seconds) == text
+
+
+def test_counted():
+    assert [counted(number, "worker") for number in (0, 1, 2)] == [
+        "0 workers",
+        "1 worker",
+        "2 workers",
+    ]
