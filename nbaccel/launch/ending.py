@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
+import select
 import signal
 import time
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 
 from nbaccel.launch.member import Member, State
 from nbaccel.launch.reaping import end_group
+from nbaccel.launch.starter import Starter
 from nbaccel.launch.worker import STACK_SIGNAL
 
 GRACE_S = 0.25
@@ -117,3 +119,17 @@ def send(member: Member, signum: int) -> None:
     """Send a signal to a worker that may have gone already."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(member.pid, signum)
+
+
+def kill_all(starter: Starter, members: Iterable[Member]) -> None:
+    """End workers now and wait, within bounds, until they are reaped."""
+    left = {m.pid: m for m in members}
+    for pid in left:
+        end_group(pid)
+    deadline = time.monotonic() + _KILL_S
+    while left and time.monotonic() < deadline:
+        select.select(list(starter.sentinels()), [], [], deadline - time.monotonic())
+        for ended in starter.collect():
+            member = left.pop(ended.pid, None)
+            if member is not None:
+                member.state = State.GONE
