@@ -93,8 +93,8 @@ def _device(config: RunConfig, found: Inventory, say: _Findings) -> Choice:
         return Choice("device", config.device, f"{_ASKED}{idle}")
     if found.tpu_chips:
         say.warnings.append(
-            f"{counted(found.tpu_chips, 'TPU chip')} found and not used: this version of nbaccel has no "
-            "TPU backend."
+            f"{counted(found.tpu_chips, 'TPU chip')} found and not used: this version of nbaccel "
+            "has no TPU backend."
         )
     if found.gpus and _is_cpu_build(found):
         say.warnings.append(f"{_gpus(found)} found and not used: {_cpu_build_remedy(found)}")
@@ -188,8 +188,8 @@ def _backend(
         return Choice(name, backend, f"for {row.name}")
     if workers > gpus > 0:
         say.warnings.append(
-            f"{workers} workers share {counted(gpus, 'GPU')}, over gloo: NCCL refuses two ranks on one "
-            f"GPU. Each worker has its own CUDA context; num_processes={gpus} is faster."
+            f"{workers} workers share {counted(gpus, 'GPU')}, over gloo: NCCL refuses two ranks on "
+            f"one GPU. Each worker has its own CUDA context; num_processes={gpus} is faster."
         )
         return Choice(
             name, backend, f"{workers} workers share {counted(gpus, 'GPU')}, which NCCL refuses"
@@ -256,9 +256,9 @@ def _check_memory(found: Inventory, count: Choice, method: Choice, say: _Finding
         return
     if needed > found.host_available_bytes:
         say.warnings.append(
-            f"{counted(int(count.value), 'worker')} take about {format_bytes(needed)} before their first "
-            f"tensor, and {format_bytes(found.host_available_bytes)} are free: the system may "
-            "kill one. Use fewer workers."
+            f"{counted(int(count.value), 'worker')} take about {format_bytes(needed)} before "
+            f"their first tensor, and {format_bytes(found.host_available_bytes)} are free: the "
+            "system may kill one. Use fewer workers."
         )
 
 
