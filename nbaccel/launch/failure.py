@@ -141,7 +141,7 @@ def _frames(tb: TracebackType | None) -> tuple[Frame, ...]:
         Frame(file=f.filename, line=f.lineno or 0, function=f.name)
         for f in traceback.extract_tb(tb)
     ]
-    while frames and frames[0].file.startswith(_HOUSE):
+    while len(frames) > 1 and frames[0].file.startswith(_HOUSE):
         frames.pop(0)
     return tuple(frames)
 

@@ -40,6 +40,8 @@ class Member:
     error: tuple[wire.Failed, int | None] | None = None
     """The message and the descriptor of its exception's parcel."""
     stack_text: str = ""
+    hung_up: bool = False
+    """Its end of the channel is closed, or it is gone."""
     unwinding: bool = False
     """It has raised KeyboardInterrupt and is running its `finally` blocks."""
     told: bool = False

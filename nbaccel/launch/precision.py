@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbaccel.errors import PrecisionMismatch
 
@@ -47,7 +48,7 @@ def watch(asked: str) -> None:
                 f"without its own mixed_precision, or torch.autocast, or drop the argument."
             )
 
-    step = torch.optim.optimizer.register_optimizer_step_pre_hook(before_step)
+    step = register_optimizer_step_pre_hook(before_step)
     layers = nn.modules.module.register_module_forward_hook(after_layer)
 
 

@@ -148,7 +148,7 @@ class Supervisor:
         try:
             message, fds = member.channel.receive()
         except EOFError:
-            self._selector.unregister(member.channel)
+            self._hang_up(member)
             return
         now = time.monotonic()
         if isinstance(message, wire.Alive):
@@ -227,16 +227,18 @@ class Supervisor:
 
     def _drain(self, member: Member) -> None:
         """Read what the worker left behind; a grandchild may hold the pipes open for ever."""
-        while _is_readable(member.channel.fileno()):
+        while not member.hung_up and _is_readable(member.channel.fileno()):
             self._on_message(member)
-            if member.channel.fileno() not in self._selector.get_map():
-                break
+        self._hang_up(member)
         for fd in tuple(member.pipes):
             while fd in member.pipes and _is_readable(fd):
                 self._on_output(member, fd)
             if fd in member.pipes:
                 self._selector.unregister(fd)
-        if member.channel.fileno() in self._selector.get_map():
+
+    def _hang_up(self, member: Member) -> None:
+        if not member.hung_up:
+            member.hung_up = True
             self._selector.unregister(member.channel)
 
     # ---- ending

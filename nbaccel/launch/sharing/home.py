@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbaccel.launch.sharing import memory
 from nbaccel.launch.sharing.arena import Arena, Sharing, Slot, named_tensors
@@ -93,7 +94,7 @@ class Homebound:
             handle.remove()
             self._move_in(group["params"] for group in optimizer.param_groups)
 
-        handle = torch.optim.optimizer.register_optimizer_step_pre_hook(before_first_step)
+        handle = register_optimizer_step_pre_hook(before_first_step)
 
     def _move_in(self, groups: Iterable[Iterable[torch.Tensor]]) -> None:
         trained = {id(p): p for group in groups for p in group if p.requires_grad}
