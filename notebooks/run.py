@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,17 @@ def _print_text(kind: str, content: dict[str, Any]) -> None:
 def run(path: Path, *, timeout_s: int) -> None:
     """Execute the notebook in its own folder, with the interpreter that runs this script."""
     notebook = nbformat.read(path, as_version=4)
-    client = PrintingClient(
-        notebook,
-        timeout=timeout_s,
-        kernel_name="python3",
-        config=Config(KernelManager={"transport": "ipc"}),  # no port, nobody else can listen
-        resources={"metadata": {"path": str(path.resolve().parent)}},
-    )
-    client.execute()
+    # Sockets in a folder of our own instead of TCP ports: nobody else on the machine can listen.
+    # Their path is absolute, because the kernel works in the notebook's folder and we do not.
+    with tempfile.TemporaryDirectory(prefix="nb-") as sockets:
+        client = PrintingClient(
+            notebook,
+            timeout=timeout_s,
+            kernel_name="python3",
+            config=Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"}),
+            resources={"metadata": {"path": str(path.resolve().parent)}},
+        )
+        client.execute()
 
 
 def main() -> int:
@@ -61,7 +65,8 @@ def main() -> int:
     started = time.monotonic()
     try:
         run(options.notebook, timeout_s=options.timeout)
-    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+    except (CellExecutionError, CellTimeoutError, DeadKernelError, OSError, RuntimeError) as error:
+        # OSError: no such notebook; RuntimeError: a kernel that does not answer
         print(f"{error}\n{options.label}: failed", file=sys.stderr)
         return 1
     print(f"{options.label}: ok in {time.monotonic() - started:.0f} s")
