@@ -89,9 +89,9 @@ def start_session() -> None:
 
 def end_session() -> None:
     """Send the template server home, and forget the mark."""
-    template = sys.modules.get("nbaccel.launch.template")
+    template = sys.modules.get("nbaccel.launch.warmup")
     if template is not None:
-        template.shutdown()
+        template.stop()
     os.environ.pop(TOKEN, None)
 
 
@@ -124,7 +124,7 @@ def _tree() -> list[psutil.Process]:
 
 def _session_servers() -> Iterator[int]:
     """Processes that by design outlive a test: the template, and multiprocessing's own helpers."""
-    template = sys.modules.get("nbaccel.launch.template")
+    template = sys.modules.get("nbaccel.launch.warmup")
     if template is not None and (pid := template.current_pid()) is not None:
         yield pid
     forkserver = sys.modules.get("multiprocessing.forkserver")

@@ -20,7 +20,9 @@ from types import TracebackType
 from nbaccel.units import format_bytes
 
 _HOUSE = str(Path(__file__).resolve().parents[1])
-_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|<frozen |<string>|<__array_function__")
+_LIBRARY = re.compile(
+    r"/(site|dist)-packages/|/lib/python3[^/]*/|<frozen |<string>|<__array_function__"
+)
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed|recvvalue failed"
     r"|remote process exited|peer .{0,40}(closed|gone|exited)|read error|failed to (recv|connect)"
@@ -237,7 +239,9 @@ def explain_exit(record: Record) -> list[str]:
             "weights came back. Let the function return instead."
         ]
     cause, remedy = _SIGNALS.get(signal.Signals(-status), ("", "")) if -status < 65 else ("", "")
-    used = f"It had used up to {format_bytes(record.max_rss_bytes)}." if record.max_rss_bytes else ""
+    used = (
+        f"It had used up to {format_bytes(record.max_rss_bytes)}." if record.max_rss_bytes else ""
+    )
     return [line for line in (record.evidence or cause, used, remedy) if line]
 
 
@@ -275,7 +279,9 @@ class Obituary:
 
     def _output(self, rank: int) -> list[str]:
         tail = self.last_output.get(rank, [])[-4:]
-        return [f"Last output of rank {rank}:", *(f"  {line[:160]}" for line in tail)] if tail else []
+        return (
+            [f"Last output of rank {rank}:", *(f"  {line[:160]}" for line in tail)] if tail else []
+        )
 
     def _others(self, cause: Record) -> list[str]:
         others = sorted((r for r in self.records if r is not cause), key=lambda r: r.rank)
@@ -311,7 +317,10 @@ def _tell_raised(raised: Raised) -> list[str]:
     for frame in mine[-3:-1]:
         lines += [f"  {place(frame)}, in {frame.function}", *_source(frame, around=0)]
     if mine:
-        lines += [f"  {place(mine[-1])}, in {mine[-1].function}", *_source(mine[-1], around=_AROUND)]
+        lines += [
+            f"  {place(mine[-1])}, in {mine[-1].function}",
+            *_source(mine[-1], around=_AROUND),
+        ]
     if raised.frames and raised.frames[-1].is_library:
         inner = raised.frames[-1]
         lines.append(f"  raised inside {inner.function} ({inner.file}:{inner.line})")

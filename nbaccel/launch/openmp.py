@@ -18,7 +18,11 @@ _RUNTIME = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
 def loaded_runtimes() -> list[str]:
     """Paths of the OpenMP libraries mapped into this process."""
     with open("/proc/self/maps") as maps:
-        paths = {line.split(maxsplit=5)[5].strip() for line in maps if line.count(" ") > 4 and "/" in line}
+        paths = {
+            line.split(maxsplit=5)[5].strip()
+            for line in maps
+            if line.count(" ") > 4 and "/" in line
+        }
     return sorted(path for path in paths if _RUNTIME.search(path))
 
 

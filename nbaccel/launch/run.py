@@ -314,4 +314,3 @@ def _job(
         share_back=config.share_back,
     )
     return job, fds if packed.fd is None else [*fds, packed.fd]
-

@@ -1,9 +1,9 @@
 """Watching the workers of one launch until all have ended.
 
-    pipes ─────► Console ─────► the cell            one select() waits for everything:
-    channels ──► messages ──► Member.state          output, messages, deaths, interrupts;
-    sentinels ─► deaths                             nothing is polled, no thread is started
-    wake pipe ─► an interrupt of the notebook
+pipes ─────► Console ─────► the cell            one select() waits for everything:
+channels ──► messages ──► Member.state          output, messages, deaths, interrupts;
+sentinels ─► deaths                             nothing is polled, no thread is started
+wake pipe ─► an interrupt of the notebook
 """
 
 from __future__ import annotations
@@ -100,8 +100,9 @@ class Supervisor:
             elif key.data is None:
                 self._on_wake(woken)
             elif key.fileobj is key.data.channel:
-                self._on_message(key.data)
-            else:
+                if not key.data.hung_up:
+                    self._on_message(key.data)
+            elif key.fd in key.data.pipes:  # a death earlier in this batch may have closed it
                 self._on_output(key.data, key.fd)
         self._console.tick()
         self._check_clocks()

@@ -170,9 +170,13 @@ def _timeout(
     lines = [f"The launch did not end within timeout={format_seconds(timeout_s or 0.0)}:"]
     lines += [f"  rank {r.rank} {r.headline}" for r in records]
     lines += [f"  rank {m.rank} had returned" for m in watch.members if m.returned is not None]
-    lines.append("The notebook's model is as it was before the launch. Allow more time, or look at "
-                 "the lines above for a rank that waits for another.")
-    return LaunchTimeout("\n".join(lines), failure=failure.first_cause(records), failures=tuple(records))
+    lines.append(
+        "The notebook's model is as it was before the launch. Allow more time, or look at "
+        "the lines above for a rank that waits for another."
+    )
+    return LaunchTimeout(
+        "\n".join(lines), failure=failure.first_cause(records), failures=tuple(records)
+    )
 
 
 def _stuck(watch: Supervisor, records: Sequence[failure.Record], world_size: int) -> StartupFailed:

@@ -158,7 +158,10 @@ class _Work:
         self._forked_here = inheritance is not None
         self._keys = [key for key, _ in job.arenas]
         count = len(self._keys)
-        self._arena_fds, self._staging = fds[:count], dict(zip(self._keys, fds[count:], strict=False))
+        self._arena_fds, self._staging = (
+            fds[:count],
+            dict(zip(self._keys, fds[count:], strict=False)),
+        )
         self._parcel_fd = fds[-1] if job.parcel is not None else None
         self._inheritance = inheritance
 
@@ -186,6 +189,7 @@ class _Work:
         device.enter_worker(topology.local_rank)
         display.forward(self._channel.send)
         signal.signal(signal.SIGINT, self._on_interrupt)
+        _keep_groups()
         _refuse_questions(topology.rank)
         call, mappings = self._open(str(device.torch_device(topology.local_rank)))
         restore_random_states(job.random_states)
@@ -235,9 +239,7 @@ class _Work:
     def _report(self, error: BaseException) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         now = time.monotonic()
-        record = failure.Record(
-            rank=self._topology.rank, time=now, raised=failure.describe(error)
-        )
+        record = failure.Record(rank=self._topology.rank, time=now, raised=failure.describe(error))
         _flush()
         try:
             packed, fd = self._pack(_bare(error))
@@ -270,6 +272,25 @@ def _bare(error: BaseException) -> BaseException:
     """The exception without traceback and causes: those hold frames, and were described already."""
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return error
+
+
+def _keep_groups() -> None:
+    """Let no process group be destructed before this process leaves.
+
+    ~ProcessGroupGloo joins a thread that may be waiting for the GIL to drop a finished work, while
+    the destructor holds it: a deadlock, met in about one of thirty DDP runs that end by
+    `destroy_process_group()` (torch 2.13; the stack is in docs/upstream.md). Shutting a group down
+    works as before; only its C++ object outlives it, and this process is about to end anyway.
+    """
+    c10d = torch.distributed.distributed_c10d
+    kept: list[Any] = []
+
+    class Keeping(dict[Any, Any]):
+        def __setitem__(self, group: Any, value: Any) -> None:
+            kept.append(group)
+            super().__setitem__(group, value)
+
+    c10d._pg_map = Keeping(c10d._pg_map)
 
 
 def _refuse_questions(rank: int) -> None:

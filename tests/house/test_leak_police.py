@@ -181,15 +181,15 @@ FAKE_TEMPLATE = """
 import subprocess, sys, types
 
 def install(child_too):
-    # Stands in for nbaccel.launch.template: a server that is kept, with or without a worker.
+    # Stands in for nbaccel.launch.warmup: a server that is kept, with or without a worker.
     command = 'sleep 65 & echo; wait' if child_too else 'echo; exec sleep 65'
     server = subprocess.Popen(['sh', '-c', command], stdout=subprocess.PIPE)
     server.stdout.readline()
     server.stdout.close()
-    module = types.ModuleType('nbaccel.launch.template')
+    module = types.ModuleType('nbaccel.launch.warmup')
     module.current_pid = lambda: server.pid
-    module.shutdown = lambda: (server.kill(), server.wait(), print('template: shut down'))
-    sys.modules['nbaccel.launch.template'] = module
+    module.stop = lambda: (server.kill(), server.wait(), print('template: shut down'))
+    sys.modules['nbaccel.launch.warmup'] = module
 """
 
 

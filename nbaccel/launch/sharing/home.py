@@ -31,7 +31,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from nbaccel.launch.sharing import memory
 from nbaccel.launch.sharing.arena import Arena, Sharing, Slot, named_tensors
 
-_IN_PLACE_SHARE = 0.5  # of an arena's bytes about to be trained: above it, train in the staging file
+_IN_PLACE_SHARE = (
+    0.5  # of an arena's bytes about to be trained: above it, train in the staging file
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +137,9 @@ class Homebound:
     ) -> None:
         """Write a run of private pages, but not over tensors that came from a device."""
         taken = [r for r in report.written.get(key, []) if r[0] < span[1] and span[0] < r[1]]
-        shifted = memory.merge((max(a, span[0]) - span[0], min(b, span[1]) - span[0]) for a, b in taken)
+        shifted = memory.merge(
+            (max(a, span[0]) - span[0], min(b, span[1]) - span[0]) for a, b in taken
+        )
         for start, stop in list(memory.gaps(shifted, span[1] - span[0])):
             at = (span[0] + start, span[0] + stop)
             memory.write_at(self._staging[key], mapping.view(*at), at[0])
@@ -156,7 +160,9 @@ class Homebound:
             written.add(place)
             if not sharded:
                 self._seed(key, slot, tensor)
-            into = slot.view(memory.Mapping(self._staging[key], self._mappings[key].nbytes, private=False))
+            into = slot.view(
+                memory.Mapping(self._staging[key], self._mappings[key].nbytes, private=False)
+            )
             for piece, values in _pieces(tensor) if sharded else [((), tensor)]:
                 _assign(into[piece], values)
             if key not in self._in_place:

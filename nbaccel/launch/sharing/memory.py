@@ -89,7 +89,12 @@ class Mapping:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        return {"data": (self.address, False), "shape": (self.nbytes,), "typestr": "|u1", "version": 3}
+        return {
+            "data": (self.address, False),
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
 
     def bytes(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """All bytes as a writable uint8 array of shape `[nbytes]` that keeps the mapping alive."""

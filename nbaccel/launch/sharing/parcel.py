@@ -211,9 +211,7 @@ def _write(stream: memoryview, blocks: list[memoryview]) -> tuple[Parcel, int]:
     for block in blocks:
         spans.append((at, at + block.nbytes))
         at += -(-block.nbytes // _ALIGN) * _ALIGN
-    parcel = Parcel(
-        nbytes=at + stream.nbytes, blocks=tuple(spans), pickle=(at, at + stream.nbytes)
-    )
+    parcel = Parcel(nbytes=at + stream.nbytes, blocks=tuple(spans), pickle=(at, at + stream.nbytes))
     fd = memory.create_file("parcel", parcel.nbytes)
     with _closed_on_error(fd):
         for span, block in zip(spans, blocks, strict=True):
