@@ -289,9 +289,11 @@ def _job(
     listener: Any,
 ) -> tuple[wire.Job, list[int]]:
     config = plan.config
-    variables = topology.variables(
+    own = topology.variables(
         mixed_precision=config.mixed_precision, device=plan.device, environ=common.environment
     )
+    # Accelerate, and OpenMP libraries loaded later, go by this variable unless the user set it.
+    defaults = {"OMP_NUM_THREADS": str(plan.threads_per_process)}
     staging = homecoming.staging
     fds = [found.fd for found in packed.arenas.values()]
     fds += [staging[key] for key in packed.arenas if key in staging]
@@ -304,7 +306,7 @@ def _job(
         device=plan.device,
         mixed_precision=config.mixed_precision,
         threads=plan.threads_per_process,
-        environment=common.environment | variables,
+        environment=defaults | common.environment | own,
         working_directory=common.working_directory,
         import_path=common.import_path,
         arenas=tuple((key, found.nbytes) for key, found in packed.arenas.items()),
