@@ -19,20 +19,25 @@
     │   └── StartupFailed        workers never became ready
     ├── PlatformUnsupported      (RuntimeError)  this operating system lacks what is needed
     └── InternalError            a bug in nbaccel; please report it
+    LaunchInterrupted            (KeyboardInterrupt)  stopped by the user; no `Exception`
 
 Each leaf is also the built-in exception that a reader would expect, so code which catches
 ``ValueError`` or ``TimeoutError`` keeps working. Every message says what was wrong (with the
-value), why it matters and what to do.
+value), why it matters and what to do. In a notebook they are shown with the user's own lines only
+(`nbaccel.rendering`); a bug of nbaccel keeps its whole traceback.
 """
 
 from __future__ import annotations
 
 import errno
 
+from nbaccel.rendering import render_failure, render_mistake
+
 __all__ = [
     "ConfigError",
     "InputRefused",
     "InternalError",
+    "LaunchInterrupted",
     "LaunchTimeout",
     "MissingBackend",
     "ModelNotShareable",
@@ -54,7 +59,14 @@ class NbaccelError(Exception):
     """Any error that nbaccel raises on purpose."""
 
 
-class UserMistake(NbaccelError):
+class _Plain(NbaccelError):
+    """Shown in a notebook without the frames of nbaccel."""
+
+    def _render_traceback_(self) -> list[str]:
+        return render_mistake(self)
+
+
+class UserMistake(_Plain):
     """What was asked cannot be done; asking differently can."""
 
 
@@ -118,11 +130,11 @@ class InputRefused(UserMistake, EOFError):
     """``input()`` was called in a worker, where nobody can answer."""
 
 
-class MissingBackend(NbaccelError, ImportError):
+class MissingBackend(_Plain, ImportError):
     """An optional package was chosen and is not installed, or cannot be imported."""
 
 
-class UnsafeMoment(NbaccelError, RuntimeError):
+class UnsafeMoment(_Plain, RuntimeError):
     """The request is right, but this process is in no state to serve it now."""
 
 
@@ -130,7 +142,7 @@ class UnsafeFork(UnsafeMoment):
     """Forking this process would give workers that hang or crash."""
 
 
-class PrecisionMismatch(NbaccelError, RuntimeError):
+class PrecisionMismatch(_Plain, RuntimeError):
     """Training would run in another precision than the one asked for."""
 
 
@@ -150,6 +162,9 @@ class WorkerFailed(NbaccelError, RuntimeError):
         self.failure = failure
         self.failures = tuple(failures)
 
+    def _render_traceback_(self) -> list[str]:
+        return render_failure(self)
+
 
 class WorkerDied(WorkerFailed):
     """A worker was killed by a signal, or left without handing over a result."""
@@ -163,7 +178,18 @@ class StartupFailed(WorkerFailed):
     """Workers did not become ready to run the function."""
 
 
-class PlatformUnsupported(NbaccelError, RuntimeError):
+class LaunchInterrupted(KeyboardInterrupt):
+    """The user stopped a launch. Like any interrupt it is no `Exception`."""
+
+    def _render_traceback_(self) -> list[str]:
+        return render_failure(self)
+
+
+# A kernel tells its clients the name of the class, and they know an interrupt by this one.
+LaunchInterrupted.__name__ = "KeyboardInterrupt"
+
+
+class PlatformUnsupported(_Plain, RuntimeError):
     """This operating system lacks something that the request needs."""
 
 

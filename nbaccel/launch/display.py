@@ -50,6 +50,7 @@ def _start_shell(base: type[Any], publisher: type[Any]) -> None:
     class WorkerShell(base):  # type: ignore[misc]
         def __init__(self, **kwargs: Any) -> None:
             super(base, self).__init__(**kwargs)
+            self.configurables: list[Any] = [self]  # what the formatter's set-up adds itself to
             self.user_module, self.user_ns = self.prepare_user_module()
             self.user_ns_hidden: dict[str, Any] = {}
             self.init_events()

@@ -7,22 +7,16 @@ often report first: to believe them is to blame the wrong rank.)
 
 from __future__ import annotations
 
-import linecache
 import re
 import signal
-import sys
-import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 
+from nbaccel import frames
+from nbaccel.frames import Frame, place, user_frame
 from nbaccel.units import format_bytes
 
-_HOUSE = str(Path(__file__).resolve().parents[1])
-_LIBRARY = re.compile(
-    r"/(site|dist)-packages/|/lib/python3[^/]*/|<frozen |<string>|<__array_function__"
-)
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed|recvvalue failed"
     r"|remote process exited|peer .{0,40}(closed|gone|exited)|read error|failed to (recv|connect)"
@@ -40,20 +34,6 @@ _LOST_TYPES = {
     "BrokenPipeError",
 }
 _AROUND = 2  # source lines shown before and after the failing one
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Frame:
-    """One call on a stack."""
-
-    file: str
-    line: int
-    function: str
-
-    @property
-    def is_library(self) -> bool:
-        """Whether it is in an installed package, the standard library or nbaccel."""
-        return self.file.startswith(_HOUSE) or bool(_LIBRARY.search(self.file))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,13 +119,10 @@ def _text(error: BaseException) -> str:
 
 
 def _frames(tb: TracebackType | None) -> tuple[Frame, ...]:
-    frames = [
-        Frame(file=f.filename, line=f.lineno or 0, function=f.name)
-        for f in traceback.extract_tb(tb)
-    ]
-    while len(frames) > 1 and frames[0].file.startswith(_HOUSE):
-        frames.pop(0)
-    return tuple(frames)
+    found = list(frames.of_traceback(tb))
+    while len(found) > 1 and found[0].is_house:
+        found.pop(0)
+    return tuple(found)
 
 
 _STACK_LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)$')
@@ -159,20 +136,15 @@ def parse_stack(dump: str) -> tuple[Frame, ...]:
     best: list[Frame] = []
     for block in re.split(r"^(?=(?:Current thread|Thread) )", dump, flags=re.MULTILINE):
         matches = filter(None, map(_STACK_LINE.match, block.splitlines()))
-        frames = [
+        found = [
             Frame(file=m["file"], line=int(m["line"].strip("?") or 0), function=m["function"])
             for m in matches
         ]
-        if frames and (not best or any("launch/worker.py" in f.file for f in frames)):
-            best = frames
-    while best and best[-1].file.startswith(_HOUSE):
+        if found and (not best or any("launch/worker.py" in f.file for f in found)):
+            best = found
+    while best and best[-1].is_house:
         best.pop()
     return tuple(best)
-
-
-def user_frame(frames: Iterable[Frame]) -> Frame | None:
-    """The innermost frame of the user's own code; `frames` come innermost first."""
-    return next((f for f in frames if not f.is_library), None)
 
 
 def doing(stack: Sequence[Frame]) -> str:
@@ -315,15 +287,15 @@ def _tell_raised(raised: Raised) -> list[str]:
     mine = [f for f in raised.frames if not f.is_library]
     lines: list[str] = []
     for frame in mine[-3:-1]:
-        lines += [f"  {place(frame)}, in {frame.function}", *_source(frame, around=0)]
+        lines += [f"  {place(frame)}, in {frame.function}", *frames.source(frame, around=0)]
     if mine:
         lines += [
             f"  {place(mine[-1])}, in {mine[-1].function}",
-            *_source(mine[-1], around=_AROUND),
+            *frames.source(mine[-1], around=_AROUND),
         ]
     if raised.frames and raised.frames[-1].is_library:
         inner = raised.frames[-1]
-        lines.append(f"  raised inside {inner.function} ({inner.file}:{inner.line})")
+        lines.append(f"  raised inside {inner.function} ({place(inner)})")
     if raised.cause is not None:
         first = raised.cause.message.strip().partition("\n")[0]
         where = user_frame(reversed(raised.cause.frames))
@@ -336,38 +308,7 @@ def _tell_stack(stack: Sequence[Frame]) -> list[str]:
     mine = user_frame(stack)
     if mine is None:
         return []
-    lines = [f"  {place(mine)}, in {mine.function}", *_source(mine, around=_AROUND)]
+    lines = [f"  {place(mine)}, in {mine.function}", *frames.source(mine, around=_AROUND)]
     if stack[0] != mine:
-        lines.append(f"  inside {stack[0].function} ({stack[0].file}:{stack[0].line})")
+        lines.append(f"  inside {stack[0].function} ({place(stack[0])})")
     return lines
-
-
-def source_line(frame: Frame) -> str:
-    """The line of code a frame stands at, if its source is known here."""
-    return linecache.getline(frame.file, frame.line).strip()
-
-
-def _source(frame: Frame, *, around: int) -> list[str]:
-    shown = []
-    for number in range(frame.line - around, frame.line + around + 1):
-        text = linecache.getline(frame.file, number).rstrip()
-        if text or number == frame.line:
-            mark = "---->" if number == frame.line else "     "
-            shown.append(f"  {mark} {number:3d} {text}")
-    return shown
-
-
-def place(frame: Frame) -> str:
-    """`Cell In[7], line 3` for code of a cell, `file.py:3` for the rest."""
-    shell = _shell()
-    names = getattr(getattr(shell, "compile", None), "_filename_map", {})
-    if frame.file in names:
-        return f"Cell In[{names[frame.file]}], line {frame.line}"
-    if "ipykernel_" in frame.file or frame.file.startswith("<ipython-input"):
-        return f"a cell, line {frame.line}"
-    return f"{Path(frame.file).name}:{frame.line}"
-
-
-def _shell() -> object | None:
-    ipython = sys.modules.get("IPython")
-    return ipython.get_ipython() if ipython is not None else None

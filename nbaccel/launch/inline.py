@@ -19,6 +19,7 @@ from nbaccel.topology import Topology
 
 def run(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
     """Call the function here with the environment of a worker, and tidy up after it."""
+    __tracebackhide__ = True  # so that what the function raises shows the user's frames
     with _reserved_port(plan.config.master_addr, plan.port) as port, _tidy():
         topology = Topology(master_addr=plan.config.master_addr, master_port=port)
         variables: dict[str, str | None] = dict(

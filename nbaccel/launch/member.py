@@ -8,6 +8,7 @@ import os
 import time
 from dataclasses import dataclass, field
 
+from nbaccel import frames
 from nbaccel.launch import failure, wire
 from nbaccel.launch.worker import Ends
 
@@ -56,7 +57,7 @@ class Member:
         """Whether its function may still be running."""
         return self.state in (State.BORN, State.ALIVE, State.RUNNING)
 
-    def stack(self) -> tuple[failure.Frame, ...]:
+    def stack(self) -> tuple[frames.Frame, ...]:
         """Its main thread's stack by the latest dump, innermost call first."""
         return failure.parse_stack(self.stack_text)
 

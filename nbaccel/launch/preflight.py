@@ -13,6 +13,8 @@ from nbaccel.launch.openmp import loaded_runtimes
 _KERNEL_MODULES = ("ipykernel", "IPython", "tornado", "zmq", "debugpy", "pydevd", "_pydevd")
 _KERNEL_NAMES = ("IOPub", "Heartbeat", "Control", "Shell channel", "IPythonHistorySavingThread")
 
+_KERNEL_TARGETS = ("(_watch_pipe_fd)",)  # ipykernel gives these two threads no name of their own
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hazard:
@@ -84,6 +86,6 @@ def _is_foreign(thread: threading.Thread) -> bool:
     """Whether it is a thread of the user's, not of the kernel or the one that launches."""
     if thread in (threading.main_thread(), threading.current_thread()):
         return False
-    if thread.name.startswith(_KERNEL_NAMES):
+    if thread.name.startswith(_KERNEL_NAMES) or thread.name.endswith(_KERNEL_TARGETS):
         return False
     return not type(thread).__module__.startswith(_KERNEL_MODULES)

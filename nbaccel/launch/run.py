@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbaccel import env
-from nbaccel.errors import NotSendable, PlatformUnsupported, UnsafeFork
+from nbaccel.errors import LaunchInterrupted, NotSendable, PlatformUnsupported, UnsafeFork
 from nbaccel.launch import preflight, store, verdict, wire, worker
 from nbaccel.launch.console import Console
 from nbaccel.launch.ending import kill_all
@@ -88,7 +88,7 @@ def launch(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> O
 
 def _conclude(plan: Plan, watch: Supervisor, homecoming: home.Homecoming) -> Outcome:
     if watch.interrupted:
-        raise KeyboardInterrupt("all workers have been stopped; the model is as it was")
+        raise LaunchInterrupted("all workers have been stopped; the model is as it was")
     failed = verdict.error(watch, world_size=plan.world_size, timeout_s=plan.config.timeout)
     if failed is not None:
         raise failed

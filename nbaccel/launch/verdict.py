@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from nbaccel import frames
 from nbaccel.errors import LaunchTimeout, StartupFailed, WorkerDied, WorkerFailed
 from nbaccel.launch import failure
 from nbaccel.launch.member import Member
@@ -114,7 +115,7 @@ def full_traceback(record: failure.Record) -> str:
         lines = ["Traceback (most recent call last), in the worker:"]
         for frame in raised.frames:
             lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
-            code = failure.source_line(frame)
+            code = frames.source_line(frame)
             lines += [f"    {code}"] if code else []
         lines.append(f"{raised.type_name}: {raised.message}")
         parts.insert(0, "\n".join([*lines, *raised.notes]))

@@ -1,0 +1,69 @@
+"""How errors look in a notebook: what happened, and the user's own lines.
+
+IPython asks an exception for its `_render_traceback_` before it draws a traceback of its own,
+which here would be a wall of frames of nbaccel.
+"""
+
+from __future__ import annotations
+
+import re
+
+from nbaccel import frames
+
+__all__ = ["render_failure", "render_mistake"]
+
+_RED, _BOLD, _GREEN, _OFF = "\x1b[31m", "\x1b[1m", "\x1b[32m", "\x1b[39;49;00m"
+_ARROW = re.compile(r"^  ---->")
+_PLACE = re.compile(r"^  (?P<place>.+, line \d+|\S+:\d+)(?P<rest>, in .+)$")
+
+
+def render_mistake(error: BaseException) -> list[str]:
+    """An error whose reason is in the cell: the user's frames, then the text.
+
+    Args:
+        error: What was raised.
+
+    Returns:
+        Lines with colours (ANSI).
+    """
+    own = [f for f in frames.of_traceback(error.__traceback__) if not f.is_library]
+    lines: list[str] = []
+    for frame in own[-4:]:
+        inside = "" if frame.function == "<module>" else f", in {frame.function}"
+        lines.append(f"  {_GREEN}{frames.place(frame)}{_OFF}{inside}")
+        lines += map(_coloured, frames.source(frame, around=0))
+    return [*lines, _named(error)]
+
+
+def render_failure(error: BaseException) -> list[str]:
+    """An error whose reason is in another process: the text has the frames that matter.
+
+    Args:
+        error: What was raised.
+
+    Returns:
+        Lines with colours (ANSI).
+    """
+    first, *rest = _named(error).split("\n")
+    lines = [first, *map(_coloured, rest)]
+    own = [f for f in frames.of_traceback(error.__traceback__) if not f.is_library]
+    if len(own) > 1:  # launched from a function: which one is not to be seen from the cell
+        lines.append(f"Launched at {' → '.join(map(frames.place, own))}.")
+    if error.__cause__ is not None:
+        lines.append("The whole traceback: import sys; print(sys.last_value.__cause__)")
+    return lines
+
+
+def _named(error: BaseException) -> str:
+    text = str(error)
+    head = f"{_BOLD}{_RED}{type(error).__name__}{_OFF}"
+    return f"{head}: {text}" if text else head
+
+
+def _coloured(line: str) -> str:
+    if _ARROW.match(line):
+        return f"{_BOLD}{_RED}{line[:7]}{_OFF}{_BOLD}{line[7:]}{_OFF}"
+    found = _PLACE.match(line)
+    if found:
+        return f"  {_GREEN}{found['place']}{_OFF}{found['rest']}"
+    return line
