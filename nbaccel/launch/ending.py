@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from nbaccel.launch import wire
 from nbaccel.launch.member import Member, State
 from nbaccel.launch.reaping import end_group
 from nbaccel.launch.starter import Starter
@@ -74,45 +75,49 @@ class Ending:
 
     def advance(self, members: Iterable[Member]) -> float | None:
         """Do what is due; returns when to call again (CLOCK_MONOTONIC), None if nothing is left."""
-        due = []
-        for member in members:
-            course = self._courses.get(id(member))
-            if member.has_ended or course is None or course.step is Step.GIVEN_UP:
-                continue
+        left = [(m, self._courses[id(m)]) for m in members if not m.has_ended]
+        left = [(m, course) for m, course in left if course.step is not Step.GIVEN_UP]
+        # Those that are done go last: a peer in a collective would see its connection break, and
+        # complain at length about something that we are doing.
+        busy = [(m, course) for m, course in left if m.is_busy]
+        for member, course in busy or left:
             now = time.monotonic()
-            if member.state in (State.RETURNED, State.FAILED) and course.step is Step.WAIT:
-                course.until = max(course.until, self.began + _UNWIND_S)  # it is leaving by itself
-            while now >= self._patience(course, member) and course.step is not Step.GIVEN_UP:
+            while course.step is not Step.GIVEN_UP and now >= course.until:
                 self._next(course, member, now)
-            if course.step is not Step.GIVEN_UP:
-                due.append(self._patience(course, member))
-        return min(due, default=None)
+        return min((course.until for _, course in busy or left), default=None)
 
-    def _patience(self, course: _Course, member: Member) -> float:
-        if course.step is Step.INTERRUPT and (member.unwinding or not member.is_busy):
-            return course.until - _ANSWER_S + _UNWIND_S
-        return course.until
+    def extend(self, member: Member) -> None:
+        """This worker has answered the interrupt: let it unwind."""
+        course = self._courses.get(id(member))
+        if course is not None and course.step is Step.INTERRUPT:
+            course.until = time.monotonic() + _UNWIND_S
 
     def _next(self, course: _Course, member: Member, now: float) -> None:
         course.step = Step(course.step.value + 1)
-        if course.step is Step.STACK:
-            course.until = now + (_STACK_S if self._ask_stacks else 0.0)
-            if self._ask_stacks and member.state is not State.BORN:
+        course.until = now + self._act(course.step, member)
+
+    def _act(self, step: Step, member: Member) -> float:
+        """Carry a step out; returns how many seconds it gets to have an effect."""
+        if step is Step.STACK:
+            asking = self._ask_stacks and member.state in (State.ALIVE, State.RUNNING)
+            if asking:
                 send(member, STACK_SIGNAL)
-            return
-        if course.step is Step.GIVEN_UP:
-            return
-        member.told = True
-        signum, wait = {
-            Step.INTERRUPT: (signal.SIGINT, _ANSWER_S),
-            Step.TERMINATE: (signal.SIGTERM, _TERM_S),
-            Step.KILL: (signal.SIGKILL, _KILL_S),
-        }[course.step]
-        course.until = now + wait
-        if signum == signal.SIGKILL:
+            return _STACK_S if asking else 0.0
+        member.told = member.told or member.is_busy
+        if step is Step.INTERRUPT and not member.is_busy:
+            with contextlib.suppress(OSError):  # it has gone by itself
+                member.channel.send(wire.Leave())
+            return _UNWIND_S
+        if step is Step.INTERRUPT:
+            send(member, signal.SIGINT)
+            return _ANSWER_S
+        if step is Step.TERMINATE:
+            send(member, signal.SIGTERM)
+            return _TERM_S
+        if step is Step.KILL:
             end_group(member.pid)
-        else:
-            send(member, signum)
+            return _KILL_S
+        return 0.0
 
 
 def send(member: Member, signum: int) -> None:

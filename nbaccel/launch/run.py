@@ -211,7 +211,7 @@ def _start(
     stack.callback(starter.close)
     members: list[Member] = []
     stack.callback(_end, starter, members)
-    host, port = listener.getsockname()[:2]
+    port = listener.getsockname()[1]
     topologies = Topology.of_node(
         num_processes=plan.num_processes,
         master_port=port,
@@ -219,19 +219,15 @@ def _start(
         node_rank=config.node_rank,
         num_nodes=config.num_nodes,
     )
-    helper = _hire(starter, -1, members)
-    helper.channel.send(wire.Serve(host, port), [listener.fileno()])
-    listener.close()
     common = _common_facts()
     for topology in topologies:
         _hire(starter, topology.rank, members)
-    for topology, member in zip(topologies, members[1:], strict=True):
-        job, fds = _job(plan, packed, homecoming, topology, common)
+    for topology, member in zip(topologies, members, strict=True):
+        job, fds = _job(plan, packed, homecoming, topology, common, listener)
         member.channel.send(job, fds)
+    listener.close()
     console = Console([t.rank for t in topologies], template=config.log_line_prefix_template)
-    return Supervisor(
-        starter, members[1:], helpers=[helper], console=console, timeout_s=config.timeout
-    )
+    return Supervisor(starter, members, console=console, timeout_s=config.timeout)
 
 
 def _starter(packed: _Packed) -> Starter:
@@ -290,6 +286,7 @@ def _job(
     homecoming: home.Homecoming,
     topology: Topology,
     common: _Common,
+    listener: Any,
 ) -> tuple[wire.Job, list[int]]:
     config = plan.config
     variables = topology.variables(
@@ -298,7 +295,10 @@ def _job(
     staging = homecoming.staging
     fds = [found.fd for found in packed.arenas.values()]
     fds += [staging[key] for key in packed.arenas if key in staging]
+    serves_store = topology.rank == 0
+    fds += [listener.fileno()] if serves_store else []
     job = wire.Job(
+        serves_store=serves_store,
         topology=topology.to_json(),
         config=config.to_json(),
         device=plan.device,

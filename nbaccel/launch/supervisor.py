@@ -19,14 +19,13 @@ from typing import Any
 
 from nbaccel.launch import failure, publish, system, wire
 from nbaccel.launch.console import Console
-from nbaccel.launch.ending import GRACE_S, Ending, send
+from nbaccel.launch.ending import GRACE_S, Ending
+from nbaccel.launch.lingering import Lingering
 from nbaccel.launch.member import Member, State
 from nbaccel.launch.starter import Starter
-from nbaccel.launch.worker import STACK_SIGNAL
 
 _CHUNK_BYTES = 1 << 16
 _BORN_S = 20.0  # a forked process that says nothing for so long hangs
-_LONELY_S = 15.0  # ranks left in a collective for so long after another returned: say so
 
 
 class Supervisor:
@@ -35,7 +34,6 @@ class Supervisor:
     Args:
         starter: Who started them, and learns of their end.
         members: The workers of this node, by rank.
-        helpers: Other processes of the launch (the store's); they end with it.
         console: Where their output goes.
         timeout_s: Seconds after which the launch is ended; None for no limit.
     """
@@ -45,19 +43,17 @@ class Supervisor:
         starter: Starter,
         members: Sequence[Member],
         *,
-        helpers: Sequence[Member] = (),
         console: Console,
         timeout_s: float | None,
     ) -> None:
         self._starter = starter
         self.members = list(members)
-        self._helpers = list(helpers)
         self._console = console
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._selector = selectors.DefaultSelector()
         self._ending: Ending | None = None
         self._oom_kills = system.oom_kills()
-        self._lonely_since: float | None = None
+        self._lingering = Lingering(self.members)
         self.interrupted = False
         self.timed_out = False
         self.stuck: list[Member] = []
@@ -72,7 +68,6 @@ class Supervisor:
                     if self._given_up():
                         break
                     self._wait(woken)
-                self._end_helpers()
             finally:
                 self._selector.close()
         self._console.tick(final=True)
@@ -121,8 +116,8 @@ class Supervisor:
         if self._deadline is not None:
             yield self._deadline
         yield from (m.born + _BORN_S for m in self.members if m.state is State.BORN)
-        if self._lonely_since is not None:
-            yield self._lonely_since + _LONELY_S
+        if (at := self._lingering.due()) is not None:
+            yield at
 
     def _check_clocks(self) -> None:
         now = time.monotonic()
@@ -135,9 +130,8 @@ class Supervisor:
         elif self._deadline is not None and now > self._deadline:
             self.timed_out = True
             self._end(grace_s=0.0)
-        elif self._lonely_since is not None and now > self._lonely_since + _LONELY_S:
-            self._lonely_since = None
-            self._say_lonely()
+        elif notice := self._lingering.advance():
+            self._console.notice(notice)
 
     def _given_up(self) -> bool:
         """Whether the last worker cannot be killed: it hangs in a driver."""
@@ -151,17 +145,17 @@ class Supervisor:
         except EOFError:
             self._hang_up(member)
             return
-        now = time.monotonic()
         if isinstance(message, wire.Alive):
             member.state = State.ALIVE
         elif isinstance(message, wire.Started):
             member.state = State.RUNNING
         elif isinstance(message, wire.Interrupting):
             member.unwinding = True
+            if self._ending is not None:
+                self._ending.extend(member)
         elif isinstance(message, wire.Returned):
             member.state, member.returned = State.RETURNED, message
             member.result_fd = fds[0] if fds else None
-            self._lonely_since = self._lonely_since or now
         elif isinstance(message, wire.Failed):
             self._on_failure(member, message, fds)
         else:
@@ -200,13 +194,10 @@ class Supervisor:
             self._ending = Ending(self.members, grace_s=0.0, ask_stacks=False)
 
     def _collect(self) -> None:
-        by_pid = {m.pid: m for m in [*self.members, *self._helpers]}
+        by_pid = {m.pid: m for m in self.members}
         for ended in self._starter.collect():
-            member = by_pid.get(ended.pid)
-            if member is not None and member in self.members:
-                self._on_end(member, ended)
-            elif member is not None:
-                member.state = State.GONE
+            if ended.pid in by_pid:
+                self._on_end(by_pid[ended.pid], ended)
 
     def _on_end(self, member: Member, ended: wire.Ended) -> None:
         self._drain(member)
@@ -247,38 +238,6 @@ class Supervisor:
     def _end(self, *, grace_s: float) -> None:
         self._ending = Ending(self.members, grace_s=grace_s, ask_stacks=True)
 
-    def _end_helpers(self) -> None:
-        for helper in self._helpers:
-            helper.channel.close()
-        deadline = time.monotonic() + 1.0
-        while not all(h.has_ended for h in self._helpers):
-            if time.monotonic() > deadline:
-                for helper in self._helpers:
-                    send(helper, signal.SIGKILL)
-                deadline += 1.0
-            self._selector.select(0.05)
-            self._collect()
-
-    def _say_lonely(self) -> None:
-        """After one rank has returned: are all others waiting for it?"""
-        busy = [m for m in self.members if m.is_busy]
-        for member in busy:
-            member.stack_text = ""
-            send(member, STACK_SIGNAL)
-        time.sleep(0.05)
-        for member in busy:
-            for fd, stream in tuple(member.pipes.items()):
-                if stream == "stack" and _is_readable(fd):
-                    self._on_output(member, fd)
-        says = {m.rank: failure.doing(m.stack()) for m in busy}
-        if not busy or not all(text.startswith("waiting in") for text in says.values()):
-            return
-        done = ", ".join(str(m.rank) for m in self.members if not m.is_busy)
-        lines = "".join(f"\n  rank {rank}: {text}" for rank, text in says.items())
-        self._console.notice(
-            f"nbaccel: rank {done} has returned, and every other rank waits in a collective. A "
-            f"collective needs all ranks: if this one counts on it, it waits for ever.{lines}"
-        )
 
     # ---- interrupts
 

@@ -20,7 +20,16 @@ import sys
 from typing import NoReturn
 
 # The first optimizer of a process imports torch._dynamo (one to two seconds): here it is paid once.
-_PREIMPORTED = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "cloudpickle")
+_PREIMPORTED = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.nn.parallel",
+    "numpy.random",
+    "nbaccel.launch.worker",
+    "nbaccel.devices.cpu",
+    "nbaccel.devices.cuda",
+)
 _FOR_NOTEBOOKS = ("IPython.core.interactiveshell", "IPython.core.displaypub")
 
 

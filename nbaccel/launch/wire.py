@@ -128,16 +128,11 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Serve:
-    """Do not train: serve the rendezvous store on the listening socket that comes along."""
-
-    host: str
-    port: int
-
-
-@dataclass(frozen=True, slots=True)
 class Job:
-    """Everything a worker needs. Descriptors: arenas, their staging files, then the parcel's."""
+    """Everything a worker needs.
+
+    Descriptors: arenas, their staging files, the store's listener (rank 0), the parcel's.
+    """
 
     topology: str
     """`Topology` as JSON."""
@@ -152,11 +147,18 @@ class Job:
     import_path: tuple[str, ...]
     arenas: tuple[tuple[str, int], ...]
     """Key and size in bytes of each arena."""
+    serves_store: bool
+    """Whether this worker serves the rendezvous store, on the listening socket that comes along."""
     parcel: Parcel | None
     """The pickled `Call`; None if the worker was forked from the notebook and has it."""
     sources: dict[str, list[str]]
     random_states: bytes
     share_back: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Exit. A worker that has returned stays until then: see [Note: lingering]."""
 
 
 # ---- worker → notebook. Times are seconds of CLOCK_MONOTONIC, the same for all processes.

@@ -1,6 +1,6 @@
 """The worker process: born by fork, from the template or from the notebook.
 
-    channel ◄──► notebook     Job in; Alive, Started, Display, …, Returned | Failed out
+    channel ◄──► notebook     Job, Leave in; Alive, Started, Display, …, Returned | Failed out
     stdout, stderr ──►        pipes from birth, so that C code and subprocesses are heard too
     stack ──►                 faulthandler's dumps: on a crash, and whenever the notebook asks
 
@@ -85,13 +85,13 @@ def main(ends: Ends, parent: int, inheritance: Inheritance | None = None) -> NoR
         channel = wire.Channel.from_fd(ends.channel)
         channel.send(wire.Alive(time.monotonic()))
         message, fds = channel.receive()
-        if isinstance(message, wire.Serve):
-            _serve_store(message, fds[0], channel)
-        else:
-            _Work(channel, message, fds, inheritance).run()
+        work = _Work(channel, message, fds, inheritance)
+        work.run()
+        channel.receive()  # Leave
         status = 0
+        del work  # until here: it serves the store, which slower ranks still need
     except EOFError:
-        status = 0  # the notebook gave the launch up before the job was sent
+        status = 0  # the notebook is through with this launch
     except BaseException:  # nobody is left to raise to: say it and leave
         sys.excepthook(*sys.exc_info())
     finally:
@@ -123,25 +123,6 @@ def _settle_in(ends: Ends, parent: int) -> None:
     faulthandler.register(STACK_SIGNAL, file=ends.stack, all_threads=True)
 
 
-def _serve_store(message: wire.Serve, listener: int, channel: wire.Channel) -> None:
-    """Serve the rendezvous store until the notebook hangs up.
-
-    In a process of its own, so that any rank may leave at any time, and on a socket that the
-    notebook bound to one address: no port is ever chosen first and bound later.
-    """
-    store = torch.distributed.TCPStore(
-        message.host,
-        message.port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener,
-    )
-    try:
-        channel.receive()
-    except EOFError:
-        del store
-
-
 class _Work:
     """One job in one worker."""
 
@@ -156,13 +137,12 @@ class _Work:
         self._job = job
         self._topology = Topology.from_json(job.topology)
         self._forked_here = inheritance is not None
-        self._keys = [key for key, _ in job.arenas]
-        count = len(self._keys)
-        self._arena_fds, self._staging = (
-            fds[:count],
-            dict(zip(self._keys, fds[count:], strict=False)),
-        )
-        self._parcel_fd = fds[-1] if job.parcel is not None else None
+        keys = [key for key, _ in job.arenas]
+        rest = list(fds)
+        self._parcel_fd = rest.pop() if job.parcel is not None else None
+        self._listener = rest.pop() if job.serves_store else None
+        self._arena_fds, self._staging = rest[: len(keys)], dict(zip(keys, rest[len(keys) :]))
+        self._store: Any = None
         self._inheritance = inheritance
 
     def run(self) -> None:
@@ -191,6 +171,7 @@ class _Work:
         signal.signal(signal.SIGINT, self._on_interrupt)
         _keep_groups()
         _refuse_questions(topology.rank)
+        self._serve_store()
         call, mappings = self._open(str(device.torch_device(topology.local_rank)))
         restore_random_states(job.random_states)
         homebound = Homebound(
@@ -200,6 +181,21 @@ class _Work:
             homebound.watch_first_step()
         precision.watch(job.mixed_precision)
         return call, homebound
+
+    def _serve_store(self) -> None:
+        """Serve the rendezvous store on the socket that the notebook bound.
+
+        So it listens on loopback only, and no port is ever chosen first and bound later. All ranks,
+        this one too, join it as clients (TORCHELASTIC_USE_AGENT_STORE).
+        """
+        if self._listener is not None:
+            self._store = torch.distributed.TCPStore(
+                self._topology.master_addr,
+                self._topology.master_port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=self._listener,
+            )
 
     def _open(self, device: str) -> tuple[Call, Mapping[str, memory.Mapping]]:
         if self._inheritance is not None:
