@@ -10,6 +10,7 @@ from torch import nn
 from nbaccel.errors import ModelNotShareable
 from nbaccel.launch.sharing import arena, memory
 from nbaccel.launch.sharing.find import find_modules
+from tests.process import descriptors
 
 pytestmark = pytest.mark.no_memfd_growth
 
@@ -19,7 +20,7 @@ def share(*modules: nn.Module) -> arena.Sharing:
 
 
 def fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(descriptors())
 
 
 def in_arena(tensor: torch.Tensor) -> bool:

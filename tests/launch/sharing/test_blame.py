@@ -65,7 +65,7 @@ def test_a_global_that_a_cells_function_uses_is_named() -> None:
 def test_an_unbound_closure_variable_does_no_harm() -> None:
     def outer() -> Any:
         def train() -> object:
-            return later, lock  # type: ignore[has-type]  # noqa: F821
+            return later, lock  # type: ignore[has-type]
 
         lock = threading.Lock()
         if LOCK is None:

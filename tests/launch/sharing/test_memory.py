@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from nbaccel.launch.sharing import memory
 from nbaccel.launch.sharing.memory import PAGE_BYTES, Mapping
+from tests.process import descriptors
 
 PAGES = 8
 NBYTES = (PAGES - 1) * PAGE_BYTES + 100  # the last page is not a whole one
@@ -28,12 +30,12 @@ def read(fd: int, nbytes: int, offset: int = 0) -> bytes:
 
 
 def mapped_at(address: int) -> bool:
-    with open("/proc/self/maps") as maps:
-        return any(line.startswith(f"{address:x}-") for line in maps)
+    maps = Path("/proc/self/maps").read_text()
+    return any(line.startswith(f"{address:x}-") for line in maps.splitlines())
 
 
 def test_a_file_has_no_name_and_is_not_inherited_by_programs(file: int) -> None:
-    assert os.readlink(f"/proc/self/fd/{file}") == "/memfd:nbaccel-test (deleted)"
+    assert descriptors()[file] == "/memfd:nbaccel-test (deleted)"
     assert os.fstat(file).st_size == NBYTES
     assert os.fstat(file).st_blocks == 0, "a page costs nothing before it is written"
     assert not os.get_inheritable(file)

@@ -13,6 +13,7 @@ from torch import nn
 from nbaccel.launch.sharing import arena, memory, parcel
 from nbaccel.launch.sharing.find import find_modules
 from nbaccel.launch.sharing.parcel import Sender
+from tests.process import descriptors
 
 MIB = 2**20
 pytestmark = pytest.mark.no_memfd_growth
@@ -30,9 +31,9 @@ def travel(obj: Any, sender: Sender | None = None, *, most_pickled: int = 100_00
 
 @pytest.fixture
 def no_new_descriptors() -> Iterator[None]:
-    before = set(os.listdir("/proc/self/fd"))
+    before = descriptors()
     yield
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
 
 
 # ------------------------------------------------------------------------- data
