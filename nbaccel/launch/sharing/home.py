@@ -153,6 +153,7 @@ class Homebound:
     ) -> None:
         """Copy tensors that no longer live in the arena into their slots of the staging file."""
         written: set[tuple[str, int, int]] = set()
+        seeded: set[tuple[str, int]] = set()
         for key, slot in manifest.slots:
             tensor = current[slot.name].detach()
             sharded = hasattr(tensor, "placements")
@@ -161,7 +162,8 @@ class Homebound:
             if not mine or place in written or _stayed(tensor, slot, self._mappings[key]):
                 continue
             written.add(place)
-            if not sharded:
+            if not sharded and (key, slot.start) not in seeded:
+                seeded.add((key, slot.start))  # a second time would undo what is written below
                 self._seed(key, slot, tensor)
             into = slot.view(
                 memory.Mapping(self._staging[key], self._mappings[key].nbytes, private=False)
