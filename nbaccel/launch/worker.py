@@ -175,7 +175,11 @@ class _Work:
         call, mappings = self._open(str(device.torch_device(topology.local_rank)))
         restore_random_states(job.random_states)
         homebound = Homebound(
-            rank=topology.rank, modules=call.modules, mappings=mappings, staging=self._staging
+            rank=topology.local_rank,
+            modules=call.modules,
+            mappings=mappings,
+            staging=self._staging,
+            num_nodes=topology.num_nodes,
         )
         if job.share_back:
             homebound.watch_first_step()

@@ -71,7 +71,15 @@ def manifests(sharing: Sharing, keys: Mapping[int, str]) -> tuple[Manifest, ...]
 
 
 class Homebound:
-    """A worker's side of the way home: watches the first optimizer step, writes at the end."""
+    """A worker's side of the way home: watches the first optimizer step, writes at the end.
+
+    Args:
+        rank: The worker's rank among those that share these staging files (on its node).
+        modules: The shared modules, with what the notebook knows of them.
+        mappings: This worker's mappings of the arenas, by key.
+        staging: Descriptors of the staging files, by key.
+        num_nodes: Machines that take part; the others' pieces of a sharded tensor are out of reach.
+    """
 
     def __init__(
         self,
@@ -80,8 +88,10 @@ class Homebound:
         modules: Sequence[tuple[Manifest, nn.Module]],
         mappings: Mapping[str, memory.Mapping],
         staging: Mapping[str, int],
+        num_nodes: int = 1,
     ) -> None:
         self._rank = rank
+        self._num_nodes = num_nodes
         self._modules = modules
         self._mappings = mappings
         self._staging = staging
@@ -118,6 +128,8 @@ class Homebound:
         for manifest, module in self._modules:
             current = dict(named_tensors(module))
             reason = _mismatch(manifest, current)
+            if reason is None and self._num_nodes > 1 and any(map(_is_sharded, current.values())):
+                reason = f"it is sharded over {self._num_nodes} nodes, each with a part only"
             if reason is None:
                 self._write_departed(manifest, current, report)
             elif self._rank == 0:
@@ -156,7 +168,7 @@ class Homebound:
         seeded: set[tuple[str, int]] = set()
         for key, slot in manifest.slots:
             tensor = current[slot.name].detach()
-            sharded = hasattr(tensor, "placements")
+            sharded = _is_sharded(tensor)
             mine = sharded or self._rank == 0
             place = (key, slot.start, slot.offset)
             if not mine or place in written or _stayed(tensor, slot, self._mappings[key]):
@@ -181,6 +193,10 @@ class Homebound:
             memory.write_at(self._staging[key], self._mappings[key].view(*span), span[0])
 
 
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "placements")
+
+
 def _span_in(mapping: memory.Mapping, tensor: torch.Tensor) -> memory.Range | None:
     if tensor.device.type != "cpu":
         return None
@@ -197,7 +213,7 @@ def _stayed(tensor: torch.Tensor, slot: Slot, mapping: memory.Mapping) -> bool:
         tensor.device.type == "cpu"
         and tensor.dtype == slot.dtype
         and tensor.stride() == slot.stride
-        and not hasattr(tensor, "placements")
+        and not _is_sharded(tensor)
         and tensor.data_ptr() == mapping.address + slot.start + slot.offset * tensor.element_size()
     )
 
