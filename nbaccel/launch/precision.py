@@ -2,8 +2,8 @@
 
 A request that nobody reads ends in fp32 without a word. So the first optimizer step compares what
 was asked with what can be seen: Accelerate's own state where it is used, else the autocast dtype
-and the parameter dtypes under which the model's layers have run so far. After that one look all
-hooks are gone.
+and the parameter dtypes under which the model's layers have run so far. After that one look nothing
+watches the layers any more.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def watch(asked: str) -> None:
     if asked == "no":
         return
     seen: set[torch.dtype] = set()
+    has_looked = False
 
     def after_layer(module: nn.Module, args: Any, output: Any) -> None:
         weights = [p for p in module.parameters(recurse=False)]
@@ -38,7 +39,10 @@ def watch(asked: str) -> None:
             seen.add(torch.get_autocast_dtype(device) if on else weights[0].dtype)
 
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        step.remove()
+        nonlocal has_looked
+        if has_looked:  # this hook stays: torch is walking through its hooks, one must not go
+            return
+        has_looked = True
         layers.remove()
         found = _accelerate() or _observed(seen, asked)
         if found is not None and found != asked:
@@ -48,7 +52,7 @@ def watch(asked: str) -> None:
                 f"without its own mixed_precision, or torch.autocast, or drop the argument."
             )
 
-    step = register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_pre_hook(before_step)
     layers = nn.modules.module.register_module_forward_hook(after_layer)
 
 

@@ -35,6 +35,9 @@ from nbaccel.topology import Topology
 _COPY_LIMIT_BYTES = 256 * 2**20
 """A pickle longer than this costs seconds per launch; a fork would cost nothing."""
 
+_CALLER = 5
+"""Frames from a warning up to the cell: `_conclude`, `launch`, the façade's two, the cell."""
+
 _ONE_AT_A_TIME = threading.Lock()  # the template answers one launch at a time
 
 
@@ -97,13 +100,13 @@ def _conclude(plan: Plan, watch: Supervisor, homecoming: home.Homecoming) -> Out
     values, lost = verdict.results(watch.members)
     state_dicts = {k: v for report in reports for k, v in report.state_dicts.items()}
     for reason in lost:
-        warnings.warn(f"{reason}. Its place in the results says so.", stacklevel=4)
+        warnings.warn(f"{reason}. Its place in the results says so.", stacklevel=_CALLER)
     for report in reports:
         for path, why in report.stranded.items():
             warnings.warn(
                 f"The trained weights of {path} do not fit the notebook's module ({why}), so it is "
                 f"as it was. They are in the results: results.state_dicts[{path!r}].",
-                stacklevel=4,
+                stacklevel=_CALLER,
             )
     return Outcome(values=values, plan=plan, state_dicts=state_dicts)
 

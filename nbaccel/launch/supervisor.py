@@ -238,7 +238,6 @@ class Supervisor:
     def _end(self, *, grace_s: float) -> None:
         self._ending = Ending(self.members, grace_s=grace_s, ask_stacks=True)
 
-
     # ---- interrupts
 
     @contextlib.contextmanager

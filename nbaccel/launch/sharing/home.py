@@ -86,6 +86,7 @@ class Homebound:
         self._mappings = mappings
         self._staging = staging
         self._in_place: set[str] = set()
+        self._has_stepped = False
 
     def watch_first_step(self) -> None:
         """Arrange for rank 0 to train in the staging file. See [Note: training in place]."""
@@ -93,10 +94,12 @@ class Homebound:
             return
 
         def before_first_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            handle.remove()
-            self._move_in(group["params"] for group in optimizer.param_groups)
+            # The hook stays: torch is walking through its hooks, and must not find one gone.
+            if not self._has_stepped:
+                self._has_stepped = True
+                self._move_in(group["params"] for group in optimizer.param_groups)
 
-        handle = register_optimizer_step_pre_hook(before_first_step)
+        register_optimizer_step_pre_hook(before_first_step)
 
     def _move_in(self, groups: Iterable[Iterable[torch.Tensor]]) -> None:
         trained = {id(p): p for group in groups for p in group if p.requires_grad}
