@@ -14,6 +14,7 @@ __all__ = ["render_failure", "render_mistake"]
 
 _RED, _BOLD, _GREEN, _OFF = "\x1b[31m", "\x1b[1m", "\x1b[32m", "\x1b[39;49;00m"
 _ARROW = re.compile(r"^  ---->")
+_FILE = re.compile(r'^  File "(.+)", line \d+', re.MULTILINE)
 _PLACE = re.compile(r"^  (?P<place>.+, line \d+|\S+:\d+)(?P<rest>, in .+)$")
 
 
@@ -49,9 +50,16 @@ def render_failure(error: BaseException) -> list[str]:
     own = [f for f in frames.of_traceback(error.__traceback__) if not f.is_library]
     if len(own) > 1:  # launched from a function: which one is not to be seen from the cell
         lines.append(f"Launched at {' → '.join(map(frames.place, own))}.")
-    if error.__cause__ is not None:
+    told = sum(bool(_ARROW.match(line)) for line in rest)
+    if len(_foreign_files(str(error.__cause__))) > told:
         lines.append("The whole traceback: import sys; print(sys.last_value.__cause__)")
     return lines
+
+
+def _foreign_files(traceback: str) -> list[str]:
+    """The file of each frame that is not nbaccel's own."""
+    files = _FILE.findall(traceback)
+    return [f for f in files if not frames.Frame(file=f, line=0, function="").is_house]
 
 
 def _named(error: BaseException) -> str:

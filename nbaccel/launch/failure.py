@@ -33,6 +33,7 @@ _LOST_TYPES = {
     "ConnectionAbortedError",
     "BrokenPipeError",
 }
+_LINE_CHARS = 140
 _AROUND = 2  # source lines shown before and after the failing one
 
 
@@ -100,15 +101,19 @@ def describe(error: BaseException) -> Raised:
 def _describe(error: BaseException, seen: set[int]) -> Raised:
     seen.add(id(error))
     inner = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    kind = type(error)
-    plain = kind.__module__ in ("builtins", "__main__")
     return Raised(
-        type_name=kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}",
+        type_name=kind_name(type(error)),
         message=_text(error),
         frames=_frames(error.__traceback__),
         cause=_describe(inner, seen) if inner is not None and id(inner) not in seen else None,
         notes=tuple(map(str, getattr(error, "__notes__", ()))),
     )
+
+
+def kind_name(kind: type) -> str:
+    """A class as a reader knows it: with its module, unless that goes without saying."""
+    plain = kind.__module__ in ("builtins", "__main__", "nbaccel.errors")
+    return kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _text(error: BaseException) -> str:
@@ -154,8 +159,15 @@ def doing(stack: Sequence[Frame]) -> str:
     collective = next((f.function for f in reversed(calls) if f.function != "wrapper"), None)
     what = f"waiting in {collective}" if collective else "running"
     if not collective and stack and stack[0] != mine:
-        what = f"in {stack[0].function}"
+        what = f"in {_called(stack, mine)}"
     return f"{what} ({place(mine)})" if mine else what
+
+
+def _called(stack: Sequence[Frame], mine: Frame | None) -> str:
+    """What the user's frame called, by the outermost name that is not private."""
+    inner = stack[: stack.index(mine)] if mine else stack
+    names = [f.function for f in reversed(inner) if not f.function.startswith("_")]
+    return names[0] if names else stack[0].function
 
 
 # ------------------------------------------------------------------------- exits
@@ -228,6 +240,8 @@ class Obituary:
     world_size: int
     last_output: dict[int, list[str]] = field(default_factory=dict)
     closing: str = "The notebook's model is as it was before the launch."
+    headline: str = ""
+    """Says better what happened than the cause's own words."""
     advice: str = ""
 
     @property
@@ -237,10 +251,10 @@ class Obituary:
     def lines(self) -> list[str]:
         """The text, at most about thirty lines."""
         cause = self.cause
-        lines = [f"rank {cause.rank} of {self.world_size} {cause.headline}"]
+        lines = [f"rank {cause.rank} of {self.world_size} {self.headline or cause.headline}"]
         lines += [self.advice] if self.advice else []
         if cause.raised is not None:
-            lines += _more_message(cause.raised)
+            lines += [] if self.headline else _more_message(cause.raised)
             lines += _tell_raised(cause.raised)
         else:
             lines += _tell_stack(cause.stack)
@@ -259,21 +273,27 @@ class Obituary:
         others = sorted((r for r in self.records if r is not cause), key=lambda r: r.rank)
         if not others:
             return []
-        shown = [f"  rank {r.rank}: {_one_line(r)}" for r in others[:8]]
+        shown = [f"  rank {r.rank}: {_one_line(r, cause)}" for r in others[:8]]
         more = [f"  … and {len(others) - 8} more ranks"] if len(others) > 8 else []
         return ["The other ranks:", *shown, *more]
 
 
-def _one_line(record: Record) -> str:
+def _one_line(record: Record, cause: Record) -> str:
     if record.is_consequence and record.raised is not None:
         mine = user_frame(reversed(record.raised.frames))
         where = f" at {place(mine)}" if mine else ""
         return f"lost its connection{where} (a consequence)"
-    text = record.headline[:140]
+    text = _cut(record.headline)
     if record.raised is not None:
+        if cause.raised is not None and cause.raised.type_name == record.raised.type_name:
+            text = f"raised {record.raised.type_name}, too,"
         mine = user_frame(reversed(record.raised.frames))
         text += f" at {place(mine)}" if mine else ""
     return text
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LINE_CHARS else text[: _LINE_CHARS - 2] + " …"
 
 
 def _more_message(raised: Raised) -> list[str]:
@@ -293,7 +313,7 @@ def _tell_raised(raised: Raised) -> list[str]:
             f"  {place(mine[-1])}, in {mine[-1].function}",
             *frames.source(mine[-1], around=_AROUND),
         ]
-    if raised.frames and raised.frames[-1].is_library:
+    if raised.frames and raised.frames[-1].is_library and not raised.frames[-1].is_house:
         inner = raised.frames[-1]
         lines.append(f"  raised inside {inner.function} ({place(inner)})")
     if raised.cause is not None:

@@ -40,6 +40,9 @@ from nbaccel.launch.template import TemplateStarter
 from nbaccel.plan import Plan
 from nbaccel.topology import Topology
 
+_CALLER = 7
+"""Frames from a warning up to the cell: this file's four, the façade's two, the cell."""
+
 _ONE_AT_A_TIME = threading.Lock()  # the template answers one launch at a time
 
 
@@ -112,13 +115,13 @@ def _conclude(plan: Plan, watch: Supervisor, homecoming: home.Homecoming) -> Out
     values, lost = verdict.results(watch.members)
     state_dicts = {k: v for report in reports for k, v in report.state_dicts.items()}
     for reason in lost:
-        warnings.warn(f"{reason}. Its place in the results says so.", stacklevel=4)
+        warnings.warn(f"{reason}. Its place in the results says so.", stacklevel=_CALLER)
     for report in reports:
         for path, why in report.stranded.items():
             warnings.warn(
                 f"The trained weights of {path} do not fit the notebook's module ({why}), so it is "
                 f"as it was. They are in the results: results.state_dicts[{path!r}].",
-                stacklevel=4,
+                stacklevel=_CALLER,
             )
     return Outcome(values=values, plan=plan, state_dicts=state_dicts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 
 import psutil
@@ -54,6 +55,8 @@ def _holder(port: int) -> str:
     pid = next((c.pid for c in found if c.pid), None)
     if pid is None:
         return "another process"
+    if pid == os.getpid():
+        return f"this very process ({pid})"
     try:
         return f"process {pid} ({' '.join(psutil.Process(pid).cmdline())[:80]})"
     except psutil.Error:

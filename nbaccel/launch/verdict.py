@@ -149,18 +149,19 @@ def _obituary(
 ) -> failure.Obituary:
     cause = failure.first_cause(records)
     gone = [m for m in watch.members if m.returned is not None]
-    advice = ""
+    headline = advice = ""
     if cause.is_consequence and gone:
         who = ", ".join(str(m.rank) for m in gone)
+        headline = f"waited for rank {who}, which had already returned"
         advice = (
-            f"rank {who} had already returned when rank {cause.rank} waited for it: a collective "
-            "(all_reduce, barrier, a DDP backward) needs every rank. Look for a branch on the rank "
-            "or for ranks with different numbers of batches."
+            "A collective (all_reduce, barrier, a DDP backward) needs every rank. Look for a "
+            "branch on the rank or for ranks with different numbers of batches."
         )
     return failure.Obituary(
         records=tuple(records),
         world_size=world_size,
         last_output=watch.tails(),
+        headline=headline,
         advice=advice,
     )
 

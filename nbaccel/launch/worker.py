@@ -228,8 +228,8 @@ class _Work:
         except BaseException as error:  # the user's own __reduce__ may raise anything
             kind = type(value)
             reason = (
-                f"rank {self._topology.rank} returned a {kind.__module__}.{kind.__qualname__} that "
-                f"cannot be sent to the notebook: {type(error).__name__}: {error}"
+                f"rank {self._topology.rank} returned a {failure.kind_name(kind)}, which cannot be "
+                f"sent to the notebook ({type(error).__name__}: {error})"
             )
             self._channel.send(wire.Returned(time.monotonic(), None, reason, report))
             return
