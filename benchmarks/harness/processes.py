@@ -31,6 +31,22 @@ def tagged(tag: str, *, without: int) -> list[psutil.Process]:
     return found
 
 
+def num_foreign_torch(tag: str) -> int:
+    """Other processes of the machine that map PyTorch: PSS splits the library's pages with them.
+
+    Asked from outside of the namespaces, where all can be seen.
+    """
+    mine = {process.pid for process in tagged(tag, without=0)}
+    found = 0
+    for pid in psutil.pids():
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:
+            continue
+        found += pid not in mine and "libtorch_cpu" in maps
+    return found
+
+
 def is_gone(process: psutil.Process) -> bool:
     try:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
