@@ -1,0 +1,72 @@
+"""Optional packages: looked up without importing them, imported when chosen and not before."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from types import ModuleType
+
+from nbaccel.errors import MissingBackend
+
+__all__ = ["is_installed", "require"]
+
+
+def require(module: str, *, extra: str, why: str) -> ModuleType:
+    """Import a module that only some users need.
+
+    Args:
+        module: Dotted name of the module.
+        extra: The extra of nbaccel that installs it; empty where nbaccel itself does.
+        why: What needs it, as the start of a sentence: ``"ZeRO"``, ``"Reading YAML"``.
+
+    Returns:
+        The module.
+
+    Raises:
+        MissingBackend: It is not installed, or is and fails to import.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingBackend(_advice(module, extra, why, error), name=module) from error
+
+
+def is_installed(name: str) -> bool:
+    """Whether a module could be imported, found out without running any of its code.
+
+    Args:
+        name: Dotted name; parent packages are not imported either.
+
+    Returns:
+        True where Python's path has it. (Importing may still fail, on a broken library.)
+    """
+    if name in sys.modules:
+        return sys.modules[name] is not None
+    first, *rest = name.split(".")
+    try:
+        spec = find_spec(first)
+    except ValueError:  # imported, and without a spec, as __main__ is
+        return not rest
+    # find_spec("a.b") would import `a`; walking the search locations does not.
+    for part in rest:
+        spec = _inside(spec, part)
+    return spec is not None
+
+
+def _inside(parent: ModuleSpec | None, part: str) -> ModuleSpec | None:
+    if parent is None or parent.submodule_search_locations is None:
+        return None
+    return PathFinder.find_spec(f"{parent.name}.{part}", parent.submodule_search_locations)
+
+
+def _advice(module: str, extra: str, why: str, error: ImportError) -> str:
+    package = module.partition(".")[0]
+    line = f'pip install "nbaccel[{extra}]"' if extra else "pip install nbaccel"
+    if is_installed(package):
+        return (
+            f"{why} needs {module}, which is installed but cannot be imported: {error}. "
+            f"Its version may not fit the rest. Reinstall it: {line}"
+        )
+    return f"{why} needs {module}: {package} is not installed. Install it: {line}"

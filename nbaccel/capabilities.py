@@ -1,0 +1,287 @@
+"""What works with what, as data.
+
+Every device, precision and start method has a row here. The plan judges by the rows, the
+catalogue loads the implementation a row names, pickers grey out by them, and the matrix in the
+README and the contract tests are made from them. To add a backend is to add a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from nbaccel.errors import InternalError
+
+__all__ = [
+    "DEVICES",
+    "PRECISIONS",
+    "README_BEGIN",
+    "README_END",
+    "START_METHODS",
+    "DeviceRow",
+    "PrecisionRow",
+    "StartMethodRow",
+    "device_row",
+    "group_backend",
+    "precision_row",
+    "readme_matrix",
+    "start_method_row",
+]
+
+_Row = TypeVar("_Row")
+
+README_BEGIN = "<!-- capabilities:begin -->"
+README_END = "<!-- capabilities:end -->"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceRow:
+    """What workers can compute on.
+
+    Attributes:
+        name: As in ``RunConfig.device``.
+        meaning: What it is, for people.
+        needs: What must be there.
+        path: ``module:Class`` of the implementation; empty where this version has none.
+        precisions: The precisions it can train in.
+        slow: Those of them that it only imitates, and why that matters.
+        start_methods: How its workers can be started.
+        group_backend: Process group backend where each worker has a device of its own.
+        shared_group_backend: The one where workers share a device.
+    """
+
+    name: str
+    meaning: str
+    needs: str
+    path: str = ""
+    precisions: tuple[str, ...] = ()
+    slow: tuple[tuple[str, str], ...] = ()
+    start_methods: tuple[str, ...] = ()
+    group_backend: str = "gloo"
+    shared_group_backend: str = "gloo"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionRow:
+    """A number format of the forward and backward pass.
+
+    Attributes:
+        name: As in ``RunConfig.mixed_precision``.
+        meaning: What it is, for people.
+        needs: What must be there.
+        refused_below: Compute capability under which a GPU cannot do it.
+        imitated_below: Compute capability under which a GPU does it slowly.
+    """
+
+    name: str
+    meaning: str
+    needs: str
+    refused_below: tuple[int, int] = (0, 0)
+    imitated_below: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartMethodRow:
+    """How workers come to be.
+
+    Attributes:
+        name: As in ``Plan.start_method``.
+        meaning: What happens, for people.
+        needs: What must be there.
+        path: Module of the implementation.
+        headline: How :meth:`Plan.headline` says it.
+        separate_processes: Whether workers are processes of their own.
+    """
+
+    name: str
+    meaning: str
+    needs: str
+    path: str
+    headline: str
+    separate_processes: bool = True
+
+
+_ALL_METHODS = ("template", "fork", "inline", "elastic")
+
+DEVICES: tuple[DeviceRow, ...] = (
+    DeviceRow(
+        name="cpu",
+        meaning="the processor's cores",
+        needs="nothing",
+        path="nbaccel.devices.cpu:CpuDevice",
+        precisions=("no", "fp16", "bf16"),
+        slow=(("fp16", "CPUs compute it by way of float32 and its gradients must be scaled"),),
+        start_methods=_ALL_METHODS,
+    ),
+    DeviceRow(
+        name="cuda",
+        meaning="NVIDIA GPUs",
+        needs="a GPU, its driver and a CUDA build of PyTorch",
+        path="nbaccel.devices.cuda:CudaDevice",
+        precisions=("no", "fp16", "bf16", "fp8"),
+        start_methods=_ALL_METHODS,
+        group_backend="nccl",
+    ),
+    DeviceRow(
+        name="tpu",
+        meaning="Google TPUs: detected, not yet driven by this version",
+        needs="a later version",
+    ),
+)
+
+PRECISIONS: tuple[PrecisionRow, ...] = (
+    PrecisionRow(name="no", meaning="float32 throughout", needs="nothing"),
+    PrecisionRow(
+        name="fp16", meaning="float16 with scaled gradients", needs="a GPU to be worth it"
+    ),
+    PrecisionRow(
+        name="bf16",
+        meaning="bfloat16, no scaling needed",
+        needs="a CPU, or a GPU of compute capability 8.0 (Ampere) to be worth it",
+        imitated_below=(8, 0),
+    ),
+    PrecisionRow(
+        name="fp8",
+        meaning="8-bit matrix products",
+        needs="a GPU of compute capability 8.9 (Ada, Hopper) or newer",
+        refused_below=(8, 9),
+    ),
+)
+
+START_METHODS: tuple[StartMethodRow, ...] = (
+    StartMethodRow(
+        name="template",
+        meaning="forked from a clean process that has torch imported",
+        needs="Linux; what is sent to workers can be pickled",
+        path="nbaccel.launch.template",
+        headline="started from the template",
+    ),
+    StartMethodRow(
+        name="fork",
+        meaning="forked from this process: everything in it is visible, nothing is pickled",
+        needs="Linux; no CUDA context, XLA runtime or process group in this process",
+        path="nbaccel.launch.fork",
+        headline="forked from this process",
+    ),
+    StartMethodRow(
+        name="inline",
+        meaning="the function is called in this process; a debugger works",
+        needs="one worker",
+        path="nbaccel.launch.inline",
+        headline="in this process",
+        separate_processes=False,
+    ),
+    StartMethodRow(
+        name="elastic",
+        meaning="torch elastic: several nodes, restarts after a failure",
+        needs="Linux; num_nodes > 1, max_restarts > 0 or a rdzv_backend other than static",
+        path="nbaccel.launch.elastic",
+        headline="started by torch elastic",
+    ),
+)
+
+
+def device_row(name: str) -> DeviceRow:
+    """The row of a device.
+
+    Args:
+        name: As in the table.
+
+    Returns:
+        The row.
+
+    Raises:
+        InternalError: No row has that name.
+    """
+    return _found(name, {row.name: row for row in DEVICES}.get(name))
+
+
+def precision_row(name: str) -> PrecisionRow:
+    """The row of a precision.
+
+    Args:
+        name: As in the table.
+
+    Returns:
+        The row.
+
+    Raises:
+        InternalError: No row has that name.
+    """
+    return _found(name, {row.name: row for row in PRECISIONS}.get(name))
+
+
+def start_method_row(name: str) -> StartMethodRow:
+    """The row of a start method.
+
+    Args:
+        name: As in the table.
+
+    Returns:
+        The row.
+
+    Raises:
+        InternalError: No row has that name.
+    """
+    return _found(name, {row.name: row for row in START_METHODS}.get(name))
+
+
+def group_backend(row: DeviceRow, *, num_local: int, num_devices: int) -> str:
+    """The process group backend for the workers of one node.
+
+    Args:
+        row: The device they compute on.
+        num_local: Workers on this node.
+        num_devices: Devices of that kind on this node.
+
+    Returns:
+        The name that ``torch.distributed.init_process_group`` takes.
+    """
+    # NCCL refuses two ranks on one GPU ("Duplicate GPU detected").
+    return row.group_backend if num_local <= num_devices else row.shared_group_backend
+
+
+def readme_matrix() -> str:
+    """The tables of the README, in Markdown.
+
+    Returns:
+        What stands between the two markers, without them.
+    """
+    precisions = [row.name for row in PRECISIONS]
+    methods = [row.name for row in START_METHODS]
+    matrix = [
+        [
+            f"`{row.name}`: {row.meaning}",
+            *(_mark(row, name) for name in precisions),
+            *("yes" if name in row.start_methods else "" for name in methods),
+        ]
+        for row in DEVICES
+    ]
+    rows = [("precision", row.name, row.meaning, row.needs) for row in PRECISIONS]
+    rows += [("start", row.name, row.meaning, row.needs) for row in START_METHODS]
+    needs = [[kind, f"`{name}`", meaning, text] for kind, name, meaning, text in rows]
+    heads = [f"`{name}`" for name in (*precisions, *methods)]
+    return "\n\n".join(
+        [_table(["Device", *heads], matrix), _table(["Kind", "Name", "Meaning", "Needs"], needs)]
+    )
+
+
+def _mark(row: DeviceRow, precision: str) -> str:
+    if precision not in row.precisions:
+        return ""
+    return "slow" if precision in dict(row.slow) else "yes"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _found(name: str, row: _Row | None) -> _Row:
+    if row is None:
+        raise InternalError(
+            f"nbaccel has no capability row named {name!r}. "
+            "Nothing can be decided about it. Please report this as a bug."
+        )
+    return row

@@ -1,0 +1,87 @@
+"""What people pass where a setting wants a plain value: NumPy numbers, enums, digits as text."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from enum import Enum
+from typing import Any
+
+__all__ = ["number", "plain", "port", "truth", "word"]
+
+
+def plain(value: Any) -> Any:
+    """A Python value for a scalar of NumPy or torch and for a member of an enum.
+
+    Args:
+        value: Anything.
+
+    Returns:
+        The plain value, or the same object.
+    """
+    if isinstance(value, Enum):
+        return value.value
+    if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
+        return value.item()
+    return value
+
+
+def number(value: Any) -> Any:
+    """A number for a number; a truth value is none, though Python counts with it.
+
+    Args:
+        value: What was given for a number; a ``timedelta`` counts as seconds.
+
+    Returns:
+        What the validator goes on with.
+
+    Raises:
+        ValueError: It is True or False.
+    """
+    if isinstance(value, bool):
+        raise ValueError("a truth value is not a number")
+    return value.total_seconds() if isinstance(value, timedelta) else value
+
+
+def port(value: Any) -> Any:
+    """A port, where 0 and an empty text ask for a free one, as they do for a socket.
+
+    Args:
+        value: What was given for a port.
+
+    Returns:
+        None for a free port, otherwise what the validator goes on with.
+    """
+    text = value.strip() if isinstance(value, str) else value
+    return None if text in (0, "0", "") and not isinstance(text, bool) else number(text)
+
+
+def word(value: Any) -> Any:
+    """A word of a list, in lower case; None and YAML's bare ``no`` are the word "no".
+
+    Args:
+        value: What was given for a word.
+
+    Returns:
+        What the validator goes on with.
+    """
+    # YAML 1.1 reads `mixed_precision: no` as False.
+    if value is None or value is False:
+        return "no"
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+def truth(value: Any) -> Any:
+    """A truth value; a number other than 0 and 1 is refused by the validator itself.
+
+    Args:
+        value: What was given for a truth value.
+
+    Returns:
+        What the validator goes on with.
+
+    Raises:
+        ValueError: It is None, which means neither.
+    """
+    if value is None:
+        raise ValueError("None is neither true nor false")
+    return value

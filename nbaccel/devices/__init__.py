@@ -1,0 +1,3 @@
+"""The hardware that workers compute on, a module each."""
+
+from __future__ import annotations

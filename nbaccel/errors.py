@@ -1,0 +1,171 @@
+"""The errors of nbaccel: five branches, told apart by who can do something about it.
+
+::
+
+    NbaccelError
+    ├── UserMistake              what was asked cannot be done; ask differently
+    │   ├── ConfigError          (ValueError)    settings, all mistakes listed together
+    │   ├── ModelNotShareable    (ValueError)    a model that shared memory cannot hold
+    │   ├── NotSendable          (TypeError)     something that cannot travel to a worker
+    │   ├── PortTaken            (OSError)       the port asked for is somebody else's
+    │   └── InputRefused         (EOFError)      input() in a worker, which has no keyboard
+    ├── MissingBackend           (ImportError)   an optional package is not there; install it
+    ├── UnsafeMoment             (RuntimeError)  right request, wrong time
+    │   └── UnsafeFork           this process cannot be forked as it is now
+    ├── PrecisionMismatch        (RuntimeError)  asked for one precision, training in another
+    ├── WorkerFailed             (RuntimeError)  a worker raised
+    │   ├── WorkerDied           a worker was killed or left without a result
+    │   ├── LaunchTimeout        (TimeoutError)  the launch took longer than allowed
+    │   └── StartupFailed        workers never became ready
+    ├── PlatformUnsupported      (RuntimeError)  this operating system lacks what is needed
+    └── InternalError            a bug in nbaccel; please report it
+
+Each leaf is also the built-in exception that a reader would expect, so code which catches
+``ValueError`` or ``TimeoutError`` keeps working. Every message says what was wrong (with the
+value), why it matters and what to do.
+"""
+
+from __future__ import annotations
+
+import errno
+
+__all__ = [
+    "ConfigError",
+    "InputRefused",
+    "InternalError",
+    "LaunchTimeout",
+    "MissingBackend",
+    "ModelNotShareable",
+    "NbaccelError",
+    "NotSendable",
+    "PlatformUnsupported",
+    "PortTaken",
+    "PrecisionMismatch",
+    "StartupFailed",
+    "UnsafeFork",
+    "UnsafeMoment",
+    "UserMistake",
+    "WorkerDied",
+    "WorkerFailed",
+]
+
+
+class NbaccelError(Exception):
+    """Any error that nbaccel raises on purpose."""
+
+
+class UserMistake(NbaccelError):
+    """What was asked cannot be done; asking differently can."""
+
+
+class ConfigError(UserMistake, ValueError):
+    """Settings that are wrong or contradict each other, all of them at once.
+
+    Args:
+        *mistakes: One message per mistake, each naming the value and the remedy.
+    """
+
+    def __init__(self, *mistakes: str) -> None:
+        # The arguments themselves stay in `args`, so that pickling rebuilds the list.
+        super().__init__(*mistakes)
+
+    @property
+    def mistakes(self) -> tuple[str, ...]:
+        """Every mistake found, in the order of the settings."""
+        return tuple(str(mistake) for mistake in self.args)
+
+    def __str__(self) -> str:
+        if len(self.mistakes) <= 1:
+            return "".join(self.mistakes)
+        numbered = (f"  {number}. {text}" for number, text in enumerate(self.mistakes, start=1))
+        return "\n".join([f"{len(self.mistakes)} settings are wrong:", *numbered])
+
+
+class ModelNotShareable(UserMistake, ValueError):
+    """A model that cannot be put into shared memory (a parameter on ``meta``, for example)."""
+
+
+class NotSendable(UserMistake, TypeError):
+    """A function, an argument or a result that cannot be pickled.
+
+    Args:
+        message: What it is and how to avoid sending it.
+        path: Where it hangs, as Python would reach it: ``train.__closure__['lock']``.
+    """
+
+    def __init__(self, message: str, *, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class PortTaken(UserMistake, OSError):
+    """The port that was asked for belongs to another process.
+
+    Args:
+        message: The port, its holder where known, and what to do.
+        port: The port's number.
+    """
+
+    def __init__(self, message: str, *, port: int | None = None) -> None:
+        super().__init__(message)
+        # OSError reads (errno, text) from two arguments and then renders them itself. One
+        # argument keeps the message as written; the number is what `except OSError` code tests.
+        self.errno = errno.EADDRINUSE
+        self.port = port
+
+
+class InputRefused(UserMistake, EOFError):
+    """``input()`` was called in a worker, where nobody can answer."""
+
+
+class MissingBackend(NbaccelError, ImportError):
+    """An optional package was chosen and is not installed, or cannot be imported."""
+
+
+class UnsafeMoment(NbaccelError, RuntimeError):
+    """The request is right, but this process is in no state to serve it now."""
+
+
+class UnsafeFork(UnsafeMoment):
+    """Forking this process would give workers that hang or crash."""
+
+
+class PrecisionMismatch(NbaccelError, RuntimeError):
+    """Training would run in another precision than the one asked for."""
+
+
+class WorkerFailed(NbaccelError, RuntimeError):
+    """A launch failed because a worker did.
+
+    Args:
+        message: What is shown to the user.
+        failure: The first failure by time, the one to look at.
+        failures: All failures, the first one included, in order of time.
+    """
+
+    def __init__(
+        self, message: str = "", *, failure: object | None = None, failures: tuple[object, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.failure = failure
+        self.failures = tuple(failures)
+
+
+class WorkerDied(WorkerFailed):
+    """A worker was killed by a signal, or left without handing over a result."""
+
+
+class LaunchTimeout(WorkerFailed, TimeoutError):
+    """The launch did not end within the time allowed."""
+
+
+class StartupFailed(WorkerFailed):
+    """Workers did not become ready to run the function."""
+
+
+class PlatformUnsupported(NbaccelError, RuntimeError):
+    """This operating system lacks something that the request needs."""
+
+
+class InternalError(NbaccelError):
+    """A state that nbaccel holds impossible: a bug, to be reported."""

@@ -1,0 +1,1 @@
+"""Machines that start worker processes, watch them and bring their work home."""

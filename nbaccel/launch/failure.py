@@ -1,0 +1,373 @@
+"""What is known of a worker's failure, and how it is told: the obituary.
+
+The first failure *by time* that is not merely a lost connection is the cause; everything else is a
+consequence and gets one line. (When one rank dies, its peers see "Connection closed by peer" and
+often report first: to believe them is to blame the wrong rank.)
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from nbaccel.units import format_bytes
+
+_HOUSE = str(Path(__file__).resolve().parents[1])
+_LIBRARY = re.compile(
+    r"/(site|dist)-packages/|/lib/python3[^/]*/|<frozen |<string>|<__array_function__"
+)
+_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed|recvvalue failed"
+    r"|remote process exited|peer .{0,40}(closed|gone|exited)|read error|failed to (recv|connect)"
+    r"|no error type|ncclremoteerror|ncclsystemerror|connectfullmesh|sendbytes failed",
+    re.IGNORECASE,
+)
+_LOST_TYPES = {
+    "RuntimeError",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "ConnectionResetError",
+    "ConnectionRefusedError",
+    "ConnectionAbortedError",
+    "BrokenPipeError",
+}
+_AROUND = 2  # source lines shown before and after the failing one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """One call on a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def is_library(self) -> bool:
+        """Whether it is in an installed package, the standard library or nbaccel."""
+        return self.file.startswith(_HOUSE) or bool(_LIBRARY.search(self.file))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Raised:
+    """An exception, without the objects it holds: type, text and stack."""
+
+    type_name: str
+    message: str
+    frames: tuple[Frame, ...]
+    cause: Raised | None = None
+    """The exception it was raised from or during, if any."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A record of one rank's end."""
+
+    rank: int
+    time: float
+    """Seconds of CLOCK_MONOTONIC."""
+    raised: Raised | None = None
+    exit_status: int | None = None
+    """Negative for a signal; None if it raised."""
+    stack: tuple[Frame, ...] = ()
+    """Where it was, innermost call first, as far as faulthandler could tell."""
+    max_rss_bytes: int = 0
+    evidence: str = ""
+    """What the system says about the death: out-of-memory kills, full /dev/shm."""
+    doing: str = ""
+    """For a rank that was stopped: what it was doing."""
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it only says that another rank is gone."""
+        if self.raised is None:
+            return False
+        name = self.raised.type_name.rpartition(".")[2]
+        return name in _LOST_TYPES and bool(_LOST.search(self.raised.message))
+
+    @property
+    def headline(self) -> str:
+        """One line: what happened to this rank."""
+        if self.raised is not None:
+            first = self.raised.message.strip().partition("\n")[0]
+            return f"raised {self.raised.type_name}" + (f": {first}" if first else "")
+        if self.exit_status is None:
+            return self.doing
+        return name_exit(self.exit_status)
+
+
+def first_cause(records: Sequence[Record]) -> Record:
+    """The failure to look at: the earliest that is not a lost connection."""
+    ordered = sorted(records, key=lambda record: record.time)
+    return next((r for r in ordered if not r.is_consequence), ordered[0])
+
+
+def describe(error: BaseException) -> Raised:
+    """Take down an exception for another process. Frames of nbaccel at the outside are dropped."""
+    seen: set[int] = set()
+    return _describe(error, seen)
+
+
+def _describe(error: BaseException, seen: set[int]) -> Raised:
+    seen.add(id(error))
+    inner = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    kind = type(error)
+    plain = kind.__module__ in ("builtins", "__main__")
+    return Raised(
+        type_name=kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}",
+        message=_text(error),
+        frames=_frames(error.__traceback__),
+        cause=_describe(inner, seen) if inner is not None and id(inner) not in seen else None,
+        notes=tuple(map(str, getattr(error, "__notes__", ()))),
+    )
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # the user's own __str__ may raise anything
+        return f"<its text cannot be shown: __str__ raised {type(broken).__name__}>"
+
+
+def _frames(tb: TracebackType | None) -> tuple[Frame, ...]:
+    frames = [
+        Frame(file=f.filename, line=f.lineno or 0, function=f.name)
+        for f in traceback.extract_tb(tb)
+    ]
+    while len(frames) > 1 and frames[0].file.startswith(_HOUSE):
+        frames.pop(0)
+    return tuple(frames)
+
+
+_STACK_LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)$')
+
+
+def parse_stack(dump: str) -> tuple[Frame, ...]:
+    """The main thread's stack from a faulthandler dump, innermost call first.
+
+    The main thread is the one whose outermost frames are nbaccel's worker.
+    """
+    best: list[Frame] = []
+    for block in re.split(r"^(?=(?:Current thread|Thread) )", dump, flags=re.MULTILINE):
+        matches = filter(None, map(_STACK_LINE.match, block.splitlines()))
+        frames = [
+            Frame(file=m["file"], line=int(m["line"].strip("?") or 0), function=m["function"])
+            for m in matches
+        ]
+        if frames and (not best or any("launch/worker.py" in f.file for f in frames)):
+            best = frames
+    while best and best[-1].file.startswith(_HOUSE):
+        best.pop()
+    return tuple(best)
+
+
+def user_frame(frames: Iterable[Frame]) -> Frame | None:
+    """The innermost frame of the user's own code; `frames` come innermost first."""
+    return next((f for f in frames if not f.is_library), None)
+
+
+def doing(stack: Sequence[Frame]) -> str:
+    """What a rank was doing, in one line, from its stack (innermost first)."""
+    mine = user_frame(stack)
+    calls = [f for f in stack if "/torch/distributed/" in f.file and not f.function.startswith("_")]
+    collective = next((f.function for f in reversed(calls) if f.function != "wrapper"), None)
+    what = f"waiting in {collective}" if collective else "running"
+    if not collective and stack and stack[0] != mine:
+        what = f"in {stack[0].function}"
+    return f"{what} ({place(mine)})" if mine else what
+
+
+# ------------------------------------------------------------------------- exits
+
+
+_SIGNALS = {
+    signal.SIGKILL: (
+        "Nothing in Python can catch this signal. Most often the system ran out of memory and "
+        "chose this process.",
+        "Use a smaller batch or model, or fewer workers (num_processes).",
+    ),
+    signal.SIGSEGV: (
+        "Compiled code touched memory that is not its own.",
+        "The stack shows the Python line that called it. On a TPU host it can mean that host "
+        "memory ran out: build the model in a cell and pass it in args, so that all workers share "
+        "one copy.",
+    ),
+    signal.SIGBUS: (
+        "A page of mapped memory could not be provided: usually /dev/shm is full (containers give "
+        "it 64 MB), or a mapped file was cut.",
+        "Set num_workers=0 in the DataLoader or enlarge /dev/shm (docker run --shm-size=8g). "
+        "Models and tensors that nbaccel shares do not use /dev/shm.",
+    ),
+    signal.SIGABRT: (
+        "Compiled code gave up on purpose (a failed check in C++).",
+        "Its reason is in the last output above.",
+    ),
+    signal.SIGTERM: ("Another process asked it to end.", "Look for a job scheduler or a kill."),
+    signal.SIGILL: (
+        "The processor does not know an instruction that a package was compiled for.",
+        "Install a build of that package for this processor.",
+    ),
+    signal.SIGFPE: ("Compiled code divided by zero.", "The stack shows the Python line."),
+}
+
+
+def name_exit(status: int) -> str:
+    """`-9` → `was killed by SIGKILL (signal 9)`."""
+    if status >= 0:
+        return f"left with exit code {status} before the function returned"
+    try:
+        return f"was killed by {signal.Signals(-status).name} (signal {-status})"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+def explain_exit(record: Record) -> list[str]:
+    """Likely cause and remedy of a death without an exception."""
+    status = record.exit_status or 0
+    if status >= 0:
+        return [
+            "The process ended itself (os._exit, or a library that exits), so neither results nor "
+            "weights came back. Let the function return instead."
+        ]
+    cause, remedy = _SIGNALS.get(signal.Signals(-status), ("", "")) if -status < 65 else ("", "")
+    used = (
+        f"It had used up to {format_bytes(record.max_rss_bytes)}." if record.max_rss_bytes else ""
+    )
+    return [line for line in (record.evidence or cause, used, remedy) if line]
+
+
+# ------------------------------------------------------------------------- telling it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Obituary:
+    """Everything a failed launch says."""
+
+    records: tuple[Record, ...]
+    world_size: int
+    last_output: dict[int, list[str]] = field(default_factory=dict)
+    closing: str = "The notebook's model is as it was before the launch."
+    advice: str = ""
+
+    @property
+    def cause(self) -> Record:
+        return first_cause(self.records)
+
+    def lines(self) -> list[str]:
+        """The text, at most about thirty lines."""
+        cause = self.cause
+        lines = [f"rank {cause.rank} of {self.world_size} {cause.headline}"]
+        lines += [self.advice] if self.advice else []
+        if cause.raised is not None:
+            lines += _more_message(cause.raised)
+            lines += _tell_raised(cause.raised)
+        else:
+            lines += _tell_stack(cause.stack)
+            lines += explain_exit(cause) if cause.exit_status is not None else []
+        lines += self._output(cause.rank)
+        lines += self._others(cause)
+        return [*lines, self.closing]
+
+    def _output(self, rank: int) -> list[str]:
+        tail = self.last_output.get(rank, [])[-4:]
+        return (
+            [f"Last output of rank {rank}:", *(f"  {line[:160]}" for line in tail)] if tail else []
+        )
+
+    def _others(self, cause: Record) -> list[str]:
+        others = sorted((r for r in self.records if r is not cause), key=lambda r: r.rank)
+        if not others:
+            return []
+        shown = [f"  rank {r.rank}: {_one_line(r)}" for r in others[:8]]
+        more = [f"  … and {len(others) - 8} more ranks"] if len(others) > 8 else []
+        return ["The other ranks:", *shown, *more]
+
+
+def _one_line(record: Record) -> str:
+    if record.is_consequence and record.raised is not None:
+        mine = user_frame(reversed(record.raised.frames))
+        where = f" at {place(mine)}" if mine else ""
+        return f"lost its connection{where} (a consequence)"
+    text = record.headline[:140]
+    if record.raised is not None:
+        mine = user_frame(reversed(record.raised.frames))
+        text += f" at {place(mine)}" if mine else ""
+    return text
+
+
+def _more_message(raised: Raised) -> list[str]:
+    rest = raised.message.strip().splitlines()[1:]
+    cut = [*rest[:6], f"… {len(rest) - 6} more lines"] if len(rest) > 6 else rest
+    return [f"  {line}" for line in [*cut, *raised.notes]]
+
+
+def _tell_raised(raised: Raised) -> list[str]:
+    """The user's own frames with source around the failing line; libraries in one line each."""
+    mine = [f for f in raised.frames if not f.is_library]
+    lines: list[str] = []
+    for frame in mine[-3:-1]:
+        lines += [f"  {place(frame)}, in {frame.function}", *_source(frame, around=0)]
+    if mine:
+        lines += [
+            f"  {place(mine[-1])}, in {mine[-1].function}",
+            *_source(mine[-1], around=_AROUND),
+        ]
+    if raised.frames and raised.frames[-1].is_library:
+        inner = raised.frames[-1]
+        lines.append(f"  raised inside {inner.function} ({inner.file}:{inner.line})")
+    if raised.cause is not None:
+        first = raised.cause.message.strip().partition("\n")[0]
+        where = user_frame(reversed(raised.cause.frames))
+        at = f" at {place(where)}" if where else ""
+        lines.append(f"  which came from {raised.cause.type_name}: {first}{at}")
+    return lines
+
+
+def _tell_stack(stack: Sequence[Frame]) -> list[str]:
+    mine = user_frame(stack)
+    if mine is None:
+        return []
+    lines = [f"  {place(mine)}, in {mine.function}", *_source(mine, around=_AROUND)]
+    if stack[0] != mine:
+        lines.append(f"  inside {stack[0].function} ({stack[0].file}:{stack[0].line})")
+    return lines
+
+
+def source_line(frame: Frame) -> str:
+    """The line of code a frame stands at, if its source is known here."""
+    return linecache.getline(frame.file, frame.line).strip()
+
+
+def _source(frame: Frame, *, around: int) -> list[str]:
+    shown = []
+    for number in range(frame.line - around, frame.line + around + 1):
+        text = linecache.getline(frame.file, number).rstrip()
+        if text or number == frame.line:
+            mark = "---->" if number == frame.line else "     "
+            shown.append(f"  {mark} {number:3d} {text}")
+    return shown
+
+
+def place(frame: Frame) -> str:
+    """`Cell In[7], line 3` for code of a cell, `file.py:3` for the rest."""
+    shell = _shell()
+    names = getattr(getattr(shell, "compile", None), "_filename_map", {})
+    if frame.file in names:
+        return f"Cell In[{names[frame.file]}], line {frame.line}"
+    if "ipykernel_" in frame.file or frame.file.startswith("<ipython-input"):
+        return f"a cell, line {frame.line}"
+    return f"{Path(frame.file).name}:{frame.line}"
+
+
+def _shell() -> object | None:
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None else None

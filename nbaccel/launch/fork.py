@@ -1,0 +1,69 @@
+"""Workers forked straight from the notebook process.
+
+Everything the notebook has is there in the worker, and nothing is pickled. What makes a fork
+unsafe is `preflight`'s business; this file cures what can be cured just before forking.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+from nbaccel.launch import wire, worker
+from nbaccel.launch.openmp import pause_pools
+from nbaccel.launch.reaping import reap
+
+_REAP_POLL_S = 0.02
+
+
+class ForkStarter:
+    """Starts workers by forking this process. See `starter.Starter`.
+
+    Args:
+        inheritance: What each worker takes along.
+    """
+
+    name = "fork"
+
+    def __init__(self, inheritance: worker.Inheritance) -> None:
+        self._inheritance = inheritance
+        self._children: dict[int, int] = {}
+        self.ours: list[int] = []
+        """The notebook's own ends of all connections: a child closes them."""
+        pause_pools()
+
+    def start(self, ends: worker.Ends) -> int:
+        parent = os.getpid()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        gc.freeze()  # a collection in the child would write to every page it shares with us
+        try:
+            with warnings.catch_warnings():
+                # Python 3.12 warns of every fork with threads; preflight has judged these.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+        finally:
+            if os.getpid() == parent:
+                gc.unfreeze()
+        if pid == 0:
+            for fd in self.ours:
+                os.close(fd)
+            worker.main(ends, parent, self._inheritance)
+        self._children[pid] = os.pidfd_open(pid)
+        return pid
+
+    def sentinels(self) -> Sequence[int]:
+        return list(self._children.values())
+
+    def collect(self) -> Sequence[wire.Ended]:
+        ended = [found for pid in self._children if (found := reap(pid)) is not None]
+        for gone in ended:
+            os.close(self._children.pop(gone.pid))
+        return ended
+
+    def close(self) -> None:
+        while self._children:
+            os.close(self._children.popitem()[1])

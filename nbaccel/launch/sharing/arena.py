@@ -1,0 +1,300 @@
+"""The arena: one memory file that holds the tensors of all modules a launch shares.
+
+    notebook process                 memory file                  worker (one of N)
+    module.weight ──► shared map ──► [ weight | bias | … ] ◄── private map ◄── module.weight
+                                                                └► pages it writes are its own
+
+[Note: storages, not tensors] The unit that moves is the storage, because that is what tied weights,
+views, transposed and expanded parameters have in common: move the storage once, then point every
+tensor at it with the geometry it had. `Parameter` objects stay the same objects (only their `.data`
+changes), so an optimizer built in the notebook still steps the right ones. What does not survive
+the first move is a view taken earlier (`w = model.weight.data[0]`): it keeps the old memory.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from nbaccel.errors import ModelNotShareable
+from nbaccel.launch.sharing import memory
+
+_ALIGN = 64  # bytes: a cache line, and enough for every vector instruction torch uses
+
+
+class Arena(memory.Mapping):
+    """A memory file mapped shared into this process, with the tensors that live in it.
+
+    It stays as long as one of its tensors does.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.fd = fd
+        super().__init__(fd, nbytes, private=False)
+        _LIVING.add(self)
+
+    def adopt_file(self, fd: int) -> None:
+        """Let every tensor of this arena see the bytes of `fd` from now on, and own that file."""
+        self.replace(fd, private=False)
+        old, self.fd = self.fd, fd
+        os.close(old)
+
+    def __del__(self) -> None:
+        super().__del__()
+        os.close(self.fd)
+
+
+# Which mapping owns an address is a fact of this process's memory, like a heap's own table: it
+# outlives a launch because the notebook's model does. Weak, so that it keeps nothing alive.
+_LIVING: weakref.WeakSet[Arena] = weakref.WeakSet()
+_LOCK = threading.Lock()
+
+
+def find(address: int, nbytes: int) -> Arena | None:
+    """The arena of this process that holds these bytes, if any."""
+    for arena in tuple(_LIVING):
+        if arena.contains(address, nbytes):
+            return arena
+    return None
+
+
+def forget() -> None:
+    """Treat no memory as shared any more: for a forked child, whose arenas have become private."""
+    _LIVING.clear()
+
+
+def _home_of(storage: torch.UntypedStorage) -> Arena | None:
+    return find(storage.data_ptr(), storage.nbytes()) if storage.device.type == "cpu" else None
+
+
+def storage_at(mapping: memory.Mapping, start: int, nbytes: int) -> torch.UntypedStorage:
+    """Bytes `[start, start + nbytes)` of a mapping as a storage that keeps the mapping alive."""
+    if nbytes == 0:
+        return torch.UntypedStorage(0)
+    return torch.from_numpy(mapping.bytes()[start : start + nbytes]).untyped_storage()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """Where one parameter or buffer of a module lives: enough to rebuild a view of it."""
+
+    name: str
+    """Dotted name in the module, as `named_parameters` gives it."""
+    start: int
+    """First byte of its storage in the arena."""
+    nbytes: int
+    """Size of that storage in bytes."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """Elements from the start of the storage to the tensor's first one."""
+
+    def view(self, mapping: memory.Mapping) -> torch.Tensor:
+        """This tensor's bytes in a mapping of the arena, as a tensor of `shape`."""
+        storage = storage_at(mapping, self.start, self.nbytes)
+        empty = torch.empty(0, dtype=self.dtype)
+        return empty.set_(storage, self.offset, self.shape, self.stride)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """A module of the notebook that workers get without a copy."""
+
+    path: str
+    """How the user would write it: `args[0]`, `args[1]['teacher']`."""
+    module: nn.Module
+    slots: tuple[tuple[Arena, Slot], ...]
+    """Every parameter and buffer with its arena."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """All modules of one launch, and where the host copies of device-resident storages lie."""
+
+    modules: tuple[Shared, ...] = ()
+    stand_ins: dict[int, tuple[Arena, int]] = field(default_factory=dict)
+    """Device address of a storage → arena and first byte of its host copy."""
+
+    def arenas(self) -> list[Arena]:
+        """Every arena that holds a tensor of these modules, once."""
+        return list({id(arena): arena for m in self.modules for arena, _ in m.slots}.values())
+
+
+@dataclass
+class _Span:
+    """The part of one storage that the modules use."""
+
+    storage: torch.UntypedStorage
+    low: int
+    high: int
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    start: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.high - self.low
+
+    def raw(self) -> torch.Tensor:
+        """The bytes of the span, where they are now, as a uint8 tensor of shape `[nbytes]`."""
+        empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return empty.set_(self.storage, self.low, (self.nbytes,), (1,))
+
+
+def share(modules: Sequence[tuple[str, nn.Module]]) -> Sharing:
+    """Move the modules' tensors into an arena, unless they live in one already.
+
+    Tensors on an accelerator stay there; workers get a host copy of them.
+
+    Args:
+        modules: Each module with the path under which the user passed it.
+
+    Raises:
+        ModelNotShareable: If a tensor has no memory that could be shared (meta, not yet
+            initialised, sharded away) or a layout without one (sparse, quantized, a subclass).
+            Nothing has been moved then.
+    """
+    refused = [line for path, module in modules for line in _refusals(path, module)]
+    if refused:
+        raise ModelNotShareable("The model cannot be handed to workers:\n" + "\n".join(refused))
+    with _LOCK, torch.no_grad():
+        stand_ins = _move(modules)
+    return Sharing(
+        modules=tuple(_record(path, module, stand_ins) for path, module in modules),
+        stand_ins=stand_ins,
+    )
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer under every name it has (tied ones more than once)."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _refusals(path: str, module: nn.Module) -> Iterator[str]:
+    for name, tensor in named_tensors(module):
+        reason = _why_not(tensor)
+        if reason:
+            yield f"  {path}.{name} ({type(module).__name__}): {reason}"
+
+
+def _why_not(tensor: torch.Tensor) -> str | None:
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        return (
+            "a lazy parameter without a shape yet. Run one batch through the model first, "
+            "so that it gets one."
+        )
+    if tensor.device.type == "meta":
+        return (
+            f"is on the meta device: it has shape {tuple(tensor.shape)} but no values. Fill it "
+            "first (model.to_empty(device='cpu'), load weights), or build it inside the function."
+        )
+    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        return (
+            f"is a {type(tensor).__name__}, whose values are spread over other tensors or "
+            "processes. Unwrap it to a plain tensor, or build the model inside the function."
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return (
+            f"has layout {tensor.layout} and dtype {tensor.dtype}, not one block of memory. "
+            "Build the model inside the function and load its state_dict there."
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        return (
+            "is a lazily conjugated or negated view, not values of its own. Call .resolve_conj() "
+            "or .resolve_neg() on it first."
+        )
+    if tensor.numel() == 0 and isinstance(tensor, nn.Parameter):
+        return (
+            f"is an empty parameter of shape {tuple(tensor.shape)}: there is nothing to train. It "
+            "looks like a placeholder whose values are elsewhere (ZeRO-3, FSDP); gather it first."
+        )
+    return None
+
+
+def _move(modules: Sequence[tuple[str, nn.Module]]) -> dict[int, tuple[Arena, int]]:
+    """Move every storage that is not in an arena yet; returns the stand-ins of device storages."""
+    unique = {id(t): t for _, module in modules for _, t in named_tensors(module)}
+    spans = _spans(unique.values())
+    size = 0
+    for span in spans:
+        span.start = size
+        size += -(-span.nbytes // _ALIGN) * _ALIGN
+    if not spans:
+        return {}
+    arena = Arena(memory.create_file("arena", size), size)
+    stand_ins: dict[int, tuple[Arena, int]] = {}
+    for span in spans:
+        # pwrite, not copy_: no page fault per page, and no OpenMP pool started in the notebook.
+        memory.write_at(arena.fd, memoryview(span.raw().cpu().numpy()), span.start)
+        if span.storage.device.type == "cpu":
+            _point(arena, span)
+        else:
+            stand_ins[span.storage.data_ptr()] = (arena, span.start)
+    return stand_ins
+
+
+def _spans(tensors: Iterable[torch.Tensor]) -> list[_Span]:
+    spans: dict[int, _Span] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if tensor.numel() == 0 or _home_of(storage):
+            continue
+        low, high = _extent(tensor)
+        if storage.device.type != "cpu":
+            low, high = 0, storage.nbytes()
+        span = spans.setdefault(storage.data_ptr(), _Span(storage, low, high))
+        span.low, span.high = min(span.low, low), max(span.high, high)
+        span.tensors.append(tensor)
+    return list(spans.values())
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and one-past-last byte of the storage that the tensor reaches."""
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    item = tensor.element_size()
+    low = tensor.storage_offset() * item
+    # Rounded down so that tensors of another dtype in the same storage keep whole offsets.
+    return low // _ALIGN * _ALIGN, low + (reach + 1) * item
+
+
+def _point(arena: Arena, span: _Span) -> None:
+    storage = storage_at(arena, span.start, span.nbytes)
+    for tensor in span.tensors:
+        offset = tensor.storage_offset() - span.low // tensor.element_size()
+        empty = torch.empty(0, dtype=tensor.dtype)
+        tensor.data = empty.set_(storage, offset, tensor.shape, tensor.stride())
+
+
+def _record(path: str, module: nn.Module, stand_ins: dict[int, tuple[Arena, int]]) -> Shared:
+    slots = []
+    for name, tensor in named_tensors(module):
+        if tensor.numel() == 0:
+            continue
+        storage = tensor.untyped_storage()
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        arena = _home_of(storage)
+        if arena is not None:
+            start = address - arena.address
+        else:
+            arena, start = stand_ins[address]
+        slots.append((arena, _slot(name, tensor, start, nbytes)))
+    return Shared(path=path, module=module, slots=tuple(slots))
+
+
+def _slot(name: str, tensor: torch.Tensor, start: int, nbytes: int) -> Slot:
+    return Slot(
+        name=name,
+        start=start,
+        nbytes=nbytes,
+        dtype=tensor.dtype,
+        shape=tuple(tensor.shape),
+        stride=tensor.stride(),
+        offset=tensor.storage_offset(),
+    )

@@ -1,0 +1,319 @@
+"""How trained weights come home.
+
+[Note: the way home] Every arena has a *staging* file of the same size and layout, made by the
+notebook process for one launch. It is sparse: what nobody writes costs nothing. Workers put trained
+values there; the notebook's arena is not touched before all ranks have returned. Then either the
+staging file takes the arena's place under the same addresses (one mmap, no copy), or, if only a
+small part was trained, that part is copied. A launch that fails drops the staging file.
+
+[Note: training in place] Rank 0 would pay twice: once for the private page that its first optimizer
+step writes, once for copying that page to the staging file at the end. So just before its first
+step it copies the arena to the staging file, maps that file where its model lies, and trains right
+there: no private pages, and nothing to copy at the end. This is done only where most of the arena
+is about to be trained; otherwise the kernel's table of private pages tells what was written.
+
+A tensor that left the arena (moved to a device, given another dtype) is copied into its slot, cast
+to the dtype the notebook has, as `load_state_dict` would. Of a sharded tensor (DTensor) every rank
+writes its own piece, so that no one ever holds the whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from nbaccel.launch.sharing import memory
+from nbaccel.launch.sharing.arena import Arena, Sharing, Slot, named_tensors
+
+_IN_PLACE_SHARE = (
+    0.5  # of an arena's bytes about to be trained: above it, train in the staging file
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a worker must know of one shared module to bring it home."""
+
+    path: str
+    slots: tuple[tuple[str, Slot], ...]
+    """Key of the arena, and where in it the tensor lies."""
+
+
+@dataclass(kw_only=True)
+class HomeReport:
+    """What one rank put into the staging files."""
+
+    complete: set[str] = field(default_factory=set)
+    """Arenas whose staging file holds every byte."""
+    written: dict[str, list[memory.Range]] = field(default_factory=dict)
+    """Of the others, the bytes that were written."""
+    stranded: dict[str, str] = field(default_factory=dict)
+    """Path of a module that could not come home → why."""
+    state_dicts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """The stranded modules' weights, on the CPU, so that they are not lost."""
+
+
+def manifests(sharing: Sharing, keys: Mapping[int, str]) -> tuple[Manifest, ...]:
+    """Describe the shared modules for a worker, with arenas named by their keys."""
+    return tuple(
+        Manifest(path=m.path, slots=tuple((keys[id(arena)], slot) for arena, slot in m.slots))
+        for m in sharing.modules
+    )
+
+
+# ------------------------------------------------------------------------- in the worker
+
+
+class Homebound:
+    """A worker's side of the way home: watches the first optimizer step, writes at the end."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        modules: Sequence[tuple[Manifest, nn.Module]],
+        mappings: Mapping[str, memory.Mapping],
+        staging: Mapping[str, int],
+    ) -> None:
+        self._rank = rank
+        self._modules = modules
+        self._mappings = mappings
+        self._staging = staging
+        self._in_place: set[str] = set()
+
+    def watch_first_step(self) -> None:
+        """Arrange for rank 0 to train in the staging file. See [Note: training in place]."""
+        if self._rank != 0 or not self._mappings:
+            return
+
+        def before_first_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            handle.remove()
+            self._move_in(group["params"] for group in optimizer.param_groups)
+
+        handle = register_optimizer_step_pre_hook(before_first_step)
+
+    def _move_in(self, groups: Iterable[Iterable[torch.Tensor]]) -> None:
+        trained = {id(p): p for group in groups for p in group if p.requires_grad}
+        for key, mapping in self._mappings.items():
+            spans = (_span_in(mapping, p) for p in trained.values())
+            about = memory.total(memory.merge(span for span in spans if span))
+            if about < _IN_PLACE_SHARE * mapping.nbytes:
+                continue
+            memory.write_at(self._staging[key], mapping.view(0, mapping.nbytes), 0)
+            mapping.replace(self._staging[key], private=False)
+            self._in_place.add(key)
+
+    def write(self) -> HomeReport:
+        """Put what this rank owes into the staging files. No communication."""
+        report = HomeReport()
+        for manifest, module in self._modules:
+            current = dict(named_tensors(module))
+            reason = _mismatch(manifest, current)
+            if reason is None:
+                self._write_departed(manifest, current, report)
+            elif self._rank == 0:
+                report.stranded[manifest.path] = reason
+                report.state_dicts[manifest.path] = _on_cpu(module.state_dict())
+        if self._rank == 0:
+            self._write_arenas(report)
+        return report
+
+    def _write_arenas(self, report: HomeReport) -> None:
+        for key, mapping in self._mappings.items():
+            if key in self._in_place:
+                report.complete.add(key)
+                continue
+            for start, stop in mapping.written():
+                self._write_around(key, mapping, (start, stop), report)
+
+    def _write_around(
+        self, key: str, mapping: memory.Mapping, span: memory.Range, report: HomeReport
+    ) -> None:
+        """Write a run of private pages, but not over tensors that came from a device."""
+        taken = [r for r in report.written.get(key, []) if r[0] < span[1] and span[0] < r[1]]
+        shifted = memory.merge(
+            (max(a, span[0]) - span[0], min(b, span[1]) - span[0]) for a, b in taken
+        )
+        for start, stop in list(memory.gaps(shifted, span[1] - span[0])):
+            at = (span[0] + start, span[0] + stop)
+            memory.write_at(self._staging[key], mapping.view(*at), at[0])
+            report.written.setdefault(key, []).append(at)
+
+    def _write_departed(
+        self, manifest: Manifest, current: Mapping[str, torch.Tensor], report: HomeReport
+    ) -> None:
+        """Copy tensors that no longer live in the arena into their slots of the staging file."""
+        written: set[tuple[str, int, int]] = set()
+        for key, slot in manifest.slots:
+            tensor = current[slot.name].detach()
+            sharded = hasattr(tensor, "placements")
+            mine = sharded or self._rank == 0
+            place = (key, slot.start, slot.offset)
+            if not mine or place in written or _stayed(tensor, slot, self._mappings[key]):
+                continue
+            written.add(place)
+            if not sharded:
+                self._seed(key, slot, tensor)
+            into = slot.view(
+                memory.Mapping(self._staging[key], self._mappings[key].nbytes, private=False)
+            )
+            for piece, values in _pieces(tensor) if sharded else [((), tensor)]:
+                _assign(into[piece], values)
+            if key not in self._in_place:
+                report.written.setdefault(key, []).append((slot.start, slot.start + slot.nbytes))
+
+    def _seed(self, key: str, slot: Slot, tensor: torch.Tensor) -> None:
+        """Fill the slot's storage first, where other tensors view parts of it too."""
+        whole = tensor.numel() * slot.dtype.itemsize == slot.nbytes
+        if not whole and key not in self._in_place:
+            span = (slot.start, slot.start + slot.nbytes)
+            memory.write_at(self._staging[key], self._mappings[key].view(*span), span[0])
+
+
+def _span_in(mapping: memory.Mapping, tensor: torch.Tensor) -> memory.Range | None:
+    if tensor.device.type != "cpu":
+        return None
+    storage = tensor.untyped_storage()
+    if not mapping.contains(storage.data_ptr(), storage.nbytes()):
+        return None
+    start = storage.data_ptr() - mapping.address
+    return (start, start + storage.nbytes())
+
+
+def _stayed(tensor: torch.Tensor, slot: Slot, mapping: memory.Mapping) -> bool:
+    """Whether the tensor still is the very view of the arena that the slot describes."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.dtype == slot.dtype
+        and tensor.stride() == slot.stride
+        and not hasattr(tensor, "placements")
+        and tensor.data_ptr() == mapping.address + slot.start + slot.offset * tensor.element_size()
+    )
+
+
+def _mismatch(manifest: Manifest, current: Mapping[str, torch.Tensor]) -> str | None:
+    """Why the module no longer fits the notebook's, if so."""
+    expected = {slot.name: slot.shape for _, slot in manifest.slots}
+    found = {name: tuple(t.shape) for name, t in current.items() if t.numel()}
+    lines = [f"{name} is gone" for name in expected.keys() - found.keys()]
+    lines += [f"{name} is new" for name in found.keys() - expected.keys()]
+    lines += [
+        f"{name} has shape {found[name]} instead of {shape}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    if not lines:
+        return None
+    more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
+    return "; ".join(sorted(lines)[:3]) + more
+
+
+def _pieces(tensor: Any) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+    """This rank's piece of a DTensor: where it lies in the whole, and its values."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    odd = [p for p in tensor.placements if type(p) not in (Replicate, Shard)]
+    if odd:
+        raise NotImplementedError(
+            f"weights placed as {odd} cannot come home shard by shard. Gather them first with "
+            "tensor.full_tensor() on all ranks."
+        )
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    local = tensor.to_local()
+    if local.numel():
+        yield tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True)), local
+
+
+def _assign(into: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy, with cast; an expanded tensor's repeated dims are written once."""
+    for dim, step in enumerate(into.stride()):
+        if step == 0 and into.shape[dim] > 1:
+            into, values = into.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    into.copy_(values)
+
+
+def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.detach().cpu() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+
+
+# ------------------------------------------------------------------------- in the notebook
+
+
+class Homecoming:
+    """The notebook's side: owns the staging files of one launch and applies them at the end."""
+
+    def __init__(self, sharing: Sharing, arenas: Mapping[str, Arena]) -> None:
+        self._sharing = sharing
+        self._arenas = arenas
+        self.staging = {key: memory.create_file("staging", a.nbytes) for key, a in arenas.items()}
+
+    def apply(self, reports: Iterable[HomeReport]) -> None:
+        """Let the notebook's modules have the trained values. Call once all ranks have returned."""
+        merged = HomeReport()
+        for report in reports:
+            merged.complete |= report.complete
+            merged.stranded |= report.stranded
+            for key, ranges in report.written.items():
+                merged.written.setdefault(key, []).extend(ranges)
+        for key, arena in self._arenas.items():
+            self._apply_one(key, arena, merged)
+        self._refresh_devices(merged)
+
+    def _apply_one(self, key: str, arena: Arena, merged: HomeReport) -> None:
+        whole = [(0, arena.nbytes)]
+        written = whole if key in merged.complete else memory.merge(merged.written.get(key, []))
+        left_out = self._stranded_ranges(arena, merged.stranded)
+        staging = self.staging[key]
+        if 2 * memory.total(written) < arena.nbytes:
+            for start, stop in _without(written, left_out):
+                memory.read_at(staging, arena.view(start, stop), start)
+            return
+        for start, stop in memory.merge([*memory.gaps(written, arena.nbytes), *left_out]):
+            memory.write_at(staging, arena.view(start, stop), start)
+        del self.staging[key]  # the arena owns the descriptor from here on
+        arena.adopt_file(staging)
+
+    def _stranded_ranges(self, arena: Arena, stranded: Mapping[str, str]) -> list[memory.Range]:
+        return memory.merge(
+            (slot.start, slot.start + slot.nbytes)
+            for module in self._sharing.modules
+            if module.path in stranded
+            for home, slot in module.slots
+            if home is arena
+        )
+
+    def _refresh_devices(self, merged: HomeReport) -> None:
+        """Copy the trained values to tensors that live on an accelerator of the notebook."""
+        if not self._sharing.stand_ins:
+            return
+        for module in self._sharing.modules:
+            tensors = dict(named_tensors(module.module))
+            for arena, slot in module.slots:
+                tensor = tensors[slot.name]
+                if tensor.device.type != "cpu" and module.path not in merged.stranded:
+                    tensor.data.copy_(slot.view(arena))
+
+    def close(self) -> None:
+        """Give up what has not come home."""
+        while self.staging:
+            os.close(self.staging.popitem()[1])
+
+
+def _without(ranges: list[memory.Range], left_out: list[memory.Range]) -> Iterator[memory.Range]:
+    for start, stop in ranges:
+        inside = [
+            (max(a, start) - start, min(b, stop) - start)
+            for a, b in left_out
+            if a < stop and start < b
+        ]
+        for a, b in memory.gaps(inside, stop - start):
+            yield (start + a, start + b)

@@ -1,0 +1,200 @@
+"""Anonymous memory files (memfd), the mappings of them, and which pages of a mapping were written.
+
+This file knows bytes and addresses only. What lies in them is `arena.py`'s business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+PAGE_BYTES = mmap.PAGESIZE
+_PROT = mmap.PROT_READ | mmap.PROT_WRITE
+_MAP_FIXED = 0x10  # <asm-generic/mman-common.h>; the mmap module does not export it
+_MAP_NORESERVE = 0x4000
+_COPY_BYTES = 1 << 28  # one write(2) moves at most 2 GiB; smaller steps let an interrupt through
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+Range = tuple[int, int]
+"""Bytes `[start, stop)` of a file or mapping."""
+
+
+def create_file(name: str, nbytes: int) -> int:
+    """Create an anonymous memory file of `nbytes` bytes and return its descriptor.
+
+    The file has no name in any directory, is not bounded by the size of /dev/shm, and is gone with
+    the last process that holds it. Pages cost memory only once they are written.
+    """
+    fd = os.memfd_create(f"nbaccel-{name}", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, max(nbytes, 1))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def write_at(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` to the file at `offset` (bytes)."""
+    done = 0
+    while done < data.nbytes:
+        done += os.pwrite(fd, data[done : done + _COPY_BYTES], offset + done)
+
+
+def read_at(fd: int, into: memoryview, offset: int) -> None:
+    """Fill all of `into` from the file at `offset` (bytes).
+
+    Raises:
+        EOFError: If the file ends before `into` is full.
+    """
+    done = 0
+    while done < into.nbytes:
+        count = os.preadv(fd, [into[done : done + _COPY_BYTES]], offset + done)
+        if count == 0:
+            raise EOFError(f"the memory file ended at byte {offset + done}")
+        done += count
+
+
+class Mapping:
+    """A memory file mapped into this process.
+
+    A *shared* mapping writes to the file. A *private* one reads the file's pages and keeps what it
+    writes to itself (copy on write), so many readers cost one copy and no writer disturbs another.
+
+    Whoever views the bytes (through `view` or `bytes`) keeps the mapping alive: it is unmapped when
+    the last view is gone. That is why there is no `close`.
+    """
+
+    def __init__(self, fd: int, nbytes: int, *, private: bool) -> None:
+        self.nbytes = nbytes
+        self.address = 0  # so that __del__ has it to look at when the next line raises
+        self.address = _map(fd, nbytes, _flags(private))
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {
+            "data": (self.address, False),
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    def bytes(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """All bytes as a writable uint8 array of shape `[nbytes]` that keeps the mapping alive."""
+        return np.asarray(self)
+
+    def view(self, start: int, stop: int) -> memoryview:
+        """Bytes `[start, stop)` as a writable memoryview that keeps the mapping alive."""
+        return memoryview(self.bytes())[start:stop]
+
+    def replace(self, fd: int, *, private: bool) -> None:
+        """Put another file of the same size under the same addresses, in one step.
+
+        Every tensor that lives here keeps its address and sees the other file's bytes from now on.
+        """
+        _map(fd, self.nbytes, _flags(private) | _MAP_FIXED, self.address)
+
+    def contains(self, address: int, nbytes: int) -> bool:
+        """Whether `nbytes` bytes at `address` lie inside this mapping."""
+        return self.address <= address and address + nbytes <= self.address + self.nbytes
+
+    def written(self) -> list[Range]:
+        """Which bytes of a private mapping were written since it was made, in whole pages."""
+        return [
+            (start, min(stop, self.nbytes)) for start, stop in _own_pages(self.address, self.nbytes)
+        ]
+
+    def __del__(self) -> None:
+        if self.address:
+            _libc.munmap(self.address, self.nbytes)
+
+
+def _flags(private: bool) -> int:
+    return (mmap.MAP_PRIVATE | _MAP_NORESERVE) if private else mmap.MAP_SHARED
+
+
+def _map(fd: int, nbytes: int, flags: int, address: int | None = None) -> int:
+    found = _libc.mmap(address, nbytes, _PROT, flags, fd, 0)
+    if found is None or found == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise OSError(code, f"mapping {nbytes} bytes of shared memory: {os.strerror(code)}")
+    return int(found)
+
+
+def _own_pages(address: int, nbytes: int) -> list[Range]:
+    """Ranges of pages that a private file mapping no longer shares with its file.
+
+    Linux, Documentation/admin-guide/mm/pagemap: bit 63 says present, bit 62 swapped, bit 61 "page
+    of a file or shared". A page copied on write is present (or swapped) without bit 61. Where the
+    table cannot be read (some sandboxes have none), everything counts as written.
+    """
+    pages = -(-nbytes // PAGE_BYTES)
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as table:
+            raw = os.pread(table.fileno(), pages * 8, address // PAGE_BYTES * 8)
+    except OSError:
+        raw = b""
+    if len(raw) != pages * 8:
+        return [(0, pages * PAGE_BYTES)]
+    entries = np.frombuffer(raw, dtype=np.uint64)
+    here = (entries >> np.uint64(62)) != 0
+    own = here & ((entries >> np.uint64(61)) & np.uint64(1) == 0)
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], own, [False])).astype(np.int8)))
+    return [
+        (int(start) * PAGE_BYTES, int(stop) * PAGE_BYTES)
+        for start, stop in zip(edges[::2], edges[1::2], strict=True)
+    ]
+
+
+def merge(ranges: Iterable[Range]) -> list[Range]:
+    """Sort the ranges and join those that touch or overlap."""
+    joined: list[Range] = []
+    for start, stop in sorted(ranges):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def gaps(ranges: Iterable[Range], nbytes: int) -> Iterator[Range]:
+    """What of `[0, nbytes)` no range covers. The ranges must be merged."""
+    at = 0
+    for start, stop in ranges:
+        if at < start:
+            yield (at, start)
+        at = stop
+    if at < nbytes:
+        yield (at, nbytes)
+
+
+def total(ranges: Iterable[Range]) -> int:
+    """Bytes in all ranges together."""
+    return sum(stop - start for start, stop in ranges)
+
+
+@contextlib.contextmanager
+def closing(*fds: int) -> Iterator[None]:
+    """Close the descriptors on the way out, whatever happens."""
+    try:
+        yield
+    finally:
+        for fd in fds:
+            os.close(fd)

@@ -1,0 +1,254 @@
+"""Parcels: Python objects on their way to another process, with their big blocks beside the pickle.
+
+One memory file carries a whole parcel:
+
+    [ numpy array | tensor storage | … | pickle ]        + storages that live in an arena:
+                                                             by address only, never copied
+
+The pickle is made by cloudpickle (functions, lambdas and classes of cells travel by value) with
+two additions: storages of tensors leave the pickle stream (PEP 574, out-of-band buffers), and those
+that lie in an arena become a reference. The receiver maps the file privately, so arrays and tensors
+are writable there and are paged in only when touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import io
+import linecache
+import os
+import pickle
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+
+from nbaccel.launch.sharing import arena, memory
+
+_ALIGN = 64
+
+ArenaTable = Mapping[str, memory.Mapping]
+"""The receiver's mappings of the arenas, by the key under which the sender names them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parcel:
+    """What the receiver must know to open the memory file that travels with this record."""
+
+    nbytes: int
+    """Size of the file."""
+    blocks: tuple[memory.Range, ...]
+    """Where each out-of-band block lies, in the order the pickle asks for them."""
+    pickle: memory.Range
+
+
+class TooCostly(Exception):
+    """Packing was given up: more than the allowed number of bytes went through the pickle."""
+
+
+@dataclass
+class Sender:
+    """What a pickling process knows about shared memory, and what it found while pickling."""
+
+    keys: dict[int, str]
+    """id of an arena → its key in the receiver's table."""
+    stand_ins: dict[int, tuple[arena.Arena, int]]
+    """Device address of a storage → where its host copy lies."""
+    sources: dict[str, list[str]]
+    """Source lines of every cell whose functions or classes travel by value."""
+    arenas: dict[str, arena.Arena]
+    """Arenas that the pickle refers to, by key."""
+
+    @classmethod
+    def create(cls, stand_ins: dict[int, tuple[arena.Arena, int]] | None = None) -> Sender:
+        return cls(keys={}, stand_ins=stand_ins or {}, sources={}, arenas={})
+
+    def key(self, home: arena.Arena) -> str:
+        key = self.keys.setdefault(id(home), f"arena{len(self.keys)}")
+        self.arenas[key] = home
+        return key
+
+
+def pack(obj: Any, sender: Sender, *, limit_bytes: int | None = None) -> tuple[Parcel, int]:
+    """Put an object into a memory file.
+
+    Args:
+        obj: Anything cloudpickle can take.
+        sender: Where tensors may live; its `sources` and `arenas` are filled.
+        limit_bytes: Give up when the pickle itself, without out-of-band blocks, grows beyond this.
+
+    Returns:
+        The parcel and the file's descriptor, which the caller closes.
+
+    Raises:
+        TooCostly: If `limit_bytes` was reached.
+    """
+    blocks: list[pickle.PickleBuffer] = []
+    stream = _Metered(limit_bytes)
+    _Pickler(stream, sender, blocks).dump(obj)
+    return _write(stream.getbuffer(), [block.raw() for block in blocks])
+
+
+def pack_plain(obj: Any, sender: Sender) -> tuple[Parcel, int]:
+    """Like `pack`, but classes and functions travel by name.
+
+    For a forked child's answer: its parent has the very same classes, and must get them back, not
+    copies of them, or the notebook's `except MyError` would not match.
+    """
+    blocks: list[pickle.PickleBuffer] = []
+    stream = io.BytesIO()
+    _PlainPickler(stream, sender, blocks).dump(obj)
+    return _write(stream.getbuffer(), [block.raw() for block in blocks])
+
+
+def unpack(parcel: Parcel, fd: int, arenas: ArenaTable, *, device: str = "cpu") -> Any:
+    """Open a parcel. Arrays and tensors in it view a private mapping of the file.
+
+    Args:
+        parcel: The record that came with the descriptor.
+        fd: The memory file; the caller closes it.
+        arenas: This process's mappings of the arenas that the sender referred to.
+        device: Where tensors go that lived on an accelerator at the sender's.
+    """
+    mapping = memory.Mapping(fd, parcel.nbytes, private=True)
+    token = _RECEIVER.set(_Receiver(arenas, device))
+    try:
+        return pickle.loads(
+            mapping.view(*parcel.pickle), buffers=[mapping.view(*span) for span in parcel.blocks]
+        )
+    finally:
+        _RECEIVER.reset(token)
+
+
+@dataclass(frozen=True)
+class _Receiver:
+    arenas: ArenaTable
+    device: str
+
+
+_RECEIVER: contextvars.ContextVar[_Receiver] = contextvars.ContextVar("nbaccel-receiver")
+
+
+class _Metered(io.BytesIO):
+    def __init__(self, limit_bytes: int | None) -> None:
+        super().__init__()
+        self._limit_bytes = limit_bytes
+
+    def write(self, data: Any) -> int:
+        written = super().write(data)
+        if self._limit_bytes is not None and self.tell() > self._limit_bytes:
+            raise TooCostly(self.tell())
+        return written
+
+
+class _StorageReducer:
+    """What both picklers do with tensor storages."""
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+
+    def reduce(self, obj: Any) -> Any:
+        if type(obj) is torch.storage.TypedStorage:
+            return _typed_storage, (obj._untyped_storage, obj.dtype)
+        if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":
+            return self._untyped(obj)
+        return NotImplemented
+
+    def _untyped(self, storage: torch.UntypedStorage) -> Any:
+        nbytes, address = storage.nbytes(), storage.data_ptr()
+        on_host = storage.device.type == "cpu"
+        home = arena.find(address, nbytes) if on_host and nbytes else None
+        if home is not None:
+            return _arena_storage, (self._sender.key(home), address - home.address, nbytes, False)
+        if address in self._sender.stand_ins and not on_host:
+            home, start = self._sender.stand_ins[address]
+            return _arena_storage, (self._sender.key(home), start, nbytes, True)
+        if nbytes == 0:
+            return torch.UntypedStorage, (0,)
+        raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return _own_storage, (pickle.PickleBuffer(raw.cpu().numpy()), not on_host)
+
+
+class _Pickler(cloudpickle.Pickler):
+    def __init__(self, file: Any, sender: Sender, blocks: list[pickle.PickleBuffer]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=blocks.append)
+        self._storages = _StorageReducer(sender)
+        self._sender = sender
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = self._storages.reduce(obj)
+        if reduced is not NotImplemented:
+            return reduced
+        if isinstance(obj, types.FunctionType):
+            _note_source(obj, self._sender.sources)
+        return super().reducer_override(obj)
+
+
+class _PlainPickler(pickle.Pickler):
+    def __init__(self, file: Any, sender: Sender, blocks: list[pickle.PickleBuffer]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=blocks.append)
+        self._storages = _StorageReducer(sender)
+
+    def reducer_override(self, obj: Any) -> Any:
+        return self._storages.reduce(obj)
+
+
+def _note_source(function: types.FunctionType, sources: dict[str, list[str]]) -> None:
+    """Keep the lines of the cell a function came from: the worker's tracebacks need them."""
+    name = function.__code__.co_filename
+    if name not in sources and name in linecache.cache and len(linecache.cache[name]) == 4:
+        mtime = linecache.cache[name][1]  # type: ignore[misc]
+        if mtime is None:  # no file behind it: a cell, an exec, a doctest
+            sources[name] = linecache.getlines(name)
+
+
+def _write(stream: memoryview, blocks: list[memoryview]) -> tuple[Parcel, int]:
+    spans, at = [], 0
+    for block in blocks:
+        spans.append((at, at + block.nbytes))
+        at += -(-block.nbytes // _ALIGN) * _ALIGN
+    parcel = Parcel(nbytes=at + stream.nbytes, blocks=tuple(spans), pickle=(at, at + stream.nbytes))
+    fd = memory.create_file("parcel", parcel.nbytes)
+    with _closed_on_error(fd):
+        for span, block in zip(spans, blocks, strict=True):
+            memory.write_at(fd, block, span[0])
+        memory.write_at(fd, stream, at)
+    return parcel, fd
+
+
+@contextlib.contextmanager
+def _closed_on_error(fd: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+# What the pickle calls on the receiving side. Their names are part of the pickle, so of the wire.
+
+
+def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+def _arena_storage(key: str, start: int, nbytes: int, to_device: bool) -> torch.UntypedStorage:
+    receiver = _RECEIVER.get()
+    storage = arena.storage_at(receiver.arenas[key], start, nbytes)
+    return _moved(storage, receiver.device) if to_device else storage
+
+
+def _own_storage(block: Any, to_device: bool) -> torch.UntypedStorage:
+    storage = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
+    return _moved(storage, _RECEIVER.get().device) if to_device else storage
+
+
+def _moved(storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
+    if device == "cpu":
+        return storage
+    raw = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return raw.to(device).untyped_storage()

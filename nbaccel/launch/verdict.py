@@ -1,0 +1,190 @@
+"""What a launch ends with: results, or one exception that explains everything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nbaccel.errors import LaunchTimeout, StartupFailed, WorkerDied, WorkerFailed
+from nbaccel.launch import failure
+from nbaccel.launch.member import Member
+from nbaccel.launch.sharing import parcel
+from nbaccel.launch.supervisor import Supervisor
+from nbaccel.units import format_seconds
+
+
+class RemoteTraceback(Exception):
+    """The traceback as the worker saw it, in full."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Unsendable:
+    """Stands in the results for a value that could not leave its worker.
+
+    Attributes:
+        reason: What it was, and why it could not be sent.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __repr__(self) -> str:
+        return f"<not sent: {self.reason}>"
+
+
+def results(members: Sequence[Member]) -> tuple[list[Any], list[str]]:
+    """The return values by rank, and what could not be sent."""
+    values: list[Any] = []
+    lost: list[str] = []
+    for member in members:
+        message = member.returned
+        if message is None:
+            continue
+        try:
+            values.append(_open(message, member.result_fd))
+        except Exception as error:  # a class the notebook lacks, a __setstate__ that raises: any
+            reason = f"rank {member.rank}'s result cannot be opened here: {error!r}"
+            values.append(Unsendable(reason))
+        if isinstance(values[-1], Unsendable):
+            lost.append(values[-1].reason)
+    return values, lost
+
+
+def _open(message: Any, fd: int | None) -> Any:
+    if message.parcel is None or fd is None:
+        return Unsendable(message.unsendable)
+    return parcel.unpack(message.parcel, fd, {})
+
+
+def error(watch: Supervisor, *, world_size: int, timeout_s: float | None) -> WorkerFailed | None:
+    """The exception that a launch which did not succeed ends with; None if it succeeded."""
+    members = watch.members
+    if all(m.returned is not None for m in members) and not watch.timed_out:
+        return None
+    records = [m.record or _bystander(m, watch) for m in members if m.returned is None]
+    if watch.timed_out:
+        return _timeout(watch, records, world_size, timeout_s)
+    if watch.stuck:
+        return _stuck(watch, records, world_size)
+    obituary = _obituary(watch, records, world_size)
+    cause = obituary.cause
+    member = next(m for m in members if m.rank == cause.rank)
+    original = _original(member)
+    base = WorkerDied if cause.raised is None else WorkerFailed
+    return build(base, obituary, original)
+
+
+def build(
+    base: type[WorkerFailed], obituary: failure.Obituary, original: BaseException | None
+) -> WorkerFailed:
+    """An exception that is both a `WorkerFailed` and of the type the worker raised."""
+    text = "\n".join(obituary.lines())
+    kind = _blend(base, original)
+    found: WorkerFailed = kind.__new__(kind, text)
+    WorkerFailed.__init__(found, text, failure=obituary.cause, failures=obituary.records)
+    if original is not None:
+        found.__dict__ |= {k: v for k, v in vars(original).items() if k not in found.__dict__}
+    if obituary.cause.raised is not None:
+        found.__cause__ = RemoteTraceback(full_traceback(obituary.cause))
+    return found
+
+
+def _blend(base: type[WorkerFailed], original: BaseException | None) -> type[WorkerFailed]:
+    if not isinstance(original, Exception):
+        return base
+    kind = type(original)
+    names = {"__str__": WorkerFailed.__str__, "__module__": base.__module__}
+    try:
+        return type(f"{base.__name__}[{kind.__name__}]", (base, kind), names)
+    except TypeError:  # two memory layouts that do not go together: its type is in the text
+        return base
+
+
+def full_traceback(record: failure.Record) -> str:
+    """The worker's whole traceback, causes first, in Python's own form."""
+    parts: list[str] = []
+    raised = record.raised
+    while raised is not None:
+        lines = ["Traceback (most recent call last), in the worker:"]
+        for frame in raised.frames:
+            lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
+            code = failure.source_line(frame)
+            lines += [f"    {code}"] if code else []
+        lines.append(f"{raised.type_name}: {raised.message}")
+        parts.insert(0, "\n".join([*lines, *raised.notes]))
+        raised = raised.cause
+    return f"rank {record.rank}:\n" + "\n\nwhich led to:\n\n".join(parts)
+
+
+def _original(member: Member) -> BaseException | None:
+    if member.error is None or member.error[0].parcel is None or member.error[1] is None:
+        return None
+    try:
+        found = parcel.unpack(member.error[0].parcel, member.error[1], {})
+    except Exception:  # its class cannot be had here; the description is complete without it
+        return None
+    return found if isinstance(found, BaseException) else None
+
+
+def _bystander(member: Member, watch: Supervisor) -> failure.Record:
+    """A rank that did nothing wrong and was stopped."""
+    doing = failure.doing(member.stack()) if member.stack_text else "had not started"
+    return failure.Record(
+        rank=member.rank,
+        time=float("inf"),
+        doing=f"was {doing} when nbaccel stopped it" if member.stack_text else doing,
+        stack=member.stack(),
+    )
+
+
+def _obituary(
+    watch: Supervisor, records: Sequence[failure.Record], world_size: int
+) -> failure.Obituary:
+    cause = failure.first_cause(records)
+    gone = [m for m in watch.members if m.returned is not None]
+    advice = ""
+    if cause.is_consequence and gone:
+        who = ", ".join(str(m.rank) for m in gone)
+        advice = (
+            f"rank {who} had already returned when rank {cause.rank} waited for it: a collective "
+            "(all_reduce, barrier, a DDP backward) needs every rank. Look for a branch on the rank "
+            "or for ranks with different numbers of batches."
+        )
+    return failure.Obituary(
+        records=tuple(records),
+        world_size=world_size,
+        last_output=watch.tails(),
+        advice=advice,
+    )
+
+
+def _timeout(
+    watch: Supervisor, records: Sequence[failure.Record], world_size: int, timeout_s: float | None
+) -> LaunchTimeout:
+    lines = [f"The launch did not end within timeout={format_seconds(timeout_s or 0.0)}:"]
+    lines += [f"  rank {r.rank} {r.headline}" for r in records]
+    lines += [f"  rank {m.rank} had returned" for m in watch.members if m.returned is not None]
+    lines.append(
+        "The notebook's model is as it was before the launch. Allow more time, or look at "
+        "the lines above for a rank that waits for another."
+    )
+    return LaunchTimeout(
+        "\n".join(lines), failure=failure.first_cause(records), failures=tuple(records)
+    )
+
+
+def _stuck(watch: Supervisor, records: Sequence[failure.Record], world_size: int) -> StartupFailed:
+    ranks = ", ".join(str(m.rank) for m in watch.stuck)
+    stacks = "".join(f"\n{m.stack_text.strip()}" for m in watch.stuck if m.stack_text)
+    return StartupFailed(
+        f"Worker {ranks} of {world_size} was forked but never ran: it hangs on something that the "
+        f"fork copied in a locked state (a thread of the notebook held it).{stacks}\n"
+        "Use start_method='template', whose workers do not come from the notebook process.",
+        failures=tuple(records),
+    )

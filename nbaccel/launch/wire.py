@@ -1,0 +1,224 @@
+"""Typed messages between processes, over Unix sockets that no one else can reach.
+
+    notebook process ── channel ──► template process      Fork → Forked, Ended
+    notebook process ── channel ──► worker (one each)     Job  → Alive, Started, …, Returned | Failed
+
+A channel is one end of a `socketpair`: it has no name in any file system and no port, so nothing
+can connect to it. Sockets are of type SEQPACKET: a message arrives whole or not at all, with the
+descriptors that belong to it. What is too long for one packet travels in a memory file.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nbaccel.launch.sharing import memory
+from nbaccel.launch.sharing.parcel import Parcel
+
+_PACKET_BYTES = 32 * 1024  # well under the kernel's limit for one packet (net.core.wmem_default)
+_MAX_FDS = 250  # SCM_MAX_FD is 253
+_IN_PACKET, _IN_FILE = b"p", b"f"
+
+
+class Channel:
+    """One end of a two-way connection that carries messages and descriptors."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, Channel]:
+        """Two connected ends."""
+        left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(left), cls(right)
+
+    @classmethod
+    def from_fd(cls, fd: int) -> Channel:
+        """Take over an end that came from another process."""
+        return cls(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=fd))
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def detach(self) -> int:
+        """Give the descriptor away; the channel cannot be used any more."""
+        return self._sock.detach()
+
+    def send(self, message: Any, fds: Sequence[int] = ()) -> None:
+        """Send a message with copies of the descriptors; they may be closed right after.
+
+        Raises:
+            OSError: If the other end is gone.
+        """
+        if len(fds) > _MAX_FDS:
+            raise ValueError(f"{len(fds)} descriptors in one message; {_MAX_FDS} is the most")
+        body = pickle.dumps(message, protocol=5)
+        if len(body) <= _PACKET_BYTES:
+            socket.send_fds(self._sock, [_IN_PACKET + body], list(fds))
+            return
+        spill = memory.create_file("message", len(body))
+        with memory.closing(spill):
+            memory.write_at(spill, memoryview(body), 0)
+            socket.send_fds(self._sock, [_IN_FILE], [*fds, spill])
+
+    def receive(self) -> tuple[Any, list[int]]:
+        """Wait for the next message; the descriptors are the caller's to close.
+
+        Raises:
+            EOFError: If the other end is gone and everything it sent has been read.
+        """
+        try:
+            packet, fds, _, _ = socket.recv_fds(self._sock, _PACKET_BYTES + 1, _MAX_FDS + 1)
+        except ConnectionResetError:
+            packet, fds = b"", []
+        if not packet:
+            raise EOFError("the other process closed its end")
+        if packet[:1] == _IN_PACKET:
+            return pickle.loads(packet[1:]), fds
+        spill = fds.pop()
+        with memory.closing(spill), os.fdopen(os.dup(spill), "rb") as file:
+            return pickle.load(file), fds
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+# ---- notebook → template
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Fork a worker. Descriptors: its channel, stdout, stderr and stack pipe."""
+
+    ticket: int
+
+
+# ---- template → notebook
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The template has imported everything and can fork."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    ticket: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A worker is gone and reaped."""
+
+    pid: int
+    status: int
+    """As `os.waitstatus_to_exitcode` gives it: negative for a signal."""
+    max_rss_bytes: int
+
+
+# ---- notebook → worker
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Do not train: serve the rendezvous store on the listening socket that comes along."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Everything a worker needs. Descriptors: arenas, their staging files, then the parcel's."""
+
+    topology: str
+    """`Topology` as JSON."""
+    config: str
+    """`RunConfig` as JSON."""
+    device: str
+    mixed_precision: str
+    threads: int
+    environment: dict[str, str]
+    """The whole environment, as the notebook has it now plus this worker's variables."""
+    working_directory: str
+    import_path: tuple[str, ...]
+    arenas: tuple[tuple[str, int], ...]
+    """Key and size in bytes of each arena."""
+    parcel: Parcel | None
+    """The pickled `Call`; None if the worker was forked from the notebook and has it."""
+    sources: dict[str, list[str]]
+    random_states: bytes
+    share_back: bool
+
+
+# ---- worker → notebook. Times are seconds of CLOCK_MONOTONIC, the same for all processes.
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """The worker runs Python code and listens to signals."""
+
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The user's function is about to be called."""
+
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Display:
+    """Rich output: what `IPython.display.display` would have published."""
+
+    content: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ClearOutput:
+    wait: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupting:
+    """The worker has raised KeyboardInterrupt and is unwinding: give it time."""
+
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """Something the user should read once."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The function returned. Descriptor: the parcel with `Answer`, or none."""
+
+    time: float
+    parcel: Parcel | None
+    unsendable: str | None
+    """Why the value could not be sent, if so."""
+    home: Any
+    """`HomeReport`: which trained weights lie in the staging files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The function raised. Descriptor: the parcel with the exception, if it could be sent."""
+
+    time: float
+    record: Any
+    """`failure.Record`"""
+    parcel: Parcel | None

@@ -1,0 +1,191 @@
+"""`notebook_launcher` and `debug_launcher`: a function of the notebook, run by every worker.
+
+A façade: arguments become a `RunConfig`, `resolve` makes a `Plan` of it, `launch` does the rest.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from nbaccel.config import RunConfig
+from nbaccel.errors import ConfigError
+from nbaccel.launch import warmup
+from nbaccel.plan import Plan, resolve
+
+if TYPE_CHECKING:
+    from nbaccel.launch.run import Outcome
+
+__all__ = ["Results", "debug_launcher", "notebook_launcher", "shutdown"]
+
+if "ipykernel" in sys.modules:
+    warmup.start()  # so that its imports are done by the time the first cell launches
+
+
+class Results(list[Any]):
+    """What the workers returned, by rank.
+
+    Attributes:
+        plan: What was done, and why: `print(results.plan.explain())`.
+        state_dicts: Path of a module (`"args[0]"`) → its trained weights on the CPU, for modules
+            whose structure changed while training, so that they could not come home in place.
+    """
+
+    def __init__(
+        self, values: list[Any], plan: Plan, state_dicts: dict[str, dict[str, Any]] | None = None
+    ) -> None:
+        super().__init__(values)
+        self.plan = plan
+        self.state_dicts = state_dicts or {}
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: int | str | None = None,
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: dict[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+    *,
+    config: RunConfig | None = None,
+    start_method: str = "auto",
+    timeout: float | None = None,
+    share_back: bool = True,
+) -> Results:
+    """Train on every device of this machine with a function and a model of the notebook.
+
+    Each worker is a process of its own that calls `function(*args)` with the environment of
+    `torchrun` (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, …). Modules in `args` are shared, not copied,
+    and have the trained weights when this returns.
+
+    Args:
+        function: What each worker calls. It may be defined in a cell, a lambda or a closure.
+        args: Its arguments. Modules may also be nested in lists, dicts and dataclasses.
+        num_processes: Workers on this machine. None: one per GPU, or one without GPUs. One worker
+            runs right here, in the notebook's process.
+        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`, for whatever reads it (Accelerate,
+            Trainer); the first training step raises if nothing does.
+        use_port: TCP port of the rendezvous store; None for a free one.
+        master_addr: Address of the store; loopback unless several machines take part.
+        node_rank: This machine's number among `num_nodes`.
+        num_nodes: Machines that take part, each with its own notebook or script.
+        rdzv_backend: `"static"`, `"c10d"`, … : how machines find each other (torch elastic).
+        rdzv_endpoint: `host:port` of the rendezvous.
+        rdzv_conf: Further settings of the rendezvous.
+        rdzv_id: Name of the job, the same on all machines.
+        max_restarts: How often failed workers are started anew, all together.
+        monitor_interval: Seconds between torch elastic's looks at its workers.
+        log_line_prefix_template: Prefix of output lines (`${rank}`, `${local_rank}`,
+            `${role_name}`). None: `[rank]`, with lines that all ranks print shown once.
+        config: All of the above as one object; then give none of them.
+        start_method: `"auto"`, `"template"`, `"fork"` or `"inline"`.
+        timeout: Seconds after which the launch is ended with `LaunchTimeout`.
+        share_back: Whether trained weights come back into the notebook's modules.
+
+    Returns:
+        The functions' return values, by rank.
+
+    Raises:
+        ConfigError: If the settings are wrong or do not fit this machine; all mistakes at once.
+        ModelNotShareable, NotSendable, UnsafeFork, PortTaken: Before any process is started.
+        WorkerFailed: If a worker failed. It is also of the type that the worker raised, and says
+            which rank failed first and where. The notebook's model is as it was.
+        KeyboardInterrupt: If interrupted. All workers have ended, and the model is as it was.
+    """
+    __tracebackhide__ = True  # IPython leaves such frames out: the user's cell is what matters
+    asked = {
+        "num_processes": num_processes,
+        "mixed_precision": mixed_precision,
+        "use_port": use_port,
+        "master_addr": master_addr,
+        "node_rank": node_rank,
+        "num_nodes": num_nodes,
+        "rdzv_backend": rdzv_backend,
+        "rdzv_endpoint": rdzv_endpoint,
+        "rdzv_conf": rdzv_conf,
+        "rdzv_id": rdzv_id,
+        "max_restarts": max_restarts,
+        "monitor_interval": monitor_interval,
+        "log_line_prefix_template": log_line_prefix_template,
+        "start_method": start_method,
+        "timeout": timeout,
+        "share_back": share_back,
+    }
+    return _launch(function, args, _config(config, asked))
+
+
+def debug_launcher(
+    function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2
+) -> Results:
+    """Run a function in a few CPU workers, to see whether it works before it gets a GPU.
+
+    Args:
+        function: As for `notebook_launcher`.
+        args: Its arguments.
+        num_processes: CPU workers.
+
+    Returns:
+        The functions' return values, by rank.
+    """
+    __tracebackhide__ = True
+    return _launch(function, args, RunConfig(num_processes=num_processes, device="cpu"))
+
+
+def shutdown() -> None:
+    """End the template process that waits to start workers. The next launch starts a new one."""
+    warmup.stop()
+
+
+def _config(config: RunConfig | None, asked: dict[str, Any]) -> RunConfig:
+    if config is None:
+        return RunConfig(**asked)
+    defaults = RunConfig().model_dump()
+    both = [name for name, value in asked.items() if value != defaults[name]]
+    if both:
+        raise ConfigError(
+            f"config and {', '.join(both)} were both given, and one would silently beat the other. "
+            f"Use config.changed({', '.join(f'{name}=…' for name in both)}) or leave config out."
+        )
+    return config
+
+
+def _launch(function: Callable[..., Any], args: tuple[Any, ...], config: RunConfig) -> Results:
+    __tracebackhide__ = True
+    _check_call(function, args)
+    plan = resolve(config)
+    for text in plan.warnings:
+        sys.stderr.write(f"nbaccel: {text}\n")
+    if plan.start_method == "inline":
+        from nbaccel.launch import inline
+
+        return Results(inline.run(plan, function, args), plan)
+    from nbaccel.launch import run
+
+    outcome: Outcome = run.launch(plan, function, args)
+    return Results(outcome.values, outcome.plan, outcome.state_dicts)
+
+
+def _check_call(function: Any, args: Any) -> None:
+    mistakes = []
+    if not callable(function):
+        mistakes.append(
+            f"function={function!r} is not callable: each worker calls it. Pass the function "
+            "itself, train, not its result, train()."
+        )
+    if not isinstance(args, (tuple, list)):
+        mistakes.append(
+            f"args is a {type(args).__name__}, not a tuple: it is unpacked into the call. For one "
+            "argument write args=(model,), with the comma."
+        )
+    if mistakes:
+        raise ConfigError(*mistakes)

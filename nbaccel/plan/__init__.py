@@ -1,0 +1,9 @@
+"""What will happen: a configuration and a machine, made into a plan with reasons."""
+
+from __future__ import annotations
+
+from nbaccel.plan.inventory import Gpu, Inventory, inspect_machine
+from nbaccel.plan.plan import Choice, Plan
+from nbaccel.plan.resolve import resolve
+
+__all__ = ["Choice", "Gpu", "Inventory", "Plan", "inspect_machine", "resolve"]

@@ -1,0 +1,77 @@
+"""Execute a notebook in a real kernel and print, as it comes, what its cells print.
+
+    python notebooks/run.py notebooks/01_quickstart.ipynb [--label demo] [--timeout 600]
+
+The notebook file is only read. A cell that raises ends the run with its traceback and status 1,
+unless the notebook says that it should raise (tag `raises-exception`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from traitlets.config import Config
+
+
+class PrintingClient(NotebookClient):
+    """A notebook client that hands on text output the moment the kernel sends it."""
+
+    def output(self, outs: list[Any], msg: dict[str, Any], display_id: str, cell_index: int) -> Any:
+        """Print the text of one output message, then let the client do its own work with it."""
+        _print_text(msg["msg_type"], msg["content"])
+        return super().output(outs, msg, display_id, cell_index)
+
+
+def _print_text(kind: str, content: dict[str, Any]) -> None:
+    if kind == "stream":
+        target = sys.stderr if content["name"] == "stderr" else sys.stdout
+        target.write(content["text"])
+        target.flush()
+    elif kind in ("display_data", "execute_result") and "text/plain" in content["data"]:
+        print(content["data"]["text/plain"], flush=True)
+
+
+def run(path: Path, *, timeout_s: int) -> None:
+    """Execute the notebook in its own folder, with the interpreter that runs this script."""
+    notebook = nbformat.read(path, as_version=4)
+    # Sockets in a folder of our own instead of TCP ports: nobody else on the machine can listen.
+    # Their path is absolute, because the kernel works in the notebook's folder and we do not.
+    with tempfile.TemporaryDirectory(prefix="nb-") as sockets:
+        client = PrintingClient(
+            notebook,
+            timeout=timeout_s,
+            kernel_name="python3",
+            config=Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"}),
+            resources={"metadata": {"path": str(path.resolve().parent)}},
+        )
+        client.execute()
+
+
+def main() -> int:
+    """Run the notebook named on the command line; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("notebook", type=Path)
+    parser.add_argument("--label", default="notebook", help="the first word of the closing line")
+    parser.add_argument("--timeout", type=int, default=600, help="seconds that one cell may take")
+    options = parser.parse_args()
+    started = time.monotonic()
+    try:
+        run(options.notebook, timeout_s=options.timeout)
+    except (CellExecutionError, CellTimeoutError, DeadKernelError, OSError, RuntimeError) as error:
+        # OSError: no such notebook; RuntimeError: a kernel that does not answer
+        print(f"{error}\n{options.label}: failed", file=sys.stderr)
+        return 1
+    print(f"{options.label}: ok in {time.monotonic() - started:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

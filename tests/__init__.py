@@ -1,0 +1,1 @@
+"""The tests of nbaccel: folders mirror the package; `house/` watches the house itself."""

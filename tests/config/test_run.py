@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import copy
+import enum
+import inspect
+import json
+import pickle
+from datetime import timedelta
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from nbaccel.config import RunConfig
+from nbaccel.config.mistakes import hint_of
+from nbaccel.errors import ConfigError
+
+EVERYTHING = {
+    "num_processes": 4,
+    "device": "cuda",
+    "mixed_precision": "bf16",
+    "start_method": "template",
+    "use_port": 29511,
+    "master_addr": "10.0.0.7",
+    "node_rank": 1,
+    "num_nodes": 2,
+    "rdzv_backend": "c10d",
+    "rdzv_endpoint": "10.0.0.7:29400",
+    "rdzv_conf": {"timeout": 60, "nested": {"a": [1, None]}},
+    "rdzv_id": "job 7: ü",
+    "max_restarts": 3,
+    "monitor_interval": 0.5,
+    "log_line_prefix_template": "[${rank}] ",
+    "timeout": 3600.0,
+    "share_back": False,
+    "threads_per_process": 2,
+}
+
+
+def mistakes_of(**settings):
+    with pytest.raises(ConfigError) as caught:
+        RunConfig(**settings)
+    return caught.value.mistakes
+
+
+def test_the_sample_says_everything():
+    assert set(EVERYTHING) == set(RunConfig.model_fields)
+    config = RunConfig(**EVERYTHING)
+    assert all(getattr(config, name) != f.default for name, f in RunConfig.model_fields.items())
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_processes": 2}, EVERYTHING])
+def test_round_trips(settings):
+    config = RunConfig(**settings)
+
+    assert RunConfig.from_json(config.to_json()) == config
+    assert RunConfig.from_yaml(config.to_yaml()) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert copy.deepcopy(config) == config
+    assert eval(repr(config)) == config
+    assert hash(config.changed()) == hash(config)
+
+
+def test_json_is_complete_and_yaml_is_what_was_said():
+    config = RunConfig(mixed_precision="bf16", num_processes=2)
+
+    assert set(json.loads(config.to_json())) == set(RunConfig.model_fields)
+    assert config.to_yaml() == "num_processes: 2\nmixed_precision: bf16\n"
+    assert repr(config) == str(config) == "RunConfig(num_processes=2, mixed_precision='bf16')"
+    assert repr(RunConfig()) == "RunConfig()"
+
+
+def test_an_empty_file_is_the_defaults():
+    assert RunConfig.from_yaml("") == RunConfig.from_yaml("{}") == RunConfig()
+
+
+def test_yaml_reads_a_bare_no_as_people_mean_it():
+    assert RunConfig.from_yaml("mixed_precision: no").mixed_precision == "no"
+
+
+class Precision(str, enum.Enum):
+    BF16 = "bf16"
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "kept"),
+    [
+        ("num_processes", np.int64(2), 2),
+        ("num_processes", "2", 2),
+        ("num_processes", 2.0, 2),
+        ("use_port", "29500", 29500),
+        ("use_port", 0, None),
+        ("use_port", "0", None),
+        ("use_port", "", None),
+        ("use_port", None, None),
+        ("mixed_precision", None, "no"),
+        ("mixed_precision", "BF16", "bf16"),
+        ("mixed_precision", Precision.BF16, "bf16"),
+        ("timeout", np.float32(1.5), 1.5),
+        ("timeout", 2, 2.0),
+        ("timeout", timedelta(minutes=1), 60.0),
+        ("share_back", np.bool_(False), False),
+        ("device", " CPU ", "cpu"),
+    ],
+)
+def test_what_people_pass_becomes_plain(name, given, kept):
+    value = getattr(RunConfig(**{name: given}), name)
+
+    assert value == kept
+    assert type(value) is type(kept)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_processes", 0),
+        ("num_processes", -1),
+        ("num_processes", True),
+        ("num_processes", 2.5),
+        ("num_processes", "two"),
+        ("num_processes", np.bool_(True)),
+        ("device", "gpuu"),
+        ("device", None),
+        ("device", 3),
+        ("mixed_precision", "bf61"),
+        ("mixed_precision", True),
+        ("start_method", "spwan"),
+        ("use_port", 65536),
+        ("use_port", -1),
+        ("use_port", False),
+        ("use_port", "http"),
+        ("master_addr", ""),
+        ("node_rank", -1),
+        ("num_nodes", 0),
+        ("rdzv_backend", ""),
+        ("rdzv_endpoint", None),
+        ("rdzv_conf", {"a": object()}),
+        ("rdzv_conf", [1]),
+        ("rdzv_id", ""),
+        ("max_restarts", -1),
+        ("monitor_interval", 0),
+        ("log_line_prefix_template", 3),
+        ("timeout", 0),
+        ("timeout", float("inf")),
+        ("timeout", float("nan")),
+        ("timeout", True),
+        ("share_back", None),
+        ("share_back", "perhaps"),
+        ("threads_per_process", 0),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_remedy(name, value):
+    (message,) = mistakes_of(**{name: value})
+
+    assert message.startswith(f"{name} must be ")
+    assert "got " in message
+    hint = hint_of(RunConfig, name)
+    assert hint.why in message
+    assert hint.do in message or "Did you mean" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "meant"),
+    [
+        ({"num_proceses": 2}, "num_processes"),
+        ({"precision": "bf16"}, "mixed_precision"),
+        ({"mixed_precision": "bf61"}, "bf16"),
+        ({"mixed_precision": "fp32"}, "no"),
+        ({"mixed_precision": "bfloat16"}, "bf16"),
+        ({"device": "gpu"}, "cuda"),
+        ({"device": "cdua"}, "cuda"),
+        ({"start_method": "spawn"}, "template"),
+        ({"start_method": "frok"}, "fork"),
+    ],
+)
+def test_did_you_mean(settings, meant):
+    (message,) = mistakes_of(**settings)
+    assert message.endswith(f"Did you mean {meant!r}?")
+
+
+def test_an_unknown_setting_without_a_likeness_gets_the_list():
+    (message,) = mistakes_of(zzz=1)
+    assert "zzz=1" in message
+    assert "num_processes, device, mixed_precision" in message
+
+
+def test_all_mistakes_come_at_once_and_the_validators_own_is_the_cause():
+    with pytest.raises(ConfigError) as caught:
+        RunConfig(num_processes=0, zzz=1, mixed_precision="x", num_nodes=2, node_rank=2)
+
+    text = str(caught.value)
+    assert text.startswith("5 settings are wrong:")
+    for part in ("num_processes", "zzz", "mixed_precision", "node_rank=2", "master_addr"):
+        assert part in text
+    assert isinstance(caught.value.__cause__, ValidationError)
+
+
+def test_a_huge_value_does_not_flood_the_message():
+    (message,) = mistakes_of(timeout="x" * 100_000)
+    assert len(message) < 400
+
+
+def test_a_mapping_is_needed():
+    for text in ("[1]", "3", '"x"', "null"):
+        with pytest.raises(ConfigError, match="Settings need names"):
+            RunConfig.from_json(text)
+    with pytest.raises(ConfigError, match="cannot be read from JSON"):
+        RunConfig.from_json("{")
+    with pytest.raises(ConfigError, match="cannot be read from YAML"):
+        RunConfig.from_yaml("a: [")
+    with pytest.raises(ConfigError, match="no setting '1'"):
+        RunConfig.from_yaml("1: 2")
+
+
+def test_yaml_runs_no_code():
+    with pytest.raises(ConfigError, match="cannot be read from YAML"):
+        RunConfig.from_yaml("rdzv_conf: !!python/object/apply:os.getcwd []")
+
+
+def test_it_is_frozen_and_keyword_only():
+    config = RunConfig()
+    with pytest.raises(ValidationError):
+        config.num_processes = 3  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        RunConfig(2)  # type: ignore[misc]
+
+
+def test_it_keeps_no_hold_on_what_was_given():
+    conf = {"timeout": 60}
+    config = RunConfig(rdzv_conf=conf)
+    conf["timeout"] = 1
+    assert config.rdzv_conf == {"timeout": 60}
+
+
+def test_changed_is_validated():
+    config = RunConfig(num_processes=2)
+
+    assert config.changed(mixed_precision="bf16") == RunConfig(
+        num_processes=2, mixed_precision="bf16"
+    )
+    assert config.num_processes == 2
+    with pytest.raises(ConfigError, match="inline"):
+        config.changed(start_method="inline")
+    with pytest.raises(ConfigError, match="num_processes"):
+        config.changed(num_proceses=3)
+
+
+def test_the_schema_describes_every_setting():
+    schema = RunConfig.json_schema()
+
+    assert set(schema["properties"]) == set(RunConfig.model_fields)
+    for name, entry in schema["properties"].items():
+        assert entry["description"].endswith("."), name
+    for name in ("timeout", "monitor_interval"):
+        assert "Seconds" in schema["properties"][name]["description"]
+    assert schema["properties"]["mixed_precision"]["enum"] == ["no", "fp16", "bf16", "fp8"]
+    assert schema["additionalProperties"] is False
+
+
+def test_every_setting_has_a_hint_in_house_form():
+    for name in RunConfig.model_fields:
+        hint = hint_of(RunConfig, name)
+        assert hint.must
+        for text in (hint.why, hint.do):
+            assert text[0].isupper() or text[0] == '"'
+            assert not text.endswith(".")
+
+
+def test_the_signature_a_notebook_shows_is_readable():
+    signature = str(inspect.signature(RunConfig))
+    assert "num_processes: int | None = None" in signature
+    assert "Annotated" not in signature
+    assert "Hint" not in signature

@@ -1,0 +1,36 @@
+"""For every test: nothing may leak out of it, and hardware that is missing skips it aloud."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests import hardware, leak_police
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    leak_police.start_session()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    leak_police.end_session()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    hardware.skip_what_cannot_run(items)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail the test that leaves a process, thread, variable, port, segment or handler behind.
+
+    It is set up before a test's own function-scoped fixtures and torn down after them, so what a
+    fixture cleans up is no leak. What a module- or session-scoped fixture holds was there before.
+    """
+    before = leak_police.observe()
+    yield
+    watched = {"memfds"} if request.node.get_closest_marker("no_memfd_growth") else set()
+    if found := leak_police.find_leaks(before, also=watched):
+        leak_police.clean_up(before)
+        pytest.fail("the test left behind:\n  " + "\n  ".join(found), pytrace=False)

@@ -1,0 +1,62 @@
+"""What this machine can run, asked without waking a device; each skip says what is missing."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@functools.cache
+def missing_gpu() -> str | None:
+    """Why gpu-marked tests cannot run, or None. The driver is asked: torch would open a context."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return f"needs an NVIDIA GPU: the driver says {error}"
+    try:
+        return None if pynvml.nvmlDeviceGetCount() else "needs an NVIDIA GPU: the driver sees none"
+    finally:
+        pynvml.nvmlShutdown()
+
+
+@functools.cache
+def missing_tpu() -> str | None:
+    """Why tpu-marked tests cannot run, or None."""
+    if not (any(Path("/dev").glob("accel*")) or Path("/dev/vfio/0").exists()):
+        return "needs a TPU: no /dev/accel* and no /dev/vfio/0 here"
+    if importlib.util.find_spec("torch_xla") is None:
+        return "needs torch_xla: pip install 'nbaccel[tpu]'"
+    return None
+
+
+@functools.cache
+def missing_browser() -> str | None:
+    """Why browser-marked tests cannot run, or None."""
+    if any(shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome")):
+        return None
+    return "needs Chromium on the PATH: apt install chromium"
+
+
+WHY_NOT: dict[str, Callable[[], str | None]] = {
+    "gpu": missing_gpu,
+    "tpu": missing_tpu,
+    "browser": missing_browser,
+}
+
+
+def skip_what_cannot_run(items: list[pytest.Item]) -> None:
+    """Mark as skipped, with the reason, each test whose hardware is not here."""
+    for item in items:
+        for marker, why_not in WHY_NOT.items():
+            if item.get_closest_marker(marker) and (reason := why_not()):
+                item.add_marker(pytest.mark.skip(reason=reason))

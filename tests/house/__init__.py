@@ -1,0 +1,1 @@
+"""What holds for the whole house: directions, sizes, messages, the public face, and no leaks."""

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from nbaccel import env
+from nbaccel.errors import ConfigError
+from nbaccel.plan.inventory import Gpu, Inventory, inspect_machine
+
+T4 = Gpu(
+    index=0,
+    name="Tesla T4",
+    total_bytes=2**34,
+    free_bytes=2**33,
+    compute_capability=(7, 5),
+    uuid="GPU-1",
+)
+
+
+def run(code, *, timeout_s=120, environ=None):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        env=environ,
+    )
+
+
+def test_what_is_found_fits_the_machine():
+    found = inspect_machine()
+
+    assert 1 <= found.cpu_cores <= (os.cpu_count() or 1)
+    assert 0 < found.host_available_bytes <= found.host_total_bytes
+    assert found.host_total_bytes <= psutil.virtual_memory().total
+    assert found.platform == sys.platform
+    assert found.python_version == ".".join(map(str, sys.version_info[:3]))
+    assert found.front_end == "none"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux has fork, memfd and /dev/shm")
+def test_linux_has_what_launching_needs():
+    found = inspect_machine()
+    assert found.fork_supported
+    assert found.memfd_supported
+    assert found.shm_bytes == os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize
+
+
+def test_affinity_is_respected():
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core only")
+    done = run(
+        "import os\n"
+        "os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])\n"
+        "from nbaccel.plan import inspect_machine\n"
+        "assert inspect_machine().cpu_cores == 1\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_json_round_trip():
+    for found in (
+        inspect_machine(),
+        dataclasses.replace(inspect_machine(), gpus=(T4, dataclasses.replace(T4, index=1))),
+    ):
+        assert Inventory.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "{}", '{"cpu_cores": 1, "zzz": 2}', '{"gpus": 1}'])
+def test_what_is_no_inventory_is_refused(text):
+    with pytest.raises(ConfigError, match=r"Inventory\.to_json"):
+        Inventory.from_json(text)
+
+
+def test_the_torch_version_is_read_without_torch():
+    import torch
+
+    assert inspect_machine().torch_version == torch.__version__
+
+
+LOOK_THEN_FORK = """
+import os, sys, threading
+from nbaccel.plan import inspect_machine
+
+def num_threads():
+    return len(os.listdir("/proc/self/task"))
+
+assert num_threads() == 1
+found = inspect_machine()
+assert num_threads() == threading.active_count() == 1, "inspecting started a thread"
+assert "torch" not in sys.modules, "inspecting imported torch"
+with open("/proc/self/maps") as maps:
+    text = maps.read()
+for library in ("libcuda.so", "libgomp", "libtorch", "libtpu"):
+    assert library not in text, library
+assert not any("nvidia" in os.readlink(f"/proc/self/fd/{fd}")
+               for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}"))
+
+child = os.fork()
+if child == 0:
+    import torch
+    torch.set_num_threads(4)
+    weight = torch.ones(300, 300, requires_grad=True)
+    (torch.ones(300, 300) @ weight).sum().backward()
+    os._exit(7 if weight.grad.sum().item() == 300.0 ** 3 else 1)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 7, status
+print("ok")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_process_that_has_looked_can_be_forked():
+    done = run(LOOK_THEN_FORK)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+
+
+@pytest.mark.gpu
+def test_a_process_that_has_looked_can_fork_workers_that_use_cuda():
+    if not inspect_machine().gpus:
+        pytest.skip(f"no GPU here: {inspect_machine().gpu_note}")
+    done = run(LOOK_THEN_FORK.replace("300, 300", "300, 300, device='cuda'"))
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+
+
+FRONT_END = "from nbaccel.plan import inspect_machine; print(inspect_machine().front_end)"
+
+
+@pytest.mark.parametrize(
+    ("before", "variables", "front_end"),
+    [
+        ("", {}, "none"),
+        ("import ipykernel.kernelapp; ", {}, "none"),  # imported by somebody, and no kernel
+        ("", {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, "kaggle"),
+        ("import sys; sys.ps1 = '>>> '; ", {}, "terminal"),
+        (
+            "import sys, types; sys.modules['google.colab'] = types.ModuleType('colab'); ",
+            {},
+            "colab",
+        ),
+    ],
+)
+def test_the_front_end(before, variables, front_end):
+    if "ipykernel" in before:
+        pytest.importorskip("ipykernel")
+    done = run(before + FRONT_END, environ={**env.snapshot(), **variables})
+    assert done.stdout.strip() == front_end, done.stderr
+
+
+def test_a_real_kernel_is_jupyter():
+    manager = pytest.importorskip("jupyter_client.manager")
+    pytest.importorskip("ipykernel")
+    kernel, client = manager.start_new_kernel(kernel_name="python3")
+    try:
+        printed = []
+        client.execute_interactive(
+            FRONT_END,
+            timeout=60,
+            output_hook=lambda m: printed.append(m["content"].get("text", "")),
+        )
+        assert "".join(printed).strip() == "jupyter"
+    finally:
+        client.stop_channels()
+        kernel.shutdown_kernel(now=True)

@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from nbaccel.config import RunConfig
+from nbaccel.errors import ConfigError, PlatformUnsupported
+from nbaccel.plan import Gpu, Inventory, resolve
+
+CPU = Inventory(
+    cpu_cores=4,
+    host_total_bytes=2**35,
+    host_available_bytes=2**34,
+    gpu_note="NVML: no driver",
+    torch_version="2.13.0+cpu",
+)
+
+
+def with_gpus(num, capability=(9, 0), name="H100", **more):
+    gpus = tuple(
+        Gpu(
+            index=index,
+            name=name,
+            total_bytes=2**36,
+            free_bytes=2**36,
+            compute_capability=capability,
+            uuid=f"GPU-{index}",
+        )
+        for index in range(num)
+    )
+    return dataclasses.replace(CPU, gpus=gpus, gpu_note="", torch_version="2.13.0", **more)
+
+
+def plan_of(machine=CPU, **settings):
+    return resolve(RunConfig(**settings), machine)
+
+
+def mistakes_of(machine=CPU, **settings):
+    with pytest.raises(ConfigError) as caught:
+        plan_of(machine, **settings)
+    return caught.value.mistakes
+
+
+def reason_of(plan, name):
+    (choice,) = [choice for choice in plan.choices if choice.name == name]
+    return choice.reason
+
+
+def test_the_default_on_a_cpu_is_one_worker_here():
+    plan = plan_of()
+
+    assert (plan.device, plan.num_processes, plan.start_method) == ("cpu", 1, "inline")
+    assert (plan.threads_per_process, plan.process_group_backend) == (4, "gloo")
+    assert plan.port is None
+    assert plan.warnings == ()
+    assert "NVML: no driver" in reason_of(plan, "device")
+    assert "num_processes=2" in reason_of(plan, "num_processes")
+    assert "4 cores" in reason_of(plan, "num_processes")
+
+
+def test_the_default_with_gpus_is_one_worker_each():
+    plan = plan_of(with_gpus(2))
+
+    assert (plan.device, plan.num_processes, plan.start_method) == ("cuda", 2, "template")
+    assert (plan.threads_per_process, plan.process_group_backend) == (2, "nccl")
+    assert plan.warnings == ()
+    assert "2 GPUs (H100)" in reason_of(plan, "device")
+
+
+def test_one_gpu_is_inline():
+    plan = plan_of(with_gpus(1))
+    assert (plan.device, plan.num_processes, plan.start_method) == ("cuda", 1, "inline")
+
+
+def test_every_choice_has_a_reason():
+    plan = plan_of(num_processes=2)
+    assert [choice.name for choice in plan.choices] == [
+        "device",
+        "num_processes",
+        "start_method",
+        "threads_per_process",
+        "mixed_precision",
+        "process_group_backend",
+        "use_port",
+    ]
+    assert all(choice.reason for choice in plan.choices)
+
+
+@pytest.mark.parametrize(
+    ("settings", "method"),
+    [
+        ({"num_processes": 1}, "inline"),
+        ({"num_processes": 1, "start_method": "inline"}, "inline"),
+        ({"num_processes": 1, "start_method": "fork"}, "fork"),
+        ({"num_processes": 1, "start_method": "template"}, "template"),
+        ({"num_processes": 2}, "template"),
+        ({"num_processes": 2, "start_method": "fork"}, "fork"),
+        ({"num_processes": 1, "max_restarts": 1}, "elastic"),
+        ({"num_processes": 2, "max_restarts": 1, "start_method": "template"}, "elastic"),
+        ({"num_processes": 2, "rdzv_backend": "c10d"}, "elastic"),
+        ({"num_processes": 1, "num_nodes": 2, "master_addr": "10.0.0.1"}, "elastic"),
+    ],
+)
+def test_the_start_method(settings, method):
+    plan = plan_of(**settings)
+    assert plan.start_method == method
+    if method == "elastic":
+        assert "torch elastic" in reason_of(plan, "start_method")
+
+
+def test_inline_on_many_gpus_is_one_worker_and_says_who_idles():
+    plan = plan_of(with_gpus(2), start_method="inline")
+    assert plan.num_processes == 1
+    assert any("1 (H100) will be idle" in warning for warning in plan.warnings)
+
+
+def test_nodes_multiply_and_meet_at_a_known_port():
+    plan = plan_of(num_processes=2, num_nodes=3, master_addr="10.0.0.1")
+    assert (plan.num_processes, plan.world_size, plan.port) == (2, 6, 29500)
+    assert plan_of(num_processes=2, use_port=1234).port == 1234
+    assert plan_of(num_processes=2, rdzv_endpoint="h:1").port is None
+
+
+@pytest.mark.parametrize(
+    ("workers", "asked", "threads", "warned"),
+    [
+        (1, None, 4, 0),
+        (2, None, 2, 0),
+        (3, None, 1, 0),
+        (8, None, 1, 1),
+        (2, 4, 4, 1),
+        (2, 1, 1, 0),
+    ],
+)
+def test_threads_share_the_cores(workers, asked, threads, warned):
+    plan = plan_of(num_processes=workers, threads_per_process=asked)
+    assert plan.threads_per_process == threads
+    assert len(plan.warnings) == warned
+    if warned:
+        assert "4 cores" in plan.warnings[0]
+
+
+def test_more_workers_than_gpus_share_over_gloo():
+    plan = plan_of(with_gpus(1), num_processes=2)
+    assert (plan.device, plan.process_group_backend) == ("cuda", "gloo")
+    (warning,) = plan.warnings
+    assert "NCCL refuses" in warning
+    assert "2 workers share 1 GPU" in warning
+
+
+def test_fewer_workers_than_gpus_names_the_idle():
+    plan = plan_of(with_gpus(4), num_processes=2)
+    (warning,) = plan.warnings
+    assert "2 (H100), 3 (H100) will be idle" in warning
+    assert "num_processes=4" in warning
+
+
+def test_cpu_may_be_asked_beside_a_gpu():
+    plan = plan_of(with_gpus(2), device="cpu", num_processes=2)
+    assert (plan.device, plan.process_group_backend, plan.warnings) == ("cpu", "gloo", ())
+    assert "not used" in reason_of(plan, "device")
+
+
+def test_cuda_without_a_gpu():
+    (message,) = mistakes_of(device="cuda")
+    assert "NVML: no driver" in message
+    assert 'Give device="cpu"' in message
+
+
+def test_cuda_with_a_torch_for_cpus():
+    machine = dataclasses.replace(with_gpus(1), torch_version="2.13.0+cpu")
+    (message,) = mistakes_of(machine, device="cuda")
+    assert "2.13.0+cpu" in message
+    assert "Install a CUDA build" in message
+
+    plan = plan_of(machine)
+    assert plan.device == "cpu"
+    assert any("Install a CUDA build" in warning for warning in plan.warnings)
+
+
+@pytest.mark.parametrize(("chips", "said"), [(0, "without TPU chips"), (4, "4 TPU chips")])
+def test_tpu_is_not_in_this_version(chips, said):
+    machine = dataclasses.replace(CPU, tpu_chips=chips)
+    (message,) = mistakes_of(machine, device="tpu")
+    assert said in message
+    assert 'Give device="cpu"' in message
+
+
+def test_a_tpu_found_is_not_passed_over_in_silence():
+    (warning,) = plan_of(dataclasses.replace(CPU, tpu_chips=1)).warnings
+    assert warning.startswith("1 TPU chip found and not used")
+
+
+def test_fp16_on_cpu_is_slow():
+    (warning,) = plan_of(mixed_precision="fp16").warnings
+    assert "fp16" in warning
+    assert "bf16" in warning
+
+
+def test_bf16_on_an_old_gpu_is_imitated():
+    (warning,) = plan_of(with_gpus(1, (7, 5), "T4"), mixed_precision="bf16").warnings
+    assert "GPU 0 (T4) of 7.5" in warning
+    assert plan_of(with_gpus(1, (8, 0)), mixed_precision="bf16").warnings == ()
+
+
+def test_fp8_needs_hardware():
+    (message,) = mistakes_of(mixed_precision="fp8")
+    assert "fp8" in message
+    assert "8.9" in message
+    assert '"bf16"' in message
+
+    (message,) = mistakes_of(with_gpus(2, (8, 6), "A10"), mixed_precision="fp8")
+    assert "GPU 0 (A10) of 8.6, GPU 1 (A10) of 8.6" in message
+
+    assert plan_of(with_gpus(1, (8, 9)), mixed_precision="fp8").warnings == ()
+
+
+def test_only_gpus_that_are_used_are_judged():
+    mixed = dataclasses.replace(
+        CPU, gpus=(*with_gpus(1).gpus, *with_gpus(2, (7, 5), "T4").gpus[1:]), torch_version="2.13"
+    )
+    assert plan_of(mixed, num_processes=1, mixed_precision="fp8").num_processes == 1
+    (message,) = mistakes_of(mixed, num_processes=2, mixed_precision="fp8")
+    assert "GPU 1 (T4)" in message
+    assert "GPU 0" not in message
+
+
+def test_all_mistakes_come_at_once():
+    machine = dataclasses.replace(
+        with_gpus(1, (7, 5)), torch_version="2.13.0+cpu", memfd_supported=False, platform="win32"
+    )
+    found = mistakes_of(machine, device="cuda", mixed_precision="fp8", num_processes=2)
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize(
+    "lacking",
+    [
+        {"memfd_supported": False, "platform": "darwin"},
+        {"fork_supported": False, "platform": "win32"},
+    ],
+)
+def test_other_systems_run_one_worker_only(lacking):
+    machine = dataclasses.replace(CPU, **lacking)
+    assert plan_of(machine).start_method == "inline"
+    for settings in ({"num_processes": 2}, {"start_method": "fork"}, {"max_restarts": 1}):
+        with pytest.raises(PlatformUnsupported, match=f"'{lacking['platform']}'.*num_processes=1"):
+            plan_of(machine, **settings)
+
+
+def test_little_memory_is_said_before():
+    poor = dataclasses.replace(CPU, host_available_bytes=400 * 2**20)
+    (warning,) = plan_of(poor, num_processes=4).warnings
+    assert "600.0 MiB" in warning
+    assert "400.0 MiB" in warning
+    assert plan_of(poor, num_processes=2).warnings == ()
+    assert plan_of(dataclasses.replace(poor, host_available_bytes=1)).warnings == ()
+
+
+def test_an_unknown_rendezvous_is_doubted():
+    (warning,) = plan_of(num_processes=2, rdzv_backend="c10").warnings
+    assert "'c10'" in warning
+    assert "Did you mean 'c10d'?" in warning
+
+
+def test_this_machine_is_looked_up_where_none_is_given():
+    plan = resolve(RunConfig(device="cpu", num_processes=2))
+    assert plan.inventory.cpu_cores >= 1
+    assert plan.config == RunConfig(device="cpu", num_processes=2)

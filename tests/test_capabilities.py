@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from nbaccel import _catalog, capabilities
+from nbaccel.abc.device import Device
+from nbaccel.config import run
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_there_is_a_row_for_every_word_of_the_configuration():
+    names = {row.name for row in capabilities.DEVICES}
+    assert names == set(get_args(run.DeviceName)) - {"auto"}
+    assert {row.name for row in capabilities.PRECISIONS} == set(get_args(run.PrecisionName))
+    methods = {row.name for row in capabilities.START_METHODS}
+    assert methods == set(get_args(run.StartMethodName)) - {"auto"} | {"elastic"}
+
+
+@pytest.mark.parametrize("row", capabilities.DEVICES, ids=lambda row: row.name)
+def test_rows_refer_to_rows(row):
+    assert set(row.precisions) <= {other.name for other in capabilities.PRECISIONS}
+    assert set(row.start_methods) <= {other.name for other in capabilities.START_METHODS}
+    assert set(dict(row.slow)) <= set(row.precisions)
+    assert bool(row.path) == bool(row.precisions) == bool(row.start_methods)
+    if row.path:
+        kind = _catalog.load(row.path)
+        assert issubclass(kind, Device)
+        assert kind.name == row.name
+
+
+def test_nccl_is_for_workers_with_a_gpu_each():
+    row = capabilities.device_row("cuda")
+    assert capabilities.group_backend(row, num_local=2, num_devices=2) == "nccl"
+    assert capabilities.group_backend(row, num_local=1, num_devices=2) == "nccl"
+    assert capabilities.group_backend(row, num_local=2, num_devices=1) == "gloo"
+
+
+def test_the_matrix_names_every_row():
+    text = capabilities.readme_matrix()
+    for rows in (capabilities.DEVICES, capabilities.PRECISIONS, capabilities.START_METHODS):
+        for row in rows:
+            assert f"`{row.name}`" in text
+            assert row.meaning in text
+    widths = {line.count("|") for line in text.split("\n\n")[0].splitlines()}
+    assert len(widths) == 1
+
+
+def test_the_readme_shows_the_matrix():
+    text = README.read_text(encoding="utf-8")
+    if capabilities.README_BEGIN not in text:
+        pytest.skip("the README has no capability block")
+    _, _, rest = text.partition(capabilities.README_BEGIN)
+    block, _, _ = rest.partition(capabilities.README_END)
+    assert block.strip() == capabilities.readme_matrix()
