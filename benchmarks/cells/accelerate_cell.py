@@ -8,8 +8,12 @@ from typing import Any
 from accelerate import Accelerator, notebook_launcher
 
 
-def launch(body: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
+def worker(body: Callable[..., Any]) -> Callable[..., Any]:
     def train(*args: Any) -> Any:
         return body(Accelerator().process_index, *args)
 
-    return notebook_launcher(train, args, num_processes=num_processes)
+    return train
+
+
+def launch(body: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
+    return notebook_launcher(worker(body), args, num_processes=num_processes)

@@ -42,11 +42,11 @@ def noop(rank: int) -> int:
     return rank
 
 
-def touch_model(rank: int, model: torch.nn.Module) -> float:
+def touch_model(_rank: int, model: torch.nn.Module) -> float:
     return sum(weight.view(-1)[0].item() for weight in model.parameters())
 
 
-def adamw_step(rank: int) -> float:
+def adamw_step(_rank: int) -> float:
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(wrapped.parameters())
@@ -58,7 +58,7 @@ def adamw_step(rank: int) -> float:
     return loss.item()
 
 
-def matmul(rank: int) -> float:
+def matmul(_rank: int) -> float:
     """An operation big enough for torch to use all its threads."""
     square = torch.ones(1024, 1024)
     return (square @ square).sum().item()
@@ -85,14 +85,14 @@ def read_all(rank: int, model: torch.nn.Module, folder: str) -> None:
         time.sleep(0.02)
 
 
-def change_by_sgd(rank: int, model: torch.nn.Module) -> None:
+def change_by_sgd(_rank: int, model: torch.nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for weight in model.parameters():
         weight.grad = weight.detach()
     optimizer.step()
 
 
-def change_by_hand(rank: int, model: torch.nn.Module) -> None:
+def change_by_hand(_rank: int, model: torch.nn.Module) -> None:
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(1)

@@ -8,9 +8,13 @@ from typing import Any
 from lightning.fabric import Fabric
 
 
-def launch(body: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
+def worker(body: Callable[..., Any]) -> Callable[..., Any]:
     def train(fabric: Fabric, *args: Any) -> Any:
         return body(fabric.global_rank, *args)
 
+    return train
+
+
+def launch(body: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
     fabric = Fabric(accelerator="cpu", devices=num_processes, strategy="ddp_notebook")
-    return fabric.launch(train, *args)
+    return fabric.launch(worker(body), *args)

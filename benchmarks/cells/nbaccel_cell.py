@@ -15,16 +15,20 @@ from nbaccel import notebook_launcher
 START_METHOD = "auto"
 
 
+def worker(body: Callable[..., Any]) -> Callable[..., Any]:
+    def train(*args: Any) -> Any:
+        dist.init_process_group("gloo")
+        return body(dist.get_rank(), *args)
+
+    return train
+
+
 def launch(
     body: Callable[..., Any],
     args: tuple[Any, ...] = (),
     num_processes: int = 2,
     share_back: bool = True,
 ) -> Any:
-    def train(*args: Any) -> Any:
-        dist.init_process_group("gloo")
-        return body(dist.get_rank(), *args)
-
     return notebook_launcher(
-        train, args, num_processes, start_method=START_METHOD, share_back=share_back
+        worker(body), args, num_processes, start_method=START_METHOD, share_back=share_back
     )

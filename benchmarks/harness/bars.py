@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from harness import home
-from harness.samples import Results, Samples
 from harness.subjects import PEER
+
+if TYPE_CHECKING:
+    from harness.samples import Results, Samples
 
 TEMPLATE, FORK = "nbaccel-template", "nbaccel-fork"
 OURS = (TEMPLATE, FORK)

@@ -39,7 +39,7 @@ def run(results: Results, subjects: list[Subject], num_repeats: int, sections: s
 def _guard(measure: Any, samples: Samples, subject: Subject, body: str) -> None:
     try:
         with kernel_for(subject) as remote:
-            measure(remote, samples, body)
+            measure(remote, samples, subject, body)
     except SessionLostError as lost:
         samples.errors.append(str(lost)[-300:])
         say(f"{subject.name}, {body}: {str(lost)[-300:]}")
@@ -54,12 +54,12 @@ def survivors(remote: Remote, folder: str) -> dict[str, Any]:
     return remote.ask("survivors", answer_in_s=30, pids=pids, timeout_s=2.0)
 
 
-def _stop(remote: Remote, samples: Samples, body: str) -> None:
+def _stop(remote: Remote, samples: Samples, subject: Subject, body: str) -> None:
     folder = remote.new_folder()
     answer = remote.ask(
         "run_and_interrupt",
         answer_in_s=TIMEOUT_S + 30,
-        code=f"launch({body}, ({folder!r},))",
+        code=subject.call_of(body, folder),
         timeout_s=TIMEOUT_S,
         expect=["HERE 0", "HERE 1"],
         grace_s=0.7,
@@ -82,9 +82,9 @@ def _stop(remote: Remote, samples: Samples, body: str) -> None:
         samples.values.append(answer["ended_at"] - answer["sent_at"])
 
 
-def _mishap(remote: Remote, samples: Samples, body: str) -> None:
+def _mishap(remote: Remote, samples: Samples, subject: Subject, body: str) -> None:
     folder = remote.new_folder()
-    answer = remote.run(f"launch({body}, ({folder!r},))", TIMEOUT_S)
+    answer = remote.run(subject.call_of(body, folder), TIMEOUT_S)
     moment = Path(folder, "at")
     if not moment.exists():
         raise SessionLostError("rank 1 did not come to its mishap: " + answer["text"][-300:])

@@ -33,15 +33,20 @@ def run(results: Results, subjects: list[Subject], num_repeats: int) -> None:
     for turn in range(num_repeats):
         say(f"(b) round {turn + 1} of {num_repeats}")
         for subject in subjects:
-            try:
-                _weigh_alone(results, subject)
-            except SessionLostError as lost:
-                results.of(measure(2), subject.name).errors.append(str(lost)[-300:])
-                say(f"{subject.name}: {str(lost)[-300:]}")
+            _weigh_or_tell(results, subject)
+
+
+def _weigh_or_tell(results: Results, subject: Subject) -> None:
+    try:
+        _weigh_alone(results, subject)
+    except SessionLostError as lost:
+        results.of(measure(2), subject.name).errors.append(str(lost)[-300:])
+        say(f"{subject.name}: {str(lost)[-300:]}")
 
 
 def _weigh_alone(results: Results, subject: Subject) -> None:
     """Weigh until no stranger was there meanwhile; the last try counts in any case."""
+    weighed: dict[int, tuple[float, dict[str, Any]]] = {}
     for attempt in range(NUM_TRIES):
         weighed = _weigh(subject)
         num_strangers = max(fact["num_strangers"] for _, fact in weighed.values())

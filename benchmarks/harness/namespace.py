@@ -14,9 +14,12 @@ import uuid
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.processes import TAG
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has it from Python 3.11 on
 
 HERE = Path(__file__).resolve().parent.parent
 UNSHARE = ("unshare", "--pid", "--fork", "--mount-proc", "--net", "--uts", "--kill-child")
@@ -41,7 +44,7 @@ def can_isolate() -> bool:
         return False
     with tempfile.NamedTemporaryFile("w") as hosts:
         command = [*UNSHARE, "sh", "-c", ENTER, hosts.name, "true"]
-        return subprocess.run(command, capture_output=True, timeout=20).returncode == 0
+        return subprocess.run(command, capture_output=True, timeout=20, check=False).returncode == 0
 
 
 class Remote:
@@ -133,7 +136,7 @@ class Remote:
         self._process.wait(timeout=30)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def __enter__(self) -> Remote:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

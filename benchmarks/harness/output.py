@@ -45,7 +45,7 @@ class CellOutput:
 
     @property
     def text(self) -> str:
-        """The text on the screen: colours removed, a line rewritten by \\r counted once."""
+        """The text on the screen: colours removed, a line that was rewritten counted once."""
         joined = ANSI.sub("", "".join(text for _, text in self.parts)).replace("\r\n", "\n")
         return "\n".join(line.rsplit("\r", 1)[-1] for line in joined.splitlines())
 

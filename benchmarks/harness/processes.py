@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -22,12 +23,10 @@ def tagged(tag: str, *, without: int) -> list[psutil.Process]:
     needle = f"{TAG}={tag}".encode()
     found = []
     for process in psutil.process_iter():
-        try:
+        with suppress(OSError, psutil.Error):
             environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
             if process.pid != without and needle in environment and not is_gone(process):
                 found.append(process)
-        except (OSError, psutil.Error):
-            continue
     return found
 
 
@@ -39,11 +38,9 @@ def num_foreign_torch(tag: str) -> int:
     mine = {process.pid for process in tagged(tag, without=0)}
     found = 0
     for pid in psutil.pids():
-        try:
+        with suppress(OSError):
             maps = Path(f"/proc/{pid}/maps").read_text()
-        except OSError:
-            continue
-        found += pid not in mine and "libtorch_cpu" in maps
+            found += pid not in mine and "libtorch_cpu" in maps
     return found
 
 
@@ -74,11 +71,9 @@ def pss_bytes(pid: int) -> dict[str, int]:
 def measure_memory(tag: str) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for process in tagged(tag, without=os.getpid()):
-        try:
+        with suppress(OSError, psutil.Error):
             command = " ".join(process.cmdline())[:200]
             rows.append({"pid": process.pid, "command": command, **pss_bytes(process.pid)})
-        except (OSError, psutil.Error):
-            continue
     return rows
 
 
@@ -98,9 +93,7 @@ def settle(tag: str, timeout_s: float) -> float:
 def _cpu_s(tag: str) -> float:
     total = 0.0
     for process in tagged(tag, without=os.getpid()):
-        try:
+        with suppress(psutil.Error):
             times = process.cpu_times()
             total += times.user + times.system
-        except psutil.Error:
-            continue
     return total

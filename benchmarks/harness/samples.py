@@ -7,6 +7,7 @@ import platform
 import statistics
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from os import cpu_count, getloadavg
@@ -89,10 +90,8 @@ class Results:
 def machine() -> dict[str, Any]:
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     memory_gib = round(int(meminfo["MemTotal"].split()[0]) / 2**20)
     return {

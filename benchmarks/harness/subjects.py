@@ -16,12 +16,27 @@ PEER = "accelerate"
 
 @dataclass(frozen=True)
 class Subject:
-    """One way to launch. `cell` is the text that defines `launch(body, args, num_processes)`."""
+    """One way to launch.
+
+    Attributes:
+        name: As in the table.
+        cell: The text that defines `launch(body, args, num_processes)`.
+        module: What must be importable.
+        call: The same launch as a user would write it in a cell, so that a traceback through it
+            has no frame of the harness. `BODY` and `FOLDER` are filled in.
+        start_method: For ours.
+    """
 
     name: str
     cell: str
     module: str
+    call: str
     start_method: str = ""
+
+    def call_of(self, body: str, folder: str) -> str:
+        """A cell of one line."""
+        call = self.call.replace("METHOD", repr(self.start_method))
+        return call.replace("BODY", body).replace("FOLDER", repr(folder))
 
     @property
     def is_ours(self) -> bool:
@@ -37,13 +52,28 @@ class Subject:
         return not self.is_ours or any(Path(place, "launchers.py").exists() for place in places)
 
 
+_OURS = "notebook_launcher(worker(BODY), (FOLDER,), 2, start_method=METHOD)"
+_FABRIC = (
+    'Fabric(accelerator="cpu", devices=2, strategy="ddp_notebook").launch(worker(BODY), FOLDER)'
+)
+_FORK = 'mp.start_processes(enter, (BODY, 2, free_port(), (FOLDER,)), 2, start_method="fork")'
+_SPAWN = (
+    "port = bench_module.free_port()\n"
+    "arguments = (bench_module.BODY, 2, port, (FOLDER,))\n"
+    'mp.start_processes(bench_module.enter, arguments, 2, start_method="spawn")'
+)
 SUBJECTS = (
-    Subject("nbaccel-template", "nbaccel_cell.py", "nbaccel", "template"),
-    Subject("nbaccel-fork", "nbaccel_cell.py", "nbaccel", "fork"),
-    Subject("accelerate", "accelerate_cell.py", "accelerate"),
-    Subject("fabric", "fabric_cell.py", "lightning"),
-    Subject("mp-fork", "mp_fork_cell.py", "torch"),
-    Subject("mp-spawn", "mp_spawn_cell.py", "torch"),
+    Subject("nbaccel-template", "nbaccel_cell.py", "nbaccel", _OURS, "template"),
+    Subject("nbaccel-fork", "nbaccel_cell.py", "nbaccel", _OURS, "fork"),
+    Subject(
+        "accelerate",
+        "accelerate_cell.py",
+        "accelerate",
+        "notebook_launcher(worker(BODY), (FOLDER,), num_processes=2)",
+    ),
+    Subject("fabric", "fabric_cell.py", "lightning", _FABRIC),
+    Subject("mp-fork", "mp_fork_cell.py", "torch", _FORK),
+    Subject("mp-spawn", "mp_spawn_cell.py", "torch", _SPAWN),
 )
 
 
@@ -63,8 +93,7 @@ def write_module(remote: Remote) -> str:
     """For spawn: the bodies as a module, and the line that makes it importable."""
     folder = remote.new_folder()
     enter = (CELLS / "mp_fork_cell.py").read_text().replace("from __future__", "# from __future__")
-    with open(f"{folder}/bench_module.py", "w") as module:
-        module.write(bodies() + "\n" + enter)
+    Path(folder, "bench_module.py").write_text(bodies() + "\n" + enter)
     return f"import sys; sys.path.insert(0, {folder!r})\n"
 
 

@@ -48,7 +48,7 @@ def _number(results: Results, measure: str, subject: str) -> str:
     is_memory = measure.startswith("b")
     text = f"{ours:.0f}" if is_memory else f"{ours:.3f}"
     has_ratio = theirs and (not is_memory or measure.endswith("whole"))
-    return f"{text} ({ours / theirs:.2f}×)" if has_ratio and theirs else text
+    return f"{text} ({ours / theirs:.2f}x)" if has_ratio and theirs else text
 
 
 def _trouble(samples: Samples) -> str:
@@ -78,7 +78,12 @@ def median_of(fact: str) -> Cell:
         samples = results.get(measure, subject)
         if samples is None or not samples.facts:
             return ""
-        return f"{statistics.median(entry[fact] for entry in samples.facts):.0f}"
+        ours = statistics.median(entry[fact] for entry in samples.facts)
+        peer = results.get(measure, PEER)
+        if peer is None or not peer.facts:
+            return f"{ours:.0f}"
+        theirs = statistics.median(entry[fact] for entry in peer.facts)
+        return f"{ours:.0f} ({ours / theirs:.2f}x)"
 
     return cell
 
@@ -158,7 +163,7 @@ def _section(results: Results, section: str) -> str:
     for label, measure, cell in _rows(section):
         cells = [cell(results, measure, subject) for subject in subjects]
         if any(cells):
-            grid.append([label, *(text or "–" for text in cells)])
+            grid.append([label, *(text or "-" for text in cells)])
     return _grid(["", *subjects], grid)
 
 
@@ -171,7 +176,7 @@ def _home_section(results: Results) -> str:
             rows.append([f"launch, weights changed by {label}, {told}, s", *cells])
         for copy in ("warm", "fresh"):
             ratios = [home.in_copies(results, name, how, copy) for name in subjects]
-            cells = ["–" if ratio is None else f"{ratio:.2f}×" for ratio in ratios]
+            cells = ["-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
             rows.append([f"… the difference, in memcpys into {copy} memory", *cells])
     for copy in ("warm", "fresh"):
         cells = [_seconds(results.median(f"c memcpy {copy}", name)) for name in subjects]
@@ -181,7 +186,7 @@ def _home_section(results: Results) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _provenance(facts: dict[str, Any]) -> str:
