@@ -64,17 +64,20 @@ def run(results: Results, subjects: list[Subject], num_repeats: int) -> None:
         try:
             with kernel_for(subject) as remote:
                 remote.must_run(PREPARE)
-                for _ in range(num_repeats):
-                    _round(results, remote, subject)
+                for turn in range(-1, num_repeats):
+                    _round(results, remote, subject, turn)
         except SessionLostError as lost:
             results.of("c sgd home", subject.name).errors.append(str(lost)[-300:])
             say(f"{subject.name}: {str(lost)[-500:]}")
 
 
-def _round(results: Results, remote: Remote, subject: Subject) -> None:
-    for step, call in STEPS.items():
+def _round(results: Results, remote: Remote, subject: Subject, turn: int) -> None:
+    """All steps once, every other time backwards. Turn -1 only warms up."""
+    steps = list(STEPS.items())
+    for step, call in reversed(steps) if turn % 2 else steps:
         answer = remote.must_run(f"report(seconds={call})", timeout_s=60)
-        results.of(f"c {step}", subject.name).values.append(answer["values"]["seconds"])
+        if turn >= 0:
+            results.of(f"c {step}", subject.name).values.append(answer["values"]["seconds"])
 
 
 def in_copies(results: Results, subject: str, how: str, copy: str = "warm") -> float | None:

@@ -116,11 +116,7 @@ def _rows(section: str) -> list[tuple[str, str, Cell]]:
             rows.append((f"{n} workers: over kernel + model", f"b {n} workers", timing))
             rows.append((f"{n} workers: the whole", f"b {n} whole", timing))
         for part in ("kernel", "workers", "others"):
-            label = (
-                f"4 workers: all that the {part} hold"
-                if part != "kernel"
-                else ("4 workers: all that the kernel holds, model included")
-            )
+            label = f"4 workers: of the whole, {part}"
             rows.append((label, "b 4 workers", part_of_memory(f"{part}_mib")))
         return rows
     if section == "d":
