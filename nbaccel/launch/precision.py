@@ -32,7 +32,7 @@ def watch(asked: str) -> None:
     judged = False
 
     def after_layer(module: nn.Module, args: Any, output: Any) -> None:
-        weights = [p for p in module.parameters(recurse=False)]
+        weights = list(module.parameters(recurse=False))
         if weights and torch.is_grad_enabled():
             device = weights[0].device.type
             on = torch.is_autocast_enabled(device)

@@ -106,7 +106,9 @@ def _attempt(plan: Plan, packed: Packed, sharing: arena.Sharing, attempt: int) -
 
 def _conclude(plan: Plan, watch: Supervisor, homecoming: home.Homecoming) -> Outcome:
     if watch.interrupted:
-        raise LaunchInterrupted("all workers have been stopped; the model is as it was")
+        raise LaunchInterrupted(
+            f"all {plan.num_processes} workers have been stopped; the model is as it was"
+        )
     failed = verdict.error(watch, world_size=plan.world_size, timeout_s=plan.config.timeout)
     if failed is not None:
         raise failed

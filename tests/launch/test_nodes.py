@@ -85,7 +85,7 @@ def fail_until(path: str, times: int, model: nn.Module) -> str:
     with torch.no_grad():
         model.weight += 1
     if os.environ["RANK"] == "1":
-        with open(path, "a") as file:
+        with Path(path).open("a") as file:
             file.write("x")
         if Path(path).stat().st_size <= times:
             raise ValueError(f"attempt {Path(path).stat().st_size}")

@@ -157,7 +157,7 @@ def test_fabric(start_method: str) -> None:
 def test_a_precision_that_the_framework_does_not_read_is_refused() -> None:
     model = nn.Linear(8, 4)
     before = model.weight.clone()
-    with pytest.raises(PrecisionMismatch, match="'bf16' was asked for.*fp32") as caught:
+    with pytest.raises(PrecisionMismatch, match=r"'bf16' was asked for.*fp32") as caught:
         notebook_launcher(with_fabric, (model,), 2, "bf16")  # Fabric has its own precision=
     assert isinstance(caught.value, WorkerFailed)
     assert torch.equal(model.weight, before)
