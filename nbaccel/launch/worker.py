@@ -217,8 +217,8 @@ class _Work:
             return self._inheritance.call, self._inheritance.arenas
         if self._job.parcel is None or self._parcel_fd is None:
             raise InternalError(
-                f"worker {self._topology.rank} of the template got no parcel: {len(self._arena_fds)} "
-                "descriptors came. Please report this."
+                f"worker {self._topology.rank} got no parcel, only {len(self._arena_fds)} arenas: "
+                "there is nothing to run. Please report this."
             )
         mappings = {
             key: memory.Mapping(fd, nbytes, private=True)
