@@ -31,6 +31,7 @@ from nbaccel.launch.supervisor import Supervisor
 from nbaccel.launch.template import TemplateStarter
 from nbaccel.plan import Plan
 from nbaccel.topology import Topology
+from nbaccel.units import counted
 
 _COPY_LIMIT_BYTES = 256 * 2**20
 """A pickle longer than this costs seconds per launch; a fork would cost nothing."""
@@ -99,8 +100,9 @@ def _conclude(plan: Plan, watch: Supervisor, homecoming: home.Homecoming) -> Out
     homecoming.apply(reports)
     values, lost = verdict.results(watch.members)
     state_dicts = {k: v for report in reports for k, v in report.state_dicts.items()}
-    for reason in lost:
-        warnings.warn(f"{reason}. Its place in the results says so.", stacklevel=_CALLER)
+    if lost:
+        more = f" (as from {counted(len(lost) - 1, 'more rank')})" if len(lost) > 1 else ""
+        warnings.warn(f"{lost[0]}{more}. The results say so in its place.", stacklevel=_CALLER)
     for report in reports:
         for path, why in report.stranded.items():
             warnings.warn(
