@@ -102,7 +102,7 @@ class StartMethodRow:
     separate_processes: bool = True
 
 
-_ALL_METHODS = ("template", "fork", "inline", "elastic")
+_ALL_METHODS = ("template", "fork", "inline")
 
 DEVICES: tuple[DeviceRow, ...] = (
     DeviceRow(
@@ -171,13 +171,6 @@ START_METHODS: tuple[StartMethodRow, ...] = (
         path="nbaccel.launch.inline",
         headline="in this process",
         separate_processes=False,
-    ),
-    StartMethodRow(
-        name="elastic",
-        meaning="torch elastic: several nodes, restarts after a failure",
-        needs="Linux; num_nodes > 1, max_restarts > 0 or a rdzv_backend other than static",
-        path="nbaccel.launch.elastic",
-        headline="started by torch elastic",
     ),
 )
 

@@ -17,7 +17,7 @@ def test_there_is_a_row_for_every_word_of_the_configuration():
     assert names == set(get_args(run.DeviceName)) - {"auto"}
     assert {row.name for row in capabilities.PRECISIONS} == set(get_args(run.PrecisionName))
     methods = {row.name for row in capabilities.START_METHODS}
-    assert methods == set(get_args(run.StartMethodName)) - {"auto"} | {"elastic"}
+    assert methods == set(get_args(run.StartMethodName)) - {"auto"}
 
 
 @pytest.mark.parametrize("row", capabilities.DEVICES, ids=lambda row: row.name)

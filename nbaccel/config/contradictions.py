@@ -96,31 +96,34 @@ def _inline_is_one(config: RunConfig) -> str:
     )
 
 
-def _elastic_starts_its_own(config: RunConfig) -> str:
-    reason = elastic_reason(config)
-    if not reason or config.start_method not in ("fork", "inline"):
+def _inline_is_alone(config: RunConfig) -> str:
+    limits = (("num_nodes", config.num_nodes, 1), ("max_restarts", config.max_restarts, 0))
+    more = [f"{name}={value}" for name, value, most in limits if value > most]
+    if config.start_method != "inline" or not more:
         return ""
     return (
-        f'start_method="{config.start_method}" cannot go with {reason}. '
-        "Torch elastic starts such workers itself, in processes of its own. "
-        f'Give start_method="auto", or leave out {reason.partition("=")[0]}.'
+        f'start_method="inline" cannot go with {" and ".join(more)}. '
+        "Inline is this very process: it meets no other node and cannot be started again. "
+        f'Give start_method="auto", or leave out {more[0].partition("=")[0]}.'
     )
 
 
 def elastic_reason(config: RunConfig) -> str:
-    """The setting that asks for torch elastic.
+    """The settings that need a rendezvous in which nodes agree anew who takes part.
+
+    A fixed set of nodes, and restarts on one node, need none: the launcher does those itself.
 
     Args:
         config: The settings.
 
     Returns:
-        ``num_nodes=2``, for example, or nothing where one machine without restarts is asked.
+        ``rdzv_backend='c10d'``, for example, or nothing.
     """
-    if config.num_nodes > 1:
-        return f"num_nodes={config.num_nodes}"
-    if config.max_restarts > 0:
-        return f"max_restarts={config.max_restarts}"
-    return "" if config.rdzv_backend == "static" else f"rdzv_backend={config.rdzv_backend!r}"
+    if config.rdzv_backend != "static":
+        return f"rdzv_backend={config.rdzv_backend!r}"
+    if config.num_nodes > 1 and config.max_restarts > 0:
+        return f"max_restarts={config.max_restarts} with num_nodes={config.num_nodes}"
+    return ""
 
 
 def _host(endpoint: str) -> str:
@@ -136,8 +139,6 @@ def _is_loopback(host: str) -> bool:
         return name == "localhost" or name.startswith("localhost.")
 
 
-_ELASTIC = ("num_nodes", "max_restarts", "rdzv_backend")
-
 _CHECKS: tuple[tuple[tuple[str, ...], Callable[[RunConfig], str]], ...] = (
     (("node_rank", "num_nodes"), _node_in_range),
     (("num_processes", "num_nodes"), _nodes_need_a_count),
@@ -145,5 +146,5 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[RunConfig], str]], ...] = (
     (("rdzv_endpoint", "rdzv_backend"), _endpoint_has_a_port),
     (("rdzv_endpoint", "rdzv_backend"), _etcd_needs_an_endpoint),
     (("start_method", "num_processes"), _inline_is_one),
-    (("start_method", *_ELASTIC), _elastic_starts_its_own),
+    (("start_method", "num_nodes", "max_restarts"), _inline_is_alone),
 )

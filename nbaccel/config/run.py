@@ -96,8 +96,7 @@ class RunConfig(BaseModel):
         Hint(
             must="one of auto, template, fork, inline",
             why="It decides how workers come to be",
-            do='Leave it at "auto"; elastic launching follows from num_nodes, max_restarts '
-            "and rdzv_backend",
+            do='Leave it at "auto": it takes the safest that works',
             words={"spawn": "template", "forkserver": "template", "none": "inline"},
         ),
     ] = "auto"

@@ -136,7 +136,7 @@ class Console:
     def _ready(self, now: float, final: bool) -> Iterator[tuple[list[int], _Line]]:
         while any(self._queues.values()):
             heads = {r: q[0] for r, q in self._queues.items() if q}
-            rank, first = min(heads.items(), key=lambda item: item[1].time)
+            first = min(heads.values(), key=lambda line: line.time)
             twins = [r for r, line in heads.items() if self._same(line, first)]
             everyone = set(twins) >= self._open
             if not everyone and not final and now - first.time < HOLD_S:

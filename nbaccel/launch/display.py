@@ -28,7 +28,9 @@ def forward(send: Send) -> None:
     from IPython.core.interactiveshell import InteractiveShell
 
     class Publisher(DisplayPublisher):
-        def publish(self, data: Any, metadata: Any = None, **more: Any) -> None:
+        def publish(  # type: ignore[override]  # IPython passes all but these two by name
+            self, data: Any, metadata: Any = None, **more: Any
+        ) -> None:
             shown = {kind: value for kind, value in data.items() if kind != _WIDGET}
             content = {"data": shown, "metadata": metadata or {}}
             content |= {k: more[k] for k in ("transient", "update") if more.get(k)}
@@ -38,7 +40,7 @@ def forward(send: Send) -> None:
             send(ClearOutput(wait))
 
     if InteractiveShell.initialized():  # forked from a kernel: keep its formatters
-        InteractiveShell.instance().display_pub = Publisher()
+        InteractiveShell.instance().display_pub = Publisher()  # type: ignore[no-untyped-call]
         _mute_comms()
     else:
         _start_shell(InteractiveShell, Publisher)
@@ -63,10 +65,10 @@ def _start_shell(base: type[Any], publisher: type[Any]) -> None:
 
 
 def _mute_comms() -> None:
-    """Widgets made in a child would write to the notebook's socket, which drops it with a warning."""
+    """A widget made in a child would write to the notebook's socket, which drops it."""
     comm = sys.modules.get("comm")
     if comm is not None:
-        comm.create_comm = comm._create_comm
+        comm.create_comm = comm._create_comm  # type: ignore[attr-defined]
 
 
 def _text_bars() -> None:

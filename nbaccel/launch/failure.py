@@ -246,6 +246,7 @@ class Obituary:
 
     @property
     def cause(self) -> Record:
+        """The failure to look at."""
         return first_cause(self.records)
 
     def lines(self) -> list[str]:

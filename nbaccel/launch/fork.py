@@ -36,6 +36,7 @@ class ForkStarter:
         pause_pools()
 
     def start(self, ends: worker.Ends) -> int:
+        """Fork a worker that owns these ends; returns its process id."""
         parent = os.getpid()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -56,14 +57,17 @@ class ForkStarter:
         return pid
 
     def sentinels(self) -> Sequence[int]:
+        """A descriptor per child, readable once it has ended."""
         return list(self._children.values())
 
     def collect(self) -> Sequence[wire.Ended]:
+        """Children that have ended since the last call, reaped."""
         ended = [found for pid in self._children if (found := reap(pid)) is not None]
         for gone in ended:
             os.close(self._children.pop(gone.pid))
         return ended
 
     def close(self) -> None:
+        """Close what is left of the sentinels."""
         while self._children:
             os.close(self._children.popitem()[1])

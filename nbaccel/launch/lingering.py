@@ -37,7 +37,7 @@ class Lingering:
     def due(self) -> float | None:
         """When to call `advance` (CLOCK_MONOTONIC); None if nobody has returned yet."""
         done = [m for m in self._members if m.state in (State.RETURNED, State.GONE)]
-        if not done or len(done) == len(self._members) and self._released is not None:
+        if not done or (len(done) == len(self._members) and self._released is not None):
             return None
         if self._since is None:
             self._since = time.monotonic()

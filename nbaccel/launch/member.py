@@ -50,6 +50,7 @@ class Member:
 
     @property
     def has_ended(self) -> bool:
+        """Whether it is gone and reaped."""
         return self.state is State.GONE
 
     @property
@@ -67,9 +68,10 @@ class Member:
         for fd in self.pipes:
             os.close(fd)
         self.pipes.clear()
-        for fd in (self.result_fd, self.error[1] if self.error else None):
-            if fd is not None:
-                os.close(fd)
+        parcels = (self.result_fd, self.error[1] if self.error else None)
+        for held in parcels:
+            if held is not None:
+                os.close(held)
         self.result_fd = self.error = None
 
 

@@ -2,8 +2,8 @@
 
 A request that nobody reads ends in fp32 without a word. So the first optimizer step compares what
 was asked with what can be seen: Accelerate's own state where it is used, else the autocast dtype
-and the parameter dtypes under which the model's layers have run so far. After that one look nothing
-watches the layers any more.
+and the parameter dtypes under which the model's layers have run so far. After that one look the
+layers are no longer watched.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def watch(asked: str) -> None:
     if asked == "no":
         return
     seen: set[torch.dtype] = set()
-    has_looked = False
+    judged = False
 
     def after_layer(module: nn.Module, args: Any, output: Any) -> None:
-        weights = [p for p in module.parameters(recurse=False)]
+        weights = list(module.parameters(recurse=False))
         if weights and torch.is_grad_enabled():
             device = weights[0].device.type
             on = torch.is_autocast_enabled(device)
             seen.add(torch.get_autocast_dtype(device) if on else weights[0].dtype)
 
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        nonlocal has_looked
-        if has_looked:  # this hook stays: torch is walking through its hooks, one must not go
+        nonlocal judged
+        if judged:  # torch iterates over its hooks while it calls them: this one has to stay
             return
-        has_looked = True
+        judged = True
         layers.remove()
         found = _accelerate() or _observed(seen, asked)
         if found is not None and found != asked:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import threading
 import warnings
@@ -18,13 +19,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbaccel import env
-from nbaccel.errors import LaunchInterrupted, NotSendable, PlatformUnsupported, UnsafeFork
-from nbaccel.launch import preflight, store, verdict, wire, worker
+from nbaccel.errors import (
+    LaunchInterrupted,
+    LaunchTimeout,
+    PlatformUnsupported,
+    StartupFailed,
+    WorkerFailed,
+)
+from nbaccel.launch import store, verdict, wire, worker
 from nbaccel.launch.console import Console
 from nbaccel.launch.ending import kill_all
 from nbaccel.launch.fork import ForkStarter
 from nbaccel.launch.member import Member, connect
-from nbaccel.launch.sharing import arena, blame, home, memory, parcel
+from nbaccel.launch.packing import Packed, pack
+from nbaccel.launch.sharing import arena, home, memory
 from nbaccel.launch.sharing.find import find_modules
 from nbaccel.launch.starter import Starter
 from nbaccel.launch.supervisor import Supervisor
@@ -33,11 +41,8 @@ from nbaccel.plan import Plan
 from nbaccel.topology import Topology
 from nbaccel.units import counted
 
-_COPY_LIMIT_BYTES = 256 * 2**20
-"""A pickle longer than this costs seconds per launch; a fork would cost nothing."""
-
-_CALLER = 5
-"""Frames from a warning up to the cell: `_conclude`, `launch`, the façade's two, the cell."""
+_CALLER = 7
+"""Frames from a warning up to the cell: this file's four, the façade's two, the cell."""
 
 _ONE_AT_A_TIME = threading.Lock()  # the template answers one launch at a time
 
@@ -50,17 +55,6 @@ class Outcome:
     plan: Plan
     state_dicts: dict[str, dict[str, Any]]
     """Weights of modules whose structure changed, so that they could not come home in place."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Packed:
-    """A call made ready to travel, or to be inherited."""
-
-    call: worker.Call
-    arenas: dict[str, arena.Arena]
-    parcel: parcel.Parcel | None
-    fd: int | None
-    sources: dict[str, list[str]]
 
 
 def launch(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
@@ -78,21 +72,44 @@ def launch(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> O
         )
     with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
         sharing = arena.share(find_modules(args))
-        packed, plan = _pack(plan, function, args, sharing)
+        packed, plan = pack(plan, function, args, sharing)
         if packed.fd is not None:
             stack.callback(os.close, packed.fd)
+        return _attempts(plan, packed, sharing)
+
+
+def _attempts(plan: Plan, packed: Packed, sharing: arena.Sharing) -> Outcome:
+    """Launch, and launch anew after a failure as often as allowed."""
+    allowed = plan.config.max_restarts
+    for attempt in range(allowed):
+        try:
+            return _attempt(plan, packed, sharing, attempt)
+        except (LaunchTimeout, StartupFailed):
+            raise  # the same would happen again, after the same wait
+        except WorkerFailed as error:
+            first = str(error).partition("\n")[0]
+            sys.stderr.write(f"nbaccel: {first}. Restart {attempt + 1} of {allowed}.\n")
+    return _attempt(plan, packed, sharing, allowed)
+
+
+def _attempt(plan: Plan, packed: Packed, sharing: arena.Sharing, attempt: int) -> Outcome:
+    with contextlib.ExitStack() as stack:
         homecoming = home.Homecoming(sharing, packed.arenas if plan.config.share_back else {})
         stack.callback(homecoming.close)
-        listener = store.listen(plan.config.master_addr, plan.port)
-        stack.callback(listener.close)
-        watch = _start(stack, plan, packed, homecoming, listener)
+        listener = None
+        if plan.config.node_rank == 0:
+            listener = store.listen(plan.master_addr, plan.port)
+            stack.callback(listener.close)
+        watch = _start(stack, plan, packed, homecoming, listener, attempt)
         watch.run()
         return _conclude(plan, watch, homecoming)
 
 
 def _conclude(plan: Plan, watch: Supervisor, homecoming: home.Homecoming) -> Outcome:
     if watch.interrupted:
-        raise LaunchInterrupted("all workers have been stopped; the model is as it was")
+        raise LaunchInterrupted(
+            f"all {plan.num_processes} workers have been stopped; the model is as it was"
+        )
     failed = verdict.error(watch, world_size=plan.world_size, timeout_s=plan.config.timeout)
     if failed is not None:
         raise failed
@@ -113,129 +130,42 @@ def _conclude(plan: Plan, watch: Supervisor, homecoming: home.Homecoming) -> Out
     return Outcome(values=values, plan=plan, state_dicts=state_dicts)
 
 
-# ------------------------------------------------------------------------- packing
-
-
-def _pack(
-    plan: Plan, function: Callable[..., Any], args: tuple[Any, ...], sharing: arena.Sharing
-) -> tuple[_Packed, Plan]:
-    """Make the call ready for the plan's start method, or for `fork` where `auto` must take it."""
-    if plan.start_method == "fork":
-        _refuse_unsafe_fork()
-        return _inherit(function, args, sharing), plan
-    asked = plan.config.start_method == "template"
-    try:
-        return _pickle(function, args, sharing, None if asked else _COPY_LIMIT_BYTES), plan
-    except parcel.TooCostly:
-        why = f"a copy of its data for each worker would take over {_COPY_LIMIT_BYTES >> 20} MiB"
-        found = preflight.hazards()
-        if found:
-            return _pickle(function, args, sharing, None), plan
-    except Exception as error:  # pickling runs user code: anything may come out of it
-        culprit = blame.find(function, args)
-        why = f"{culprit} cannot be pickled ({type(error).__name__}: {error})"
-        found = preflight.hazards()
-        if asked or found:
-            raise NotSendable(_cannot_send(culprit, error, found), path=culprit) from error
-    changed = plan.with_start_method("fork", f"{why}, and nothing speaks against a fork")
-    sys.stderr.write(f"nbaccel: workers are forked from the notebook, because {why}.\n")
-    return _inherit(function, args, sharing), changed
-
-
-def _pickle(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    sharing: arena.Sharing,
-    limit_bytes: int | None,
-) -> _Packed:
-    sender = parcel.Sender.create(sharing.stand_ins)
-    for found in sharing.arenas():
-        sender.key(found)
-    call = _call(function, args, sharing, sender.keys)
-    packed, fd = parcel.pack(call, sender, limit_bytes=limit_bytes)
-    return _Packed(
-        call=call, arenas=dict(sender.arenas), parcel=packed, fd=fd, sources=sender.sources
-    )
-
-
-def _inherit(
-    function: Callable[..., Any], args: tuple[Any, ...], sharing: arena.Sharing
-) -> _Packed:
-    arenas = {f"arena{i}": found for i, found in enumerate(sharing.arenas())}
-    keys = {id(found): key for key, found in arenas.items()}
-    call = _call(function, args, sharing, keys)
-    return _Packed(call=call, arenas=arenas, parcel=None, fd=None, sources={})
-
-
-def _call(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    sharing: arena.Sharing,
-    keys: dict[int, str],
-) -> worker.Call:
-    modules = zip(home.manifests(sharing, keys), (m.module for m in sharing.modules), strict=True)
-    return worker.Call(function=function, args=args, modules=tuple(modules))
-
-
-def _refuse_unsafe_fork() -> None:
-    fatal = [hazard for hazard in preflight.hazards() if hazard.is_fatal]
-    if fatal:
-        raise UnsafeFork(
-            "start_method='fork' cannot work in this notebook as it is now:\n"
-            + "\n".join(f"  {hazard}" for hazard in fatal)
-            + "\nUse start_method='template' (the default): its workers are forked from a clean "
-            "process, so no restart of the notebook is needed."
-        )
-
-
-def _cannot_send(culprit: str, error: Exception, found: Sequence[preflight.Hazard]) -> str:
-    no_fork = (
-        "A fork, which pickles nothing, is no way out here:\n"
-        + "\n".join(f"  {hazard}" for hazard in found)
-        if found
-        else "Or use start_method='fork' (or 'auto'), which pickles nothing."
-    )
-    return (
-        f"{culprit} cannot be sent to the workers: {type(error).__name__}: {error}.\n"
-        f"Create it inside the function instead, or pass what it is made from.\n{no_fork}"
-    )
-
-
 # ------------------------------------------------------------------------- starting
 
 
 def _start(
     stack: contextlib.ExitStack,
     plan: Plan,
-    packed: _Packed,
+    packed: Packed,
     homecoming: home.Homecoming,
-    listener: Any,
+    listener: socket.socket | None,
+    attempt: int,
 ) -> Supervisor:
     config = plan.config
     starter = _starter(packed)
     stack.callback(starter.close)
     members: list[Member] = []
     stack.callback(_end, starter, members)
-    port = listener.getsockname()[1]
     topologies = Topology.of_node(
         num_processes=plan.num_processes,
-        master_port=port,
-        master_addr=config.master_addr,
+        master_port=listener.getsockname()[1] if listener else plan.port or 0,
+        master_addr=plan.master_addr,
         node_rank=config.node_rank,
         num_nodes=config.num_nodes,
     )
-    common = _common_facts()
+    common = _common_facts(plan, attempt)
     for topology in topologies:
         _hire(starter, topology.rank, members)
     for topology, member in zip(topologies, members, strict=True):
         job, fds = _job(plan, packed, homecoming, topology, common, listener)
         member.channel.send(job, fds)
-    listener.close()
+    if listener is not None:
+        listener.close()
     console = Console([t.rank for t in topologies], template=config.log_line_prefix_template)
     return Supervisor(starter, members, console=console, timeout_s=config.timeout)
 
 
-def _starter(packed: _Packed) -> Starter:
+def _starter(packed: Packed) -> Starter:
     if packed.parcel is not None:
         return TemplateStarter()
     return ForkStarter(
@@ -276,9 +206,13 @@ class _Common:
     random_states: bytes
 
 
-def _common_facts() -> _Common:
+def _common_facts(plan: Plan, attempt: int) -> _Common:
+    restarts = {
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(plan.config.max_restarts),
+    }
     return _Common(
-        env.snapshot(),
+        env.snapshot() | restarts,
         os.getcwd(),
         tuple(os.path.abspath(entry) for entry in sys.path),
         worker.random_states(),
@@ -287,21 +221,23 @@ def _common_facts() -> _Common:
 
 def _job(
     plan: Plan,
-    packed: _Packed,
+    packed: Packed,
     homecoming: home.Homecoming,
     topology: Topology,
     common: _Common,
-    listener: Any,
+    listener: socket.socket | None,
 ) -> tuple[wire.Job, list[int]]:
     config = plan.config
-    variables = topology.variables(
+    own = topology.variables(
         mixed_precision=config.mixed_precision, device=plan.device, environ=common.environment
     )
+    # Accelerate, and OpenMP libraries loaded later, go by this variable unless the user set it.
+    defaults = {"OMP_NUM_THREADS": str(plan.threads_per_process)}
     staging = homecoming.staging
     fds = [found.fd for found in packed.arenas.values()]
     fds += [staging[key] for key in packed.arenas if key in staging]
-    serves_store = topology.rank == 0
-    fds += [listener.fileno()] if serves_store else []
+    serves_store = topology.rank == 0 and listener is not None
+    fds += [listener.fileno()] if serves_store and listener is not None else []
     job = wire.Job(
         serves_store=serves_store,
         topology=topology.to_json(),
@@ -309,7 +245,7 @@ def _job(
         device=plan.device,
         mixed_precision=config.mixed_precision,
         threads=plan.threads_per_process,
-        environment=common.environment | variables,
+        environment=defaults | common.environment | own,
         working_directory=common.working_directory,
         import_path=common.import_path,
         arenas=tuple((key, found.nbytes) for key, found in packed.arenas.items()),

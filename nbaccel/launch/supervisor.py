@@ -242,7 +242,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _wakeable(self) -> Iterator[int]:
-        """Let an interrupt of the notebook wake `select`, instead of raising in the middle of it."""
+        """Let an interrupt of the notebook wake `select` instead of raising in the middle."""
         woken, waker = os.pipe()
         os.set_blocking(woken, False)
         main = threading.current_thread() is threading.main_thread()

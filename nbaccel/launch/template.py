@@ -30,6 +30,7 @@ class TemplateStarter:
             self._boot.ready = True
 
     def start(self, ends: Ends) -> int:
+        """Have a worker forked that owns these ends; returns its process id."""
         self._tickets += 1
         try:
             self._channel.send(wire.Fork(self._tickets), ends.all())
@@ -39,15 +40,18 @@ class TemplateStarter:
         return int(forked.pid)
 
     def sentinels(self) -> Sequence[int]:
+        """The channel on which the template tells of ended workers."""
         return [self._channel.fileno()]
 
     def collect(self) -> Sequence[wire.Ended]:
+        """Workers that have ended since the last call."""
         while self._readable(0.0):
             self._ended.append(self._next())
         ended, self._ended = self._ended, []
         return ended
 
     def close(self) -> None:
+        """Close this copy of the channel; the template stays."""
         self._channel.close()
 
     def _receive(self, kind: type, timeout_s: float) -> wire.Forked:

@@ -108,7 +108,7 @@ class _Server:
         for fd in self._parent:
             os.close(fd)
         channel, stdout, stderr, stack = fds
-        worker.main(
+        return worker.main(
             worker.Ends(channel=channel, stdout=stdout, stderr=stderr, stack=stack), template
         )
 

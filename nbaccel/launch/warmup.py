@@ -30,6 +30,7 @@ class Boot:
     """Whether it has said that its imports are done."""
 
     def is_running(self) -> bool:
+        """Whether it runs and belongs to this very process."""
         return self.owner == os.getpid() and self.process.poll() is None
 
     def error_text(self) -> str:

@@ -1,7 +1,7 @@
 """Typed messages between processes, over Unix sockets that no one else can reach.
 
     notebook process ── channel ──► template process      Fork → Forked, Ended
-    notebook process ── channel ──► worker (one each)     Job  → Alive, Started, …, Returned | Failed
+    notebook process ── channel ──► worker (one each)     Job → Alive, Started, …, Returned | Failed
 
 A channel is one end of a `socketpair`: it has no name in any file system and no port, so nothing
 can connect to it. Sockets are of type SEQPACKET: a message arrives whole or not at all, with the
@@ -43,6 +43,7 @@ class Channel:
         return cls(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=fd))
 
     def fileno(self) -> int:
+        """The descriptor, for `select`."""
         return self._sock.fileno()
 
     def detach(self) -> int:
@@ -85,6 +86,7 @@ class Channel:
             return pickle.load(file), fds
 
     def close(self) -> None:
+        """Close this end; the other one reads an end of file."""
         self._sock.close()
 
 
@@ -110,6 +112,8 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Forked:
+    """A worker has been forked."""
+
     ticket: int
     pid: int
 
@@ -187,6 +191,8 @@ class Display:
 
 @dataclass(frozen=True, slots=True)
 class ClearOutput:
+    """`IPython.display.clear_output`."""
+
     wait: bool
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from nbaccel import _catalog, env
@@ -50,6 +51,7 @@ class Ends:
     stack: int
 
     def all(self) -> tuple[int, int, int, int]:
+        """All four, in the order in which they travel."""
         return (self.channel, self.stdout, self.stderr, self.stack)
 
 
@@ -116,8 +118,10 @@ def _settle_in(ends: Ends, parent: int) -> None:
     for fd in (ends.stdout, ends.stderr, null):
         os.close(fd)
     sys.stdin = open(0, closefd=False)
-    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, encoding="utf-8", closefd=False)
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, encoding="utf-8", closefd=False)
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)
+    for name in ("stdin", "stdout", "stderr"):  # some libraries print to the "real" ones
+        setattr(sys, f"__{name}__", getattr(sys, name))
     sys.excepthook = sys.__excepthook__
     faulthandler.enable(file=ends.stack, all_threads=True)
     faulthandler.register(STACK_SIGNAL, file=ends.stack, all_threads=True)
@@ -141,7 +145,10 @@ class _Work:
         rest = list(fds)
         self._parcel_fd = rest.pop() if job.parcel is not None else None
         self._listener = rest.pop() if job.serves_store else None
-        self._arena_fds, self._staging = rest[: len(keys)], dict(zip(keys, rest[len(keys) :]))
+        self._arena_fds, self._staging = (
+            rest[: len(keys)],
+            dict(zip(keys, rest[len(keys) :], strict=False)),
+        )
         self._store: Any = None
         self._inheritance = inheritance
 
@@ -175,7 +182,11 @@ class _Work:
         call, mappings = self._open(str(device.torch_device(topology.local_rank)))
         restore_random_states(job.random_states)
         homebound = Homebound(
-            rank=topology.rank, modules=call.modules, mappings=mappings, staging=self._staging
+            rank=topology.local_rank,
+            modules=call.modules,
+            mappings=mappings,
+            staging=self._staging,
+            num_nodes=topology.num_nodes,
         )
         if job.share_back:
             homebound.watch_first_step()
@@ -189,7 +200,7 @@ class _Work:
         this one too, join it as clients (TORCHELASTIC_USE_AGENT_STORE).
         """
         if self._listener is not None:
-            self._store = torch.distributed.TCPStore(
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
                 self._topology.master_addr,
                 self._topology.master_port,
                 is_master=True,
@@ -205,7 +216,10 @@ class _Work:
                 mapping.replace(self._inheritance.arena_fds[key], private=True)
             return self._inheritance.call, self._inheritance.arenas
         if self._job.parcel is None or self._parcel_fd is None:
-            raise InternalError("a worker of the template got no parcel; please report this")
+            raise InternalError(
+                f"worker {self._topology.rank} of the template got no parcel: {len(self._arena_fds)} "
+                "descriptors came. Please report this."
+            )
         mappings = {
             key: memory.Mapping(fd, nbytes, private=True)
             for (key, nbytes), fd in zip(self._job.arenas, self._arena_fds, strict=True)
@@ -278,7 +292,7 @@ def _keep_groups() -> None:
     `destroy_process_group()` (torch 2.13; the stack is in docs/upstream.md). Shutting a group down
     works as before; only its C++ object outlives it, and this process is about to end anyway.
     """
-    c10d = torch.distributed.distributed_c10d
+    c10d = dist.distributed_c10d
     kept: list[Any] = []
 
     class Keeping(dict[Any, Any]):
@@ -292,8 +306,8 @@ def _keep_groups() -> None:
 def _refuse_questions(rank: int) -> None:
     def refuse(prompt: object = "") -> NoReturn:
         raise InputRefused(
-            f"input({str(prompt)!r}) in worker {rank} cannot be answered: workers have no keyboard, "
-            "and waiting for it would hang the launch. Ask in a cell before and pass the answer in "
+            f"input({str(prompt)!r}) in worker {rank} cannot be answered: workers have no keyboard"
+            ", and waiting would hang the launch. Ask in a cell before and pass the answer in "
             "args."
         )
 
@@ -327,9 +341,9 @@ def restore_random_states(states: bytes) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))
     torch.set_default_dtype(dtype)
     if of_numpy is not None:
-        import numpy
+        import numpy as np
 
-        numpy.random.set_state(of_numpy)
+        np.random.set_state(of_numpy)
 
 
 def _flush() -> None:

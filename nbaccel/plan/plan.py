@@ -43,10 +43,11 @@ class Plan:
         device: What the workers compute on: ``cpu`` or ``cuda``.
         num_processes: Workers on this node.
         world_size: Workers on all nodes.
-        start_method: ``template``, ``fork``, ``inline`` or ``elastic``.
+        start_method: ``template``, ``fork`` or ``inline``.
         threads_per_process: CPU threads of each worker.
         process_group_backend: ``gloo`` or ``nccl``.
-        port: TCP port where workers meet; None takes a free one.
+        master_addr: Address where workers meet.
+        port: TCP port there; None takes a free one.
         choices: Every decision with its reason.
         warnings: What will work and may disappoint.
     """
@@ -59,6 +60,7 @@ class Plan:
     start_method: str
     threads_per_process: int
     process_group_backend: str
+    master_addr: str = "127.0.0.1"
     port: int | None = None
     choices: tuple[Choice, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -115,7 +117,7 @@ class Plan:
         """The same plan with workers started in another way.
 
         Args:
-            method: ``template``, ``fork``, ``inline`` or ``elastic``.
+            method: ``template``, ``fork`` or ``inline``.
             reason: Why, for :meth:`explain`.
 
         Returns:

@@ -8,7 +8,6 @@ nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 
 from nbaccel.capabilities import (
     device_row,
@@ -18,7 +17,6 @@ from nbaccel.capabilities import (
 )
 from nbaccel.config import RunConfig
 from nbaccel.config.contradictions import elastic_reason
-from nbaccel.config.mistakes import closest
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.plan.inventory import Gpu, Inventory, inspect_machine
 from nbaccel.plan.plan import Choice, Plan
@@ -30,7 +28,6 @@ __all__ = ["resolve"]
 _WORKER_FLOOR_BYTES = 150 * 2**20
 # Where nodes meet unless told otherwise: they cannot agree on a free one.
 _NODES_PORT = 29500
-_RENDEZVOUS = ("static", "c10d", "etcd", "etcd-v2")
 _ASKED = "asked for"
 
 
@@ -63,10 +60,10 @@ def resolve(config: RunConfig, inventory: Inventory | None = None) -> Plan:
     method = _start_method(config, count)
     threads = _threads(config, found, count, say)
     backend = _backend(config, found, device, count, say)
-    port = _port(config)
+    _check_rendezvous(config, say)
+    port = _port(config if not say.mistakes else RunConfig())
     precision = _precision(config, found, device, count, say)
     _check_memory(found, count, method, say)
-    _check_rendezvous(config, say)
     _refuse(say, _platform_problem(found, method))
     return Plan(
         config=config,
@@ -77,6 +74,7 @@ def resolve(config: RunConfig, inventory: Inventory | None = None) -> Plan:
         start_method=str(method.value),
         threads_per_process=int(threads.value),
         process_group_backend=str(backend.value),
+        master_addr=config.rdzv_endpoint.rpartition(":")[0].strip("[]") or config.master_addr,
         port=port.value if isinstance(port.value, int) else None,
         choices=(device, count, method, threads, precision, backend, port),
         warnings=tuple(say.warnings),
@@ -153,11 +151,9 @@ def _num_processes(config: RunConfig, found: Inventory, device: Choice) -> Choic
 
 def _start_method(config: RunConfig, count: Choice) -> Choice:
     name = "start_method"
-    if reason := elastic_reason(config):
-        return Choice(name, "elastic", f"{reason} is served by torch elastic")
     if config.start_method != "auto":
         return Choice(name, config.start_method, _ASKED)
-    if count.value == 1:
+    if count.value == 1 and config.num_nodes == 1 and config.max_restarts == 0:
         return Choice(name, "inline", "one worker needs no other process; a debugger works")
     return Choice(name, "template", "a clean process: safe whatever this notebook has run before")
 
@@ -207,7 +203,8 @@ def _port(config: RunConfig) -> Choice:
     if config.use_port is not None:
         return Choice("use_port", config.use_port, _ASKED)
     if config.rdzv_endpoint:
-        return Choice("use_port", "none", f"rdzv_endpoint={config.rdzv_endpoint!r} has its own")
+        port = int(config.rdzv_endpoint.rpartition(":")[2])
+        return Choice("use_port", port, f"from rdzv_endpoint={config.rdzv_endpoint!r}")
     if config.num_nodes > 1:
         return Choice("use_port", _NODES_PORT, "nodes must agree on one; this is torch's usual")
     return Choice("use_port", "free", "the system gives one that nobody uses")
@@ -263,14 +260,11 @@ def _check_memory(found: Inventory, count: Choice, method: Choice, say: _Finding
 
 
 def _check_rendezvous(config: RunConfig, say: _Findings) -> None:
-    name = config.rdzv_backend
-    plugins = () if name in _RENDEZVOUS else entry_points(group="torchrun.handlers").names
-    known = (*_RENDEZVOUS, *plugins)
-    if name not in known:
-        # No mistake for certain: code of the user may register it with torch at any time.
-        say.warnings.append(
-            f"rdzv_backend={name!r} is none of {', '.join(known)}: it works only if your code "
-            f"registers it with torch.{closest(name, known)}"
+    if reason := elastic_reason(config):
+        say.mistakes.append(
+            f"{reason} needs torch elastic, by which nodes agree anew who takes part: this version "
+            "of nbaccel starts a fixed set of nodes. Leave rdzv_backend at 'static' and "
+            "max_restarts at 0 for several nodes, or put the function in a script for torchrun."
         )
 
 

@@ -23,9 +23,11 @@ TWO_NODES = {"num_nodes": 2, "num_processes": 2, "master_addr": "10.0.0.1"}
         ({"rdzv_endpoint": "10.0.0.1:99999"}, ["host:port", "99999"]),
         ({"rdzv_backend": "etcd"}, ["rdzv_endpoint", "'etcd'"]),
         ({"start_method": "inline", "num_processes": 2}, ["inline", "num_processes=2"]),
-        ({"start_method": "fork", "max_restarts": 1}, ["fork", "max_restarts=1", "auto"]),
-        ({"start_method": "inline", "rdzv_backend": "c10d"}, ["inline", "rdzv_backend='c10d'"]),
-        ({**TWO_NODES, "start_method": "fork"}, ["fork", "num_nodes=2"]),
+        ({"start_method": "inline", "max_restarts": 1}, ["inline", "max_restarts=1", "auto"]),
+        (
+            {**TWO_NODES, "num_processes": 1, "start_method": "inline"},
+            ["inline", "num_nodes=2", "leave out num_nodes"],
+        ),
     ],
 )
 def test_a_contradiction_names_both_sides(settings, parts):
@@ -48,6 +50,8 @@ def test_a_contradiction_names_both_sides(settings, parts):
         {"start_method": "inline", "num_processes": 1},
         {"start_method": "fork", "num_processes": 1},
         {"max_restarts": 2},
+        {"max_restarts": 2, "start_method": "fork"},
+        {**TWO_NODES, "start_method": "fork"},
     ],
 )
 def test_what_fits_together_is_taken(settings):
@@ -63,6 +67,8 @@ def test_nothing_is_said_of_settings_already_wrong():
 
 def test_elastic_reason_names_the_setting():
     assert elastic_reason(RunConfig()) == ""
-    assert elastic_reason(RunConfig(max_restarts=2)) == "max_restarts=2"
+    assert elastic_reason(RunConfig(max_restarts=2)) == ""
+    assert elastic_reason(RunConfig(**TWO_NODES)) == ""
     assert elastic_reason(RunConfig(rdzv_backend="c10d")) == "rdzv_backend='c10d'"
-    assert elastic_reason(RunConfig(**TWO_NODES)) == "num_nodes=2"
+    both = RunConfig(**TWO_NODES, max_restarts=2)
+    assert elastic_reason(both) == "max_restarts=2 with num_nodes=2"

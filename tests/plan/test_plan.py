@@ -27,7 +27,7 @@ def plan_of(**settings):
         ),
         (
             {"num_processes": 1, "num_nodes": 3, "node_rank": 2, "master_addr": "10.0.0.1"},
-            "1 CPU worker, 8 threads, started by torch elastic, node 2 of 3",
+            "1 CPU worker, 8 threads, started from the template, node 2 of 3",
         ),
     ],
 )

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from nbaccel.errors import ModelNotShareable
 from nbaccel.launch.sharing import memory
@@ -76,7 +77,7 @@ def _home_of(storage: torch.UntypedStorage) -> Arena | None:
 def storage_at(mapping: memory.Mapping, start: int, nbytes: int) -> torch.UntypedStorage:
     """Bytes `[start, start + nbytes)` of a mapping as a storage that keeps the mapping alive."""
     if nbytes == 0:
-        return torch.UntypedStorage(0)
+        return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
     return torch.from_numpy(mapping.bytes()[start : start + nbytes]).untyped_storage()
 
 
@@ -185,7 +186,7 @@ def _refusals(path: str, module: nn.Module) -> Iterator[str]:
 
 
 def _why_not(tensor: torch.Tensor) -> str | None:
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         return (
             "a lazy parameter without a shape yet. Run one batch through the model first, "
             "so that it gets one."
@@ -232,7 +233,7 @@ def _move(modules: Sequence[tuple[str, nn.Module]]) -> dict[int, tuple[Arena, in
     stand_ins: dict[int, tuple[Arena, int]] = {}
     for span in spans:
         # pwrite, not copy_: no page fault per page, and no OpenMP pool started in the notebook.
-        memory.write_at(arena.fd, memoryview(span.raw().cpu().numpy()), span.start)
+        memory.write_at(arena.fd, memoryview(span.raw().cpu().numpy().data), span.start)
         if span.storage.device.type == "cpu":
             _point(arena, span)
         else:
@@ -259,7 +260,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """First and one-past-last byte of the storage that the tensor reaches."""
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     item = tensor.element_size()
-    low = tensor.storage_offset() * item
+    low = int(tensor.storage_offset()) * item
     # Rounded down so that tensors of another dtype in the same storage keep whole offsets.
     return low // _ALIGN * _ALIGN, low + (reach + 1) * item
 
@@ -296,5 +297,5 @@ def _slot(name: str, tensor: torch.Tensor, start: int, nbytes: int) -> Slot:
         dtype=tensor.dtype,
         shape=tuple(tensor.shape),
         stride=tensor.stride(),
-        offset=tensor.storage_offset(),
+        offset=int(tensor.storage_offset()),
     )

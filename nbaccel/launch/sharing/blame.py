@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 from collections.abc import Callable, Iterator
@@ -54,7 +55,8 @@ def _of_function(function: Any, path: str) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(
         getattr(code, "co_freevars", ()), getattr(function, "__closure__", None) or (), strict=False
     ):
-        yield f"{name} (which {path} closes over)", cell.cell_contents
+        with contextlib.suppress(ValueError):  # a variable that has no value yet
+            yield f"{name} (which {path} closes over)", cell.cell_contents
     namespace = getattr(function, "__globals__", {})
     for name in getattr(code, "co_names", ()):
         if name in namespace:

@@ -71,7 +71,15 @@ def manifests(sharing: Sharing, keys: Mapping[int, str]) -> tuple[Manifest, ...]
 
 
 class Homebound:
-    """A worker's side of the way home: watches the first optimizer step, writes at the end."""
+    """A worker's side of the way home: watches the first optimizer step, writes at the end.
+
+    Args:
+        rank: The worker's rank among those that share these staging files (on its node).
+        modules: The shared modules, with what the notebook knows of them.
+        mappings: This worker's mappings of the arenas, by key.
+        staging: Descriptors of the staging files, by key.
+        num_nodes: Machines that take part; the others' pieces of a sharded tensor are out of reach.
+    """
 
     def __init__(
         self,
@@ -80,8 +88,10 @@ class Homebound:
         modules: Sequence[tuple[Manifest, nn.Module]],
         mappings: Mapping[str, memory.Mapping],
         staging: Mapping[str, int],
+        num_nodes: int = 1,
     ) -> None:
         self._rank = rank
+        self._num_nodes = num_nodes
         self._modules = modules
         self._mappings = mappings
         self._staging = staging
@@ -93,13 +103,13 @@ class Homebound:
         if self._rank != 0 or not self._mappings:
             return
 
-        def before_first_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            # The hook stays: torch is walking through its hooks, and must not find one gone.
+        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            # Not removed after the first step: torch iterates over its hooks while it calls them.
             if not self._has_stepped:
                 self._has_stepped = True
                 self._move_in(group["params"] for group in optimizer.param_groups)
 
-        register_optimizer_step_pre_hook(before_first_step)
+        register_optimizer_step_pre_hook(before_step)
 
     def _move_in(self, groups: Iterable[Iterable[torch.Tensor]]) -> None:
         trained = {id(p): p for group in groups for p in group if p.requires_grad}
@@ -118,6 +128,8 @@ class Homebound:
         for manifest, module in self._modules:
             current = dict(named_tensors(module))
             reason = _mismatch(manifest, current)
+            if reason is None and self._num_nodes > 1 and any(map(_is_sharded, current.values())):
+                reason = f"it is sharded over {self._num_nodes} nodes, each with a part only"
             if reason is None:
                 self._write_departed(manifest, current, report)
             elif self._rank == 0:
@@ -153,15 +165,17 @@ class Homebound:
     ) -> None:
         """Copy tensors that no longer live in the arena into their slots of the staging file."""
         written: set[tuple[str, int, int]] = set()
+        seeded: set[tuple[str, int]] = set()
         for key, slot in manifest.slots:
             tensor = current[slot.name].detach()
-            sharded = hasattr(tensor, "placements")
+            sharded = _is_sharded(tensor)
             mine = sharded or self._rank == 0
             place = (key, slot.start, slot.offset)
             if not mine or place in written or _stayed(tensor, slot, self._mappings[key]):
                 continue
             written.add(place)
-            if not sharded:
+            if not sharded and (key, slot.start) not in seeded:
+                seeded.add((key, slot.start))  # a second time would undo what is written below
                 self._seed(key, slot, tensor)
             into = slot.view(
                 memory.Mapping(self._staging[key], self._mappings[key].nbytes, private=False)
@@ -177,6 +191,10 @@ class Homebound:
         if not whole and key not in self._in_place:
             span = (slot.start, slot.start + slot.nbytes)
             memory.write_at(self._staging[key], self._mappings[key].view(*span), span[0])
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "placements")
 
 
 def _span_in(mapping: memory.Mapping, tensor: torch.Tensor) -> memory.Range | None:
@@ -195,7 +213,7 @@ def _stayed(tensor: torch.Tensor, slot: Slot, mapping: memory.Mapping) -> bool:
         tensor.device.type == "cpu"
         and tensor.dtype == slot.dtype
         and tensor.stride() == slot.stride
-        and not hasattr(tensor, "placements")
+        and not _is_sharded(tensor)
         and tensor.data_ptr() == mapping.address + slot.start + slot.offset * tensor.element_size()
     )
 

@@ -45,7 +45,7 @@ def create_file(name: str, nbytes: int) -> int:
     fd = os.memfd_create(f"nbaccel-{name}", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, max(nbytes, 1))
-    except BaseException:
+    except BaseException:  # no descriptor is lost to an interrupt either
         os.close(fd)
         raise
     return fd
@@ -102,7 +102,7 @@ class Mapping:
 
     def view(self, start: int, stop: int) -> memoryview:
         """Bytes `[start, stop)` as a writable memoryview that keeps the mapping alive."""
-        return memoryview(self.bytes())[start:stop]
+        return memoryview(self.bytes().data)[start:stop]
 
     def replace(self, fd: int, *, private: bool) -> None:
         """Put another file of the same size under the same addresses, in one step.

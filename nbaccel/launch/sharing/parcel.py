@@ -65,9 +65,11 @@ class Sender:
 
     @classmethod
     def create(cls, stand_ins: dict[int, tuple[arena.Arena, int]] | None = None) -> Sender:
+        """A sender that has found nothing yet."""
         return cls(keys={}, stand_ins=stand_ins or {}, sources={}, arenas={})
 
     def key(self, home: arena.Arena) -> str:
+        """Name an arena for the receiver."""
         key = self.keys.setdefault(id(home), f"arena{len(self.keys)}")
         self.arenas[key] = home
         return key
@@ -170,10 +172,10 @@ class _StorageReducer:
         if nbytes == 0:
             return torch.UntypedStorage, (0,)
         raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        return _own_storage, (pickle.PickleBuffer(raw.cpu().numpy()), not on_host)
+        return _own_storage, (pickle.PickleBuffer(raw.cpu().numpy().data), not on_host)
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: Any, sender: Sender, blocks: list[pickle.PickleBuffer]) -> None:
         super().__init__(file, protocol=5, buffer_callback=blocks.append)
         self._storages = _StorageReducer(sender)
@@ -224,7 +226,7 @@ def _write(stream: memoryview, blocks: list[memoryview]) -> tuple[Parcel, int]:
 def _closed_on_error(fd: int) -> Iterator[None]:
     try:
         yield
-    except BaseException:
+    except BaseException:  # no descriptor is lost to an interrupt either
         os.close(fd)
         raise
 
@@ -233,7 +235,9 @@ def _closed_on_error(fd: int) -> Iterator[None]:
 
 
 def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
-    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+    return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
+        wrap_storage=untyped, dtype=dtype, _internal=True
+    )
 
 
 def _arena_storage(key: str, start: int, nbytes: int, to_device: bool) -> torch.UntypedStorage:

@@ -1,0 +1,115 @@
+"""Making a call ready to travel: pickled for the template's workers, or left for a fork to take.
+
+Which of the two it is, is decided here where the plan says `auto`: the template, unless something
+cannot be pickled or would cost too much to copy, and nothing speaks against a fork.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nbaccel.errors import NotSendable, UnsafeFork
+from nbaccel.launch import preflight, worker
+from nbaccel.launch.sharing import arena, blame, home, parcel
+from nbaccel.plan import Plan
+
+_COPY_LIMIT_BYTES = 256 * 2**20
+"""A pickle longer than this costs seconds per launch; a fork would cost nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """A call made ready to travel, or to be inherited."""
+
+    call: worker.Call
+    arenas: dict[str, arena.Arena]
+    parcel: parcel.Parcel | None
+    fd: int | None
+    """The parcel's memory file, which the owner of this record closes."""
+    sources: dict[str, list[str]]
+
+
+def pack(
+    plan: Plan, function: Callable[..., Any], args: tuple[Any, ...], sharing: arena.Sharing
+) -> tuple[Packed, Plan]:
+    """Make the call ready for the plan's start method, or for `fork` where `auto` must take it."""
+    if plan.start_method == "fork":
+        _refuse_unsafe_fork()
+        return _inherit(function, args, sharing), plan
+    asked = plan.config.start_method == "template"
+    try:
+        return _pickle(function, args, sharing, None if asked else _COPY_LIMIT_BYTES), plan
+    except parcel.TooCostly:
+        why = f"a copy of its data for each worker would take over {_COPY_LIMIT_BYTES >> 20} MiB"
+        found = preflight.hazards()
+        if found:
+            return _pickle(function, args, sharing, None), plan
+    except Exception as error:  # pickling runs user code: anything may come out of it
+        culprit = blame.find(function, args)
+        why = f"{culprit} cannot be pickled ({type(error).__name__}: {error})"
+        found = preflight.hazards()
+        if asked or found:
+            raise NotSendable(_cannot_send(culprit, error, found), path=culprit) from error
+    changed = plan.with_start_method("fork", f"{why}, and nothing speaks against a fork")
+    sys.stderr.write(f"nbaccel: workers are forked from the notebook, because {why}.\n")
+    return _inherit(function, args, sharing), changed
+
+
+def _pickle(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    sharing: arena.Sharing,
+    limit_bytes: int | None,
+) -> Packed:
+    sender = parcel.Sender.create(sharing.stand_ins)
+    for found in sharing.arenas():
+        sender.key(found)
+    call = _call(function, args, sharing, sender.keys)
+    packed, fd = parcel.pack(call, sender, limit_bytes=limit_bytes)
+    return Packed(
+        call=call, arenas=dict(sender.arenas), parcel=packed, fd=fd, sources=sender.sources
+    )
+
+
+def _inherit(function: Callable[..., Any], args: tuple[Any, ...], sharing: arena.Sharing) -> Packed:
+    arenas = {f"arena{i}": found for i, found in enumerate(sharing.arenas())}
+    keys = {id(found): key for key, found in arenas.items()}
+    call = _call(function, args, sharing, keys)
+    return Packed(call=call, arenas=arenas, parcel=None, fd=None, sources={})
+
+
+def _call(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    sharing: arena.Sharing,
+    keys: dict[int, str],
+) -> worker.Call:
+    modules = zip(home.manifests(sharing, keys), (m.module for m in sharing.modules), strict=True)
+    return worker.Call(function=function, args=args, modules=tuple(modules))
+
+
+def _refuse_unsafe_fork() -> None:
+    fatal = [hazard for hazard in preflight.hazards() if hazard.is_fatal]
+    if fatal:
+        raise UnsafeFork(
+            "start_method='fork' cannot work in this notebook as it is now:\n"
+            + "\n".join(f"  {hazard}" for hazard in fatal)
+            + "\nUse start_method='template' (the default): its workers are forked from a clean "
+            "process, so no restart of the notebook is needed."
+        )
+
+
+def _cannot_send(culprit: str, error: Exception, found: Sequence[preflight.Hazard]) -> str:
+    no_fork = (
+        "A fork, which pickles nothing, is no way out here:\n"
+        + "\n".join(f"  {hazard}" for hazard in found)
+        if found
+        else "Or use start_method='fork' (or 'auto'), which pickles nothing."
+    )
+    return (
+        f"{culprit} cannot be sent to the workers: {type(error).__name__}: {error}.\n"
+        f"Create it inside the function instead, or pass what it is made from.\n{no_fork}"
+    )

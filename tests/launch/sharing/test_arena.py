@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from nbaccel.errors import ModelNotShareable
+from nbaccel.launch.sharing import arena, memory
+from nbaccel.launch.sharing.find import find_modules
+from tests.process import descriptors
+
+pytestmark = pytest.mark.no_memfd_growth
+
+
+def share(*modules: nn.Module) -> arena.Sharing:
+    return arena.share(find_modules(modules))
+
+
+def fds() -> int:
+    return len(descriptors())
+
+
+def in_arena(tensor: torch.Tensor) -> bool:
+    return arena._home_of(tensor.untyped_storage()) is not None
+
+
+def snapshot(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in arena.named_tensors(module)}
+
+
+def assert_holds(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    found = dict(arena.named_tensors(module))
+    assert found.keys() == values.keys()
+    for name, value in values.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+class Odd(nn.Module):
+    """Every shape of tensor that a module of a notebook may have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        base = torch.arange(48.0)
+        self.plain = nn.Parameter(torch.randn(5, 3))
+        self.bf16 = nn.Parameter(torch.randn(7).to(torch.bfloat16))
+        self.transposed = nn.Parameter(torch.randn(4, 6).t())
+        self.strided = nn.Parameter(torch.randn(10)[::2])
+        self.expanded = nn.Parameter(torch.randn(1, 4).expand(3, 4))
+        self.scalar = nn.Parameter(torch.tensor(3.5))
+        self.waves = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.low, self.high = nn.Parameter(base[8:16]), nn.Parameter(base[16:40].view(4, 6))
+        self.frozen = nn.Parameter(torch.arange(4), requires_grad=False)
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("empty", torch.zeros(0, 3))
+        self.register_buffer("secret", torch.randn(2), persistent=False)
+
+
+def test_every_tensor_moves_with_its_values_geometry_and_identity() -> None:
+    module = Odd()
+    values, tensors = snapshot(module), dict(arena.named_tensors(module))
+    geometry = {name: (t.shape, t.stride()) for name, t in tensors.items()}
+    sharing = share(module)
+    assert_holds(module, values)
+    for name, tensor in arena.named_tensors(module):
+        assert tensor is tensors[name], "the same object, so that an optimizer still knows it"
+        assert (tensor.shape, tensor.stride()) == geometry[name], name
+        assert in_arena(tensor) or tensor.numel() == 0, name
+    assert len(sharing.arenas()) == 1
+    assert {slot.name for _, slot in sharing.modules[0].slots} == values.keys() - {"empty"}
+
+
+def test_slots_describe_the_bytes_in_the_file() -> None:
+    module = Odd()
+    values = snapshot(module)
+    sharing = share(module)
+    for home, slot in sharing.modules[0].slots:
+        reader = memory.Mapping(home.fd, home.nbytes, private=True)
+        assert torch.equal(slot.view(reader), values[slot.name]), slot.name
+
+
+def test_tied_weights_stay_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 4)
+            self.head = nn.Linear(4, 10, bias=False)
+            self.head.weight = self.embed.weight
+
+    module = Tied()
+    sharing = share(module)
+    assert module.head.weight is module.embed.weight
+    starts = {slot.name: slot.start for _, slot in sharing.modules[0].slots}
+    assert starts["embed.weight"] == starts["head.weight"]
+    assert sharing.arenas()[0].nbytes < 2 * 10 * 4 * 4, "one copy"
+
+
+def test_views_of_one_storage_stay_views_of_one_storage() -> None:
+    module = Odd()
+    share(module)
+    assert module.low.untyped_storage().data_ptr() == module.high.untyped_storage().data_ptr()
+    assert module.high.data_ptr() - module.low.data_ptr() == 8 * 4
+    with torch.no_grad():
+        torch.as_strided(module.low, (1,), (1,), module.low.storage_offset() + 8).fill_(-1)
+    assert module.high[0, 0] == -1
+
+
+def test_only_the_used_part_of_a_large_storage_moves() -> None:
+    module = nn.Linear(1, 1, bias=False)
+    module.weight = nn.Parameter(torch.zeros(1_000_000)[500_000:500_001].view(1, 1))
+    assert share(module).arenas()[0].nbytes <= 128
+
+
+def test_several_models_share_one_arena() -> None:
+    one, other = nn.Linear(3, 3), nn.BatchNorm1d(4)
+    sharing = share(one, other)
+    assert [m.path for m in sharing.modules] == ["args[0]", "args[1]"]
+    assert len(sharing.arenas()) == 1
+
+
+def test_a_model_that_is_shared_already_is_not_copied_again() -> None:
+    module = nn.Linear(100, 100)
+    first = share(module)
+    address, open_files = module.weight.data_ptr(), fds()
+    second = share(module)
+    assert second.arenas() == first.arenas()
+    assert module.weight.data_ptr() == address
+    assert fds() == open_files
+
+
+def test_a_part_that_was_replaced_goes_to_a_second_arena() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    first = share(module).arenas()[0]
+    module[1] = nn.Linear(4, 2)
+    values = snapshot(module)
+    sharing = share(module)
+    assert first in sharing.arenas()
+    assert len(sharing.arenas()) == 2
+    assert_holds(module, values)
+
+
+def test_an_arena_costs_one_descriptor_and_goes_with_its_last_tensor() -> None:
+    before = fds()
+    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)))
+    share(module)
+    gc.collect()
+    assert fds() == before + 1
+    weight = module[3].weight.detach()
+    del module
+    gc.collect()
+    assert fds() == before + 1, "one tensor holds it"
+    assert weight.sum().isfinite()
+    del weight
+    gc.collect()
+    assert fds() == before
+
+
+def test_an_optimizer_built_before_still_steps_the_right_parameters() -> None:
+    torch.manual_seed(0)
+    module, twin = nn.Linear(6, 2), nn.Linear(6, 2)
+    twin.load_state_dict(module.state_dict())
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (module, twin)]
+    batch = torch.randn(4, 6)
+    for step in range(3):
+        if step == 1:
+            share(module)
+        for m, optimizer in zip((module, twin), optimizers, strict=True):
+            optimizer.zero_grad()
+            m(batch).pow(2).sum().backward()
+            optimizer.step()
+    assert in_arena(module.weight)
+    assert_holds(module, snapshot(twin))
+
+
+def test_gradients_survive_the_move() -> None:
+    module = nn.Linear(3, 1)
+    module(torch.ones(1, 3)).sum().backward()
+    share(module)
+    assert torch.equal(module.weight.grad, torch.ones(1, 3))
+
+
+def test_a_module_without_tensors_needs_no_arena() -> None:
+    before = fds()
+    sharing = share(nn.ReLU())
+    assert sharing.arenas() == []
+    assert fds() == before
+
+
+def test_adopting_a_file_changes_every_tensor_at_once() -> None:
+    module = Odd()
+    home = share(module).arenas()[0]
+    addresses = {n: t.data_ptr() for n, t in arena.named_tensors(module)}
+    open_files = fds()
+    staging = memory.create_file("staging", home.nbytes)
+    home.adopt_file(staging)
+    assert fds() == open_files, "the old file is closed, the new one is the arena's"
+    for name, tensor in arena.named_tensors(module):
+        assert tensor.data_ptr() == addresses[name]
+        assert not tensor.any(), name
+    with torch.no_grad():
+        module.plain.fill_(2)
+    assert os.pread(staging, home.nbytes, 0).count(b"\x40") >= 15, "it is mapped shared"
+
+
+def test_a_forked_child_forgets_that_memory_is_shared() -> None:
+    module = nn.Linear(3, 3)
+    home = share(module).arenas()[0]
+    living = set(arena._LIVING)
+    try:
+        arena.forget()
+        assert arena.find(module.weight.data_ptr(), 4) is None
+    finally:
+        for found in living:
+            arena._LIVING.add(found)
+    assert arena.find(module.weight.data_ptr(), 4) is home
+
+
+# ------------------------------------------------------------------------- refusals
+
+
+class Holding(nn.Module):
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.held = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
+
+
+def meta() -> nn.Module:
+    return nn.Linear(3, 2, device="meta")
+
+
+def lazy() -> nn.Module:
+    return nn.LazyLinear(3)
+
+
+def empty() -> nn.Module:
+    return Holding(torch.zeros(0, 4))
+
+
+def sparse() -> nn.Module:
+    return Holding(torch.eye(3).to_sparse())
+
+
+def conjugated() -> nn.Module:
+    module = nn.Module()
+    module.register_buffer("held", torch.randn(3, dtype=torch.complex64).conj())
+    return module
+
+
+def subclass() -> nn.Module:
+    class Odd(torch.Tensor):
+        pass
+
+    module = nn.Module()
+    module.register_buffer("held", torch.randn(3).as_subclass(Odd))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (meta, r"weight \(Linear\): is on the meta device: it has shape \(2, 3\).*to_empty"),
+        (lazy, r"weight \(LazyLinear\): a lazy parameter.*Run one batch"),
+        (empty, r"held \(Holding\): is an empty parameter of shape \(0, 4\).*gather it first"),
+        (sparse, r"held \(Holding\): has layout torch.sparse_coo.*inside the function"),
+        (conjugated, r"held \(Module\): is a lazily conjugated.*resolve_conj"),
+        (subclass, r"held \(Module\): is a Odd, .*inside the function"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_and_nothing_moves(build: object, says: str) -> None:
+    good, bad = nn.Linear(4, 4), build()  # type: ignore[operator]
+    before, open_files = good.weight.data_ptr(), fds()
+    with pytest.raises(ModelNotShareable, match=r"(?s)args\[1\]\." + says):
+        share(good, bad)
+    assert good.weight.data_ptr() == before
+    assert not in_arena(good.weight)
+    assert fds() == open_files
+
+
+def test_all_refusals_come_at_once() -> None:
+    with pytest.raises(ModelNotShareable) as caught:
+        share(meta(), empty())
+    assert all(name in str(caught.value) for name in ("args[0].weight", "args[0].bias", "args[1]"))
+
+
+def test_a_lazy_model_can_be_shared_once_it_has_its_shape() -> None:
+    module = lazy()
+    module(torch.zeros(1, 5))
+    share(module)
+    assert in_arena(module.weight)

@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nbaccel.launch.sharing.arena import named_tensors
+from nbaccel.launch.sharing.memory import PAGE_BYTES
+from tests.launch.sharing.trip import Trip, Worker, replace_tensor
+
+pytestmark = pytest.mark.no_memfd_growth
+
+Launch = Callable[..., Trip]
+
+
+@pytest.fixture
+def launch() -> Iterator[Launch]:
+    """Starts a trip, and closes it in the end; no descriptor may be left."""
+    trips: list[Trip] = []
+
+    def start(*args: Any) -> Trip:
+        trips.append(Trip(*args))
+        return trips[-1]
+
+    yield start
+    while trips:
+        trips.pop().close()
+
+
+class Net(nn.Module):
+    """A frozen base, a small head, tied weights and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(256, 256)
+        self.head = nn.Linear(256, 4)
+        self.tied = self.head.weight
+        self.norm = nn.BatchNorm1d(256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.base(x)))
+
+
+def values(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in named_tensors(module)}
+
+
+def assert_equal(module: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    for name, tensor in named_tensors(module):
+        assert torch.equal(tensor, expected[name]), name
+
+
+def step(module: nn.Module, optimizer: type[torch.optim.Optimizer], **settings: Any) -> None:
+    params = [p for p in module.parameters() if p.requires_grad]
+    stepper = optimizer(params, lr=0.1, **settings)
+    module(torch.randn(8, 256)).pow(2).sum().backward()
+    stepper.step()
+
+
+def disk_bytes(fd: int) -> int:
+    return os.fstat(fd).st_blocks * 512
+
+
+# ------------------------------------------------------------------------- training in place
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_model_trained_whole_is_trained_in_the_staging_file(
+    launch: Launch, optimizer: type[torch.optim.Optimizer]
+) -> None:
+    module = Net()
+    before, trip = values(module), launch(module)
+    worker = trip.worker()
+    worker.homebound.watch_first_step()
+    step(worker.args[0], optimizer)
+    (mapping,) = worker.mappings.values()
+    assert mapping.written() in ([], [(0, mapping.nbytes)]), "no private page is left"
+    assert_equal(module, before)
+    report = trip.come_home(worker)
+    assert report.complete == set(worker.mappings)
+    assert_equal(module, values(worker.args[0]))
+    assert not torch.equal(module.head.weight, before["head.weight"])
+    assert module.tied is module.head.weight
+    assert int(module.norm.num_batches_tracked) == 1
+
+
+def test_other_ranks_do_not_disturb_what_rank_0_trained(launch: Launch) -> None:
+    module = Net()
+    trip = launch(module)
+    workers = [trip.worker(0), trip.worker(1)]
+    for worker in workers:
+        worker.homebound.watch_first_step()
+    for worker in workers:
+        step(worker.args[0], torch.optim.SGD)
+    trip.come_home(*workers)
+    assert_equal(module, values(workers[0].args[0]))
+    assert not torch.equal(workers[1].args[0].base.weight, module.base.weight)
+
+
+def test_a_frozen_base_is_not_copied(launch: Launch) -> None:
+    module = Net()
+    for p in module.base.parameters():
+        p.requires_grad_(requires_grad=False)
+    trip = launch(module)
+    worker = trip.worker()
+    worker.homebound.watch_first_step()
+    step(worker.args[0], torch.optim.SGD)
+    (staging,) = trip.homecoming.staging.values()
+    trip.come_home(worker)
+    assert disk_bytes(staging) < 8 * PAGE_BYTES, "256 KiB of frozen weights stay where they are"
+    assert_equal(module, values(worker.args[0]))
+
+
+# ------------------------------------------------------------------------- by the page table
+
+
+def test_a_change_without_an_optimizer_comes_home(launch: Launch) -> None:
+    module = Net()
+    trip = launch(module)
+    worker = trip.worker()
+    with torch.no_grad():
+        for p in worker.args[0].parameters():
+            p.add_(1)
+    trip.come_home(worker)
+    assert_equal(module, values(worker.args[0]))
+
+
+def test_nothing_written_is_nothing_copied(launch: Launch) -> None:
+    module = Net()
+    before, trip = values(module), launch(module)
+    (staging,) = trip.homecoming.staging.values()
+    trip.come_home(trip.worker())
+    assert disk_bytes(staging) == 0
+    assert_equal(module, before)
+
+
+def test_what_rank_1_alone_writes_stays_with_it(launch: Launch) -> None:
+    module = Net()
+    before, trip = values(module), launch(module)
+    workers = [trip.worker(0), trip.worker(1)]
+    with torch.no_grad():
+        workers[1].args[0].base.weight.zero_()
+    trip.come_home(*workers)
+    assert_equal(module, before)
+
+
+def test_the_module_can_be_launched_again_and_again(launch: Launch) -> None:
+    module = Net()
+    expected = module.head.bias.detach().clone()
+    for whole in (True, False, True):
+        trip = launch(module)
+        worker = trip.worker()
+        with torch.no_grad():
+            if whole:
+                worker.args[0].base.weight.add_(1)
+            worker.args[0].head.bias.add_(1)
+        trip.come_home(worker)
+        expected += 1
+        assert torch.equal(module.head.bias, expected)
+
+
+def test_a_trip_that_is_given_up_changes_nothing(launch: Launch) -> None:
+    module = Net()
+    before, trip = values(module), launch(module)
+    worker = trip.worker()
+    worker.homebound.watch_first_step()
+    step(worker.args[0], torch.optim.SGD)
+    worker.homebound.write()
+    trip.close()
+    assert_equal(module, before)
+
+
+# ------------------------------------------------------------------------- tensors that moved
+
+
+def moved_by_to(module: nn.Module) -> None:
+    module.double()
+
+
+def replaced_parameter(module: nn.Module) -> None:
+    module.head.weight = nn.Parameter(torch.full((4, 256), 2.5))
+    module.tied = module.head.weight
+    module.norm.running_mean = torch.full((256,), 3.0)
+
+
+def replaced_everything(module: nn.Module) -> None:
+    for name, tensor in list(named_tensors(module)):
+        new = tensor.detach().clone() + 1
+        replace_tensor(module, name, nn.Parameter(new) if isinstance(tensor, nn.Parameter) else new)
+    module.tied = module.head.weight
+
+
+def other_memory_format(module: nn.Module) -> None:
+    module.base.weight.data = module.base.weight.data.t().contiguous().t() + 1
+
+
+def loaded_with_assign(module: nn.Module) -> None:
+    state = {name: tensor + 1 for name, tensor in module.state_dict().items()}
+    module.load_state_dict(state, assign=True)
+    module.tied = module.head.weight
+
+
+@pytest.mark.parametrize(
+    "change",
+    [moved_by_to, replaced_parameter, replaced_everything, other_memory_format, loaded_with_assign],
+)
+@pytest.mark.parametrize("whole", [True, False], ids=["in place", "by pages"])
+def test_tensors_that_left_the_arena_come_home(
+    launch: Launch, change: Callable[[nn.Module], None], whole: bool
+) -> None:
+    module = Net()
+    dtypes = {name: tensor.dtype for name, tensor in named_tensors(module)}
+    trip = launch(module)
+    worker = trip.worker()
+    if whole:
+        worker.homebound.watch_first_step()
+        step(worker.args[0], torch.optim.SGD)
+    change(worker.args[0])
+    with torch.no_grad():
+        worker.args[0].head.bias.add_(1)
+    trip.come_home(worker)
+    trained = dict(named_tensors(worker.args[0]))
+    for name, tensor in named_tensors(module):
+        assert tensor.dtype == dtypes[name], name
+        assert torch.equal(tensor, trained[name].to(dtypes[name])), name
+    assert module.tied is module.head.weight
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        base = torch.arange(64.0)
+        self.expanded = nn.Parameter(torch.randn(1, 4).expand(3, 4))
+        self.strided = nn.Parameter(torch.randn(10)[::2])
+        self.low, self.high = nn.Parameter(base[8:16]), nn.Parameter(base[16:40].view(4, 6))
+        self.bf16 = nn.Parameter(torch.randn(7).to(torch.bfloat16))
+        self.register_buffer("count", torch.tensor(7))
+
+
+def test_expanded_strided_and_overlapping_tensors_come_home_from_elsewhere(launch: Launch) -> None:
+    module = Odd()
+    trip = launch(module)
+    worker = trip.worker()
+    copy = worker.args[0]
+    for name, tensor in list(named_tensors(copy)):
+        new = tensor.detach().clone() + 1
+        new = new[:1].expand(3, 4) if name == "expanded" else new
+        replace_tensor(copy, name, nn.Parameter(new) if name != "count" else new)
+    expected = values(copy)
+    trip.come_home(worker)
+    assert_equal(module, expected)
+    assert module.expanded.stride() == (0, 1)
+    assert module.low.untyped_storage().data_ptr() == module.high.untyped_storage().data_ptr()
+
+
+def test_one_of_two_views_that_moved_does_not_erase_the_other(launch: Launch) -> None:
+    module = Odd()
+    trip = launch(module)
+    worker = trip.worker()
+    copy = worker.args[0]
+    copy.low = nn.Parameter(torch.full((8,), -1.0))
+    with torch.no_grad():
+        copy.high.add_(100)
+    expected = values(copy)
+    trip.come_home(worker)
+    assert_equal(module, expected)
+
+
+# ------------------------------------------------------------------------- stranded modules
+
+
+def other_shape(module: nn.Module) -> None:
+    module.head = nn.Linear(256, 5)
+    module.tied = module.head.weight
+
+
+def one_layer_more(module: nn.Module) -> None:
+    module.extra = nn.Linear(2, 2)
+
+
+def one_layer_less(module: nn.Module) -> None:
+    del module.norm
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (other_shape, r"head.bias has shape \(5,\) instead of \(4,\)"),
+        (one_layer_more, "extra.bias is new"),
+        (one_layer_less, r"norm.\w+ is gone.* and 2 more"),
+    ],
+)
+def test_a_module_with_another_structure_comes_as_a_state_dict(
+    launch: Launch, change: Callable[[nn.Module], None], says: str
+) -> None:
+    module, other = Net(), nn.Linear(300, 300)
+    before, trip = values(module), launch(module, {"teacher": other})
+    worker = trip.worker()
+    copy = worker.args[0]
+    worker.homebound.watch_first_step()
+    with torch.no_grad():
+        worker.args[1]["teacher"].weight.fill_(4)
+    step(copy, torch.optim.SGD)
+    change(copy)
+    report = trip.come_home(worker)
+    assert report.stranded.keys() == {"args[0]"}
+    assert re.search(says, report.stranded["args[0]"])
+    assert_equal(module, before)
+    assert bool((other.weight == 4).all()), "the other model is at home"
+    state = report.state_dicts["args[0]"]
+    assert state.keys() == copy.state_dict().keys()
+    assert all(torch.equal(state[k], v) for k, v in copy.state_dict().items())
+
+
+def test_two_models_one_of_them_untouched(launch: Launch) -> None:
+    one, other = Net(), Net()
+    before = values(other)
+    trip = launch(one, [other])
+    worker: Worker = trip.worker()
+    worker.homebound.watch_first_step()
+    step(worker.args[0], torch.optim.SGD)
+    trip.come_home(worker)
+    assert_equal(one, values(worker.args[0]))
+    assert_equal(other, before)

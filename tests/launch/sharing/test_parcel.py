@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import linecache
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from nbaccel.launch.sharing import arena, memory, parcel
+from nbaccel.launch.sharing.find import find_modules
+from nbaccel.launch.sharing.parcel import Sender
+from tests.process import descriptors
+
+MIB = 2**20
+pytestmark = pytest.mark.no_memfd_growth
+
+
+def travel(obj: Any, sender: Sender | None = None, *, most_pickled: int = 100_000) -> Any:
+    """Pack and unpack; the pickle itself must be small."""
+    sender = sender or Sender.create()
+    packed, fd = parcel.pack(obj, sender)
+    assert memory.total([packed.pickle]) < most_pickled
+    table = {key: memory.Mapping(a.fd, a.nbytes, private=True) for key, a in sender.arenas.items()}
+    with memory.closing(fd):
+        return parcel.unpack(packed, fd, table)
+
+
+@pytest.fixture
+def no_new_descriptors() -> Iterator[None]:
+    before = descriptors()
+    yield
+    assert descriptors() == before
+
+
+# ------------------------------------------------------------------------- data
+
+
+def test_a_large_array_travels_beside_the_pickle_and_stays_writable() -> None:
+    array = np.random.default_rng(0).random((512, 1024))
+    found = travel({"data": array, "again": array})
+    assert np.array_equal(found["data"], array)
+    assert found["data"] is found["again"]
+    found["data"][0, 0] = -1
+    assert array[0, 0] != -1
+
+
+def test_arrays_of_odd_order_and_type() -> None:
+    arrays = [
+        np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+        np.arange(20)[::2],
+        np.array(["a", "bc"]),
+        np.array([{"x": 1}, None], dtype=object),
+        np.zeros((0, 3)),
+        np.array(5, dtype=np.int8),
+    ]
+    for array, found in zip(arrays, travel(arrays), strict=True):
+        assert found.dtype == array.dtype
+        assert found.tolist() == array.tolist()
+
+
+def test_receivers_do_not_see_each_others_writes() -> None:
+    packed, fd = parcel.pack(torch.zeros(10), Sender.create())
+    with memory.closing(fd):
+        one, other = (parcel.unpack(packed, fd, {}) for _ in range(2))
+    one.fill_(3)
+    assert not other.any()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(300_000),
+        torch.randn(5, 3).t(),
+        torch.randn(1, 4).expand(3, 4),
+        torch.randn(10).to(torch.bfloat16),
+        torch.tensor(3),
+        torch.tensor([True, False]),
+        torch.randn(3, dtype=torch.complex64),
+        torch.zeros(0, 7),
+        torch.randn(4, requires_grad=True),
+        torch.eye(3).to_sparse(),
+        torch.empty(3, device="meta"),
+    ],
+    ids=lambda t: f"{t.dtype}-{tuple(t.shape)}-{t.layout}-{t.device}",
+)
+def test_tensors_of_every_kind(tensor: torch.Tensor) -> None:
+    found = travel(tensor)
+    assert (found.dtype, found.shape, found.layout) == (tensor.dtype, tensor.shape, tensor.layout)
+    assert found.requires_grad == tensor.requires_grad
+    assert found.device == tensor.device
+    if tensor.device.type == "meta":
+        return
+    dense = (t.to_dense() if t.is_sparse else t for t in (found, tensor))
+    assert torch.equal(*dense)
+    if not tensor.is_sparse:
+        assert found.stride() == tensor.stride()
+
+
+def test_a_tensor_in_the_middle_of_a_graph_keeps_its_values_and_its_wish_for_gradients() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    found = travel(leaf * 2)
+    assert found.requires_grad
+    assert found.tolist() == [2, 2, 2]
+
+
+def test_views_of_one_storage_stay_views_of_one_storage() -> None:
+    base = torch.arange(10.0)
+    one, other = travel((base[:6], base[4:]))
+    one[4] = -1
+    assert other[0] == -1
+
+
+def test_a_parameter_passed_beside_its_module_stays_its_parameter() -> None:
+    module = nn.Linear(2, 2)
+    found = travel({"a": module, "b": module.weight})
+    assert found["a"].weight is found["b"]
+    assert torch.equal(found["b"], module.weight)
+
+
+def test_a_model_with_its_optimizer_stays_a_pair() -> None:
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    found, steps = travel((module, optimizer))
+    assert steps.param_groups[0]["params"][0] is found.weight
+    assert torch.equal(
+        steps.state[found.weight]["exp_avg"], optimizer.state[module.weight]["exp_avg"]
+    )
+
+
+# ------------------------------------------------------------------------- functions
+
+
+def test_what_a_function_closes_over_travels_beside_the_pickle() -> None:
+    tensor, array = torch.randn(300_000), np.ones(300_000)
+    shift = 2.0
+
+    def train(x: float, scale: torch.Tensor = tensor[:3]) -> Any:
+        return tensor.sum() + array.sum() + x + shift, scale
+
+    total, scale = travel(train)(1.0)
+    assert total == pytest.approx(float(tensor.sum()) + 300_003)
+    assert torch.equal(scale, tensor[:3])
+
+
+def test_functions_and_classes_of_a_cell_travel_by_value_with_their_source() -> None:
+    name = "/tmp/ipykernel_7/1.py"
+    code = (
+        "import torch\n"
+        "FACTOR = 3\n"
+        "class Net(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return helper(x) * FACTOR\n"
+        "def helper(x):\n"
+        "    return x + 1\n"
+        "def train(net):\n"
+        "    return net(2)\n"
+    )
+    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(code, name, "exec"), namespace)
+    sender = Sender.create()
+    try:
+        train, net = travel((namespace["train"], namespace["Net"]()), sender)
+    finally:
+        del linecache.cache[name]
+    assert train(net) == 9
+    assert sender.sources == {name: code.splitlines(keepends=True)}
+
+
+def test_the_source_of_a_file_does_not_travel() -> None:
+    sender = Sender.create()
+    travel(lambda: 1, sender)
+    assert sender.sources == {}
+
+
+# ------------------------------------------------------------------------- arenas
+
+
+def test_a_shared_model_travels_by_address_only() -> None:
+    module = nn.Linear(512, 512)
+    arena.share([("args[0]", module)])
+    sender = Sender.create()
+    packed, fd = parcel.pack((module, module.weight[3], [module.bias]), sender)
+    with memory.closing(fd):
+        assert packed.nbytes < 100_000
+        (home,) = sender.arenas.values()
+        private = memory.Mapping(home.fd, home.nbytes, private=True)
+        found, row, (bias,) = parcel.unpack(packed, fd, dict.fromkeys(sender.arenas, private))
+    assert found.bias is bias
+    assert torch.equal(found.weight, module.weight)
+    with torch.no_grad():
+        found.weight[3].fill_(9)
+    assert bool((row == 9).all())
+    assert not bool((module.weight[3] == 9).any())
+
+
+def test_a_shared_model_in_a_closure_travels_by_address_too() -> None:
+    module = nn.Linear(512, 512)
+    sharing = arena.share(find_modules((module,)))
+    sender = Sender.create(sharing.stand_ins)
+    assert torch.equal(travel(lambda: module.weight, sender)(), module.weight)
+    assert list(sender.arenas.values()) == sharing.arenas()
+
+
+# ------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.usefixtures("no_new_descriptors")
+def test_a_pickle_that_grows_too_long_is_given_up() -> None:
+    with pytest.raises(parcel.TooCostly):
+        parcel.pack([str(i) * 100 for i in range(10_000)], Sender.create(), limit_bytes=MIB)
+
+
+@pytest.mark.usefixtures("no_new_descriptors")
+def test_the_limit_does_not_count_what_travels_beside() -> None:
+    _, fd = parcel.pack(np.zeros(MIB), Sender.create(), limit_bytes=MIB)
+    os.close(fd)
+
+
+@pytest.mark.usefixtures("no_new_descriptors")
+def test_a_failed_pickle_leaves_no_file() -> None:
+    with pytest.raises(TypeError, match="generator"):
+        parcel.pack([np.zeros(MIB), (i for i in range(3))], Sender.create())
+
+
+class Local(Exception):
+    pass
+
+
+def test_a_forked_childs_answer_comes_back_by_name() -> None:
+    packed, fd = parcel.pack_plain((Local("x"), torch.ones(3)), Sender.create())
+    with memory.closing(fd):
+        error, ones = parcel.unpack(packed, fd, {})
+    assert type(error) is Local
+    assert ones.tolist() == [1, 1, 1]

@@ -1,0 +1,32 @@
+"""What this process, or another, holds right now."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+
+
+def descriptors() -> dict[int, str]:
+    """Open descriptors of this process and what they lead to."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found[int(entry.name)] = os.readlink(entry)
+        except OSError:  # the one of this very listing
+            continue
+    return found
+
+
+def memory_files() -> int:
+    """How many of nbaccel's memory files this process has open."""
+    return sum("/memfd:nbaccel" in target for target in descriptors().values())
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs: a zombie does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
