@@ -24,6 +24,12 @@ from traitlets.config import Config
 class PrintingClient(NotebookClient):
     """A notebook client that hands on text output the moment the kernel sends it."""
 
+    def process_message(self, msg: dict[str, Any], cell: Any, cell_index: int) -> Any:
+        """Print the new text of an output that changes in place: the client keeps it to itself."""
+        if msg["msg_type"] == "update_display_data":
+            _print_text("display_data", msg["content"])
+        return super().process_message(msg, cell, cell_index)
+
     def output(self, outs: list[Any], msg: dict[str, Any], display_id: str, cell_index: int) -> Any:
         """Print the text of one output message, then let the client do its own work with it."""
         _print_text(msg["msg_type"], msg["content"])
