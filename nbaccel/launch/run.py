@@ -118,7 +118,7 @@ def _conclude(plan: Plan, watch: Supervisor, homecoming: home.Homecoming) -> Out
     values, lost = verdict.results(watch.members)
     state_dicts = {k: v for report in reports for k, v in report.state_dicts.items()}
     if lost:
-        more = f" (as from {counted(len(lost) - 1, 'more rank')})" if len(lost) > 1 else ""
+        more = f", and so did {counted(len(lost) - 1, 'more rank')}" if len(lost) > 1 else ""
         warnings.warn(f"{lost[0]}{more}. The results say so in its place.", stacklevel=_CALLER)
     for report in reports:
         for path, why in report.stranded.items():

@@ -13,11 +13,11 @@ from tests.house.source import ROOT
 
 @pytest.fixture
 def run(tmp_path):
-    def run_cells(*sources):
+    def run_cells(*sources, options=()):
         cells = [nbformat.v4.new_code_cell(source) for source in sources]
         path = tmp_path / "test.ipynb"
         nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
-        command = [sys.executable, "notebooks/run.py", str(path), "--label", "try"]
+        command = [sys.executable, "notebooks/run.py", str(path), "--label", "try", *options]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
     return run_cells
@@ -39,3 +39,10 @@ def test_a_cell_that_raises_ends_the_run(run):
     assert "ZeroDivisionError" in done.stderr
     assert "after" not in done.stdout
     assert done.stderr.splitlines()[-1] == "try: failed"
+
+
+def test_outputs_are_saved_where_asked(run, tmp_path):
+    assert run("print(6 * 7)").returncode == 0
+    assert not nbformat.read(tmp_path / "test.ipynb", 4).cells[0].outputs
+    assert run("print(6 * 7)", options=["--save"]).returncode == 0
+    assert nbformat.read(tmp_path / "test.ipynb", 4).cells[0].outputs[0].text == "42\n"
