@@ -40,6 +40,7 @@ from nbaccel.launch.system import uninterrupted
 from nbaccel.launch.template import TemplateStarter, dispose
 from nbaccel.plan import Plan
 from nbaccel.topology import Topology
+from nbaccel.units import counted
 
 _CALLER = 7
 """Frames from a warning up to the cell: this file's four, the façade's two, the cell."""
@@ -118,8 +119,9 @@ def _conclude(plan: Plan, watch: Supervisor, homecoming: home.Homecoming) -> Out
         homecoming.apply(reports)
     values, lost = verdict.results(watch.members)
     state_dicts = {k: v for report in reports for k, v in report.state_dicts.items()}
-    for reason in lost:
-        warnings.warn(f"{reason}. Its place in the results says so.", stacklevel=_CALLER)
+    if lost:
+        more = f", and so did {counted(len(lost) - 1, 'more rank')}" if len(lost) > 1 else ""
+        warnings.warn(f"{lost[0]}{more}. The results say so in its place.", stacklevel=_CALLER)
     for report in reports:
         for path, why in report.stranded.items():
             warnings.warn(

@@ -288,7 +288,7 @@ def _keep_groups() -> None:
     """Let no process group be destructed before this process leaves.
 
     ~ProcessGroupGloo joins a thread that may be waiting for the GIL to drop a finished work, while
-    the destructor holds it: a deadlock, met in about one of thirty DDP runs that end by
+    the destructor holds it: a deadlock, met in every fifth to thirtieth DDP run that ends by
     `destroy_process_group()` (torch 2.13; the stack is in docs/upstream.md). Shutting a group down
     works as before; only its C++ object outlives it, and this process is about to end anyway.
     """
