@@ -33,16 +33,18 @@ class Lingering:
         self._asked = False
         self._next = 0.0
         self._released: float | None = None
+        self._told: set[int] = set()
 
     def due(self) -> float | None:
-        """When to call `advance` (CLOCK_MONOTONIC); None if nobody has returned yet."""
-        done = [m for m in self._members if m.state in (State.RETURNED, State.GONE)]
-        if not done or (len(done) == len(self._members) and self._released is not None):
-            return None
-        if self._since is None:
+        """When to call `advance` (CLOCK_MONOTONIC); None if there is nothing to decide."""
+        waiting = self._waiting()
+        busy = any(m.is_busy for m in self._members)
+        if self._since is None and waiting:
             self._since = time.monotonic()
             self._next = self._since + _LINGER_S
-        return time.monotonic() if len(done) == len(self._members) else self._next
+        if self._since is None or not (waiting or busy):
+            return None
+        return self._next if busy else time.monotonic()
 
     def advance(self) -> str | None:
         """Do what is due. Returns a line for the user if ranks seem to wait for ever."""
@@ -61,13 +63,21 @@ class Lingering:
             return self._judge(busy, now)
         return None
 
+    def _waiting(self) -> list[Member]:
+        """Who has returned and has not been told to leave."""
+        return [
+            m for m in self._members if m.state is State.RETURNED and m.rank not in self._told
+        ]
+
     def _judge(self, busy: list[Member], now: float) -> str | None:
         stacks = [m.stack() for m in busy]
         connecting = any(f.function in _CONNECTING for stack in stacks for f in stack)
         unborn = any(m.state is not State.RUNNING for m in busy)
-        if self._released is None:
+        if self._waiting():
             if not (connecting or unborn):
                 self._release(now)
+            return None
+        if self._released is None:
             return None
         doings = {m.rank: failure.doing(stack) for m, stack in zip(busy, stacks, strict=True)}
         waiting = all(text.startswith("waiting in") for text in doings.values())
@@ -77,11 +87,11 @@ class Lingering:
         return _lonely(self._members, doings)
 
     def _release(self, now: float) -> None:
-        self._released = now
-        for member in self._members:
-            if member.state is State.RETURNED:
-                with contextlib.suppress(OSError):  # it has gone by itself
-                    member.channel.send(wire.Leave())
+        self._released = self._released or now
+        for member in self._waiting():
+            self._told.add(member.rank)
+            with contextlib.suppress(OSError):  # it has gone by itself
+                member.channel.send(wire.Leave())
 
 
 def _ask(busy: Iterable[Member]) -> None:
