@@ -65,9 +65,7 @@ class Lingering:
 
     def _waiting(self) -> list[Member]:
         """Who has returned and has not been told to leave."""
-        return [
-            m for m in self._members if m.state is State.RETURNED and m.rank not in self._told
-        ]
+        return [m for m in self._members if m.state is State.RETURNED and m.rank not in self._told]
 
     def _judge(self, busy: list[Member], now: float) -> str | None:
         stacks = [m.stack() for m in busy]
