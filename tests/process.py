@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 from pathlib import Path
 
 import psutil
@@ -12,10 +12,8 @@ def descriptors() -> dict[int, str]:
     """Open descriptors of this process and what they lead to."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
-        try:
-            found[int(entry.name)] = os.readlink(entry)
-        except OSError:  # the one of this very listing
-            continue
+        with contextlib.suppress(OSError):  # the one of this very listing
+            found[int(entry.name)] = str(entry.readlink())
     return found
 
 

@@ -136,12 +136,12 @@ class Console:
     def _ready(self, now: float, final: bool) -> Iterator[tuple[list[int], _Line]]:
         while any(self._queues.values()):
             heads = {r: q[0] for r, q in self._queues.items() if q}
-            first = min(heads.values(), key=lambda line: line.time)
-            twins = [r for r, line in heads.items() if self._same(line, first)]
-            everyone = set(twins) >= self._open
-            if not everyone and not final and now - first.time < HOLD_S:
+            rank, first = min(heads.items(), key=lambda item: item[1].time)
+            twins = [r for r, line in heads.items() if self._same(line, first)] or [rank]
+            missing = self._open - set(twins) if self._template is None else set()
+            if missing and not final and now - first.time < HOLD_S:
                 return
-            if not everyone:
+            if len(twins) < len(heads):
                 twins, first = self._before(twins, first)
             for r in twins:
                 self._queues[r].popleft()

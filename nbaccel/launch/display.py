@@ -17,6 +17,11 @@ from nbaccel.launch.wire import ClearOutput, Display
 Send = Callable[[Any], None]
 
 _WIDGET = "application/vnd.jupyter.widget-view+json"
+_WIDGET_BAR = (
+    *("__init__", "__iter__", "update", "close", "clear", "reset", "display"),
+    *("status_printer", "colour"),
+)
+"""By what a widget bar of tqdm differs from the text bar that it inherits from."""
 
 
 def forward(send: Send) -> None:
@@ -75,9 +80,8 @@ def _text_bars() -> None:
     """Let `tqdm.notebook` and `tqdm.auto` draw text bars."""
     loaded = sys.modules.get("tqdm.notebook")
     if loaded is not None:  # forked from a notebook: user code already holds the class
-        for name in ("__init__", "__iter__", "update", "close", "clear", "reset", "display"):
-            if name in vars(loaded.tqdm_notebook):
-                delattr(loaded.tqdm_notebook, name)
+        for name in set(vars(loaded.tqdm_notebook)) & set(_WIDGET_BAR):
+            delattr(loaded.tqdm_notebook, name)
     else:
         sys.modules["tqdm.notebook"] = _LazyTextTqdm("tqdm.notebook")
 

@@ -49,6 +49,8 @@ class Step(enum.Enum):
 class _Course:
     step: Step
     until: float
+    dismissed: bool = False
+    """It was done, and has been told that it may leave."""
 
 
 class Ending:
@@ -82,6 +84,9 @@ class Ending:
         busy = [(m, course) for m, course in left if m.is_busy]
         for member, course in busy or left:
             now = time.monotonic()
+            if not busy and not course.dismissed:
+                course.step, course.until = Step.INTERRUPT, now + _dismiss(member)
+                course.dismissed = True
             while course.step is not Step.GIVEN_UP and now >= course.until:
                 self._next(course, member, now)
         return min((course.until for _, course in busy or left), default=None)
@@ -104,10 +109,6 @@ class Ending:
                 send(member, STACK_SIGNAL)
             return _STACK_S if asking else 0.0
         member.told = member.told or member.is_busy
-        if step is Step.INTERRUPT and not member.is_busy:
-            with contextlib.suppress(OSError):  # it has gone by itself
-                member.channel.send(wire.Leave())
-            return _UNWIND_S
         if step is Step.INTERRUPT:
             send(member, signal.SIGINT)
             return _ANSWER_S
@@ -118,6 +119,13 @@ class Ending:
             end_group(member.pid)
             return _KILL_S
         return 0.0
+
+
+def _dismiss(member: Member) -> float:
+    """Let a worker leave that is done; returns how many seconds it gets to do so."""
+    with contextlib.suppress(OSError):  # it has gone by itself
+        member.channel.send(wire.Leave())
+    return _UNWIND_S
 
 
 def send(member: Member, signum: int) -> None:

@@ -173,7 +173,7 @@ def _called(stack: Sequence[Frame], mine: Frame | None) -> str:
 # ------------------------------------------------------------------------- exits
 
 
-_SIGNALS = {
+_SIGNALS: dict[int, tuple[str, str]] = {
     signal.SIGKILL: (
         "Nothing in Python can catch this signal. Most often the system ran out of memory and "
         "chose this process.",
@@ -222,7 +222,7 @@ def explain_exit(record: Record) -> list[str]:
             "The process ended itself (os._exit, or a library that exits), so neither results nor "
             "weights came back. Let the function return instead."
         ]
-    cause, remedy = _SIGNALS.get(signal.Signals(-status), ("", "")) if -status < 65 else ("", "")
+    cause, remedy = _SIGNALS.get(-status, ("", ""))
     used = (
         f"It had used up to {format_bytes(record.max_rss_bytes)}." if record.max_rss_bytes else ""
     )

@@ -37,7 +37,7 @@ def pack(
 ) -> tuple[Packed, Plan]:
     """Make the call ready for the plan's start method, or for `fork` where `auto` must take it."""
     if plan.start_method == "fork":
-        _refuse_unsafe_fork()
+        _judge_fork()
         return _inherit(function, args, sharing), plan
     asked = plan.config.start_method == "template"
     try:
@@ -91,8 +91,9 @@ def _call(
     return worker.Call(function=function, args=args, modules=tuple(modules))
 
 
-def _refuse_unsafe_fork() -> None:
-    fatal = [hazard for hazard in preflight.hazards() if hazard.is_fatal]
+def _judge_fork() -> None:
+    found = preflight.hazards()
+    fatal = [hazard for hazard in found if hazard.is_fatal]
     if fatal:
         raise UnsafeFork(
             "start_method='fork' cannot work in this notebook as it is now:\n"
@@ -100,6 +101,8 @@ def _refuse_unsafe_fork() -> None:
             + "\nUse start_method='template' (the default): its workers are forked from a clean "
             "process, so no restart of the notebook is needed."
         )
+    for hazard in found:
+        sys.stderr.write(f"nbaccel: {hazard}. start_method='template' is safe from that.\n")
 
 
 def _cannot_send(culprit: str, error: Exception, found: Sequence[preflight.Hazard]) -> str:

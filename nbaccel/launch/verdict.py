@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from nbaccel import frames
 from nbaccel.errors import LaunchTimeout, StartupFailed, WorkerDied, WorkerFailed
 from nbaccel.launch import failure
 from nbaccel.launch.member import Member
+from nbaccel.launch.remains import Remains
 from nbaccel.launch.sharing import parcel
 from nbaccel.launch.supervisor import Supervisor
 from nbaccel.units import format_seconds
@@ -82,29 +84,24 @@ def error(watch: Supervisor, *, world_size: int, timeout_s: float | None) -> Wor
 
 
 def build(
-    base: type[WorkerFailed], obituary: failure.Obituary, original: BaseException | None
+    base: type[WorkerFailed], obituary: failure.Obituary, original: Remains | None
 ) -> WorkerFailed:
     """An exception that is both a `WorkerFailed` and of the type the worker raised."""
     text = "\n".join(obituary.lines())
-    kind = _blend(base, original)
-    found: WorkerFailed = kind.__new__(kind, text)
+    found = _blend(base, original)
     WorkerFailed.__init__(found, text, failure=obituary.cause, failures=obituary.records)
-    if original is not None:
-        found.__dict__ |= {k: v for k, v in vars(original).items() if k not in found.__dict__}
     if obituary.cause.raised is not None:
         found.__cause__ = RemoteTraceback(full_traceback(obituary.cause))
     return found
 
 
-def _blend(base: type[WorkerFailed], original: BaseException | None) -> type[WorkerFailed]:
-    if not isinstance(original, Exception):
-        return base
-    kind = type(original)
+def _blend(base: type[WorkerFailed], original: Remains | None) -> WorkerFailed:
     names = {"__str__": WorkerFailed.__str__, "__module__": base.__module__}
-    try:
-        return type(f"{base.__name__}[{kind.__name__}]", (base, kind), names)
-    except TypeError:  # two memory layouts that do not go together: its type is in the text
-        return base
+    if original is not None and issubclass(original.kind, Exception):
+        # Two types that do not go together, or a metaclass that refuses: the text has its name.
+        with contextlib.suppress(Exception):
+            return cast("WorkerFailed", original.revive(base, names))
+    return base.__new__(base)
 
 
 def full_traceback(record: failure.Record) -> str:
@@ -123,14 +120,14 @@ def full_traceback(record: failure.Record) -> str:
     return f"rank {record.rank}:\n" + "\n\nwhich led to:\n\n".join(parts)
 
 
-def _original(member: Member) -> BaseException | None:
+def _original(member: Member) -> Remains | None:
     if member.error is None or member.error[0].parcel is None or member.error[1] is None:
         return None
     try:
         found = parcel.unpack(member.error[0].parcel, member.error[1], {})
     except Exception:  # its class cannot be had here; the description is complete without it
         return None
-    return found if isinstance(found, BaseException) else None
+    return found if isinstance(found, Remains) else None
 
 
 def _bystander(member: Member, watch: Supervisor) -> failure.Record:
@@ -176,9 +173,9 @@ def _timeout(
         "The notebook's model is as it was before the launch. Allow more time, or look at "
         "the lines above for a rank that waits for another."
     )
-    return LaunchTimeout(
-        "\n".join(lines), failure=failure.first_cause(records), failures=tuple(records)
-    )
+    # Those that return while they are being stopped had a call cut short by our signals.
+    first = failure.first_cause(records) if records else None
+    return LaunchTimeout("\n".join(lines), failure=first, failures=tuple(records))
 
 
 def _stuck(watch: Supervisor, records: Sequence[failure.Record], world_size: int) -> StartupFailed:

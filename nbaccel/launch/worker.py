@@ -30,7 +30,7 @@ from torch import nn
 
 from nbaccel import _catalog, env
 from nbaccel.errors import InputRefused, InternalError
-from nbaccel.launch import display, failure, precision, wire
+from nbaccel.launch import display, failure, precision, remains, wire
 from nbaccel.launch.sharing import arena, memory, parcel
 from nbaccel.launch.sharing.home import Homebound, Manifest
 from nbaccel.topology import Topology
@@ -251,13 +251,16 @@ class _Work:
         now = time.monotonic()
         record = failure.Record(rank=self._topology.rank, time=now, raised=failure.describe(error))
         _flush()
-        try:
-            packed, fd = self._pack(_bare(error))
-        except BaseException:  # it cannot travel; its description does
-            self._channel.send(wire.Failed(now, record, None))
+        whole = remains.take(error)
+        for part in (whole, whole.bare()):
+            try:
+                packed, fd = self._pack(part)
+            except BaseException:  # noqa: S112  (the user's own __reduce__ may raise anything)
+                continue
+            with memory.closing(fd):
+                self._channel.send(wire.Failed(now, record, packed), [fd])
             return
-        with memory.closing(fd):
-            self._channel.send(wire.Failed(now, record, packed), [fd])
+        self._channel.send(wire.Failed(now, record, None))  # its description says what it was
 
     def _pack(self, value: Any) -> tuple[parcel.Parcel, int]:
         """Pack for the notebook; what came by fork goes back by name where it can."""
@@ -276,12 +279,6 @@ def _call(call: Call) -> Any:
         if error.code not in (None, 0):
             raise
         return None  # sys.exit() is how a script ends well
-
-
-def _bare(error: BaseException) -> BaseException:
-    """The exception without traceback and causes: those hold frames, and were described already."""
-    error.__traceback__ = error.__cause__ = error.__context__ = None
-    return error
 
 
 def _keep_groups() -> None:

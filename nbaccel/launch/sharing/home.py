@@ -193,12 +193,16 @@ class Homebound:
             memory.write_at(self._staging[key], self._mappings[key].view(*span), span[0])
 
 
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+"""Types with memory of their own: a DTensor, for one, has no address to ask for."""
+
+
 def _is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "placements")
 
 
 def _span_in(mapping: memory.Mapping, tensor: torch.Tensor) -> memory.Range | None:
-    if tensor.device.type != "cpu":
+    if tensor.device.type != "cpu" or type(tensor) not in _PLAIN:
         return None
     storage = tensor.untyped_storage()
     if not mapping.contains(storage.data_ptr(), storage.nbytes()):
@@ -211,9 +215,9 @@ def _stayed(tensor: torch.Tensor, slot: Slot, mapping: memory.Mapping) -> bool:
     """Whether the tensor still is the very view of the arena that the slot describes."""
     return (
         tensor.device.type == "cpu"
+        and type(tensor) in _PLAIN
         and tensor.dtype == slot.dtype
         and tensor.stride() == slot.stride
-        and not _is_sharded(tensor)
         and tensor.data_ptr() == mapping.address + slot.start + slot.offset * tensor.element_size()
     )
 

@@ -1,0 +1,39 @@
+"""Kernels for tests: one that many share, and fresh ones for tests that spoil theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.kernel.kernel import Kernel
+
+SETUP = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from nbaccel import notebook_launcher
+import tests.workers as workers
+notebook_launcher(os.getpid, (), 2);
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    """A kernel that has launched once, so that its template is running."""
+    found = Kernel()
+    try:
+        found.run(SETUP).check()
+        yield found
+    finally:
+        found.close()
+
+
+@pytest.fixture
+def fresh_kernel() -> Iterator[Kernel]:
+    found = Kernel()
+    try:
+        yield found
+    finally:
+        found.close()

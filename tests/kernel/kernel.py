@@ -1,0 +1,152 @@
+"""A real ipykernel, spoken to through jupyter_client; every wait has an end.
+
+    test ── Unix sockets ──► kernel ──► template, workers
+
+Sockets lie in a temporary folder: no port is opened that others on the machine could reach.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import signal
+import tempfile
+import textwrap
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+from jupyter_client.manager import KernelManager
+
+from tests.isolation import ROOT
+
+WAIT_S = 100.0  # for one cell, on a machine that does other things
+POLL_S = 0.05
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass
+class Cell:
+    """What came of running a cell."""
+
+    text: str = ""
+    stdout: str = ""
+    stderr: str = ""
+    displays: list[dict[str, Any]] = field(default_factory=list)
+    error: str = ""
+    """Name of the exception's class."""
+    traceback: list[str] = field(default_factory=list)
+    """Its lines, without colours."""
+    done: bool = False
+
+    def check(self) -> Cell:
+        """Fail the test if the cell raised."""
+        assert not self.error, "\n".join(self.traceback)
+        return self
+
+
+class Kernel:
+    """A kernel of this interpreter in which nbaccel can be imported."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="nb-")
+        self.manager = KernelManager(
+            kernel_name="python3", transport="ipc", ip=f"{self._folder.name}/k"
+        )
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        # Frames of a debugger in the kernel would be frozen modules' business, not ours.
+        environment = {**os.environ, "PYTHONPATH": path, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+        self.manager.start_kernel(env=environment)
+        self.client = self.manager.blocking_client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=WAIT_S)
+
+    @property
+    def pid(self) -> int:
+        return int(self.manager.provisioner.pid)
+
+    def run(self, code: str, *, timeout_s: float = WAIT_S) -> Cell:
+        """Run a cell to its end."""
+        return self.finish(self.begin(code), timeout_s=timeout_s)
+
+    def begin(self, code: str) -> tuple[str, Cell]:
+        """Start a cell."""
+        return self.client.execute(textwrap.dedent(code)), Cell()
+
+    def until(self, running: tuple[str, Cell], text: str, *, timeout_s: float = WAIT_S) -> None:
+        """Wait until the cell has printed this."""
+        deadline = time.monotonic() + timeout_s
+        while text not in running[1].text:
+            assert not running[1].done, f"the cell ended without {text!r}: {running[1]}"
+            self._take(running, deadline)
+
+    def finish(self, running: tuple[str, Cell], *, timeout_s: float = WAIT_S) -> Cell:
+        """Wait until the cell has ended, and the kernel is idle."""
+        deadline = time.monotonic() + timeout_s
+        while not running[1].done:
+            self._take(running, deadline)
+        # The reply comes by another socket: taken, so that the next cell is not mixed up with it.
+        self.client.get_shell_msg(timeout=timeout_s)
+        return running[1]
+
+    def interrupt(self) -> None:
+        """Press Stop."""
+        self.manager.interrupt_kernel()
+
+    def descendants(self) -> list[psutil.Process]:
+        """The kernel's living children, and theirs."""
+        try:
+            found = psutil.Process(self.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        return [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+    def kill(self) -> None:
+        """End the kernel as the out-of-memory killer would."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End kernel and client, and everything they started."""
+        left = self.descendants()
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+        self.manager.cleanup_resources()
+        self.manager.context.destroy(linger=0)
+        psutil.wait_procs(left, timeout=10)
+        self._folder.cleanup()
+
+    def _take(self, running: tuple[str, Cell], deadline: float) -> None:
+        ident, cell = running
+        left = deadline - time.monotonic()
+        assert left > 0, f"the cell did not come to an end: {cell}"
+        try:
+            message = self.client.get_iopub_msg(timeout=min(left, 1.0))
+        except queue.Empty:
+            return
+        if message["parent_header"].get("msg_id") == ident:
+            _note(cell, message["msg_type"], message["content"])
+
+
+def _note(cell: Cell, kind: str, content: dict[str, Any]) -> None:
+    if kind == "stream":
+        cell.text += content["text"]
+        setattr(cell, content["name"], getattr(cell, content["name"]) + content["text"])
+    elif kind in ("display_data", "execute_result", "update_display_data"):
+        cell.displays.append(content["data"])
+    elif kind == "error":
+        cell.error = content["ename"]
+        cell.traceback = _COLOURS.sub("", "\n".join(content["traceback"])).splitlines()
+    elif kind == "status":
+        cell.done = content["execution_state"] == "idle"
+
+
+def wait_for(condition: Any, *, timeout_s: float = 30.0) -> bool:
+    """Whether the condition came true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True

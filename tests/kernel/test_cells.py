@@ -1,0 +1,294 @@
+"""Launches from the cells of a real kernel, which has threads, matmuls and a history."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.kernel.conftest import SETUP
+from tests.kernel.kernel import Kernel, wait_for
+
+TRAIN = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+    def forward(self, x):
+        return helper(self.layer(x))
+
+def helper(x):
+    return x * scale
+
+scale = 2.0
+
+def train(net, lr=0.1):
+    dist.init_process_group("gloo")
+    parallel = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=lr)
+    for _ in range(3):
+        optimizer.zero_grad()
+        parallel(torch.ones(2, 4)).pow(2).sum().backward()
+        optimizer.step()
+    return net.layer.weight.sum().item()
+
+model = Net()
+before = model.layer.weight.detach().clone()
+results = notebook_launcher(train, (model,), 2{more})
+assert results[0] == results[1] == model.layer.weight.sum().item(), results
+assert not torch.equal(before, model.layer.weight)
+print("trained", results.plan.start_method)
+"""
+
+
+def train(more: str = "") -> str:
+    return TRAIN.replace("{more}", more)
+
+
+def test_functions_and_classes_of_cells_train_a_model(kernel: Kernel) -> None:
+    assert kernel.run(train()).check().stdout == "trained template\n"
+
+
+def test_a_launch_after_matmul_and_backward_with_many_threads(kernel: Kernel) -> None:
+    kernel.run(
+        """
+        import threading
+        torch.set_num_threads(2)
+        a = torch.randn(800, 800, requires_grad=True)
+        (a @ a).sum().backward()
+        stop = threading.Event()
+        threads = [threading.Thread(target=stop.wait, name=f"mine-{i}") for i in range(20)]
+        [t.start() for t in threads];
+        """
+    ).check()
+    try:
+        assert "trained template" in kernel.run(train()).check().stdout
+        cell = kernel.run(train(", start_method='fork'")).check()
+        assert "trained fork" in cell.stdout
+        assert "20 thread(s) of yours are running" in cell.stderr
+    finally:
+        kernel.run("stop.set(); [t.join() for t in threads];").check()
+
+
+def test_a_fork_after_matmul_and_backward(kernel: Kernel) -> None:
+    kernel.run(
+        """
+        torch.set_num_threads(2)
+        a = torch.randn(800, 800, requires_grad=True)
+        (a @ a).sum().backward()
+        """
+    ).check()
+    cell = kernel.run(train(", start_method='fork'")).check()
+    assert cell.stdout == "trained fork\n"
+    assert cell.stderr == "", "the kernel's own threads are no cause for a warning"
+
+
+def test_lambdas_closures_and_what_cannot_be_pickled(kernel: Kernel) -> None:
+    cell = kernel.run(
+        """
+        def outer():
+            offset = torch.arange(3)
+            return lambda x: (offset + x).tolist()
+        print(notebook_launcher(outer(), (1,), 2))
+        print(notebook_launcher(lambda g: sum(g), ((i for i in range(4)),), 2))
+        """
+    ).check()
+    assert cell.stdout == "[[1, 2, 3], [1, 2, 3]]\n[6, 6]\n"
+    assert cell.stderr.count("\n") == 1
+    assert "forked from the notebook, because args[0] (a generator)" in cell.stderr
+
+
+def test_a_redefined_function_is_the_one_that_runs(kernel: Kernel) -> None:
+    for version in (1, 2):
+        kernel.run(f"def helper(): return {version}").check()
+        kernel.run("def work(): return helper()").check()
+        assert f"[{version}, {version}]" in kernel.run("print(notebook_launcher(work, (), 2))").text
+
+
+# ------------------------------------------------------------------------- what is shown
+
+
+def test_output_arrives_folded_and_in_order(kernel: Kernel) -> None:
+    cell = kernel.run(
+        """
+        def talk():
+            rank = int(os.environ["RANK"])
+            for i in range(200):
+                print("step", i)
+                print(f"rank {rank}", "loss", i)
+            os.write(1, b"from C\\n")
+        notebook_launcher(talk, (), 2)
+        print("after")
+        """
+    ).check()
+    lines = cell.stdout.splitlines()
+    assert lines[-1] == "after"
+    for rank in (0, 1):
+        mine = [line.partition("] ")[2] for line in lines if re.match(rf"\[({rank}|0-1)\] ", line)]
+        expected = [x for i in range(200) for x in (f"step {i}", f"rank {rank} loss {i}")]
+        assert mine == [*expected, "from C"]
+    assert len(lines) < 900, "equal lines are folded"
+
+
+@pytest.mark.parametrize("method", ["template", "fork"])
+def test_display_and_figures_arrive_as_such(kernel: Kernel, method: str) -> None:
+    cell = kernel.run(
+        f"""
+        from IPython.display import HTML, Markdown, display
+        def show():
+            if int(os.environ["RANK"]) == 0:
+                import matplotlib
+                matplotlib.use("agg")
+                from matplotlib.figure import Figure
+                print("before")
+                display(HTML("<b>bold</b>"), Markdown("*text*"))
+                figure = Figure()
+                figure.subplots().plot([1, 2])
+                display(figure)
+        notebook_launcher(show, (), 2, start_method={method!r});
+        """
+    ).check()
+    kinds = [set(data) for data in cell.displays]
+    assert "text/html" in kinds[0]
+    assert cell.displays[0]["text/html"] == "<b>bold</b>"
+    assert "text/markdown" in kinds[1]
+    assert "before" in cell.stdout
+    assert len(kinds) == 3
+
+
+@pytest.mark.parametrize("method", ["template", "fork"])
+def test_pyplot_shows_its_figure(kernel: Kernel, method: str) -> None:
+    cell = kernel.run(
+        f"""
+        %matplotlib inline
+        import matplotlib.pyplot as plt
+        def show():
+            import matplotlib.pyplot as plt
+            if int(os.environ["RANK"]) == 0:
+                plt.plot([1, 2, 3])
+                plt.show()
+        notebook_launcher(show, (), 2, start_method={method!r});
+        """
+    ).check()
+    assert [set(d) & {"image/png"} for d in cell.displays] == [{"image/png"}]
+
+
+@pytest.mark.parametrize("method", ["template", "fork"])
+@pytest.mark.parametrize("flavour", ["auto", "notebook"])
+def test_progress_bars_show_text(kernel: Kernel, flavour: str, method: str) -> None:
+    cell = kernel.run(
+        f"""
+        from tqdm.{flavour} import tqdm, trange
+        def train():
+            from tqdm.{flavour} import tqdm
+            for _ in tqdm(range(5), desc="inside"):
+                time.sleep(0.01)
+            for _ in trange(5, desc="outside"):
+                time.sleep(0.01)
+        notebook_launcher(train, (), 2, start_method={method!r})
+        """
+    ).check()
+    assert "inside: 100%" in cell.stderr
+    assert "outside: 100%" in cell.stderr
+    assert "5/5" in cell.stderr
+
+
+# ------------------------------------------------------------------------- failures
+
+
+FAIL = """
+class MyError(Exception):
+    pass
+
+def train():
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        raise MyError("my own trouble")  # the very line
+    dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize("method", ["template", "fork"])
+def test_an_exception_of_a_cell_is_caught_by_its_type(kernel: Kernel, method: str) -> None:
+    kernel.run(FAIL).check()
+    cell = kernel.run(
+        f"""
+        try:
+            notebook_launcher(train, (), 2, start_method={method!r})
+        except MyError as error:
+            print("caught", type(error).__mro__[1].__name__)
+        """
+    ).check()
+    assert cell.stdout == "caught WorkerFailed\n"
+
+
+@pytest.mark.parametrize("method", ["template", "fork"])
+def test_the_traceback_has_the_cells_line_the_right_rank_and_is_short(
+    kernel: Kernel, method: str
+) -> None:
+    kernel.run(FAIL).check()
+    cell = kernel.run(f"notebook_launcher(train, (), 2, start_method={method!r})")
+    text = "\n".join(cell.traceback)
+    assert "MyError" in cell.error
+    assert "rank 1 of 2 raised MyError: my own trouble" in text
+    assert 'raise MyError("my own trouble")  # the very line' in text
+    assert re.search(r"Cell In\[\d+\], line 8", text)
+    assert "rank 0: " in text
+    assert len(cell.traceback) + cell.text.count("\n") <= 40, text + cell.text
+
+
+def test_a_crash_shows_the_cells_line(kernel: Kernel) -> None:
+    cell = kernel.run(
+        """
+        def crash():
+            import ctypes
+            if int(os.environ["RANK"]) == 1:
+                ctypes.string_at(0)  # boom
+            time.sleep(600)
+        notebook_launcher(crash, (), 2)
+        """
+    )
+    text = "\n".join(cell.traceback)
+    assert "rank 1 of 2 was killed by SIGSEGV" in text
+    assert "ctypes.string_at(0)  # boom" in text
+    assert len(cell.traceback) <= 40
+
+
+def test_the_next_launch_works_after_a_failure(kernel: Kernel) -> None:
+    assert "trained" in kernel.run(train()).check().stdout
+
+
+# ------------------------------------------------------------------------- fresh kernels
+
+
+def test_the_template_is_ready_soon_after_the_import_and_replaced_when_killed(
+    fresh_kernel: Kernel,
+) -> None:
+    fresh_kernel.run(SETUP).check()
+    (template,) = fresh_kernel.descendants()
+    template.kill()
+    assert wait_for(lambda: not template.is_running() or template.status() == "zombie")
+    cell = fresh_kernel.run("print(notebook_launcher(workers.rank, (), 2))").check()
+    assert cell.stdout == "[0, 1]\n"
+    (other,) = fresh_kernel.descendants()
+    assert other.pid != template.pid
+
+
+@pytest.mark.parametrize("method", ["template", "fork"])
+def test_nothing_survives_the_kernel(fresh_kernel: Kernel, method: str) -> None:
+    fresh_kernel.run(SETUP).check()
+    running = fresh_kernel.begin(
+        f"""
+        def hang():
+            loader = torch.utils.data.DataLoader(range(9), num_workers=1)
+            next(iter(loader))
+            print("inside")
+            workers.ignore_everything()
+        notebook_launcher(hang, (), 2, start_method={method!r})
+        """
+    )
+    fresh_kernel.until(running, "[0-1] inside")
+    left = fresh_kernel.descendants()
+    assert len(left) >= 3
+    fresh_kernel.kill()
+    assert wait_for(lambda: not any(p.is_running() and p.status() != "zombie" for p in left)), left

@@ -1,0 +1,978 @@
+"""Launches through the public door: every result and every failure, with real processes."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo  # a forked worker's first optimizer would import it: seconds
+import torch.distributed as dist
+from torch import nn
+
+from nbaccel import (
+    ConfigError,
+    LaunchTimeout,
+    PrecisionMismatch,
+    RunConfig,
+    WorkerDied,
+    WorkerFailed,
+    debug_launcher,
+    notebook_launcher,
+)
+from nbaccel.errors import InputRefused, ModelNotShareable, NotSendable, PortTaken, UnsafeFork
+from tests import workers
+from tests.isolation import isolated
+from tests.process import lives, memory_files
+from tests.workers import CallersError, Net
+
+Launch = Callable[..., Any]
+
+
+@pytest.fixture(params=["template", "fork"])
+def launch(request: pytest.FixtureRequest) -> Launch:
+    """Launch two workers with either start method."""
+
+    def two(function: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+        return notebook_launcher(function, args, 2, start_method=request.param, **settings)
+
+    two.method = request.param  # type: ignore[attr-defined]
+    return two
+
+
+@pytest.fixture
+def template() -> Launch:
+    def two(function: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+        return notebook_launcher(function, args, 2, start_method="template", **settings)
+
+    return two
+
+
+def values(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def obituary(error: BaseException) -> str:
+    text = str(error)
+    assert len(text.splitlines()) <= 40, text
+    return text
+
+
+def fail(launch: Launch, function: Callable[..., Any], *args: Any, **settings: Any) -> WorkerFailed:
+    """Launch what must fail; a model that is passed along must stay as it was."""
+    with pytest.raises(WorkerFailed) as caught:
+        launch(function, *args, **settings)
+    obituary(caught.value)
+    return caught.value
+
+
+# ------------------------------------------------------------------------- results
+
+
+def test_results_come_by_rank_from_processes_of_their_own(launch: Launch) -> None:
+    results = launch(workers.whoami, "x", 2)
+    assert [r[0] for r in results] == [0, 1]
+    assert [r[2:] for r in results] == [("x", 2)] * 2
+    assert len({os.getpid(), *(r[1] for r in results)}) == 3
+    assert not any(lives(r[1]) for r in results)
+    assert results.plan.start_method == launch.method  # type: ignore[attr-defined]
+    assert isinstance(results, list)
+
+
+def test_large_and_odd_results_come_home(launch: Launch) -> None:
+    def give() -> Any:
+        return {
+            "tensor": torch.full((500, 500), float(workers.rank())),
+            "array": np.arange(300_000),
+            "grad": torch.ones(2, requires_grad=True),
+            "model": nn.Linear(2, 2),
+            "function": lambda x: x + 1,
+            "none": None,
+        }
+
+    for number, found in enumerate(launch(give)):
+        assert float(found["tensor"].mean()) == number
+        assert found["array"].sum() == np.arange(300_000).sum()
+        assert found["grad"].requires_grad
+        assert found["model"](torch.ones(1, 2)).shape == (1, 2)
+        assert found["function"](1) == 2
+
+
+def test_a_worker_may_return_its_model(launch: Launch) -> None:
+    model = Net()
+
+    def give(net: Net) -> Any:
+        with torch.no_grad():
+            net.body.weight.fill_(workers.rank() + 5.0)
+        return net, net.body.weight
+
+    results = launch(give, model)
+    for number, (net, weight) in enumerate(results):
+        assert float(net.body.weight.detach().mean()) == number + 5
+        assert net.body.weight is weight
+        assert weight.data_ptr() != model.body.weight.data_ptr()
+    assert float(model.body.weight.detach().mean()) == 5
+
+
+def test_a_closure_a_lambda_and_a_method_can_be_launched(launch: Launch) -> None:
+    offset = torch.arange(3)
+
+    class Trainer:
+        def __init__(self, scale: int) -> None:
+            self.scale = scale
+
+        def run(self, x: int) -> list[int]:
+            return (offset * self.scale + x).tolist()
+
+    assert launch(lambda: offset.sum().item()) == [3, 3]
+    assert launch(Trainer(2).run, 1) == [[1, 3, 5]] * 2
+
+
+def test_arguments_are_the_workers_own(launch: Launch) -> None:
+    data, tensor, array = {"x": [1]}, torch.zeros(4), np.zeros(4)
+
+    def spoil(d: dict[str, Any], t: torch.Tensor, a: np.ndarray) -> Any:
+        d["x"].append(2)
+        t.fill_(1)
+        a[:] = 1
+        return d, t.sum().item(), a.sum()
+
+    assert launch(spoil, data, tensor, array) == [({"x": [1, 2]}, 4.0, 4.0)] * 2
+    assert (data, float(tensor.sum()), float(array.sum())) == ({"x": [1]}, 0.0, 0.0)
+
+
+def test_one_worker_runs_here_and_more_than_two_run_too() -> None:
+    assert notebook_launcher(os.getpid, (), num_processes=1) == [os.getpid()]
+    assert debug_launcher(workers.rank, (), 4) == [0, 1, 2, 3]
+
+
+def test_sys_exit_is_a_normal_end(launch: Launch) -> None:
+    def leave() -> None:
+        sys.exit(0 if workers.rank() else None)
+
+    assert launch(leave) == [None, None]
+
+
+def test_a_result_that_cannot_be_sent_loses_neither_the_others_nor_the_weights(
+    launch: Launch,
+) -> None:
+    model = Net()
+
+    def train(net: Net) -> Any:
+        found = workers.train(net)
+        return found if workers.rank() == 0 else (i for i in range(3))
+
+    with pytest.warns(UserWarning, match="rank 1 returned a generator, which cannot be sent"):
+        results = launch(train, model)
+    assert_equal(values(model), results[0])
+    assert "generator" in repr(results[1])
+
+
+# ------------------------------------------------------------------------- weights come home
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_the_notebooks_model_is_the_trained_model(launch: Launch, optimizer: str) -> None:
+    model = Net()
+    before, address = values(model), None
+    for _ in range(2):
+        first, second = launch(workers.train, model, optimizer)
+        assert_equal(values(model), first)
+        assert torch.equal(first["body.weight"], second["body.weight"]), "DDP keeps ranks equal"
+        assert model.tied is model.head.weight
+        assert address in (None, model.body.weight.data_ptr()), "shared once"
+        address = model.body.weight.data_ptr()
+    assert int(model.norm.num_batches_tracked) == 6
+    assert not torch.equal(model.norm.running_mean, before["norm.running_mean"])
+    assert not torch.equal(model.body.weight, before["body.weight"])
+
+
+def test_an_optimizer_of_the_notebook_goes_on_with_the_trained_model(launch: Launch) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    launch(workers.train, model)
+    trained = values(model)
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.body.weight, trained["body.weight"])
+
+
+def test_a_frozen_base_stays_and_the_head_comes_home(launch: Launch) -> None:
+    model = Net(64)
+    for p in model.body.parameters():
+        p.requires_grad_(requires_grad=False)
+    before = values(model)
+    first, _ = launch(workers.train, model)
+    assert_equal(values(model), first)
+    assert torch.equal(model.body.weight, before["body.weight"])
+    assert not torch.equal(model.head.weight, before["head.weight"])
+
+
+@dataclass
+class Pair:
+    student: nn.Module
+    others: dict[str, list[nn.Module]]
+
+
+def test_models_nested_in_containers_come_home(launch: Launch) -> None:
+    pair = Pair(Net(), {"teachers": [nn.Linear(3, 3), Net()]})
+
+    def change(found: Any) -> None:
+        with torch.no_grad():
+            for number, module in enumerate([found.student, *found.others["teachers"]]):
+                for p in module.parameters():
+                    p.fill_(number + 1 + 10 * workers.rank())
+
+    launch(change, pair)
+    for number, module in enumerate([pair.student, *pair.others["teachers"]]):
+        assert all(bool((p == number + 1).all()) for p in module.parameters())
+
+
+def test_a_model_moved_to_another_dtype_comes_home_in_its_own(launch: Launch) -> None:
+    model = Net()
+
+    def change(net: Net) -> None:
+        net.double()
+        with torch.no_grad():
+            net.body.weight.fill_(1.5)
+
+    launch(change, model)
+    assert model.body.weight.dtype == torch.float32
+    assert bool((model.body.weight == 1.5).all())
+
+
+def test_a_model_that_changed_its_structure_is_in_the_results(launch: Launch) -> None:
+    model = Net()
+    before = values(model)
+
+    def change(net: Net) -> None:
+        net.head = nn.Linear(8, 3)
+        del net.tied
+
+    with pytest.warns(UserWarning, match=r"weights of args\[0\] do not fit.*state_dicts\['args\[0"):
+        results = launch(change, model)
+    assert results.state_dicts["args[0]"]["head.weight"].shape == (3, 8)
+    assert_equal(values(model), before)
+
+
+def test_share_back_false_leaves_the_model_alone(launch: Launch) -> None:
+    model = Net()
+    before = values(model)
+    first, _ = launch(workers.train, model, share_back=False)
+    assert_equal(values(model), before)
+    assert not torch.equal(first["body.weight"], before["body.weight"])
+
+
+def test_every_rank_writes_its_own_shard_home(launch: Launch) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    before = values(model)
+
+    def train(net: nn.Module) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        workers.join()
+        fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        return {n: p.full_tensor().detach() for n, p in net.named_parameters()}
+
+    first, _ = launch(train, model)
+    assert_equal(values(model), first)
+    assert not torch.equal(model[0].weight, before["0.weight"])
+    assert not torch.equal(model[2].bias, before["2.bias"])
+
+
+def test_a_model_on_meta_is_refused_before_any_process(launch: Launch) -> None:
+    with pytest.raises(ModelNotShareable, match=r"args\[0\].weight .*meta device"):
+        launch(workers.nothing, nn.Linear(2, 2, device="meta"))
+
+
+def test_launches_leave_one_memory_file_per_model(launch: Launch) -> None:
+    model, before = Net(), memory_files()
+    for _ in range(3):
+        launch(workers.train, model)
+    assert memory_files() <= before + 1 + (launch.method == "template")  # its error file
+
+
+# ------------------------------------------------------------------------- failures
+
+
+def test_the_rank_that_raised_is_named_not_the_one_that_lost_it(launch: Launch) -> None:
+    model = Net()
+    before = values(model)
+
+    def train(net: Net) -> None:
+        workers.join()
+        workers.fit(net, "SGD", steps=1)
+        if workers.rank() == 1:
+            raise ValueError("the loss is NaN")  # this very line
+        workers.wait_in_all_reduce()
+
+    error = fail(launch, train, model)
+    assert isinstance(error, ValueError)
+    text = obituary(error)
+    assert text.startswith("rank 1 of 2 raised ValueError: the loss is NaN")
+    assert 'raise ValueError("the loss is NaN")  # this very line' in text
+    assert "rank 0: " in text
+    assert "wait_in_all_reduce" in text or "workers.py" in text
+    assert "as it was before the launch" in text
+    assert "ValueError: the loss is NaN" in str(error.__cause__)
+    assert error.failure.rank == 1
+    assert_equal(values(model), before)
+
+
+def test_all_ranks_raise(launch: Launch) -> None:
+    def train() -> None:
+        workers.join()
+        dist.barrier()
+        raise ZeroDivisionError(f"rank {workers.rank()}")
+
+    error = fail(launch, train)
+    assert isinstance(error, ZeroDivisionError)
+    assert len(error.failures) == 2
+    assert "The other ranks:" in obituary(error)
+
+
+@pytest.mark.parametrize("code", [3, "no more data"])
+def test_sys_exit_with_a_reason_is_a_failure(launch: Launch, code: Any) -> None:
+    def leave() -> None:
+        if workers.rank() == 1:
+            sys.exit(code)
+        workers.sleep_for_ever()
+
+    error = fail(launch, leave)
+    assert f"rank 1 of 2 raised SystemExit: {code}" in obituary(error)
+
+
+@pytest.mark.parametrize("status", [0, 7])
+def test_a_worker_that_leaves_without_a_result(launch: Launch, status: int) -> None:
+    def leave() -> None:
+        if workers.rank() == 1:
+            os._exit(status)
+        workers.sleep_for_ever()
+
+    error = fail(launch, leave)
+    assert isinstance(error, WorkerDied)
+    text = obituary(error)
+    assert f"rank 1 of 2 left with exit code {status} before the function returned" in text
+    assert "os._exit" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("SIGKILL", "ran out of memory"),
+        ("SIGSEGV", "memory that is not its own"),
+        ("SIGABRT", "gave up on purpose"),
+        ("SIGTERM", "asked it to end"),
+        ("SIGBUS", "/dev/shm is full"),
+    ],
+)
+def test_a_signal_is_named_and_explained(launch: Launch, name: str, says: str) -> None:
+    model = Net()
+    before = values(model)
+    number = getattr(signal, name)
+
+    def die(net: Net) -> None:
+        workers.join()
+        workers.fit(net, "SGD", steps=1)
+        dist.barrier()
+        if workers.rank() == 1:
+            workers.say("last words")
+            workers.kill_self(number)
+        workers.wait_in_all_reduce()
+
+    error = fail(launch, die, model)
+    assert isinstance(error, WorkerDied)
+    text = obituary(error)
+    assert f"rank 1 of 2 was killed by {name}" in text
+    assert says in text
+    assert "last words" in text
+    assert_equal(values(model), before)
+
+
+def test_a_real_segmentation_fault_shows_the_line(launch: Launch) -> None:
+    def crash() -> None:
+        if workers.rank() == 1:
+            workers.segfault()
+        workers.sleep_for_ever()
+
+    error = fail(launch, crash)
+    assert isinstance(error, WorkerDied)
+    text = obituary(error)
+    assert "rank 1 of 2 was killed by SIGSEGV" in text
+    assert "ctypes.string_at(0)" in text
+
+
+def test_a_real_abort_shows_the_line(template: Launch) -> None:
+    def crash() -> None:
+        if workers.rank() == 0:
+            workers.abort()
+        workers.sleep_for_ever()
+
+    text = obituary(fail(template, crash))
+    assert "rank 0 of 2 was killed by SIGABRT" in text
+    assert "os.abort()" in text
+
+
+@pytest.mark.parametrize(
+    "hang", [workers.sleep_for_ever, workers.lock_up_in_c, workers.ignore_everything]
+)
+def test_a_launch_that_hangs_ends_in_time(launch: Launch, hang: Callable[[], None]) -> None:
+    model = Net()
+    before = values(model)
+
+    def train(net: Net) -> None:
+        with torch.no_grad():
+            net.body.weight.zero_()
+        if workers.rank() == 1:
+            hang()
+
+    began = time.monotonic()
+    with pytest.raises(LaunchTimeout, match="did not end within timeout=1") as caught:
+        launch(train, model, timeout=1.0)
+    assert time.monotonic() - began < 30
+    assert isinstance(caught.value, TimeoutError)
+    text = obituary(caught.value)
+    assert "rank 1 " in text
+    assert "rank 0 had returned" in text
+    assert_equal(values(model), before)
+
+
+def test_a_rank_that_returned_early_is_named(launch: Launch) -> None:
+    def train() -> None:
+        workers.join()
+        if workers.rank() == 0:
+            workers.wait_in_all_reduce()
+
+    error = fail(launch, train)
+    text = obituary(error)
+    assert "rank 0 of 2 waited for rank 1, which had already returned" in text
+    assert "needs every rank" in text
+
+
+def test_a_rank_that_never_joins_does_not_make_the_other_wait_for_ever(launch: Launch) -> None:
+    def train() -> None:
+        if workers.rank() == 1:
+            raise RuntimeError("before the group was set up")
+        workers.join()
+
+    error = fail(launch, train)
+    assert "rank 1 of 2 raised RuntimeError: before the group was set up" in obituary(error)
+
+
+def test_an_exception_keeps_its_type_and_its_attributes(launch: Launch) -> None:
+    def train() -> None:
+        raise CallersError(7, "no such data set")
+
+    with pytest.raises(CallersError) as caught:
+        launch(train)
+    assert isinstance(caught.value, WorkerFailed)
+    assert caught.value.code == 7
+    assert "7: no such data set" in str(caught.value)
+
+
+def test_an_exception_class_made_in_a_function_keeps_its_type(
+    launch: Launch, request: pytest.FixtureRequest
+) -> None:
+    if launch.method == "fork":  # type: ignore[attr-defined]
+        why = "no name leads from a forked worker's answer to a class inside a function"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
+
+    class Mine(Exception):
+        pass
+
+    def train() -> None:
+        raise Mine("of my own")
+
+    with pytest.raises(Mine, match="of my own"):
+        launch(train)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "says"),
+    [
+        (workers.MissingKey("epoch"), KeyError, "epoch"),
+        (KeyError("epoch"), KeyError, "raised KeyError: 'epoch'"),
+        (workers.DiskTrouble(28, "No space left on device", "/data"), OSError, "No space left"),
+        (FileNotFoundError(2, "No such file", "/x"), FileNotFoundError, "/x"),
+        (workers.BadText("utf-8", b"\xff", 0, 1, "bad"), UnicodeDecodeError, "can't decode"),
+        (StopIteration("done"), StopIteration, "done"),
+        (ImportError("no module", name="x"), ImportError, "no module"),
+        (SyntaxError("bad", ("f.py", 1, 2, "text")), SyntaxError, "bad"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_built_in_exceptions_and_their_children_keep_their_types(
+    launch: Launch, error: Exception, kind: type[Exception], says: str
+) -> None:
+    def train() -> None:
+        raise error
+
+    with pytest.raises(WorkerFailed) as caught:
+        launch(train)
+    assert isinstance(caught.value, kind)
+    assert says in obituary(caught.value)
+    for slot in ("errno", "filename", "value", "name", "reason", "lineno"):
+        assert getattr(caught.value, slot, None) == getattr(error, slot, None)
+    repr(caught.value)
+
+
+def test_an_exception_that_cannot_be_pickled_is_still_told(launch: Launch) -> None:
+    def train() -> None:
+        raise workers.Unpicklable
+
+    with pytest.raises(workers.Unpicklable) as caught:
+        launch(train)
+    assert "Unpicklable: holds a generator" in obituary(caught.value)
+
+
+def test_an_exception_whose_text_raises_is_still_told(launch: Launch) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    def train() -> None:
+        raise Mute
+
+    assert "__str__ raised RuntimeError" in obituary(fail(launch, train))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")
+def test_an_exception_group_and_its_notes(launch: Launch) -> None:
+    def train() -> None:
+        group = builtins.ExceptionGroup("both", [ValueError("a"), TypeError("b")])
+        group.add_note("while loading")
+        raise group
+
+    with pytest.raises(WorkerFailed) as caught:
+        launch(train)
+    text = obituary(caught.value)
+    assert "both (2 sub-exceptions)" in text
+    assert "while loading" in text
+    assert isinstance(caught.value, builtins.ExceptionGroup)
+    assert [type(e) for e in caught.value.exceptions] == [ValueError, TypeError]
+
+
+def test_the_cause_of_an_exception_is_told(launch: Launch) -> None:
+    def train() -> None:
+        try:
+            _ = {}["key"]
+        except KeyError as error:
+            raise ValueError("bad setting") from error
+
+    error = fail(launch, train)
+    assert "which came from KeyError: 'key'" in obituary(error)
+    assert "which led to" in str(error.__cause__)
+
+
+def test_a_very_long_message_is_cut(launch: Launch) -> None:
+    def train() -> None:
+        raise ValueError("\n".join(f"line {i} " + "x" * 300 for i in range(500)))
+
+    fail(launch, train)
+
+
+def test_questions_are_refused(launch: Launch) -> None:
+    def ask() -> None:
+        input("learning rate? ")
+
+    def debug() -> None:
+        breakpoint()  # noqa: T100
+
+    with pytest.raises(InputRefused, match=r"input\('learning rate\? '\) in worker \d") as caught:
+        launch(ask)
+    assert isinstance(caught.value, EOFError)
+    with pytest.raises(InputRefused, match="num_processes=1"):
+        launch(debug)
+
+
+def test_reading_the_keyboard_gives_nothing(launch: Launch) -> None:
+    def read() -> str:
+        return sys.stdin.read()
+
+    assert launch(read) == ["", ""]
+
+
+def test_a_killed_worker_leaves_no_data_loader_behind(launch: Launch, tmp_path: Path) -> None:
+    def train() -> None:
+        loader = torch.utils.data.DataLoader(range(10_000), num_workers=2, batch_size=1)
+        batches = iter(loader)
+        next(batches)
+        pids = [w.pid for w in batches._workers]
+        (tmp_path / str(workers.rank())).write_text(" ".join(map(str, [os.getpid(), *pids])))
+        workers.join()
+        dist.barrier()
+        if workers.rank() == 1:
+            workers.kill_self(signal.SIGKILL)
+        workers.sleep_for_ever()
+
+    assert "rank 1 of 2 was killed by SIGKILL" in obituary(fail(launch, train))
+    pids = [int(pid) for file in tmp_path.iterdir() for pid in file.read_text().split()]
+    assert len(pids) == 6
+    deadline = time.monotonic() + 20
+    while any(map(lives, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(lives, pids))
+
+
+def test_a_data_loader_works_in_a_worker(launch: Launch) -> None:
+    def count() -> float:
+        loader = torch.utils.data.DataLoader(torch.arange(20.0), num_workers=2, batch_size=5)
+        return sum(float(batch.sum()) for batch in loader)
+
+    assert launch(count) == [190.0, 190.0]
+
+
+# ------------------------------------------------------------------------- interrupts
+
+
+def interrupt_when(path: Path, count: int) -> threading.Thread:
+    """Interrupt this process once that many files are there."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + 60
+        while len(list(path.iterdir())) < count and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    "stuck",
+    [
+        workers.sleep_for_ever,
+        workers.lock_up_in_c,
+        workers.spin_in_c,
+        workers.ignore_everything,
+        workers.wait_in_all_reduce,
+    ],
+)
+def test_an_interrupt_ends_everything(
+    launch: Launch, stuck: Callable[[], None], tmp_path: Path
+) -> None:
+    model = Net()
+    before = values(model)
+
+    def train(net: Net) -> None:
+        workers.join()
+        workers.fit(net, "SGD", steps=1)
+        dist.barrier()
+        (tmp_path / str(os.getpid())).touch()
+        if stuck is workers.wait_in_all_reduce and workers.rank() == 0:
+            workers.sleep_for_ever()
+        stuck()
+
+    thread = interrupt_when(tmp_path, 2)
+    with pytest.raises(KeyboardInterrupt, match="the model is as it was"):
+        launch(train, model)
+    thread.join()
+    assert not any(lives(int(p.name)) for p in tmp_path.iterdir())
+    assert_equal(values(model), before)
+    assert launch(workers.rank) == [0, 1]
+
+
+def test_an_interrupted_worker_may_tidy_up(launch: Launch, tmp_path: Path) -> None:
+    ready, tidied = tmp_path / "ready", tmp_path / "tidied"
+    ready.mkdir()
+    tidied.mkdir()
+
+    def train() -> None:
+        try:
+            (ready / str(workers.rank())).touch()
+            workers.sleep_for_ever()
+        finally:
+            time.sleep(0.5)
+            (tidied / str(workers.rank())).touch()
+
+    thread = interrupt_when(ready, 2)
+    with pytest.raises(KeyboardInterrupt):
+        launch(train)
+    thread.join()
+    assert sorted(p.name for p in tidied.iterdir()) == ["0", "1"]
+
+
+# ------------------------------------------------------------------------- precision
+
+
+def test_a_precision_that_nobody_reads_is_an_error(launch: Launch) -> None:
+    with pytest.raises(PrecisionMismatch, match=r"mixed_precision='bf16' was asked.*runs in fp32"):
+        launch(workers.train, Net(), mixed_precision="bf16")
+
+
+def test_autocast_fulfils_the_request(launch: Launch) -> None:
+    def train(net: Net) -> str:
+        workers.join()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            workers.fit(net, "SGD", steps=1)
+        return os.environ["ACCELERATE_MIXED_PRECISION"]
+
+    assert launch(train, Net(), mixed_precision="bf16") == ["bf16", "bf16"]
+
+
+def test_a_model_in_bf16_fulfils_the_request(launch: Launch) -> None:
+    def train(net: Net) -> None:
+        stepper = torch.optim.SGD(net.parameters(), lr=0.1)
+        net(torch.randn(4, 8, dtype=torch.bfloat16)).sum().backward()
+        stepper.step()
+
+    launch(train, Net().bfloat16(), mixed_precision="bf16")
+
+
+# ------------------------------------------------------------------------- what workers see
+
+
+def test_the_environment_of_a_worker(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_THE_NOTEBOOK", "yes")
+    monkeypatch.delenv("HOME", raising=False)
+    found = launch(lambda: dict(os.environ))
+    for number, variables in enumerate(found):
+        expected = {
+            "RANK": str(number),
+            "LOCAL_RANK": str(number),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "ACCELERATE_MIXED_PRECISION": "no",
+            "OF_THE_NOTEBOOK": "yes",
+        }
+        assert expected.items() <= variables.items()
+        assert "HOME" not in variables
+    assert found[0]["MASTER_PORT"] == found[1]["MASTER_PORT"]
+    assert "RANK" not in os.environ
+
+
+def test_folder_and_import_path_are_the_notebooks_of_now(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    launch(workers.nothing)
+    (tmp_path / "written_after_the_start.py").write_text("VALUE = 42\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def look() -> Any:
+        import written_after_the_start
+
+        return str(Path.cwd()), written_after_the_start.VALUE
+
+    assert launch(look) == [(str(tmp_path), 42)] * 2
+
+
+def test_random_numbers_go_on_from_the_notebooks(launch: Launch) -> None:
+    def draw() -> Any:
+        return random.random(), np.random.random(), torch.rand(2).tolist()
+
+    random.seed(3)
+    np.random.seed(4)
+    torch.manual_seed(5)
+    found = launch(draw)
+    assert found == [draw(), draw()] or found[0] == found[1]
+    random.seed(3)
+    np.random.seed(4)
+    torch.manual_seed(5)
+    assert found[0] == draw(), "and the launch itself draws none"
+
+
+def test_threads_are_shared_out(launch: Launch) -> None:
+    assert (
+        launch(torch.get_num_threads, config=None)
+        == [max(1, len(os.sched_getaffinity(0)) // 2)] * 2
+    )
+
+
+def test_the_default_dtype_is_the_notebooks(launch: Launch) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert launch(lambda: str(torch.zeros(1).dtype)) == ["torch.float64"] * 2
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+# ------------------------------------------------------------------------- ports
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        yield sock.getsockname()[1]
+
+
+def test_a_taken_port_names_its_holder(launch: Launch, taken: int) -> None:
+    with pytest.raises(PortTaken, match=f"use_port={taken} is taken by this very process"):
+        launch(workers.nothing, use_port=taken)
+
+
+def test_a_port_that_is_free_is_used_again_and_again(launch: Launch, taken: int) -> None:
+    free = taken_and_freed()
+
+    def use() -> str:
+        workers.join()
+        dist.destroy_process_group()
+        return os.environ["MASTER_PORT"]
+
+    for _ in range(2):
+        assert launch(use, use_port=free) == [str(free)] * 2
+
+
+def taken_and_freed() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def test_port_0_is_a_free_one(launch: Launch) -> None:
+    ports = launch(lambda: os.environ["MASTER_PORT"], use_port="0")
+    assert int(ports[0]) > 0
+
+
+def test_the_store_listens_on_loopback_only(launch: Launch) -> None:
+    def look() -> list[str]:
+        import psutil
+
+        workers.join()
+        port = int(os.environ["MASTER_PORT"])
+        found = {c.laddr.ip for c in psutil.net_connections("tcp") if c.laddr.port == port}
+        dist.barrier()
+        return sorted(found)
+
+    assert launch(look) == [["127.0.0.1"]] * 2
+
+
+# ------------------------------------------------------------------------- refusals
+
+
+def test_mistakes_are_told_together_before_any_process() -> None:
+    with pytest.raises(ConfigError) as caught:
+        notebook_launcher(workers.nothing, (), 0, "bf61", use_port=70_000)
+    text = str(caught.value)
+    assert all(word in text for word in ("num_processes", "mixed_precision", "use_port"))
+
+
+def test_a_call_that_cannot_work_is_explained() -> None:
+    with pytest.raises(ConfigError) as caught:
+        notebook_launcher(3, Net(), 2)  # type: ignore[arg-type]
+    assert "function=3 is not callable" in str(caught.value)
+    assert "args is a Net, not a tuple" in str(caught.value)
+    assert "args=(model,)" in str(caught.value)
+
+
+def test_config_and_settings_cannot_both_be_given() -> None:
+    with pytest.raises(ConfigError, match=r"config and num_processes were both given.*changed\("):
+        notebook_launcher(workers.nothing, (), 2, config=RunConfig())
+
+
+def test_a_config_is_obeyed() -> None:
+    config = RunConfig(num_processes=3, threads_per_process=1, device="cpu")
+    assert notebook_launcher(workers.rank, config=config) == [0, 1, 2]
+
+
+def test_what_cannot_be_sent_is_named_for_the_template(template: Launch) -> None:
+    with pytest.raises(NotSendable, match=r"args\[0\]\['lock'\] \(a _thread.lock\)") as caught:
+        template(workers.whoami, {"lock": threading.Lock()})
+    assert caught.value.path == "args[0]['lock'] (a _thread.lock)"
+    assert "start_method='fork'" in str(caught.value)
+
+
+def test_auto_forks_for_what_cannot_be_sent_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    generator = (i for i in range(3))
+    results = notebook_launcher(list, (generator,), 2)
+    assert results == [[0, 1, 2]] * 2
+    assert results.plan.start_method == "fork"
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert "forked from the notebook, because args[0] (a generator) cannot be pickled" in said
+
+
+@isolated(timeout_s=100)
+def test_a_live_process_group_forbids_the_fork() -> None:
+    port = taken_and_freed()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    with pytest.raises(UnsafeFork, match=r"(?s)process group is alive.*destroy_process_group"):
+        notebook_launcher(workers.nothing, (), 2, start_method="fork")
+    with pytest.raises(NotSendable, match=r"(?s)args\[0\] \(a generator\).*process group is alive"):
+        notebook_launcher(workers.whoami, ((i for i in range(3)),), 2)
+    assert notebook_launcher(workers.rank, (), 2) == [0, 1], "the template does not mind"
+    dist.destroy_process_group()
+    assert notebook_launcher(workers.rank, (), 2, start_method="fork") == [0, 1]
+
+
+def test_foreign_threads_keep_auto_from_forking_and_do_not_stop_the_template() -> None:
+    stop = threading.Event()
+    threads = [threading.Thread(target=stop.wait, name=f"mine-{i}") for i in range(20)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert notebook_launcher(workers.train, (Net(),), 2)[0]
+        with pytest.raises(NotSendable, match=r"(?s)20 thread\(s\) of yours are running \(mine-0"):
+            notebook_launcher(workers.whoami, ((i for i in range(3)),), 2)
+        assert notebook_launcher(workers.rank, (), 2, start_method="fork") == [0, 1]
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+@isolated(timeout_s=100)
+def test_a_fork_after_openmp_and_backward_does_not_hang() -> None:
+    torch.set_num_threads(2)
+
+    def work() -> float:
+        torch.set_num_threads(2)
+        a = torch.randn(600, 600, requires_grad=True)
+        (a @ a).sum().backward()
+        return float(a.grad.shape[0])
+
+    work()
+    for method in ("fork", "template"):
+        assert notebook_launcher(work, (), 2, start_method=method) == [600.0, 600.0]
+    work()
+
+
+@isolated(timeout_s=100)
+def test_looking_at_the_launcher_from_another_thread() -> None:
+    found: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: found.append(notebook_launcher(workers.train, (Net(),), 2))
+    )
+    thread.start()
+    thread.join()
+    assert len(found[0]) == 2
+
+
+@isolated(timeout_s=100)
+def test_the_template_dies_with_us_and_is_replaced_when_killed() -> None:
+    from nbaccel.launch import warmup
+
+    assert notebook_launcher(workers.rank, (), 2) == [0, 1]
+    first = warmup.current_pid()
+    os.kill(first, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while lives(first) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert notebook_launcher(workers.rank, (), 2) == [0, 1]
+    assert warmup.current_pid() not in (None, first)

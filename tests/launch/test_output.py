@@ -1,0 +1,198 @@
+"""What workers print, as the notebook shows it: through real pipes, folded or not."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from nbaccel import notebook_launcher
+from tests import workers
+
+Show = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture(params=["template", "fork"])
+def show(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> Show:
+    """Launch a function in two workers; what came to stdout and stderr."""
+
+    def launch(function: Callable[[], Any], **settings: Any) -> tuple[str, str]:
+        capfd.readouterr()
+        notebook_launcher(function, (), 2, start_method=request.param, **settings)
+        found = capfd.readouterr()
+        return found.out, found.err
+
+    return launch
+
+
+def of_rank(rank: int, out: str) -> list[str]:
+    """This rank's lines, in order."""
+    prefixes = (f"[{rank}] ", "[0-1] ")
+    return [line.partition("] ")[2] for line in out.splitlines() if line.startswith(prefixes)]
+
+
+def test_equal_lines_are_folded_and_others_keep_their_rank(show: Show) -> None:
+    def talk() -> None:
+        workers.join()
+        for epoch in range(3):
+            print(f"epoch {epoch}")
+            print(f"rank {workers.rank()} has its own", epoch, sep=" | ")
+            dist.barrier()
+
+    out, _ = show(talk)
+    for rank in (0, 1):
+        expected = [
+            line for i in range(3) for line in (f"epoch {i}", f"rank {rank} has its own | {i}")
+        ]
+        assert of_rank(rank, out) == expected
+    assert out.count("epoch 0") == 1
+
+
+def test_a_prefix_template_names_every_line(show: Show) -> None:
+    out, _ = show(lambda: print("x"), log_line_prefix_template="<${role_name} ${rank}> ")
+    assert sorted(out.splitlines()) == ["<worker 0> x", "<worker 1> x"]
+
+
+def test_thousands_of_lines_arrive_whole_and_in_order(show: Show) -> None:
+    def talk() -> None:
+        for i in range(2000):
+            print(f"rank {workers.rank()} line {i} " + "x" * 60)
+
+    out, err = show(talk)
+    for rank in (0, 1):
+        expected = [f"rank {rank} line {i} " + "x" * 60 for i in range(2000)]
+        assert of_rank(rank, out) == expected
+    assert len(out.splitlines()) == 4000
+    assert err == ""
+
+
+def test_one_very_long_line_arrives(show: Show) -> None:
+    out, _ = show(lambda: print("y" * 3_000_000))
+    assert [len(line) for line in out.splitlines()] == [3_000_006]
+
+
+def test_output_of_c_code_and_of_programs_is_heard_in_order(show: Show) -> None:
+    def talk() -> None:
+        print("python")
+        os.write(1, b"written\n")
+        libc = ctypes.CDLL(None)
+        libc.printf(b"from C\n")
+        libc.fflush(None)
+        subprocess.run(["sh", "-c", "echo program; echo complaint >&2"], check=True)
+        sys.stdout.write("no end of line")
+
+    out, err = show(talk)
+    for rank in (0, 1):
+        expected = ["python", "written", "from C", "program", "no end of line"]
+        assert of_rank(rank, out) == expected
+        assert of_rank(rank, err) == ["complaint"]
+
+
+def test_stderr_logging_and_warnings_stay_on_stderr(show: Show) -> None:
+    def talk() -> None:
+        print("error text", file=sys.stderr)
+        handler = logging.StreamHandler()
+        logging.getLogger("mine").addHandler(handler)
+        logging.getLogger("mine").warning("logged %s", 1)
+
+    out, err = show(talk)
+    assert out == ""
+    assert "[0-1] error text\n" in err
+    assert "[0-1] logged 1\n" in err
+
+
+def test_warnings_are_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    """In workers of the template: one forked from pytest still records warnings for it."""
+
+    def warn() -> None:
+        warnings.simplefilter("always")
+        warnings.warn("careful", stacklevel=1)
+
+    notebook_launcher(warn, (), 2)
+    assert "UserWarning: careful" in capfd.readouterr().err
+
+
+def test_lines_are_shown_while_the_workers_run(capfd: pytest.CaptureFixture[str]) -> None:
+    """The cell shows a line long before the launch is over: a worker sees that it was shown."""
+    read, write = os.pipe()
+
+    class Tee:
+        def __init__(self, to: Any) -> None:
+            self._to = to
+
+        def write(self, text: str) -> int:
+            if "first" in text:
+                os.write(write, b"s")
+            return int(self._to.write(text))
+
+        def flush(self) -> None:
+            self._to.flush()
+
+    def talk() -> bool:
+        if workers.rank() == 1:
+            return True
+        print("first")
+        return os.read(read, 1) == b"s"
+
+    before, sys.stdout = sys.stdout, Tee(sys.stdout)  # type: ignore[assignment]
+    try:
+        seen = notebook_launcher(talk, (), 2, start_method="fork", timeout=60)
+    finally:
+        sys.stdout = before
+        os.close(read)
+        os.close(write)
+    assert seen == [True, True]
+
+
+def test_progress_bars_end_as_one_line(show: Show) -> None:
+    def train() -> None:
+        from tqdm.auto import tqdm
+
+        for _ in tqdm(range(5), desc="training"):
+            time.sleep(0.01)
+
+    out, err = show(train)
+    last = err.replace("\r", "\n").splitlines()
+    assert any("training: 100%" in line and "5/5" in line for line in last)
+    assert "training: 100%" in err.rpartition("\r")[2] or err.endswith("\n")
+    assert out == ""
+
+
+def test_display_in_a_terminal_shows_the_text(show: Show) -> None:
+    def talk() -> None:
+        from IPython.display import display
+
+        if workers.rank() == 0:
+            display({"a": 1})
+
+    out, _ = show(talk)
+    assert "{'a': 1}" in out
+
+
+def test_last_words_before_a_death_are_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    from nbaccel import WorkerDied
+
+    def die() -> None:
+        sys.stdout.write("last words")
+        sys.stdout.flush()
+        os.kill(os.getpid(), 9)
+
+    with pytest.raises(WorkerDied):
+        notebook_launcher(die, (), 2)
+    assert "last words" in capfd.readouterr().out
+
+
+def test_a_program_that_outlives_its_worker_does_not_hold_up_the_launch(show: Show) -> None:
+    def start() -> None:
+        subprocess.Popen(["sleep", "600"])  # the police would find it, if it lived
+
+    show(start)
