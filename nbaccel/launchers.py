@@ -79,12 +79,13 @@ def notebook_launcher(
         master_addr: Address of the store; loopback unless several machines take part.
         node_rank: This machine's number among `num_nodes`.
         num_nodes: Machines that take part, each with its own notebook or script.
-        rdzv_backend: `"static"`, `"c10d"`, … : how machines find each other (torch elastic).
+        rdzv_backend: Only `"static"`: the machines are known beforehand. Other backends of torch
+            elastic are refused, with a way out.
         rdzv_endpoint: `host:port` of the rendezvous.
         rdzv_conf: Further settings of the rendezvous.
         rdzv_id: Name of the job, the same on all machines.
         max_restarts: How often failed workers are started anew, all together.
-        monitor_interval: Seconds between torch elastic's looks at its workers.
+        monitor_interval: Taken for compatibility: workers are watched without polling.
         log_line_prefix_template: Prefix of output lines (`${rank}`, `${local_rank}`,
             `${role_name}`). None: `[rank]`, with lines that all ranks print shown once.
         config: All of the above as one object; then give none of them.

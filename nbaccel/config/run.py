@@ -187,11 +187,14 @@ class RunConfig(BaseModel):
     ] = 0
     monitor_interval: Annotated[
         float,
-        Field(gt=0, description="Seconds between two looks of torch elastic at its workers."),
+        Field(
+            gt=0,
+            description="Seconds; taken for compatibility, workers are watched without polling.",
+        ),
         _Number,
         Hint(
             must="a number of seconds above 0",
-            why="Torch elastic looks at its workers that often",
+            why="It is taken for compatibility alone",
             do="Leave it at 0.1",
         ),
     ] = 0.1

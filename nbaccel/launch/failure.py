@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from nbaccel import frames
+from nbaccel import env, frames
 from nbaccel.frames import Frame, place, user_frame
+from nbaccel.plan.tpus import count_chips
 from nbaccel.units import format_bytes
 
 _LOST = re.compile(
@@ -181,9 +182,7 @@ _SIGNALS: dict[int, tuple[str, str]] = {
     ),
     signal.SIGSEGV: (
         "Compiled code touched memory that is not its own.",
-        "The stack shows the Python line that called it. On a TPU host it can mean that host "
-        "memory ran out: build the model in a cell and pass it in args, so that all workers share "
-        "one copy.",
+        "The stack shows the Python line that called it.",
     ),
     signal.SIGBUS: (
         "A page of mapped memory could not be provided: usually /dev/shm is full (containers give "
@@ -223,6 +222,11 @@ def explain_exit(record: Record) -> list[str]:
             "weights came back. Let the function return instead."
         ]
     cause, remedy = _SIGNALS.get(-status, ("", ""))
+    if status == -signal.SIGSEGV and count_chips(env.snapshot()):
+        cause, remedy = (
+            "On a TPU host this usually means that host memory ran out.",
+            "Build the model in a cell and pass it in args, so that all workers share one copy.",
+        )
     used = (
         f"It had used up to {format_bytes(record.max_rss_bytes)}." if record.max_rss_bytes else ""
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import time
 from collections.abc import Sequence
 
 from nbaccel.errors import StartupFailed
 from nbaccel.launch import warmup, wire
+from nbaccel.launch.sharing import memory
 from nbaccel.launch.worker import Ends
 
 READY_TIMEOUT_S = 120.0  # importing torch from a cold disk can take most of a minute
@@ -24,8 +24,7 @@ def dispose(fds: Sequence[int]) -> None:
         with contextlib.suppress(OSError):  # it is going down: then the last reference is ours
             channel.send(wire.Dispose(), fds)
         channel.close()
-    for fd in fds:
-        os.close(fd)
+    memory.close_all(fds)
 
 
 class TemplateStarter:

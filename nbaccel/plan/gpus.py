@@ -91,11 +91,11 @@ def find_cards() -> tuple[tuple[Card, ...], str]:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:  # no driver, or one that does not fit the kernel module
-        return (), f"NVML: {error}"
+        return (), str(error)
     try:
         return tuple(_cards(nvml)), ""
     except nvml.NVMLError as error:
-        return (), f"NVML: {error}"
+        return (), str(error)
     finally:
         nvml.nvmlShutdown()
 

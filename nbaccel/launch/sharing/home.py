@@ -319,7 +319,7 @@ class Homecoming:
                 if tensor.device.type != "cpu" and module.path not in merged.stranded:
                     tensor.data.copy_(slot.view(arena))
 
-    def close(self, dispose: Callable[[Sequence[int]], None]) -> None:
+    def close(self, dispose: Callable[[Sequence[int]], None] = memory.close_all) -> None:
         """Give the staging files up.
 
         Args:

@@ -190,11 +190,16 @@ def total(ranges: Iterable[Range]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
+def close_all(fds: Iterable[int]) -> None:
+    """Close the descriptors."""
+    for fd in fds:
+        os.close(fd)
+
+
 @contextlib.contextmanager
 def closing(*fds: int) -> Iterator[None]:
     """Close the descriptors on the way out, whatever happens."""
     try:
         yield
     finally:
-        for fd in fds:
-            os.close(fd)
+        close_all(fds)
