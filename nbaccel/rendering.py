@@ -7,12 +7,15 @@ which here would be a wall of frames of nbaccel.
 from __future__ import annotations
 
 import re
+import textwrap
 
 from nbaccel import frames
 
 __all__ = ["render_failure", "render_mistake"]
 
 _RED, _BOLD, _GREEN, _OFF = "\x1b[31m", "\x1b[1m", "\x1b[32m", "\x1b[39;49;00m"
+_LINE_CHARS = 100
+_SOURCE = re.compile(r"^  (---->|     ) ")
 _ARROW = re.compile(r"^  ---->")
 _FILE = re.compile(r'^  File "(.+)", line \d+', re.MULTILINE)
 _PLACE = re.compile(r"^  (?P<place>.+, line \d+|\S+:\d+)(?P<rest>, in .+)$")
@@ -33,7 +36,7 @@ def render_mistake(error: BaseException) -> list[str]:
         inside = "" if frame.function == "<module>" else f", in {frame.function}"
         lines.append(f"  {_GREEN}{frames.place(frame)}{_OFF}{inside}")
         lines += map(_coloured, frames.source(frame, around=0))
-    return [*lines, _named(error)]
+    return [*lines, *_named(error)]
 
 
 def render_failure(error: BaseException) -> list[str]:
@@ -45,12 +48,11 @@ def render_failure(error: BaseException) -> list[str]:
     Returns:
         Lines with colours (ANSI).
     """
-    first, *rest = _named(error).split("\n")
-    lines = [first, *map(_coloured, rest)]
+    lines = _named(error)
     own = [f for f in frames.of_traceback(error.__traceback__) if not f.is_library]
     if len(own) > 1:  # launched from a function: which one is not to be seen from the cell
         lines.append(f"Launched at {' → '.join(map(frames.place, own))}.")
-    told = sum(bool(_ARROW.match(line)) for line in rest)
+    told = sum("---->" in line for line in lines)
     if len(_foreign_files(str(error.__cause__))) > told:
         lines.append("The whole traceback: import sys; print(sys.last_value.__cause__)")
     return lines
@@ -62,10 +64,26 @@ def _foreign_files(traceback: str) -> list[str]:
     return [f for f in files if not frames.Frame(file=f, line=0, function="").is_house]
 
 
-def _named(error: BaseException) -> str:
-    text = str(error)
-    head = f"{_BOLD}{_RED}{type(error).__name__}{_OFF}"
-    return f"{head}: {text}" if text else head
+def _named(error: BaseException) -> list[str]:
+    """The class and the text, coloured, in lines that a cell's width does not break in a word."""
+    name = type(error).__name__
+    first, *rest = f"{name}: {error}".rstrip(": ").split("\n")
+    head, *more = _wrapped(first)
+    lines = [f"{_BOLD}{_RED}{name}{_OFF}{head[len(name) :]}", *more]
+    for line in rest:
+        lines += [_coloured(line)] if _SOURCE.match(line) else map(_coloured, _wrapped(line))
+    return lines
+
+
+def _wrapped(line: str) -> list[str]:
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.wrap(
+        line,
+        _LINE_CHARS,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [""]
 
 
 def _coloured(line: str) -> str:

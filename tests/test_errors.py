@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import errno
 import pickle
+import re
 
 import pytest
 
@@ -86,3 +87,113 @@ def test_not_sendable_keeps_the_path():
     error = errors.NotSendable("a lock cannot be pickled", path="args[0].lock")
 
     assert pickle.loads(pickle.dumps(error)).path == "args[0].lock"
+
+
+# ------------------------------------------------------------------------- in a notebook
+
+COLOURS = re.compile(r"\x1b\[[\d;]*m")
+
+
+def shown(error):
+    """What a notebook shows of an error, without colours."""
+    return COLOURS.sub("", "\n".join(error._render_traceback_()))
+
+
+def raised_through_the_house(error):
+    """The error as it comes out of nbaccel: with frames of this file, of nbaccel and of torch."""
+    try:
+        try:
+            raise OSError("underneath")
+        except OSError as cause:
+            raise error from cause
+    except errors.NbaccelError as caught:
+        return caught
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        errors.ConfigError,
+        errors.ModelNotShareable,
+        errors.NotSendable,
+        errors.PortTaken,
+        errors.InputRefused,
+        errors.MissingBackend,
+        errors.UnsafeFork,
+        errors.PrecisionMismatch,
+        errors.PlatformUnsupported,
+    ],
+)
+def test_a_mistake_shows_the_users_line_and_the_text(kind):
+    lines = shown(raised_through_the_house(kind("got 7. Give 8."))).splitlines()
+
+    assert re.fullmatch(r"  test_errors\.py:\d+, in raised_through_the_house", lines[0])
+    assert lines[1].startswith("  ---->")
+    assert "raise error from cause" in lines[1]
+    assert lines[2:] == [f"{kind.__name__}: got 7. Give 8."]
+
+
+def test_a_mistake_shows_no_frame_of_nbaccel():
+    from nbaccel import RunConfig
+
+    with pytest.raises(errors.ConfigError) as caught:
+        RunConfig(num_processes=-1)
+
+    text = shown(caught.value)
+    assert "RunConfig(num_processes=-1)" in text
+    assert "nbaccel/" not in text
+
+
+def test_a_bug_of_nbaccel_keeps_its_whole_traceback():
+    assert not hasattr(errors.InternalError("impossible"), "_render_traceback_")
+
+
+def test_a_failure_shows_its_text_with_the_failing_line_in_bold():
+    text = (
+        "rank 1 of 2 raised ValueError: no labels\n  Cell In[2], line 8, in train\n"
+        "          7 if bad:\n  ---->   8     raise ValueError()\nThe model is as it was."
+    )
+    lines = errors.WorkerFailed(text)._render_traceback_()
+
+    assert COLOURS.sub("", "\n".join(lines)) == f"WorkerFailed: {text}"
+    assert lines[0].startswith("\x1b[1m\x1b[31mWorkerFailed\x1b[")  # bold and red
+    assert "\x1b[32mCell In[2], line 8\x1b[" in lines[1]
+    assert "\x1b[1m   8     raise ValueError()" in lines[3]
+
+
+def test_a_long_line_is_broken_between_words_and_source_is_not():
+    words = "word " * 60
+    code = "x = '" + "word " * 60 + "'"
+    lines = shown(errors.WorkerFailed(f"{words}\n  ---->   1 {code}")).splitlines()
+
+    prose, source = lines[:-1], lines[-1]
+    assert max(map(len, prose)) <= 100
+    assert " ".join(" ".join(prose).split()) == f"WorkerFailed: {words.strip()}"
+    assert source == f"  ---->   1 {code}"
+
+
+def test_a_failure_says_how_to_see_frames_that_it_leaves_out():
+    trace = 'File "cell", line 1, in f\n  File "/site-packages/torch/x.py", line 2, in g'
+    error = errors.WorkerFailed("raised\n  ---->   1 f()")
+    assert "__cause__" not in shown(error)
+    error.__cause__ = RuntimeError(f"  {trace}")
+    assert shown(error).endswith("import sys; print(sys.last_value.__cause__)")
+
+
+def test_a_failure_in_a_function_of_a_file_says_who_launched():
+    def train_all():
+        raise errors.WorkerFailed("rank 0 of 2 raised ValueError")
+
+    with pytest.raises(errors.WorkerFailed) as caught:
+        train_all()
+    assert re.search(r"Launched at test_errors.py:\d+ → test_errors.py:\d+\.$", shown(caught.value))
+
+
+def test_an_interrupt_is_a_keyboard_interrupt_to_everybody():
+    error = errors.LaunchInterrupted("all 2 workers have been stopped")
+
+    assert isinstance(error, KeyboardInterrupt)
+    assert not isinstance(error, Exception)
+    assert type(error).__name__ == "KeyboardInterrupt"
+    assert shown(error) == "KeyboardInterrupt: all 2 workers have been stopped"
+    assert isinstance(pickle.loads(pickle.dumps(error)), errors.LaunchInterrupted)

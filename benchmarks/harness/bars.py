@@ -101,7 +101,7 @@ def _without_template(samples: Samples | None) -> float | None:
     """What a fork adds by itself; the table has what is there in all, and the template's part."""
     if samples is None or not samples.values:
         return None
-    others = [fact["parts"]["others_mib"] for fact in samples.facts]
+    others: list[float] = [fact["parts"]["others_mib"] for fact in samples.facts]
     return statistics.median(a - b for a, b in zip(samples.values, others, strict=True))
 
 

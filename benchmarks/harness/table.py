@@ -186,17 +186,31 @@ def _seconds(value: float | None) -> str:
 
 
 def _provenance(facts: dict[str, Any]) -> str:
-    where = (
-        "each kernel in namespaces of its own"
-        if facts["isolated"]
-        else ("**without namespaces**: the kernels shared the machine's network and processes")
-    )
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    return (
-        f"Taken {facts['taken']}, {facts['repeats']} repeats, {where}; load at the end "
-        f"{facts['load']}. {facts['num_cores']} cores, {facts['memory_gib']} GiB, "
-        f"{facts['system']}; {versions}."
-    )
+    where = "each kernel in namespaces of its own"
+    if not facts["isolated"]:
+        where = "**without namespaces**: the kernels shared the machine's network and processes"
+    return f"Taken {facts['taken']}, {facts['repeats']} repeats, {where}; load {facts['load']}."
+
+
+def _machines(results: Results) -> str:
+    """Hardware and versions, once if all sections agree."""
+    told: dict[str, list[str]] = {}
+    for section, facts in sorted(results.sections.items()):
+        versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+        machine = f"{facts['num_cores']} cores, {facts['memory_gib']} GiB, {facts['system']}"
+        told.setdefault(f"{machine}; {versions}.", []).append(f"({section})")
+    return "\n\n".join(f"{' '.join(sections)}: {text}" for text, sections in told.items())
+
+
+def _strangers(results: Results) -> str:
+    """Whether another process shared the library's pages while memory was weighed."""
+    found = [
+        fact.get("num_strangers", 0) > 0
+        for (measure, _), samples in results.samples.items()
+        if measure.startswith("b")
+        for fact in samples.facts
+    ]
+    return f"{sum(found)} of {len(found)} samples had a process beside them that maps PyTorch."
 
 
 def _verdicts(verdicts: list[Verdict]) -> str:
@@ -216,8 +230,11 @@ def render(results: Results, verdicts: list[Verdict]) -> str:
     for section, title in TITLES.items():
         if section in results.sections:
             body = _home_section(results) if section == "c" else _section(results, section)
-            blocks += [f"### {title}", body, _provenance(results.sections[section])]
-    blocks.append(_verdicts(verdicts))
+            blocks += [f"### {title}", body]
+            if section == "b":
+                blocks.append(_strangers(results))
+            blocks.append(_provenance(results.sections[section]))
+    blocks += [_verdicts(verdicts), "### Machine and versions", _machines(results)]
     return "\n\n".join(blocks) + "\n"
 
 

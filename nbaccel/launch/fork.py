@@ -7,6 +7,7 @@ unsafe is `preflight`'s business; this file cures what can be cured just before 
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 import warnings
@@ -33,6 +34,8 @@ class ForkStarter:
         self._children: dict[int, int] = {}
         self.ours: list[int] = []
         """The notebook's own ends of all connections: a child closes them."""
+        # The first optimizer of a process imports it (a second): once here, not once per worker.
+        importlib.import_module("torch._dynamo")
         pause_pools()
 
     def start(self, ends: worker.Ends) -> int:

@@ -36,9 +36,11 @@ from nbaccel.launch.sharing import arena, home, memory
 from nbaccel.launch.sharing.find import find_modules
 from nbaccel.launch.starter import Starter
 from nbaccel.launch.supervisor import Supervisor
-from nbaccel.launch.template import TemplateStarter
+from nbaccel.launch.system import uninterrupted
+from nbaccel.launch.template import TemplateStarter, dispose
 from nbaccel.plan import Plan
 from nbaccel.topology import Topology
+from nbaccel.units import counted
 
 _CALLER = 7
 """Frames from a warning up to the cell: this file's four, the façade's two, the cell."""
@@ -94,7 +96,7 @@ def _attempts(plan: Plan, packed: Packed, sharing: arena.Sharing) -> Outcome:
 def _attempt(plan: Plan, packed: Packed, sharing: arena.Sharing, attempt: int) -> Outcome:
     with contextlib.ExitStack() as stack:
         homecoming = home.Homecoming(sharing, packed.arenas if plan.config.share_back else {})
-        stack.callback(homecoming.close)
+        stack.callback(homecoming.close, dispose)
         listener = None
         if plan.config.node_rank == 0:
             listener = store.listen(plan.master_addr, plan.port)
@@ -113,11 +115,13 @@ def _conclude(plan: Plan, watch: Supervisor, homecoming: home.Homecoming) -> Out
     if failed is not None:
         raise failed
     reports = [m.returned.home for m in watch.members if m.returned and m.returned.home]
-    homecoming.apply(reports)
+    with uninterrupted():  # half of a model is worse than either
+        homecoming.apply(reports)
     values, lost = verdict.results(watch.members)
     state_dicts = {k: v for report in reports for k, v in report.state_dicts.items()}
-    for reason in lost:
-        warnings.warn(f"{reason}. Its place in the results says so.", stacklevel=_CALLER)
+    if lost:
+        more = f", and so did {counted(len(lost) - 1, 'more rank')}" if len(lost) > 1 else ""
+        warnings.warn(f"{lost[0]}{more}. The results say so in its place.", stacklevel=_CALLER)
     for report in reports:
         for path, why in report.stranded.items():
             warnings.warn(

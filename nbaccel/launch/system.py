@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from nbaccel.units import format_bytes
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let a KeyboardInterrupt wait until the block is through."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda signum, _: pressed.append(signum))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def oom_kills(proc: Path = Path("/proc")) -> int:

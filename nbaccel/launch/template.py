@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import select
 import time
 from collections.abc import Sequence
@@ -12,6 +14,18 @@ from nbaccel.launch.worker import Ends
 
 READY_TIMEOUT_S = 120.0  # importing torch from a cold disk can take most of a minute
 _FORK_TIMEOUT_S = 20.0
+
+
+def dispose(fds: Sequence[int]) -> None:
+    """Close descriptors of big files; in the template process if there is one."""
+    boot = warmup.current()
+    if boot is not None and boot.ready and fds:
+        channel = wire.Channel(boot.socket.dup())
+        with contextlib.suppress(OSError):  # it is going down: then the last reference is ours
+            channel.send(wire.Dispose(), fds)
+        channel.close()
+    for fd in fds:
+        os.close(fd)
 
 
 class TemplateStarter:

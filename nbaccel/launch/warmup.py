@@ -90,7 +90,13 @@ def stop() -> None:
         boot.end()
 
 
+def current() -> Boot | None:
+    """The running template process, if this process has one."""
+    boot = _Slot.boot
+    return boot if boot is not None and boot.is_running() else None
+
+
 def current_pid() -> int | None:
     """Process id of the running template process, if any."""
-    boot = _Slot.boot
-    return boot.process.pid if boot is not None and boot.is_running() else None
+    boot = current()
+    return boot.process.pid if boot is not None else None

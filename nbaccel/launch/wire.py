@@ -100,6 +100,11 @@ class Fork:
     ticket: int
 
 
+@dataclass(frozen=True, slots=True)
+class Dispose:
+    """Close the descriptors that come along: freeing much memory takes time nobody should wait."""
+
+
 # ---- template → notebook
 
 

@@ -217,8 +217,8 @@ class _Work:
             return self._inheritance.call, self._inheritance.arenas
         if self._job.parcel is None or self._parcel_fd is None:
             raise InternalError(
-                f"worker {self._topology.rank} of the template got no parcel, and "
-                f"{len(self._arena_fds)} descriptors. Please report this."
+                f"worker {self._topology.rank} got no parcel, only {len(self._arena_fds)} arenas: "
+                "there is nothing to run. Please report this."
             )
         mappings = {
             key: memory.Mapping(fd, nbytes, private=True)
@@ -285,7 +285,7 @@ def _keep_groups() -> None:
     """Let no process group be destructed before this process leaves.
 
     ~ProcessGroupGloo joins a thread that may be waiting for the GIL to drop a finished work, while
-    the destructor holds it: a deadlock, met in about one of thirty DDP runs that end by
+    the destructor holds it: a deadlock, met in every fifth to thirtieth DDP run that ends by
     `destroy_process_group()` (torch 2.13; the stack is in docs/upstream.md). Shutting a group down
     works as before; only its C++ object outlives it, and this process is about to end anyway.
     """

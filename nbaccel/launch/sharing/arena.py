@@ -40,12 +40,6 @@ class Arena(memory.Mapping):
         super().__init__(fd, nbytes, private=False)
         _LIVING.add(self)
 
-    def adopt_file(self, fd: int) -> None:
-        """Let every tensor of this arena see the bytes of `fd` from now on, and own that file."""
-        self.replace(fd, private=False)
-        old, self.fd = self.fd, fd
-        os.close(old)
-
     def __del__(self) -> None:
         super().__del__()
         os.close(self.fd)

@@ -2,9 +2,10 @@
 
 [Note: the way home] Every arena has a *staging* file of the same size and layout, made by the
 notebook process for one launch. It is sparse: what nobody writes costs nothing. Workers put trained
-values there; the notebook's arena is not touched before all ranks have returned. Then either the
-staging file takes the arena's place under the same addresses (one mmap, no copy), or, if only a
-small part was trained, that part is copied. A launch that fails drops the staging file.
+values there; the notebook's arena is not touched before all ranks have returned. Then the notebook
+reads what was written into the arena, once, into pages that it has mapped already. (Mapping the
+staging file in the arena's place looks cheaper and is not: the page faults that follow cost several
+copies.) A launch that fails drops the staging file.
 
 [Note: training in place] Rank 0 would pay twice: once for the private page that its first optimizer
 step writes, once for copying that page to the staging file at the end. So just before its first
@@ -19,8 +20,7 @@ writes its own piece, so that no one ever holds the whole.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -296,16 +296,8 @@ class Homecoming:
     def _apply_one(self, key: str, arena: Arena, merged: HomeReport) -> None:
         whole = [(0, arena.nbytes)]
         written = whole if key in merged.complete else memory.merge(merged.written.get(key, []))
-        left_out = self._stranded_ranges(arena, merged.stranded)
-        staging = self.staging[key]
-        if 2 * memory.total(written) < arena.nbytes:
-            for start, stop in _without(written, left_out):
-                memory.read_at(staging, arena.view(start, stop), start)
-            return
-        for start, stop in memory.merge([*memory.gaps(written, arena.nbytes), *left_out]):
-            memory.write_at(staging, arena.view(start, stop), start)
-        del self.staging[key]  # the arena owns the descriptor from here on
-        arena.adopt_file(staging)
+        for start, stop in _without(written, self._stranded_ranges(arena, merged.stranded)):
+            memory.read_at(self.staging[key], arena.view(start, stop), start)
 
     def _stranded_ranges(self, arena: Arena, stranded: Mapping[str, str]) -> list[memory.Range]:
         return memory.merge(
@@ -327,10 +319,16 @@ class Homecoming:
                 if tensor.device.type != "cpu" and module.path not in merged.stranded:
                     tensor.data.copy_(slot.view(arena))
 
-    def close(self) -> None:
-        """Give up what has not come home."""
-        while self.staging:
-            os.close(self.staging.popitem()[1])
+    def close(self, dispose: Callable[[Sequence[int]], None]) -> None:
+        """Give the staging files up.
+
+        Args:
+            dispose: Closes descriptors. Freeing gigabytes takes a tenth of a second each: better
+                where nobody waits for it.
+        """
+        fds = list(self.staging.values())
+        self.staging.clear()
+        dispose(fds)
 
 
 def _without(ranges: list[memory.Range], left_out: list[memory.Range]) -> Iterator[memory.Range]:

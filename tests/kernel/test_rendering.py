@@ -1,0 +1,140 @@
+"""What a cell shows when a launch fails, in a real kernel: few lines, all of them the user's."""
+
+from __future__ import annotations
+
+import queue
+import re
+import time
+
+import pytest
+from jupyter_client.manager import KernelManager
+
+from tests.house.source import ROOT
+
+COLOURS = re.compile(r"\x1b\[[\d;]*m")
+SETUP = """
+import time, torch, torch.distributed as dist
+from nbaccel import notebook_launcher
+model = torch.nn.Linear(4, 2)
+"""
+
+
+class Notebook:
+    """A kernel and what its cells send back."""
+
+    def __init__(self, folder):
+        # Sockets in a folder instead of ports: what listens on a port counts as a leak.
+        self.manager = KernelManager(transport="ipc", ip=str(folder / "kernel"))
+        self.manager.start_kernel(cwd=ROOT)
+        self.client = self.manager.blocking_client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+
+    def error(self, code, *, interrupt_at=None):
+        """Run a cell that must raise; returns (ename, lines without colours)."""
+        self.client.execute(code)
+        found, deadline = None, time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                message = self.client.get_iopub_msg(timeout=1)
+            except queue.Empty:
+                continue
+            content = message["content"]
+            if message["msg_type"] == "stream" and interrupt_at and interrupt_at in content["text"]:
+                self.manager.interrupt_kernel()
+            elif message["msg_type"] == "error":
+                text = "\n".join(content["traceback"])
+                found = content["ename"], COLOURS.sub("", text).splitlines()
+            elif message["msg_type"] == "status" and content["execution_state"] == "idle":
+                return found
+        raise TimeoutError(f"the cell did not end: {code}")
+
+    def close(self):
+        self.client.stop_channels()
+        self.manager.shutdown_kernel()
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory):
+    opened = Notebook(tmp_path_factory.mktemp("sockets"))
+    opened.error(SETUP)
+    yield opened
+    opened.close()
+
+
+def test_a_failed_worker_shows_its_line_and_no_library(notebook):
+    name, lines = notebook.error(
+        "def train(model):\n"
+        "    dist.init_process_group('gloo')\n"
+        "    if dist.get_rank() == 1:\n"
+        "        raise ValueError('no labels')\n"
+        "    dist.barrier()\n"
+        "notebook_launcher(train, (model,), num_processes=2)"
+    )
+    assert name == "WorkerFailed[ValueError]"
+    assert lines[0] == "WorkerFailed[ValueError]: rank 1 of 2 raised ValueError: no labels"
+    assert re.fullmatch(r"  Cell In\[\d+\], line 4, in train", lines[1])
+    assert "  ---->   4         raise ValueError('no labels')" in lines
+    assert len(lines) <= 15
+    assert not [line for line in lines if "nbaccel/" in line or "site-packages" in line]
+
+
+def test_a_library_s_frames_are_one_line_without_folders(notebook):
+    _, lines = notebook.error(
+        "notebook_launcher(lambda m: m(torch.ones(3, 5)), (model,), num_processes=2)"
+    )
+    assert any(line.startswith("  raised inside forward (torch/nn/") for line in lines)
+    assert lines[-1].endswith("print(sys.last_value.__cause__)")
+    _, lines = notebook.error("import sys; raise SystemError(sys.last_value.__cause__)")
+    assert any("torch/nn/modules/module.py" in line for line in lines)
+
+
+def test_a_mistake_shows_the_cell_and_the_text(notebook):
+    name, lines = notebook.error("notebook_launcher(train, model, num_processes=2)")
+    assert name == "ConfigError"
+    assert re.fullmatch(r"  Cell In\[\d+\], line 1", lines[0])
+    assert lines[1] == "  ---->   1 notebook_launcher(train, model, num_processes=2)"
+    assert lines[2].startswith("ConfigError: args is a Linear, not a tuple")
+
+
+def test_what_cannot_be_sent_is_named_under_the_cell(notebook):
+    name, lines = notebook.error(
+        "import threading\n"
+        "notebook_launcher(print, (threading.Lock(),), num_processes=2, start_method='template')"
+    )
+    assert name == "NotSendable"
+    assert lines[2].startswith("NotSendable: args[0] (a _thread.lock) cannot be sent")
+    assert len(lines) <= 8
+
+
+def test_an_interrupt_is_one_line(notebook):
+    name, lines = notebook.error(
+        "def wait():\n"
+        "    print('ready')\n"
+        "    time.sleep(60)\n"
+        "notebook_launcher(wait, num_processes=2)",
+        interrupt_at="ready",
+    )
+    assert name == "KeyboardInterrupt"
+    assert lines == ["KeyboardInterrupt: all 2 workers have been stopped; the model is as it was"]
+
+
+def test_in_one_process_the_error_is_the_users_own(notebook):
+    name, lines = notebook.error(
+        "def look(batch):\n    return batch['pixel']\n"
+        "notebook_launcher(look, ({},), num_processes=1)"
+    )
+    assert name == "KeyError"
+    assert not [line for line in lines if "nbaccel" in line and "launcher(" not in line]
+
+
+def test_auto_forks_what_cannot_be_pickled_in_a_kernel(notebook):
+    """The kernel's own threads are no reason against it."""
+    assert (
+        notebook.error(
+            "import threading\n"
+            "results = notebook_launcher(lambda l: 7, (threading.Lock(),), num_processes=2)\n"
+            "assert results == [7, 7] and results.plan.start_method == 'fork'"
+        )
+        is None
+    )
