@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-import os
 
 import pytest
 import torch
@@ -188,22 +187,6 @@ def test_a_module_without_tensors_needs_no_arena() -> None:
     sharing = share(nn.ReLU())
     assert sharing.arenas() == []
     assert fds() == before
-
-
-def test_adopting_a_file_changes_every_tensor_at_once() -> None:
-    module = Odd()
-    home = share(module).arenas()[0]
-    addresses = {n: t.data_ptr() for n, t in arena.named_tensors(module)}
-    open_files = fds()
-    staging = memory.create_file("staging", home.nbytes)
-    home.adopt_file(staging)
-    assert fds() == open_files, "the old file is closed, the new one is the arena's"
-    for name, tensor in arena.named_tensors(module):
-        assert tensor.data_ptr() == addresses[name]
-        assert not tensor.any(), name
-    with torch.no_grad():
-        module.plain.fill_(2)
-    assert os.pread(staging, home.nbytes, 0).count(b"\x40") >= 15, "it is mapped shared"
 
 
 def test_a_forked_child_forgets_that_memory_is_shared() -> None:
