@@ -283,8 +283,9 @@ def _holds(pid: int, path: str) -> bool:
     with contextlib.suppress(OSError):  # another user's, or gone meanwhile
         if path in Path(f"/proc/{pid}/maps").read_text(errors="replace"):
             return True
-        for descriptor in os.scandir(f"/proc/{pid}/fd"):
-            if Path(descriptor.path).readlink() == Path(path):
+        # Listed at once: an iterator that is left half way warns when it is collected.
+        for descriptor in list(Path(f"/proc/{pid}/fd").iterdir()):
+            if descriptor.readlink() == Path(path):
                 return True
     return False
 

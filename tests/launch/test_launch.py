@@ -162,6 +162,9 @@ def test_arguments_are_the_workers_own(launch: Launch) -> None:
 def test_one_worker_runs_here_and_more_than_two_run_too() -> None:
     assert notebook_launcher(os.getpid, (), num_processes=1) == [os.getpid()]
     assert debug_launcher(workers.rank, (), 4) == [0, 1, 2, 3]
+    for method in ("template", "fork"):
+        (pid,) = notebook_launcher(os.getpid, (), 1, start_method=method)
+        assert pid != os.getpid(), "one worker in a process of its own, if that is asked for"
 
 
 def test_sys_exit_is_a_normal_end(launch: Launch) -> None:

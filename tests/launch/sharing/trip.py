@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -54,9 +55,14 @@ class Trip:
         return reports[0]
 
     def close(self) -> None:
-        self.homecoming.close()
+        self.homecoming.close(close_all)
         with contextlib.suppress(OSError):
             os.close(self.fd)
+
+
+def close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def replace_tensor(module: nn.Module, name: str, tensor: Any) -> None:
