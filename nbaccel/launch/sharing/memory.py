@@ -32,6 +32,8 @@ _libc.mmap.argtypes = [
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
+_ENTRIES = 1 << 15  # of the page table, read at a time: small enough to stay in the cache
+
 Range = tuple[int, int]
 """Bytes `[start, stop)` of a file or mapping."""
 
@@ -146,19 +148,30 @@ def _own_pages(address: int, nbytes: int) -> list[Range]:
     table cannot be read (some sandboxes have none), everything counts as written.
     """
     pages = -(-nbytes // PAGE_BYTES)
+    found: list[Range] = []
     try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as table:
-            raw = os.pread(table.fileno(), pages * 8, address // PAGE_BYTES * 8)
+        table = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        raw = b""
-    if len(raw) != pages * 8:
         return [(0, pages * PAGE_BYTES)]
-    entries = np.frombuffer(raw, dtype=np.uint64)
-    here = (entries >> np.uint64(62)) != 0
-    own = here & ((entries >> np.uint64(61)) & np.uint64(1) == 0)
+    with closing(table):
+        entries = np.empty(min(pages, _ENTRIES), dtype=np.uint64)
+        for first in range(0, pages, _ENTRIES):
+            chunk = entries[: min(_ENTRIES, pages - first)]
+            offset = (address // PAGE_BYTES + first) * 8
+            if os.preadv(table, [chunk.data], offset) != chunk.nbytes:
+                return [(0, pages * PAGE_BYTES)]
+            if chunk.any():  # nothing mapped yet: the common case of an untouched model
+                found += _runs(chunk, first)
+    return merge(found)
+
+
+def _runs(entries: np.ndarray[Any, np.dtype[np.uint64]], first: int) -> list[Range]:
+    """Ranges of pages that are present or swapped, and no file's."""
+    flags = (entries >> np.uint64(61)).astype(np.uint8)
+    own = ((flags & 0b110) != 0) & ((flags & 0b001) == 0)
     edges = np.flatnonzero(np.diff(np.concatenate(([False], own, [False])).astype(np.int8)))
     return [
-        (int(start) * PAGE_BYTES, int(stop) * PAGE_BYTES)
+        ((first + int(start)) * PAGE_BYTES, (first + int(stop)) * PAGE_BYTES)
         for start, stop in zip(edges[::2], edges[1::2], strict=True)
     ]
 
