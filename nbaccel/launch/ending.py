@@ -104,11 +104,14 @@ class Ending:
     def _act(self, step: Step, member: Member) -> float:
         """Carry a step out; returns how many seconds it gets to have an effect."""
         if step is Step.STACK:
-            asking = self._ask_stacks and member.state in (State.ALIVE, State.RUNNING)
+            asking = self._ask_stacks and member.is_busy and member.tells_its_stack
             if asking:
                 send(member, STACK_SIGNAL)
             return _STACK_S if asking else 0.0
         member.told = member.told or member.is_busy
+        if member.state is State.BORN:  # it has no handlers yet: an interrupt might even wake it
+            end_group(member.pid)
+            return _KILL_S
         if step is Step.INTERRUPT:
             send(member, signal.SIGINT)
             return _ANSWER_S

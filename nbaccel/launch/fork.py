@@ -6,6 +6,7 @@ unsafe is `preflight`'s business; this file cures what can be cured just before 
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import os
@@ -43,6 +44,8 @@ class ForkStarter:
         parent = os.getpid()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+        # So that a child which hangs before it gets to register this itself can tell where.
+        faulthandler.register(worker.STACK_SIGNAL, file=ends.stack, all_threads=True)
         gc.freeze()  # a collection in the child would write to every page it shares with us
         try:
             with warnings.catch_warnings():
@@ -52,6 +55,7 @@ class ForkStarter:
         finally:
             if os.getpid() == parent:
                 gc.unfreeze()
+                faulthandler.unregister(worker.STACK_SIGNAL)
         if pid == 0:
             for fd in self.ours:
                 os.close(fd)

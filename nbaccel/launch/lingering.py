@@ -94,8 +94,9 @@ class Lingering:
 
 def _ask(busy: Iterable[Member]) -> None:
     for member in busy:
-        member.stack_text = ""
-        send(member, STACK_SIGNAL)
+        if member.tells_its_stack:
+            member.stack_text = ""
+            send(member, STACK_SIGNAL)
 
 
 def _lonely(members: Iterable[Member], doings: dict[int, str]) -> str:

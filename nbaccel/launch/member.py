@@ -41,6 +41,8 @@ class Member:
     error: tuple[wire.Failed, int | None] | None = None
     """The message and the descriptor of its exception's parcel."""
     stack_text: str = ""
+    tells_its_stack: bool = False
+    """It answers `STACK_SIGNAL`; to a process that does not, the signal would be deadly."""
     hung_up: bool = False
     """Its end of the channel is closed, or it is gone."""
     unwinding: bool = False

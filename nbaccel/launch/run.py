@@ -182,11 +182,12 @@ def _starter(packed: Packed) -> Starter:
 def _hire(starter: Starter, rank: int, members: list[Member]) -> Member:
     """Start one worker and note it at once, so that it is ended whatever comes next."""
     channel, pipes, ends = connect()
+    forks_us = isinstance(starter, ForkStarter)
     with memory.closing(*ends.all()):
         if isinstance(starter, ForkStarter):
             starter.ours += [channel.fileno(), *pipes]
         pid = starter.start(ends)
-    member = Member(rank=rank, channel=channel, pipes=pipes, pid=pid)
+    member = Member(rank=rank, channel=channel, pipes=pipes, pid=pid, tells_its_stack=forks_us)
     members.append(member)
     return member
 

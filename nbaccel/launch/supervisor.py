@@ -147,6 +147,7 @@ class Supervisor:
             return
         if isinstance(message, wire.Alive):
             member.state = State.ALIVE
+            member.tells_its_stack = True
         elif isinstance(message, wire.Started):
             member.state = State.RUNNING
         elif isinstance(message, wire.Interrupting):

@@ -912,6 +912,24 @@ def test_auto_forks_for_what_cannot_be_sent_and_says_so(capfd: pytest.CaptureFix
 
 
 @isolated(timeout_s=100)
+def test_a_worker_that_hangs_at_its_birth_is_ended_and_shown_with_its_stack() -> None:
+    from nbaccel.errors import StartupFailed
+    from nbaccel.launch import supervisor
+
+    supervisor._BORN_S = 2.0  # seconds; twenty by default
+
+    def stay_in_the_child() -> None:
+        time.sleep(600)
+
+    os.register_at_fork(after_in_child=stay_in_the_child)
+    with pytest.raises(StartupFailed, match="never ran") as caught:
+        notebook_launcher(os.getpid, (), 2, start_method="fork")
+    assert "stay_in_the_child" in str(caught.value)
+    assert "start_method='template'" in str(caught.value)
+    assert len(notebook_launcher(os.getpid, (), 2, start_method="template")) == 2
+
+
+@isolated(timeout_s=100)
 def test_a_live_process_group_forbids_the_fork() -> None:
     port = taken_and_freed()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
