@@ -20,6 +20,7 @@ import linecache
 import os
 import pickle
 import types
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -152,18 +153,25 @@ class _StorageReducer:
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
+        self._last: arena.Arena | None = None  # a model's tensors mostly lie in one arena
 
     def reduce(self, obj: Any) -> Any:
-        if type(obj) is torch.storage.TypedStorage:
+        kind = type(obj)
+        if kind is torch.storage.TypedStorage:
             return _typed_storage, (obj._untyped_storage, obj.dtype)
-        if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":
+        if kind is torch.UntypedStorage and obj.device.type != "meta":
             return self._untyped(obj)
         return NotImplemented
+
+    def _find(self, address: int, nbytes: int) -> arena.Arena | None:
+        if self._last is None or not self._last.contains(address, nbytes):
+            self._last = arena.find(address, nbytes)
+        return self._last
 
     def _untyped(self, storage: torch.UntypedStorage) -> Any:
         nbytes, address = storage.nbytes(), storage.data_ptr()
         on_host = storage.device.type == "cpu"
-        home = arena.find(address, nbytes) if on_host and nbytes else None
+        home = self._find(address, nbytes) if on_host and nbytes else None
         if home is not None:
             return _arena_storage, (self._sender.key(home), address - home.address, nbytes, False)
         if address in self._sender.stand_ins and not on_host:
@@ -177,6 +185,8 @@ class _StorageReducer:
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: Any, sender: Sender, blocks: list[pickle.PickleBuffer]) -> None:
+        # cloudpickle's table is a ChainMap: a look-up in Python for every object of the model.
+        self.dispatch_table = dict(cloudpickle.Pickler.dispatch_table)
         super().__init__(file, protocol=5, buffer_callback=blocks.append)
         self._storages = _StorageReducer(sender)
         self._sender = sender
@@ -187,6 +197,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return reduced
         if isinstance(obj, types.FunctionType):
             _note_source(obj, self._sender.sources)
+        elif type(obj) is OrderedDict and not vars(obj):
+            # Every module has eight of them, mostly empty; the general way takes ten times as long.
+            return OrderedDict, (), None, None, iter(obj.items())
+        elif not isinstance(obj, type):
+            return NotImplemented  # cloudpickle has its own way with functions and classes only
         return super().reducer_override(obj)
 
 
