@@ -19,7 +19,7 @@ _FORK_TIMEOUT_S = 20.0
 def dispose(fds: Sequence[int]) -> None:
     """Close descriptors of big files; in the template process if there is one."""
     boot = warmup.current()
-    if boot is not None and boot.ready and fds:
+    if boot is not None and fds:  # one that is still importing closes them when it is through
         channel = wire.Channel(boot.socket.dup())
         with contextlib.suppress(OSError):  # it is going down: then the last reference is ours
             channel.send(wire.Dispose(), fds)
