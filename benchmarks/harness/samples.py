@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import statistics
 import sys
 import time
@@ -81,10 +82,19 @@ class Results:
     def save(self) -> None:
         measures: dict[str, dict[str, Any]] = {}
         for (measure, subject), samples in self.samples.items():
-            measures.setdefault(measure, {})[subject] = samples.as_json()
+            row = samples.as_json()
+            # What a subject showed is looked at while measuring, not kept: it is full of folders.
+            row["facts"] = [{k: v for k, v in fact.items() if k != "text"} for fact in row["facts"]]
+            measures.setdefault(measure, {})[subject] = row
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"sections": self.sections, "measures": measures}, indent=1)
-        self.path.write_text(text + "\n")
+        self.path.write_text(without_places(text) + "\n")
+
+
+def without_places(text: str) -> str:
+    """The text without the folders of the machine it was taken on: figures are to be published."""
+    text = re.sub(r"sys\.path\[:\] = \[[^\"\\]*", "sys.path[:] = …", text)
+    return re.sub(r"(?<![\w./])/(?:[\w.+-]+/)+(?=[\w.+-]+)", "…/", text)
 
 
 def machine() -> dict[str, Any]:
