@@ -45,8 +45,6 @@ class Member:
     """It answers `STACK_SIGNAL`; to a process that does not, the signal would be deadly."""
     hung_up: bool = False
     """Its end of the channel is closed, or it is gone."""
-    unwinding: bool = False
-    """It has raised KeyboardInterrupt and is running its `finally` blocks."""
     told: bool = False
     """We have sent it a signal: its death says nothing about its own doings."""
 

@@ -151,7 +151,6 @@ class Supervisor:
         elif isinstance(message, wire.Started):
             member.state = State.RUNNING
         elif isinstance(message, wire.Interrupting):
-            member.unwinding = True
             if self._ending is not None:
                 self._ending.extend(member)
         elif isinstance(message, wire.Returned):

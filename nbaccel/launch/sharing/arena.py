@@ -26,6 +26,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from nbaccel.errors import ModelNotShareable
 from nbaccel.launch.sharing import memory
 
+PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+"""Types with memory of their own: a DTensor, for one, has no address to ask for."""
+
 _ALIGN = 64  # bytes: a cache line, and enough for every vector instruction torch uses
 
 
@@ -190,7 +193,7 @@ def _why_not(tensor: torch.Tensor) -> str | None:
             f"is on the meta device: it has shape {tuple(tensor.shape)} but no values. Fill it "
             "first (model.to_empty(device='cpu'), load weights), or build it inside the function."
         )
-    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+    if type(tensor) not in PLAIN:
         return (
             f"is a {type(tensor).__name__}, whose values are spread over other tensors or "
             "processes. Unwrap it to a plain tensor, or build the model inside the function."

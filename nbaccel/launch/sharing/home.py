@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbaccel.launch.sharing import memory
-from nbaccel.launch.sharing.arena import Arena, Sharing, Slot, named_tensors
+from nbaccel.launch.sharing.arena import PLAIN, Arena, Sharing, Slot, named_tensors
 
 _IN_PLACE_SHARE = (
     0.5  # of an arena's bytes about to be trained: above it, train in the staging file
@@ -193,16 +193,12 @@ class Homebound:
             memory.write_at(self._staging[key], self._mappings[key].view(*span), span[0])
 
 
-_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
-"""Types with memory of their own: a DTensor, for one, has no address to ask for."""
-
-
 def _is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "placements")
 
 
 def _span_in(mapping: memory.Mapping, tensor: torch.Tensor) -> memory.Range | None:
-    if tensor.device.type != "cpu" or type(tensor) not in _PLAIN:
+    if tensor.device.type != "cpu" or type(tensor) not in PLAIN:
         return None
     storage = tensor.untyped_storage()
     if not mapping.contains(storage.data_ptr(), storage.nbytes()):
@@ -215,7 +211,7 @@ def _stayed(tensor: torch.Tensor, slot: Slot, mapping: memory.Mapping) -> bool:
     """Whether the tensor still is the very view of the arena that the slot describes."""
     return (
         tensor.device.type == "cpu"
-        and type(tensor) in _PLAIN
+        and type(tensor) in PLAIN
         and tensor.dtype == slot.dtype
         and tensor.stride() == slot.stride
         and tensor.data_ptr() == mapping.address + slot.start + slot.offset * tensor.element_size()
