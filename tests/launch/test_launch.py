@@ -305,6 +305,27 @@ def test_every_rank_writes_its_own_shard_home(launch: Launch) -> None:
     assert not torch.equal(model[2].bias, before["2.bias"])
 
 
+def test_weights_that_are_sums_over_the_ranks_do_not_fail_the_launch(launch: Launch) -> None:
+    model = nn.Linear(3, 2, bias=False)
+    before = values(model)
+
+    def train(net: nn.Linear) -> str:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Partial
+
+        workers.join()
+        mesh = init_device_mesh("cpu", (2,))
+        with torch.no_grad():
+            net.weight = nn.Parameter(DTensor.from_local(net.weight + 1, mesh, [Partial()]))
+        return "trained"
+
+    with pytest.warns(UserWarning, match=r"args\[0\].*weight is placed as .*Partial.*full_tensor"):
+        results = launch(train, model)
+    assert list(results) == ["trained", "trained"]
+    assert_equal(values(model), before)
+    assert torch.equal(results.state_dicts["args[0]"]["weight"], before["weight"] + 1)
+
+
 def test_a_model_on_meta_is_refused_before_any_process(launch: Launch) -> None:
     with pytest.raises(ModelNotShareable, match=r"args\[0\].weight .*meta device"):
         launch(workers.nothing, nn.Linear(2, 2, device="meta"))

@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -62,25 +63,42 @@ def find(address: int, nbytes: int) -> Arena | None:
     return None
 
 
+class Finder:
+    """`find` for many addresses in a row, which mostly lie in the same arena."""
+
+    def __init__(self) -> None:
+        self._last: Arena | None = None
+
+    def __call__(self, address: int, nbytes: int) -> Arena | None:
+        """The arena of this process that holds these bytes, if any."""
+        if self._last is None or not self._last.contains(address, nbytes):
+            self._last = find(address, nbytes)
+        return self._last
+
+    def home_of(self, storage: torch.UntypedStorage) -> Arena | None:
+        """The arena that a storage lies in, if any."""
+        on_host = storage.device.type == "cpu"
+        return self(storage.data_ptr(), storage.nbytes()) if on_host else None
+
+
 def forget() -> None:
     """Treat no memory as shared any more: for a forked child, whose arenas have become private."""
     _LIVING.clear()
-
-
-def _home_of(storage: torch.UntypedStorage) -> Arena | None:
-    return find(storage.data_ptr(), storage.nbytes()) if storage.device.type == "cpu" else None
 
 
 def storage_at(mapping: memory.Mapping, start: int, nbytes: int) -> torch.UntypedStorage:
     """Bytes `[start, start + nbytes)` of a mapping as a storage that keeps the mapping alive."""
     if nbytes == 0:
         return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
-    return torch.from_numpy(mapping.bytes()[start : start + nbytes]).untyped_storage()
+    raw = torch.frombuffer(mapping.bytes(), dtype=torch.uint8, count=nbytes, offset=start)
+    return raw.untyped_storage()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Slot:
-    """Where one parameter or buffer of a module lives: enough to rebuild a view of it."""
+class Slot(NamedTuple):
+    """Where one parameter or buffer of a module lives: enough to rebuild a view of it.
+
+    A tuple, because hundreds of them travel with a model: a dataclass takes four times as long.
+    """
 
     name: str
     """Dotted name in the module, as `named_parameters` gives it."""
@@ -240,9 +258,10 @@ def _move(modules: Sequence[tuple[str, nn.Module]]) -> dict[int, tuple[Arena, in
 
 def _spans(tensors: Iterable[torch.Tensor]) -> list[_Span]:
     spans: dict[int, _Span] = {}
+    finder = Finder()
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if tensor.numel() == 0 or _home_of(storage):
+        if tensor.numel() == 0 or finder.home_of(storage):
             continue
         low, high = _extent(tensor)
         if storage.device.type != "cpu":
@@ -272,12 +291,13 @@ def _point(arena: Arena, span: _Span) -> None:
 
 def _record(path: str, module: nn.Module, stand_ins: dict[int, tuple[Arena, int]]) -> Shared:
     slots = []
+    finder = Finder()
     for name, tensor in named_tensors(module):
         if tensor.numel() == 0:
             continue
         storage = tensor.untyped_storage()
         address, nbytes = storage.data_ptr(), storage.nbytes()
-        arena = _home_of(storage)
+        arena = finder.home_of(storage)
         if arena is not None:
             start = address - arena.address
         else:

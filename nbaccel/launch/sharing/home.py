@@ -36,6 +36,12 @@ _IN_PLACE_SHARE = (
 )
 
 
+_PART = (
+    "rank 0's part of it is here. For all of it, gather the tensors on all ranks before the "
+    "function returns (tensor.full_tensor(), or torch's get_model_state_dict with full_state_dict=True)"
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """What a worker must know of one shared module to bring it home."""
@@ -127,9 +133,7 @@ class Homebound:
         report = HomeReport()
         for manifest, module in self._modules:
             current = dict(named_tensors(module))
-            reason = _mismatch(manifest, current)
-            if reason is None and self._num_nodes > 1 and any(map(_is_sharded, current.values())):
-                reason = f"it is sharded over {self._num_nodes} nodes, each with a part only"
+            reason = _mismatch(manifest, current) or self._out_of_reach(current)
             if reason is None:
                 self._write_departed(manifest, current, report)
             elif self._rank == 0:
@@ -138,6 +142,17 @@ class Homebound:
         if self._rank == 0:
             self._write_arenas(report)
         return report
+
+    def _out_of_reach(self, current: Mapping[str, torch.Tensor]) -> str | None:
+        """Why pieces of sharded tensors cannot be put together here, if so."""
+        sharded = {name: tensor for name, tensor in current.items() if _is_sharded(tensor)}
+        if sharded and self._num_nodes > 1:
+            return f"it is sharded over {self._num_nodes} nodes, each with a part only; {_PART}"
+        for name, tensor in sharded.items():
+            odd = _odd_placements(tensor)
+            if odd:
+                return f"{name} is placed as {odd}, which no rank can undo alone; {_PART}"
+        return None
 
     def _write_arenas(self, report: HomeReport) -> None:
         for key, mapping in self._mappings.items():
@@ -197,6 +212,13 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "placements")
 
 
+def _odd_placements(tensor: Any) -> list[Any]:
+    """Those of a DTensor that do not say which slice of the whole this rank has."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    return [p for p in tensor.placements if type(p) not in (Replicate, Shard)]
+
+
 def _span_in(mapping: memory.Mapping, tensor: torch.Tensor) -> memory.Range | None:
     if tensor.device.type != "cpu" or type(tensor) not in PLAIN:
         return None
@@ -237,15 +259,8 @@ def _mismatch(manifest: Manifest, current: Mapping[str, torch.Tensor]) -> str | 
 
 def _pieces(tensor: Any) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
     """This rank's piece of a DTensor: where it lies in the whole, and its values."""
-    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    odd = [p for p in tensor.placements if type(p) not in (Replicate, Shard)]
-    if odd:
-        raise NotImplementedError(
-            f"weights placed as {odd} cannot come home shard by shard. Gather them first with "
-            "tensor.full_tensor() on all ranks."
-        )
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
@@ -263,7 +278,14 @@ def _assign(into: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.detach().cpu() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+    return {k: _value_on_cpu(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+
+
+def _value_on_cpu(tensor: Any) -> torch.Tensor:
+    values: torch.Tensor = tensor.detach()
+    if _is_sharded(tensor):
+        values = tensor.detach().to_local()
+    return values.cpu()
 
 
 # ------------------------------------------------------------------------- in the notebook

@@ -153,7 +153,7 @@ class _StorageReducer:
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
-        self._last: arena.Arena | None = None  # a model's tensors mostly lie in one arena
+        self._find = arena.Finder()
 
     def reduce(self, obj: Any) -> Any:
         kind = type(obj)
@@ -161,12 +161,20 @@ class _StorageReducer:
             return _typed_storage, (obj._untyped_storage, obj.dtype)
         if kind is torch.UntypedStorage and obj.device.type != "meta":
             return self._untyped(obj)
+        if kind in _PLAIN and obj.device.type == "cpu" and _is_bare(obj):
+            return self._tensor(obj, kind)
         return NotImplemented
 
-    def _find(self, address: int, nbytes: int) -> arena.Arena | None:
-        if self._last is None or not self._last.contains(address, nbytes):
-            self._last = arena.find(address, nbytes)
-        return self._last
+    def _tensor(self, tensor: torch.Tensor, kind: type) -> Any:
+        """In one step what torch takes four for: a model has hundreds of them."""
+        storage = tensor.untyped_storage()
+        nbytes, address = storage.nbytes(), storage.data_ptr()
+        home = self._find(address, nbytes) if nbytes else None
+        if home is None:
+            return NotImplemented
+        place = (self._sender.key(home), address - home.address, nbytes)
+        shape = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        return _arena_tensor, (kind, *place, tensor.dtype, *shape, tensor.requires_grad)
 
     def _untyped(self, storage: torch.UntypedStorage) -> Any:
         nbytes, address = storage.nbytes(), storage.data_ptr()
@@ -183,6 +191,42 @@ class _StorageReducer:
         return _own_storage, (pickle.PickleBuffer(raw.cpu().numpy().data), not on_host)
 
 
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def _is_bare(tensor: torch.Tensor) -> bool:
+    """Whether geometry, values and `requires_grad` are all there is to the tensor."""
+    return (
+        tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and tensor.is_leaf
+        and not tensor.__dict__
+        and not tensor._backward_hooks
+    )
+
+
+_HOOKS = tuple(
+    name for name, value in vars(torch.nn.Module()).items() if type(value) is OrderedDict
+)
+"""The tables of hooks that every module has, nearly always empty."""
+
+
+_MODULE_GETSTATE = getattr(torch.nn.Module, "__getstate__", None)  # Python 3.10's object has none
+
+
+def _is_ordinary(kind: type[torch.nn.Module]) -> bool:
+    """Whether such modules are pickled as most are: their attributes and nothing else."""
+    return (
+        kind.__setstate__ is torch.nn.Module.__setstate__
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__reduce__ is object.__reduce__
+        and getattr(kind, "__getstate__", None) is _MODULE_GETSTATE
+        and not hasattr(kind, "__getnewargs_ex__")
+        and not hasattr(kind, "__getnewargs__")
+        and kind.__new__ is object.__new__
+    )
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: Any, sender: Sender, blocks: list[pickle.PickleBuffer]) -> None:
         # cloudpickle's table is a ChainMap: a look-up in Python for every object of the model.
@@ -190,6 +234,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file, protocol=5, buffer_callback=blocks.append)
         self._storages = _StorageReducer(sender)
         self._sender = sender
+        self._shapes: dict[tuple[str, ...], tuple[str, ...]] = {}  # one object for pickle's memo
+        self._ordinary: dict[type, bool] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = self._storages.reduce(obj)
@@ -197,12 +243,22 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return reduced
         if isinstance(obj, types.FunctionType):
             _note_source(obj, self._sender.sources)
-        elif type(obj) is OrderedDict and not vars(obj):
-            # Every module has eight of them, mostly empty; the general way takes ten times as long.
-            return OrderedDict, (), None, None, iter(obj.items())
+        elif isinstance(obj, torch.nn.Module):
+            kind = type(obj)
+            if kind not in self._ordinary:
+                self._ordinary[kind] = _is_ordinary(kind)
+            return self._module(obj) if self._ordinary[kind] else NotImplemented
         elif not isinstance(obj, type):
             return NotImplemented  # cloudpickle has its own way with functions and classes only
         return super().reducer_override(obj)
+
+    def _module(self, module: torch.nn.Module) -> Any:
+        """Leave out the empty tables of hooks: pickling those takes longer than all the rest."""
+        state = dict(vars(module) if _MODULE_GETSTATE is None else _MODULE_GETSTATE(module))
+        empty = tuple(name for name in _HOOKS if name in state and not state[name])
+        for name in empty:
+            del state[name]
+        return _module, (type(module), self._shapes.setdefault(empty, empty)), state
 
 
 class _PlainPickler(pickle.Pickler):
@@ -259,6 +315,30 @@ def _arena_storage(key: str, start: int, nbytes: int, to_device: bool) -> torch.
     receiver = _RECEIVER.get()
     storage = arena.storage_at(receiver.arenas[key], start, nbytes)
     return _moved(storage, receiver.device) if to_device else storage
+
+
+def _arena_tensor(
+    kind: type[torch.Tensor],
+    key: str,
+    start: int,
+    nbytes: int,
+    dtype: torch.dtype,
+    offset: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+) -> torch.Tensor:
+    storage = arena.storage_at(_RECEIVER.get().arenas[key], start, nbytes)
+    tensor = torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+    if kind is torch.nn.Parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+def _module(kind: type[torch.nn.Module], empty: tuple[str, ...]) -> torch.nn.Module:
+    module = kind.__new__(kind)
+    vars(module).update((name, OrderedDict()) for name in empty)
+    return module
 
 
 def _own_storage(block: Any, to_device: bool) -> torch.UntypedStorage:

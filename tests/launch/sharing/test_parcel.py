@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from typing_extensions import Self
 
 from nbaccel.launch.sharing import arena, memory, parcel
 from nbaccel.launch.sharing.find import find_modules
@@ -212,6 +213,71 @@ def test_a_shared_model_in_a_closure_travels_by_address_too() -> None:
 
 
 @pytest.mark.usefixtures("no_new_descriptors")
+class OwnState(nn.Linear):
+    """Pickled in its own way."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"sent": True}
+
+
+class OwnRestore(nn.Linear):
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state | {"restored": True})
+
+
+class OwnBirth(nn.Linear):
+    def __new__(cls, *args: Any) -> Self:
+        module = super().__new__(cls)
+        object.__setattr__(module, "born_with", args)
+        return module
+
+    def __getnewargs__(self) -> tuple[int, int]:
+        return (3, 2)
+
+
+def _doubled(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
+def test_modules_that_pickle_in_their_own_way_keep_it() -> None:
+    models = [OwnState(3, 2), OwnRestore(3, 2), OwnBirth(3, 2)]
+    arena.share([("models", nn.ModuleList(models))])
+    sent, restored, born = travel(models)
+    assert sent.sent
+    assert restored.restored
+    assert born.born_with == (3, 2)
+    for mine, theirs in zip(models, (sent, restored, born), strict=True):
+        assert torch.equal(mine.weight, theirs.weight)
+
+
+def test_a_module_has_all_its_tables_of_hooks_after_the_journey() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    model[0].register_forward_hook(_doubled)
+    arena.share([("model", model)])
+    found = travel(model)
+    assert vars(found[1]).keys() == vars(model[1]).keys()
+    assert {k: type(v) for k, v in vars(found[1]).items()} == {
+        k: type(v) for k, v in vars(model[1]).items()
+    }
+    x = torch.ones(4, 3)
+    assert torch.equal(found(x), model(x))
+    found[1].register_forward_hook(_doubled)
+    assert torch.equal(found(x), model(x) * 2)
+
+
+def test_what_a_shared_tensor_has_besides_its_values_travels_too() -> None:
+    model = nn.Linear(3, 2)
+    model.weight.requires_grad_(False)
+    model.bias.is_special = True  # type: ignore[attr-defined]
+    model.twin = model.bias  # type: ignore[assignment]
+    arena.share([("model", model)])
+    found = travel(model)
+    assert [found.weight.requires_grad, found.bias.requires_grad] == [False, True]
+    assert found.bias.is_special
+    assert found.twin is found.bias
+    assert type(found.weight) is nn.Parameter
+
+
 def test_a_pickle_that_grows_too_long_is_given_up() -> None:
     with pytest.raises(parcel.TooCostly):
         parcel.pack([str(i) * 100 for i in range(10_000)], Sender.create(), limit_bytes=MIB)
