@@ -38,7 +38,8 @@ _IN_PLACE_SHARE = (
 
 _PART = (
     "rank 0's part of it is here. For all of it, gather the tensors on all ranks before the "
-    "function returns (tensor.full_tensor(), or torch's get_model_state_dict with full_state_dict=True)"
+    "function returns (tensor.full_tensor(), or torch's get_model_state_dict with "
+    "full_state_dict=True)"
 )
 
 
