@@ -1,0 +1,1 @@
+"""``Accelerator``: the training loop, on whatever there is."""

@@ -1,0 +1,1 @@
+"""Precisions: one module per family of number formats."""

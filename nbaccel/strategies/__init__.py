@@ -1,0 +1,1 @@
+"""Strategies: one module per way in which several processes train one model."""

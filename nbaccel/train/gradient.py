@@ -1,0 +1,83 @@
+"""``GradientState``: whether this batch ends with an optimizer step, and where the loaders are.
+
+Each `Accelerator` has one of its own, which its optimizers, schedulers and loaders share: nothing
+is process-wide, so two accelerators in a notebook do not disturb each other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nbaccel.config.handlers import GradientAccumulationPlugin
+
+if TYPE_CHECKING:
+    from nbaccel.train.loader import PreparedLoader
+
+__all__ = ["GradientState"]
+
+
+class GradientState:
+    """Where an accelerator stands in its accumulation of gradients.
+
+    Args:
+        plugin: The settings; its `num_steps` may be None for 1.
+
+    Attributes:
+        plugin: The settings.
+        num_steps: Batches for one optimizer step; may be changed while training.
+        sync_gradients: Whether the batch at hand ends a group, so that optimizers step.
+        batches_in_group: Batches since the last optimizer step, the one at hand included.
+    """
+
+    def __init__(self, plugin: GradientAccumulationPlugin | None = None) -> None:
+        self.plugin = plugin or GradientAccumulationPlugin()
+        self.num_steps = self.plugin.num_steps or 1
+        self.sync_gradients = True
+        self.batches_in_group = 1
+        self._loaders: list[PreparedLoader] = []
+
+    @property
+    def active_dataloader(self) -> PreparedLoader | None:
+        """The innermost loader that is being iterated over, if any."""
+        return self._loaders[-1] if self._loaders else None
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being iterated over."""
+        return bool(self._loaders)
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch at hand is the last of the innermost loader."""
+        active = self.active_dataloader
+        return active is not None and active.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the last total batch that are no duplicates; -1 where that is not known."""
+        active = self.active_dataloader
+        return active.remainder if active is not None else -1
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether the last batch of a loader ends a group even if it is short."""
+        return self.plugin.sync_with_dataloader
+
+    @property
+    def sync_each_batch(self) -> bool:
+        """Whether gradients are reduced after every batch."""
+        return self.plugin.sync_each_batch
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Whether schedules are written in batches, not in optimizer steps."""
+        return bool(self.plugin.adjust_scheduler)
+
+    def enter(self, loader: PreparedLoader) -> None:
+        """A loader is being iterated over from now on."""
+        self._loaders.append(loader)
+
+    def leave(self, loader: PreparedLoader) -> None:
+        """A loader is through, or was left early; those begun inside it are too."""
+        if loader in self._loaders:
+            del self._loaders[self._loaders.index(loader) :]
