@@ -122,7 +122,7 @@ def _whole(value: Any, *, keep: bool) -> Any:
         value = value.full_tensor()
     if not keep or not isinstance(value, torch.Tensor):
         return value if keep else None
-    return value.detach().cpu()
+    return value.detach().to("cpu", copy=True)  # what goes on training must not change it
 
 
 def scatter(optimizer: Optimizer, state: Mapping[str, Any], *, source: bool) -> None:
