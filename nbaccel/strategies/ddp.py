@@ -163,7 +163,7 @@ def _check(settings: DistributedDataParallelKwargs) -> None:
 def _batched_hook_works() -> bool:
     # pytorch/pytorch#75157 made orthogonalization batched, and left this hook as it was.
     try:
-        powerSGD_hook._orthogonalize(torch.eye(2))
+        powerSGD_hook._orthogonalize(torch.eye(2))  # type: ignore[no-untyped-call]
     except AssertionError:
         return False
     return True

@@ -104,8 +104,9 @@ def _slots(optimizer: Optimizer, folder: Path) -> dict[str, Any]:
         elif key.startswith(_STATE):
             number = int(key.removeprefix(_STATE).partition(".")[0])
             blank = _blank(kept)
-            whole = blank is None or not blank.dim()
-            slots[key] = blank if whole else shards.place_like(blank, parameters[number])
+            if blank is not None and blank.dim():
+                blank = shards.place_like(blank, parameters[number])
+            slots[key] = blank
     return slots
 
 

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbaccel.errors import ConfigError
 
-__all__ = ["follow", "gather", "numbered_parameters", "place_like", "scatter"]
+__all__ = ["follow", "gather", "numbered_parameters", "place_like", "refill", "scatter"]
 
 
 def follow(optimizer: Optimizer, became: WeakTensorKeyDictionary) -> None:
@@ -91,6 +91,19 @@ def place_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     placements = parameter.placements if value.shape == parameter.shape else [Replicate()]
     spread = distribute_tensor(value.detach().to(mesh.device_type), mesh, placements)
     return spread.to(parameter.device)  # host memory, where shards are offloaded
+
+
+def refill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    """Give each process its part of process 0's values; a collective.
+
+    Args:
+        parameter: A sharded parameter; changed in place.
+        whole: What it was before it was sharded.
+    """
+    part = place_like(whole, parameter)
+    if isinstance(parameter, DTensor) and isinstance(part, DTensor):
+        with torch.no_grad():
+            parameter.to_local().copy_(part.to_local())
 
 
 def numbered_parameters(optimizer: Optimizer) -> list[torch.Tensor]:

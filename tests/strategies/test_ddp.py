@@ -30,7 +30,7 @@ def ddp(here: Place | None = None, **settings: Any) -> DdpStrategy:
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
+    return max((one[name].float() - other[name].float()).abs().max().item() for name in one)
 
 
 def test_one_process_wraps_nothing():

@@ -87,6 +87,37 @@ def test_gradients_are_clipped_to_a_norm_over_all_shards(max_norm):
     assert largest_difference(ranks[0]["weights"], whole["weights"]) < 1e-6
 
 
+def late_reduction() -> list[bool]:
+    training = Training(FSDP, place())
+    strategy, model = training.strategy, training.model
+    weight = model.embed.weight
+    with strategy.no_sync(model):
+        training.loss(model, 0, training.place.rank).backward()
+        kept_back = weight.grad is None
+        with strategy.sync_in_backward(model):
+            training.loss(model, 1, training.place.rank).backward()
+        reduced = weight.grad.full_tensor().clone()
+        training.loss(model, 2, training.place.rank).backward()
+        quiet_again = torch.equal(weight.grad.full_tensor(), reduced)
+    expected = torch.zeros_like(reduced)
+    whole = Tower()
+    whole.load_state_dict({n: gathered(t) for n, t in model.state_dict().items()})
+    for rank in range(2):
+        for step in range(2):
+            expected += torch.autograd.grad(
+                training.loss(whole, step, rank) / 2, whole.embed.weight
+            )[0]
+    return [kept_back, torch.allclose(reduced, expected, atol=1e-6), quiet_again]
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def test_a_backward_can_reduce_what_was_kept_back_and_silence_returns_after_it():
+    assert debug_launcher(late_reduction) == [[True, True, True]] * 2
+
+
 def norms(kinds: list[float]) -> list[tuple[float, float]]:
     """Per kind of norm: that of sharded gradients, and that of a whole model's."""
     here = place()
@@ -125,7 +156,8 @@ def test_processes_that_built_different_models_start_from_that_of_process_0():
 def test_short_formats_train_nearly_as_under_ddp(precision):
     sharded, whole = beside_ddp(replace(FSDP, precision=precision, optimizer="AdamW"))
     assert sharded["losses"] == pytest.approx(whole["losses"], rel=2e-2)
-    assert all(tensor.dtype == torch.float32 for tensor in sharded["weights"].values())
+    kept = {tensor.dtype for tensor in sharded["weights"].values()}
+    assert kept == {torch.float32, torch.bool}
 
 
 def overflow() -> tuple[bool, float]:
@@ -208,6 +240,26 @@ def partly_ignored() -> list[bool]:
 
 def test_ignored_modules_are_left_alone_and_still_trained():
     assert debug_launcher(partly_ignored) == [[True, True]] * 2
+
+
+def trained_at_home(model: nn.Module) -> dict[str, torch.Tensor]:
+    here = place()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = fsdp(here)
+    strategy.wrap(Bundle(models=(model,), optimizers=(optimizer,)))
+    model(torch.zeros(2, 3, dtype=torch.long)).square().mean().backward()
+    optimizer.step()
+    return {name: tensor.clone() for name, tensor in strategy.model_state(model).items()}
+
+
+def test_the_weights_of_a_model_that_was_passed_along_come_home():
+    model = Tower()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    gathered, _ = debug_launcher(trained_at_home, (model,))
+    assert not torch.equal(before["embed.weight"], model.embed.weight)
+    assert gathered.keys() == before.keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, gathered[name]), name
 
 
 def on_meta() -> None:

@@ -54,6 +54,7 @@ class Tower(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("temperature", torch.ones(()))
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         x = self.embed(words)
