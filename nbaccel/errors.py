@@ -13,6 +13,8 @@
     ├── UnsafeMoment             (RuntimeError)  right request, wrong time
     │   └── UnsafeFork           this process cannot be forked as it is now
     ├── PrecisionMismatch        (RuntimeError)  asked for one precision, training in another
+    ├── CollectiveMismatch       (RuntimeError)  processes met with different calls or shapes
+    ├── CollectiveTimeout        (TimeoutError)  some processes did not come to a collective
     ├── WorkerFailed             (RuntimeError)  a worker raised
     │   ├── WorkerDied           a worker was killed or left without a result
     │   ├── LaunchTimeout        (TimeoutError)  the launch took longer than allowed
@@ -34,6 +36,8 @@ import errno
 from nbaccel.rendering import render_failure, render_mistake
 
 __all__ = [
+    "CollectiveMismatch",
+    "CollectiveTimeout",
     "ConfigError",
     "InputRefused",
     "InternalError",
@@ -144,6 +148,14 @@ class UnsafeFork(UnsafeMoment):
 
 class PrecisionMismatch(_Plain, RuntimeError):
     """Training would run in another precision than the one asked for."""
+
+
+class CollectiveMismatch(_Plain, RuntimeError):
+    """Processes met with different collectives, or with data that do not go together."""
+
+
+class CollectiveTimeout(_Plain, RuntimeError, TimeoutError):
+    """Some processes did not come to a collective that others wait in."""
 
 
 class WorkerFailed(NbaccelError, RuntimeError):
