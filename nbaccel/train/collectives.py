@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from nbaccel.abc.place import Place
 from nbaccel.errors import ConfigError
-from nbaccel.train.rollcall import DEFAULT_TIMEOUT_S, RollCall
+from nbaccel.train.rollcall import DEFAULT_TIMEOUT_S, of_default_group
 from nbaccel.train.trees import leaves, map_leaves, map_tensors
 
 __all__ = ["Collectives"]
@@ -41,12 +41,15 @@ class Collectives:
 
     def __init__(self, place: Place, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self.place = place
-        self._roll = None if place.is_alone else RollCall(place, timeout_s)
+        self._timeout_s = timeout_s
+
+    def _roll_call(self, what: str, detail: Any = None, *, same: bool = False) -> list[Any]:
+        return of_default_group().answer(what, detail, same=same, timeout_s=self._timeout_s)
 
     def barrier(self, what: str = "wait_for_everyone") -> None:
         """Wait until every process is here."""
-        if self._roll is not None:
-            self._roll.answer(what)
+        if not self.place.is_alone:
+            self._roll_call(what)
 
     def answers(self, what: str, detail: Any) -> list[Any]:
         """Exchange a small JSON value, by way of the store: no tensor, no device.
@@ -54,7 +57,7 @@ class Collectives:
         Returns:
             Everybody's value, by rank.
         """
-        return [detail] if self._roll is None else self._roll.answer(what, detail)
+        return [detail] if self.place.is_alone else self._roll_call(what, detail)
 
     def gather(self, tree: Any) -> Any:
         """Join every process's tensors along their first dimension, in order of rank.
@@ -70,9 +73,9 @@ class Collectives:
         Raises:
             TypeError: Something in it is no tensor.
         """
-        if self._roll is None:
+        if self.place.is_alone:
             return tree
-        self._roll.answer("gather", _signature(tree, "gather"), same=True)
+        self._roll_call("gather", _signature(tree, "gather"), same=True)
         return map_tensors(self._gather_one, tree)
 
     def _gather_one(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -90,15 +93,15 @@ class Collectives:
         Returns:
             One list of all; with one process, what was given.
         """
-        if self._roll is None:
+        if self.place.is_alone:
             return items  # type: ignore[no-any-return]
         return list(itertools.chain.from_iterable(self.all_objects(items, "gather_object")))
 
     def all_objects(self, item: Any, what: str = "all_objects") -> list[Any]:
         """Every process's picklable object, by rank."""
-        if self._roll is None:
+        if self.place.is_alone:
             return [item]
-        self._roll.answer(what)
+        self._roll_call(what)
         found: list[Any] = [None] * self.place.world_size
         dist.all_gather_object(found, item)
         return found
@@ -124,8 +127,8 @@ class Collectives:
                 f"reduce(reduction={reduction!r}) is unknown: nothing says how to combine the "
                 f"processes' values. Give one of {', '.join(_REDUCTIONS)}."
             )
-        if self._roll is not None:
-            self._roll.answer("reduce", _signature(tree, "reduce"), same=True)
+        if not self.place.is_alone:
+            self._roll_call("reduce", _signature(tree, "reduce"), same=True)
         return map_tensors(lambda t: self._reduce_one(t, reduction, scale), tree)
 
     def _reduce_one(self, tensor: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
@@ -147,8 +150,8 @@ class Collectives:
         Returns:
             The tree that was given.
         """
-        if self._roll is not None:
-            self._roll.answer("broadcast", _signature(tree, "broadcast"), same=True)
+        if not self.place.is_alone:
+            self._roll_call("broadcast", _signature(tree, "broadcast"), same=True)
             for tensor in leaves(tree):
                 dist.broadcast(tensor, from_process)
         return tree
@@ -167,8 +170,8 @@ class Collectives:
         Returns:
             The list that was given.
         """
-        if self._roll is not None:
-            self._roll.answer("broadcast_object_list", len(items), same=True)
+        if not self.place.is_alone:
+            self._roll_call("broadcast_object_list", len(items), same=True)
             dist.broadcast_object_list(items, src=from_process)
         return items
 
@@ -186,9 +189,9 @@ class Collectives:
         Returns:
             The same containers with tensors as long as the longest of all processes.
         """
-        if self._roll is None:
+        if self.place.is_alone:
             return tree
-        everybody = self._roll.answer("pad_across_processes", _signature(tree, "pad"))
+        everybody = self._roll_call("pad_across_processes", _signature(tree, "pad"))
         shapes = zip(*([shape for _, shape in one] for one in everybody), strict=True)
         return map_leaves(lambda t: _padded(t, next(shapes), dim, pad_index, pad_first), tree)
 

@@ -196,8 +196,8 @@ class Processes:
             return inputs.select([*range(start, stop), *[len(inputs) - 1] * missing])
         part: Any = inputs[start:stop]
         if isinstance(part, torch.Tensor):
-            padding = [inputs[-1:]] * missing
-            return torch.cat([part, *padding]).to(self.device) if missing else part.to(self.device)
+            padded = torch.cat([part, *[inputs[-1:]] * missing])
+            return padded.to(self.device) if apply_padding else part
         return part + type(inputs)(itertools.repeat(inputs[-1], missing)) if missing else part
 
     def _span(self, length: int, apply_padding: bool) -> tuple[int, int, int]:

@@ -20,25 +20,33 @@ import math
 import secrets
 import sys
 import time
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from nbaccel import frames
-from nbaccel.abc.place import Place
 from nbaccel.errors import CollectiveMismatch, CollectiveTimeout
-from nbaccel.log import get_logger
 from nbaccel.units import format_seconds
 
-__all__ = ["DEFAULT_TIMEOUT_S", "RollCall"]
+__all__ = ["DEFAULT_TIMEOUT_S", "RollCall", "of_default_group"]
 
 DEFAULT_TIMEOUT_S = 600.0
 _WORRY_S = 30.0
 _NAP_S = 0.02  # at most, between two looks
 _NAP_SHARE = 0.1  # of the time waited: a late process costs the others a tenth more, no CPU
 
-_log = get_logger(__name__)
+# Goes with its group: nothing is left of it when the group is destroyed.
+_ROLLS: weakref.WeakKeyDictionary[dist.ProcessGroup, RollCall] = weakref.WeakKeyDictionary()
+
+
+def of_default_group() -> RollCall:
+    """The roll calls of the default process group; the first use is a collective of its own."""
+    group = dist.distributed_c10d._get_default_group()
+    if group not in _ROLLS:
+        _ROLLS[group] = RollCall(group.rank(), group.size())
+    return _ROLLS[group]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,14 +71,16 @@ class _Entry:
 class RollCall:
     """The roll calls of one process group.
 
+    Made by :func:`of_default_group`, together with the other processes.
+
     Args:
-        place: This process among the others; there must be others.
-        timeout_s: How long to wait for a process before giving up, in seconds.
+        rank: This process's number.
+        world_size: How many there are.
     """
 
-    def __init__(self, place: Place, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        self._place = place
-        self._timeout_s = timeout_s
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._world_size = world_size
         self._number = 0
         # A store outlives a process group; a second group on it must not find the first one's keys.
         token = [secrets.token_hex(4)]
@@ -80,15 +90,23 @@ class RollCall:
             f"nbaccel/{token[0]}", default
         )
         for parity in (0, 1):
-            self._store.set(f"{parity}/{place.rank}", json.dumps([-1, "", None, "", 0, ""]))
+            self._store.set(f"{parity}/{rank}", json.dumps([-1, "", None, "", 0, ""]))
 
-    def answer(self, what: str, detail: Any = None, *, same: bool = False) -> list[Any]:
+    def answer(
+        self,
+        what: str,
+        detail: Any = None,
+        *,
+        same: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> list[Any]:
         """Say what this process is about to do, and hear what the others are.
 
         Args:
             what: Name of the collective.
             detail: What else to tell the others; JSON.
             same: Whether all details must be equal.
+            timeout_s: How long to wait for a process before giving up, in seconds.
 
         Returns:
             Everybody's detail, by rank.
@@ -100,11 +118,11 @@ class RollCall:
         number, self._number = self._number, self._number + 1
         mine = json.dumps([number, what, detail, *_user_frame()])
         try:
-            self._store.set(f"{number % 2}/{self._place.rank}", mine)
-            found = self._await(number, mine)
+            self._store.set(f"{number % 2}/{self._rank}", mine)
+            found = self._await(number, mine, timeout_s)
         except dist.DistNetworkError as error:
             raise CollectiveTimeout(
-                f"Process {self._place.rank} is in {_read(mine).where()}, but process 0 has "
+                f"Process {self._rank} is in {_read(mine).where()}, but process 0 has "
                 "left: its function returned or it died, and with it the place where processes "
                 "meet. Every process must call every collective equally often; look for an `if` or "
                 "a `break` around this line that process 0 does not take."
@@ -112,15 +130,15 @@ class RollCall:
         self._compare(found, same)
         return [entry.detail for entry in found]
 
-    def _await(self, number: int, mine: str) -> list[_Entry]:
+    def _await(self, number: int, mine: str, timeout_s: float) -> list[_Entry]:
         start = time.monotonic()
-        worry_s = min(_WORRY_S, self._timeout_s / 2)
+        worry_s = min(_WORRY_S, timeout_s / 2)
         while True:
             found = self._entries(number % 2)
             if all(entry.number == number for entry in found):
                 return found
             waited = time.monotonic() - start
-            if waited >= self._timeout_s:
+            if waited >= timeout_s:
                 raise CollectiveTimeout(self._missing(found, mine, waited))
             if waited >= worry_s:
                 worry_s = math.inf
@@ -128,7 +146,7 @@ class RollCall:
             time.sleep(min(_NAP_S, waited * _NAP_SHARE))
 
     def _entries(self, parity: int) -> list[_Entry]:
-        keys = [f"{parity}/{rank}" for rank in range(self._place.world_size)]
+        keys = [f"{parity}/{rank}" for rank in range(self._world_size)]
         return [_read(text) for text in self._store.multi_get(keys)]
 
     def _missing(self, found: list[_Entry], mine: str, waited: float) -> str:
@@ -136,8 +154,8 @@ class RollCall:
         before = self._entries(1 - me.number % 2)
         missing = [rank for rank, entry in enumerate(found) if entry.number != me.number]
         lines = [
-            f"process {self._place.rank} has waited {format_seconds(waited)} in {me.where()}.",
-            f"{len(missing)} of {self._place.world_size} processes did not come:",
+            f"process {self._rank} has waited {format_seconds(waited)} in {me.where()}.",
+            f"{len(missing)} of {self._world_size} processes did not come:",
         ]
         for rank in missing:
             last = max((found[rank], before[rank]), key=lambda entry: entry.number)
