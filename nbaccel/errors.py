@@ -15,6 +15,7 @@
     ├── PrecisionMismatch        (RuntimeError)  asked for one precision, training in another
     ├── CollectiveMismatch       (RuntimeError)  processes met with different calls or shapes
     ├── CollectiveTimeout        (TimeoutError)  some processes did not come to a collective
+    ├── NothingFits              (RuntimeError)  no batch size is small enough for the memory
     ├── WorkerFailed             (RuntimeError)  a worker raised
     │   ├── WorkerDied           a worker was killed or left without a result
     │   ├── LaunchTimeout        (TimeoutError)  the launch took longer than allowed
@@ -47,6 +48,7 @@ __all__ = [
     "ModelNotShareable",
     "NbaccelError",
     "NotSendable",
+    "NothingFits",
     "PlatformUnsupported",
     "PortTaken",
     "PrecisionMismatch",
@@ -156,6 +158,10 @@ class CollectiveMismatch(_Plain, RuntimeError):
 
 class CollectiveTimeout(_Plain, RuntimeError, TimeoutError):
     """Some processes did not come to a collective that others wait in."""
+
+
+class NothingFits(_Plain, RuntimeError):
+    """No batch size is small enough for the memory there is."""
 
 
 class WorkerFailed(NbaccelError, RuntimeError):
