@@ -12,7 +12,12 @@ import torch
 import torch.distributed as dist
 
 from nbaccel import env
-from nbaccel.config.handlers import DistributedType, InitProcessGroupKwargs
+from nbaccel.abc.place import Place
+from nbaccel.config.handlers import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+)
 from nbaccel.train import arrival
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.flow import Processes
@@ -91,28 +96,31 @@ class AcceleratorState(PartialState):
     """What an `Accelerator` says of its process: ``accelerator.state``.
 
     Args:
-        accelerator: Whose state it is.
+        place: Where the process stands.
+        collectives: What the processes do together.
+        distributed_type: How they train.
+        mixed_precision: In which format.
+        fsdp_plugin: How models are sharded, if they are.
     """
 
-    def __init__(self, accelerator: Any) -> None:
-        Processes.__init__(self, accelerator._place, accelerator._collectives)
-        self._accelerator = accelerator
+    def __init__(
+        self,
+        place: Place,
+        collectives: Collectives,
+        *,
+        distributed_type: DistributedType,
+        mixed_precision: str,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+    ) -> None:
+        Processes.__init__(self, place, collectives)
+        self._distributed_type = distributed_type
+        self.mixed_precision = mixed_precision
+        self.fsdp_plugin = fsdp_plugin
 
     @property
     def distributed_type(self) -> DistributedType:
         """How processes train together."""
-        found: DistributedType = self._accelerator.distributed_type
-        return found
-
-    @property
-    def mixed_precision(self) -> str:
-        """``no``, ``fp16``, ``bf16`` or ``fp8``."""
-        return str(self._accelerator.mixed_precision)
-
-    @property
-    def fsdp_plugin(self) -> Any:
-        """How models are sharded, if they are."""
-        return self._accelerator._request.fsdp
+        return self._distributed_type
 
     @property
     def deepspeed_plugin(self) -> None:

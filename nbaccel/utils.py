@@ -63,7 +63,11 @@ __all__ = [
 ]
 
 _log = get_logger(__name__)
-_OUT_OF_MEMORY = ("CUDA out of memory", "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED", "DefaultCPUAllocator: can't allocate")
+_OUT_OF_MEMORY = (
+    "CUDA out of memory",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
+    "DefaultCPUAllocator: can't allocate",
+)
 
 
 def _together() -> Collectives:
@@ -108,9 +112,7 @@ def pad_across_processes(
     return _together().pad_across_processes(tensor, dim, pad_index, pad_first)
 
 
-def synchronize_rng_states(
-    rng_types: list[str], generator: torch.Generator | None = None
-) -> None:
+def synchronize_rng_states(rng_types: list[str], generator: torch.Generator | None = None) -> None:
     """Give all processes the random states of process 0.
 
     Args:

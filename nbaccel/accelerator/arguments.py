@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from nbaccel import env
 from nbaccel.config import RunConfig
@@ -28,8 +28,6 @@ from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.plan.training import Asked
 
 __all__ = ["Handlers", "Request", "refuse_unserved"]
-
-_Handler = TypeVar("_Handler", bound=Handler)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -64,7 +64,9 @@ class Comforts(Facts):
             for j, group in enumerate(optimizer.param_groups):
                 facts[f"learning rate of optimizer {i}, group {j}"] = float(group["lr"])
         for i, loader in enumerate(self._dataloaders):
-            facts[f"batches used of loader {i}"] = f"{loader.batches_seen} (epoch {loader.iteration})"
+            facts[f"batches used of loader {i}"] = (
+                f"{loader.batches_seen} (epoch {loader.iteration})"
+            )
         found = differences(facts, self._collectives)
         if found and self.is_main_process:
             more = f"\n  and {len(found) - _MOST_LINES} more" if len(found) > _MOST_LINES else ""

@@ -31,6 +31,7 @@ from nbaccel.config.handlers import (
     Handler,
     ProjectConfiguration,
 )
+from nbaccel.errors import ConfigError
 from nbaccel.plan.training import Found, TrainingPlan, plan_training
 from nbaccel.train import arrival
 from nbaccel.train.collectives import Collectives
@@ -196,6 +197,12 @@ class Accelerator(Preparing, Keeping, Comforts):
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Leave gradients of backward passes in the block on their process."""
         with self._strategy.no_sync(model):
+            yield
+
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        """Reduce gradients in the block's backward, though the forwards ran under `no_sync`."""
+        with self._strategy.sync_in_backward(model):
             yield
 
     def unscale_gradients(self, optimizer: Any = None) -> None:

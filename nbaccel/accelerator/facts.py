@@ -92,7 +92,13 @@ class Facts(Processes):
     @property
     def state(self) -> AcceleratorState:
         """This process and how it trains, as one object to print."""
-        return AcceleratorState(self)
+        return AcceleratorState(
+            self._place,
+            self._collectives,
+            distributed_type=self.distributed_type,
+            mixed_precision=self.mixed_precision,
+            fsdp_plugin=self._request.fsdp,
+        )
 
     @property
     def multi_device(self) -> bool:
@@ -207,139 +213,6 @@ class Facts(Processes):
     def save_iteration(self) -> int:
         """Number of the next checkpoint."""
         return self._request.project.iteration
-
-
-def distributed_type(self) -> DistributedType:
-        """How processes train together."""
-        return distributed_type(self._place, self.plan.strategy)
-
-    @property
-    def state(self) -> AcceleratorState:
-        """This process and how it trains, as one object to print."""
-        return AcceleratorState(self)
-
-    @property
-    def multi_device(self) -> bool:
-        """Whether several devices train together."""
-        return self.use_distributed and self.device.type != "cpu"
-
-    @property
-    def mixed_precision(self) -> str:
-        """``no``, ``fp16``, ``bf16`` or ``fp8``."""
-        return self.plan.mixed_precision
-
-    @property
-    def native_amp(self) -> bool:
-        """Whether torch's autocast is in use."""
-        return self._precision.dtype is not None
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """What scales the loss, under fp16."""
-        return self._precision.scaler
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether models are sharded by ``fully_shard``."""
-        return self.plan.strategy == "fsdp"
-
-    # --------------------------------------------------------------------- gradients
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the batch at hand ends with an optimizer step."""
-        return self.gradient_state.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self.gradient_state.sync_gradients = value
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Batches for one optimizer step; may be changed while training."""
-        return self.gradient_state.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, value: int) -> None:
-        GradientAccumulationPlugin(num_steps=value)  # refuses what makes no sense
-        self.gradient_state.num_steps = value
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether any optimizer left its last step out, because gradients were infinite."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
-
-    # --------------------------------------------------------------------- data
-
-    @property
-    def dataloader_config(self) -> DataLoaderConfiguration:
-        """How loaders are shared out."""
-        return self._request.data
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether each batch is cut into a slice per process."""
-        return self._request.data.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether process 0 reads for all."""
-        return self._request.data.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether all processes get equally many batches."""
-        return self._request.data.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        self._request.data.even_batches = value
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether shuffling depends on seed and epoch alone."""
-        return self._request.data.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether copies to the device do not wait."""
-        return self._request.data.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether torchdata's loader is used."""
-        return self._request.data.use_stateful_dataloader
-
-    # --------------------------------------------------------------------- project
-
-    @property
-    def project_configuration(self) -> ProjectConfiguration:
-        """Where checkpoints and logs go."""
-        return self._request.project
-
-    @property
-    def project_dir(self) -> str | Path | None:
-        """Folder of the project."""
-        return self._request.project.project_dir
-
-    @property
-    def logging_dir(self) -> str | Path | None:
-        """Folder of the trackers."""
-        return self._request.project.logging_dir
-
-    @property
-    def save_iteration(self) -> int:
-        """Number of the next checkpoint."""
-        return self._request.project.iteration
-
-    def _optimizer_of(self, model: nn.Module) -> Sequence[Any]:
-        """The prepared optimizers that train any parameter of a model."""
-        mine = {id(p) for p in model.parameters()}
-        return [
-            optimizer
-            for optimizer in self._optimizers
-            if any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
-        ]
 
 
 def distributed_type(place: Place, strategy: str) -> DistributedType:

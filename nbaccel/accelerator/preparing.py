@@ -1,4 +1,4 @@
-"""``prepare``: models, optimizers, loaders and schedulers made ready, as a visible list of steps."""
+"""``prepare``: models, optimizers, loaders and schedulers made ready, step by visible step."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Preparing(Facts):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> PreparedOptimizer:
-        """Make one optimizer ready; its model is prepared elsewhere, without replaced parameters."""
+        """Make one optimizer ready; its model is prepared elsewhere."""
         return self.prepare(optimizer, device_placement=[device_placement])  # type: ignore[no-any-return]
 
     def prepare_data_loader(
@@ -131,7 +131,6 @@ class Preparing(Facts):
         return prepared
 
     # --------------------------------------------------------------------- the steps
-
 
     def _prepare_together(
         self, args: Sequence[Any], moves: Sequence[bool], found: list[Any]
