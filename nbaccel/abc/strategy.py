@@ -9,16 +9,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import nn
 
     from nbaccel.abc.bundle import Bundle
     from nbaccel.abc.place import Place
 
-__all__ = ["Strategy"]
+__all__ = ["Sharded", "Strategy"]
 
 
 class Strategy(ABC):
@@ -95,3 +97,29 @@ class Strategy(ABC):
     ) -> None:
         """Load what :meth:`optimizer_state` gave."""
         optimizer.load_state_dict(dict(state))
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """What a strategy can do, too, whose processes each write their part of a checkpoint."""
+
+    @property
+    def writes_shards(self) -> bool:
+        """Whether checkpoints are to be written in shards."""
+
+    def save_sharded(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path
+    ) -> None:
+        """Write this process's shards; a collective.
+
+        Args:
+            model: What ``wrap`` returned, or the module inside.
+            optimizer: None writes the model's weights; an optimizer of the model writes its state
+                and no weights.
+            folder: An empty folder for this alone, the same on all processes.
+        """
+
+    def load_sharded(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path
+    ) -> None:
+        """Load what :meth:`save_sharded` wrote, maybe on another number of processes."""

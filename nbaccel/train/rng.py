@@ -50,7 +50,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if device_specific:
         seed = (seed + _rank()) % _SEEDS
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - the global generator is the one that users draw from
+    np.random.seed(seed)  # the global generator is the one that users draw from
     torch.manual_seed(seed)  # reaches CUDA when, and only if, CUDA wakes
     if deterministic:
         torch.use_deterministic_algorithms(True)
@@ -112,7 +112,7 @@ def restore(place: Place, state: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def preserved() -> Iterator[None]:
     """Leave all global generators as they were, whatever the block draws or seeds."""
-    with_cuda = torch.cuda.is_initialized()
+    with_cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     before = _states(with_cuda=with_cuda)
     try:
         yield
@@ -123,7 +123,7 @@ def preserved() -> Iterator[None]:
 def _states(*, with_cuda: bool) -> dict[str, Any]:
     states = {
         _PYTHON: random.getstate(),
-        _NUMPY: np.random.get_state(),  # noqa: NPY002 - as in set_seed
+        _NUMPY: np.random.get_state(),
         _TORCH: torch.get_rng_state(),
     }
     if with_cuda:
@@ -136,7 +136,7 @@ def _set_states(states: Mapping[str, Any], *, with_cuda: bool) -> None:
         version, internal, gauss = states[_PYTHON]
         random.setstate((version, tuple(internal), gauss))
     if _NUMPY in states:
-        np.random.set_state(states[_NUMPY])  # noqa: NPY002 - as in set_seed
+        np.random.set_state(states[_NUMPY])
     if _TORCH in states:
         torch.set_rng_state(states[_TORCH].cpu())
     if with_cuda:

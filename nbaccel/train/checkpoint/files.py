@@ -44,12 +44,11 @@ def read(path: Path, **options: Any) -> Any:
 
 def _numpy_globals() -> list[Any]:
     """What pickles of numpy arrays and scalars name: nothing in it does more than hold numbers."""
-    multiarray = np._core.multiarray if hasattr(np, "_core") else np.core.multiarray
-    makers = [multiarray._reconstruct, multiarray.scalar]
+    makers = {"_reconstruct": np.zeros(1).__reduce__()[0], "scalar": np.float64(0).__reduce__()[0]}
     # numpy 1 and 2 keep them in packages of different names, and a file has the name of its writer.
     named = [
-        (maker, f"numpy.{package}.multiarray.{maker.__name__}")
-        for maker in makers
+        (maker, f"numpy.{package}.multiarray.{name}")
+        for name, maker in makers.items()
         for package in ("core", "_core")
     ]
     dtypes = {type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}

@@ -30,8 +30,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nbaccel.abc.place import Place
-from nbaccel.errors import CheckpointFailed, CollectiveMismatch, CollectiveTimeout, ConfigError
-from nbaccel.errors import UserMistake
+from nbaccel.errors import (
+    CheckpointFailed,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    ConfigError,
+    UserMistake,
+)
 from nbaccel.train.checkpoint import layout
 from nbaccel.train.checkpoint.files import sync, sync_tree
 from nbaccel.train.collectives import Collectives
@@ -57,32 +62,26 @@ class _Site:
     old: Path
 
 
+@contextlib.contextmanager
 def new_checkpoint(
     target: Path, place: Place, collectives: Collectives, *, series: bool = False
-) -> contextlib.AbstractContextManager[tuple[Path, Path]]:
+) -> Iterator[tuple[Path, Path]]:
     """Build a folder together; it takes its name only if every process got through.
 
     Args:
         target: The folder to be; that of process 0 counts.
         place: This process.
         collectives: All processes; entering and leaving are collectives.
-        series: Whether `target` is one of ``checkpoint_0``, ``checkpoint_1``, …: leftovers of all of
-            them are cleared away.
+        series: Whether `target` is one of ``checkpoint_0``, ``checkpoint_1``, …: leftovers of all
+            of them are cleared away.
 
-    Returns:
-        A context that gives the folder to write into, and the one it will become.
+    Yields:
+        The folder to write into, and the one it will become.
 
     Raises:
         ConfigError: There can be no folder of that name, or replacing it would do harm.
         CheckpointFailed: On every process, if any failed; what was there before is as it was.
     """
-    return _build(target, place, collectives, series)
-
-
-@contextlib.contextmanager
-def _build(
-    target: Path, place: Place, collectives: Collectives, series: bool
-) -> Iterator[tuple[Path, Path]]:
     site = _agree_on_names(target, collectives)
     owns = _break_ground(site, place, collectives, series)
     try:
@@ -92,7 +91,7 @@ def _build(
             sync_tree(site.partial)
         except _TOGETHER:
             raise  # nobody is left to tell
-        except Exception as caught:  # noqa: BLE001 - whatever it is, the others must hear of it
+        except Exception as caught:  # whatever it is, the others must hear of it
             error = caught
         _all_written(site, collectives, error)
     except BaseException:
@@ -262,7 +261,7 @@ def all_fine(collectives: Collectives, what: str) -> Iterator[None]:
         yield
     except _TOGETHER:
         raise
-    except Exception as caught:  # noqa: BLE001 - it is raised again once the others know
+    except Exception as caught:  # it is raised again once the others know
         error = caught
     failures = _failures(collectives, what, error)
     if error is not None:

@@ -41,7 +41,7 @@ def is_part(name: str) -> bool:
 
 
 def numbered(name: str, number: int) -> str:
-    """``optimizer.bin`` for number 0, then ``optimizer_1.bin``, …"""
+    """A name with its number: ``optimizer.bin`` for 0, then ``optimizer_1.bin``."""
     stem, _, ending = name.partition(".")
     return name if number == 0 else f"{stem}_{number}.{ending}"
 
