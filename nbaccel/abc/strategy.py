@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nbaccel.abc.bundle import Bundle
     from nbaccel.abc.place import Place
 
-__all__ = ["Sharded", "Strategy"]
+__all__ = ["ShardedCheckpoints", "Strategy"]
 
 
 class Strategy(ABC):
@@ -58,6 +58,10 @@ class Strategy(ABC):
         """A context in which backward passes of the model leave gradients on their process."""
         return nullcontext()
 
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A context in which a backward pass reduces gradients although its forward did not ask."""
+        return nullcontext()
+
     def join(
         self, models: Iterable[nn.Module], **options: Any
     ) -> AbstractContextManager[None] | None:
@@ -81,45 +85,55 @@ class Strategy(ABC):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """The whole state dict of the unwrapped model; a collective where it is sharded."""
+        """The whole state dict of the unwrapped model; a collective where it is sharded.
+
+        Returns:
+            Tensors by name on process 0; elsewhere it may be empty.
+        """
         return self.unwrap(model).state_dict()
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> None:
-        """Load what :meth:`model_state` gave (options of ``Module.load_state_dict``)."""
+        """Load what :meth:`model_state` gave; a collective where the model is sharded.
+
+        Args:
+            model: The model, as :meth:`wrap` returned it.
+            state: The state; where the model is sharded, that of process 0 counts.
+            **options: Of ``Module.load_state_dict``.
+        """
         self.unwrap(model).load_state_dict(state, **options)
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The whole state dict of a model's optimizer; a collective where it is sharded."""
+        """The whole state dict of a model's optimizer; a collective where it is sharded.
+
+        Returns:
+            What ``Optimizer.state_dict`` gives where nothing is sharded, so that another strategy
+            or another number of processes can load it. On process 0; elsewhere it may be empty.
+        """
         return optimizer.state_dict()
 
     def load_optimizer_state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Load what :meth:`optimizer_state` gave."""
+        """Load what :meth:`optimizer_state` gave; that of process 0 counts where it is sharded."""
         optimizer.load_state_dict(dict(state))
 
 
 @runtime_checkable
-class Sharded(Protocol):
-    """What a strategy can do, too, whose processes each write their part of a checkpoint."""
-
-    @property
-    def writes_shards(self) -> bool:
-        """Whether checkpoints are to be written in shards."""
+class ShardedCheckpoints(Protocol):
+    """A strategy whose processes can each write and read their own part of a checkpoint."""
 
     def save_sharded(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
     ) -> None:
-        """Write this process's shards; a collective.
+        """Write weights, and the optimizer's state if one is given; a collective.
 
         Args:
-            model: What ``wrap`` returned, or the module inside.
-            optimizer: None writes the model's weights; an optimizer of the model writes its state
-                and no weights.
-            folder: An empty folder for this alone, the same on all processes.
+            model: The model, as :meth:`Strategy.wrap` returned it.
+            optimizer: The torch optimizer of its parameters.
+            folder: A folder that all processes see.
         """
 
     def load_sharded(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
     ) -> None:
-        """Load what :meth:`save_sharded` wrote, maybe on another number of processes."""
+        """Read what :meth:`save_sharded` wrote, with any number of processes; a collective."""

@@ -4,10 +4,11 @@ The names are Accelerate's, so that either can read what the other wrote; ``samp
 its documentation promises, is written here, too.
 
     model.safetensors, model_1.safetensors, …     weights (pytorch_model.bin, … without safetensors)
-    pytorch_model_fsdp_0/, optimizer_0/, …        the same in shards
+    pytorch_model_fsdp_0/, …                      in shards, with the model's first optimizer
+    optimizer_1/, …                               in shards, the model's further optimizers
     optimizer.bin, scheduler.bin, …               by number, from 0
-    sampler.bin, …                                where each loader is in its data
-    dl_state_dict.bin, dl_state_dict_rank1.bin, … the same of torchdata's loaders, by rank
+    sampler.bin, sampler_rank1.bin, …             where a loader is in its data, by rank
+    dl_state_dict.bin, dl_state_dict_rank1.bin, … the same of torchdata's loaders
     scaler.pt                                     of fp16
     random_states_0.pkl, …                        generators by rank, and the accumulation step
     custom_checkpoint_0.pkl, …                    registered objects
@@ -29,7 +30,7 @@ SHARDED_MODEL, SHARDED_OPTIMIZER = "pytorch_model_fsdp_{}", "optimizer_{}"
 
 _PART = re.compile(
     r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin"
-    r"|(optimizer|scheduler|sampler)(_\d+)?\.bin|dl_state_dict(_\d+)?(_rank\d+)?\.bin"
+    r"|(optimizer|scheduler)(_\d+)?\.bin|(sampler|dl_state_dict)(_\d+)?(_rank\d+)?\.bin"
     r"|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
     r"|pytorch_model_fsdp_\d+|optimizer_\d+)"
 )
@@ -52,10 +53,8 @@ def random_states(rank: int) -> str:
 
 
 def loader_file(number: int, *, stateful: bool, rank: int = 0) -> str:
-    """The file that says where a loader is."""
-    if not stateful:
-        return numbered(SAMPLER, number)
-    stem, _, ending = numbered(STATEFUL, number).partition(".")
+    """The file that says where a loader is, for one process."""
+    stem, _, ending = numbered(STATEFUL if stateful else SAMPLER, number).partition(".")
     return f"{stem}_rank{rank}.{ending}" if rank else f"{stem}.{ending}"
 
 
@@ -67,7 +66,6 @@ class Contents:
         models: Numbers of the models with weights in one file.
         sharded_models: Numbers of those in shards.
         optimizers: Numbers of the optimizers in one file.
-        sharded_optimizers: Numbers of those in shards.
         schedulers: Numbers of schedulers.
         custom: Numbers of registered objects.
         has_scaler: Whether there is a scaler.
@@ -76,7 +74,6 @@ class Contents:
     models: frozenset[int]
     sharded_models: frozenset[int]
     optimizers: frozenset[int]
-    sharded_optimizers: frozenset[int]
     schedulers: frozenset[int]
     custom: frozenset[int]
     has_scaler: bool
@@ -91,7 +88,6 @@ class Contents:
             | _numbers(files, r"pytorch_model(?:_(\d+))?\.bin"),
             sharded_models=_numbers(folders, r"pytorch_model_fsdp_(\d+)"),
             optimizers=_numbers(files, r"optimizer(?:_(\d+))?\.bin"),
-            sharded_optimizers=_numbers(folders, r"optimizer_(\d+)"),
             schedulers=_numbers(files, r"scheduler(?:_(\d+))?\.bin"),
             custom=_numbers(files, r"custom_checkpoint_(\d+)\.pkl"),
             has_scaler=SCALER in files,

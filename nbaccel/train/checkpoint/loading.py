@@ -11,7 +11,6 @@ from safetensors import safe_open
 from torch import nn
 
 from nbaccel.abc.place import Place
-from nbaccel.abc.strategy import Sharded
 from nbaccel.config.mistakes import shown
 from nbaccel.errors import ConfigError
 from nbaccel.log import get_logger
@@ -104,8 +103,8 @@ class _Loading:
             hook(models, str(self._folder))
         for number, model in enumerate(models):
             shards = self._folder / layout.SHARDED_MODEL.format(number)
-            if shards.is_dir() and isinstance(self._parts.strategy, Sharded):
-                self._parts.strategy.load_sharded(model, None, shards)
+            if shards.is_dir() and self._parts.sharder is not None:
+                self._parts.sharder.load_sharded(model, self._parts.optimizer_of(model), shards)
             else:
                 state = self._weights(number, model)
                 self._parts.strategy.load_model_state(model, state, **options)
@@ -124,17 +123,16 @@ class _Loading:
         )
 
     def optimizers(self) -> None:
-        strategy = self._parts.strategy
         for number, (optimizer, model) in enumerate(self._parts.plain_optimizers()):
             shards = self._folder / layout.SHARDED_OPTIMIZER.format(number)
-            if model is not None and shards.is_dir() and isinstance(strategy, Sharded):
-                strategy.load_sharded(model, optimizer, shards)
-                continue
-            state = self._read(layout.numbered(layout.OPTIMIZER, number))
-            if model is None:
-                optimizer.load_state_dict(state)
-            else:
-                strategy.load_optimizer_state(model, optimizer, state)
+            path = self._folder / layout.numbered(layout.OPTIMIZER, number)
+            if model is not None and self._parts.sharder is not None and shards.is_dir():
+                self._parts.sharder.load_sharded(model, optimizer, shards)
+            elif model is None:
+                optimizer.load_state_dict(self._read(path.name))
+            elif path.exists():
+                state = self._read(path.name)
+                self._parts.strategy.load_optimizer_state(model, optimizer, state)
 
     def loaders(self, place: Place) -> None:
         for number, loader in self._parts.stateful_loaders():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbaccel.abc.strategy import Sharded, Strategy
+from nbaccel.abc.strategy import ShardedCheckpoints, Strategy
 from nbaccel.errors import ConfigError
 from nbaccel.train.checkpoint.layout import Contents
 from nbaccel.units import counted
@@ -30,6 +30,7 @@ class Parts:
         loaders: Data loaders; those without `state_dict` are passed over.
         scaler: Of fp16, if there is one.
         custom: Registered objects.
+        in_shards: Whether every process is to write its shards, if the strategy can.
     """
 
     strategy: Strategy
@@ -39,12 +40,12 @@ class Parts:
     loaders: Sequence[Any] = ()
     scaler: torch.amp.GradScaler | None = None
     custom: Sequence[Any] = ()
+    in_shards: bool = False
 
     @property
-    def sharded(self) -> Sharded | None:
-        """The strategy, if it is to write shards."""
-        strategy = self.strategy
-        return strategy if isinstance(strategy, Sharded) and strategy.writes_shards else None
+    def sharder(self) -> ShardedCheckpoints | None:
+        """The strategy, if it can read and write shards."""
+        return self.strategy if isinstance(self.strategy, ShardedCheckpoints) else None
 
     def plain_optimizers(self) -> list[tuple[torch.optim.Optimizer, nn.Module | None]]:
         """Torch's own optimizers, each with the model whose parameters it steps."""
@@ -57,6 +58,11 @@ class Parts:
             if any(id(parameter) in stepped for parameter in model.parameters()):
                 return model
         return None
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        """The first optimizer that steps a model's parameters; its shards lie with the model's."""
+        own = (optimizer for optimizer, its in self.plain_optimizers() if its is model)
+        return next(own, None)
 
     def stateful_loaders(self) -> list[tuple[int, Any]]:
         """Loaders that can say where they are, by their number among all."""
@@ -107,20 +113,18 @@ def check_contents(folder: Path, parts: Parts, *, with_models: bool = True) -> N
         ConfigError: Something is missing or superfluous; it lists what was found and expected.
     """
     found = Contents.of(folder)
-    shards = isinstance(parts.strategy, Sharded)
     at, mistakes = f"The checkpoint {str(folder)!r}", []
-    kinds = [
-        ("optimizer", len(parts.optimizers), found.optimizers, found.sharded_optimizers),
-        ("scheduler", len(parts.schedulers), found.schedulers, frozenset()),
-    ]
-    if with_models:
-        models = ("model", len(parts.models), found.models, found.sharded_models)
-        kinds.insert(0, models)
-    for kind, expected, whole, in_shards in kinds:
-        there = whole | in_shards if shards else whole
-        if in_shards and not shards and expected:
-            mistakes.append(_unreadable(at, kind, in_shards))
-        elif expected and there != frozenset(range(expected)):
+    kinds = [("scheduler", len(parts.schedulers), found.schedulers)]
+    if found.sharded_models and parts.sharder is None and (parts.models or parts.optimizers):
+        mistakes.append(_unreadable(at, "model", found.sharded_models))
+    else:
+        if not found.sharded_models:  # else they are in there, and whoever reads them will look
+            kinds.insert(0, ("optimizer", len(parts.optimizers), found.optimizers))
+        if with_models:
+            models = found.models | found.sharded_models
+            kinds.insert(0, ("model", len(parts.models), models))
+    for kind, expected, there in kinds:
+        if expected and there != frozenset(range(expected)):
             mistakes.append(_mismatch(at, kind, there, expected))
     if found.custom != frozenset(range(len(parts.custom))):
         mistakes.append(_mismatch(at, "registered object", found.custom, len(parts.custom)))

@@ -72,6 +72,7 @@ class _Writing:
     def __init__(self, folder: Path, parts: Parts, writes: bool) -> None:
         self._folder = folder
         self._parts = parts
+        self._sharder = parts.sharder if parts.in_shards else None
         self._writes = writes
         self._errors: list[Exception] = []
 
@@ -86,15 +87,13 @@ class _Writing:
             raise self._errors[0]
 
     def _models(self, hooks: list[SaveHook], safe: bool) -> None:
-        parts, strategy = self._parts, self._parts.strategy
-        if parts.sharded is not None:
-            weights = []
-            for number, model in enumerate(parts.models):
+        parts, weights = self._parts, []
+        for number, model in enumerate(parts.models):
+            if self._sharder is None:
+                weights.append(parts.strategy.model_state(model))
+            else:
                 folder = self._folder / layout.SHARDED_MODEL.format(number)
-                folder.mkdir(exist_ok=True)
-                parts.sharded.save_sharded(model, None, folder)
-        else:
-            weights = [strategy.model_state(model) for model in parts.models]
+                self._sharder.save_sharded(model, parts.optimizer_of(model), folder)
         models = list(parts.models)
         for hook in hooks:
             self._attempt(partial(hook, models, weights, str(self._folder)))
@@ -107,23 +106,18 @@ class _Writing:
             name = layout.numbered(layout.OPTIMIZER, number)
             if model is None:
                 self._write(optimizer.state_dict(), name)
-            elif self._parts.sharded is None:
+            elif self._sharder is None:
                 self._write(self._parts.strategy.optimizer_state(model, optimizer), name)
-            else:
+            elif optimizer is not self._parts.optimizer_of(model):
                 folder = self._folder / layout.SHARDED_OPTIMIZER.format(number)
-                folder.mkdir(exist_ok=True)
-                self._parts.sharded.save_sharded(model, optimizer, folder)
+                self._sharder.save_sharded(model, optimizer, folder)
 
     def _loaders(self, place: Place) -> None:
         for number, loader in self._parts.stateful_loaders():
             stateful = bool(getattr(loader, "use_stateful_dataloader", False))
-            rank = place.rank if stateful else 0
-            name = layout.loader_file(number, stateful=stateful, rank=rank)
-            if stateful and rank:
-                # Each process has workers and a part of the data of its own.
-                self._attempt(partial(self._save_state_of, loader, name))
-            else:
-                self._write_state_of(loader, name)
+            # Each process has workers, random numbers and a part of the data of its own.
+            name = layout.loader_file(number, stateful=stateful, rank=place.rank)
+            self._attempt(partial(self._save_state_of, loader, name))
 
     def _rest(self) -> None:
         for number, scheduler in enumerate(self._parts.schedulers):
