@@ -13,6 +13,7 @@
     ├── UnsafeMoment             (RuntimeError)  right request, wrong time
     │   └── UnsafeFork           this process cannot be forked as it is now
     ├── PrecisionMismatch        (RuntimeError)  asked for one precision, training in another
+    ├── CheckpointFailed         (RuntimeError)  a process could not write or read its part
     ├── CollectiveMismatch       (RuntimeError)  processes met with different calls or shapes
     ├── CollectiveTimeout        (TimeoutError)  some processes did not come to a collective
     ├── NothingFits              (RuntimeError)  no batch size is small enough for the memory
@@ -37,6 +38,7 @@ import errno
 from nbaccel.rendering import render_failure, render_mistake
 
 __all__ = [
+    "CheckpointFailed",
     "CollectiveMismatch",
     "CollectiveTimeout",
     "ConfigError",
@@ -150,6 +152,10 @@ class UnsafeFork(UnsafeMoment):
 
 class PrecisionMismatch(_Plain, RuntimeError):
     """Training would run in another precision than the one asked for."""
+
+
+class CheckpointFailed(_Plain, RuntimeError):
+    """A process could not write or read its part of a checkpoint, so none goes on with it."""
 
 
 class CollectiveMismatch(_Plain, RuntimeError):
