@@ -41,9 +41,8 @@ class MultiProcessAdapter(_Adapter):
             self._speak(level, msg, args, kwargs)
 
     def _speak(self, level: int, msg: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        text, kwargs = self.process(msg, dict(kwargs))
-        kwargs["stacklevel"] += 1
-        self.logger.log(level, text, *args, **kwargs)
+        text, found = self.process(msg, dict(kwargs))
+        self.logger.log(level, text, *args, **{**found, "stacklevel": found["stacklevel"] + 1})
 
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]

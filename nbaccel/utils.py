@@ -1,4 +1,4 @@
-"""Functions that training code uses beside an `Accelerator`, under the names Accelerate has for them.
+"""Functions that training code uses beside an `Accelerator`, under the names Accelerate has.
 
 The collectives here work on the process group of this process, with or without an `Accelerator`.
 """
@@ -123,10 +123,13 @@ def synchronize_rng_states(rng_types: list[str], generator: torch.Generator | No
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Free what big objects hold: ``model, optimizer = release_memory(model, optimizer)``.
+    """Free what big objects hold.
+
+    Args:
+        *objects: What the caller lets go of.
 
     Returns:
-        As many Nones as objects.
+        As many Nones, to assign: ``model, optimizer = release_memory(model, optimizer)``.
     """
     held: MutableSequence[Any] = list(objects)
     held.clear()
@@ -136,7 +139,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 def _free() -> None:
     gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
 

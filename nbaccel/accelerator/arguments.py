@@ -56,7 +56,7 @@ class Handlers:
         }
         found: dict[str, Any] = {}
         for handler in given or ():
-            name = names.get(type(handler))  # type: ignore[arg-type]
+            name = names.get(type(handler))
             if name is None:
                 raise ConfigError(
                     f"kwargs_handlers got a {type(handler).__name__}: {handler!r}. It would have "
@@ -150,7 +150,7 @@ def _data(
 def _accumulation(
     steps: int, plugin: GradientAccumulationPlugin | None
 ) -> tuple[int, Any, GradientAccumulationPlugin]:
-    if not isinstance(steps, int) or steps < 1:
+    if steps < 1:
         raise ConfigError(
             f"gradient_accumulation_steps={steps!r} must be a whole number of at least 1: so many "
             "batches make one optimizer step. Give 1 to step after every batch."

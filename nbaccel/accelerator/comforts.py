@@ -123,7 +123,7 @@ def _profiler_arguments(settings: ProfileKwargs, device: torch.device) -> dict[s
         "cuda": torch.profiler.ProfilerActivity.CUDA,
     }
     wanted = settings.activities or (["cpu", "cuda"] if device.type == "cuda" else ["cpu"])
-    unknown = [name for name in wanted if name not in kinds and name not in kinds.values()]
+    unknown = [name for name in wanted if str(name) not in kinds]
     if unknown:
         raise ConfigError(
             f"ProfileKwargs(activities={list(wanted)}) has unknown ones: {unknown}. Nothing would "
@@ -134,4 +134,4 @@ def _profiler_arguments(settings: ProfileKwargs, device: torch.device) -> dict[s
     found.pop("with_modules")  # of TorchScript modules only, which torch has given up
     if settings.schedule_option is not None:
         found["schedule"] = torch.profiler.schedule(**settings.schedule_option)
-    return {**found, "activities": [kinds.get(name, name) for name in wanted]}
+    return {**found, "activities": [kinds[name] for name in wanted]}

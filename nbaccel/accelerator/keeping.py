@@ -14,7 +14,7 @@ from nbaccel import env
 from nbaccel.accelerator.facts import Facts
 from nbaccel.errors import ConfigError
 from nbaccel.train import checkpoint
-from nbaccel.train.trackers import GeneralTracker, SilentTracker
+from nbaccel.train.trackers import GeneralTracker, start_trackers
 
 __all__ = ["Keeping"]
 
@@ -182,27 +182,14 @@ class Keeping(Facts):
             config: Settings to keep beside the metrics.
             init_kwargs: Tracker's name → further arguments of its constructor.
         """
-        for wanted in self._wanted_trackers:
-            tracker = self._begin(wanted, project_name, dict(init_kwargs or {}))
-            if tracker is not None:
-                self.trackers.append(tracker)
-                if config is not None:
-                    tracker.store_init_configuration(dict(config))
-
-    def _begin(
-        self,
-        wanted: type[GeneralTracker] | GeneralTracker,
-        project_name: str,
-        init_kwargs: dict[str, Mapping[str, Any]],
-    ) -> GeneralTracker | None:
-        if wanted.main_process_only and not self.is_main_process:
-            return None
-        if isinstance(wanted, GeneralTracker):
-            return wanted
-        extra = init_kwargs.get(wanted.name, {})
-        if wanted.requires_logging_directory:
-            return wanted(project_name, logging_dir=self.logging_dir, **extra)
-        return wanted(project_name, **extra)
+        self.trackers += start_trackers(
+            self._wanted_trackers,
+            self._place,
+            project_name,
+            logging_dir=self.logging_dir,
+            config=None if config is None else dict(config),
+            init_kwargs=init_kwargs,
+        )
 
     def log(
         self,
@@ -235,10 +222,10 @@ class Keeping(Facts):
         """
         for tracker in self.trackers:
             if tracker.name == name:
-                return tracker.tracker if unwrap else tracker
+                return getattr(tracker, "tracker", tracker) if unwrap else tracker
         known = [wanted.name for wanted in self._wanted_trackers]
         if name in known and not self.is_main_process:
-            return SilentTracker(name)
+            return GeneralTracker(_blank=True)
         raise ConfigError(
             f"get_tracker({name!r}) finds none: asked for were {known or 'none'}, begun are "
             f"{[tracker.name for tracker in self.trackers]}. Give Accelerator(log_with=...) and "

@@ -197,9 +197,8 @@ class Preparing(Facts):
         if self._dynamo_backend == "no":
             return bundle
         backend = self._dynamo_backend
-        return replace(
-            bundle, models=tuple(torch.compile(m, backend=backend) for m in bundle.models)
-        )
+        compiled: list[Any] = [torch.compile(m, backend=backend) for m in bundle.models]
+        return replace(bundle, models=tuple(compiled))
 
     def _wrap_optimizers(self, bundle: Bundle) -> Bundle:
         wrapped = tuple(
@@ -229,7 +228,8 @@ class Preparing(Facts):
         if not keep_fp32_wrapper:
             self._precision.unwrap_forward(inner)
         if compiled is not None and keep_torch_compile:
-            return torch.compile(inner, backend=self._dynamo_backend)  # type: ignore[return-value]
+            again: Any = torch.compile(inner, backend=self._dynamo_backend)
+            inner = again
         return inner
 
     def free_memory(self, *objects: Any) -> list[None]:

@@ -1,4 +1,4 @@
-"""One progress bar for all processes: process 0 shows it, with everybody's samples and losses in it.
+"""One progress bar for all processes: process 0 shows it, with everybody's samples and losses.
 
 Every process posts its numbers to the rendezvous store twice a second at most, and nobody waits for
 anybody: a process that is slow, or shows no bar, holds no other up.
@@ -80,7 +80,7 @@ class Progress(Generic[_Batch]):
     def _report(self) -> None:
         self._posted = time.monotonic()
         loss = None if self._loss is None else float(self._loss.float().mean())
-        mine = {"samples": self.samples, "loss": loss, "since": self._start}
+        mine: dict[str, Any] = {"samples": self.samples, "loss": loss, "since": self._start}
         everybody = [mine] if self._place.is_alone else self._exchange(mine)
         if not self._place.is_main:
             return
