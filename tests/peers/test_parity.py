@@ -1,4 +1,4 @@
-"""The same training by nbaccel and by Accelerate: losses, weights and metrics equal to the digit."""
+"""The same training by nbaccel and by Accelerate: losses, weights, metrics equal to the digit."""
 
 from __future__ import annotations
 
