@@ -9,10 +9,12 @@ from importlib import import_module
 from typing import Any
 
 from nbaccel.abc.device import Device
-from nbaccel.capabilities import DEVICES, device_row
+from nbaccel.abc.precision import Precision
+from nbaccel.abc.strategy import Strategy
+from nbaccel.capabilities import DEVICES, PRECISIONS, device_row, precision_row, strategy_row
 from nbaccel.errors import InternalError, PlatformUnsupported
 
-__all__ = ["device", "load"]
+__all__ = ["device", "load", "precision", "strategy"]
 
 
 def device(name: str) -> Device:
@@ -34,13 +36,56 @@ def device(name: str) -> Device:
             f"Device {name!r} cannot be used: {row.meaning}. Workers would have nothing to "
             f"compute on. Use one of {driven}."
         )
-    kind = load(row.path)
-    if not (isinstance(kind, type) and issubclass(kind, Device)):
+    kind: type[Device] = _class(row.path, Device)
+    return kind()
+
+
+def precision(name: str) -> type[Precision]:
+    """The implementation of a precision.
+
+    Args:
+        name: As in its capability row.
+
+    Returns:
+        A class whose objects are made from a device, `AutocastKwargs` and `GradScalerKwargs`.
+
+    Raises:
+        PlatformUnsupported: This version has no implementation of it.
+    """
+    row = precision_row(name)
+    if not row.path:
+        there = ", ".join(other.name for other in PRECISIONS if other.path)
+        raise PlatformUnsupported(
+            f"mixed_precision={name!r} ({row.meaning}) cannot be trained in through Accelerator "
+            "in this version: every layer would compute in another format than was asked for. "
+            f"Use one of {there} (bf16 is the nearest), or convert the layers yourself with "
+            "torchao or TransformerEngine before `prepare`, under 'bf16'."
+        )
+    kind: type[Precision] = _class(row.path, Precision)
+    return kind
+
+
+def strategy(name: str) -> type[Strategy]:
+    """The implementation of a strategy.
+
+    Args:
+        name: As in its capability row.
+
+    Returns:
+        A class; what its constructor takes is its own.
+    """
+    kind: type[Strategy] = _class(strategy_row(name).path, Strategy)
+    return kind
+
+
+def _class(path: str, contract: type[object]) -> Any:
+    kind = load(path)
+    if not (isinstance(kind, type) and issubclass(kind, contract)):
         raise InternalError(
-            f"{row.path} is no Device: got {kind!r}. "
+            f"{path} is no {contract.__name__}: got {kind!r}. "
             "The capability row names the wrong thing. Please report this as a bug."
         )
-    return kind()
+    return kind
 
 
 def load(path: str) -> Any:

@@ -1,6 +1,6 @@
 """What works with what, as data.
 
-Every device, precision and start method has a row here. The plan judges by the rows, the
+Every device, precision, strategy and start method has a row here. The plan judges by the rows, the
 catalogue loads the implementation a row names, pickers grey out by them, and the matrix in the
 README and the contract tests are made from them. To add a backend is to add a row.
 """
@@ -19,14 +19,17 @@ __all__ = [
     "README_BEGIN",
     "README_END",
     "START_METHODS",
+    "STRATEGIES",
     "DeviceRow",
     "PrecisionRow",
     "StartMethodRow",
+    "StrategyRow",
     "device_row",
     "group_backend",
     "precision_row",
     "readme_matrix",
     "start_method_row",
+    "strategy_row",
 ]
 
 _Row = TypeVar("_Row")
@@ -72,13 +75,36 @@ class PrecisionRow:
         needs: What must be there.
         refused_below: Compute capability under which a GPU cannot do it.
         imitated_below: Compute capability under which a GPU does it slowly.
+        path: ``module:Class`` of the implementation; empty where this version has none.
     """
 
     name: str
     meaning: str
     needs: str
+    path: str = ""
     refused_below: tuple[int, int] = (0, 0)
     imitated_below: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyRow:
+    """How the processes of a run train one model together.
+
+    Attributes:
+        name: As in ``Strategy.name``.
+        meaning: What each process holds, for people.
+        needs: What must be there.
+        path: ``module:Class`` of the implementation.
+        devices: What it can compute on.
+        precisions: The precisions it can train in.
+    """
+
+    name: str
+    meaning: str
+    needs: str
+    path: str
+    devices: tuple[str, ...]
+    precisions: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,21 +157,60 @@ DEVICES: tuple[DeviceRow, ...] = (
 )
 
 PRECISIONS: tuple[PrecisionRow, ...] = (
-    PrecisionRow(name="no", meaning="float32 throughout", needs="nothing"),
     PrecisionRow(
-        name="fp16", meaning="float16 with scaled gradients", needs="a GPU to be worth it"
+        name="no",
+        meaning="float32 throughout",
+        needs="nothing",
+        path="nbaccel.precision.native:Fp32",
+    ),
+    PrecisionRow(
+        name="fp16",
+        meaning="float16 with scaled gradients",
+        needs="a GPU to be worth it",
+        path="nbaccel.precision.native:Fp16",
     ),
     PrecisionRow(
         name="bf16",
         meaning="bfloat16, no scaling needed",
         needs="a CPU, or a GPU of compute capability 8.0 (Ampere) to be worth it",
+        path="nbaccel.precision.native:Bf16",
         imitated_below=(8, 0),
     ),
     PrecisionRow(
         name="fp8",
         meaning="8-bit matrix products",
-        needs="a GPU of compute capability 8.9 (Ada, Hopper) or newer",
+        needs="a GPU of compute capability 8.9 (Ada, Hopper) or newer; `Accelerator` takes it up "
+        "in a later version",
         refused_below=(8, 9),
+    ),
+)
+
+_NATIVE = ("no", "fp16", "bf16")
+
+STRATEGIES: tuple[StrategyRow, ...] = (
+    StrategyRow(
+        name="single",
+        meaning="one process trains alone",
+        needs="nothing",
+        path="nbaccel.strategies.single:SingleStrategy",
+        devices=("cpu", "cuda"),
+        precisions=_NATIVE,
+    ),
+    StrategyRow(
+        name="ddp",
+        meaning="every process holds the whole model, gradients are averaged",
+        needs="memory for the model in every process",
+        path="nbaccel.strategies.ddp:DdpStrategy",
+        devices=("cpu", "cuda"),
+        precisions=_NATIVE,
+    ),
+    StrategyRow(
+        name="fsdp",
+        meaning="every process holds a shard of weights, gradients and optimizer (`fully_shard`)",
+        needs="a FullyShardedDataParallelPlugin",
+        path="nbaccel.strategies.fsdp:FsdpStrategy",
+        devices=("cpu", "cuda"),
+        precisions=_NATIVE,
     ),
 )
 
@@ -205,6 +270,21 @@ def precision_row(name: str) -> PrecisionRow:
     return _found(name, {row.name: row for row in PRECISIONS}.get(name))
 
 
+def strategy_row(name: str) -> StrategyRow:
+    """The row of a strategy.
+
+    Args:
+        name: As in the table.
+
+    Returns:
+        The row.
+
+    Raises:
+        InternalError: No row has that name.
+    """
+    return _found(name, {row.name: row for row in STRATEGIES}.get(name))
+
+
 def start_method_row(name: str) -> StartMethodRow:
     """The row of a start method.
 
@@ -251,13 +331,30 @@ def readme_matrix() -> str:
         ]
         for row in DEVICES
     ]
+    devices = [row.name for row in DEVICES]
+    strategies = [
+        [
+            f"`{row.name}`: {row.meaning}",
+            *("yes" if name in row.devices else "" for name in devices),
+            *("yes" if name in row.precisions else "" for name in precisions),
+        ]
+        for row in STRATEGIES
+    ]
     rows = [("precision", row.name, row.meaning, row.needs) for row in PRECISIONS]
+    rows += [("strategy", row.name, row.meaning, row.needs) for row in STRATEGIES]
     rows += [("start", row.name, row.meaning, row.needs) for row in START_METHODS]
     needs = [[kind, f"`{name}`", meaning, text] for kind, name, meaning, text in rows]
-    heads = [f"`{name}`" for name in (*precisions, *methods)]
     return "\n\n".join(
-        [_table(["Device", *heads], matrix), _table(["Kind", "Name", "Meaning", "Needs"], needs)]
+        [
+            _table(["Device", *_quoted(precisions), *_quoted(methods)], matrix),
+            _table(["Strategy", *_quoted(devices), *_quoted(precisions)], strategies),
+            _table(["Kind", "Name", "Meaning", "Needs"], needs),
+        ]
     )
+
+
+def _quoted(names: Sequence[str]) -> list[str]:
+    return [f"`{name}`" for name in names]
 
 
 def _mark(row: DeviceRow, precision: str) -> str:

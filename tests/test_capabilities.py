@@ -7,6 +7,8 @@ import pytest
 
 from nbaccel import _catalog, capabilities
 from nbaccel.abc.device import Device
+from nbaccel.abc.precision import Precision
+from nbaccel.abc.strategy import Strategy
 from nbaccel.config import run
 
 README = Path(__file__).parents[1] / "README.md"
@@ -32,6 +34,31 @@ def test_rows_refer_to_rows(row):
         assert kind.name == row.name
 
 
+@pytest.mark.parametrize("row", capabilities.STRATEGIES, ids=lambda row: row.name)
+def test_a_strategy_row_names_what_is_there(row):
+    kind = _catalog.load(row.path)
+    assert issubclass(kind, Strategy)
+    assert kind.name == row.name
+    assert set(row.devices) <= {other.name for other in capabilities.DEVICES if other.path}
+    assert set(row.precisions) <= {other.name for other in capabilities.PRECISIONS if other.path}
+
+
+@pytest.mark.parametrize("row", capabilities.PRECISIONS, ids=lambda row: row.name)
+def test_a_precision_row_names_what_is_there(row):
+    if row.path:
+        kind = _catalog.load(row.path)
+        assert issubclass(kind, Precision)
+        assert kind.name == row.name
+    else:
+        assert row.name == "fp8"
+
+
+def test_a_contract_stays_narrow():
+    for contract in (Device, Precision, Strategy):
+        methods = [name for name in vars(contract) if not name.startswith("_")]
+        assert len(methods) <= 12, f"{contract.__name__}: {methods}"
+
+
 def test_nccl_is_for_workers_with_a_gpu_each():
     row = capabilities.device_row("cuda")
     assert capabilities.group_backend(row, num_local=2, num_devices=2) == "nccl"
@@ -41,12 +68,18 @@ def test_nccl_is_for_workers_with_a_gpu_each():
 
 def test_the_matrix_names_every_row():
     text = capabilities.readme_matrix()
-    for rows in (capabilities.DEVICES, capabilities.PRECISIONS, capabilities.START_METHODS):
+    tables = (
+        capabilities.DEVICES,
+        capabilities.PRECISIONS,
+        capabilities.STRATEGIES,
+        capabilities.START_METHODS,
+    )
+    for rows in tables:
         for row in rows:
             assert f"`{row.name}`" in text
             assert row.meaning in text
-    widths = {line.count("|") for line in text.split("\n\n")[0].splitlines()}
-    assert len(widths) == 1
+    for table in text.split("\n\n"):
+        assert len({line.count("|") for line in table.splitlines()}) == 1
 
 
 def test_the_readme_shows_the_matrix():

@@ -9,16 +9,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import nn
 
     from nbaccel.abc.bundle import Bundle
     from nbaccel.abc.place import Place
 
-__all__ = ["Strategy"]
+__all__ = ["ShardedCheckpoints", "Strategy"]
 
 
 class Strategy(ABC):
@@ -56,6 +58,10 @@ class Strategy(ABC):
         """A context in which backward passes of the model leave gradients on their process."""
         return nullcontext()
 
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A context in which a backward pass reduces gradients although its forward did not ask."""
+        return nullcontext()
+
     def join(
         self, models: Iterable[nn.Module], **options: Any
     ) -> AbstractContextManager[None] | None:
@@ -79,19 +85,55 @@ class Strategy(ABC):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """The whole state dict of the unwrapped model; a collective where it is sharded."""
+        """The whole state dict of the unwrapped model; a collective where it is sharded.
+
+        Returns:
+            Tensors by name on process 0; elsewhere it may be empty.
+        """
         return self.unwrap(model).state_dict()
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> None:
-        """Load what :meth:`model_state` gave (options of ``Module.load_state_dict``)."""
+        """Load what :meth:`model_state` gave; a collective where the model is sharded.
+
+        Args:
+            model: The model, as :meth:`wrap` returned it.
+            state: The state; where the model is sharded, that of process 0 counts.
+            **options: Of ``Module.load_state_dict``.
+        """
         self.unwrap(model).load_state_dict(state, **options)
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The whole state dict of a model's optimizer; a collective where it is sharded."""
+        """The whole state dict of a model's optimizer; a collective where it is sharded.
+
+        Returns:
+            What ``Optimizer.state_dict`` gives where nothing is sharded, so that another strategy
+            or another number of processes can load it. On process 0; elsewhere it may be empty.
+        """
         return optimizer.state_dict()
 
     def load_optimizer_state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Load what :meth:`optimizer_state` gave."""
+        """Load what :meth:`optimizer_state` gave; that of process 0 counts where it is sharded."""
         optimizer.load_state_dict(dict(state))
+
+
+@runtime_checkable
+class ShardedCheckpoints(Protocol):
+    """A strategy whose processes can each write and read their own part of a checkpoint."""
+
+    def save_sharded(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
+    ) -> None:
+        """Write weights, and the optimizer's state if one is given; a collective.
+
+        Args:
+            model: The model, as :meth:`Strategy.wrap` returned it.
+            optimizer: The torch optimizer of its parameters.
+            folder: A folder that all processes see.
+        """
+
+    def load_sharded(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
+    ) -> None:
+        """Read what :meth:`save_sharded` wrote, with any number of processes; a collective."""

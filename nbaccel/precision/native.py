@@ -1,0 +1,204 @@
+"""float32, bfloat16 and float16 by torch's own autocast.
+
+[Note: the wrapped forward] A model's `forward` is replaced on the instance by an
+:class:`AutocastForward`, so the model stays the user's own object: what wraps it later (DDP,
+`fully_shard`, `torch.compile`) calls the new forward by itself. The replacement is an object of a
+class, not a closure, because models travel to workers by pickle and are deep-copied.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from nbaccel.abc.precision import Precision
+from nbaccel.config.handlers import AutocastKwargs, GradScalerKwargs
+from nbaccel.precision.scaler import LossScaler
+
+__all__ = ["AutocastForward", "Bf16", "Fp16", "Fp32", "as_float32"]
+
+_LOW = frozenset({torch.float16, torch.bfloat16})
+
+
+class AutocastForward:
+    """A model's forward that computes in a lower precision and returns float32.
+
+    Args:
+        forward: The model's own forward.
+        device_type: As ``torch.autocast`` takes it.
+        dtype: What layers compute in.
+        enabled: Whether they do.
+        cache_enabled: Whether cast weights are kept within one forward.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        *,
+        device_type: str,
+        dtype: torch.dtype,
+        enabled: bool,
+        cache_enabled: bool | None,
+    ) -> None:
+        self.forward = forward
+        self.__wrapped__ = forward  # what asks for a forward's signature follows this
+        self.device_type = device_type
+        self.dtype = dtype
+        self.enabled = enabled
+        self.cache_enabled = cache_enabled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward; the same arguments, float32 in what it returns."""
+        # A context of its own for each call: one that is shared is not reentrant.
+        with torch.autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled):
+            output = self.forward(*args, **kwargs)
+        return as_float32(output)
+
+
+class _Native(Precision):
+    """What the three have in common.
+
+    Args:
+        device: What the model computes on.
+        autocast: Arguments of ``torch.autocast``.
+        scaler: Arguments of ``torch.amp.GradScaler``, which only float16 needs.
+    """
+
+    def __init__(
+        self, device: torch.device, autocast: AutocastKwargs, scaler: GradScalerKwargs
+    ) -> None:
+        self._device_type = device.type
+        self._settings = autocast
+
+    def wrap_forward(self, model: nn.Module) -> None:
+        """See :meth:`Precision.wrap_forward`; replaces what an earlier precision put there."""
+        self.unwrap_forward(model)
+        if self.dtype is None:
+            return
+        forward = model.forward
+        # `__dict__`, because a compiled module hands other attributes on to what is inside it.
+        model.__dict__["_original_forward"] = forward
+        model.__dict__["forward"] = AutocastForward(
+            forward,
+            device_type=self._device_type,
+            dtype=self.dtype,
+            enabled=self._settings.enabled,
+            cache_enabled=self._settings.cache_enabled,
+        )
+
+    def unwrap_forward(self, model: nn.Module) -> None:
+        """See :meth:`Precision.unwrap_forward`; nothing happens to a model that is not wrapped."""
+        wrapper = model.__dict__.get("forward")
+        if not isinstance(wrapper, AutocastForward):
+            return
+        del model.__dict__["forward"]
+        model.__dict__.pop("_original_forward", None)
+        if not _is_own_method(model, wrapper.forward):
+            model.__dict__["forward"] = wrapper.forward
+
+    def autocast(self, settings: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+        """See :meth:`Precision.autocast`."""
+        if self.dtype is None:
+            return super().autocast(settings)
+        chosen = settings or self._settings
+        return torch.autocast(
+            self._device_type, self.dtype, chosen.enabled, cache_enabled=chosen.cache_enabled
+        )
+
+
+class Fp32(_Native):
+    """float32 throughout: nothing is changed."""
+
+    name: ClassVar[str] = "no"
+
+
+class Bf16(_Native):
+    """bfloat16 where it is safe; its range is that of float32, so nothing is scaled."""
+
+    name: ClassVar[str] = "bf16"
+    dtype = torch.bfloat16
+
+
+class Fp16(_Native):
+    """float16 where it is safe; the loss is scaled, because small gradients would vanish."""
+
+    name: ClassVar[str] = "fp16"
+    dtype = torch.float16
+
+    def __init__(
+        self, device: torch.device, autocast: AutocastKwargs, scaler: GradScalerKwargs
+    ) -> None:
+        super().__init__(device, autocast, scaler)
+        self.scaler = LossScaler(device.type, **scaler.to_dict())
+
+
+def _is_own_method(model: nn.Module, forward: Callable[..., Any]) -> bool:
+    return (
+        getattr(forward, "__self__", None) is model
+        and getattr(forward, "__func__", None) is type(model).forward
+    )
+
+
+def as_float32(tree: Any) -> Any:
+    """Turn float16 and bfloat16 tensors into float32 ones.
+
+    Args:
+        tree: A tensor of any dtype and shape, or lists, tuples, named tuples, dataclasses and
+            mappings (such as the outputs of transformers) of them, nested as you like.
+
+    Returns:
+        The same tree with such tensors replaced; the very same object where there are none.
+        Containers keep their type; other objects stay what they are.
+    """
+    if isinstance(tree, torch.Tensor):
+        return tree.float() if tree.dtype in _LOW else tree
+    if isinstance(tree, Mapping):
+        return _mapping(tree)
+    if isinstance(tree, (list, tuple)):
+        return _sequence(tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return _dataclass(tree)
+    return tree
+
+
+def _changed(items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    return {key: new for key, old in items if (new := as_float32(old)) is not old}
+
+
+def _mapping(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    changed = _changed(tree.items())
+    if not changed:
+        return tree
+    if not isinstance(tree, MutableMapping):
+        return type(tree)({**tree, **changed})  # type: ignore[call-arg]
+    # A copy keeps what a new one would lose: order, `default_factory`, a model output's fields.
+    clone = copy.copy(tree)
+    for key, value in changed.items():
+        clone[key] = value
+    return clone
+
+
+def _sequence(tree: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
+    items = [as_float32(item) for item in tree]
+    if all(new is old for new, old in zip(items, tree, strict=True)):
+        return tree
+    if hasattr(tree, "_make"):
+        return tree._make(items)  # type: ignore[no-any-return]
+    return items if type(tree) is list else type(tree)(items)
+
+
+def _dataclass(tree: Any) -> Any:
+    names = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
+    changed = _changed((name, getattr(tree, name)) for name in names)
+    if not changed:
+        return tree
+    clone = copy.copy(tree)
+    for name, value in changed.items():
+        object.__setattr__(clone, name, value)  # frozen ones refuse the plain way
+    return clone

@@ -1,0 +1,86 @@
+"""``LossScaler``: torch's gradient scaler, right for several optimizers too.
+
+[Note: when the factor changes] torch wants `update` once per iteration, after all optimizers have
+stepped. A training loop written for one optimizer updates after each step: then the second
+optimizer's gradients are divided by a factor they were not multiplied with, or twice by it if they
+had been unscaled for clipping. Here an update waits until the factor is asked for again: by the
+next loss, by a checkpoint, or by an optimizer that steps a second time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+__all__ = ["LossScaler"]
+
+
+class LossScaler(torch.amp.GradScaler):
+    """A ``GradScaler`` whose `update` may be called after every optimizer's step.
+
+    Takes the arguments of ``torch.amp.GradScaler``.
+    """
+
+    def __init__(self, device: str = "cuda", **settings: Any) -> None:
+        super().__init__(device, **settings)
+        self._waiting = False
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Let the factor grow or shrink before it is next used; a `new_scale` holds at once."""
+        if new_scale is None:
+            self._waiting = True
+            return
+        self._waiting = False
+        super().update(new_scale)
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss, or an iterable of losses, by the factor."""
+        self._settle()
+        return super().scale(outputs)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide an optimizer's gradients by the factor, once per backward."""
+        self._settle_for(optimizer)
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step the optimizer unless its gradients are infinite; returns what its step returns."""
+        self._settle_for(optimizer)
+        return super().step(optimizer, *args, **kwargs)
+
+    def get_scale(self) -> float:
+        """The factor on the next loss; waits for the device."""
+        self._settle()
+        return super().get_scale()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Factor and settings, as ``torch.amp.GradScaler`` keeps them."""
+        self._settle()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave; what waited is dropped."""
+        self._settle()
+        super().load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()
+        return super().__getstate__()
+
+    def _settle(self) -> None:
+        if self._waiting:
+            self._waiting = False
+            # Nothing was checked where no optimizer had a gradient: torch would assert.
+            if self._enabled and any(
+                state["found_inf_per_device"] for state in self._per_optimizer_states.values()
+            ):
+                super().update()
+
+    def _settle_for(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._enabled and self._waiting:
+            # torch keys by identity, and makes an entry for a key it does not have.
+            state = self._per_optimizer_states.get(id(optimizer))
+            if state is not None and state["stage"] is OptState.STEPPED:
+                self._settle()
