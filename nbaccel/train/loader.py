@@ -117,10 +117,16 @@ class PreparedLoader(DataLoader[Any]):
             raise AttributeError(f"{type(self).__name__} has no {name} yet")
         return getattr(self.base, name)
 
-    @property
-    def multiprocessing_context(self) -> Any:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def multiprocessing_context(self) -> Any:
         """As the base's: how worker processes are started."""
         return self.base.multiprocessing_context
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """What draws the indices; torch forgets it where it is given a batch sampler."""
+        *_, last = chain_of_samplers(self.base)
+        return self.base.sampler if isinstance(last, BatchSampler) else last
 
     @property
     def batch_size(self) -> int | None:  # type: ignore[override]
@@ -198,7 +204,7 @@ class PreparedLoader(DataLoader[Any]):
 
     # ------------------------------------------------------------------------- iteration
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         before = self.end_of_dataloader
         self.gradient_state.enter(self)
         try:

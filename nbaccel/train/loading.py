@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
@@ -134,8 +133,8 @@ class _Preparation:
         if asked and not self.put_on_device:
             raise ConfigError(
                 f"DataLoaderConfiguration(dispatch_batches={asked!r}) needs device placement, "
-                "which is off for this loader. Process 0 sends batches from device to device. Leave "
-                "device_placement on, or give dispatch_batches=False."
+                "which is off for this loader. Process 0 sends batches from device to device. "
+                "Leave device_placement on, or give dispatch_batches=False."
             )
         return self.is_iterable and self.put_on_device if asked is None else asked
 
