@@ -26,7 +26,7 @@ from nbaccel.train.sampling import (
     SeedableRandomSampler,
     SkipBatchSampler,
 )
-from nbaccel.train.trees import leaves, send_to_device
+from nbaccel.train.trees import leaves, map_tensors, send_to_device
 
 __all__ = ["LoaderSettings", "PreparedLoader", "chain_of_samplers"]
 
@@ -255,7 +255,7 @@ class PreparedLoader(DataLoader[Any]):
                 if next(source, _END) is _END:
                     return source, _END
             if restored["ahead"] is not None:
-                torch.set_rng_state(restored["ahead"].cpu())
+                torch.set_rng_state(restored["ahead"])
             return source, next(source, _END)
 
     def _snapshot(self) -> dict[str, Any] | None:
@@ -323,6 +323,8 @@ class PreparedLoader(DataLoader[Any]):
         Args:
             state: What :meth:`state_dict` gave.
         """
+        # Random states live on the host, wherever the checkpoint was read to.
+        state = map_tensors(torch.Tensor.cpu, dict(state))
         self.position.load_state_dict(state)
         self._base_state = state["base"]
         for sampler, seed in zip(self._seeded(), state["seeds"], strict=False):

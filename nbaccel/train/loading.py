@@ -62,7 +62,7 @@ def prepare_data_loader(
     collectives: Collectives,
     *,
     put_on_device: bool = True,
-    rng_types: Sequence[str] = ("generator",),
+    rng_types: Sequence[str] | None = ("generator",),
     slice_fn: SliceFn | None = None,
 ) -> PreparedLoader:
     """Let every process of the run get its share of a loader's batches.
@@ -88,7 +88,7 @@ def prepare_data_loader(
     if isinstance(loader, PreparedLoader):
         return loader
     return _Preparation(
-        loader, place, gradient_state, settings, collectives, put_on_device, tuple(rng_types)
+        loader, place, gradient_state, settings, collectives, put_on_device, tuple(rng_types or ())
     ).run(slice_fn)
 
 
