@@ -43,7 +43,7 @@ def clip_grad_norm(
 
 def _norm(parameters: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = get_total_norm(gradients, norm_type)
+    norm: torch.Tensor = get_total_norm(gradients, norm_type)
     if isinstance(norm, DTensor):
         whole: torch.Tensor = norm.full_tensor()
         return whole
