@@ -8,6 +8,7 @@ dropping the iterator, closes the generator, and nothing stays behind.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -250,7 +251,7 @@ class PreparedLoader(DataLoader[Any]):
             self.position.begin(restored["batches_seen"] if goes_on else self.settings.skip_batches)
             if goes_on and restored["base"] is not None:
                 self.base.load_state_dict(restored["base"])  # type: ignore[attr-defined]
-            source = self._open()
+            source = self._open(draws_now=resumes)
             for _ in range(self._drop):
                 if next(source, _END) is _END:
                     return source, _END
@@ -261,8 +262,22 @@ class PreparedLoader(DataLoader[Any]):
     def _snapshot(self) -> dict[str, Any] | None:
         return self.base.state_dict()  # type: ignore[attr-defined,no-any-return]
 
-    def _open(self) -> Iterator[Any]:
-        return iter(self.base)
+    def _open(self, *, draws_now: bool) -> Iterator[Any]:
+        """Begin to read.
+
+        Args:
+            draws_now: Whether the sampler must draw the epoch's order before anything is read.
+        """
+        return self._open_base(draws_now=draws_now)
+
+    def _open_base(self, *, draws_now: bool) -> Iterator[Any]:
+        source: Any = iter(self.base)
+        # A sampler draws when it is first asked. Torch's iterator keeps it in a private attribute;
+        # with worker processes it has asked already, and torchdata's samplers draw at once.
+        indices = getattr(source, "_sampler_iter", None)
+        if draws_now and not self.num_workers and not hasattr(indices, "state_dict"):
+            source._sampler_iter = itertools.chain(list(itertools.islice(indices, 1)), indices)
+        return source  # type: ignore[no-any-return]
 
     def _synchronize_generators(self) -> None:
         settings = self.settings
