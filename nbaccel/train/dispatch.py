@@ -115,10 +115,19 @@ class DispatchLoader(PreparedLoader):
     def _snapshot(self) -> dict[str, Any] | None:
         return super()._snapshot() if self.settings.place.is_main else None
 
-    def _open(self) -> Iterator[Any]:
+    def _open(self, *, draws_now: bool) -> Iterator[Any]:
+        if self.settings.place.is_main:
+            return self._rounds(self._joined_batches(self._open_base(draws_now=draws_now)))
+        # On the others nothing is read, but as much is drawn as process 0 draws to begin.
+        if isinstance(self.dataset, IterDataPipe):
+            iter(self.base)  # torch lets all processes agree on a seed here
+        else:
+            torch.empty((), dtype=torch.int64).random_(generator=self.base.generator)
+        return self._rounds(iter(()))
+
+    def _rounds(self, source: Iterator[Any]) -> Iterator[Any]:
         """This process's part of every round."""
         place = self.settings.place
-        source = self._read() if place.is_main else self._attend()
         size = place.world_size
         beginning: Any = None
         short = 0
@@ -145,9 +154,8 @@ class DispatchLoader(PreparedLoader):
         place = self.settings.place
         return self.slice_fn(batch, rows, process_index=place.rank, num_processes=place.world_size)
 
-    def _read(self) -> Iterator[Any]:
+    def _joined_batches(self, source: Iterator[Any]) -> Iterator[Any]:
         """On process 0: the batches of all processes together."""
-        source = iter(self.base)
         count = 1 if self.settings.split_batches else self.settings.place.world_size
         while group := list(itertools.islice(source, count)):
             if len(group) < count and self.settings.drop_last:
@@ -155,14 +163,6 @@ class DispatchLoader(PreparedLoader):
             if self.slice_fn is None:
                 _check_rows(group)
             yield _joined(group)
-
-    def _attend(self) -> Iterator[Any]:
-        """On the others: nothing is read, but as much is drawn as process 0 draws to begin."""
-        if isinstance(self.dataset, IterDataPipe):
-            iter(self.base)  # torch lets all processes agree on a seed here
-        else:
-            torch.empty((), dtype=torch.int64).random_(generator=self.base.generator)
-        yield from ()
 
     def _exchange(self, source: Iterator[Any]) -> Any:
         """The next round's batch, on every process; None at the end."""

@@ -8,6 +8,7 @@ dropping the iterator, closes the generator, and nothing stays behind.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +27,7 @@ from nbaccel.train.sampling import (
     SeedableRandomSampler,
     SkipBatchSampler,
 )
-from nbaccel.train.trees import leaves, send_to_device
+from nbaccel.train.trees import leaves, map_tensors, send_to_device
 
 __all__ = ["LoaderSettings", "PreparedLoader", "chain_of_samplers"]
 
@@ -117,10 +118,16 @@ class PreparedLoader(DataLoader[Any]):
             raise AttributeError(f"{type(self).__name__} has no {name} yet")
         return getattr(self.base, name)
 
-    @property
-    def multiprocessing_context(self) -> Any:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def multiprocessing_context(self) -> Any:
         """As the base's: how worker processes are started."""
         return self.base.multiprocessing_context
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """What draws the indices; torch forgets it where it is given a batch sampler."""
+        *_, last = chain_of_samplers(self.base)
+        return self.base.sampler if isinstance(last, BatchSampler) else last
 
     @property
     def batch_size(self) -> int | None:  # type: ignore[override]
@@ -198,7 +205,7 @@ class PreparedLoader(DataLoader[Any]):
 
     # ------------------------------------------------------------------------- iteration
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         before = self.end_of_dataloader
         self.gradient_state.enter(self)
         try:
@@ -244,19 +251,33 @@ class PreparedLoader(DataLoader[Any]):
             self.position.begin(restored["batches_seen"] if goes_on else self.settings.skip_batches)
             if goes_on and restored["base"] is not None:
                 self.base.load_state_dict(restored["base"])  # type: ignore[attr-defined]
-            source = self._open()
+            source = self._open(draws_now=resumes)
             for _ in range(self._drop):
                 if next(source, _END) is _END:
                     return source, _END
             if restored["ahead"] is not None:
-                torch.set_rng_state(restored["ahead"].cpu())
+                torch.set_rng_state(restored["ahead"])
             return source, next(source, _END)
 
     def _snapshot(self) -> dict[str, Any] | None:
         return self.base.state_dict()  # type: ignore[attr-defined,no-any-return]
 
-    def _open(self) -> Iterator[Any]:
-        return iter(self.base)
+    def _open(self, *, draws_now: bool) -> Iterator[Any]:
+        """Begin to read.
+
+        Args:
+            draws_now: Whether the sampler must draw the epoch's order before anything is read.
+        """
+        return self._open_base(draws_now=draws_now)
+
+    def _open_base(self, *, draws_now: bool) -> Iterator[Any]:
+        source: Any = iter(self.base)
+        # A sampler draws when it is first asked. Torch's iterator keeps it in a private attribute;
+        # with worker processes it has asked already, and torchdata's samplers draw at once.
+        indices = getattr(source, "_sampler_iter", None)
+        if draws_now and not self.num_workers and not hasattr(indices, "state_dict"):
+            source._sampler_iter = itertools.chain(list(itertools.islice(indices, 1)), indices)
+        return source  # type: ignore[no-any-return]
 
     def _synchronize_generators(self) -> None:
         settings = self.settings
@@ -317,6 +338,8 @@ class PreparedLoader(DataLoader[Any]):
         Args:
             state: What :meth:`state_dict` gave.
         """
+        # Random states live on the host, wherever the checkpoint was read to.
+        state = map_tensors(torch.Tensor.cpu, dict(state))
         self.position.load_state_dict(state)
         self._base_state = state["base"]
         for sampler, seed in zip(self._seeded(), state["seeds"], strict=False):

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
@@ -63,7 +62,7 @@ def prepare_data_loader(
     collectives: Collectives,
     *,
     put_on_device: bool = True,
-    rng_types: Sequence[str] = ("generator",),
+    rng_types: Sequence[str] | None = ("generator",),
     slice_fn: SliceFn | None = None,
 ) -> PreparedLoader:
     """Let every process of the run get its share of a loader's batches.
@@ -89,7 +88,7 @@ def prepare_data_loader(
     if isinstance(loader, PreparedLoader):
         return loader
     return _Preparation(
-        loader, place, gradient_state, settings, collectives, put_on_device, tuple(rng_types)
+        loader, place, gradient_state, settings, collectives, put_on_device, tuple(rng_types or ())
     ).run(slice_fn)
 
 
@@ -134,8 +133,8 @@ class _Preparation:
         if asked and not self.put_on_device:
             raise ConfigError(
                 f"DataLoaderConfiguration(dispatch_batches={asked!r}) needs device placement, "
-                "which is off for this loader. Process 0 sends batches from device to device. Leave "
-                "device_placement on, or give dispatch_batches=False."
+                "which is off for this loader. Process 0 sends batches from device to device. "
+                "Leave device_placement on, or give dispatch_batches=False."
             )
         return self.is_iterable and self.put_on_device if asked is None else asked
 

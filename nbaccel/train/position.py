@@ -110,4 +110,4 @@ class Position:
 
     def _set_draw_states(self, states: Mapping[str, torch.Tensor]) -> None:
         for name in states.keys() & self._generators.keys():
-            self._generators[name].set_state(states[name].cpu())
+            self._generators[name].set_state(states[name])

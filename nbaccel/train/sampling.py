@@ -129,7 +129,7 @@ class BatchSamplerShard(BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        self.batch_size = getattr(batch_sampler, "batch_size", None)
+        self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)
         self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
         self.remainder = -1
         if split_batches:
@@ -163,7 +163,7 @@ class BatchSamplerShard(BatchSampler):
         return self._slices() if self.split_batches else self._turns()
 
     def _slices(self) -> Iterator[list[int]]:
-        size = self.batch_size
+        size = self.batch_size or 1
         each = size // self.num_processes
         mine = slice(each * self.process_index, each * (self.process_index + 1))
         first: list[int] = []
@@ -197,7 +197,7 @@ class BatchSamplerShard(BatchSampler):
         # Single indices, with batch_size=None, stand for batches of unknown length.
         self.remainder = sum(map(len, current)) if all(map(_is_sized, current)) else -1
         share = self._last_share(current, beginning)
-        if share:
+        if share is not None:
             yield share
 
     def _is_whole(self, batch: list[int]) -> bool:
