@@ -92,10 +92,13 @@ class Training:
             self.scheduler.step()
             self.counter.value += 1
             self.counter.seen.add(complex(self.counter.value))
-            for loader in (self.loaders[0], self.loaders[2]):
+            for loader in self._positions():
                 loader.at += 1 + self.place.rank
             losses.append(loss.item())
         return losses
+
+    def _positions(self) -> list[Position]:
+        return [loader for loader in self.loaders if isinstance(loader, Position)]
 
     def state(self) -> tuple[Any, ...]:
         """Everything that must come back, comparable."""
@@ -104,7 +107,7 @@ class Training:
             {key: value.tolist() for key, value in entry.items()}
             for entry in self.optimizer.state_dict()["state"].values()
         ]
-        ats = [self.loaders[0].at, self.loaders[2].at]
+        ats = [loader.at for loader in self._positions()]
         count = (self.counter.value, sorted(map(abs, self.counter.seen)))
         return weights, moments, self.scheduler.last_epoch, count, ats
 
