@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
 from nbaccel.abc.device import Device
 from nbaccel.abc.precision import Precision
@@ -15,8 +15,6 @@ from nbaccel.capabilities import DEVICES, PRECISIONS, device_row, precision_row,
 from nbaccel.errors import InternalError, PlatformUnsupported
 
 __all__ = ["device", "load", "precision", "strategy"]
-
-_Contract = TypeVar("_Contract")
 
 
 def device(name: str) -> Device:
@@ -38,7 +36,8 @@ def device(name: str) -> Device:
             f"Device {name!r} cannot be used: {row.meaning}. Workers would have nothing to "
             f"compute on. Use one of {driven}."
         )
-    return _class(row.path, Device)()
+    kind: type[Device] = _class(row.path, Device)
+    return kind()
 
 
 def precision(name: str) -> type[Precision]:
@@ -62,7 +61,8 @@ def precision(name: str) -> type[Precision]:
             f"Use one of {there} (bf16 is the nearest), or convert the layers yourself with "
             "torchao or TransformerEngine before `prepare`, under 'bf16'."
         )
-    return _class(row.path, Precision)
+    kind: type[Precision] = _class(row.path, Precision)
+    return kind
 
 
 def strategy(name: str) -> type[Strategy]:
@@ -74,10 +74,11 @@ def strategy(name: str) -> type[Strategy]:
     Returns:
         A class; what its constructor takes is its own.
     """
-    return _class(strategy_row(name).path, Strategy)
+    kind: type[Strategy] = _class(strategy_row(name).path, Strategy)
+    return kind
 
 
-def _class(path: str, contract: type[_Contract]) -> type[_Contract]:
+def _class(path: str, contract: type[object]) -> Any:
     kind = load(path)
     if not (isinstance(kind, type) and issubclass(kind, contract)):
         raise InternalError(

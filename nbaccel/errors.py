@@ -16,6 +16,7 @@
     ├── CheckpointFailed         (RuntimeError)  a process could not write or read its part
     ├── CollectiveMismatch       (RuntimeError)  processes met with different calls or shapes
     ├── CollectiveTimeout        (TimeoutError)  some processes did not come to a collective
+    ├── NothingFits              (RuntimeError)  no batch size is small enough for the memory
     ├── WorkerFailed             (RuntimeError)  a worker raised
     │   ├── WorkerDied           a worker was killed or left without a result
     │   ├── LaunchTimeout        (TimeoutError)  the launch took longer than allowed
@@ -49,6 +50,7 @@ __all__ = [
     "ModelNotShareable",
     "NbaccelError",
     "NotSendable",
+    "NothingFits",
     "PlatformUnsupported",
     "PortTaken",
     "PrecisionMismatch",
@@ -162,6 +164,10 @@ class CollectiveMismatch(_Plain, RuntimeError):
 
 class CollectiveTimeout(_Plain, RuntimeError, TimeoutError):
     """Some processes did not come to a collective that others wait in."""
+
+
+class NothingFits(_Plain, RuntimeError):
+    """No batch size is small enough for the memory there is."""
 
 
 class WorkerFailed(NbaccelError, RuntimeError):

@@ -47,17 +47,14 @@ class AutocastForward:
         cache_enabled: bool | None,
     ) -> None:
         self.forward = forward
+        self.__wrapped__ = forward  # what asks for a forward's signature follows this
         self.device_type = device_type
         self.dtype = dtype
         self.enabled = enabled
         self.cache_enabled = cache_enabled
 
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        # What reads a forward's signature (transformers, peft, inspect) follows this.
-        return self.forward
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward; the same arguments, float32 in what it returns."""
         # A context of its own for each call: one that is shared is not reentrant.
         with torch.autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled):
             output = self.forward(*args, **kwargs)

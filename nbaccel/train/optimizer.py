@@ -51,7 +51,6 @@ class PreparedOptimizer(Optimizer):
 
     # ---------------------------------------------------------------- stepping
 
-    @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, if the batch at hand ends a group of accumulated ones.
 
@@ -112,7 +111,7 @@ class PreparedOptimizer(Optimizer):
     # ---------------------------------------------------------------- what is the optimizer's
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The optimizer's own, by parameter."""
         return self.optimizer.state
 
@@ -121,7 +120,7 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.state = value
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's own."""
         return self.optimizer.param_groups
 
@@ -130,7 +129,7 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.param_groups = value
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """The optimizer's own."""
         return self.optimizer.defaults
 
@@ -195,9 +194,11 @@ class PreparedOptimizer(Optimizer):
         self._stepped = True
 
 
-def _found_inf(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> torch.Tensor:
-    """The scaler's flag for an optimizer: a 0-d float tensor on its device, above 0 for infinite."""
+def _found_inf(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool | torch.Tensor:
+    """The scaler's flag for an optimizer, a 0-d float tensor: above 0 for infinite gradients."""
     flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+    if not flags:
+        return False  # no parameter has a gradient
     home = next(iter(flags)).device
     # A sum is a new tensor: the scaler adds other optimizers' flags to its own in place.
     return torch.stack([flag.to(home, non_blocking=True) for flag in flags]).sum()

@@ -1,0 +1,1 @@
+"""Precisions: what they compute in, what they return, and that they leave no trace."""

@@ -1,0 +1,156 @@
+"""Which submodules of a model are sharded on their own."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from nbaccel.config.handlers import FullyShardedDataParallelPlugin
+from nbaccel.errors import ConfigError
+
+__all__ = ["choose_modules", "ignored_parameters"]
+
+_ENOUGH_PARAMETERS = 100_000_000  # as torch's own size-based policy
+
+
+def choose_modules(
+    model: nn.Module,
+    settings: FullyShardedDataParallelPlugin,
+    ignored: frozenset[nn.Parameter] = frozenset(),
+) -> list[nn.Module]:
+    """The submodules that get a group of their own, innermost first, without the model itself.
+
+    A submodule that shares a parameter with what lies outside of it is left to the model: sharding
+    it on its own would untie the two.
+
+    Args:
+        model: The whole model.
+        settings: What the user asked for.
+        ignored: Parameters that are not sharded.
+
+    Returns:
+        The submodules, each after all that lie in it.
+
+    Raises:
+        ConfigError: The policy names classes that the model does not have, or no class at all.
+    """
+    chosen = _choose(model, settings)
+    shared = _owners_of_tied(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    return [
+        module
+        for module in reversed(list(model.modules()))
+        if id(module) in chosen
+        and module is not model
+        and not _ties_outwards(names[id(module)], shared)
+        and any(parameter not in ignored for parameter in module.parameters())
+    ]
+
+
+def ignored_parameters(
+    model: nn.Module, settings: FullyShardedDataParallelPlugin
+) -> frozenset[nn.Parameter]:
+    """The parameters of the modules that are left alone.
+
+    Args:
+        model: The whole model.
+        settings: Its `ignored_modules` holds modules, or a regular expression on whole names.
+
+    Returns:
+        The parameters.
+
+    Raises:
+        ConfigError: The expression matches nothing.
+    """
+    wanted = settings.ignored_modules
+    if wanted is None:
+        return frozenset()
+    if isinstance(wanted, nn.Module):
+        wanted = [wanted]
+    elif isinstance(wanted, str):
+        pattern = re.compile(wanted)
+        wanted = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+        if not wanted:
+            raise ConfigError(
+                f"ignored_modules={settings.ignored_modules!r} matches no module of "
+                f"{type(model).__name__}. All of it would be sharded. The expression must match "
+                f"whole names, such as {_examples(model)}."
+            )
+    return frozenset(p for module in wanted for p in module.parameters())
+
+
+def _choose(model: nn.Module, settings: FullyShardedDataParallelPlugin) -> set[int]:
+    policy = settings.auto_wrap_policy
+    if callable(policy):
+        return {id(module) for module in model.modules() if policy(module)}
+    named = settings.transformer_cls_names_to_wrap
+    if policy is None:
+        classes = [named] if isinstance(named, str) else named or _own_blocks(model)
+        return _of_classes(model, classes, strict=bool(named))
+    kind = policy.lower()
+    if kind == "size_based_wrap":
+        found: set[int] = set()
+        _by_size(model, settings.min_num_params or _ENOUGH_PARAMETERS, found)
+        return found
+    if kind == "no_wrap":
+        return set()
+    classes = [named] if isinstance(named, str) else named or _own_blocks(model)
+    if not classes:
+        raise ConfigError(
+            f"auto_wrap_policy={policy!r} needs the class names of the blocks: "
+            f"{type(model).__name__} names none in `_no_split_modules`. Give "
+            "transformer_cls_names_to_wrap=['YourBlock'], or auto_wrap_policy='size_based_wrap'."
+        )
+    return _of_classes(model, classes, strict=True)
+
+
+def _own_blocks(model: nn.Module) -> Sequence[str]:
+    """The blocks that models of transformers name; most name some they do not have."""
+    named: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
+    there = {type(module).__name__ for module in model.modules()}
+    return sorted(there.intersection(named))
+
+
+def _of_classes(model: nn.Module, classes: Sequence[str], *, strict: bool) -> set[int]:
+    there = {type(module).__name__ for module in model.modules()}
+    missing = [name for name in classes if name not in there]
+    if strict and missing:
+        raise ConfigError(
+            f"transformer_cls_names_to_wrap={list(classes)!r}: {type(model).__name__} has no "
+            f"module of class {', '.join(missing)}. Nothing of it could be sharded on its own. "
+            f"It has {', '.join(sorted(there))}."
+        )
+    return {id(module) for module in model.modules() if type(module).__name__ in classes}
+
+
+def _by_size(module: nn.Module, enough: int, found: set[int]) -> int:
+    """Collect modules of enough parameters, innermost first; returns what is left to outer ones."""
+    own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    left = own + sum(_by_size(child, enough, found) for child in module.children())
+    # A container has no forward of its own to hang the gathering on.
+    if left < enough or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return left
+    found.add(id(module))
+    return 0
+
+
+def _owners_of_tied(model: nn.Module) -> list[list[str]]:
+    """For each parameter with several names: these names."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return [owners for owners in names.values() if len(owners) > 1]
+
+
+def _ties_outwards(name: str, tied: Sequence[Sequence[str]]) -> bool:
+    return any(
+        0 < sum(owner.startswith(f"{name}.") for owner in owners) < len(owners) for owners in tied
+    )
+
+
+def _examples(model: nn.Module) -> str:
+    names = [name for name, _ in model.named_modules() if name]
+    return ", ".join(repr(name) for name in names[:3]) or "none"

@@ -1,0 +1,154 @@
+"""``DdpStrategy``: every process holds the whole model, and gradients are averaged."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel
+
+from nbaccel.abc.bundle import Bundle
+from nbaccel.abc.place import Place
+from nbaccel.abc.strategy import Strategy
+from nbaccel.config.handlers import DDPCommunicationHookType, DistributedDataParallelKwargs
+from nbaccel.errors import ConfigError
+
+__all__ = ["DdpStrategy"]
+
+_Hook = Callable[[Any, Any], Any]
+_Kind = DDPCommunicationHookType
+
+_HOOKS: dict[DDPCommunicationHookType, _Hook] = {
+    _Kind.NO: default_hooks.allreduce_hook,
+    _Kind.FP16: default_hooks.fp16_compress_hook,
+    _Kind.BF16: default_hooks.bf16_compress_hook,
+    _Kind.POWER_SGD: powerSGD_hook.powerSGD_hook,
+    _Kind.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+}
+_WRAPPERS: dict[DDPCommunicationHookType, Callable[[_Hook], _Hook]] = {
+    _Kind.FP16: default_hooks.fp16_compress_wrapper,
+    _Kind.BF16: default_hooks.bf16_compress_wrapper,
+}
+_WITH_STATE = (_Kind.POWER_SGD, _Kind.BATCHED_POWER_SGD)
+_NOT_TORCHS = (*DistributedDataParallelKwargs.OWN, "check_reduction")
+
+
+class DdpStrategy(Strategy):
+    """Torch's ``DistributedDataParallel``.
+
+    Args:
+        place: This process among the others; the default process group exists.
+        settings: Arguments of ``DistributedDataParallel`` and of gradient compression.
+
+    Raises:
+        ConfigError: The settings of gradient compression contradict each other.
+    """
+
+    name: ClassVar[str] = "ddp"
+
+    def __init__(self, place: Place, settings: DistributedDataParallelKwargs) -> None:
+        super().__init__(place)
+        _check(settings)
+        self._settings = settings
+
+    def wrap(self, bundle: Bundle) -> Bundle:
+        """See :meth:`Strategy.wrap`.
+
+        A model that is wrapped already stays, and so does one without trainable parameters: it has
+        no gradients to average.
+        """
+        return dataclasses.replace(bundle, models=tuple(map(self._wrapped, bundle.models)))
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """See :meth:`Strategy.unwrap`."""
+        if isinstance(model, DistributedDataParallel):
+            inner: nn.Module = model.module
+            return inner
+        return model
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """See :meth:`Strategy.no_sync`; the forward belongs into the context, too."""
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """See :meth:`Strategy.sync_in_backward`; for one backward."""
+        return _reducing(model) if isinstance(model, DistributedDataParallel) else nullcontext()
+
+    def join(self, models: Iterable[nn.Module], **options: Any) -> AbstractContextManager[None]:
+        """See :meth:`Strategy.join`.
+
+        Args:
+            models: Those in use; what torch cannot join is left out.
+            **options: Of ``torch.distributed.algorithms.Join``: `enable`,
+                `throw_on_early_termination`.
+
+        Returns:
+            The context; processes that are through answer the others' collectives in it.
+        """
+        joinable: list[Joinable] = [model for model in models if isinstance(model, Joinable)]
+        return Join(joinable, **options) if joinable else nullcontext()
+
+    def _wrapped(self, model: nn.Module) -> nn.Module:
+        if isinstance(model, DistributedDataParallel):
+            return model
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return model
+        arguments = {
+            name: value
+            for name, value in self._settings.to_kwargs().items()
+            if name not in _NOT_TORCHS
+        }
+        device = self.place.device
+        wrapped = DistributedDataParallel(
+            model, device_ids=None if device.type == "cpu" else [device], **arguments
+        )
+        self._compress(wrapped)
+        return wrapped
+
+    def _compress(self, model: DistributedDataParallel) -> None:
+        kind, wrapper = _Kind(self._settings.comm_hook), _Kind(self._settings.comm_wrapper)
+        if kind is _Kind.NO and wrapper is _Kind.NO:
+            return
+        hook = _HOOKS[kind]
+        state = None
+        if kind in _WITH_STATE:
+            state = powerSGD_hook.PowerSGDState(None, **self._settings.comm_state_option)
+        if wrapper is not _Kind.NO:
+            hook = _WRAPPERS[wrapper](hook)
+        model.register_comm_hook(state, hook)
+
+
+def _check(settings: DistributedDataParallelKwargs) -> None:
+    kind, wrapper = _Kind(settings.comm_hook), _Kind(settings.comm_wrapper)
+    mistakes = []
+    if wrapper is not _Kind.NO and wrapper not in _WRAPPERS:
+        mistakes.append(
+            f"DistributedDataParallelKwargs(comm_wrapper={wrapper.value!r}) cannot go around "
+            "another compression: only a cast can. Give 'fp16' or 'bf16' as comm_wrapper, and "
+            f"{wrapper.value!r} as comm_hook."
+        )
+    if settings.comm_state_option and kind not in _WITH_STATE:
+        mistakes.append(
+            f"DistributedDataParallelKwargs(comm_state_option={settings.comm_state_option!r}) has "
+            f"nothing to act on with comm_hook={kind.value!r}: only PowerSGD keeps a state. Leave "
+            "it out, or give comm_hook='power_sgd'."
+        )
+    if mistakes:
+        raise ConfigError(*mistakes)
+
+
+@contextmanager
+def _reducing(model: DistributedDataParallel) -> Iterator[None]:
+    before = model.require_backward_grad_sync
+    model.require_backward_grad_sync = True
+    # Forwards under no_sync left the reducer unprepared: it would let the gradients pass.
+    model.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync = before

@@ -1,0 +1,275 @@
+"""``FsdpStrategy``: every process holds a shard of weights, gradients and optimizer state.
+
+[Note: the same start] torch's `fully_shard` lets every process cut its shard out of its own copy of
+the model. Processes that built it from different seeds would train a patchwork, so process 0's
+weights are sent around first, as DDP does.
+
+[Note: who is whose] `fully_shard` puts new parameters into the model, while optimizers hold the old
+ones and would train what nobody uses. A table from old to new, keyed weakly by the old, points
+them right, whether they are prepared with their model or later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint as recompute
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from nbaccel.abc.bundle import Bundle
+from nbaccel.abc.place import Place
+from nbaccel.abc.precision import Precision
+from nbaccel.abc.strategy import Strategy
+from nbaccel.config.handlers import FullyShardedDataParallelPlugin
+from nbaccel.errors import ConfigError, PlatformUnsupported
+from nbaccel.strategies import sharded_files, shards
+from nbaccel.strategies.choosing import choose_modules, ignored_parameters
+from nbaccel.strategies.norms import clip_grad_norm
+
+__all__ = ["FsdpStrategy"]
+
+_DTYPES = {
+    "no": None,
+    "fp32": None,
+    "float32": None,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+class FsdpStrategy(Strategy):
+    """Torch's ``fully_shard`` over all processes of the run.
+
+    Models stay the user's own objects and keep the names of their parameters; only the parameters
+    become sharded tensors (DTensor). Buffers stay whole in each process.
+
+    Args:
+        place: This process among the others; the default process group exists.
+        settings: What to shard, and how.
+        precision: What layers compute in, where the settings do not say it.
+
+    Raises:
+        ConfigError: The settings name a precision that there is not.
+    """
+
+    name: ClassVar[str] = "fsdp"
+
+    def __init__(
+        self, place: Place, settings: FullyShardedDataParallelPlugin, precision: Precision
+    ) -> None:
+        super().__init__(place)
+        self._settings = settings
+        self._inner, self._root = _policies(settings.mixed_precision_policy, precision.dtype)
+        self._became = WeakTensorKeyDictionary()
+        self._syncs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+    # ---------------------------------------------------------------- preparing
+
+    def wrap(self, bundle: Bundle) -> Bundle:
+        """See :meth:`Strategy.wrap`; a collective.
+
+        Raises:
+            ConfigError: The settings do not fit the model, or an optimizer has state that cannot
+                be cut into shards.
+        """
+        for model in bundle.models:
+            if not isinstance(model, FSDPModule) and any(True for _ in model.parameters()):
+                self._shard(model)
+        for optimizer in bundle.optimizers:
+            shards.follow(optimizer, self._became)
+        return bundle
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """See :meth:`Strategy.unwrap`; the model itself, whose parameters are sharded."""
+        return model
+
+    @cached_property
+    def _mesh(self) -> DeviceMesh:
+        shape = (self.place.world_size,)
+        return init_device_mesh(self.place.device.type, shape, mesh_dim_names=("shard",))
+
+    def _shard(self, model: nn.Module) -> None:
+        _refuse_meta(model)
+        ignored = ignored_parameters(model, self._settings)
+        chosen = choose_modules(model, self._settings, ignored)
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), 0)
+        before = dict(model.named_parameters(remove_duplicate=False))
+        for module in chosen:
+            if self._settings.activation_checkpointing:
+                recompute(module)
+            fully_shard(module, mp_policy=self._inner, **self._arguments(ignored))
+        fully_shard(model, mp_policy=self._root, **self._arguments(ignored))
+        after = dict(model.named_parameters(remove_duplicate=False))
+        for name, old in before.items():
+            if after[name] is not old:
+                self._became[old] = after[name]
+
+    def _arguments(self, ignored: frozenset[nn.Parameter]) -> dict[str, Any]:
+        offload = self._settings.cpu_offload and self.place.device.type != "cpu"
+        arguments: dict[str, Any] = {
+            "mesh": self._mesh,
+            "reshard_after_forward": self._settings.reshard_after_forward,
+            "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        }
+        if ignored:
+            if "ignored_params" not in inspect.signature(fully_shard).parameters:
+                raise PlatformUnsupported(
+                    f"ignored_modules={self._settings.ignored_modules!r} needs torch 2.7 or newer; "
+                    f"this is {torch.__version__}, which would shard them. Update torch."
+                )
+            arguments["ignored_params"] = set(ignored)
+        return arguments
+
+    # ---------------------------------------------------------------- training
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """See :meth:`Strategy.no_sync`; whole gradients are kept meanwhile, which takes memory."""
+        return self._syncing(model, False)
+
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """See :meth:`Strategy.sync_in_backward`."""
+        return self._syncing(model, True)
+
+    def join(self, models: Iterable[nn.Module], **options: Any) -> None:
+        """See :meth:`Strategy.join`; always None: a shard that is missing stops everyone."""
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """See :meth:`Strategy.clip_grad_norm`; a collective."""
+        return clip_grad_norm(parameters, max_norm, norm_type)
+
+    @contextmanager
+    def _syncing(self, model: nn.Module, wanted: bool) -> Iterator[None]:
+        if not isinstance(model, FSDPModule):
+            yield
+            return
+        before = self._syncs.get(model, True)  # torch can be told, not asked
+        self._syncs[model] = wanted
+        model.set_requires_gradient_sync(wanted)
+        try:
+            yield
+        finally:
+            self._syncs[model] = before
+            model.set_requires_gradient_sync(before)
+
+    # ---------------------------------------------------------------- keeping
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """See :meth:`Strategy.model_state`; in host memory, empty but on process 0."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(model, options=options)
+        if not self.place.is_main:
+            return {}
+        first: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            # Tied tensors were gathered once per name; they go on as one.
+            kept = first.setdefault(id(parameter), name)
+            if name in state and kept in state:
+                state[name] = state[kept]
+        return state
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> None:
+        """See :meth:`Strategy.load_model_state`.
+
+        Args:
+            model: The model.
+            state: The state; that of process 0 counts, others may pass an empty one.
+            **options: `strict`.
+        """
+        choice = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, **options)
+        set_model_state_dict(model, dict(state) if self.place.is_main else {}, options=choice)
+
+    def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """See :meth:`Strategy.optimizer_state`; in host memory, empty but on process 0."""
+        return shards.gather(optimizer, keep=self.place.is_main)
+
+    def load_optimizer_state(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """See :meth:`Strategy.load_optimizer_state`; others than process 0 may pass an empty one.
+
+        Raises:
+            ConfigError: The state is of another number of parameters.
+        """
+        shards.scatter(optimizer, state, source=self.place.is_main)
+
+    def save_sharded(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
+    ) -> None:
+        """See :meth:`ShardedCheckpoints.save_sharded`; files of torch.distributed.checkpoint."""
+        sharded_files.save(model, optimizer, Path(folder))
+
+    def load_sharded(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
+    ) -> None:
+        """See :meth:`ShardedCheckpoints.load_sharded`.
+
+        Raises:
+            ConfigError: An optimizer is given and the folder has no state of one.
+        """
+        sharded_files.load(model, optimizer, Path(folder))
+
+
+def _policies(
+    wanted: Any, dtype: torch.dtype | None
+) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+    """For submodules and for the model itself, which returns float32 unless the user says more."""
+    if isinstance(wanted, MixedPrecisionPolicy):
+        return wanted, wanted
+    if isinstance(wanted, Mapping):
+        policy = MixedPrecisionPolicy(**{name: _dtype(value) for name, value in wanted.items()})
+        return policy, policy
+    chosen = dtype if wanted is None else _dtype(wanted)
+    if chosen is None:
+        return MixedPrecisionPolicy(), MixedPrecisionPolicy()
+    # Sums over many processes lose digits in a short format, so gradients travel in float32.
+    inner = MixedPrecisionPolicy(param_dtype=chosen, reduce_dtype=torch.float32)
+    return inner, dataclasses.replace(inner, output_dtype=torch.float32)
+
+
+def _dtype(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    name = value.removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ConfigError(
+            f"mixed_precision_policy names {value!r}, which is no format that layers compute in. "
+            f"Give one of {', '.join(_DTYPES)}, or a torch.distributed.fsdp.MixedPrecisionPolicy."
+        )
+    return _DTYPES[name]
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ConfigError(
+                f"{type(model).__name__}.{name} is on the meta device: it has no values to shard. "
+                "Load the weights first (workers share one copy of a model passed to the launch)."
+            )

@@ -1,0 +1,66 @@
+"""Optimizers and schedules beside Accelerate's own, in the same loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from nbaccel.train.gradient import GradientState
+from nbaccel.train.optimizer import PreparedOptimizer
+from nbaccel.train.scheduler import PreparedScheduler
+
+SCHEDULES = {
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=8),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=5),
+    "steps": lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
+}
+GROUP = 2  # batches for one optimizer step
+
+
+def trained(model: nn.Module, optimizer: Any, scheduler: Any, state: Any) -> list[Any]:
+    """Learning rates and losses of a loop that accumulates; `state` says where a group ends."""
+    torch.manual_seed(1)
+    found: list[Any] = []
+    for batch in range(12):
+        state.sync_gradients = batch % GROUP == GROUP - 1
+        loss = model(torch.randn(4, 3)).square().mean() / GROUP
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        found.append((loss.item(), scheduler.get_last_lr(), scheduler.last_epoch))
+    return found
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_losses_and_learning_rates_are_those_of_accelerate(name: str) -> None:
+    from accelerate import Accelerator
+
+    model, inner = model_and_optimizer()
+    accelerator = Accelerator(cpu=True)
+    optimizer, scheduler = accelerator.prepare(inner, SCHEDULES[name](inner))
+
+    class Plain:
+        last_epoch = property(lambda _: scheduler.scheduler.last_epoch)
+        step = staticmethod(scheduler.step)
+        get_last_lr = staticmethod(scheduler.get_last_lr)
+
+    theirs = trained(model, optimizer, Plain(), accelerator.gradient_state)
+
+    model, inner = model_and_optimizer()
+    state = GradientState()
+    prepared = PreparedOptimizer(inner, state)
+    schedule = PreparedScheduler(
+        SCHEDULES[name](inner), [prepared], state, steps_per_call=1, with_optimizer=True
+    )
+    assert trained(model, prepared, schedule, state) == theirs

@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import collections
+import copy
+import inspect
+import io
+import pickle
+import types
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+
+from nbaccel import debug_launcher
+from nbaccel.abc.bundle import Bundle
+from nbaccel.config.handlers import AutocastKwargs, GradScalerKwargs
+from nbaccel.precision.native import AutocastForward, Bf16, Fp16, Fp32, as_float32
+
+CPU = torch.device("cpu")
+LOW = {Bf16: torch.bfloat16, Fp16: torch.float16}
+both = pytest.mark.parametrize("kind", [Bf16, Fp16])
+
+
+def made(kind, **settings):
+    return kind(CPU, AutocastKwargs(**settings), GradScalerKwargs())
+
+
+class Watcher(nn.Module):
+    """Says what its layer computed in, and returns it raw."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        y = self.layer(x) * scale
+        self.seen.append(y.dtype)
+        return y
+
+
+@both
+def test_layers_compute_in_the_format_and_results_are_float32(kind):
+    model = Watcher()
+    made(kind).wrap_forward(model)
+    y = model(torch.ones(4, 3), scale=2.0)
+    assert model.seen == [LOW[kind]]
+    assert y.dtype == torch.float32
+    with torch.autocast("cpu", LOW[kind]):
+        expected = model.layer(torch.ones(4, 3)) * 2.0
+    assert torch.equal(y, expected.float())
+    y.sum().backward()
+    assert model.layer.weight.grad.dtype == torch.float32
+
+
+def test_float32_leaves_a_model_alone():
+    model = Watcher()
+    made(Fp32).wrap_forward(model)
+    assert model(torch.ones(4, 3)).dtype == torch.float32
+    assert "forward" not in vars(model)
+    with made(Fp32).autocast():
+        assert not torch.is_autocast_enabled("cpu")
+    assert made(Fp32).scaler is None
+    assert made(Bf16).scaler is None
+    bundle = Bundle(models=(model,))
+    assert made(Fp32).convert(bundle) is bundle
+
+
+def test_wrapping_again_replaces_and_unwrapping_restores_exactly():
+    model = Watcher()
+    before = dict(vars(model))
+    own = model.forward
+    made(Bf16).wrap_forward(model)
+    assert model._original_forward == own
+    made(Fp16).wrap_forward(model)
+    model(torch.ones(1, 3))
+    assert model.seen == [torch.float16]
+    assert not isinstance(model.forward.forward, AutocastForward)
+    made(Bf16).unwrap_forward(model)
+    assert vars(model) == before
+    made(Bf16).unwrap_forward(model)
+    assert vars(model) == before
+    made(Bf16).wrap_forward(model)
+    made(Fp32).wrap_forward(model)
+    assert vars(model) == before
+
+
+def test_a_forward_that_the_user_had_put_on_the_instance_comes_back():
+    model = Watcher()
+
+    def patched(self: Watcher, x: torch.Tensor) -> torch.Tensor:
+        return -self.layer(x)
+
+    mine = types.MethodType(patched, model)
+    model.forward = mine
+    made(Bf16).wrap_forward(model)
+    found = model(torch.ones(1, 3))
+    assert found.dtype == torch.float32
+    with made(Bf16).autocast():
+        assert torch.equal(found, mine(torch.ones(1, 3)).float())
+    made(Bf16).unwrap_forward(model)
+    assert vars(model)["forward"] is mine
+
+
+def travelled(way: str, model: nn.Module) -> nn.Module:
+    if way == "deepcopy":
+        return copy.deepcopy(model)
+    if way == "torch.save":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+    module = {"pickle": pickle, "cloudpickle": cloudpickle}[way]
+    return pickle.loads(module.dumps(model))
+
+
+@pytest.mark.parametrize("way", ["pickle", "cloudpickle", "deepcopy", "torch.save"])
+def test_a_wrapped_model_travels(way):
+    model = Watcher()
+    made(Bf16).wrap_forward(model)
+    copied = travelled(way, model)
+    with torch.no_grad():
+        copied.layer.weight.zero_()
+    assert copied(torch.ones(1, 3)).dtype == torch.float32
+    assert torch.equal(copied(torch.ones(1, 3))[0], copied.layer.bias.bfloat16().float())
+    assert copied.seen == [torch.bfloat16, torch.bfloat16]
+    assert model.seen == []
+    made(Bf16).unwrap_forward(copied)
+    assert "forward" not in vars(copied)
+
+
+def trained_in_a_worker(model: nn.Module) -> tuple[str, str]:
+    dtype = str(model(torch.ones(1, 3)).dtype)
+    return dtype, str(model.seen[-1])
+
+
+def test_a_wrapped_model_travels_to_workers():
+    model = Watcher()
+    made(Bf16).wrap_forward(model)
+    assert (
+        debug_launcher(trained_in_a_worker, (model,)) == [("torch.float32", "torch.bfloat16")] * 2
+    )
+
+
+def test_the_signature_of_a_forward_stays_readable():
+    model = Watcher()
+    expected = inspect.signature(model.forward)
+    made(Bf16).wrap_forward(model)
+    assert inspect.signature(model.forward) == expected
+
+
+def test_autocast_obeys_its_settings():
+    x = torch.ones(2, 3)
+    layer = nn.Linear(3, 2)
+    precision = made(Bf16)
+    with precision.autocast():
+        assert layer(x).dtype == torch.bfloat16
+        with precision.autocast(AutocastKwargs(enabled=False)):
+            assert layer(x).dtype == torch.float32
+    with made(Bf16, enabled=False).autocast():
+        assert layer(x).dtype == torch.float32
+    with made(Bf16, cache_enabled=False).autocast():
+        assert not torch.is_autocast_cache_enabled()
+    model = Watcher()
+    made(Bf16, enabled=False).wrap_forward(model)
+    model(x)
+    assert model.seen == [torch.float32]
+
+
+# ------------------------------------------------------------------------- as_float32
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True)
+class Record:
+    tensor: Any
+    word: str
+
+
+class Slotted:
+    """No container that anyone knows."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.ones(1, dtype=torch.float16)
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.float16)
+
+
+def test_containers_keep_their_type_and_only_short_floats_change():
+    other = Slotted()
+    tree = {
+        "list": [half(2), torch.ones(1, dtype=torch.float64), 3, "word", None],
+        "pair": Pair(half(1), torch.ones(1, dtype=torch.int64)),
+        "tuple": (half(1), (torch.ones(1, dtype=torch.bfloat16),)),
+        "record": Record(half(1), "kept"),
+        "default": collections.defaultdict(list, key=half(1)),
+        "ordered": collections.OrderedDict(b=half(1), a=2),
+        "other": other,
+        "bool": torch.ones(1, dtype=torch.bool),
+    }
+    found = as_float32(tree)
+    assert [type(value) for value in found.values()] == [type(value) for value in tree.values()]
+    assert [t.dtype for t in found["list"][:2]] == [torch.float32, torch.float64]
+    assert found["list"][2:] == [3, "word", None]
+    assert found["pair"].first.dtype == torch.float32
+    assert found["pair"].second is tree["pair"].second
+    assert found["tuple"][1][0].dtype == torch.float32
+    assert found["record"].tensor.dtype == torch.float32
+    assert found["record"].word == "kept"
+    assert found["default"]["key"].dtype == torch.float32
+    assert found["default"]["missing"] == []
+    assert list(found["ordered"]) == ["b", "a"]
+    assert found["other"] is other
+    assert found["other"].tensor.dtype == torch.float16
+    assert found["bool"] is tree["bool"]
+    assert tree["record"].tensor.dtype == torch.float16, "the tree given must stay as it was"
+    assert tree["default"]["key"].dtype == torch.float16
+
+
+def test_what_torch_returns_keeps_its_type():
+    values = torch.rand(3, 2).half().max(dim=0)
+    found = as_float32(values)
+    assert type(found) is type(values)
+    assert found.values.dtype == torch.float32
+    assert found.indices.dtype == torch.int64
+
+
+def test_a_tree_without_short_floats_is_returned_as_it_is():
+    for tree in ([torch.ones(1)], {"a": (1, 2)}, Pair(1, 2), Record(1, "x"), torch.Size([1])):
+        assert as_float32(tree) is tree
+
+
+def test_a_mapping_that_cannot_be_changed_is_made_anew():
+    tree = types.MappingProxyType({"a": half(1)})
+    found = as_float32(tree)
+    assert type(found) is types.MappingProxyType
+    assert found["a"].dtype == torch.float32
+
+
+@pytest.mark.timeout(300)
+def test_the_outputs_of_transformers_keep_their_class():
+    from transformers.modeling_outputs import SequenceClassifierOutput
+
+    output = SequenceClassifierOutput(logits=half(2, 2), hidden_states=(half(1), half(1)))
+    found = as_float32(output)
+    assert type(found) is SequenceClassifierOutput
+    assert found.logits.dtype == found["logits"].dtype == torch.float32
+    assert found.hidden_states[1].dtype == torch.float32
+    assert found.loss is None
+    assert list(found.keys()) == ["logits", "hidden_states"]
+
+
+# ------------------------------------------------------------------------- float16 on the CPU
+
+
+def test_the_loss_is_scaled_and_infinite_gradients_skip_the_step():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    precision = Fp16(CPU, AutocastKwargs(), GradScalerKwargs(init_scale=1024.0))
+    precision.wrap_forward(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = torch.rand(8, 4)
+    loss = model(x).square().mean()
+    assert precision.scaler.scale(loss).item() == pytest.approx(1024 * loss.item())
+    precision.scaler.scale(loss).backward()
+    scaled = model.weight.grad.clone()
+    precision.scaler.unscale_(optimizer)
+    assert torch.allclose(model.weight.grad * 1024, scaled)
+    before = model.weight.detach().clone()
+    precision.scaler.step(optimizer)
+    precision.scaler.update()
+    assert not torch.equal(model.weight, before)
+    assert precision.scaler.get_scale() == 1024
+
+    optimizer.zero_grad()
+    before = model.weight.detach().clone()
+    precision.scaler.scale(model(x).sum() * float("inf")).backward()
+    precision.scaler.step(optimizer)
+    precision.scaler.update()
+    assert torch.equal(model.weight, before)
+    assert precision.scaler.get_scale() == 512
+
+
+def test_the_scaler_takes_its_settings():
+    scaler = Fp16(CPU, AutocastKwargs(), GradScalerKwargs(growth_interval=7)).scaler
+    assert scaler.get_growth_interval() == 7
+    assert not Fp16(CPU, AutocastKwargs(), GradScalerKwargs(enabled=False)).scaler.is_enabled()
