@@ -10,8 +10,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nbaccel.config import RunConfig
+    from nbaccel.accelerator import (
+        Accelerator,
+    )
+    from nbaccel.config import (
+        RunConfig,
+    )
+    from nbaccel.config.handlers import (
+        AutocastKwargs,
+        DataLoaderConfiguration,
+        DDPCommunicationHookType,
+        DistributedDataParallelKwargs,
+        DistributedType,
+        FullyShardedDataParallelPlugin,
+        GradientAccumulationPlugin,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        ProfileKwargs,
+        ProjectConfiguration,
+    )
     from nbaccel.errors import (
+        CheckpointFailed,
+        CollectiveMismatch,
+        CollectiveTimeout,
         ConfigError,
         LaunchTimeout,
         NbaccelError,
@@ -19,37 +40,99 @@ if TYPE_CHECKING:
         WorkerDied,
         WorkerFailed,
     )
-    from nbaccel.launchers import debug_launcher, notebook_launcher, shutdown
-    from nbaccel.plan.inventory import Inventory, inspect_machine
-    from nbaccel.plan.plan import Choice, Plan
-    from nbaccel.plan.resolve import resolve
-    from nbaccel.topology import Topology
+    from nbaccel.launchers import (
+        debug_launcher,
+        notebook_launcher,
+        shutdown,
+    )
+    from nbaccel.plan import (
+        Choice,
+        Inventory,
+        Plan,
+        inspect_machine,
+        resolve,
+    )
+    from nbaccel.plan.training import (
+        TrainingPlan,
+    )
+    from nbaccel.state import (
+        PartialState,
+    )
+    from nbaccel.topology import (
+        Topology,
+    )
+    from nbaccel.train.loading import (
+        skip_first_batches,
+    )
+    from nbaccel.utils import (
+        find_executable_batch_size,
+        set_seed,
+        synchronize_rng_states,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Accelerator",
+    "AutocastKwargs",
+    "CheckpointFailed",
     "Choice",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
     "ConfigError",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "FullyShardedDataParallelPlugin",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
     "Inventory",
     "LaunchTimeout",
     "NbaccelError",
+    "PartialState",
     "Plan",
     "PrecisionMismatch",
+    "ProfileKwargs",
+    "ProjectConfiguration",
     "RunConfig",
     "Topology",
+    "TrainingPlan",
     "WorkerDied",
     "WorkerFailed",
     "__version__",
     "debug_launcher",
+    "find_executable_batch_size",
     "inspect_machine",
     "notebook_launcher",
     "resolve",
+    "set_seed",
     "shutdown",
+    "skip_first_batches",
+    "synchronize_rng_states",
 ]
 
 _HOMES = {
+    "nbaccel.accelerator": ("Accelerator",),
     "nbaccel.config": ("RunConfig",),
+    "nbaccel.config.handlers": (
+        "AutocastKwargs",
+        "DDPCommunicationHookType",
+        "DataLoaderConfiguration",
+        "DistributedDataParallelKwargs",
+        "DistributedType",
+        "FullyShardedDataParallelPlugin",
+        "GradScalerKwargs",
+        "GradientAccumulationPlugin",
+        "InitProcessGroupKwargs",
+        "ProfileKwargs",
+        "ProjectConfiguration",
+    ),
     "nbaccel.errors": (
+        "CheckpointFailed",
+        "CollectiveMismatch",
+        "CollectiveTimeout",
         "ConfigError",
         "LaunchTimeout",
         "NbaccelError",
@@ -57,9 +140,27 @@ _HOMES = {
         "WorkerDied",
         "WorkerFailed",
     ),
-    "nbaccel.launchers": ("debug_launcher", "notebook_launcher", "shutdown"),
-    "nbaccel.plan": ("Choice", "Inventory", "Plan", "inspect_machine", "resolve"),
+    "nbaccel.launchers": (
+        "debug_launcher",
+        "notebook_launcher",
+        "shutdown",
+    ),
+    "nbaccel.plan": (
+        "Choice",
+        "Inventory",
+        "Plan",
+        "inspect_machine",
+        "resolve",
+    ),
+    "nbaccel.plan.training": ("TrainingPlan",),
+    "nbaccel.state": ("PartialState",),
     "nbaccel.topology": ("Topology",),
+    "nbaccel.train.loading": ("skip_first_batches",),
+    "nbaccel.utils": (
+        "find_executable_batch_size",
+        "set_seed",
+        "synchronize_rng_states",
+    ),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

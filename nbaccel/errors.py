@@ -13,6 +13,10 @@
     ├── UnsafeMoment             (RuntimeError)  right request, wrong time
     │   └── UnsafeFork           this process cannot be forked as it is now
     ├── PrecisionMismatch        (RuntimeError)  asked for one precision, training in another
+    ├── CheckpointFailed         (RuntimeError)  a process could not write or read its part
+    ├── CollectiveMismatch       (RuntimeError)  processes met with different calls or shapes
+    ├── CollectiveTimeout        (TimeoutError)  some processes did not come to a collective
+    ├── NothingFits              (RuntimeError)  no batch size is small enough for the memory
     ├── WorkerFailed             (RuntimeError)  a worker raised
     │   ├── WorkerDied           a worker was killed or left without a result
     │   ├── LaunchTimeout        (TimeoutError)  the launch took longer than allowed
@@ -34,6 +38,9 @@ import errno
 from nbaccel.rendering import render_failure, render_mistake
 
 __all__ = [
+    "CheckpointFailed",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
     "ConfigError",
     "InputRefused",
     "InternalError",
@@ -43,6 +50,7 @@ __all__ = [
     "ModelNotShareable",
     "NbaccelError",
     "NotSendable",
+    "NothingFits",
     "PlatformUnsupported",
     "PortTaken",
     "PrecisionMismatch",
@@ -144,6 +152,22 @@ class UnsafeFork(UnsafeMoment):
 
 class PrecisionMismatch(_Plain, RuntimeError):
     """Training would run in another precision than the one asked for."""
+
+
+class CheckpointFailed(_Plain, RuntimeError):
+    """A process could not write or read its part of a checkpoint, so none goes on with it."""
+
+
+class CollectiveMismatch(_Plain, RuntimeError):
+    """Processes met with different collectives, or with data that do not go together."""
+
+
+class CollectiveTimeout(_Plain, RuntimeError, TimeoutError):
+    """Some processes did not come to a collective that others wait in."""
+
+
+class NothingFits(_Plain, RuntimeError):
+    """No batch size is small enough for the memory there is."""
 
 
 class WorkerFailed(NbaccelError, RuntimeError):

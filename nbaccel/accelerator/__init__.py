@@ -1,1 +1,7 @@
 """``Accelerator``: the training loop, on whatever there is."""
+
+from __future__ import annotations
+
+from nbaccel.accelerator.core import Accelerator
+
+__all__ = ["Accelerator"]

@@ -20,6 +20,7 @@ __all__ = [
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
+    "DistributedType",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
@@ -29,6 +30,17 @@ __all__ = [
     "ProjectConfiguration",
     "Settings",
 ]
+
+
+class DistributedType(str, Enum):
+    """How processes train together, by the names that Accelerate's users compare with."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    FSDP = "FSDP"
+    DEEPSPEED = "DEEPSPEED"
+    XLA = "XLA"
 
 
 class Settings:

@@ -42,6 +42,7 @@ def serve(channel_fd: int, parent: int, *, in_notebook: bool) -> NoReturn:
 
     channel = wire.Channel.from_fd(channel_fd)
     server = _Server(channel, parent)
+    _rehearse()
     gc.collect()
     gc.freeze()  # a collection in a worker would write to every page it shares with this process
     channel.send(wire.Ready(os.getpid()))
@@ -50,6 +51,24 @@ def serve(channel_fd: int, parent: int, *, in_notebook: bool) -> NoReturn:
     finally:
         server.end_all()
         os._exit(0)
+
+
+def _rehearse() -> None:
+    """Hand a small model over once: what Python and torch set up at first use, workers inherit."""
+    from torch import nn
+
+    from nbaccel.launch.sharing import arena, home, memory, parcel
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    sharing = arena.share([("model", model)])
+    sender = parcel.Sender.create()
+    (shared,) = sharing.arenas()
+    key = sender.key(shared)
+    packed, fd = parcel.pack((model, home.manifests(sharing, sender.keys)), sender)
+    mappings = {key: memory.Mapping(shared.fd, shared.nbytes, private=True)}
+    with memory.closing(fd):
+        copy, (manifest,) = parcel.unpack(packed, fd, mappings)
+    home.Homebound(rank=0, modules=[(manifest, copy)], mappings=mappings, staging={}).write()
 
 
 def _die_with(parent: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from nbaccel.capabilities import START_METHODS, start_method_row
@@ -12,7 +12,7 @@ from nbaccel.errors import ConfigError
 from nbaccel.plan.inventory import Inventory
 from nbaccel.units import counted
 
-__all__ = ["Choice", "Plan"]
+__all__ = ["Choice", "Plan", "table"]
 
 _LINE_CHARS = 100
 _KIND = {"cpu": "CPU", "cuda": "GPU", "tpu": "TPU"}
@@ -97,18 +97,7 @@ class Plan:
         Returns:
             Text for a fixed-width font, at most 100 characters a line where words allow.
         """
-        rows = [("what", "value", "why")]
-        rows += [(choice.name, str(choice.value), choice.reason) for choice in self.choices]
-        names = max(len(name) for name, _, _ in rows)
-        values = max(len(value) for _, value, _ in rows)
-        lines = [self.headline(), ""]
-        for name, value, reason in rows:
-            lines += _wrapped(f"{name:<{names}}  {value:<{values}}  ", reason)
-        if self.warnings:
-            lines += ["", "Warnings:"]
-        for warning in self.warnings:
-            lines += _wrapped("  - ", warning)
-        return "\n".join(lines)
+        return table(self.headline(), self.choices, self.warnings)
 
     def __str__(self) -> str:
         return self.explain()
@@ -140,6 +129,31 @@ class Plan:
                 for choice in self.choices
             ),
         )
+
+
+def table(headline: str, choices: Sequence[Choice], warnings: Sequence[str]) -> str:
+    """Choices as a table of what, value and why, under a headline; warnings under it.
+
+    Args:
+        headline: The first line.
+        choices: What was decided.
+        warnings: What may disappoint.
+
+    Returns:
+        Text for a fixed-width font, at most 100 characters a line where words allow.
+    """
+    rows = [("what", "value", "why")]
+    rows += [(choice.name, str(choice.value), choice.reason) for choice in choices]
+    names = max(len(name) for name, _, _ in rows)
+    values = max(len(value) for _, value, _ in rows)
+    lines = [headline, ""]
+    for name, value, reason in rows:
+        lines += _wrapped(f"{name:<{names}}  {value:<{values}}  ", reason)
+    if warnings:
+        lines += ["", "Warnings:"]
+    for warning in warnings:
+        lines += _wrapped("  - ", warning)
+    return "\n".join(lines)
 
 
 def _wrapped(head: str, text: str) -> Iterator[str]:

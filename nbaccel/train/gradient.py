@@ -78,6 +78,8 @@ class GradientState:
         self._loaders.append(loader)
 
     def leave(self, loader: PreparedLoader) -> None:
-        """A loader is through, or was left early; those begun inside it are too."""
-        if loader in self._loaders:
-            del self._loaders[self._loaders.index(loader) :]
+        """A loader is through, or was left early; whatever began inside it may still run."""
+        for number in reversed(range(len(self._loaders))):
+            if self._loaders[number] is loader:
+                del self._loaders[number]
+                return

@@ -1,0 +1,211 @@
+"""What an `Accelerator` was asked: its arguments, the environment and a configuration, made one.
+
+What is said in the call wins over a configuration, and that over the environment (Accelerate lets
+some variables win over arguments without a word).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nbaccel import env
+from nbaccel.config import RunConfig
+from nbaccel.config.handlers import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    Handler,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+from nbaccel.errors import ConfigError, PlatformUnsupported
+from nbaccel.plan.training import Asked
+
+__all__ = ["Handlers", "Request", "refuse_unserved"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Handlers:
+    """The settings given as ``kwargs_handlers``, one of each class."""
+
+    autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
+    scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
+    ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
+    process_group: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
+    profile: ProfileKwargs = field(default_factory=ProfileKwargs)
+
+    @classmethod
+    def of(cls, given: Sequence[Handler] | None) -> Handlers:
+        """Sort a list of handlers.
+
+        Raises:
+            ConfigError: Two of one class, or something that is no handler.
+        """
+        names = {
+            AutocastKwargs: "autocast",
+            GradScalerKwargs: "scaler",
+            DistributedDataParallelKwargs: "ddp",
+            InitProcessGroupKwargs: "process_group",
+            ProfileKwargs: "profile",
+        }
+        found: dict[str, Any] = {}
+        for handler in given or ():
+            name = names.get(type(handler))
+            if name is None:
+                raise ConfigError(
+                    f"kwargs_handlers got a {type(handler).__name__}: {handler!r}. It would have "
+                    f"no effect. Give objects of {', '.join(kind.__name__ for kind in names)}."
+                )
+            if name in found:
+                raise ConfigError(
+                    f"kwargs_handlers got two {type(handler).__name__}: {found[name]} and "
+                    f"{handler}. Only one can hold. Give one with both settings."
+                )
+            found[name] = handler
+        return cls(**found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """All that was asked of an `Accelerator`, complete."""
+
+    asked: Asked
+    handlers: Handlers
+    accumulation: GradientAccumulationPlugin
+    data: DataLoaderConfiguration
+    project: ProjectConfiguration
+    fsdp: FullyShardedDataParallelPlugin | None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        mixed_precision: str | None,
+        cpu: bool,
+        gradient_accumulation_steps: int,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None,
+        split_batches: bool | None,
+        dataloader_config: DataLoaderConfiguration | None,
+        project_dir: Any,
+        project_config: ProjectConfiguration | None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None,
+        kwargs_handlers: Sequence[Handler] | None,
+        config: RunConfig | None,
+    ) -> Request:
+        """Put together what was said in several places.
+
+        Raises:
+            ConfigError: Two of them contradict each other, or a value is wrong.
+        """
+        if fsdp_plugin is None and env.flag("ACCELERATE_USE_FSDP"):
+            fsdp_plugin = FullyShardedDataParallelPlugin()
+        data = _data(dataloader_config, split_batches)
+        steps, source, plugin = _accumulation(
+            gradient_accumulation_steps, gradient_accumulation_plugin
+        )
+        precision, said_by = _precision(mixed_precision, config)
+        project = project_config or ProjectConfiguration(project_dir=project_dir)
+        if project_dir is not None and project.project_dir is None:
+            project.set_directories(project_dir)
+        asked = Asked(
+            mixed_precision=precision,
+            precision_source=said_by,
+            accumulation_steps=steps,
+            accumulation_source=source,
+            fsdp=fsdp_plugin is not None,
+            cpu=cpu or (config is not None and config.device == "cpu"),
+            split_batches=data.split_batches,
+        )
+        return cls(
+            asked=asked,
+            handlers=Handlers.of(kwargs_handlers),
+            accumulation=plugin,
+            data=data,
+            project=project,
+            fsdp=fsdp_plugin,
+        )
+
+
+def _data(
+    given: DataLoaderConfiguration | None, split_batches: bool | None
+) -> DataLoaderConfiguration:
+    data = given or DataLoaderConfiguration()
+    if split_batches is None or split_batches == data.split_batches:
+        return data
+    if given is not None:
+        raise ConfigError(
+            f"split_batches={split_batches} contradicts "
+            f"dataloader_config.split_batches={data.split_batches}. Batches would have another "
+            "size than one of them says. Give it in the DataLoaderConfiguration alone."
+        )
+    return replace(data, split_batches=split_batches)
+
+
+def _accumulation(
+    steps: int, plugin: GradientAccumulationPlugin | None
+) -> tuple[int, Any, GradientAccumulationPlugin]:
+    if steps < 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps={steps!r} must be a whole number of at least 1: so many "
+            "batches make one optimizer step. Give 1 to step after every batch."
+        )
+    if plugin is not None and steps != 1 and plugin.num_steps not in (None, steps):
+        raise ConfigError(
+            f"gradient_accumulation_steps={steps} contradicts "
+            f"gradient_accumulation_plugin.num_steps={plugin.num_steps}. Only one can hold. Give "
+            "num_steps in the plugin alone."
+        )
+    if plugin is not None and plugin.num_steps is not None:
+        return plugin.num_steps, "argument", plugin
+    plugin = plugin or GradientAccumulationPlugin()
+    if steps != 1:
+        return steps, "argument", replace(plugin, num_steps=steps)
+    text = env.read("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "") or ""
+    if not text.strip():
+        return 1, "default", replace(plugin, num_steps=1)
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ConfigError(
+            f"Environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS={text!r} must be a whole "
+            "number of at least 1: so many batches make one optimizer step. Correct or unset it."
+        )
+    return int(text), "environment", replace(plugin, num_steps=int(text))
+
+
+def _precision(given: str | None, config: RunConfig | None) -> tuple[str, Any]:
+    if given is not None:
+        return str(getattr(given, "value", given)).lower(), "argument"
+    if config is not None:
+        return config.mixed_precision, "config"
+    said = (env.read("ACCELERATE_MIXED_PRECISION", "") or "").strip().lower()
+    return (said, "environment") if said else ("no", "default")
+
+
+_LATER = {
+    "deepspeed_plugin": "DeepSpeed",
+    "deepspeed_plugins": "DeepSpeed",
+    "torch_tp_plugin": "tensor parallelism",
+    "megatron_lm_plugin": "Megatron-LM",
+    "parallelism_config": "a mix of parallelisms",
+    "dynamo_plugin": "settings of torch.compile",
+}
+
+
+def refuse_unserved(**given: Any) -> None:
+    """Refuse arguments of Accelerate that this version does not serve, rather than ignore them.
+
+    Raises:
+        PlatformUnsupported: One was given.
+    """
+    for name, value in given.items():
+        if value is not None:
+            raise PlatformUnsupported(
+                f"Accelerator({name}={value!r}) asks for {_LATER[name]}, which this version of "
+                "nbaccel does not serve; training without it would be something else. Leave it "
+                "out, and use fsdp_plugin for models too big for one device."
+            )

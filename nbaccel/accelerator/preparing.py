@@ -1,0 +1,253 @@
+"""``prepare``: models, optimizers, loaders and schedulers made ready, step by visible step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from nbaccel.abc.bundle import Bundle
+from nbaccel.accelerator.facts import Facts
+from nbaccel.errors import ConfigError
+from nbaccel.train.loader import PreparedLoader
+from nbaccel.train.loading import prepare_data_loader
+from nbaccel.train.optimizer import PreparedOptimizer
+from nbaccel.train.scheduler import PreparedScheduler
+
+__all__ = ["Preparing"]
+
+
+class Preparing(Facts):
+    """How an accelerator makes things ready, and lets go of them."""
+
+    device_placement: bool
+    step_scheduler_with_optimizer: bool
+    rng_types: list[str]
+    _dynamo_backend: str
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """Make models, optimizers, data loaders and schedulers ready to train.
+
+        Args:
+            *args: In any order; anything else passes through. What is prepared already stays.
+            device_placement: For each of them whether it is moved to the device; None: as the
+                accelerator was told.
+
+        Returns:
+            The same, ready, in the same order; one alone, or a tuple.
+
+        Raises:
+            ConfigError: `device_placement` does not fit the arguments, or one of them cannot be
+                prepared.
+        """
+        if device_placement is not None and len(device_placement) != len(args):
+            raise ConfigError(
+                f"device_placement has {len(device_placement)} entries for {len(args)} arguments: "
+                "it would be unclear which is meant. Give one for each."
+            )
+        moves = [
+            self.device_placement if wish is None else wish
+            for wish in device_placement or [None] * len(args)
+        ]
+        found = list(args)
+        self._prepare_together(args, moves, found)
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """Make one model ready.
+
+        Args:
+            model: The model.
+            device_placement: Whether it is moved to the device; None: as the accelerator was told.
+            evaluation_mode: Only for evaluation: it is not wrapped for training together.
+
+        Returns:
+            The model, ready.
+        """
+        if not evaluation_mode:
+            return self.prepare(model, device_placement=[device_placement])  # type: ignore[no-any-return]
+        move = self.device_placement if device_placement is None else device_placement
+        bundle = self._wrap_forward(self._place_models(Bundle(models=(model,)), [move]))
+        return bundle.models[0]
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> PreparedOptimizer:
+        """Make one optimizer ready; its model is prepared elsewhere."""
+        return self.prepare(optimizer, device_placement=[device_placement])  # type: ignore[no-any-return]
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> PreparedLoader:
+        """Share one data loader out over the processes.
+
+        Args:
+            data_loader: The loader.
+            device_placement: Whether batches are moved to the device.
+            slice_fn_for_dispatch: How a batch that process 0 read is cut up: called with the batch,
+                a slice of rows, and two keywords, `process_index` and `num_processes`.
+        """
+        if isinstance(data_loader, PreparedLoader):
+            return data_loader
+        prepared = prepare_data_loader(
+            data_loader,
+            self._place,
+            self.gradient_state,
+            self.dataloader_config,
+            self._collectives,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=self.rng_types,
+            slice_fn=slice_fn_for_dispatch,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """Make one learning-rate scheduler ready; its optimizer must be prepared before it."""
+        if isinstance(scheduler, PreparedScheduler):
+            return scheduler
+        original = getattr(scheduler, "optimizer", None)
+        mine = [o for o in self._optimizers if original in (o, o.optimizer)]
+        prepared = PreparedScheduler(
+            scheduler,
+            mine or list(self._optimizers),
+            self.gradient_state,
+            steps_per_call=1 if self.split_batches else self.num_processes,
+            with_optimizer=self.step_scheduler_with_optimizer,
+        )
+        self._schedulers.append(prepared)
+        return prepared
+
+    # --------------------------------------------------------------------- the steps
+
+    def _prepare_together(
+        self, args: Sequence[Any], moves: Sequence[bool], found: list[Any]
+    ) -> None:
+        """Replace in `found` what can be prepared."""
+        known = {i: self._known(a) for i, a in enumerate(args) if isinstance(a, nn.Module)}
+        models = [i for i, model in known.items() if model is None]
+        found[:] = [known.get(i) or item for i, item in enumerate(args)]
+        optimizers = [
+            i
+            for i, a in enumerate(args)
+            if isinstance(a, torch.optim.Optimizer) and not isinstance(a, PreparedOptimizer)
+        ]
+        bundle = Bundle(
+            models=tuple(args[i] for i in models), optimizers=tuple(args[i] for i in optimizers)
+        )
+        bundle = self._place_models(bundle, [moves[i] for i in models])
+        for step in (
+            self._precision.convert,
+            self._wrap_forward,
+            self._strategy.wrap,
+            self._compile,
+            self._wrap_optimizers,
+        ):
+            bundle = step(bundle)
+        for i, model in zip(models, bundle.models, strict=True):
+            found[i] = model
+        for i, optimizer in zip(optimizers, bundle.optimizers, strict=True):
+            found[i] = optimizer
+        self._models += bundle.models
+        for i, item in enumerate(args):
+            if isinstance(item, DataLoader):
+                found[i] = self.prepare_data_loader(item, device_placement=moves[i])
+        for i, item in enumerate(args):  # last: they look for their optimizers
+            if isinstance(item, torch.optim.lr_scheduler.LRScheduler):
+                found[i] = self.prepare_scheduler(item)
+
+    def _known(self, model: nn.Module) -> nn.Module | None:
+        """What this model has become, if it was prepared before."""
+        for prepared in self._models:
+            if model is prepared or model is self._strategy.unwrap(prepared):
+                return prepared
+        return None
+
+    def _place_models(self, bundle: Bundle, moves: Sequence[bool]) -> Bundle:
+        for model, move in zip(bundle.models, moves, strict=True):
+            spread = getattr(model, "hf_device_map", None) or {}
+            if len(set(spread.values())) > 1 and self.use_distributed:
+                raise ConfigError(
+                    f"This model is spread over several devices (hf_device_map={spread}), and "
+                    f"{self.num_processes} processes would each need all of them. Load it without "
+                    "device_map, or train in one process."
+                )
+            if move and len(set(spread.values())) <= 1:
+                model.to(self.device)  # optimizers follow in PreparedOptimizer
+        return bundle
+
+    def _wrap_forward(self, bundle: Bundle) -> Bundle:
+        for model in bundle.models:
+            self._precision.wrap_forward(model)
+        return bundle
+
+    def _compile(self, bundle: Bundle) -> Bundle:
+        if self._dynamo_backend == "no":
+            return bundle
+        backend = self._dynamo_backend
+        compiled: list[Any] = [torch.compile(m, backend=backend) for m in bundle.models]
+        return replace(bundle, models=tuple(compiled))
+
+    def _wrap_optimizers(self, bundle: Bundle) -> Bundle:
+        wrapped = tuple(
+            PreparedOptimizer(optimizer, self.gradient_state, self._precision.scaler)
+            for optimizer in bundle.optimizers
+        )
+        self._optimizers += wrapped
+        return replace(bundle, optimizers=wrapped)
+
+    # --------------------------------------------------------------------- undoing
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """The user's own module inside a prepared one.
+
+        Args:
+            model: A prepared model.
+            keep_fp32_wrapper: Whether its forward goes on computing in the accelerator's precision.
+            keep_torch_compile: Whether it stays compiled.
+
+        Returns:
+            The module that was given to `prepare`.
+        """
+        compiled = getattr(model, "_orig_mod", None)
+        inner = self._strategy.unwrap(model if compiled is None else compiled)
+        if not keep_fp32_wrapper:
+            self._precision.unwrap_forward(inner)
+        if compiled is not None and keep_torch_compile:
+            again: Any = torch.compile(inner, backend=self._dynamo_backend)
+            inner = again
+        return inner
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Let go of everything prepared, so that its memory is free.
+
+        Args:
+            *objects: What the caller holds itself.
+
+        Returns:
+            As many Nones: ``model, optimizer = accelerator.free_memory(model, optimizer)``.
+        """
+        for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders):
+            kept.clear()  # type: ignore[attr-defined]
+        self.step = 0
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return [None] * len(objects)
+
+    def clear(self, *objects: Any) -> list[None]:
+        """Another name of :meth:`free_memory`."""
+        return self.free_memory(*objects)

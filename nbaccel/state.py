@@ -1,0 +1,131 @@
+"""``PartialState`` and its kin: this process among the others, without a training loop.
+
+Unlike Accelerate's, none of them shares anything behind the scenes: the process group and the
+environment are the state, and every object reads the same from them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbaccel import env
+from nbaccel.abc.place import Place
+from nbaccel.config.handlers import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+)
+from nbaccel.train import arrival
+from nbaccel.train.collectives import Collectives
+from nbaccel.train.flow import Processes
+from nbaccel.train.gradient import GradientState
+
+__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState"]
+
+
+class PartialState(Processes):
+    """This process among the others.
+
+    Args:
+        cpu: Compute on the CPU even if there is a GPU.
+        **kwargs: Arguments of ``torch.distributed.init_process_group``, where there are other
+            processes and no group yet: ``backend``, ``init_method``, ``timeout``.
+
+    Raises:
+        ConfigError: The environment contradicts itself.
+    """
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        settings = InitProcessGroupKwargs(**kwargs)
+        place = arrival.arrive(cpu=cpu, settings=settings)
+        super().__init__(place, Collectives(place, arrival.timeout_s(settings)))
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How processes train together, as far as is known without a model."""
+        if self._place.is_alone:
+            return DistributedType.NO
+        on_cpu = self._place.device.type == "cpu"
+        return DistributedType.MULTI_CPU if on_cpu else DistributedType.MULTI_GPU
+
+    @property
+    def backend(self) -> str | None:
+        """Process group backend as torch names it; None where there is no group."""
+        return self._place.backend or None
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the facts are known; they always are."""
+        return True
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether a notebook's launcher forked this process."""
+        return bool(env.flag("FORK_LAUNCHED"))
+
+    @property
+    def default_device(self) -> torch.device:
+        """What a process without a number of its own would compute on."""
+        return arrival.find_device()
+
+    def set_device(self) -> None:
+        """Make this process's device torch's current one."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def destroy_process_group(self) -> None:
+        """Leave the process group, if there is one."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __repr__(self) -> str:
+        return (
+            f"Distributed environment: {self.distributed_type.value}"
+            f"{'  Backend: ' + self.backend if self.backend else ''}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+
+class AcceleratorState(PartialState):
+    """What an `Accelerator` says of its process: ``accelerator.state``.
+
+    Args:
+        place: Where the process stands.
+        collectives: What the processes do together.
+        distributed_type: How they train.
+        mixed_precision: In which format.
+        fsdp_plugin: How models are sharded, if they are.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        collectives: Collectives,
+        *,
+        distributed_type: DistributedType,
+        mixed_precision: str,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+    ) -> None:
+        Processes.__init__(self, place, collectives)
+        self._distributed_type = distributed_type
+        self.mixed_precision = mixed_precision
+        self.fsdp_plugin = fsdp_plugin
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How processes train together."""
+        return self._distributed_type
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """None: this version does not serve DeepSpeed."""
+        return None
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"

@@ -1,0 +1,7 @@
+"""Trackers of metrics, under the name by which Accelerate's users import them."""
+
+from __future__ import annotations
+
+from nbaccel.train.trackers import GeneralTracker, JsonlTracker, TensorBoardTracker
+
+__all__ = ["GeneralTracker", "JsonlTracker", "TensorBoardTracker"]

@@ -1,0 +1,193 @@
+"""``Checkpoints``: an accelerator's door to what it saved."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+from nbaccel.abc.place import Place
+from nbaccel.config.handlers import ProjectConfiguration
+from nbaccel.errors import ConfigError
+from nbaccel.log import get_logger
+from nbaccel.train.checkpoint import series
+from nbaccel.train.checkpoint.loading import LoadHook, load_state
+from nbaccel.train.checkpoint.parts import Parts
+from nbaccel.train.checkpoint.saving import SaveHook, save_state
+from nbaccel.train.collectives import Collectives
+
+__all__ = ["Checkpoints"]
+
+_log = get_logger(__name__)
+
+
+class Checkpoints:
+    """Names checkpoints, keeps as many as are wanted, and calls the hooks of users.
+
+    Args:
+        configuration: Of the project; its `iteration` advances with every save.
+        place: This process.
+        collectives: All processes; saving and loading are collectives.
+    """
+
+    def __init__(
+        self, configuration: ProjectConfiguration, place: Place, collectives: Collectives
+    ) -> None:
+        self._configuration = configuration
+        self._place = place
+        self._collectives = collectives
+        self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
+        self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
+        """Let a function see models, weights and folder before weights are written.
+
+        Args:
+            hook: Called as ``hook(models, weights, folder)`` on every process. It may write into
+                the folder, and remove weights from the list that are not to be written.
+
+        Returns:
+            A handle whose ``remove()`` takes it back.
+        """
+        handle = RemovableHandle(self._save_hooks)
+        self._save_hooks[handle.id] = hook
+        return handle
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
+        """Let a function see models and folder before anything is loaded.
+
+        Args:
+            hook: Called as ``hook(models, folder)`` on every process. It may load models itself,
+                and remove them from the list.
+
+        Returns:
+            A handle whose ``remove()`` takes it back.
+        """
+        handle = RemovableHandle(self._load_hooks)
+        self._load_hooks[handle.id] = hook
+        return handle
+
+    def save(
+        self,
+        folder: str | Path | None,
+        parts: Parts,
+        *,
+        step: int,
+        safe_serialization: bool = True,
+    ) -> Path:
+        """Save everything that the run needs to go on; a collective.
+
+        Args:
+            folder: Where, if checkpoints are not numbered; if they are, it is not looked at.
+            parts: What to save.
+            step: The accumulation step at hand.
+            safe_serialization: Weights as safetensors instead of a pickle.
+
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            ConfigError: No folder is given, or none can be made of that name.
+            CheckpointFailed: On every process, if any failed; nothing has changed then.
+        """
+        configuration = self._configuration
+        numbered = configuration.automatic_checkpoint_naming
+        made = save_state(
+            self._target(folder),
+            parts,
+            self._place,
+            self._collectives,
+            step=step,
+            safe_serialization=safe_serialization,
+            save_on_each_node=configuration.save_on_each_node,
+            hooks=self._save_hooks.values(),
+            series=numbered,
+        )
+        number = series.number_of(made) if numbered else None
+        configuration.iteration = (configuration.iteration if number is None else number) + 1
+        if numbered and self._place.is_local_main:
+            series.rotate(made.parent, configuration.total_limit)
+        return made
+
+    def _target(self, folder: str | Path | None) -> Path:
+        if not self._configuration.automatic_checkpoint_naming:
+            if folder is None:
+                raise ConfigError(
+                    f"save_state(output_dir={folder!r}) has nowhere to save to, because "
+                    "checkpoints are not numbered. Give a folder, or "
+                    "ProjectConfiguration(automatic_checkpoint_naming=True)."
+                )
+            return Path(folder)
+        number = series.next_number(self._configuration)
+        target = series.folder_of(self._configuration) / f"checkpoint_{number}"
+        if folder is not None:
+            _log.warning("checkpoints are numbered: saving to %s, not to %s", target, folder)
+        return target
+
+    def load(
+        self,
+        folder: str | Path | None,
+        parts: Parts,
+        *,
+        map_location: str | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> int | None:
+        """Put back what :meth:`save` wrote; a collective.
+
+        Args:
+            folder: The checkpoint; None takes the one of the highest number.
+            parts: What to load into.
+            map_location: ``cpu`` or ``on_device``.
+            load_kwargs: Of ``torch.load``.
+            **options: Of the models' ``load_state_dict``.
+
+        Returns:
+            The accumulation step that was saved; None where the file has none.
+
+        Raises:
+            ConfigError: There is no such checkpoint, or it does not fit; nothing is loaded then.
+            CheckpointFailed: Another process failed.
+        """
+        source = self._source(folder)
+        step = load_state(
+            source,
+            parts,
+            self._place,
+            self._collectives,
+            map_location=map_location,
+            load_kwargs=load_kwargs,
+            hooks=self._load_hooks.values(),
+            **options,
+        )
+        number = series.number_of(source)
+        if folder is None and number is not None:
+            self._configuration.iteration = number + 1
+        return step
+
+    def _source(self, folder: str | Path | None) -> Path:
+        if folder is not None:
+            return Path(folder)
+        if not self._configuration.automatic_checkpoint_naming:
+            raise ConfigError(
+                f"load_state(input_dir={folder!r}) has nothing to load from, because checkpoints "
+                "are not numbered. Give the folder that save_state returned."
+            )
+        # Process 0 chooses: another one might look a moment later, when there is one more.
+        choice: tuple[Path | None, str] = (None, "")
+        if self._place.is_main:
+            choice = _choice(self._configuration)
+        path, problem = self._collectives.broadcast_object(choice)
+        if path is None:
+            raise ConfigError(problem)
+        return Path(path)
+
+
+def _choice(configuration: ProjectConfiguration) -> tuple[Path | None, str]:
+    try:
+        return series.latest(configuration), ""
+    except ConfigError as error:
+        return None, str(error)

@@ -1,0 +1,225 @@
+"""Single files, written so that a reader finds the old one or the new one, never half of either."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+from huggingface_hub import save_torch_state_dict
+
+from nbaccel.config.mistakes import shown
+from nbaccel.errors import ConfigError
+
+__all__ = ["read", "save", "save_model", "sync", "sync_tree"]
+
+_FAMILIES = {True: "model{suffix}.safetensors", False: "pytorch_model{suffix}.bin"}
+
+
+# ------------------------------------------------------------------------- reading
+
+
+def read(path: Path, **options: Any) -> Any:
+    """Read what ``torch.save`` wrote, without running code that might be in it.
+
+    Args:
+        path: The file.
+        **options: Of ``torch.load``; ``weights_only=False`` allows any pickle.
+
+    Returns:
+        Tensors, numbers, text and numpy arrays in containers.
+    """
+    options = {"weights_only": True, "map_location": "cpu", **options}
+    with torch.serialization.safe_globals(_numpy_globals()):
+        return torch.load(path, **options)
+
+
+def _numpy_globals() -> list[Any]:
+    """What pickles of numpy arrays and scalars name: nothing in it does more than hold numbers."""
+    makers = {"_reconstruct": np.zeros(1).__reduce__()[0], "scalar": np.float64(0).__reduce__()[0]}
+    # numpy 1 and 2 keep them in packages of different names, and a file has the name of its writer.
+    named = [
+        (maker, f"numpy.{package}.multiarray.{name}")
+        for name, maker in makers.items()
+        for package in ("core", "_core")
+    ]
+    dtypes = {type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}
+    return [*named, np.ndarray, np.dtype, *sorted(dtypes, key=str)]
+
+
+# ------------------------------------------------------------------------- writing
+
+
+def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = False) -> None:
+    """Write an object to a file; whoever looks sees the old file or the whole new one.
+
+    Args:
+        obj: Anything that pickles; a dict of tensors where `safe_serialization` is set.
+        path: The file, or an object open for writing in binary (which is written to directly).
+        safe_serialization: Write safetensors instead of a pickle.
+
+    Raises:
+        ConfigError: Not a dict of tensors, and safetensors hold nothing else.
+    """
+    if safe_serialization:
+        _check_tensors(obj, "safe_serialization=False")
+    if not isinstance(path, (str, os.PathLike)):
+        _save_to_stream(obj, path, safe_serialization)
+        return
+    path = Path(path)
+    with _workshop(path.parent, path.name) as folder:
+        if safe_serialization:
+            save_torch_state_dict(dict(obj), folder, max_shard_size=sys.maxsize)
+            made = folder / "model.safetensors"
+        else:
+            made = folder / "object"
+            _pickle(obj, made)
+        sync(made)
+        made.replace(path)
+
+
+class _Noting:
+    """A file that remembers why it could not be written: torch forgets it and tells a riddle."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _pickle(obj: Any, path: Path) -> None:
+    with path.open("wb") as file:
+        noting = _Noting(file)
+        try:
+            torch.save(obj, cast("IO[bytes]", noting))
+        except RuntimeError as error:
+            if noting.error is not None:
+                raise noting.error from error
+            raise
+
+
+def _save_to_stream(obj: Any, stream: IO[bytes], safe_serialization: bool) -> None:
+    if not safe_serialization:
+        torch.save(obj, stream)
+        return
+    from safetensors.torch import save as to_bytes
+
+    stream.write(to_bytes({name: tensor.contiguous() for name, tensor in obj.items()}))
+
+
+def save_model(
+    state_dict: Mapping[str, Any],
+    folder: str | Path,
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+) -> None:
+    """Write weights as ``model.safetensors``, or in several files with an index.
+
+    Each file appears whole. Files of an earlier save that do not belong to this one are removed
+    last. Of tensors that are tied only one is written.
+
+    Args:
+        state_dict: Weights by name.
+        folder: Where; made if it does not exist.
+        max_shard_size: Most bytes of one file, as a number or ``"10GB"``.
+        safe_serialization: safetensors; otherwise ``pytorch_model.bin``, a pickle.
+
+    Raises:
+        ConfigError: Something in the dict is no tensor, or `folder` is a file.
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(
+            f"save_model(save_directory={str(folder)!r}) is a file: weights and their index need a "
+            "folder. Give the folder's name, without that of a file."
+        )
+    _check_tensors(state_dict, "accelerator.save(state_dict, file), which pickles it")
+    folder.mkdir(parents=True, exist_ok=True)
+    family = _FAMILIES[safe_serialization]
+    with _workshop(folder, "model") as workshop:
+        save_torch_state_dict(
+            dict(state_dict),
+            workshop,
+            filename_pattern=family,
+            max_shard_size=max_shard_size,
+            safe_serialization=safe_serialization,
+        )
+        sync_tree(workshop)
+        # The index last: it may only name files that are there.
+        made = sorted(workshop.iterdir(), key=lambda p: (p.suffix == ".json", p.name))
+        for path in made:
+            path.replace(folder / path.name)
+    _remove_stale(folder, family, {path.name for path in made})
+    sync(folder)
+
+
+def _remove_stale(folder: Path, family: str, keep: set[str]) -> None:
+    start, _, end = family.partition("{suffix}")
+    pattern = rf"{re.escape(start)}(-\d{{5}}-of-\d{{5}})?{re.escape(end)}(\.index\.json)?"
+    for path in folder.iterdir():
+        if re.fullmatch(pattern, path.name) and path.name not in keep:
+            path.unlink(missing_ok=True)
+
+
+def _check_tensors(state: Any, remedy: str) -> None:
+    if not isinstance(state, Mapping):
+        raise ConfigError(
+            f"Weights were to be saved, but this is {shown(state)}, and files of weights hold a "
+            f"dict of tensors. Give one, or use {remedy}."
+        )
+    odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    if odd:
+        raise ConfigError(
+            f"{', '.join(map(repr, odd[:3]))}{' …' if len(odd) > 3 else ''} cannot be saved here: "
+            f"a {type(state[odd[0]]).__name__} is no tensor, and files of weights hold nothing "
+            f"else. Leave it out, or use {remedy}."
+        )
+
+
+@contextlib.contextmanager
+def _workshop(parent: Path, name: str) -> Iterator[Path]:
+    """A hidden folder beside the file to be, on the same disk, gone afterwards."""
+    folder = parent / f".{name}.partial-{secrets.token_hex(4)}"
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# ------------------------------------------------------------------------- to the disk
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of files, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until a folder with all it holds is on the disk."""
+    for root, _, names in os.walk(folder):
+        for path in [*(Path(root, name) for name in names), Path(root)]:
+            # Another process may just be giving a file its final name.
+            with contextlib.suppress(FileNotFoundError):
+                sync(path)

@@ -1,0 +1,99 @@
+"""How the files of a checkpoint are named, and what a folder has of them.
+
+The names are Accelerate's, so that either can read what the other wrote; ``sampler.bin``, which
+its documentation promises, is written here, too.
+
+    model.safetensors, model_1.safetensors, …     weights (pytorch_model.bin, … without safetensors)
+    pytorch_model_fsdp_0/, …                      in shards, with the model's first optimizer
+    optimizer_1/, …                               in shards, the model's further optimizers
+    optimizer.bin, scheduler.bin, …               by number, from 0
+    sampler.bin, sampler_rank1.bin, …             where a loader is in its data, by rank
+    dl_state_dict.bin, dl_state_dict_rank1.bin, … the same of torchdata's loaders
+    scaler.pt                                     of fp16
+    random_states_0.pkl, …                        generators by rank, and the accumulation step
+    custom_checkpoint_0.pkl, …                    registered objects
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Contents", "is_part", "loader_file", "numbered", "random_states"]
+
+SAFE, UNSAFE = "model.safetensors", "pytorch_model.bin"
+OPTIMIZER, SCHEDULER, SCALER = "optimizer.bin", "scheduler.bin", "scaler.pt"
+SAMPLER, STATEFUL = "sampler.bin", "dl_state_dict.bin"
+CUSTOM = "custom_checkpoint_{}.pkl"
+SHARDED_MODEL, SHARDED_OPTIMIZER = "pytorch_model_fsdp_{}", "optimizer_{}"
+
+_PART = re.compile(
+    r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin"
+    r"|(optimizer|scheduler)(_\d+)?\.bin|(sampler|dl_state_dict)(_\d+)?(_rank\d+)?\.bin"
+    r"|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
+    r"|pytorch_model_fsdp_\d+|optimizer_\d+)"
+)
+
+
+def is_part(name: str) -> bool:
+    """Whether a file or folder of this name is a checkpoint's own, not one of the user's."""
+    return _PART.fullmatch(name) is not None
+
+
+def numbered(name: str, number: int) -> str:
+    """A name with its number: ``optimizer.bin`` for 0, then ``optimizer_1.bin``."""
+    stem, _, ending = name.partition(".")
+    return name if number == 0 else f"{stem}_{number}.{ending}"
+
+
+def random_states(rank: int) -> str:
+    """The file of a process's generators."""
+    return f"random_states_{rank}.pkl"
+
+
+def loader_file(number: int, *, stateful: bool, rank: int = 0) -> str:
+    """The file that says where a loader is, for one process."""
+    stem, _, ending = numbered(STATEFUL if stateful else SAMPLER, number).partition(".")
+    return f"{stem}_rank{rank}.{ending}" if rank else f"{stem}.{ending}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contents:
+    """What a folder has of a checkpoint.
+
+    Attributes:
+        models: Numbers of the models with weights in one file.
+        sharded_models: Numbers of those in shards.
+        optimizers: Numbers of the optimizers in one file.
+        schedulers: Numbers of schedulers.
+        custom: Numbers of registered objects.
+        has_scaler: Whether there is a scaler.
+    """
+
+    models: frozenset[int]
+    sharded_models: frozenset[int]
+    optimizers: frozenset[int]
+    schedulers: frozenset[int]
+    custom: frozenset[int]
+    has_scaler: bool
+
+    @classmethod
+    def of(cls, folder: Path) -> Contents:
+        """Look into a folder."""
+        files = [p.name for p in folder.iterdir() if not p.is_dir()]
+        folders = [p.name for p in folder.iterdir() if p.is_dir()]
+        return cls(
+            models=_numbers(files, r"model(?:_(\d+))?\.safetensors")
+            | _numbers(files, r"pytorch_model(?:_(\d+))?\.bin"),
+            sharded_models=_numbers(folders, r"pytorch_model_fsdp_(\d+)"),
+            optimizers=_numbers(files, r"optimizer(?:_(\d+))?\.bin"),
+            schedulers=_numbers(files, r"scheduler(?:_(\d+))?\.bin"),
+            custom=_numbers(files, r"custom_checkpoint_(\d+)\.pkl"),
+            has_scaler=SCALER in files,
+        )
+
+
+def _numbers(names: list[str], pattern: str) -> frozenset[int]:
+    matches = (re.fullmatch(pattern, name) for name in names)
+    return frozenset(int(match[1] or 0) for match in matches if match)

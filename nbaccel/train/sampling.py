@@ -1,0 +1,335 @@
+"""Which process gets which samples: samplers that cut an epoch into equal shares.
+
+Ten samples in batches of three, on two processes::
+
+    whole batches in turn         rank 0: 012 678    rank 1: 345 9+01
+    batches of four, each split   rank 0: 01 45 89   rank 1: 23 67 +01
+
+What follows the ``+`` is taken from the beginning again, so that all processes get equally many
+batches of equal size. Everything here counts what was real in the last round (`remainder`), so
+that metrics can leave the copies out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, cast
+
+import torch
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
+
+from nbaccel.errors import ConfigError
+
+__all__ = [
+    "BatchSamplerShard",
+    "IterableDatasetShard",
+    "SeedableRandomSampler",
+    "SkipBatchSampler",
+    "check_divisible",
+]
+
+
+def check_divisible(batch_size: int | None, num_processes: int, owner: str) -> None:
+    """Refuse to split batches that do not fall into equal slices.
+
+    Args:
+        batch_size: Samples of a batch; None where it is not known.
+        num_processes: Number of slices.
+        owner: What is told to split, for the message.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    if batch_size is None:
+        raise ConfigError(
+            f"{owner} cannot use split_batches=True with batch_size=None: nothing says how long a "
+            f"slice for one of {num_processes} processes is. Give the loader a batch_size (or its "
+            "batch sampler such an attribute), or leave split_batches out."
+        )
+    if batch_size % num_processes:
+        fitting = math.ceil(batch_size / num_processes) * num_processes
+        raise ConfigError(
+            f"{owner} cannot use split_batches=True with batch_size={batch_size}: it does not "
+            f"divide into equal slices for {num_processes} processes. Give batch_size={fitting}, "
+            "or leave split_batches out."
+        )
+
+
+class SeedableRandomSampler(RandomSampler):
+    """Shuffles by seed and epoch alone, so that the order of any epoch can be had again.
+
+    Args:
+        data_source: What is sampled from; only its length is used.
+        replacement: Whether a sample may come twice.
+        num_samples: How many are drawn in an epoch; None draws as many as there are.
+        generator: What draws; it is seeded anew for each epoch.
+        data_seed: The seed; None takes torch's initial seed.
+
+    Attributes:
+        initial_seed: The seed; epoch `e` is drawn with `initial_seed + e`.
+        epoch: The epoch that is drawn next.
+    """
+
+    def __init__(
+        self,
+        data_source: Sized,
+        replacement: bool = False,
+        num_samples: int | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        data_seed: int | None = None,
+    ) -> None:
+        super().__init__(data_source, replacement, num_samples, generator)
+        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            self.generator = torch.Generator()
+        self.generator.manual_seed(self.initial_seed + self.epoch)
+        yield from super().__iter__()
+        self.epoch += 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that is drawn next."""
+        self.epoch = epoch
+
+
+class BatchSamplerShard(BatchSampler):
+    """One process's share of the batches of another batch sampler.
+
+    Args:
+        batch_sampler: What yields the batches: lists of indices, the same on all processes.
+        num_processes: How many processes share them.
+        process_index: Which of them this is.
+        split_batches: Cut each batch into one slice per process, instead of giving whole batches
+            to the processes in turn.
+        even_batches: Complete the last round from the beginning.
+
+    Attributes:
+        remainder: When an iteration is through: samples of the last round that are no copies; 0
+            where the round was full, -1 where that is not known.
+
+    Raises:
+        ConfigError: The batches cannot be split into equal slices.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+        self.remainder = -1
+        if split_batches:
+            check_divisible(self.batch_size, num_processes, type(batch_sampler).__name__)
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """The sampler behind the shared batch sampler, if it has one."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self.batch_sampler.sampler = sampler
+
+    @property
+    def total_length(self) -> int:
+        """Batches of all processes together."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        total = self.total_length
+        if self.split_batches:
+            return total
+        whole, more = divmod(total, self.num_processes)
+        if self.drop_last or not more:
+            return whole
+        return whole + (1 if self.even_batches else int(self.process_index < more))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.remainder = -1
+        return self._slices() if self.split_batches else self._turns()
+
+    def _slices(self) -> Iterator[list[int]]:
+        size = self.batch_size or 1
+        each = size // self.num_processes
+        mine = slice(each * self.process_index, each * (self.process_index + 1))
+        first: list[int] = []
+        remainder = 0
+        for batch in self.batch_sampler:
+            first = first or list(batch)
+            if len(batch) == size:
+                remainder = 0
+                yield batch[mine]
+            elif not self.drop_last:
+                remainder = len(batch)
+                filled = itertools.chain(batch, itertools.cycle(first))
+                share = list(itertools.islice(filled, size) if self.even_batches else batch)[mine]
+                if share:
+                    yield share
+        self.remainder = remainder
+
+    def _turns(self) -> Iterator[list[int]]:
+        beginning: list[list[int]] = []  # the first round: what a short one is completed from
+        current: list[list[int]] = []
+        for batch in self.batch_sampler:
+            if len(current) == self.num_processes:  # it ended with a short batch, but was not last
+                yield current[self.process_index]
+                current = []
+            current.append(batch)
+            if len(beginning) < self.num_processes:
+                beginning.append(batch)
+            if len(current) == self.num_processes and self._is_whole(batch):
+                yield current[self.process_index]
+                current = []
+        # Single indices, with batch_size=None, stand for batches of unknown length.
+        self.remainder = sum(map(len, current)) if all(map(_is_sized, current)) else -1
+        share = self._last_share(current, beginning)
+        if share is not None:
+            yield share
+
+    def _is_whole(self, batch: list[int]) -> bool:
+        return self.batch_size is None or len(batch) == self.batch_size
+
+    def _last_share(self, current: list[list[int]], beginning: list[list[int]]) -> Any:
+        """This process's part of a round that is not full; None where there is none."""
+        missing = len(current) < self.num_processes
+        if not current or (self.drop_last and missing):
+            return None
+        if self.drop_last or not self.even_batches:
+            return current[self.process_index] if self.process_index < len(current) else None
+        if self.batch_size is None:
+            return [*current, *_repeated(beginning, self.num_processes)][self.process_index]
+        samples = itertools.chain(*current, itertools.cycle(list(itertools.chain(*beginning))))
+        start = self.process_index * self.batch_size
+        return list(itertools.islice(samples, start, start + self.batch_size))
+
+
+def _repeated(items: list[Any], count: int) -> Iterator[Any]:
+    return itertools.islice(itertools.cycle(items), count)
+
+
+def _is_sized(batch: Any) -> bool:
+    return isinstance(batch, Sized)
+
+
+class SkipBatchSampler(BatchSampler):
+    """Leaves out the first batches of another batch sampler; their data is never read.
+
+    Args:
+        batch_sampler: What yields the batches.
+        skip_batches: How many to leave out.
+    """
+
+    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+
+    def __getattr__(self, name: str) -> Any:
+        # Size, split and remainder are those of the batches that are left.
+        if name == "batch_sampler":  # not there yet, while being unpickled
+            raise AttributeError(f"{type(self).__name__} has no {name} yet")
+        return getattr(self.batch_sampler, name)
+
+    @property
+    def total_length(self) -> int:
+        """Batches before any are left out."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return max(0, self.total_length - self.skip_batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return itertools.islice(iter(self.batch_sampler), self.skip_batches, None)
+
+
+class IterableDatasetShard(IterableDataset[Any]):
+    """One process's share of a dataset that can only be read from its beginning.
+
+    Every process reads all of it and keeps its part.
+
+    Args:
+        dataset: What yields the samples, the same on all processes. It may have `set_epoch`, or a
+            `generator`, which is then seeded with the epoch.
+        batch_size: Samples of a batch: of one process's, or (`split_batches`) of the total one.
+            None where the dataset yields whole batches: they go to the processes in turn.
+        drop_last: Drop a last round that is not full instead of completing it.
+        num_processes: How many processes share the dataset.
+        process_index: Which of them this is.
+        split_batches: Whether `batch_size` is the total one.
+
+    Attributes:
+        remainder: When an iteration in this process is through: samples of the last round that
+            are no copies; 0 where the round was full.
+
+    Raises:
+        ConfigError: The batches cannot be split into equal slices.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        batch_size: int | None = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+    ) -> None:
+        if split_batches:
+            check_divisible(batch_size, num_processes, type(dataset).__name__)
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.epoch = 0
+        self.remainder = -1
+
+    @property
+    def _share(self) -> int:
+        """Samples of a round that are this process's."""
+        size = self.batch_size or 1
+        return size // self.num_processes if self.split_batches else size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset which epoch is read next."""
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        rounds = len(cast("Sized", self.dataset)) / (self._share * self.num_processes)
+        return (math.floor(rounds) if self.drop_last else math.ceil(rounds)) * self._share
+
+    def __iter__(self) -> Iterator[Any]:
+        self.remainder = -1
+        generator = getattr(self.dataset, "generator", None)
+        if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
+            generator.manual_seed(self.epoch)
+        size = self._share * self.num_processes
+        mine = slice(self.process_index * self._share, (self.process_index + 1) * self._share)
+        first: list[Any] = []
+        current: list[Any] = []
+        for sample in self.dataset:
+            current.append(sample)
+            if len(current) == size:
+                yield from current[mine]
+                first = first or current
+                current = []
+        self.remainder = len(current)
+        if current and not self.drop_last:
+            filled = itertools.chain(current, itertools.cycle(first or current))
+            yield from list(itertools.islice(filled, size))[mine]

@@ -1,0 +1,379 @@
+"""Trackers: where a run's configuration and numbers are written.
+
+Two come with nbaccel: ``jsonl`` needs nothing, ``tensorboard`` its package. Others come from
+packages that name a class in the entry point group ``nbaccel.trackers``, or as instances of a
+user's own class.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, ClassVar
+
+from nbaccel._optional import is_installed, require
+from nbaccel.abc.place import Place
+from nbaccel.config.mistakes import closest, shown
+from nbaccel.errors import ConfigError, MissingBackend
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+__all__ = [
+    "GeneralTracker",
+    "JsonlTracker",
+    "TensorBoardTracker",
+    "find_trackers",
+    "start_trackers",
+]
+
+_GROUP = "nbaccel.trackers"
+_ALL = "all"
+
+
+class GeneralTracker:
+    """Base class of all trackers.
+
+    A subclass has the class attributes `name` and `requires_logging_directory` and the property
+    `tracker`, and calls ``super().__init__()``.
+
+    Args:
+        _blank: A tracker that does nothing, for processes that have none.
+
+    Attributes:
+        name: What `log_with` and `get_tracker` call it.
+        requires_logging_directory: Whether it writes to a folder.
+        main_process_only: Whether only process 0 has one.
+
+    Raises:
+        NotImplementedError: The class lacks one of them; it lists which.
+    """
+
+    name: ClassVar[str]
+    requires_logging_directory: ClassVar[bool]
+    main_process_only: bool = True
+
+    def __init__(self, _blank: bool = False) -> None:
+        needed = () if _blank else ("name", "requires_logging_directory", "tracker")
+        # In the class: asking the instance would run the property before it can answer.
+        missing = [name for name in needed if not hasattr(type(self), name)]
+        if missing:
+            raise NotImplementedError(
+                f"The tracker {type(self).__name__} does not define {', '.join(missing)}. It could "
+                "be neither named nor started. Define them in its class."
+            )
+
+    def start(self) -> None:
+        """Begin to track; called once, where the tracker is used."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Write the run's configuration.
+
+        Args:
+            values: Hyperparameters by name.
+        """
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write numbers.
+
+        Args:
+            values: Numbers or texts by name.
+            step: Of the training.
+            **kwargs: What the tracker itself takes.
+        """
+
+    def finish(self) -> None:
+        """Write what is left and close; nothing is logged afterwards."""
+
+
+class JsonlTracker(GeneralTracker):
+    """One JSON object per line in ``<logging_dir>/<run_name>.jsonl``, readable while it grows.
+
+    A line has ``step``, ``time`` (seconds since 1970) and ``values``; the configuration is a line
+    with ``config`` instead, the first of a run. What is no number JSON knows is a text: ``"nan"``.
+
+    Args:
+        run_name: The run; an existing file is continued.
+        logging_dir: The folder.
+    """
+
+    name = "jsonl"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | Path) -> None:
+        super().__init__()
+        self.path = Path(logging_dir) / f"{run_name}.jsonl"
+
+    @functools.cached_property
+    def tracker(self) -> IO[str]:
+        """The file, open for appending."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return self.path.open("a", encoding="utf-8")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """See :meth:`GeneralTracker.store_init_configuration`."""
+        self._write({"config": _plain(values), "time": time.time()})
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """See :meth:`GeneralTracker.log`; further arguments are written as they are."""
+        self._write({"step": step, "time": time.time(), "values": _plain(values), **_plain(kwargs)})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self.tracker.write(json.dumps(line, allow_nan=False) + "\n")
+        self.tracker.flush()
+
+    def finish(self) -> None:
+        """See :meth:`GeneralTracker.finish`."""
+        if "tracker" in vars(self):
+            self.tracker.close()
+
+
+class TensorBoardTracker(GeneralTracker):
+    """TensorBoard's event files in ``<logging_dir>/<run_name>``.
+
+    Args:
+        run_name: The run.
+        logging_dir: The folder of all runs.
+        **kwargs: Of ``torch.utils.tensorboard.SummaryWriter``.
+    """
+
+    name = "tensorboard"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | Path, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.logging_dir = Path(logging_dir) / run_name
+        self._options = kwargs
+
+    @functools.cached_property
+    def tracker(self) -> SummaryWriter:
+        """The ``SummaryWriter``."""
+        require("tensorboard", extra="tensorboard", why="log_with='tensorboard'")
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        return SummaryWriter(str(self.logging_dir), **self._options)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Show the configuration under HPARAMS, and keep it in ``hparams.yml`` beside.
+
+        Args:
+            values: Hyperparameters by name; nested ones become ``outer.inner``.
+        """
+        import yaml
+        from torch.utils.tensorboard.summary import hparams
+
+        flat = dict(_flattened(_plain(values)))
+        shown_values = {
+            k: v if isinstance(v, (bool, int, float)) else str(v) for k, v in flat.items()
+        }
+        # Not `add_hparams`: it would begin another run, in a subfolder named by the time.
+        for summary in hparams(shown_values, {}):  # type: ignore[no-untyped-call]
+            self.tracker._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
+        self.tracker.flush()
+        text = yaml.safe_dump(flat, sort_keys=False)
+        (self.logging_dir / "hparams.yml").write_text(text, encoding="utf-8")
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write numbers, texts, and dicts of numbers (several curves in one chart).
+
+        Args:
+            values: By name; None is passed over.
+            step: Of the training.
+            **kwargs: Of the writer's ``add_scalar``, ``add_text`` or ``add_scalars``.
+
+        Raises:
+            ConfigError: A value is nothing that TensorBoard shows so.
+        """
+        for name, value in values.items():
+            self._log_one(name, _plain(value, exact=True), step, kwargs)
+        self.tracker.flush()
+
+    def _log_one(self, name: str, value: Any, step: int | None, kwargs: dict[str, Any]) -> None:
+        writer: Any = self.tracker
+        if isinstance(value, (int, float)):
+            writer.add_scalar(name, value, global_step=step, **kwargs)
+        elif isinstance(value, str):
+            writer.add_text(name, value, global_step=step, **kwargs)
+        elif isinstance(value, dict):
+            writer.add_scalars(name, value, global_step=step, **kwargs)
+        elif value is not None:
+            raise ConfigError(
+                f"log({name!r}: {shown(value)}) is no number, text or dict of numbers, and "
+                "TensorBoard shows nothing else this way. Log a number, or use the writer's own "
+                "methods: accelerator.get_tracker('tensorboard', unwrap=True).add_histogram(...)."
+            )
+
+    def finish(self) -> None:
+        """See :meth:`GeneralTracker.finish`."""
+        if "tracker" in vars(self):
+            self.tracker.close()
+
+
+# ------------------------------------------------------------------------- values
+
+
+def _plain(value: Any, *, exact: bool = False) -> Any:
+    """A value that JSON can hold: tensors and numpy numbers as Python's, the rest as text.
+
+    Args:
+        value: Anything.
+        exact: Leave infinite numbers as they are.
+    """
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item, exact=exact) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item, exact=exact) for item in value]
+    if hasattr(value, "tolist") and hasattr(value, "dtype"):  # of torch or numpy
+        found = value.tolist()
+        # One number in an array of any shape counts as that number.
+        single = value.item() if math.prod(value.shape) == 1 else found
+        return _plain(single, exact=exact)
+    if isinstance(value, float) and not math.isfinite(value):
+        return value if exact else str(value)
+    if value is None or type(value) in {bool, int, float, str}:
+        return value
+    return str(value)
+
+
+def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flattened(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+# ------------------------------------------------------------------------- choosing and starting
+
+_Tracker = GeneralTracker | type[GeneralTracker]
+
+
+def find_trackers(log_with: Any, logging_dir: str | Path | None = None) -> list[_Tracker]:
+    """Look up trackers before anything is started.
+
+    Args:
+        log_with: A name, ``"all"`` (every one that is installed), a tracker or a tracker's class,
+            or several of them; None for none.
+        logging_dir: Where trackers write that write to a folder.
+
+    Returns:
+        Classes for names and instances as given, each once, in the order given.
+
+    Raises:
+        ConfigError: A name is unknown, or there is no `logging_dir` for one that needs it; all
+            mistakes together.
+        MissingBackend: A tracker's package is not installed.
+    """
+    if log_with is None:
+        return []
+    asked = list(log_with) if isinstance(log_with, (list, tuple, set)) else [log_with]
+    found: list[_Tracker] = []
+    mistakes: list[str] = []
+    for item in asked:
+        try:
+            found += [tracker for tracker in _matching(item) if tracker not in found]
+        except ConfigError as error:
+            mistakes += error.mistakes
+    mistakes += [
+        f"log_with={tracker.name!r} writes to a folder, but logging_dir={logging_dir!r}. Its files "
+        "would land anywhere. Give Accelerator(project_dir=...), or "
+        "ProjectConfiguration(logging_dir=...)."
+        for tracker in found
+        # An instance was given its folder when it was made.
+        if isinstance(tracker, type) and tracker.requires_logging_directory and logging_dir is None
+    ]
+    if mistakes:
+        raise ConfigError(*mistakes)
+    return found
+
+
+def _matching(item: Any) -> list[_Tracker]:
+    if isinstance(item, GeneralTracker) or (
+        isinstance(item, type) and issubclass(item, GeneralTracker)
+    ):
+        return [item]
+    name = getattr(item, "value", item)  # of an enum, Accelerate's LoggerType for one
+    own: dict[str, type[GeneralTracker]] = {
+        tracker.name: tracker for tracker in (JsonlTracker, TensorBoardTracker)
+    }
+    others = {entry.name: entry for entry in importlib.metadata.entry_points(group=_GROUP)}
+    if name == _ALL:
+        there = [t for t in own.values() if t is not TensorBoardTracker or _has_tensorboard()]
+        return [*there, *(_load(entry) for entry in others.values())]
+    if name in own:
+        if name == TensorBoardTracker.name and not _has_tensorboard():
+            require("tensorboard", extra="tensorboard", why="log_with='tensorboard'")
+        return [own[name]]
+    if name in others:
+        return [_load(others[name])]
+    known = [*own, *others, _ALL]
+    raise ConfigError(
+        f"log_with={shown(item)} is no tracker that nbaccel knows. Nothing would be logged."
+        f"{closest(str(name), known)} There are: {', '.join(known)}. Give one of these, an "
+        f"instance of a GeneralTracker, or install a package with an entry point in {_GROUP!r}."
+    )
+
+
+def _has_tensorboard() -> bool:
+    return is_installed("tensorboard")
+
+
+def _load(entry: importlib.metadata.EntryPoint) -> type[GeneralTracker]:
+    try:
+        found = entry.load()
+    except ImportError as error:
+        raise MissingBackend(
+            f"The tracker {entry.name!r} ({entry.value}) cannot be imported: {error}. Install what "
+            "it needs, or leave it out of log_with."
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, GeneralTracker)):
+        raise ConfigError(
+            f"The tracker {entry.name!r} ({entry.value}) is {shown(found)}, not a subclass of "
+            "nbaccel's GeneralTracker. It could not be started. Leave it out of log_with, or mend "
+            "the package that brings it."
+        )
+    return found
+
+
+def start_trackers(
+    found: Iterable[_Tracker],
+    place: Place,
+    run_name: str,
+    *,
+    logging_dir: str | Path | None = None,
+    config: dict[str, Any] | None = None,
+    init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[GeneralTracker]:
+    """Make and start trackers on the processes that are to have them.
+
+    Args:
+        found: What :func:`find_trackers` gave.
+        place: This process.
+        run_name: Name of the run, or project.
+        logging_dir: Where trackers write that write to a folder.
+        config: The run's configuration, if it is to be stored.
+        init_kwargs: Further arguments of the trackers' classes, by name.
+
+    Returns:
+        The trackers of this process.
+    """
+    started: list[GeneralTracker] = []
+    for tracker in found:
+        if tracker.main_process_only and not place.is_main:
+            continue
+        if isinstance(tracker, type):
+            folder = (logging_dir,) if tracker.requires_logging_directory else ()
+            options = (init_kwargs or {}).get(tracker.name, {})
+            make: Any = tracker
+            tracker = make(run_name, *folder, **options)  # noqa: PLW2901 - class to instance
+        tracker.start()
+        if config is not None:
+            tracker.store_init_configuration(config)
+        started.append(tracker)
+    return started

@@ -1,0 +1,123 @@
+"""Batches and outputs as trees: tensors nested in lists, tuples, named tuples and mappings.
+
+The containers come back as what they were, a `BatchEncoding` or a `ModelOutput` included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+__all__ = [
+    "concatenate",
+    "find_batch_size",
+    "leaves",
+    "map_leaves",
+    "map_tensors",
+    "send_to_device",
+    "slice_rows",
+]
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to everything that is no container; containers keep their type."""
+    if isinstance(tree, (list, tuple)):
+        return _like(tree, [map_leaves(fn, item) for item in tree])
+    if isinstance(tree, Mapping):
+        return _like_mapping(tree, {key: map_leaves(fn, value) for key, value in tree.items()})
+    return fn(tree)
+
+
+def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Apply a function to every tensor; other leaves stay as they are."""
+    return map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Everything that is no container, in the order of :func:`map_leaves`."""
+    if isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from leaves(item)
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from leaves(value)
+    else:
+        yield tree
+
+
+def send_to_device(tree: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
+    """Move all tensors, and other leaves that have a method ``to``, to a device.
+
+    Args:
+        tree: A batch.
+        device: Where to.
+        non_blocking: Whether the copies may still be under way when this returns.
+
+    Returns:
+        The batch, there; containers keep their type.
+    """
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=non_blocking)
+        to = getattr(leaf, "to", None)
+        if to is None or isinstance(leaf, type):
+            return leaf
+        try:
+            return to(device, non_blocking=non_blocking)
+        except TypeError:  # a `to` of another signature
+            return to(device)
+
+    if isinstance(tree, Mapping) and hasattr(tree, "to") and not isinstance(tree, dict):
+        return move(tree)  # a BatchEncoding has more inside than its items
+    return map_leaves(move, tree)
+
+
+def find_batch_size(tree: Any) -> int | None:
+    """Rows of the first tensor with a dimension; None where there is none."""
+    for leaf in leaves(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return int(leaf.shape[0])
+    return None
+
+
+def slice_rows(tree: Any, rows: slice) -> Any:
+    """These rows of every tensor, along its first dimension."""
+    return map_tensors(lambda tensor: tensor[rows] if tensor.dim() else tensor, tree)
+
+
+def concatenate(trees: Sequence[Any], dim: int = 0) -> Any:
+    """Join equal trees: tensors along a dimension, other leaves must be equal and are kept.
+
+    Args:
+        trees: At least one; all of the same structure.
+        dim: Dimension of every tensor.
+
+    Returns:
+        One tree of that structure.
+    """
+    first = trees[0]
+    if isinstance(first, (list, tuple)):
+        return _like(first, [concatenate(items, dim) for items in zip(*trees, strict=True)])
+    if isinstance(first, Mapping):
+        return _like_mapping(
+            first, {key: concatenate([tree[key] for tree in trees], dim) for key in first}
+        )
+    return torch.cat(list(trees), dim) if isinstance(first, torch.Tensor) else first
+
+
+def _like(model: Any, items: list[Any]) -> Any:
+    if isinstance(model, tuple) and hasattr(model, "_fields"):  # a named tuple
+        return type(model)(*items)
+    return type(model)(items)
+
+
+def _like_mapping(model: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(model) is dict:
+        return items
+    try:
+        return type(model)(items)  # type: ignore[call-arg]
+    except TypeError:  # such as ModelOutput's dataclasses, whose fields are keywords
+        return type(model)(**items)

@@ -1,0 +1,268 @@
+"""An iteration of a prepared loader: what it tells, what it leaves behind, what it costs."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import timeit
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler
+from torch.utils.data._utils import signal_handling
+
+from nbaccel import notebook_launcher
+from nbaccel.train.gradient import GradientState
+from tests.train.data import Numbers, Stream, here, lists, prepare
+
+
+@pytest.fixture
+def state():
+    return GradientState()
+
+
+@pytest.fixture
+def loader(state):
+    return prepare(DataLoader(Numbers(), batch_size=3), state)
+
+
+def test_it_is_a_torch_loader_that_reads_like_its_base(loader):
+    assert isinstance(loader, DataLoader)
+    assert type(loader).__mro__[1] is DataLoader
+    assert (loader.batch_size, loader.drop_last, loader.num_workers) == (3, False, 0)
+    assert len(loader.dataset) == 10
+    assert loader.collate_fn is loader.base.collate_fn
+    assert isinstance(loader.sampler, SequentialSampler)
+    assert loader.batch_sampler.batch_size == 3
+    assert loader.multiprocessing_context is None
+    assert (len(loader), loader.total_batch_size, loader.total_dataset_length) == (4, 3, 10)
+    with pytest.raises(AttributeError, match="colour"):
+        loader.colour  # noqa: B018 - the access is the test
+
+
+def test_the_last_batch_is_known_while_it_is_in_the_body(loader, state):
+    ends = []
+    for batch in loader:
+        ends.append((state.end_of_dataloader, loader.end_of_dataloader, state.remainder))
+        assert state.active_dataloader is loader
+        assert loader.batches_seen == len(ends)
+        assert batch.shape[0] == (1 if state.end_of_dataloader else 3)
+    assert ends == [(False, False, 1)] * 3 + [(True, True, 1)]
+    assert not state.in_dataloader
+    assert not loader.end_of_dataloader
+    assert (loader.iteration, loader.batches_seen) == (1, 0)
+
+
+def test_an_empty_loader_has_no_batches_and_ends_its_epoch(state):
+    loader = prepare(DataLoader(Numbers(0), batch_size=3), state)
+    assert lists(loader) == []
+    assert (loader.iteration, state.in_dataloader) == (1, False)
+
+
+def leave_by_break(loader):
+    for _ in loader:
+        break
+
+
+def leave_by_exception(loader):
+    with pytest.raises(ZeroDivisionError):
+        stumble(loader)
+
+
+def stumble(loader):
+    for _ in loader:
+        raise ZeroDivisionError
+
+
+def leave_by_dropping(loader):
+    iterator = iter(loader)
+    next(iterator)
+    del iterator
+
+
+@pytest.mark.parametrize("leave", [leave_by_break, leave_by_exception, leave_by_dropping])
+def test_leaving_early_leaves_nothing_behind(loader, state, leave):
+    """After a `break`, Accelerate keeps the loader active: an outer loop never sees its end."""
+    outer = prepare(DataLoader(Numbers(4), batch_size=2), state)
+    ends = []
+    for _ in outer:
+        leave(loader)
+        ends.append(state.end_of_dataloader)
+        assert state.active_dataloader is outer
+    assert ends == [False, True]
+    assert not state.in_dataloader
+    assert loader.iteration == 0  # an epoch that was not read to its end does not count
+    assert lists(loader)[0] == [0, 1, 2]
+
+
+def test_the_innermost_loader_is_the_active_one(loader, state):
+    inner = prepare(DataLoader(Numbers(2), batch_size=2), state)
+    for _ in loader:
+        for _ in inner:
+            assert state.active_dataloader is inner
+            assert state.end_of_dataloader
+        assert state.active_dataloader is loader
+
+
+def test_a_loader_may_run_inside_itself(loader, state):
+    ends = []
+    for _ in loader:
+        assert len(lists(loader)) == 4
+        ends.append(state.end_of_dataloader)
+    assert ends == [False, False, False, True]
+    assert not state.in_dataloader
+
+
+def test_an_iterator_dropped_late_takes_only_itself_away(loader, state):
+    kept = iter(loader)
+    next(kept)
+    other = prepare(DataLoader(Numbers(4), batch_size=2), state)
+    for number, _ in enumerate(other):
+        if number == 0:
+            kept.close()
+        assert state.active_dataloader is other
+    assert not state.in_dataloader
+
+
+def test_two_accelerators_do_not_disturb_each_other(loader, state):
+    elsewhere = GradientState()
+    prepared = prepare(DataLoader(Numbers(), batch_size=3), elsewhere)
+    for _ in loader:
+        assert not elsewhere.in_dataloader
+        for _ in prepared:
+            assert state.active_dataloader is loader
+
+
+@pytest.mark.parametrize(
+    ("loader", "remainder"),
+    [
+        (DataLoader(Numbers(9), batch_size=3), 0),
+        (DataLoader(Numbers(10), batch_size=3, drop_last=True), -1),
+        # Accelerate takes the dataset's length here, and metrics lose samples.
+        (DataLoader(Numbers(10), batch_size=4, sampler=SubsetRandomSampler(range(7))), 3),
+        (DataLoader(Stream(10), batch_size=4), -1),
+    ],
+)
+def test_the_remainder_counts_samples_that_are_drawn(loader, remainder):
+    prepared = prepare(loader)
+    found = [prepared.remainder for _ in prepared]
+    assert found[-1] == remainder
+
+
+class Buckets(BatchSampler):
+    """The user's own batches: 2, 2, 2, 1 samples, of which the dataset has more."""
+
+    def __init__(self):
+        super().__init__(SequentialSampler(range(7)), 2, False)
+
+
+def remainders():
+    loaders = [
+        DataLoader(Numbers(10), batch_sampler=Buckets()),
+        DataLoader(Numbers(9), batch_size=2, sampler=SubsetRandomSampler(range(6))),
+        DataLoader(Numbers(8), batch_size=2),
+        DataLoader(Stream(10), batch_size=4),
+    ]
+    found = []
+    for loader in loaders:
+        prepared = here(loader, dispatch_batches=False)
+        found.append([prepared.remainder for _ in prepared][-1])
+    return found
+
+
+def test_the_remainder_is_that_of_all_processes():
+    assert notebook_launcher(remainders, (), 2) == [[3, 2, 0, 2]] * 2
+
+
+class Shuffled(Stream):
+    epochs: tuple[int, ...] = ()
+
+    def set_epoch(self, epoch):
+        self.epochs = (*self.epochs, epoch)
+
+
+def test_the_epoch_is_told_to_whoever_wants_to_know(state):
+    loader = prepare(DataLoader(Shuffled(), batch_size=5), state)
+    lists(loader)
+    lists(loader)
+    loader.set_epoch(7)
+    lists(loader)
+    assert loader.dataset.epochs == (0, 1, 7, 7)
+    assert loader.iteration == 8
+
+
+def test_seeded_epochs_can_be_had_again():
+    settings = {"use_seedable_sampler": True, "data_seed": 11}
+    loader = prepare(DataLoader(Numbers(), batch_size=3, shuffle=True), **settings)
+    first, second = lists(loader), lists(loader)
+    loader.set_epoch(0)
+    assert lists(loader) == first != second
+
+
+def own_orders():
+    torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+    plain = here(DataLoader(Numbers(), batch_size=5, shuffle=True))
+    torch.manual_seed(plain.settings.place.rank)
+    return [lists(plain), lists(plain)]
+
+
+def test_ranks_seeded_differently_draw_one_order():
+    first, second = notebook_launcher(own_orders, (), 2)
+    for mine, others in zip(first, second, strict=True):
+        assert sorted(sum(mine + others, [])) == list(range(10))  # noqa: RUF017 - two lists
+
+
+def test_batches_are_moved_where_the_place_is():
+    class Elsewhere(Numbers):
+        def __getitem__(self, index):
+            return torch.empty((), device="meta") if index is not None else index
+
+    meta = torch.device("meta")
+    moved = prepare(DataLoader(Numbers(4), batch_size=2), place=_place(meta))
+    assert [batch.device for batch in moved] == [meta] * 2
+    kept = prepare(DataLoader(Elsewhere(4), batch_size=2), put_on_device=False)
+    assert [batch.device for batch in kept] == [meta] * 2
+    assert kept.device is None
+
+
+def _place(device):
+    from nbaccel.abc.place import Place
+
+    return Place(device=device)
+
+
+@pytest.fixture
+def sigchld(monkeypatch):
+    """Torch sets a handler of its own when a loader first has workers; it goes with the test."""
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_it_can_be_pickled(workers, sigchld):
+    loader = prepare(DataLoader(Numbers(), batch_size=3, shuffle=True, num_workers=workers))
+    torch.manual_seed(1)
+    expected = lists(loader)
+    torch.manual_seed(1)
+    copy = pickle.loads(pickle.dumps(loader))
+    assert lists(copy) == expected
+    assert (copy.iteration, loader.iteration) == (2, 1)
+
+
+def test_knowing_the_last_batch_costs_a_few_microseconds():
+    class Ready:
+        """A batch sampler of one batch over and over, and data that are there already."""
+
+        def __iter__(self):
+            return iter([0] * 2000)
+
+    batch = torch.zeros(2)
+    bare = DataLoader([batch], sampler=Ready(), batch_size=None, collate_fn=lambda item: item)
+    prepared = prepare(bare)
+
+    def seconds(loader):
+        return min(timeit.repeat(lambda: [None for _ in loader], number=1, repeat=7)) / 2000
+
+    assert seconds(prepared) - seconds(bare) < 10e-6

@@ -1,0 +1,240 @@
+"""A training that was killed goes on as if it had not been: bit by bit, dropout included."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from nbaccel import notebook_launcher
+from nbaccel.abc.place import Place
+from nbaccel.train import rng
+from nbaccel.train.arrival import arrive
+from nbaccel.train.checkpoint import files
+from nbaccel.train.loading import skip_first_batches
+from tests.train.data import ALONE, Numbers, lists, prepare
+
+# torchdata 0.11 calls a function that torch 2.13 deprecates, for every loader it makes.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+EPOCHS, KILLED_IN_EPOCH = 3, 1
+
+
+class Drawing(IterableDataset[torch.Tensor]):
+    """A stream that shuffles and augments with torch's own generator."""
+
+    def __iter__(self):
+        for number in torch.randperm(10).tolist():
+            yield number + torch.rand(())
+
+
+class ByPython:
+    """Batches in an order that Python's generator draws, of sizes that numpy's does."""
+
+    def __iter__(self):
+        order = random.sample(range(10), 10)
+        while order:
+            size = int(np.random.randint(1, 4))
+            yield order[:size]
+            order = order[size:]
+
+
+def make(kind: str) -> DataLoader[Any]:
+    if kind == "stream":
+        return DataLoader(Drawing(), batch_size=3)
+    if kind == "python":
+        return DataLoader(Numbers(), batch_sampler=ByPython())
+    data = Numbers(draws=kind == "augmented")
+    generator = torch.Generator().manual_seed(9) if kind == "generator" else None
+    return DataLoader(data, batch_size=3, shuffle=True, generator=generator)
+
+
+class Run:
+    """Everything that training needs, born from one seed."""
+
+    def __init__(self, kind: str, place: Place = ALONE, seed: int = 0, **settings: Any) -> None:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        self.place = place
+        self.model = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.loader = prepare(make(kind), place=place, **settings)
+        self.seen: list[Any] = []
+
+    def step(self, batch: torch.Tensor) -> None:
+        self.seen.append(batch.tolist())
+        self.model(batch.float()[:, None]).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "rng": rng.capture(self.place),
+            "loader": self.loader.state_dict(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.loader.load_state_dict(state["loader"])
+        rng.restore(self.place, state["rng"])
+
+    def finish(self) -> None:
+        """Take down what two equal runs agree on, the numbers drawn next included."""
+        weights = [p.tolist() for p in self.model.parameters()]
+        self.end = [weights, torch.rand(3).tolist(), random.random(), np.random.rand()]
+
+
+def unbroken(run: Run, step: int, path: Any) -> None:
+    for epoch in range(EPOCHS):
+        for number, batch in enumerate(run.loader):
+            run.step(batch)
+            if (epoch, number + 1) == (KILLED_IN_EPOCH, step):
+                torch.save(run.save(), path)
+                run.seen = []
+    run.finish()
+
+
+def resumed(run: Run, path: Any, step: int | None, *, skips: bool = True) -> None:
+    run.load(files.read(path))
+    first = skip_first_batches(run.loader, step) if skips else run.loader
+    for epoch in range(KILLED_IN_EPOCH, EPOCHS):
+        for batch in first if epoch == KILLED_IN_EPOCH else run.loader:
+            run.step(batch)
+    run.finish()
+
+
+KINDS = ["plain", "augmented", "generator", "stream", "python"]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_training_goes_on_bit_by_bit(kind, step, tmp_path):
+    whole = Run(kind)
+    unbroken(whole, step, tmp_path / "state")
+    later = Run(kind, seed=99)
+    resumed(later, tmp_path / "state", step)
+    assert later.seen == whole.seen
+    assert later.end == whole.end
+    assert later.loader.iteration == EPOCHS
+
+
+@pytest.mark.parametrize("number", [None, 2])
+def test_the_loader_knows_by_itself_how_many_to_skip(number, tmp_path):
+    whole = Run("plain")
+    unbroken(whole, 2, tmp_path / "state")
+    later = Run("plain", seed=99)
+    resumed(later, tmp_path / "state", number)
+    assert later.end == whole.end
+
+
+@pytest.mark.parametrize("kind", ["plain", "augmented", "generator", "stream"])
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_stateful_loader_goes_on_in_the_middle(kind, step, tmp_path):
+    whole = Run(kind, use_stateful_dataloader=True)
+    unbroken(whole, step, tmp_path / "state")
+    later = Run(kind, seed=99, use_stateful_dataloader=True)
+    resumed(later, tmp_path / "state", None, skips=False)
+    assert later.seen == whole.seen
+    assert later.end == whole.end
+
+
+def test_skipping_from_the_beginning_of_a_stateful_loader_leaves_out_as_many_once(tmp_path):
+    whole = Run("plain", use_stateful_dataloader=True)
+    unbroken(whole, 2, tmp_path / "state")
+    later = Run("plain", seed=99, use_stateful_dataloader=True)
+    resumed(later, tmp_path / "state", 2)
+    assert later.end == whole.end
+
+
+def test_a_stateful_loader_saved_at_its_last_batch_begins_the_next_epoch(tmp_path):
+    whole = Run("plain", use_stateful_dataloader=True)
+    unbroken(whole, 4, tmp_path / "state")
+    later = Run("plain", seed=99, use_stateful_dataloader=True)
+    later.load(files.read(tmp_path / "state"))
+    assert later.loader.iteration == KILLED_IN_EPOCH + 1
+    for _ in range(KILLED_IN_EPOCH + 1, EPOCHS):
+        for batch in later.loader:
+            later.step(batch)
+    later.finish()
+    assert later.end == whole.end
+
+
+def test_a_state_saved_between_epochs_begins_the_next_one(tmp_path):
+    whole = Run("generator")
+    lists(whole.loader)
+    torch.save(whole.save(), tmp_path / "state")
+    rest = [lists(whole.loader), lists(whole.loader)]
+    later = Run("generator", seed=99)
+    later.load(files.read(tmp_path / "state"))
+    assert (later.loader.iteration, later.loader.batches_seen) == (1, 0)
+    assert [lists(later.loader), lists(later.loader)] == rest
+
+
+def test_a_seeded_order_and_its_seed_come_back(tmp_path):
+    whole = Run("plain", use_seedable_sampler=True, data_seed=5)
+    unbroken(whole, 2, tmp_path / "state")
+    later = Run("plain", seed=99, use_seedable_sampler=True)
+    resumed(later, tmp_path / "state", 2)
+    assert later.seen == whole.seen
+    assert later.end == whole.end
+
+
+def test_a_state_can_be_saved_again_before_anything_was_read(tmp_path):
+    whole = Run("plain")
+    unbroken(whole, 2, tmp_path / "state")
+    between = Run("plain", seed=99)
+    between.load(files.read(tmp_path / "state"))
+    torch.save(between.save(), tmp_path / "again")
+    later = Run("plain", seed=98)
+    resumed(later, tmp_path / "again", None)
+    assert later.end == whole.end
+
+
+def test_telling_the_epoch_again_keeps_what_was_restored_and_another_one_does_not(tmp_path):
+    whole = Run("plain")
+    unbroken(whole, 1, tmp_path / "state")
+    later = Run("plain", seed=99)
+    later.load(files.read(tmp_path / "state"))
+    later.loader.set_epoch(KILLED_IN_EPOCH)
+    assert later.loader.batches_seen == 1
+    assert later.loader.position.is_within_epoch
+    later.loader.set_epoch(0)
+    assert not later.loader.position.is_within_epoch
+
+
+def on_two(path: str, *, kind: str, **settings: Any) -> list[Any]:
+    place = arrive(cpu=True)
+    mine = f"{path}.{place.rank}"
+    whole = Run(kind, place, seed=place.rank, **settings)
+    unbroken(whole, 1, mine)
+    later = Run(kind, place, seed=50 + place.rank, **settings)
+    resumed(later, mine, 1)
+    return [later.seen == whole.seen, later.end == whole.end, later.seen]
+
+
+def several(path: str, cases: Any) -> list[Any]:
+    return [on_two(f"{path}{number}", **case) for number, case in enumerate(cases)]
+
+
+def test_two_killed_processes_go_on_bit_by_bit(tmp_path):
+    cases = [
+        {"kind": "plain"},
+        {"kind": "augmented"},
+        {"kind": "plain", "use_seedable_sampler": True},
+        {"kind": "plain", "dispatch_batches": True},
+        {"kind": "stream"},
+    ]
+    for found in notebook_launcher(several, (str(tmp_path / "state"), cases), 2):
+        for case, (same_data, same_end, seen) in zip(cases, found, strict=True):
+            assert seen, case
+            assert same_data, case
+            assert same_end, case

@@ -1,0 +1,133 @@
+"""Shares of an epoch: the tables that users know, sizes, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from nbaccel import ConfigError
+from nbaccel.train.sampling import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+)
+from tests.train.data import Stream
+
+
+def shards(length, size, *, drop_last=False, **how):
+    batches = BatchSampler(SequentialSampler(range(length)), size, drop_last)
+    return [BatchSamplerShard(batches, 2, rank, **how) for rank in range(2)]
+
+
+TABLE = [
+    ((10, 3), {}, [[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 0, 1]], 4),
+    ((10, 3), {"drop_last": True}, [[0, 1, 2]], [[3, 4, 5]], 3),
+    ((10, 3), {"even_batches": False}, [[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9]], 4),
+    ((10, 4), {"split_batches": True}, [[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]], 2),
+    (
+        (10, 4),
+        {"split_batches": True, "even_batches": False},
+        [[0, 1], [4, 5], [8, 9]],
+        [[2, 3], [6, 7]],
+        2,
+    ),
+    ((1, 4), {}, [[0, 0, 0, 0]], [[0, 0, 0, 0]], 1),
+    ((3, 4), {}, [[0, 1, 2, 0]], [[1, 2, 0, 1]], 3),
+    ((12, 3), {}, [[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10, 11]], 0),
+    ((0, 3), {}, [], [], 0),
+]
+
+
+@pytest.mark.parametrize(("sizes", "how", "first", "second", "remainder"), TABLE)
+def test_batches_are_shared_as_the_table_says(sizes, how, first, second, remainder):
+    pair = shards(*sizes, **how)
+    assert [list(shard) for shard in pair] == [first, second]
+    assert [shard.remainder for shard in pair] == [remainder] * 2
+    again = [list(shard) for shard in pair]
+    assert again == [first, second]
+
+
+def test_lengths_are_those_of_the_share():
+    assert [len(shard) for shard in shards(10, 3)] == [2, 2]
+    assert [len(shard) for shard in shards(9, 3, even_batches=False)] == [2, 1]
+    assert [len(shard) for shard in shards(10, 3, drop_last=True)] == [1, 1]
+    assert shards(10, 3)[0].total_length == 4
+
+
+def test_a_short_batch_in_the_middle_is_not_lost():
+    """Accelerate drops the round it ends."""
+
+    class Buckets:
+        batch_size = 2
+        drop_last = False
+
+        def __iter__(self):
+            return iter([[0, 1], [2], [3, 4], [5, 6]])
+
+    pair = [BatchSamplerShard(Buckets(), 2, rank) for rank in range(2)]
+    assert [list(shard) for shard in pair] == [[[0, 1], [3, 4]], [[2], [5, 6]]]
+
+
+def test_single_indices_go_to_the_processes_in_turn():
+    pair = [BatchSamplerShard(SequentialSampler(range(5)), 2, rank) for rank in range(2)]
+    assert [list(shard) for shard in pair] == [[0, 2, 4], [1, 3, 0]]
+    assert [shard.remainder for shard in pair] == [-1, -1]
+
+
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_batches_that_do_not_divide_are_refused(size):
+    with pytest.raises(
+        ConfigError, match=rf"batch_size={size}.*2 processes.*batch_size={size + 1}"
+    ):
+        shards(10, size, split_batches=True)
+    with pytest.raises(ConfigError, match=rf"batch_size={size}.*Stream|Stream.*batch_size={size}"):
+        IterableDatasetShard(Stream(), size, False, 2, 0, True)
+
+
+def test_a_split_needs_a_size():
+    with pytest.raises(ConfigError, match=r"SequentialSampler.*batch_size=None"):
+        BatchSamplerShard(SequentialSampler(range(4)), 2, 0, True)
+
+
+def test_skipping_leaves_out_and_knows_its_length():
+    batches = BatchSampler(SequentialSampler(range(10)), 3, False)
+    skipping = SkipBatchSampler(batches, 2)
+    assert list(skipping) == [[6, 7, 8], [9]]
+    assert (len(skipping), skipping.total_length, skipping.batch_size) == (2, 4, 3)
+    assert len(SkipBatchSampler(batches, 9)) == 0
+
+
+def test_a_stream_counts_what_was_real_in_its_last_round():
+    for drop, expected in [(False, [9, 0, 1]), (True, [3, 4, 5])]:
+        shard = IterableDatasetShard(Stream(), 3, drop, 2, 1)
+        assert [int(x) for x in shard][-3:] == expected
+        assert shard.remainder == 4
+
+
+def test_a_streams_generator_is_seeded_with_the_epoch():
+    class Random(Stream):
+        def __init__(self):
+            super().__init__()
+            self.generator = torch.Generator()
+
+        def __iter__(self):
+            return iter(torch.randperm(10, generator=self.generator))
+
+    orders = []
+    for epoch in (0, 0, 1):
+        shard = IterableDatasetShard(Random(), 5)
+        shard.set_epoch(epoch)
+        orders.append([int(x) for x in shard])
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_an_epochs_order_can_be_had_again():
+    sampler = SeedableRandomSampler(range(10), data_seed=3)
+    first, second = list(sampler), list(sampler)
+    assert first != second
+    assert sorted(first) == list(range(10))
+    torch.rand(3)  # what others draw does not matter
+    sampler.set_epoch(0)
+    assert [list(sampler), list(sampler)] == [first, second]
