@@ -13,6 +13,7 @@ from __future__ import annotations
 import builtins
 import ctypes
 import faulthandler
+import itertools
 import linecache
 import os
 import pickle
@@ -177,6 +178,7 @@ class _Work:
         display.forward(self._channel.send)
         signal.signal(signal.SIGINT, self._on_interrupt)
         _keep_groups()
+        _separate_groups()
         _refuse_questions(topology.rank)
         self._serve_store()
         call, mappings = self._open(str(device.torch_device(topology.local_rank)))
@@ -298,6 +300,22 @@ def _keep_groups() -> None:
             super().__setitem__(group, value)
 
     c10d._pg_map = Keeping(c10d._pg_map)
+
+
+def _separate_groups() -> None:
+    """Let each default process group of this worker meet under a prefix of its own.
+
+    The store is the launch's and outlives a group. Torch uses the same keys in it for the next one,
+    whose ranks then wait for addresses of the first for ever (torch 2.13, `torchrun` too).
+    """
+    rendezvous = sys.modules["torch.distributed.rendezvous"]
+    create, count = rendezvous._create_c10d_store, itertools.count()
+
+    def separate(*args: Any, **kwargs: Any) -> Any:
+        store = create(*args, **kwargs)
+        return dist.PrefixStore(f"group_{next(count)}", store)  # type: ignore[attr-defined]
+
+    rendezvous._create_c10d_store = separate  # type: ignore[attr-defined]
 
 
 def _refuse_questions(rank: int) -> None:

@@ -305,6 +305,20 @@ def test_every_rank_writes_its_own_shard_home(launch: Launch) -> None:
     assert not torch.equal(model[2].bias, before["2.bias"])
 
 
+def test_a_second_process_group_in_one_function_does_not_hang(launch: Launch) -> None:
+    def train() -> list[float]:
+        found = []
+        for number in range(3):
+            torch.distributed.init_process_group("gloo")
+            total = torch.ones(1) * number
+            torch.distributed.all_reduce(total)
+            found.append(total.item())
+            torch.distributed.destroy_process_group()
+        return found
+
+    assert list(launch(train)) == [[0, 2, 4]] * 2
+
+
 def test_weights_that_are_sums_over_the_ranks_do_not_fail_the_launch(launch: Launch) -> None:
     model = nn.Linear(3, 2, bias=False)
     before = values(model)
