@@ -274,7 +274,7 @@ class PreparedLoader(DataLoader[Any]):
         source: Any = iter(self.base)
         # A sampler draws when it is first asked. Torch's iterator keeps it in a private attribute;
         # with worker processes it has asked already, and torchdata's samplers draw at once.
-        indices = getattr(source, "_sampler_iter", None)
+        indices: Any = getattr(source, "_sampler_iter", None)
         if draws_now and not self.num_workers and not hasattr(indices, "state_dict"):
             source._sampler_iter = itertools.chain(list(itertools.islice(indices, 1)), indices)
         return source  # type: ignore[no-any-return]
