@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pickle
-import signal
 import timeit
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler
-from torch.utils.data._utils import signal_handling
 
 from nbaccel import notebook_launcher
 from nbaccel.train.gradient import GradientState
@@ -231,17 +229,9 @@ def _place(device):
     return Place(device=device)
 
 
-@pytest.fixture
-def sigchld(monkeypatch):
-    """Torch sets a handler of its own when a loader first has workers; it goes with the test."""
-    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
-    before = signal.getsignal(signal.SIGCHLD)
-    yield
-    signal.signal(signal.SIGCHLD, before)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
-def test_it_can_be_pickled(workers, sigchld):
+@pytest.mark.usefixtures("sigchld")
+def test_it_can_be_pickled(workers):
     loader = prepare(DataLoader(Numbers(), batch_size=3, shuffle=True, num_workers=workers))
     torch.manual_seed(1)
     expected = lists(loader)
