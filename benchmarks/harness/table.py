@@ -238,9 +238,9 @@ def render(results: Results, verdicts: list[Verdict]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def put_into(readme: Path, text: str) -> None:
-    before, begin, rest = readme.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{readme.name} has no place for the table between {BEGIN} and {END}")
-    readme.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}")
+def put_into(readme: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
+    before, found, rest = readme.read_text().partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"{readme.name} has no place for the table between {begin} and {end}")
+    readme.write_text(f"{before}{begin}\n\n{text}\n{end}{after}")

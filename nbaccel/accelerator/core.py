@@ -41,6 +41,8 @@ from nbaccel.train.trees import leaves, map_tensors
 
 __all__ = ["Accelerator"]
 
+_NOTHING = contextlib.nullcontext()
+
 
 class Accelerator(Preparing, Keeping, Comforts):
     """The training loop, on whatever there is.
@@ -166,18 +168,25 @@ class Accelerator(Preparing, Keeping, Comforts):
             loss = scaler.scale(loss)
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
-    @contextlib.contextmanager
-    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+    def accumulate(self, *models: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Count one batch; gradients stay on their process until a group of batches is complete.
 
         Args:
             *models: The models that are trained in the block.
+
+        Returns:
+            A context for one batch.
         """
         state = self.gradient_state
         self._count_batch()
         if state.sync_gradients or state.sync_each_batch or self._place.is_alone:
-            yield
-            return
+            return _NOTHING
+        if len(models) == 1:
+            return self._strategy.no_sync(models[0])
+        return self._no_sync(models)
+
+    @contextlib.contextmanager
+    def _no_sync(self, models: Iterable[nn.Module]) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for model in models:
                 stack.enter_context(self._strategy.no_sync(model))

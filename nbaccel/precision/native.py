@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -158,47 +158,58 @@ def as_float32(tree: Any) -> Any:
     """
     if isinstance(tree, torch.Tensor):
         return tree.float() if tree.dtype in _LOW else tree
+    if not _has_short(tree):
+        return tree
     if isinstance(tree, Mapping):
         return _mapping(tree)
     if isinstance(tree, (list, tuple)):
         return _sequence(tree)
+    return _dataclass(tree)
+
+
+def _has_short(tree: Any) -> bool:
+    # Whether to rebuild is asked first, because torch.compile cannot compare containers by `is`.
+    if isinstance(tree, torch.Tensor):
+        return tree.dtype in _LOW
+    if isinstance(tree, Mapping):
+        return any(_has_short(item) for item in tree.values())
+    if isinstance(tree, (list, tuple)):
+        return any(_has_short(item) for item in tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return _dataclass(tree)
-    return tree
+        return any(_has_short(getattr(tree, name)) for name in _fields(tree))
+    return False
 
 
-def _changed(items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    return {key: new for key, old in items if (new := as_float32(old)) is not old}
-
-
-def _mapping(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    changed = _changed(tree.items())
-    if not changed:
-        return tree
+def _mapping(tree: Mapping[Any, Any]) -> Any:
+    items = {key: as_float32(value) for key, value in tree.items()}
+    if type(tree) is dict:
+        return items
+    make: Callable[..., Any] = type(tree)
+    if hasattr(tree, "__dataclass_fields__"):  # outputs of transformers
+        return make(**items)
     if not isinstance(tree, MutableMapping):
-        return type(tree)({**tree, **changed})  # type: ignore[call-arg]
-    # A copy keeps what a new one would lose: order, `default_factory`, a model output's fields.
+        return make(items)
+    # A copy keeps what a new one would lose, such as `default_factory`.
     clone = copy.copy(tree)
-    for key, value in changed.items():
+    for key, value in items.items():
         clone[key] = value
     return clone
 
 
-def _sequence(tree: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
+def _sequence(tree: list[Any] | tuple[Any, ...]) -> Any:
     items = [as_float32(item) for item in tree]
-    if all(new is old for new, old in zip(items, tree, strict=True)):
-        return tree
     if hasattr(tree, "_make"):
-        return tree._make(items)  # type: ignore[no-any-return]
+        return tree._make(items)
     return items if type(tree) is list else type(tree)(items)
 
 
 def _dataclass(tree: Any) -> Any:
-    names = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
-    changed = _changed((name, getattr(tree, name)) for name in names)
-    if not changed:
-        return tree
     clone = copy.copy(tree)
-    for name, value in changed.items():
-        object.__setattr__(clone, name, value)  # frozen ones refuse the plain way
+    for name in _fields(tree):
+        # The plain way is refused by frozen ones.
+        object.__setattr__(clone, name, as_float32(getattr(tree, name)))
     return clone
+
+
+def _fields(tree: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join, Joinable
@@ -57,10 +58,13 @@ class DdpStrategy(Strategy):
         self._settings = settings
 
     def wrap(self, bundle: Bundle) -> Bundle:
-        """See :meth:`Strategy.wrap`.
+        """See :meth:`Strategy.wrap`; a collective.
 
         A model that is wrapped already stays, and so does one without trainable parameters: it has
         no gradients to average.
+
+        Raises:
+            ConfigError: The process group cannot carry gradients compressed as asked for.
         """
         return dataclasses.replace(bundle, models=tuple(map(self._wrapped, bundle.models)))
 
@@ -120,7 +124,15 @@ class DdpStrategy(Strategy):
             state = powerSGD_hook.PowerSGDState(None, **self._settings.comm_state_option)
         if wrapper is not _Kind.NO:
             hook = _WRAPPERS[wrapper](hook)
-        model.register_comm_hook(state, hook)
+        try:
+            model.register_comm_hook(state, hook)
+        except TypeError as error:  # bfloat16 needs NCCL 2.10, says torch
+            raise ConfigError(
+                f"DistributedDataParallelKwargs(comm_hook={kind.value!r}, "
+                f"comm_wrapper={wrapper.value!r}) does not work with the "
+                f"{self.place.backend or 'default'} process group on {self.place.device}: {error}. "
+                "Gradients would travel uncompressed. Give 'fp16', or leave it out."
+            ) from error
 
 
 def _check(settings: DistributedDataParallelKwargs) -> None:
@@ -138,8 +150,23 @@ def _check(settings: DistributedDataParallelKwargs) -> None:
             f"nothing to act on with comm_hook={kind.value!r}: only PowerSGD keeps a state. Leave "
             "it out, or give comm_hook='power_sgd'."
         )
+    if kind is _Kind.BATCHED_POWER_SGD and not _batched_hook_works():
+        mistakes.append(
+            f"DistributedDataParallelKwargs(comm_hook={kind.value!r}) would end training at its "
+            f"first compressed step: torch {torch.__version__} hands two-dimensional matrices to a "
+            "function that takes batches of them only. Give 'power_sgd', which compresses better."
+        )
     if mistakes:
         raise ConfigError(*mistakes)
+
+
+def _batched_hook_works() -> bool:
+    # pytorch/pytorch#75157 made orthogonalization batched, and left this hook as it was.
+    try:
+        powerSGD_hook._orthogonalize(torch.eye(2))  # type: ignore[no-untyped-call]
+    except AssertionError:
+        return False
+    return True
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """``FsdpStrategy``: every process holds a shard of weights, gradients and optimizer state.
 
 [Note: the same start] torch's `fully_shard` lets every process cut its shard out of its own copy of
-the model. Processes that built it from different seeds would train a patchwork, so process 0's
-weights are sent around first, as DDP does.
+the model. Processes that built it from different seeds would train a patchwork, so process 0 then
+sends every process its shard. (To send all of it around, as DDP does, would have every process
+write the whole model, whose pages it shares with the others until then.)
 
 [Note: who is whose] `fully_shard` puts new parameters into the model, while optimizers hold the old
 ones and would train what nobody uses. A table from old to new, keyed weakly by the old, points
@@ -117,8 +118,6 @@ class FsdpStrategy(Strategy):
         _refuse_meta(model)
         ignored = ignored_parameters(model, self._settings)
         chosen = choose_modules(model, self._settings, ignored)
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), 0)
         before = dict(model.named_parameters(remove_duplicate=False))
         for module in chosen:
             if self._settings.activation_checkpointing:
@@ -127,8 +126,13 @@ class FsdpStrategy(Strategy):
         fully_shard(model, mp_policy=self._root, **self._arguments(ignored))
         after = dict(model.named_parameters(remove_duplicate=False))
         for name, old in before.items():
-            if after[name] is not old:
+            if after[name] is not old and old not in self._became:
                 self._became[old] = after[name]
+                shards.refill(after[name], old)
+        # In the model's order: a set has another one in every process.
+        alone = [parameter for parameter in model.parameters() if parameter in ignored]
+        for tensor in (*alone, *model.buffers()):
+            dist.broadcast(tensor.detach(), 0)
 
     def _arguments(self, ignored: frozenset[nn.Parameter]) -> dict[str, Any]:
         offload = self._settings.cpu_offload and self.place.device.type != "cpu"

@@ -35,7 +35,8 @@ def clip_grad_norm(
     if not norms:
         return torch.tensor(0.0)
     home = norms[0].device
-    total = torch.linalg.vector_norm(torch.stack([norm.to(home) for norm in norms]), norm_type)
+    together = torch.stack([norm.to(home) for norm in norms])
+    total: torch.Tensor = torch.linalg.vector_norm(together, norm_type)
     for kind in kinds:
         clip_grads_with_norm_(kind, max_norm, total)
     return total

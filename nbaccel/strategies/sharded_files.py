@@ -7,6 +7,7 @@ under ``optimizer``, by the number that its `state_dict` gives each parameter.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from nbaccel.strategies import shards
 __all__ = ["load", "save"]
 
 _STATE = "optimizer.state."
-_GROUPS = "optimizer.groups"
+_GROUPS = "optimizer.param_groups."
 
 
 def save(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
@@ -39,10 +40,8 @@ def save(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
     content: dict[str, Any] = {"model": get_model_state_dict(model)}
     if optimizer is not None:
         state = optimizer.state_dict()
-        content[_GROUPS] = state["param_groups"]
-        for number, entry in state["state"].items():
-            for name, value in entry.items():
-                content[f"{_STATE}{number}.{name}"] = value
+        content.update(_flat(_GROUPS, dict(enumerate(state["param_groups"]))))
+        content.update(_flat(_STATE, state["state"]))
     write_shards(content, checkpoint_id=folder)
 
 
@@ -63,33 +62,55 @@ def load(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
     read_shards(content, checkpoint_id=folder)
     set_model_state_dict(model, content.pop("model"))
     if optimizer is not None:
-        groups = content.pop(_GROUPS)
-        entries: dict[int, dict[str, Any]] = {}
-        for key, value in content.items():
-            number, _, name = key.removeprefix(_STATE).partition(".")
+        groups = _nested(_GROUPS, content)
+        optimizer.load_state_dict(
+            {
+                "param_groups": [groups[number] for number in sorted(groups)],
+                "state": _nested(_STATE, content),
+            }
+        )
+
+
+def _flat(prefix: str, entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        f"{prefix}{number}.{name}": value
+        for number, entry in entries.items()
+        for name, value in entry.items()
+    }
+
+
+def _nested(prefix: str, content: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    entries: dict[int, dict[str, Any]] = {}
+    for key, value in content.items():
+        if key.startswith(prefix):
+            number, _, name = key.removeprefix(prefix).partition(".")
             entries.setdefault(int(number), {})[name] = value
-        optimizer.load_state_dict({"param_groups": groups, "state": entries})
+    return entries
 
 
 def _slots(optimizer: Optimizer, folder: Path) -> dict[str, Any]:
     """Where to read an optimizer's state into: empty tensors, sharded like its parameters."""
     there = FileSystemReader(folder).read_metadata().state_dict_metadata
-    if _GROUPS not in there:
+    if not any(key.startswith(_GROUPS) for key in there):
         raise ConfigError(
             f"{folder} has no optimizer in it: it holds {len(there)} entries of a model. Training "
             "would go on with an optimizer that remembers nothing. Load it without one."
         )
     parameters = shards.numbered_parameters(optimizer)
-    slots: dict[str, Any] = {_GROUPS: None}
+    slots: dict[str, Any] = {}
     for key, kept in there.items():
-        if key.startswith(_STATE):
+        if key.startswith(_GROUPS):
+            slots[key] = _blank(kept)
+        elif key.startswith(_STATE):
             number = int(key.removeprefix(_STATE).partition(".")[0])
-            slots[key] = _slot(kept, parameters[number])
+            blank = _blank(kept)
+            if blank is not None and blank.dim():
+                blank = shards.place_like(blank, parameters[number])
+            slots[key] = blank
     return slots
 
 
-def _slot(kept: Any, parameter: torch.Tensor) -> Any:
-    if not isinstance(kept, TensorStorageMetadata):
-        return None
-    blank = torch.zeros(kept.size, dtype=kept.properties.dtype)
-    return shards.place_like(blank, parameter) if blank.dim() else blank
+def _blank(kept: Any) -> torch.Tensor | None:
+    if isinstance(kept, TensorStorageMetadata):
+        return torch.zeros(kept.size, dtype=kept.properties.dtype)
+    return None  # not a tensor: what is read replaces it

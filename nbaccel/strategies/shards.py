@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbaccel.errors import ConfigError
 
-__all__ = ["follow", "gather", "numbered_parameters", "place_like", "scatter"]
+__all__ = ["follow", "gather", "numbered_parameters", "place_like", "refill", "scatter"]
 
 
 def follow(optimizer: Optimizer, became: WeakTensorKeyDictionary) -> None:
@@ -93,6 +93,19 @@ def place_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return spread.to(parameter.device)  # host memory, where shards are offloaded
 
 
+def refill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    """Give each process its part of process 0's values; a collective.
+
+    Args:
+        parameter: A sharded parameter; changed in place.
+        whole: What it was before it was sharded.
+    """
+    part = place_like(whole, parameter)
+    if isinstance(parameter, DTensor) and isinstance(part, DTensor):
+        with torch.no_grad():
+            parameter.to_local().copy_(part.to_local())
+
+
 def numbered_parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     """An optimizer's parameters, in the order in which `state_dict` numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -122,7 +135,7 @@ def _whole(value: Any, *, keep: bool) -> Any:
         value = value.full_tensor()
     if not keep or not isinstance(value, torch.Tensor):
         return value if keep else None
-    return value.detach().cpu()
+    return value.detach().to("cpu", copy=True)  # what goes on training must not change it
 
 
 def scatter(optimizer: Optimizer, state: Mapping[str, Any], *, source: bool) -> None:

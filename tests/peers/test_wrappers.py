@@ -45,6 +45,8 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_losses_and_learning_rates_are_those_of_accelerate(name: str) -> None:
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.state import GradientState as GradientStateOfTheirs
 
     model, inner = model_and_optimizer()
     accelerator = Accelerator(cpu=True)
@@ -55,7 +57,11 @@ def test_losses_and_learning_rates_are_those_of_accelerate(name: str) -> None:
         step = staticmethod(scheduler.step)
         get_last_lr = staticmethod(scheduler.get_last_lr)
 
-    theirs = trained(model, optimizer, Plain(), accelerator.gradient_state)
+    try:
+        theirs = trained(model, optimizer, Plain(), accelerator.gradient_state)
+    finally:  # Accelerate keeps its state for the whole process
+        GradientStateOfTheirs._reset_state()
+        AcceleratorState._reset_state(reset_partial_state=True)
 
     model, inner = model_and_optimizer()
     state = GradientState()

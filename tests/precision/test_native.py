@@ -170,6 +170,37 @@ def test_autocast_obeys_its_settings():
     assert model.seen == [torch.float32]
 
 
+class Outputs(Watcher):
+    """Returns containers."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"y": self.layer(x), "more": (self.layer(x), [self.layer(x)])}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
+def test_a_wrapped_model_compiles_into_one_graph():
+    model = Outputs()
+    made(Bf16).wrap_forward(model)
+    x = torch.ones(1, 3)
+    found = torch.compile(model, backend="eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+    assert found["more"][1][0].dtype == torch.float32
+    assert torch.equal(found["y"], model(x)["y"])
+
+
+def test_a_compiled_model_is_wrapped_and_restored():
+    model = Watcher()
+    compiled = torch.compile(model, backend="eager")
+    before = set(vars(compiled))
+    made(Bf16).wrap_forward(compiled)
+    assert compiled(torch.ones(1, 3)).dtype == torch.float32
+    torch._dynamo.reset()
+    assert "forward" not in vars(model)
+    assert model.seen == [torch.bfloat16]
+    made(Bf16).unwrap_forward(compiled)
+    assert set(vars(compiled)) == before
+
+
 # ------------------------------------------------------------------------- as_float32
 
 

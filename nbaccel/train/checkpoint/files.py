@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = Fals
         ConfigError: Not a dict of tensors, and safetensors hold nothing else.
     """
     if safe_serialization:
-        _check_tensors(obj)
+        _check_tensors(obj, "safe_serialization=False")
     if not isinstance(path, (str, os.PathLike)):
         _save_to_stream(obj, path, safe_serialization)
         return
@@ -81,11 +81,38 @@ def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = Fals
             made = folder / "model.safetensors"
         else:
             made = folder / "object"
-            # Through a file of Python's own, a full disk is an OSError that says so.
-            with made.open("wb") as file:
-                torch.save(obj, file)
+            _pickle(obj, made)
         sync(made)
         made.replace(path)
+
+
+class _Noting:
+    """A file that remembers why it could not be written: torch forgets it and tells a riddle."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _pickle(obj: Any, path: Path) -> None:
+    with path.open("wb") as file:
+        noting = _Noting(file)
+        try:
+            torch.save(obj, cast("IO[bytes]", noting))
+        except RuntimeError as error:
+            if noting.error is not None:
+                raise noting.error from error
+            raise
 
 
 def _save_to_stream(obj: Any, stream: IO[bytes], safe_serialization: bool) -> None:
@@ -115,8 +142,7 @@ def save_model(
         safe_serialization: safetensors; otherwise ``pytorch_model.bin``, a pickle.
 
     Raises:
-        ConfigError: Something in the dict is no tensor and safetensors cannot hold it, or `folder`
-            is a file.
+        ConfigError: Something in the dict is no tensor, or `folder` is a file.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -124,8 +150,7 @@ def save_model(
             f"save_model(save_directory={str(folder)!r}) is a file: weights and their index need a "
             "folder. Give the folder's name, without that of a file."
         )
-    if safe_serialization:
-        _check_tensors(state_dict)
+    _check_tensors(state_dict, "accelerator.save(state_dict, file), which pickles it")
     folder.mkdir(parents=True, exist_ok=True)
     family = _FAMILIES[safe_serialization]
     with _workshop(folder, "model") as workshop:
@@ -153,18 +178,18 @@ def _remove_stale(folder: Path, family: str, keep: set[str]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _check_tensors(state: Any) -> None:
+def _check_tensors(state: Any, remedy: str) -> None:
     if not isinstance(state, Mapping):
         raise ConfigError(
-            f"safe_serialization=True got {shown(state)}, but safetensors hold a dict of tensors "
-            "and nothing else. Give one, or safe_serialization=False."
+            f"Weights were to be saved, but this is {shown(state)}, and files of weights hold a "
+            f"dict of tensors. Give one, or use {remedy}."
         )
     odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if odd:
         raise ConfigError(
-            f"safe_serialization=True cannot write {', '.join(map(repr, odd[:3]))}"
-            f"{' …' if len(odd) > 3 else ''}: a {type(state[odd[0]]).__name__} is no tensor, and "
-            "safetensors hold nothing else. Use safe_serialization=False."
+            f"{', '.join(map(repr, odd[:3]))}{' …' if len(odd) > 3 else ''} cannot be saved here: "
+            f"a {type(state[odd[0]]).__name__} is no tensor, and files of weights hold nothing "
+            f"else. Leave it out, or use {remedy}."
         )
 
 

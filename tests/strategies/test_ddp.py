@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # a forked worker's first optimizer would import it: seconds
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from nbaccel import WorkerFailed, debug_launcher
+from nbaccel.abc.bundle import Bundle
+from nbaccel.abc.place import Place
+from nbaccel.config.handlers import DistributedDataParallelKwargs
+from nbaccel.errors import ConfigError
+from nbaccel.strategies.ddp import DdpStrategy
+from nbaccel.strategies.single import SingleStrategy
+from tests.strategies.workers import Recipe, Training, place, train
+
+CPU = torch.device("cpu")
+
+
+def ddp(here: Place | None = None, **settings: Any) -> DdpStrategy:
+    return DdpStrategy(here or Place(device=CPU), DistributedDataParallelKwargs(**settings))
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name].float() - other[name].float()).abs().max().item() for name in one)
+
+
+def test_one_process_wraps_nothing():
+    strategy = SingleStrategy(Place(device=CPU))
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    bundle = Bundle(models=(model,), optimizers=(optimizer,))
+    assert strategy.wrap(bundle) is bundle
+    assert strategy.unwrap(model) is model
+    with strategy.no_sync(model), strategy.sync_in_backward(model), strategy.join([model]):
+        model(torch.ones(1, 2)).sum().backward()
+    assert strategy.clip_grad_norm(model.parameters(), 0.5).item() == pytest.approx(3**0.5)
+    assert torch.linalg.vector_norm(model.weight.grad) < 0.5
+    state = {name: tensor.clone() for name, tensor in strategy.model_state(model).items()}
+    kept = strategy.optimizer_state(model, optimizer)
+    optimizer.step()
+    strategy.load_model_state(model, state, strict=True)
+    strategy.load_optimizer_state(model, optimizer, kept)
+    assert torch.equal(model.weight, state["weight"])
+
+
+def test_processes_train_the_same_model_without_a_prefix_in_its_names():
+    one, other = debug_launcher(train, (Recipe(max_norm=0.5),))
+    assert one["losses"] != other["losses"]
+    assert one["norms"] == other["norms"]
+    assert largest_difference(one["weights"], other["weights"]) == 0
+    assert "blocks.0.up.weight" in one["weights"]
+
+
+def gradients_of_two_batches(quiet: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient after the first of two batches, and after both."""
+    training = Training(Recipe(), place())
+    weight = next(training.model.parameters())
+    found = []
+    for batch in range(2):
+        with training.strategy.no_sync(training.model) if quiet and not batch else nullcontext():
+            training.loss(training.model, batch, training.place.rank).backward()
+        found.append(weight.grad.clone())
+    return found[0], found[1]
+
+
+def test_gradients_that_stay_at_home_are_averaged_with_the_next():
+    loud, quiet = (debug_launcher(gradients_of_two_batches, (q,)) for q in (False, True))
+    assert torch.equal(loud[0][0], loud[1][0])
+    assert not torch.equal(quiet[0][0], quiet[1][0])
+    assert torch.allclose(loud[0][1], quiet[0][1])
+    assert torch.equal(quiet[0][1], quiet[1][1])
+
+
+def wrapped_cases() -> dict[str, Any]:
+    here = place()
+    strategy = ddp(here, find_unused_parameters=True, gradient_as_bucket_view=True, bucket_cap_mb=7)
+    frozen = nn.Linear(2, 1).requires_grad_(False)
+    trained = nn.Linear(2, 1)
+    already = DistributedDataParallel(nn.Linear(2, 1))
+    models = strategy.wrap(Bundle(models=(frozen, trained, already))).models
+    return {
+        "same": [
+            one is other for one, other in zip(models, (frozen, trained, already), strict=True)
+        ],
+        "inner": [strategy.unwrap(model) is model for model in models],
+        "settings": (
+            models[1].find_unused_parameters,
+            models[1].gradient_as_bucket_view,
+            models[1].bucket_bytes_cap,
+        ),
+        "quiet": type(strategy.no_sync(frozen)).__name__,
+    }
+
+
+def test_a_model_without_gradients_and_a_wrapped_one_stay_as_they_are():
+    found = debug_launcher(wrapped_cases)[0]
+    assert found["same"] == [True, False, True]
+    assert found["inner"] == [True, False, False]
+    assert found["settings"] == (True, True, 7 * 1024 * 1024)
+    assert found["quiet"] == "nullcontext"
+
+
+def gradient_of(settings: dict[str, Any]) -> torch.Tensor:
+    here = place()
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16, bias=False)
+    (model,) = ddp(here, **settings).wrap(Bundle(models=(model,))).models
+    for step in range(4):
+        model.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + here.rank)
+        model(torch.randn(8, 16, generator=generator)).square().sum().backward()
+    return model.module.weight.grad.clone()
+
+
+HOOKS = {
+    "fp16": {"comm_hook": "fp16"},
+    "fp16 around nothing": {"comm_wrapper": "fp16"},
+    "power": {
+        "comm_hook": "power_sgd",
+        "comm_state_option": {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2},
+    },
+    "fp16 around power": {
+        "comm_hook": "power_sgd",
+        "comm_wrapper": "fp16",
+        "comm_state_option": {"matrix_approximation_rank": 16, "start_powerSGD_iter": 2},
+    },
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_compression_is_really_used_and_equal_everywhere(name):
+    exact = debug_launcher(gradient_of, ({},))[0]
+    one, other = debug_launcher(gradient_of, (HOOKS[name],))
+    assert torch.equal(one, other)
+    assert not torch.equal(one, exact), "not compressed"
+    tolerance = 0.02 if "power" not in name or "16" in name else 1.5
+    assert torch.linalg.vector_norm(one - exact) < tolerance * torch.linalg.vector_norm(exact)
+
+
+@pytest.mark.parametrize("settings", [{"comm_hook": "bf16"}, {"comm_wrapper": "bf16"}])
+def test_compression_that_the_group_cannot_carry_is_a_mistake_with_a_remedy(settings):
+    with pytest.raises(WorkerFailed, match=r"'bf16'.*gloo") as failure:
+        debug_launcher(gradient_of, (settings,))
+    assert isinstance(failure.value, ConfigError)
+    assert "Give 'fp16'" in str(failure.value)
+
+
+def test_batched_power_sgd_is_refused_where_torchs_is_broken():
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    try:
+        powerSGD_hook._orthogonalize(torch.eye(2))
+    except AssertionError:
+        with pytest.raises(ConfigError, match=r"'batched_power_sgd'.*torch .*'power_sgd'"):
+            ddp(comm_hook="batched_power_sgd")
+    else:
+        settings = {
+            "comm_hook": "batched_power_sgd",
+            "comm_state_option": {"start_powerSGD_iter": 2},
+        }
+        one, other = debug_launcher(gradient_of, (settings,))
+        assert torch.equal(one, other)
+
+
+def test_settings_of_compression_that_contradict_each_other_are_listed_together():
+    with pytest.raises(
+        ConfigError, match=r"comm_wrapper='power_sgd'(.|\n)*comm_state_option="
+    ) as e:
+        ddp(comm_wrapper="power_sgd", comm_state_option={"start_powerSGD_iter": 2})
+    assert len(e.value.mistakes) == 2
+
+
+def uneven(batches: tuple[int, ...]) -> tuple[int, float]:
+    here = place()
+    torch.manual_seed(0)
+    strategy = ddp(here)
+    (model,) = strategy.wrap(Bundle(models=(nn.Linear(2, 1),))).models
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    done = 0
+    with strategy.join([model], enable=True):
+        for _ in range(batches[here.rank]):
+            model(torch.ones(3, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            done += 1
+    return done, model.module.weight.sum().item()
+
+
+@pytest.mark.timeout(60)
+def test_processes_may_run_out_of_batches_at_different_times():
+    (short, weight), (long, other) = debug_launcher(uneven, ((2, 5),))
+    assert (short, long) == (2, 5)
+    assert weight == other
+
+
+def late_reduction() -> tuple[float, float]:
+    here = place()
+    strategy = ddp(here)
+    (model,) = strategy.wrap(Bundle(models=(nn.Linear(1, 1, bias=False),))).models
+    x = torch.full((1, 1), float(here.rank))
+    with strategy.no_sync(model):
+        first, second = model(x).sum(), model(x).sum()
+        first.backward()
+    alone = model.module.weight.grad.item()
+    with strategy.sync_in_backward(model):
+        second.backward()
+    assert model.require_backward_grad_sync
+    return alone, model.module.weight.grad.item()
+
+
+def test_a_backward_can_reduce_what_its_forward_kept_back():
+    found = debug_launcher(late_reduction)
+    assert [alone for alone, _ in found] == [0.0, 1.0]
+    assert [reduced for _, reduced in found] == [1.0, 1.0], "0 + 0 and 1 + 1, averaged"
+
+
+def state_goes_round(recipe: Recipe) -> bool:
+    training = Training(recipe, place())
+    training.run()
+    state = training.weights()
+    # A copy: torch's own load_state_dict takes over the tensors it is given.
+    kept = copy.deepcopy(training.strategy.optimizer_state(training.model, training.optimizer))
+    fresh = Training(replace(recipe, steps=1), training.place)
+    fresh.strategy.load_model_state(fresh.model, state)
+    fresh.strategy.load_optimizer_state(fresh.model, fresh.optimizer, kept)
+    training.recipe = fresh.recipe
+    training.run(first=7)
+    fresh.run(first=7)
+    dist.barrier()
+    return largest_difference(training.weights(), fresh.weights()) == 0
+
+
+def test_training_goes_on_from_a_state():
+    assert debug_launcher(state_goes_round, (Recipe(optimizer="AdamW"),)) == [True, True]

@@ -1,0 +1,158 @@
+"""Single files: whole or absent, readable by others, and free of what does not belong in them."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load, load_file
+
+from nbaccel.errors import ConfigError
+from nbaccel.train.checkpoint import save, save_model
+from nbaccel.train.checkpoint.files import read
+from tests.train.checkpoint.training import Tied
+
+
+class Unwilling:
+    def __reduce__(self):
+        raise OSError(28, "No space left on device")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def four_layers(value: float = 1.0) -> dict[str, torch.Tensor]:
+    return {f"layer{n}.weight": torch.full((250,), value) for n in range(4)}  # 1000 bytes each
+
+
+# ------------------------------------------------------------------------- one object
+
+
+def test_an_object_is_saved_and_read(tmp_path):
+    save({"a": torch.ones(2), "lr": np.float64(0.5), "k": np.arange(3)}, tmp_path / "x.pt")
+    state = read(tmp_path / "x.pt")
+    assert state["a"].tolist() == [1, 1]
+    assert state["lr"] == 0.5
+    assert state["k"].tolist() == [0, 1, 2]
+    assert names(tmp_path) == ["x.pt"]
+
+
+def test_a_name_of_numpy_1_is_understood(tmp_path):
+    torch.save(np.random.get_state(), tmp_path / "new.pt")
+    content = (tmp_path / "new.pt").read_bytes()
+    assert b"numpy._core.multiarray" in content or b"numpy.core.multiarray" in content
+    for old, new in ((b"cnumpy._core.", b"cnumpy.core."), (b"cnumpy.core.", b"cnumpy._core.")):
+        state = pickle.dumps(np.random.get_state(), protocol=2).replace(old, new)
+        assert rewritten(tmp_path / "other.pt", state)[0] == "MT19937"
+
+
+def rewritten(path: Path, state: bytes):
+    """What is read from a file of torch's whose pickle is another one."""
+    import zipfile
+
+    torch.save(0, path)
+    with zipfile.ZipFile(path) as archive:
+        kept = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in kept.items():
+            archive.writestr(name, state if name.endswith("data.pkl") else content)
+    return read(path)
+
+
+def test_code_in_a_file_is_not_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "was-here"), "w"))
+
+    torch.save({"state": Evil()}, tmp_path / "x.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        read(tmp_path / "x.pt")
+    assert names(tmp_path) == ["x.pt"]
+
+
+def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path):
+    save("old", tmp_path / "x.pt")
+    with pytest.raises(OSError, match=r"No space left"):
+        save([torch.ones(3), Unwilling()], tmp_path / "x.pt")
+    assert read(tmp_path / "x.pt") == "old"
+    assert names(tmp_path) == ["x.pt"]
+
+
+def test_safetensors_can_be_asked_for(tmp_path):
+    model = Tied()
+    save(model.state_dict(), tmp_path / "x.safetensors", safe_serialization=True)
+    state = load_file(tmp_path / "x.safetensors")
+    assert state["first.weight"].equal(model.first.weight)
+    for odd in ([1], {"a": 1, "b": torch.ones(1)}):
+        with pytest.raises(ConfigError, match=r"safe_serialization=False"):
+            save(odd, tmp_path / "y.safetensors", safe_serialization=True)
+    assert names(tmp_path) == ["x.safetensors"]
+
+
+def test_an_open_file_is_written_to():
+    plain, safe = io.BytesIO(), io.BytesIO()
+    save({"a": torch.ones(2)}, plain)
+    save({"a": torch.ones(2, 2).T}, safe, safe_serialization=True)
+    plain.seek(0)
+    assert torch.load(plain)["a"].tolist() == [1, 1]
+    assert load(safe.getvalue())["a"].shape == (2, 2)
+
+
+# ------------------------------------------------------------------------- a model
+
+
+def test_a_small_model_is_one_file(tmp_path):
+    model = Tied()
+    save_model(model.state_dict(), tmp_path / "new" / "folder")
+    assert names(tmp_path / "new" / "folder") == ["model.safetensors"]
+    state = load_file(tmp_path / "new" / "folder" / "model.safetensors")
+    assert len({"first.weight", "second.weight"} & state.keys()) == 1
+
+
+def test_a_large_model_is_cut_into_files_with_an_index(tmp_path):
+    save_model(four_layers(), tmp_path, max_shard_size=2100)
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    assert names(tmp_path) == [first, second, "model.safetensors.index.json"]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4000
+    assert set(index["weight_map"]) == set(four_layers())
+    for name, file in index["weight_map"].items():
+        assert load_file(tmp_path / file)[name].equal(torch.ones(250))
+
+
+def test_files_of_an_earlier_save_go_and_others_stay(tmp_path):
+    for name in ("model-backup.safetensors", "model_1.safetensors", "config.json"):
+        (tmp_path / name).touch()
+    others = names(tmp_path)
+    for limit, count in ((1100, 5), (2100, 3), ("10GB", 1), (1100, 5)):
+        save_model(four_layers(), tmp_path, max_shard_size=limit)
+        assert len(names(tmp_path)) == count + len(others)
+        assert set(others) < set(names(tmp_path))
+
+
+def test_a_model_can_be_a_pickle(tmp_path):
+    save_model(four_layers(), tmp_path, safe_serialization=False)
+    assert names(tmp_path) == ["pytorch_model.bin"]
+    assert read(tmp_path / "pytorch_model.bin").keys() == four_layers().keys()
+
+
+def test_a_model_that_cannot_be_saved_leaves_the_old_one(tmp_path):
+    save_model(four_layers(1.0), tmp_path)
+    with pytest.raises(ConfigError, match=r"'extra' cannot be saved.*a dict is no tensor"):
+        save_model({**four_layers(2.0), "extra": {}}, tmp_path)
+    with pytest.raises(ValueError, match=r"ten"):
+        save_model(four_layers(2.0), tmp_path, max_shard_size="ten")
+    assert names(tmp_path) == ["model.safetensors"]
+    assert load_file(tmp_path / "model.safetensors")["layer0.weight"].equal(torch.ones(250))
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"is a file"):
+        save_model(four_layers(), tmp_path / "model.safetensors")

@@ -1,0 +1,291 @@
+"""A checkpoint folder takes its name in one step, or every process hears why not."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nbaccel import debug_launcher
+from nbaccel.errors import CheckpointFailed, ConfigError, WorkerFailed
+from nbaccel.train.arrival import arrive
+from nbaccel.train.checkpoint import load_state, save_state
+from nbaccel.train.checkpoint.folder import discard, new_checkpoint, standing
+from nbaccel.train.collectives import Collectives
+from tests.train.checkpoint.training import ALONE, Training, arrived
+
+COLLECTIVES = Collectives(ALONE)
+
+
+def build(target: Path, text: str = "new", **options) -> Path:
+    with new_checkpoint(target, ALONE, COLLECTIVES, **options) as (partial, made):
+        (partial / "optimizer.bin").write_text(text)
+    return made
+
+
+def build_and_fail(target: Path) -> None:
+    with new_checkpoint(target, ALONE, COLLECTIVES) as (partial, _):
+        (partial / "optimizer.bin").write_text("new")
+        raise KeyError("odd")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ------------------------------------------------------------------------- one process
+
+
+def test_nothing_has_the_name_until_all_is_written(tmp_path):
+    with new_checkpoint(tmp_path / "a" / "ckpt", ALONE, COLLECTIVES) as (partial, made):
+        assert made == tmp_path / "a" / "ckpt"
+        assert not made.exists()
+        assert partial.parent == made.parent
+        assert partial.name.startswith(".ckpt.partial-")
+    assert names(tmp_path / "a") == ["ckpt"]
+
+
+def test_a_folder_of_that_name_is_replaced_and_a_users_files_stay(tmp_path):
+    target = build(tmp_path / "ckpt", "old")
+    (target / "optimizer_7.bin").touch()
+    (target / "notes").mkdir()
+    (target / "notes" / "mine.txt").write_text("keep")
+    build(target)
+    assert names(tmp_path) == ["ckpt"]
+    assert names(target) == ["notes", "optimizer.bin"]
+    assert (target / "optimizer.bin").read_text() == "new"
+    assert (target / "notes" / "mine.txt").read_text() == "keep"
+
+
+def test_a_failure_leaves_the_old_and_nothing_of_the_new(tmp_path):
+    target = build(tmp_path / "ckpt", "old")
+    inode = target.stat().st_ino
+    with pytest.raises(CheckpointFailed, match=r"Process 0: KeyError: 'odd'.*as it was") as caught:
+        build_and_fail(target)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert names(tmp_path) == ["ckpt"]
+    assert target.stat().st_ino == inode
+
+
+def test_an_interrupt_leaves_nothing_of_the_new(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        with new_checkpoint(tmp_path / "ckpt", ALONE, COLLECTIVES):
+            raise KeyboardInterrupt
+    assert not names(tmp_path)
+
+
+def test_between_the_two_renames_the_old_one_is_found_and_put_back(tmp_path):
+    target = build(tmp_path / "ckpt", "old")
+    target.rename(tmp_path / ".ckpt.old")
+    assert (standing(target) / "optimizer.bin").read_text() == "old"
+    with pytest.raises(CheckpointFailed), new_checkpoint(target, ALONE, COLLECTIVES):
+        raise OSError(5, "broken")
+    assert (target / "optimizer.bin").read_text() == "old"
+
+
+def test_leftovers_of_this_name_are_cleared_away_and_no_others(tmp_path):
+    for name in (
+        ".ckpt.partial-ab12",
+        ".ckpt.partial-mine",
+        ".other.partial-ab12",
+        ".checkpoint_9.partial-0f",
+    ):
+        (tmp_path / name).mkdir()
+    build(tmp_path / "ckpt")
+    left = [".checkpoint_9.partial-0f", ".ckpt.partial-mine", ".other.partial-ab12"]
+    assert names(tmp_path) == [*left, "ckpt"]
+    build(tmp_path / "checkpoint_10", series=True)
+    assert names(tmp_path) == [*left[1:], "checkpoint_10", "ckpt"]
+
+
+def test_what_a_link_leads_to_is_replaced_and_the_link_stays(tmp_path):
+    build(tmp_path / "real", "old")
+    link = tmp_path / "latest"
+    link.symlink_to("real")
+    assert build(link) == (tmp_path / "real").resolve()
+    assert link.is_symlink()
+    assert (link / "optimizer.bin").read_text() == "new"
+
+
+def test_folders_that_cannot_be_replaced_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file'\) is a file"):
+        build(tmp_path / "file")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    for here in (Path(), Path("..") / "work", tmp_path / "work"):
+        with pytest.raises(ConfigError, match=r"working folder.*checkpoint'"):
+            build(here)
+    with pytest.raises(ConfigError, match=r"mount point"):
+        build(Path("/dev/shm"))
+    assert not names(tmp_path / "work")
+
+
+def test_a_relative_name_is_meant_from_the_working_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert build(Path("ckpt")) == Path("ckpt")
+    assert names(tmp_path) == ["ckpt"]
+
+
+def test_what_is_deleted_loses_its_name_first(tmp_path):
+    target = build(tmp_path / "ckpt")
+    discard(target)
+    discard(target)  # another process was quicker
+    assert not names(tmp_path)
+
+
+def test_a_full_disk_is_named_as_such(tmp_path):
+    training = Training(width=64)
+    save = lambda: save_state(tmp_path / "c", training.parts, ALONE, COLLECTIVES, step=0)  # noqa: E731
+    save()
+    training.step()
+    saved = names(tmp_path / "c")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(CheckpointFailed, match=r"OSError: \[Errno 27\] File too large.* free"):
+            save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path) == ["c"]
+    assert names(tmp_path / "c") == saved
+    load_state(tmp_path / "c", Training(width=64).parts, ALONE, COLLECTIVES)
+
+
+# ------------------------------------------------------------------------- several processes
+
+
+class Unwilling:
+    """A registered object, a loader: its state cannot be had on one process."""
+
+    def state_dict(self) -> dict[str, int]:
+        raise OSError(28, "No space left on device")
+
+    def load_state_dict(self, state: object) -> None:
+        raise OSError(5, "Input/output error")
+
+
+def outcome(action) -> tuple[str, str]:
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def save_where_one_fails(folder: str, failing: int, what: str) -> tuple[str, str]:
+    training = arrived()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if training.place.rank == failing and what == "limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    if training.place.rank == failing and what == "object":
+        training.parts = replace(training.parts, loaders=[Unwilling()])
+    try:
+        return outcome(
+            lambda: save_state(folder, training.parts, training.place, training.collectives, step=2)
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("what", ["limit", "object"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_if_one_process_fails_all_raise_and_name_it(tmp_path, failing, what):
+    target = build(tmp_path / "ckpt", "old")
+    found = debug_launcher(save_where_one_fails, args=(str(target), failing, what))
+    cause = "File too large" if what == "limit" else "No space left on device"
+    for kind, message in found:
+        assert kind == "CheckpointFailed"
+        assert f"Process {failing}: " in message
+        assert cause in message
+        assert f"Process {1 - failing}" not in message
+    assert names(tmp_path) == ["ckpt"]
+    assert (target / "optimizer.bin").read_text() == "old"
+
+
+def save_into_a_file(path: str) -> tuple[str, str]:
+    training = arrived()
+    return outcome(
+        lambda: save_state(path, training.parts, training.place, training.collectives, step=0)
+    )
+
+
+def test_what_only_process_0_can_see_is_told_to_all(tmp_path):
+    (tmp_path / "file").touch()
+    first, second = debug_launcher(save_into_a_file, args=(str(tmp_path / "file"),))
+    assert first[0] == "ConfigError"
+    assert second[0] == "CheckpointFailed"
+    assert "Process 0: ConfigError" in second[1]
+
+
+def load_where_one_fails(folder: str) -> tuple[str, str]:
+    training = arrived()
+    if training.place.rank == 1:
+        training.parts = replace(training.parts, loaders=[Unwilling()])
+    return outcome(lambda: load_state(folder, training.parts, training.place, training.collectives))
+
+
+def test_if_one_process_cannot_load_none_goes_on(tmp_path):
+    save_state(tmp_path / "ckpt", Training().parts, ALONE, COLLECTIVES, step=0)
+    first, second = debug_launcher(load_where_one_fails, args=(str(tmp_path / "ckpt"),))
+    assert second == ("OSError", "[Errno 5] Input/output error")
+    assert first[0] == "CheckpointFailed"
+    assert "Process 1: OSError: [Errno 5]" in first[1]
+
+
+def save_and_lose_one(folder: str) -> None:
+    training = arrived()
+    if training.place.rank == 1:
+        os._exit(3)
+    save_state(folder, training.parts, training.place, training.collectives, step=0)
+
+
+def test_a_process_that_dies_leaves_the_old_checkpoint(tmp_path):
+    target = build(tmp_path / "ckpt", "old")
+    with pytest.raises(WorkerFailed):
+        debug_launcher(save_and_lose_one, args=(str(target),))
+    assert (target / "optimizer.bin").read_text() == "old"
+    build(target)
+    assert names(tmp_path) == ["ckpt"]
+
+
+# ------------------------------------------------------------------------- several nodes
+
+
+def save_on_two_nodes(shared: str, own: list[str], each: bool) -> list[str]:
+    """Two processes, each alone on its node; `own` are the nodes' disks."""
+    place = arrive(cpu=True)
+    place = replace(place, local_rank=0, local_world_size=1)
+    training = Training(place)
+    # A disk of one's own is a working folder of one's own: the name is the same everywhere.
+    os.chdir(shared or own[place.rank])
+    save_state("ckpt", training.parts, place, training.collectives, step=4, save_on_each_node=each)
+    parts = training.parts
+    if not (shared or each) and not place.is_main:
+        parts = replace(parts, models=(), optimizers=(), schedulers=(), custom=())
+    load_state("ckpt", parts, place, training.collectives)
+    return names(Path("ckpt"))
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_nodes_that_share_a_disk_write_one_checkpoint(tmp_path, each):
+    first, second = debug_launcher(save_on_two_nodes, args=(str(tmp_path), [], each))
+    assert first == second
+    assert {"random_states_0.pkl", "random_states_1.pkl", "model.safetensors"} < set(first)
+    assert names(tmp_path) == ["ckpt"]
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_nodes_with_disks_of_their_own_have_one_each(tmp_path, each):
+    own = [tmp_path / "a", tmp_path / "b"]
+    for disk in own:
+        disk.mkdir()
+    first, second = debug_launcher(save_on_two_nodes, args=("", [str(p) for p in own], each))
+    assert "model.safetensors" in first
+    assert ("model.safetensors" in second) == each
+    assert "random_states_0.pkl" in set(first) - set(second)
+    assert "random_states_1.pkl" in set(second) - set(first)
+    assert [names(disk) for disk in own] == [["ckpt"], ["ckpt"]]

@@ -1,0 +1,157 @@
+"""A process that is killed while it saves leaves a whole checkpoint behind, always.
+
+Once at every single step on the file system, and often at moments that nobody chose.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from nbaccel.config.handlers import ProjectConfiguration
+from nbaccel.train.checkpoint import Checkpoints
+from tests.isolation import isolated
+from tests.train.checkpoint.training import ALONE, Training
+
+TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+
+
+def checkpoints(training: Training, folder: Path, *, numbered: bool) -> Checkpoints:
+    configuration = ProjectConfiguration(
+        project_dir=folder, automatic_checkpoint_naming=numbered, total_limit=2
+    )
+    return Checkpoints(configuration, ALONE, training.collectives)
+
+
+def target(folder: Path, numbered: bool) -> Path | None:
+    return None if numbered else folder / "ckpt"
+
+
+def save(folder: Path, mark: int, *, numbered: bool, training: Training | None = None) -> None:
+    """Save a training whose every file carries the mark."""
+    training = training or Training()
+    for value in training.model.state_dict().values():
+        value.fill_(mark)
+    training.optimizer.param_groups[0]["lr"] = float(mark)
+    training.counter.value = mark
+    training.loaders[0].at = mark
+    training.loaders[2].at = mark
+    where = checkpoints(training, folder, numbered=numbered)
+    where.save(target(folder, numbered), training.parts, step=mark)
+
+
+def load(folder: Path, *, numbered: bool) -> int:
+    """Load the latest checkpoint; returns its mark, which must be the same in all files."""
+    training = Training(seed=1)
+    where = checkpoints(training, folder, numbered=numbered)
+    step = where.load(target(folder, numbered), training.parts)
+    values = {v for t in training.model.state_dict().values() for v in t.flatten().tolist()}
+    marks = {
+        *values,
+        step,
+        training.optimizer.param_groups[0]["lr"],
+        training.counter.value,
+        training.loaders[0].at,
+        training.loaders[2].at,
+    }
+    assert len(marks) == 1, f"a mixture: {marks}"
+    return int(marks.pop())
+
+
+def forked(action: Callable[[], None]) -> int:
+    """Run in a child process; returns its pid."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            action()
+        finally:
+            os._exit(0)
+    return pid
+
+
+def save_and_die_at(folder: Path, mark: int, number: int, *, numbered: bool) -> None:
+    """Save, and be killed before the file system is touched for the n-th time."""
+    left = number
+
+    def count(event: str, args: object) -> None:
+        nonlocal left
+        if event in TOUCHES:
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    training = Training()
+    sys.addaudithook(count)
+    save(folder, mark, numbered=numbered, training=training)
+
+
+@isolated(timeout_s=110)
+@pytest.mark.parametrize("numbered", [True, False])
+def test_killed_at_any_step_it_leaves_the_old_or_the_new_checkpoint(tmp_path, numbered):
+    torch.set_num_threads(1)
+    save(tmp_path, 1, numbered=numbered)
+    if not numbered:
+        (tmp_path / "ckpt" / "mine.txt").write_text("a user's")
+    mark, number, deaths, states = 1, 0, 0, set()
+    while True:
+        number += 1
+        pid = forked(partial(save_and_die_at, tmp_path, mark + 1, number, numbered=numbered))
+        _, status = os.waitpid(pid, 0)
+        found = load(tmp_path, numbered=numbered)
+        assert found in {mark, mark + 1}, f"killed at step {number}"
+        states.add(found - mark)
+        mark = found
+        if not os.WIFSIGNALED(status):
+            break
+        deaths += 1
+    assert deaths > 20, "it was hardly ever killed"
+    assert states == {0, 1}, "it was killed both before and after the step"
+    save(tmp_path, 99, numbered=numbered)
+    folder = tmp_path / "checkpoints" if numbered else tmp_path
+    hidden = [path.name for path in folder.iterdir() if path.name.startswith(".")]
+    assert not hidden, "leftovers of dead saves stayed"
+    if numbered:
+        assert len(list(folder.iterdir())) == 2
+    else:
+        assert (folder / "ckpt" / "mine.txt").read_text() == "a user's"
+
+
+def save_until_killed(folder: Path, mark: int, told: int, *, numbered: bool) -> None:
+    training = Training()
+    while True:
+        mark += 1
+        save(folder, mark, numbered=numbered, training=training)
+        os.write(told, f"{mark}\n".encode())
+
+
+@isolated(timeout_s=110)
+@pytest.mark.parametrize("numbered", [True, False])
+def test_killed_at_any_moment_it_loses_nothing_that_was_saved(tmp_path, numbered):
+    torch.set_num_threads(1)
+    moments = random.Random(0)
+    save(tmp_path, 1, numbered=numbered)
+    mark, leftovers = 1, 0
+    for _ in range(40):
+        reads, writes = os.pipe()
+        pid = forked(partial(save_until_killed, tmp_path, mark, writes, numbered=numbered))
+        os.close(writes)
+        time.sleep(moments.uniform(0.0, 0.25))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        with os.fdopen(reads) as told:
+            finished = [int(line) for line in told.read().split()]
+        leftovers += bool(list(tmp_path.rglob(".*.partial-*")))
+        found = load(tmp_path, numbered=numbered)
+        assert found >= max(finished, default=mark), "a checkpoint that was saved is gone"
+        mark = found
+    assert mark > 10, "hardly anything was saved"
+    assert leftovers > 5, "it was hardly ever killed while saving"

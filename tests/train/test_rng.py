@@ -1,0 +1,157 @@
+"""Random numbers: seeded, kept, given back, and equal on all processes."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nbaccel import debug_launcher
+from nbaccel.abc.place import Place
+from nbaccel.errors import ConfigError
+from nbaccel.train import rng
+from nbaccel.train.arrival import arrive
+from nbaccel.train.collectives import Collectives
+
+CPU = Place(device=torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _global_generators_stay() -> Any:
+    with rng.preserved():
+        yield
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), torch.rand(()).item()
+
+
+def draw_seed_and_fail() -> None:
+    draw()
+    rng.set_seed(99)
+    raise KeyError
+
+
+def test_a_seed_repeats_all_generators():
+    rng.set_seed(7)
+    first = draw()
+    assert draw() != first
+    rng.set_seed(7)
+    assert draw() == first
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 1.5, "7"])
+def test_a_seed_that_numpy_could_not_take_is_refused(seed):
+    before = random.getstate()
+    with pytest.raises(ConfigError, match=r"from 0 to 4294967295"):
+        rng.set_seed(seed)
+    assert random.getstate() == before, "some generators were seeded, others not"
+
+
+def test_a_device_specific_seed_adds_the_rank(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    rng.set_seed(7, device_specific=True)
+    specific = draw()
+    rng.set_seed(10)
+    assert draw() == specific
+
+
+def test_a_rank_that_is_no_number_is_named(monkeypatch):
+    monkeypatch.setenv("RANK", "zero")
+    with pytest.raises(ConfigError, match=r"RANK.*'zero'"):
+        rng.set_seed(7, device_specific=True)
+
+
+def test_deterministic_algorithms_can_be_asked_for():
+    try:
+        rng.set_seed(0, deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_what_was_captured_comes_back():
+    rng.set_seed(1)
+    random.gauss(0, 1)  # leaves a half-used pair of numbers in the state
+    state = rng.capture(CPU)
+    first = (*draw(), random.gauss(0, 1), np.random.standard_normal())
+    rng.restore(CPU, state)
+    assert (*draw(), random.gauss(0, 1), np.random.standard_normal()) == first
+
+
+def test_a_cpu_process_keeps_no_cuda_state_and_ignores_one():
+    state = rng.capture(CPU)
+    assert set(state) == {"random_state", "numpy_random_seed", "torch_manual_seed"}
+    rng.restore(CPU, {"torch_cuda_manual_seed": [torch.zeros(16, dtype=torch.uint8)]})
+
+
+def test_a_block_can_leave_everything_as_it_was():
+    rng.set_seed(5)
+    expected = draw()
+    rng.set_seed(5)
+    with pytest.raises(KeyError), rng.preserved():
+        draw_seed_and_fail()
+    assert draw() == expected
+
+
+def test_seeding_and_capturing_wake_no_cuda():
+    code = (
+        "import torch\nfrom nbaccel.abc.place import Place\nfrom nbaccel.train import rng\n"
+        "rng.set_seed(3)\nrng.capture(Place(device=torch.device('cpu')))\n"
+        "with rng.preserved(): pass\nassert not torch.cuda.is_initialized()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+def test_cuda_states_come_back():
+    place = Place(device=torch.device("cuda", 0))
+    rng.set_seed(1)
+    state = rng.capture(place)
+    first = torch.rand(3, device="cuda").tolist()
+    rng.restore(place, state)
+    assert torch.rand(3, device="cuda").tolist() == first
+
+
+# ------------------------------------------------------------------------- several processes
+
+
+def draws_after_synchronizing(kinds: list[str]) -> list[tuple[float, ...]]:
+    collectives = Collectives(arrive())
+    rng.set_seed(20, device_specific=True)
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+    before = (*draw(), torch.rand((), generator=generator).item())
+    rng.synchronize_rng_states(kinds, generator, collectives)
+    return [before, (*draw(), torch.rand((), generator=generator).item())]
+
+
+def test_every_process_draws_what_process_0_would():
+    first, second = debug_launcher(
+        draws_after_synchronizing, args=(["python", "numpy", "torch", "generator"],)
+    )
+    assert not set(first[0]) & set(second[0]), "device-specific seeds gave the same numbers"
+    assert first[1] == second[1]
+
+
+def test_only_what_is_asked_for_is_made_equal():
+    first, second = debug_launcher(draws_after_synchronizing, args=(["generator"],))
+    equal = [one == other for one, other in zip(first[1], second[1], strict=True)]
+    assert equal == [False, False, False, True]
+
+
+def test_an_unknown_generator_is_refused_with_a_guess():
+    with pytest.raises(ConfigError, match=r"'troch'.*Did you mean 'torch'"):
+        rng.synchronize_rng_states(["troch"], None, Collectives(CPU))
+
+
+def test_a_generator_that_is_not_given_is_missed():
+    with pytest.raises(ConfigError, match=r"generator=None"):
+        rng.synchronize_rng_states(["generator"], None, Collectives(CPU))

@@ -1,0 +1,254 @@
+"""Trackers: found by name, started where they belong, and what they write can be read."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from nbaccel.abc.place import Place
+from nbaccel.errors import ConfigError, MissingBackend
+from nbaccel.train.trackers import (
+    GeneralTracker,
+    JsonlTracker,
+    TensorBoardTracker,
+    find_trackers,
+    start_trackers,
+)
+
+MAIN = Place(device=torch.device("cpu"))
+OTHER = Place(device=torch.device("cpu"), rank=1, world_size=2)
+
+
+class Recording(GeneralTracker):
+    """As users write them: keeps what it is told."""
+
+    name = "recording"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str = "run", **options: Any) -> None:
+        super().__init__()
+        self.told: list[Any] = [run_name, options]
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.told
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.told.append(values)
+
+
+class Everywhere(Recording):
+    name = "everywhere"
+    main_process_only = False
+
+
+def lines(path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# ------------------------------------------------------------------------- the base class
+
+
+def test_a_tracker_that_lacks_something_says_what():
+    class Half(GeneralTracker):
+        name = "half"
+
+    with pytest.raises(NotImplementedError, match=r"Half.*requires_logging_directory, tracker"):
+        Half()
+
+
+def test_a_blank_tracker_takes_everything_and_does_nothing():
+    blank = GeneralTracker(_blank=True)
+    blank.start()
+    blank.store_init_configuration({"a": 1})
+    blank.log({"a": 1}, step=1, extra=2)
+    blank.finish()
+
+
+# ------------------------------------------------------------------------- jsonl
+
+
+def test_jsonl_writes_one_object_per_line_and_the_configuration_first(tmp_path):
+    tracker = JsonlTracker("run", tmp_path)
+    tracker.store_init_configuration({"lr": np.float32(0.5), "net": {"width": 8}, "act": len})
+    tracker.log({"loss": torch.tensor(1.5), "hits": np.int64(3), "name": "a"}, step=2)
+    config, line = lines(tmp_path / "run.jsonl")  # readable while the run goes on
+    tracker.finish()
+    assert config["config"] == {"lr": 0.5, "net": {"width": 8}, "act": str(len)}
+    assert line["step"] == 2
+    assert line["values"] == {"loss": 1.5, "hits": 3, "name": "a"}
+    assert config["time"] <= line["time"]
+
+
+def test_jsonl_holds_numbers_that_json_does_not_know(tmp_path):
+    tracker = JsonlTracker("run", tmp_path)
+    tracker.log(
+        {"loss": math.nan, "top": torch.tensor(math.inf), "many": torch.ones(2), "no": None}
+    )
+    tracker.finish()
+    values = lines(tracker.path)[0]["values"]
+    assert values == {"loss": "nan", "top": "inf", "many": [1.0, 1.0], "no": None}
+
+
+def test_jsonl_continues_a_run(tmp_path):
+    for step in (1, 2):
+        tracker = JsonlTracker("group/run", tmp_path)
+        tracker.log({"loss": 1.0}, step=step)
+        tracker.finish()
+    assert [line["step"] for line in lines(tmp_path / "group" / "run.jsonl")] == [1, 2]
+
+
+def test_a_tracker_that_was_not_used_leaves_no_file(tmp_path):
+    JsonlTracker("run", tmp_path).finish()
+    TensorBoardTracker("run", tmp_path).finish()
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------- tensorboard
+
+
+def read_events(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def test_tensorboard_has_curves_texts_and_charts_of_several_curves(tmp_path):
+    tracker = TensorBoardTracker("run", tmp_path)
+    for step in range(3):
+        values = {"loss": torch.tensor(1.0 / (step + 1)), "note": "x", "none": None}
+        tracker.log({**values, "acc": {"train": step, "val": np.float32(0.5)}}, step=step)
+    tracker.finish()
+    events = read_events(tmp_path / "run")
+    assert [(e.step, round(e.value, 3)) for e in events.Scalars("loss")] == [
+        (0, 1.0),
+        (1, 0.5),
+        (2, 0.333),
+    ]
+    assert "note/text_summary" in events.Tags()["tensors"]
+    assert [e.value for e in read_events(tmp_path / "run" / "acc_train").Scalars("acc")] == [
+        0,
+        1,
+        2,
+    ]
+
+
+def test_tensorboard_keeps_a_nested_configuration_flat(tmp_path):
+    tracker = TensorBoardTracker("run", tmp_path)
+    tracker.store_init_configuration({"lr": 0.1, "net": {"width": 8, "bias": True}, "none": None})
+    tracker.finish()
+    kept = yaml.safe_load((tmp_path / "run" / "hparams.yml").read_text())
+    assert kept == {"lr": 0.1, "net.width": 8, "net.bias": True, "none": None}
+    plugin = read_events(tmp_path / "run").summary_metadata
+    assert "_hparams_/session_start_info" in plugin
+    assert b"net.width" in plugin["_hparams_/session_start_info"].plugin_data.content
+
+
+def test_tensorboard_names_a_value_that_it_cannot_show(tmp_path):
+    tracker = TensorBoardTracker("run", tmp_path)
+    with pytest.raises(ConfigError, match=r"'weights': \[1.0, 1.0\].*add_histogram"):
+        tracker.log({"weights": torch.ones(2)})
+    tracker.finish()
+
+
+# ------------------------------------------------------------------------- finding
+
+
+def test_trackers_are_found_by_name_class_and_instance(tmp_path):
+    own = Recording()
+    assert find_trackers(None) == []
+    assert find_trackers("jsonl", tmp_path) == [JsonlTracker]
+    assert find_trackers(["tensorboard", own, "tensorboard"], tmp_path) == [TensorBoardTracker, own]
+    assert find_trackers(Recording) == [Recording]
+    assert find_trackers(["all", own], tmp_path) == [JsonlTracker, TensorBoardTracker, own]
+
+
+def test_accelerates_own_names_are_understood(tmp_path):
+    from accelerate.utils import LoggerType
+
+    assert find_trackers(LoggerType.TENSORBOARD, tmp_path) == [TensorBoardTracker]
+
+
+def test_an_unknown_name_is_refused_with_a_guess():
+    with pytest.raises(ConfigError, match=r"'tensorbord'.*Did you mean 'tensorboard'"):
+        find_trackers("tensorbord")
+
+
+def test_all_mistakes_come_together():
+    with pytest.raises(ConfigError) as caught:
+        find_trackers(["jsonl", "nothing-like-it"])
+    unknown, homeless = caught.value.mistakes
+    assert "'nothing-like-it'" in unknown
+    assert "logging_dir=None" in homeless
+
+
+def install(monkeypatch, tmp_path, value):
+    """A package that brings a tracker, as pip would leave it."""
+    info = tmp_path / "brings-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brings\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[nbaccel.trackers]\nbrought = {value}\n")
+    (tmp_path / "brings.py").write_text(
+        "from nbaccel.train.trackers import GeneralTracker\n"
+        "class Brought(GeneralTracker):\n"
+        "    name, requires_logging_directory, tracker = 'brought', False, None\n"
+    )
+    monkeypatch.delitem(sys.modules, "brings", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_a_package_can_bring_a_tracker(monkeypatch, tmp_path):
+    install(monkeypatch, tmp_path, "brings:Brought")
+    (found,) = find_trackers("brought")
+    assert issubclass(found, GeneralTracker)
+    assert found.name == "brought"
+    assert found in find_trackers("all", tmp_path)
+
+
+def test_a_package_that_is_broken_is_named(monkeypatch, tmp_path):
+    install(monkeypatch, tmp_path, "no_such_module:Brought")
+    with pytest.raises(MissingBackend, match=r"'brought'.*no_such_module"):
+        find_trackers("brought")
+
+
+def test_a_package_that_brings_something_else_is_named(monkeypatch, tmp_path):
+    install(monkeypatch, tmp_path, "json:dumps")
+    with pytest.raises(ConfigError, match=r"'brought'.*not a subclass"):
+        find_trackers("brought")
+
+
+# ------------------------------------------------------------------------- starting
+
+
+def test_trackers_start_with_name_folder_options_and_configuration(tmp_path):
+    own = Recording("mine")
+    found = find_trackers([own, Recording, "jsonl"], tmp_path)
+    first, second, third = start_trackers(
+        found,
+        MAIN,
+        "project",
+        logging_dir=tmp_path,
+        config={"lr": 1},
+        init_kwargs={"recording": {"tag": 2}},
+    )
+    third.finish()
+    assert first is own
+    assert first.tracker == ["mine", {}, {"lr": 1}]
+    assert second.tracker == ["project", {"tag": 2}, {"lr": 1}]
+    assert lines(tmp_path / "project.jsonl")[0]["config"] == {"lr": 1}
+
+
+def test_another_process_has_only_trackers_that_want_all(tmp_path):
+    found = [JsonlTracker, Everywhere, Recording()]
+    started = start_trackers(found, OTHER, "project", logging_dir=tmp_path, config={"lr": 1})
+    assert [type(tracker) for tracker in started] == [Everywhere]
+    assert not list(tmp_path.iterdir())
