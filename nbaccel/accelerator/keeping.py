@@ -90,6 +90,7 @@ class Keeping(Facts):
             loaders=self._dataloaders,
             scaler=self._precision.scaler,
             custom=self._custom_objects,
+            in_shards=self._request.fsdp is not None and self._request.fsdp.writes_shards,
         )
 
     def register_for_checkpointing(self, *objects: Any) -> None:
