@@ -27,7 +27,7 @@ help:  ## show this list
 demo: $(VENV)/.demo  ## train the quickstart notebook on two CPU workers; prints its accuracy and the time
 	@$(BIN)/python notebooks/run.py notebooks/01_quickstart.ipynb --label demo
 
-test: $(VENV)/.dev  ## run all tests, and both notebooks in real kernels
+test: $(VENV)/.dev  ## run all tests, and the notebooks in real kernels
 	@$(BIN)/python -m pytest --nbval-lax --nbval-current-env tests notebooks $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev  ## style, types, import direction, spelling
@@ -37,8 +37,9 @@ lint: $(VENV)/.dev  ## style, types, import direction, spelling
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell
 
-bench: $(VENV)/.dev  ## time a launch against the peers (takes a while; wants a quiet machine)
+bench: $(VENV)/.dev  ## time launches and training steps against the peers (takes hours; wants a quiet machine)
 	@$(BIN)/python benchmarks/launch.py
+	@$(BIN)/python benchmarks/step.py
 
 clean:  ## remove the environment, the caches and what was built
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -45,13 +45,9 @@ if TYPE_CHECKING:
         notebook_launcher,
         shutdown,
     )
-    from nbaccel.plan import (
-        Choice,
-        Inventory,
-        Plan,
-        inspect_machine,
-        resolve,
-    )
+    from nbaccel.plan.inventory import Inventory, inspect_machine
+    from nbaccel.plan.plan import Choice, Plan
+    from nbaccel.plan.resolve import resolve
     from nbaccel.plan.training import (
         TrainingPlan,
     )

@@ -97,6 +97,7 @@ class StrategyRow:
         path: ``module:Class`` of the implementation.
         devices: What it can compute on.
         precisions: The precisions it can train in.
+        distributed_type: What Accelerate calls it; empty where that depends on the device.
     """
 
     name: str
@@ -105,6 +106,7 @@ class StrategyRow:
     path: str
     devices: tuple[str, ...]
     precisions: tuple[str, ...]
+    distributed_type: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,6 +213,7 @@ STRATEGIES: tuple[StrategyRow, ...] = (
         path="nbaccel.strategies.fsdp:FsdpStrategy",
         devices=("cpu", "cuda"),
         precisions=_NATIVE,
+        distributed_type="FSDP",
     ),
 )
 

@@ -32,7 +32,7 @@ from nbaccel.config.handlers import (
     ProjectConfiguration,
 )
 from nbaccel.errors import ConfigError
-from nbaccel.plan.training import Found, TrainingPlan, plan_training
+from nbaccel.plan.training import Found, plan_training
 from nbaccel.train import arrival
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.optimizer import PreparedOptimizer
@@ -132,16 +132,7 @@ class Accelerator(Preparing, Keeping, Comforts):
             config=config,
         )
         trackers = find_trackers(log_with, request.project.logging_dir)
-        place, plan, precision, strategy = _arrive(request)
-        super().__init__(
-            request,
-            place=place,
-            plan=plan,
-            strategy=strategy,
-            precision=precision,
-            collectives=Collectives(place, arrival.timeout_s(request.handlers.process_group)),
-            trackers=trackers,
-        )
+        super().__init__(request, trackers=trackers, **_arrive(request))
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = list(rng_types) if rng_types is not None else ["generator"]
@@ -361,15 +352,25 @@ class Accelerator(Preparing, Keeping, Comforts):
         return any(self._collectives.answers("check_trigger", mine))
 
 
-def _arrive(request: Request) -> tuple[Place, TrainingPlan, Precision, Strategy]:
-    """Everything that can be refused is refused before the process group is joined."""
+def _arrive(request: Request) -> dict[str, Any]:
+    """Join the others; everything that can be refused is refused before that.
+
+    Returns:
+        Arguments of `Facts`.
+    """
     device = arrival.find_device(cpu=request.asked.cpu)
     plan_training(request.asked, _found(Place(device=device)))
     _catalog.precision(request.asked.mixed_precision)
     place = arrival.arrive(cpu=request.asked.cpu, settings=request.handlers.process_group)
     plan = plan_training(request.asked, _found(place))
     precision = _precision(request, place)
-    return place, plan, precision, _strategy(request, place, plan.strategy, precision)
+    return {
+        "place": place,
+        "plan": plan,
+        "precision": precision,
+        "strategy": _strategy(request, place, plan.strategy, precision),
+        "collectives": Collectives(place, arrival.timeout_s(request.handlers.process_group)),
+    }
 
 
 def _found(place: Place) -> Found:

@@ -13,6 +13,7 @@ from nbaccel.abc.place import Place
 from nbaccel.abc.precision import Precision
 from nbaccel.abc.strategy import Strategy
 from nbaccel.accelerator.arguments import Request
+from nbaccel.capabilities import strategy_row
 from nbaccel.config.handlers import (
     DataLoaderConfiguration,
     DistributedType,
@@ -123,7 +124,7 @@ class Facts(Processes):
     @property
     def is_fsdp2(self) -> bool:
         """Whether models are sharded by ``fully_shard``."""
-        return self.plan.strategy == "fsdp"
+        return self.distributed_type is DistributedType.FSDP
 
     @property
     def deepspeed_plugin(self) -> None:
@@ -232,8 +233,9 @@ class Facts(Processes):
 
 def distributed_type(place: Place, strategy: str) -> DistributedType:
     """How processes train together, as Accelerate names it."""
-    if strategy == "fsdp":
-        return DistributedType.FSDP
+    own = strategy_row(strategy).distributed_type
+    if own:
+        return DistributedType(own)
     if place.is_alone:
         return DistributedType.NO
     return DistributedType.MULTI_CPU if place.device.type == "cpu" else DistributedType.MULTI_GPU

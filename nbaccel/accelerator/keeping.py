@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,16 @@ class Keeping(Facts):
             ConfigError: There is nowhere to save to.
             CheckpointFailed: Some process could not write; it says which, and nothing has changed.
         """
+        parts = self._parts()
+        if parts.amid_group and parts.sharder is not None:
+            warnings.warn(
+                f"save_state amid a group of {self.gradient_accumulation_steps} batches: gradients "
+                f"of {self.step % self.gradient_accumulation_steps} of them are sharded, and will "
+                "not be in the checkpoint. Save where accelerator.sync_gradients is True.",
+                stacklevel=2,
+            )
         return self._checkpoints.save(
-            output_dir, self._parts(), step=self.step, safe_serialization=safe_serialization
+            output_dir, parts, step=self.step, safe_serialization=safe_serialization
         )
 
     def load_state(
@@ -80,6 +89,9 @@ class Keeping(Facts):
         )
         if step is not None:
             self.step = step
+            state = self.gradient_state
+            state.batches_in_group = step % state.num_steps
+            state.sync_gradients = state.batches_in_group == 0
 
     def _parts(self) -> checkpoint.Parts:
         return checkpoint.Parts(
@@ -90,6 +102,8 @@ class Keeping(Facts):
             loaders=self._dataloaders,
             scaler=self._precision.scaler,
             custom=self._custom_objects,
+            amid_group=not self.sync_gradients,
+            in_shards=self._request.fsdp is not None and self._request.fsdp.writes_shards,
         )
 
     def register_for_checkpointing(self, *objects: Any) -> None:

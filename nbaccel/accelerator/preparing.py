@@ -246,7 +246,7 @@ class Preparing(Facts):
             As many Nones: ``model, optimizer = accelerator.free_memory(model, optimizer)``.
         """
         for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders):
-            kept.clear()  # type: ignore[attr-defined]
+            kept.clear()
         self.step = 0
         gc.collect()  # DDP and its model refer to each other
         if self.device.type == "cuda":

@@ -343,6 +343,11 @@ class FullyShardedDataParallelPlugin(Settings):
     def __post_init__(self) -> None:
         _refuse([*self._mistakes(), *_at_least(self, 1, "min_num_params")])
 
+    @property
+    def writes_shards(self) -> bool:
+        """Whether every process writes its own shard of a checkpoint."""
+        return self.state_dict_type.upper() == "SHARDED_STATE_DICT"
+
     def _mistakes(self) -> list[str]:
         found = []
         if self.fsdp_version != 2:

@@ -172,6 +172,8 @@ def _why_count(found: Found) -> str:
 
 
 def _why_precision(asked: Asked) -> str:
+    if asked.mixed_precision == "no" and asked.precision_source == "environment":
+        return "float32, as the launcher asked for nothing else"
     return _by(asked.precision_source, "float32, as nothing was asked")
 
 

@@ -197,7 +197,8 @@ class FsdpStrategy(Strategy):
             kept = first.setdefault(id(parameter), name)
             if name in state and kept in state:
                 state[name] = state[kept]
-        return state
+        whole = {id(value): _whole(value) for value in state.values()}
+        return {name: whole[id(value)] for name, value in state.items()}
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> None:
         """See :meth:`Strategy.load_model_state`.
@@ -277,3 +278,10 @@ def _refuse_meta(model: nn.Module) -> None:
                 f"{type(model).__name__}.{name} is on the meta device: it has no values to shard. "
                 "Load the weights first (workers share one copy of a model passed to the launch)."
             )
+
+
+def _whole(value: Any) -> Any:
+    """A gathered tensor without the padding of uneven shards behind it, or a file would have it."""
+    if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+        return value.clone()
+    return value

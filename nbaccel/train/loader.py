@@ -242,13 +242,16 @@ class PreparedLoader(DataLoader[Any]):
         """Make the epoch's iterator and read its first batch. See [Note: the same order again]."""
         self.end_of_dataloader = False
         self.remainder = self._expected_remainder()
-        resumes = self.position.restored is not None
+        position, settings = self.position, self.settings
+        resumes = position.restored is not None
         with rng.preserved() if resumes else contextlib.nullcontext():
-            restored = self.position.put_back() or {"base": None, "ahead": None}
+            self._match_workers()
+            restored = position.put_back() or {"base": None, "ahead": None}
             self._synchronize_generators()
-            self.set_epoch(self.position.epoch)
-            goes_on = self.settings.stateful and not self.settings.skip_batches and resumes
-            self.position.begin(restored["batches_seen"] if goes_on else self.settings.skip_batches)
+            self.set_epoch(position.epoch)
+            goes_on = settings.stateful and not settings.skip_batches and resumes
+            skipped = restored["batches_seen"] if goes_on else settings.skip_batches
+            position.begin(skipped)
             if goes_on and restored["base"] is not None:
                 self.base.load_state_dict(restored["base"])  # type: ignore[attr-defined]
             source = self._open(draws_now=resumes)
@@ -258,6 +261,19 @@ class PreparedLoader(DataLoader[Any]):
             if restored["ahead"] is not None:
                 torch.set_rng_state(restored["ahead"])
             return source, next(source, _END)
+
+    def _match_workers(self) -> None:
+        """Let persistent workers wait exactly if they would in the unbroken run.
+
+        Torch draws a seed for new ones, from what the order is drawn from.
+        """
+        if not self.base.persistent_workers:
+            return
+        if not self.position.has_begun:
+            self.base._iterator = None
+        elif self.base._iterator is None:
+            with self.position.undisturbed():
+                iter(self.base)
 
     def _snapshot(self) -> dict[str, Any] | None:
         return self.base.state_dict()  # type: ignore[attr-defined,no-any-return]
@@ -274,7 +290,7 @@ class PreparedLoader(DataLoader[Any]):
         source: Any = iter(self.base)
         # A sampler draws when it is first asked. Torch's iterator keeps it in a private attribute;
         # with worker processes it has asked already, and torchdata's samplers draw at once.
-        indices = getattr(source, "_sampler_iter", None)
+        indices: Any = getattr(source, "_sampler_iter", None)
         if draws_now and not self.num_workers and not hasattr(indices, "state_dict"):
             source._sampler_iter = itertools.chain(list(itertools.islice(indices, 1)), indices)
         return source  # type: ignore[no-any-return]
@@ -337,12 +353,15 @@ class PreparedLoader(DataLoader[Any]):
 
         Args:
             state: What :meth:`state_dict` gave.
+
+        Raises:
+            ConfigError: It is something else.
         """
         # Random states live on the host, wherever the checkpoint was read to.
         state = map_tensors(torch.Tensor.cpu, dict(state))
         self.position.load_state_dict(state)
-        self._base_state = state["base"]
-        for sampler, seed in zip(self._seeded(), state["seeds"], strict=False):
+        self._base_state = state.get("base")
+        for sampler, seed in zip(self._seeded(), state.get("seeds", ()), strict=False):
             sampler.initial_seed = seed
 
     def _seeded(self) -> list[SeedableRandomSampler]:

@@ -10,12 +10,14 @@ just before is kept for it, so that a dataset which draws (a random crop) draws 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from nbaccel.abc.place import Place
+from nbaccel.errors import ConfigError
 from nbaccel.train import rng
 
 __all__ = ["Position"]
@@ -34,6 +36,7 @@ class Position:
         batches_seen: Batches of the running epoch that were given out, skipped ones included.
         ahead: Torch's random state before the batch was read that comes after the one at hand.
         restored: What the next iteration starts from, instead of drawing anew; None: nothing.
+        has_begun: Whether any epoch was begun before the next one.
     """
 
     def __init__(self, generators: Mapping[str, torch.Generator]) -> None:
@@ -41,6 +44,7 @@ class Position:
         self.batches_seen = 0
         self.ahead: torch.Tensor | None = None
         self.restored: dict[str, Any] | None = None
+        self.has_begun = False
         self._generators = dict(generators)
         self._start: dict[str, Any] | None = None  # of the running epoch; None between two
 
@@ -53,7 +57,12 @@ class Position:
         """An epoch begins now: keep what its order is drawn from."""
         self.batches_seen = skipped
         self.ahead = None
-        self._start = {"process": rng.capture(_HOST), "generators": self._draw_states()}
+        self._start = {
+            "process": rng.capture(_HOST),
+            "generators": self._draw_states(),
+            "has_begun": self.has_begun,
+        }
+        self.has_begun = True
 
     def advance(self) -> None:
         """An epoch has ended."""
@@ -62,10 +71,11 @@ class Position:
         self._start = None
 
     def move_to(self, epoch: int) -> None:
-        """Make this the epoch; what was restored of another one is void."""
+        """Make this the epoch; what is known of the place in another one is void."""
         if epoch != self.epoch:
             self.epoch = epoch
-            self.restored = None
+            self.batches_seen = 0
+            self.restored = self._start = None
 
     def put_back(self) -> dict[str, Any] | None:
         """Go back to the beginning of the restored epoch, once.
@@ -94,16 +104,36 @@ class Position:
             "batches_seen": self.batches_seen if within else 0,
             "start": self._start if within else None,
             "ahead": self.ahead if within else None,
+            "has_begun": self._start["has_begun"] if within and self._start else self.has_begun,
             "generators": self._draw_states(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a position that :meth:`state_dict` told."""
+        """Take over a position that :meth:`state_dict` told.
+
+        Raises:
+            ConfigError: It is something else.
+        """
+        if not {"epoch", "batches_seen", "start", "generators", "has_begun"} <= state.keys():
+            raise ConfigError(
+                f"No state of a prepared loader: it has {', '.join(map(repr, sorted(state)))}. The "
+                "loader would begin at the wrong batch. Give what its state_dict() returned; of "
+                "another library's checkpoint, load model and optimizer only."
+            )
         self.epoch = int(state["epoch"])
         self.batches_seen = int(state["batches_seen"])
+        self.has_begun = bool(state["has_begun"])
         self._start = None
         self.restored = dict(state) if state["start"] is not None else None
         self._set_draw_states(state["generators"])
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Leave all that draws the order as it was before the block."""
+        states = self._draw_states()
+        with rng.preserved():
+            yield
+        self._set_draw_states(states)
 
     def _draw_states(self) -> dict[str, torch.Tensor]:
         return {name: generator.get_state() for name, generator in self._generators.items()}

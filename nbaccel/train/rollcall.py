@@ -169,8 +169,8 @@ class RollCall:
         return "\n".join(lines)
 
     def _compare(self, found: list[_Entry], same: bool) -> None:
-        whats = {entry.what for entry in found}
-        if len(whats) > 1:
+        names = {entry.what for entry in found}
+        if len(names) > 1:
             raise CollectiveMismatch(
                 "The processes call different collectives at the same time:\n"
                 + "\n".join(f"  process {r}: {entry.where()}" for r, entry in enumerate(found))

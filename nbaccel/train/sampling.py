@@ -129,14 +129,16 @@ class BatchSamplerShard(BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)
+        self.batch_size: int | None = getattr(  # type: ignore[assignment]
+            batch_sampler, "batch_size", None
+        )
         self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
         self.remainder = -1
         if split_batches:
             check_divisible(self.batch_size, num_processes, type(batch_sampler).__name__)
 
     @property
-    def sampler(self) -> Any:  # type: ignore[override]
+    def sampler(self) -> Any:
         """The sampler behind the shared batch sampler, if it has one."""
         return getattr(self.batch_sampler, "sampler", None)
 

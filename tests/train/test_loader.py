@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import pickle
-import signal
 import timeit
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler
-from torch.utils.data._utils import signal_handling
 
 from nbaccel import notebook_launcher
+from nbaccel.config.handlers import DataLoaderConfiguration
+from nbaccel.train.arrival import arrive
+from nbaccel.train.collectives import Collectives
 from nbaccel.train.gradient import GradientState
+from nbaccel.train.loading import prepare_data_loader
 from tests.train.data import Numbers, Stream, here, lists, prepare
 
 
@@ -212,6 +214,28 @@ def test_ranks_seeded_differently_draw_one_order():
         assert sorted(sum(mine + others, [])) == list(range(10))  # noqa: RUF017 - two lists
 
 
+def drawn_after_sharing():
+    place = arrive(cpu=True)
+    torch.manual_seed(place.rank)
+    loader = prepare_data_loader(
+        DataLoader(Numbers(), batch_size=5, shuffle=True),
+        place,
+        GradientState(),
+        DataLoaderConfiguration(),
+        Collectives(place),
+        rng_types=["torch", "generator"],
+    )
+    before = torch.initial_seed()
+    return before, lists(loader), torch.rand(3).tolist()
+
+
+def test_other_generators_are_taken_from_process_0_too():
+    first, second = notebook_launcher(drawn_after_sharing, (), 2)
+    assert (first[0], second[0]) == (0, 1)
+    assert sorted(first[1][0] + second[1][0]) == list(range(10))
+    assert first[2] == second[2]
+
+
 def test_batches_are_moved_where_the_place_is():
     class Elsewhere(Numbers):
         def __getitem__(self, index):
@@ -231,17 +255,9 @@ def _place(device):
     return Place(device=device)
 
 
-@pytest.fixture
-def sigchld(monkeypatch):
-    """Torch sets a handler of its own when a loader first has workers; it goes with the test."""
-    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
-    before = signal.getsignal(signal.SIGCHLD)
-    yield
-    signal.signal(signal.SIGCHLD, before)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
-def test_it_can_be_pickled(workers, sigchld):
+@pytest.mark.usefixtures("sigchld")
+def test_it_can_be_pickled(workers):
     loader = prepare(DataLoader(Numbers(), batch_size=3, shuffle=True, num_workers=workers))
     torch.manual_seed(1)
     expected = lists(loader)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from nbaccel import notebook_launcher
+from nbaccel import ConfigError, notebook_launcher
 from nbaccel.abc.place import Place
 from nbaccel.train import rng
 from nbaccel.train.arrival import arrive
@@ -51,7 +51,11 @@ def make(kind: str) -> DataLoader[Any]:
         return DataLoader(Numbers(), batch_sampler=ByPython())
     data = Numbers(draws=kind == "augmented")
     generator = torch.Generator().manual_seed(9) if kind == "generator" else None
-    return DataLoader(data, batch_size=3, shuffle=True, generator=generator)
+    workers = {
+        "workers": {"num_workers": 1},
+        "persistent": {"num_workers": 1, "persistent_workers": True},
+    }.get(kind, {})
+    return DataLoader(data, batch_size=3, shuffle=True, generator=generator, **workers)
 
 
 class Run:
@@ -125,6 +129,22 @@ def test_a_killed_training_goes_on_bit_by_bit(kind, step, tmp_path):
     assert later.seen == whole.seen
     assert later.end == whole.end
     assert later.loader.iteration == EPOCHS
+
+
+@pytest.mark.usefixtures("sigchld")
+@pytest.mark.parametrize("kind", ["workers", "persistent"])
+def test_worker_processes_change_nothing_about_it(kind, tmp_path):
+    """Waiting workers save torch a draw at each epoch but the first: that must be repeated, too."""
+    whole = Run(kind)
+    unbroken(whole, 2, tmp_path / "state")
+    later = Run(kind, seed=99)
+    resumed(later, tmp_path / "state", 2)
+    assert later.seen == whole.seen
+    assert later.end == whole.end
+    again = [*whole.seen]
+    whole.seen = []
+    resumed(whole, tmp_path / "state", 2)  # in the process that wrote it, with workers waiting
+    assert whole.seen == again
 
 
 @pytest.mark.parametrize("number", [None, 2])
@@ -209,6 +229,11 @@ def test_telling_the_epoch_again_keeps_what_was_restored_and_another_one_does_no
     assert later.loader.position.is_within_epoch
     later.loader.set_epoch(0)
     assert not later.loader.position.is_within_epoch
+
+
+def test_another_librarys_state_is_refused():
+    with pytest.raises(ConfigError, match=r"it has '_num_yielded', '_snapshot'"):
+        prepare(make("plain")).load_state_dict({"_snapshot": {}, "_num_yielded": 3})
 
 
 def on_two(path: str, *, kind: str, **settings: Any) -> list[Any]:

@@ -105,6 +105,14 @@ class _Noting:
 
 
 def _pickle(obj: Any, path: Path) -> None:
+    try:
+        torch.save(obj, path)
+    except RuntimeError:
+        # Once more through Python, at half the speed: now it fails with the reason, or not at all.
+        _pickle_noting(obj, path)
+
+
+def _pickle_noting(obj: Any, path: Path) -> None:
     with path.open("wb") as file:
         noting = _Noting(file)
         try:

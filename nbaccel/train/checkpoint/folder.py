@@ -94,7 +94,7 @@ def new_checkpoint(
         except Exception as caught:  # whatever it is, the others must hear of it
             error = caught
         _all_written(site, collectives, error)
-    except BaseException:
+    except BaseException:  # an interrupt, too, leaves nothing behind
         if owns:
             shutil.rmtree(site.partial, ignore_errors=True)
         raise

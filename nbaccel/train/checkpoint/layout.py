@@ -11,6 +11,7 @@ its documentation promises, is written here, too.
     dl_state_dict.bin, dl_state_dict_rank1.bin, … the same of torchdata's loaders
     scaler.pt                                     of fp16
     random_states_0.pkl, …                        generators by rank, and the accumulation step
+    gradients_0.bin, …                            by rank, of a save amid a group of batches
     custom_checkpoint_0.pkl, …                    registered objects
 """
 
@@ -20,7 +21,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Contents", "is_part", "loader_file", "numbered", "random_states"]
+__all__ = ["Contents", "gradients", "is_part", "loader_file", "numbered", "random_states"]
 
 SAFE, UNSAFE = "model.safetensors", "pytorch_model.bin"
 OPTIMIZER, SCHEDULER, SCALER = "optimizer.bin", "scheduler.bin", "scaler.pt"
@@ -32,7 +33,7 @@ _PART = re.compile(
     r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin"
     r"|(optimizer|scheduler)(_\d+)?\.bin|(sampler|dl_state_dict)(_\d+)?(_rank\d+)?\.bin"
     r"|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
-    r"|pytorch_model_fsdp_\d+|optimizer_\d+)"
+    r"|gradients_\d+\.bin|pytorch_model_fsdp_\d+|optimizer_\d+)"
 )
 
 
@@ -50,6 +51,11 @@ def numbered(name: str, number: int) -> str:
 def random_states(rank: int) -> str:
     """The file of a process's generators."""
     return f"random_states_{rank}.pkl"
+
+
+def gradients(rank: int) -> str:
+    """The file of a process's gradients that wait for an optimizer step."""
+    return f"gradients_{rank}.bin"
 
 
 def loader_file(number: int, *, stateful: bool, rank: int = 0) -> str:

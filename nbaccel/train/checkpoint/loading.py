@@ -74,6 +74,7 @@ def load_state(
         loading.optimizers()
         loading.loaders(place)
         loading.rest()
+        loading.gradients(place)
         return loading.generators(place)
 
 
@@ -159,6 +160,11 @@ class _Loading:
             # What a user's object has for a state is the user's choice.
             path = self._folder / layout.CUSTOM.format(number)
             item.load_state_dict(read(path, weights_only=False))
+
+    def gradients(self, place: Place) -> None:
+        name = layout.gradients(place.rank)
+        if (self._folder / name).exists() and self._parts.sharder is None:
+            self._parts.set_gradients(self._read(name))
 
     def generators(self, place: Place) -> int | None:
         own = self._folder / layout.random_states(place.rank)

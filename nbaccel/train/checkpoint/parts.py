@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ class Parts:
         scaler: Of fp16, if there is one.
         custom: Registered objects.
         in_shards: Whether every process is to write its shards, if the strategy can.
+        amid_group: Whether gradients of some batches wait for an optimizer step. They are saved,
+            too, unless they are sharded: torch keeps those where nobody can reach them.
     """
 
     strategy: Strategy
@@ -41,6 +43,7 @@ class Parts:
     scaler: torch.amp.GradScaler | None = None
     custom: Sequence[Any] = ()
     in_shards: bool = False
+    amid_group: bool = False
 
     @property
     def sharder(self) -> ShardedCheckpoints | None:
@@ -58,6 +61,24 @@ class Parts:
             if any(id(parameter) in stepped for parameter in model.parameters()):
                 return model
         return None
+
+    def gradients(self) -> dict[int, dict[str, torch.Tensor]]:
+        """This process's gradients by number of the model and name of the parameter."""
+        return {
+            number: {
+                name: parameter.grad
+                for name, parameter in self.strategy.unwrap(model).named_parameters()
+                if parameter.grad is not None
+            }
+            for number, model in enumerate(self.models)
+        }
+
+    def set_gradients(self, found: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        """Put back what :meth:`gradients` gave; a parameter that is not in it has none."""
+        for number, model in enumerate(self.models):
+            for name, parameter in self.strategy.unwrap(model).named_parameters():
+                value = found.get(number, {}).get(name)
+                parameter.grad = None if value is None else value.to(parameter.device)
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """The first optimizer that steps a model's parameters; its shards lie with the model's."""

@@ -81,6 +81,9 @@ class _Writing:
         self._optimizers()
         self._loaders(place)
         self._rest()
+        if self._parts.amid_group and self._parts.sharder is None:
+            waiting = self._folder / layout.gradients(place.rank)
+            self._attempt(lambda: save(self._parts.gradients(), waiting))
         states = {"step": step, **rng.capture(place)}
         self._attempt(lambda: save(states, self._folder / layout.random_states(place.rank)))
         if self._errors:
