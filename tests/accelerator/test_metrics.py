@@ -95,7 +95,7 @@ def test_values_are_combined_and_padded() -> None:
         rank = accelerator.process_index
         mine = torch.tensor([1.0 + rank, 10.0])
         kept = mine.clone()
-        found = {
+        return {
             "sum": accelerator.reduce(mine).tolist(),
             "mean": accelerator.reduce({"x": mine}, "mean")["x"].tolist(),
             "max": accelerator.reduce(mine, "max").tolist(),
@@ -108,7 +108,6 @@ def test_values_are_combined_and_padded() -> None:
             "no such dim": accelerator.pad_across_processes(mine[: 1 + rank], dim=3).shape[0],
             "scalars": accelerator.gather(torch.tensor(rank)).tolist(),
         }
-        return found
 
     for rank, found in enumerate(together(body)):
         assert found.pop("unknown").startswith("ConfigError: reduce(reduction='median')")

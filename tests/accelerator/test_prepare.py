@@ -198,7 +198,9 @@ def test_freeing_memory_forgets_everything_and_gives_nones() -> None:
     assert accelerator.free_memory(*prepared) == [None] * 4
     assert accelerator.clear() == []
     assert accelerator.step == 0
-    assert not (accelerator._models or accelerator._optimizers or accelerator._dataloaders)
+    assert not (accelerator._models)
+    assert not (accelerator._optimizers)
+    assert not (accelerator._dataloaders)
 
 
 def test_a_deep_copy_is_the_accelerator_itself_and_a_pickled_one_is_equal() -> None:
