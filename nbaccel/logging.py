@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel import env
 from nbaccel.state import PartialState
+from nbaccel.train import arrival
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
 
@@ -21,35 +22,46 @@ class MultiProcessAdapter(_Adapter):
     """A logger that speaks once for all processes.
 
     Every call takes two more keywords: `main_process_only` (True: process 0 alone speaks) and
-    `in_order` (False: each process speaks in its turn, waiting for those before it).
+    `in_order` (False; True: all speak, each in its turn, whatever `main_process_only` says).
+
+    A message touches neither the device nor the process group, unless it is `in_order`.
     """
 
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
         """See `logging.Logger.log`; adds `main_process_only` and `in_order`."""
         main_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
-        kwargs.setdefault("stacklevel", 2)
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         if not self.isEnabledFor(level):
             return
-        state = PartialState()
-        if in_order and not main_only:
+        text, found = self.process(msg, kwargs)
+        if in_order:
+            state = PartialState()
             for rank in range(state.num_processes):
                 if rank == state.process_index:
-                    self._speak(level, msg, args, kwargs)
+                    self.logger.log(level, text, *args, **found)
                 state.wait_for_everyone()
-        elif not main_only or state.is_main_process:
-            self._speak(level, msg, args, kwargs)
-
-    def _speak(self, level: int, msg: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        text, found = self.process(msg, dict(kwargs))
-        self.logger.log(level, text, *args, **{**found, "stacklevel": found["stacklevel"] + 1})
+        elif not main_only or arrival.rank() == 0:
+            self.logger.log(level, text, *args, **found)
 
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]
     ) -> tuple[Any, MutableMapping[str, Any]]:
-        """Put the rank before a message, where there are several."""
-        rank = env.read("RANK")
-        return (msg if rank is None else f"[RANK {rank}] {msg}"), kwargs
+        """Put the number of the process before a message."""
+        return f"[RANK {arrival.rank()}] {msg}", kwargs
+
+    def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
+        """Warn, but not a second time with the same words.
+
+        Args:
+            msg: The message.
+            *args: What goes into it.
+            **kwargs: As of `log`.
+        """
+        said = self.logger.__dict__.setdefault("_nbaccel_said", set())
+        if (key := (str(msg), repr(args))) not in said:
+            said.add(key)
+            self.warning(msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

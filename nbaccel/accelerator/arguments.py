@@ -88,7 +88,7 @@ class Request:
         *,
         mixed_precision: str | None,
         cpu: bool,
-        gradient_accumulation_steps: int,
+        gradient_accumulation_steps: int | None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None,
         split_batches: bool | None,
         dataloader_config: DataLoaderConfiguration | None,
@@ -113,13 +113,14 @@ class Request:
         project = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and project.project_dir is None:
             project.set_directories(project_dir)
+        config_says_cpu = config is not None and config.device == "cpu"
         asked = Asked(
             mixed_precision=precision,
             precision_source=said_by,
             accumulation_steps=steps,
             accumulation_source=source,
             fsdp=fsdp_plugin is not None,
-            cpu=cpu or (config is not None and config.device == "cpu"),
+            cpu=cpu or bool(env.flag("ACCELERATE_USE_CPU")) or config_says_cpu,
             split_batches=data.split_batches,
         )
         return cls(
@@ -135,7 +136,8 @@ class Request:
 def _data(
     given: DataLoaderConfiguration | None, split_batches: bool | None
 ) -> DataLoaderConfiguration:
-    data = given or DataLoaderConfiguration()
+    # A copy, because `accelerator.even_batches = ...` is about this accelerator alone.
+    data = DataLoaderConfiguration() if given is None else replace(given)
     if split_batches is None or split_batches == data.split_batches:
         return data
     if given is not None:
@@ -148,14 +150,14 @@ def _data(
 
 
 def _accumulation(
-    steps: int, plugin: GradientAccumulationPlugin | None
+    steps: int | None, plugin: GradientAccumulationPlugin | None
 ) -> tuple[int, Any, GradientAccumulationPlugin]:
-    if steps < 1:
+    if steps is not None and steps < 1:
         raise ConfigError(
             f"gradient_accumulation_steps={steps!r} must be a whole number of at least 1: so many "
             "batches make one optimizer step. Give 1 to step after every batch."
         )
-    if plugin is not None and steps != 1 and plugin.num_steps not in (None, steps):
+    if plugin is not None and steps is not None and plugin.num_steps not in (None, steps):
         raise ConfigError(
             f"gradient_accumulation_steps={steps} contradicts "
             f"gradient_accumulation_plugin.num_steps={plugin.num_steps}. Only one can hold. Give "
@@ -164,7 +166,7 @@ def _accumulation(
     if plugin is not None and plugin.num_steps is not None:
         return plugin.num_steps, "argument", plugin
     plugin = plugin or GradientAccumulationPlugin()
-    if steps != 1:
+    if steps is not None:
         return steps, "argument", replace(plugin, num_steps=steps)
     text = env.read("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "") or ""
     if not text.strip():

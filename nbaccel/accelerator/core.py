@@ -63,7 +63,8 @@ class Accelerator(Preparing, Keeping, Comforts):
         device_placement: Whether models and batches are moved to the device.
         split_batches: Whether each batch of a loader is cut into a slice per process.
         mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``; None takes what the launcher asked.
-        gradient_accumulation_steps: Batches for one optimizer step.
+        gradient_accumulation_steps: Batches for one optimizer step; None takes what the launcher
+            asked (``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``), else 1.
         cpu: Compute on the CPU even if there is a GPU.
         dataloader_config: How loaders are shared out.
         fsdp_plugin: Shard models by torch's ``fully_shard``.
@@ -88,7 +89,7 @@ class Accelerator(Preparing, Keeping, Comforts):
         device_placement: bool = True,
         split_batches: bool | None = None,
         mixed_precision: str | None = None,
-        gradient_accumulation_steps: int = 1,
+        gradient_accumulation_steps: int | None = None,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
         deepspeed_plugin: Any = None,
@@ -210,10 +211,20 @@ class Accelerator(Preparing, Keeping, Comforts):
 
         Args:
             optimizer: One prepared optimizer, or several; None for all.
+
+        Raises:
+            ConfigError: The group of batches is not complete yet.
         """
         scaler = self._precision.scaler
         if scaler is None or not scaler.is_enabled():
             return
+        if not self.sync_gradients:
+            raise ConfigError(
+                f"Gradients were to be unscaled or clipped after batch {self.step} of a group of "
+                f"{self.gradient_accumulation_steps}: those of later batches would be added in "
+                f"another scale (fp16 multiplies the loss by {scaler.get_scale():.0f}). Clip "
+                "under `if accelerator.sync_gradients:`."
+            )
         chosen = self._optimizers if optimizer is None else optimizer
         for one in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
             original = one.optimizer if isinstance(one, PreparedOptimizer) else one
@@ -308,8 +319,9 @@ class Accelerator(Preparing, Keeping, Comforts):
         """
         has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves(input_data))
         if use_gather_object or not has_tensors:
-            objects = self._collectives.gather_object(input_data)
-            return objects[: self._rows_to_keep()]
+            objects: Any = self._collectives.gather_object(input_data)
+            # Alone it is what was given, which need not be a list.
+            return objects[: self._rows_to_keep()] if isinstance(objects, Sequence) else objects
         keep = self._rows_to_keep()
         gathered = self._collectives.gather(input_data)
         if keep is None:

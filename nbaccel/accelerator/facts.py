@@ -126,6 +126,21 @@ class Facts(Processes):
         """Whether models are sharded by ``fully_shard``."""
         return self.distributed_type is DistributedType.FSDP
 
+    @property
+    def deepspeed_plugin(self) -> None:
+        """None: this version does not serve DeepSpeed, and refuses its plugin."""
+        return None
+
+    @property
+    def parallelism_config(self) -> None:
+        """None: this version does not mix parallelisms, and refuses the configuration."""
+        return None
+
+    @property
+    def fp8_backend(self) -> None:
+        """None: this version does not compute in fp8, and refuses to."""
+        return None
+
     # --------------------------------------------------------------------- gradients
 
     @property

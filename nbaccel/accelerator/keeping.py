@@ -253,7 +253,9 @@ class Keeping(Facts):
         for tracker in self.trackers:
             tracker.finish()
         self.trackers.clear()
+        if not self.use_distributed or not dist.is_initialized():
+            return  # nobody to leave, or left already
         self.wait_for_everyone()
-        # A notebook's worker keeps it: other cells may use it, and it goes with the process.
-        if self.use_distributed and not env.flag("FORK_LAUNCHED"):
+        # A notebook's worker keeps it: what follows in the cell may use it, and it goes with it.
+        if not env.flag("FORK_LAUNCHED"):
             dist.destroy_process_group()

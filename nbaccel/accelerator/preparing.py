@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -196,9 +197,10 @@ class Preparing(Facts):
     def _compile(self, bundle: Bundle) -> Bundle:
         if self._dynamo_backend == "no":
             return bundle
-        backend = self._dynamo_backend
-        compiled: list[Any] = [torch.compile(m, backend=backend) for m in bundle.models]
-        return replace(bundle, models=tuple(compiled))
+        for model in bundle.models:
+            # In place: a wrapper around it would hide from the strategy what it wrapped itself.
+            model.compile(backend=self._dynamo_backend)
+        return bundle
 
     def _wrap_optimizers(self, bundle: Bundle) -> Bundle:
         wrapped = tuple(
@@ -223,13 +225,15 @@ class Preparing(Facts):
         Returns:
             The module that was given to `prepare`.
         """
-        compiled = getattr(model, "_orig_mod", None)
-        inner = self._strategy.unwrap(model if compiled is None else compiled)
+        plain = getattr(model, "_orig_mod", model)  # one that the caller compiled
+        inner = self._strategy.unwrap(plain)
+        if not keep_torch_compile:
+            inner = getattr(inner, "_orig_mod", inner)
+            inner._compiled_call_impl = None
         if not keep_fp32_wrapper:
-            self._precision.unwrap_forward(inner)
-        if compiled is not None and keep_torch_compile:
-            again: Any = torch.compile(inner, backend=self._dynamo_backend)
-            inner = again
+            self._precision.unwrap_forward(getattr(inner, "_orig_mod", inner))
+        if keep_torch_compile and plain is inner:
+            return model
         return inner
 
     def free_memory(self, *objects: Any) -> list[None]:
@@ -244,6 +248,7 @@ class Preparing(Facts):
         for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             kept.clear()
         self.step = 0
+        gc.collect()  # DDP and its model refer to each other
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return [None] * len(objects)

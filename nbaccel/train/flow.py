@@ -130,10 +130,12 @@ class Processes:
             process_index: Number of the process among all.
 
         Raises:
-            ConfigError: There is no process of that number.
+            ConfigError: There is no process of that number. One that is alone runs everything.
         """
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
+        if self._place.is_alone:
+            return function
         chosen = _existing(process_index, self.num_processes, "process_index")
         return _only(function, self.process_index == chosen)
 
@@ -147,10 +149,12 @@ class Processes:
             local_process_index: Number of the process on its node.
 
         Raises:
-            ConfigError: There is no process of that number.
+            ConfigError: There is no process of that number. One that is alone runs everything.
         """
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        if self._place.is_alone:
+            return function
         chosen = _existing(local_process_index, self._place.local_world_size, "local_process_index")
         return _only(function, self.local_process_index == chosen)
 
@@ -188,8 +192,10 @@ class Processes:
                     "that belong together would go to different processes. Make them equally long."
                 )
             return {key: self._part(value, apply_padding) for key, value in inputs.items()}
-        is_dataset = hasattr(inputs, "select") and hasattr(inputs, "__len__")
-        if not isinstance(inputs, (list, tuple, torch.Tensor)) and not is_dataset:
+        is_sequence = isinstance(inputs, (list, tuple, torch.Tensor))
+        # Tensors have a `select`, too, which means something else.
+        is_dataset = not is_sequence and hasattr(inputs, "select") and hasattr(inputs, "__len__")
+        if not is_sequence and not is_dataset:
             return inputs
         start, stop, missing = self._span(len(inputs), apply_padding)
         if is_dataset:
