@@ -140,7 +140,9 @@ class Keeping(Facts):
         """
         if not unwrap and not hasattr(model, "_orig_mod"):
             return dict(model.state_dict())
-        return self._strategy.model_state(getattr(model, "_orig_mod", model))
+        state = self._strategy.model_state(getattr(model, "_orig_mod", model))
+        # What was compiled before `prepare` sits deeper, and shows in the names.
+        return {name.replace("_orig_mod.", ""): value for name, value in state.items()}
 
     def save_model(
         self,

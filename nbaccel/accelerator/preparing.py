@@ -232,8 +232,11 @@ class Preparing(Facts):
             inner._compiled_call_impl = None
         if not keep_fp32_wrapper:
             self._precision.unwrap_forward(getattr(inner, "_orig_mod", inner))
-        if keep_torch_compile and plain is inner:
-            return model
+        if keep_torch_compile and plain is not model:
+            if plain is inner:
+                return model
+            wrapper: Any = model  # torch has no public way to compile another with the same options
+            inner = type(wrapper)(inner, wrapper.dynamo_ctx)
         return inner
 
     def free_memory(self, *objects: Any) -> list[None]:

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from nbaccel import Accelerator
+from nbaccel.errors import ConfigError
+from nbaccel.train.loader import PreparedLoader
+from nbaccel.train.optimizer import PreparedOptimizer
+from nbaccel.train.scheduler import PreparedScheduler
+from tests.accelerator.loops import line, numbers, rows, sgd, together, told, weight
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda n: 1 / (n + 1))
+
+
+def test_things_come_back_ready_in_the_order_given() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = line()
+    optimizer = sgd(model)
+    found = accelerator.prepare(schedule(optimizer), numbers(), optimizer, "text", model)
+    kinds = [type(item) for item in found]
+    assert kinds == [PreparedScheduler, PreparedLoader, PreparedOptimizer, str, nn.Linear]
+    assert isinstance(found, tuple)
+    assert isinstance(found[1], DataLoader)
+    assert isinstance(found[2], torch.optim.Optimizer)
+    assert found[0].optimizers == (found[2],)  # though it came before its optimizer
+    assert found[4] is model
+
+
+def test_one_thing_comes_back_alone_and_unknown_ones_as_they_were() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, strange = line(), object()
+    assert accelerator.prepare(model) is model
+    assert accelerator.prepare(strange) is strange
+    assert accelerator.prepare(None, strange) == (None, strange)
+
+
+def test_what_is_prepared_stays_as_it_is() -> None:
+    def body(accelerator: Accelerator) -> Any:
+        model = line()
+        optimizer = sgd(model)
+        first = accelerator.prepare(model, optimizer, numbers(), schedule(optimizer))
+        again = accelerator.prepare(*first)
+        by_original = accelerator.prepare(model)
+        kept = [len(getattr(accelerator, f"_{kind}")) for kind in ("models", "optimizers")]
+        return (
+            all(a is b for a, b in zip(first, again, strict=True)),
+            by_original is first[0],
+            isinstance(first[0], DistributedDataParallel),
+            kept,
+        )
+
+    assert together(body) == [(True, True, True, [1, 1])] * 2
+
+
+def test_a_schedulers_optimizer_may_have_been_prepared_before_it() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = line()
+    one, other = sgd(model), sgd(model)
+    first, second = accelerator.prepare(one, other)
+    assert accelerator.prepare(schedule(other)).optimizers == (second,)
+    assert accelerator.prepare_scheduler(schedule(one)).optimizers == (first,)
+
+
+def test_device_placement_is_wanted_for_every_argument() -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ConfigError, match="1 entries for 2 arguments"):
+        accelerator.prepare(line(), numbers(), device_placement=[True])
+
+
+def test_models_move_only_where_they_are_to() -> None:
+    accelerator = Accelerator(cpu=True)
+    with torch.device("meta"):
+        away = nn.Linear(2, 2)
+    assert accelerator.prepare(away, device_placement=[False]).weight.is_meta
+    assert Accelerator(cpu=True, device_placement=False).prepare(away).weight.is_meta
+    with pytest.raises(NotImplementedError):  # torch's: a meta tensor has nothing to move
+        Accelerator(cpu=True).prepare(away)
+
+
+def test_a_model_for_evaluation_or_without_gradients_is_not_wrapped() -> None:
+    def body(accelerator: Accelerator) -> Any:
+        frozen = line().requires_grad_(False)
+        evaluated = line()
+        return (
+            accelerator.prepare(frozen) is frozen,
+            accelerator.prepare_model(evaluated, evaluation_mode=True) is evaluated,
+            type(accelerator.prepare_model(line())).__name__,
+        )
+
+    assert together(body) == [(True, True, "DistributedDataParallel")] * 2
+
+
+def test_a_model_spread_over_devices_cannot_be_trained_by_several_processes() -> None:
+    def body(accelerator: Accelerator) -> Any:
+        model: Any = line()
+        model.hf_device_map = {"a": 0, "b": "cpu"}
+        return told(lambda: accelerator.prepare(model))
+
+    for message in together(body):
+        assert message.startswith("ConfigError")
+        assert "{'a': 0, 'b': 'cpu'}" in message
+    alone: Any = line()
+    alone.hf_device_map = {"a": 0, "b": "cpu"}
+    assert Accelerator(cpu=True).prepare(alone) is alone
+
+
+def test_unwrapping_gives_the_users_own_module_which_pickles() -> None:
+    def body(accelerator: Accelerator) -> Any:
+        mine = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        model = accelerator.prepare(mine)
+        casting = type(mine.forward).__name__
+        names = sorted(accelerator.get_state_dict(model))
+        plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        sent = pickle.loads(pickle.dumps(plain))
+        out = sent.eval()(torch.ones(1, 2))
+        with torch.no_grad():
+            same = torch.equal(out, plain.eval()(torch.ones(1, 2)))
+        return (
+            accelerator.unwrap_model(model) is mine,
+            plain is mine,
+            casting,
+            type(mine.forward).__name__,
+            any(name.startswith("module.") for name in names),
+            same,
+        )
+
+    found = together(body, mixed_precision="bf16")
+    assert found == [(True, True, "AutocastForward", "method", False, True)] * 2
+
+
+def test_compiled_models_train_save_and_unwrap_like_others(tmp_path: Any) -> None:
+    def body(accelerator: Accelerator) -> Any:
+        mine = line()
+        model, optimizer, loader = accelerator.prepare(mine, sgd(mine), numbers(4, 1))
+        before = []
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch[0]).sum())
+                before.append(float(mine.weight.grad))
+                optimizer.step()
+                optimizer.zero_grad()
+        accelerator.save_state(tmp_path / "state")
+        mine.weight.data.zero_()
+        accelerator.load_state(tmp_path / "state")
+        return (
+            before,
+            weight(model),
+            sorted(accelerator.get_state_dict(model)),
+            accelerator.unwrap_model(model) is mine,
+            accelerator.prepare(mine) is model,
+            accelerator.check_in_sync(),
+        )
+
+    first, second = together(body, dynamo_backend="eager", gradient_accumulation_steps=2)
+    # Divided by two; not shared after the first batch; then the mean over the processes of both.
+    assert (first[0], second[0]) == ([0.0, 1.5], [0.5, 1.5])
+    assert first[1:] == second[1:]
+    assert first[1] == pytest.approx(0.85)
+    assert first[2:] == (["weight"], True, True, True)
+
+
+def test_a_model_that_the_user_compiled_keeps_its_names() -> None:
+    def body(accelerator: Accelerator) -> Any:
+        mine = line()
+        model = accelerator.prepare(torch.compile(mine, backend="eager"))
+        after = torch.compile(accelerator.prepare(line()), backend="eager")
+        return (
+            sorted(accelerator.get_state_dict(model)),
+            sorted(accelerator.get_state_dict(after)),
+            accelerator.unwrap_model(model, keep_torch_compile=False) is mine,
+            type(accelerator.unwrap_model(after, keep_torch_compile=False)).__name__,
+            type(accelerator.unwrap_model(after)).__name__,
+        )
+
+    for n in (1, 2):
+        for names, after, is_mine, kind, kept in together(body, n):
+            assert (names, after, is_mine, kind) == (["weight"], ["weight"], True, "Linear")
+            assert kept == "OptimizedModule"
+
+
+def test_freeing_memory_forgets_everything_and_gives_nones() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = line()
+    optimizer = sgd(model)
+    prepared = accelerator.prepare(model, optimizer, numbers(), schedule(optimizer))
+    accelerator.step = 3
+    assert accelerator.free_memory(*prepared) == [None] * 4
+    assert accelerator.clear() == []
+    assert accelerator.step == 0
+    assert not (accelerator._models or accelerator._optimizers or accelerator._dataloaders)
+
+
+def test_a_deep_copy_is_the_accelerator_itself_and_a_pickled_one_is_equal() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=3)
+    accelerator.prepare(line(), numbers())
+    assert copy.deepcopy({"it": accelerator})["it"] is accelerator
+    sent = pickle.loads(pickle.dumps(accelerator))
+    assert (sent.mixed_precision, sent.gradient_accumulation_steps) == ("bf16", 3)
+
+
+def test_a_loader_may_be_prepared_alone_with_a_placement_of_its_own() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare_data_loader(numbers(4, 2), device_placement=False)
+    assert loader.device is None
+    assert accelerator.prepare_data_loader(loader) is loader
+    assert [rows(batch) for batch in loader] == [[0, 1], [2, 3]]

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from nbaccel import PartialState, notebook_launcher
+from nbaccel.errors import ConfigError
+from tests.accelerator.loops import told
+
+
+def each(body: Any, n: int = 2) -> list[Any]:
+    """What ``body(state)`` returns on each of `n` processes."""
+
+    def run() -> Any:
+        return body(PartialState(cpu=True))
+
+    return list(notebook_launcher(run, num_processes=n))
+
+
+def split(inputs: Any, n: int, **options: Any) -> list[Any]:
+    def body(state: PartialState) -> Any:
+        with state.split_between_processes(inputs, **options) as part:
+            return part
+
+    return each(body, n)
+
+
+def test_every_process_knows_its_numbers() -> None:
+    def body(state: PartialState) -> Any:
+        return (
+            state.process_index,
+            state.local_process_index,
+            state.num_processes,
+            state.is_main_process,
+            state.is_local_main_process,
+            state.is_last_process,
+            state.use_distributed,
+            str(state.device),
+        )
+
+    assert each(body, 3) == [
+        (0, 0, 3, True, True, False, True, "cpu"),
+        (1, 1, 3, False, False, False, True, "cpu"),
+        (2, 2, 3, False, False, True, True, "cpu"),
+    ]
+    assert body(PartialState(cpu=True)) == (0, 0, 1, True, True, True, False, "cpu")
+
+
+def test_inputs_are_split_into_contiguous_parts() -> None:
+    assert split([0, 1, 2, 3, 4], 3) == [[0, 1], [2, 3], [4]]
+    assert split((0, 1, 2), 2) == [(0, 1), (2,)]
+    assert split([7], 3) == [[7], [], []]
+    assert split([], 2) == [[], []]
+    assert split("text", 2) == ["text", "text"]
+    assert split({"a": [1, 2, 3], "b": "xyz"[0:0] or [4, 5, 6]}, 2) == [
+        {"a": [1, 2], "b": [4, 5]},
+        {"a": [3], "b": [6]},
+    ]
+
+
+def test_parts_can_be_padded_to_equal_lengths_with_the_last_item() -> None:
+    assert split([0, 1, 2, 3, 4], 3, apply_padding=True) == [[0, 1], [2, 3], [4, 4]]
+    assert split([7], 3, apply_padding=True) == [[7], [7], [7]]
+    assert split((0, 1, 2), 2, apply_padding=True) == [(0, 1), (2, 2)]
+    assert split({"a": [1, 2, 3]}, 2, apply_padding=True) == [{"a": [1, 2]}, {"a": [3, 3]}]
+
+
+def test_tensors_are_split_and_padded_by_rows() -> None:
+    rows = torch.arange(6).view(3, 2)
+    first, second = split(rows, 2)
+    assert (first.tolist(), second.tolist()) == ([[0, 1], [2, 3]], [[4, 5]])
+    first, second = split(rows, 2, apply_padding=True)
+    assert second.tolist() == [[4, 5], [4, 5]]
+    assert split(torch.arange(1), 2, apply_padding=True)[1].tolist() == [0]
+
+
+def test_datasets_are_split_by_their_own_selection() -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def body(state: PartialState) -> Any:
+        data = datasets.Dataset.from_dict({"x": [1, 2, 3]})
+        with state.split_between_processes(data) as part:
+            plain = part["x"][:]
+        with state.split_between_processes(data, apply_padding=True) as part:
+            return plain, part["x"][:]
+
+    assert each(body) == [([1, 2], [1, 2]), ([3], [3, 3])]
+
+
+def test_values_of_different_lengths_are_refused_and_one_process_gets_all() -> None:
+    def body(state: PartialState) -> Any:
+        def call() -> None:
+            with state.split_between_processes({"a": [1, 2], "b": [1]}):
+                pass
+
+        return told(call)
+
+    for message in each(body):
+        assert message.startswith("ConfigError")
+        assert "{'a': 2, 'b': 1}" in message
+    mine = [1, 2]
+    with PartialState(cpu=True).split_between_processes(mine) as part:
+        assert part is mine
+
+
+def test_functions_run_on_the_processes_they_are_for() -> None:
+    def body(state: PartialState) -> Any:
+        def here() -> int:
+            """Says where."""
+            return state.process_index
+
+        @state.on_process(process_index=1)
+        def only_one() -> int:
+            return state.process_index
+
+        chosen = [
+            state.on_main_process(here),
+            state.on_local_main_process(here),
+            state.on_last_process(here),
+            only_one,
+            state.on_local_process(local_process_index=2)(here),
+            state.on_process(here, 0),
+        ]
+        wrong = told(lambda: state.on_process(here, process_index=3))
+        return [one() for one in chosen], {one.__name__ for one in chosen}, wrong
+
+    found = each(body, 3)
+    assert [ran for ran, _, _ in found] == [
+        [0, 0, None, None, None, 0],
+        [None, None, None, 1, None, None],
+        [None, None, 2, None, 2, None],
+    ]
+    for _, names, wrong in found:
+        assert names == {"here", "only_one"}
+        assert "process_index=3 names no process: there are 3" in wrong
+
+
+def test_a_process_that_is_alone_runs_everything() -> None:
+    state = PartialState(cpu=True)
+    assert state.on_process(lambda: "ran", process_index=2)() == "ran"
+    assert state.on_local_process(lambda: "ran", local_process_index=2)() == "ran"
+    assert state.on_last_process(lambda: "ran")() == "ran"
+
+
+def test_the_main_process_goes_first_also_if_it_fails() -> None:
+    def body(state: PartialState) -> Any:
+        found = []
+        for first in (state.main_process_first, state.local_main_process_first):
+            with first():
+                if state.is_main_process:
+                    time.sleep(0.1)
+                found.append(time.time())
+
+        def failing() -> None:
+            with state.main_process_first():
+                if state.is_main_process:
+                    raise OSError("the disk is full")
+
+        return found, told(failing), state.wait_for_everyone()
+
+    (main, failed, _), (other, fine, _) = each(body)
+    assert all(m < o for m, o in zip(main, other, strict=True))
+    assert failed == "OSError: the disk is full"
+    assert fine == "nothing was raised"
+
+
+def test_printing_happens_once(capfd: pytest.CaptureFixture[str]) -> None:
+    def body(state: PartialState) -> None:
+        state.print("hello from", state.process_index, sep=" ", end="!\n")
+
+    each(body, 3)
+    captured = capfd.readouterr().out
+    assert captured.count("hello from") == 1
+    assert "hello from 0!" in captured
+
+
+def test_no_process_index_at_all_is_a_mistake() -> None:
+    def body(state: PartialState) -> Any:
+        return told(lambda: state.on_process(lambda: 1)), told(
+            lambda: state.on_local_process(lambda: 1, local_process_index=-1)
+        )
+
+    for missing, negative in each(body):
+        assert "process_index=None names no process" in missing
+        assert "local_process_index=-1 names no process" in negative
+    assert issubclass(ConfigError, ValueError)
