@@ -56,7 +56,7 @@ def arrive(*, cpu: bool = False, settings: InitProcessGroupKwargs | None = None)
         world_size=dist.get_world_size(),
         local_world_size=found["local_world_size"],
         device=device,
-        backend=str(dist.get_backend_config()),
+        backend=_backend_in_use(device),
     )
 
 
@@ -123,6 +123,13 @@ def _check(world: dict[str, int]) -> None:
             "not find each other. Start them with notebook_launcher or torchrun, or unset "
             "WORLD_SIZE to train in this process alone."
         )
+
+
+def _backend_in_use(device: torch.device) -> str:
+    """By which tensors on this device travel: of ``cpu:gloo,cuda:nccl`` the part that matters."""
+    config = str(dist.get_backend_config())
+    parts = [part.partition(":") for part in config.split(",")]
+    return {kind: name for kind, _, name in parts}.get(device.type) or config
 
 
 def _backend(device: torch.device, num_local: int) -> str:

@@ -12,6 +12,7 @@ from nbaccel.train.collectives import Collectives
 
 __all__ = ["differences", "fingerprint"]
 
+_CHUNK = 1 << 22  # elements
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -27,9 +28,12 @@ def fingerprint(tensor: torch.Tensor) -> int:
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    bits = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
-    weights = torch.arange(1, bits.numel() + 1, device=bits.device)
-    return int((bits * weights).sum())
+    bits = flat.view(_INTEGERS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, bits.numel(), _CHUNK):  # the integers take eight bytes each
+        part = bits[start : start + _CHUNK].to(torch.int64)
+        total += (part * torch.arange(start + 1, start + 1 + len(part), device=part.device)).sum()
+    return int(total)
 
 
 def differences(facts: Mapping[str, Any], collectives: Collectives) -> list[str]:
