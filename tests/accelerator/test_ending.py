@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # sets a variable of its own when the first optimizer imports it
 import torch.distributed as dist
 
 from nbaccel import Accelerator, notebook_launcher
