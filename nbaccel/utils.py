@@ -65,6 +65,7 @@ __all__ = [
 _log = get_logger(__name__)
 _OUT_OF_MEMORY = (
     "CUDA out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
     "DefaultCPUAllocator: can't allocate",
 )

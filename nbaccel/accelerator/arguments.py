@@ -27,7 +27,7 @@ from nbaccel.config.handlers import (
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.plan.training import Asked
 
-__all__ = ["Handlers", "Request", "refuse_unserved"]
+__all__ = ["Handlers", "Request", "dynamo_backend_of", "refuse_unserved"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,6 +186,12 @@ def _precision(given: str | None, config: RunConfig | None) -> tuple[str, Any]:
         return config.mixed_precision, "config"
     said = (env.read("ACCELERATE_MIXED_PRECISION", "") or "").strip().lower()
     return (said, "environment") if said else ("no", "default")
+
+
+def dynamo_backend_of(given: str | None) -> str:
+    """The backend of ``torch.compile`` in small letters, ``no`` for none."""
+    said = given or (env.read("ACCELERATE_DYNAMO_BACKEND", "") or "").strip() or "no"
+    return str(getattr(said, "value", said)).lower()
 
 
 _LATER = {

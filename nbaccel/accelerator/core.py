@@ -18,7 +18,7 @@ from nbaccel import _catalog
 from nbaccel.abc.place import Place
 from nbaccel.abc.precision import Precision
 from nbaccel.abc.strategy import Strategy
-from nbaccel.accelerator.arguments import Request, refuse_unserved
+from nbaccel.accelerator.arguments import Request, dynamo_backend_of, refuse_unserved
 from nbaccel.accelerator.comforts import Comforts
 from nbaccel.accelerator.keeping import Keeping
 from nbaccel.accelerator.preparing import Preparing
@@ -76,7 +76,8 @@ class Accelerator(Preparing, Keeping, Comforts):
         gradient_accumulation_plugin: More about accumulation.
         step_scheduler_with_optimizer: Whether schedulers step only when optimizers do.
         kwargs_handlers: Further settings, one object per class.
-        dynamo_backend: Backend of ``torch.compile`` for prepared models; None or ``no`` for none.
+        dynamo_backend: Backend of ``torch.compile`` for prepared models, ``no`` for none; None
+            takes what the launcher asked (``ACCELERATE_DYNAMO_BACKEND``).
         config: A `RunConfig`; arguments win over it.
 
     Raises:
@@ -136,7 +137,7 @@ class Accelerator(Preparing, Keeping, Comforts):
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = list(rng_types) if rng_types is not None else ["generator"]
-        self._dynamo_backend = (dynamo_backend or "no").lower()
+        self._dynamo_backend = dynamo_backend_of(dynamo_backend)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         return self  # a copy would prepare for the same processes, and count for itself

@@ -54,8 +54,13 @@ class Preparing(Facts):
             self.device_placement if wish is None else wish
             for wish in device_placement or [None] * len(args)
         ]
-        found = list(args)
-        self._prepare_together(args, moves, found)
+        first = {id(a): i for i, a in reversed([*enumerate(args)])}
+        # What is given twice is prepared once; but two loops over one loader are two loaders.
+        once = [i for i, a in enumerate(args) if first[id(a)] == i or isinstance(a, DataLoader)]
+        ready = [args[i] for i in once]
+        self._prepare_together([*ready], [moves[i] for i in once], ready)
+        by_index = dict(zip(once, ready, strict=True))
+        found = [by_index[i if i in by_index else first[id(a)]] for i, a in enumerate(args)]
         return found[0] if len(found) == 1 else tuple(found)
 
     def prepare_model(
@@ -117,6 +122,9 @@ class Preparing(Facts):
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Make one learning-rate scheduler ready; its optimizer must be prepared before it."""
+        for known in self._schedulers:
+            if scheduler is known or scheduler is known.scheduler:
+                return known
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
         original = getattr(scheduler, "optimizer", None)
@@ -137,14 +145,12 @@ class Preparing(Facts):
         self, args: Sequence[Any], moves: Sequence[bool], found: list[Any]
     ) -> None:
         """Replace in `found` what can be prepared."""
-        known = {i: self._known(a) for i, a in enumerate(args) if isinstance(a, nn.Module)}
-        models = [i for i, model in known.items() if model is None]
-        found[:] = [known.get(i) or item for i, item in enumerate(args)]
-        optimizers = [
-            i
-            for i, a in enumerate(args)
-            if isinstance(a, torch.optim.Optimizer) and not isinstance(a, PreparedOptimizer)
-        ]
+        found[:] = [self._known(item) for item in args]
+        fresh = [i for i, item in enumerate(found) if item is None]
+        for i in fresh:
+            found[i] = args[i]
+        models = [i for i in fresh if isinstance(args[i], nn.Module)]
+        optimizers = [i for i in fresh if isinstance(args[i], torch.optim.Optimizer)]
         bundle = Bundle(
             models=tuple(args[i] for i in models), optimizers=tuple(args[i] for i in optimizers)
         )
@@ -162,19 +168,22 @@ class Preparing(Facts):
         for i, optimizer in zip(optimizers, bundle.optimizers, strict=True):
             found[i] = optimizer
         self._models += bundle.models
-        for i, item in enumerate(args):
-            if isinstance(item, DataLoader):
+        for i in fresh:
+            if isinstance(item := args[i], DataLoader):
                 found[i] = self.prepare_data_loader(item, device_placement=moves[i])
-        for i, item in enumerate(args):  # last: they look for their optimizers
-            if isinstance(item, torch.optim.lr_scheduler.LRScheduler):
+        for i in fresh:  # last: they look for their optimizers
+            if isinstance(item := args[i], torch.optim.lr_scheduler.LRScheduler):
                 found[i] = self.prepare_scheduler(item)
 
-    def _known(self, model: nn.Module) -> nn.Module | None:
-        """What this model has become, if it was prepared before."""
-        for prepared in self._models:
-            if model is prepared or model is self._strategy.unwrap(prepared):
-                return prepared
-        return None
+    def _known(self, item: Any) -> Any:
+        """What this has become, if it was prepared before; else None."""
+        for model in self._models:
+            if item is model or item is self._strategy.unwrap(model):
+                return model
+        for optimizer in self._optimizers:
+            if item is optimizer or item is optimizer.optimizer:
+                return optimizer
+        return item if isinstance(item, PreparedOptimizer) else None
 
     def _place_models(self, bundle: Bundle, moves: Sequence[bool]) -> Bundle:
         for model, move in zip(bundle.models, moves, strict=True):

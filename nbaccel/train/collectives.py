@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from nbaccel.abc.place import Place
-from nbaccel.errors import ConfigError
+from nbaccel.errors import CollectiveMismatch, ConfigError
 from nbaccel.train.rollcall import DEFAULT_TIMEOUT_S, of_default_group
 from nbaccel.train.trees import leaves, map_leaves, map_tensors
 
@@ -192,6 +192,12 @@ class Collectives:
         if self.place.is_alone:
             return tree
         everybody = self._roll_call("pad_across_processes", _signature(tree, "pad"))
+        counts = [len(one) for one in everybody]
+        if len(set(counts)) > 1:
+            raise CollectiveMismatch(
+                f"pad_across_processes got different numbers of tensors by process: {counts}. "
+                "Nothing says which belong together. Give as many on every process."
+            )
         shapes = zip(*([shape for _, shape in one] for one in everybody), strict=True)
         return map_leaves(lambda t: _padded(t, next(shapes), dim, pad_index, pad_first), tree)
 

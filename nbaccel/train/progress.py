@@ -27,6 +27,12 @@ _Batch = TypeVar("_Batch")
 _COUNT = itertools.count()  # of bars in this process: so that processes mean the same one
 
 
+class _Bar(tqdm):  # type: ignore[type-arg]
+    """A bar without tqdm's watching thread, which would stay after it and be there at a fork."""
+
+    monitor_interval = 0
+
+
 class Progress(Generic[_Batch]):
     """An iterable over a loader, with a bar.
 
@@ -53,7 +59,7 @@ class Progress(Generic[_Batch]):
             total = len(loader)  # type: ignore[arg-type]
         except TypeError:  # an iterable dataset has no length
             total = None
-        self.bar = tqdm(
+        self.bar = _Bar(
             total=total, desc=description or None, disable=not place.is_main, unit="batch"
         )
 

@@ -95,7 +95,7 @@ def test_values_are_combined_and_padded() -> None:
         rank = accelerator.process_index
         mine = torch.tensor([1.0 + rank, 10.0])
         kept = mine.clone()
-        found = {
+        return {
             "sum": accelerator.reduce(mine).tolist(),
             "mean": accelerator.reduce({"x": mine}, "mean")["x"].tolist(),
             "max": accelerator.reduce(mine, "max").tolist(),
@@ -108,7 +108,6 @@ def test_values_are_combined_and_padded() -> None:
             "no such dim": accelerator.pad_across_processes(mine[: 1 + rank], dim=3).shape[0],
             "scalars": accelerator.gather(torch.tensor(rank)).tolist(),
         }
-        return found
 
     for rank, found in enumerate(together(body)):
         assert found.pop("unknown").startswith("ConfigError: reduce(reduction='median')")
@@ -142,3 +141,13 @@ def test_a_loader_of_the_users_own_passes_all_through() -> None:
         return [i for batch in loader for i in rows(accelerator.gather_for_metrics(batch))]
 
     assert together(body) == [[0, 1, 0, 1, 2, 2]] * 2
+
+
+def test_different_numbers_of_tensors_cannot_be_padded_together() -> None:
+    def body(accelerator: Accelerator) -> Any:
+        mine = [torch.ones(1)] * (1 + accelerator.process_index)
+        return told(lambda: accelerator.pad_across_processes(mine))
+
+    for message in together(body):
+        assert message.startswith("CollectiveMismatch")
+        assert "[1, 2]" in message

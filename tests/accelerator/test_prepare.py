@@ -198,7 +198,9 @@ def test_freeing_memory_forgets_everything_and_gives_nones() -> None:
     assert accelerator.free_memory(*prepared) == [None] * 4
     assert accelerator.clear() == []
     assert accelerator.step == 0
-    assert not (accelerator._models or accelerator._optimizers or accelerator._dataloaders)
+    assert not (accelerator._models)
+    assert not (accelerator._optimizers)
+    assert not (accelerator._dataloaders)
 
 
 def test_a_deep_copy_is_the_accelerator_itself_and_a_pickled_one_is_equal() -> None:
@@ -215,3 +217,33 @@ def test_a_loader_may_be_prepared_alone_with_a_placement_of_its_own() -> None:
     assert loader.device is None
     assert accelerator.prepare_data_loader(loader) is loader
     assert [rows(batch) for batch in loader] == [[0, 1], [2, 3]]
+
+
+def test_what_is_given_twice_or_again_is_prepared_once() -> None:
+    def body(accelerator: Accelerator) -> Any:
+        model = line()
+        optimizer = sgd(model)
+        scheduler = schedule(optimizer)
+        first, same, stepper = accelerator.prepare(model, model, optimizer)
+        again = accelerator.prepare(optimizer)
+        plan = accelerator.prepare(scheduler)
+        one, two = accelerator.prepare(*[numbers()] * 2)
+        return (
+            first is same,
+            stepper is again,
+            accelerator.prepare(scheduler) is plan,
+            plan.optimizers == (stepper,),
+            one is two,
+            [len(x) for x in (accelerator._models, accelerator._optimizers)],
+        )
+
+    assert together(body) == [(True, True, True, True, False, [1, 1])] * 2
+
+
+def test_a_launcher_may_ask_for_compiled_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    model = Accelerator(cpu=True).prepare(line())
+    assert model._compiled_call_impl is not None
+    plain = Accelerator(cpu=True, dynamo_backend="NO").prepare(line())
+    assert plain._compiled_call_impl is None
+    assert torch.equal(model(torch.ones(1, 1)), plain(torch.ones(1, 1)))

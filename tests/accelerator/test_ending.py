@@ -1,0 +1,83 @@
+"""What an accelerator leaves behind in a notebook, and beside a launcher: nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # sets a variable of its own when the first optimizer imports it
+import torch.distributed as dist
+
+from nbaccel import Accelerator, notebook_launcher
+from tests.accelerator.loops import line, numbers, rows, sgd, weight
+from tests.isolation import ROOT, isolated
+
+
+def train() -> Any:
+    accelerator = Accelerator(cpu=True)
+    model = line()
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), numbers(4, 1))
+    seen = []
+    for batch in accelerator.progress(loader):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch[0]).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        seen += rows(batch)
+    return accelerator.num_processes, seen, weight(model)
+
+
+@pytest.mark.parametrize("method", ["template", "fork"])
+@isolated(timeout_s=60)
+def test_a_bare_cell_may_be_followed_by_a_launch(method: Any) -> None:
+    before = dict(os.environ)
+    alone = train()
+    assert alone[:2] == (1, [0, 1, 2, 3])
+    assert not dist.is_initialized()
+    assert dict(os.environ) == before
+
+    torch.set_num_threads(1)
+    first, second = notebook_launcher(train, num_processes=2, start_method=method)
+    assert (first[:2], second[:2]) == ((2, [0, 2]), (2, [1, 3]))
+    assert first[2] == second[2] == pytest.approx(1 - 0.1 * (0.5 + 2.5))
+    assert not dist.is_initialized()
+    assert dict(os.environ) == before
+    assert train()[:2] == (1, [0, 1, 2, 3])
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from nbaccel import Accelerator
+
+accelerator = Accelerator(cpu=True)
+before = dist.is_initialized()
+accelerator.end_training()
+accelerator.end_training()
+found = accelerator.process_index, accelerator.num_processes, before, dist.is_initialized()
+Path(sys.argv[1], str(accelerator.process_index)).write_text(str(found))
+"""
+
+
+def test_ending_leaves_the_group_of_another_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = [(tmp_path / str(rank)).read_text() for rank in (0, 1)]
+    assert found == ["(0, 2, True, False)", "(1, 2, True, False)"]

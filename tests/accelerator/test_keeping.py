@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from nbaccel import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
+from nbaccel.errors import ConfigError
+from nbaccel.tracking import GeneralTracker
+from tests.accelerator.loops import line, numbers, sgd, together, told, weight
+
+
+def test_a_models_weights_are_written_once_under_the_users_names(tmp_path: Path) -> None:
+    def body(accelerator: Accelerator) -> Any:
+        model = accelerator.prepare(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+        accelerator.save_model(model, tmp_path / "whole")
+        accelerator.save_model(model, tmp_path / "pieces", max_shard_size="1KB")
+        accelerator.save_model(model, tmp_path / "pickled", safe_serialization=False)
+        accelerator.save({"rank": accelerator.process_index}, tmp_path / "object.pt")
+        accelerator.wait_for_everyone()
+        return {k: v.clone() for k, v in accelerator.get_state_dict(model).items()}
+
+    state, _ = together(body)
+    names = {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert state.keys() == names
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    assert all(torch.equal(whole[name], state[name]) for name in names)
+    index = json.loads((tmp_path / "pieces" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == names
+    assert len(set(index["weight_map"].values())) > 1
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / "pieces" / file)[name], state[name])
+    pickled = torch.load(tmp_path / "pickled" / "pytorch_model.bin", weights_only=True)
+    assert torch.equal(pickled["0.weight"], state["0.weight"])
+    assert torch.load(tmp_path / "object.pt", weights_only=True) == {"rank": 0}
+
+
+def test_sharded_models_are_written_whole(tmp_path: Path) -> None:
+    def body(accelerator: Accelerator) -> Any:
+        torch.manual_seed(0)
+        model = accelerator.prepare(nn.Linear(4, 4))
+        accelerator.save_model(model, tmp_path / "model")
+        return str(accelerator.distributed_type.value), accelerator.is_fsdp2
+
+    assert together(body, fsdp_plugin=FullyShardedDataParallelPlugin()) == [("FSDP", True)] * 2
+    torch.manual_seed(0)
+    expected = nn.Linear(4, 4)
+    written = load_file(tmp_path / "model" / "model.safetensors")
+    assert torch.equal(written["weight"], expected.weight)
+
+
+def test_a_state_brings_back_weights_optimizer_schedule_step_and_own_objects(
+    tmp_path: Path,
+) -> None:
+    class Counter:
+        def __init__(self) -> None:
+            self.count = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.count = state["count"]
+
+    def start() -> Any:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+        model, counter = line(), Counter()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.register_for_checkpointing(counter)
+        return accelerator, model, optimizer, counter
+
+    accelerator, model, optimizer, counter = start()
+    seen: list[Any] = []
+    accelerator.register_save_state_pre_hook(lambda m, w, f: seen.append((len(m), len(w))))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    accelerator.step, counter.count = 2, 7
+    folder = accelerator.save_state(tmp_path / "state")
+    assert folder == tmp_path / "state"
+    assert seen == [(1, 1)]
+
+    again, reborn, stepper, recounted = start()
+    again.load_state(folder)
+    assert weight(reborn) == weight(model)
+    assert (again.step, recounted.count) == (2, 7)
+    assert len(stepper.state) == 1  # the momentum
+    with pytest.raises(ConfigError, match="str"):
+        again.register_for_checkpointing("text")
+    with pytest.raises(ConfigError, match="nowhere"):
+        again.save_state()
+
+
+def read(path: Path) -> list[Any]:
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+def test_metrics_are_logged_once_with_their_configuration(tmp_path: Path) -> None:
+    def body(accelerator: Accelerator) -> Any:
+        accelerator.init_trackers("run", config={"lr": 0.1})
+        accelerator.log({"loss": 0.5}, step=3, log_kwargs={"jsonl": {"note": "first"}})
+        tracker = accelerator.get_tracker("jsonl")
+        tracker.log({"own": 1}, step=4)  # does nothing where there is none
+        name = type(tracker).__name__
+        accelerator.end_training()
+        return name, len(accelerator.trackers), accelerator.process_index
+
+    project = ProjectConfiguration(tmp_path, logging_dir=tmp_path / "logs")
+    found = together(body, log_with="jsonl", project_config=project)
+    assert found == [("JsonlTracker", 0, 0), ("GeneralTracker", 0, 1)]
+    config, first, second = read(tmp_path / "logs" / "run.jsonl")
+    assert config["config"] == {"lr": 0.1}
+    assert (first["step"], first["values"], first["note"]) == (3, {"loss": 0.5}, "first")
+    assert (second["step"], second["values"]) == (4, {"own": 1})
+
+
+def test_a_tracker_nobody_asked_for_is_not_found(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
+    assert "begun are []" in told(lambda: accelerator.get_tracker("jsonl"))
+    accelerator.init_trackers("run")
+    assert "'wandb' finds none" in told(lambda: accelerator.get_tracker("wandb")).replace(
+        "get_tracker('wandb')", "'wandb'"
+    )
+    assert accelerator.get_tracker("jsonl", unwrap=True).name.endswith("run.jsonl")
+    accelerator.end_training()
+
+
+def test_a_tracker_of_the_users_own_is_told_everything() -> None:
+    class Mine(GeneralTracker):
+        name = "mine"
+        requires_logging_directory = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.told: list[Any] = []
+
+        @property
+        def tracker(self) -> list[Any]:
+            return self.told
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            self.told.append(values)
+
+        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+            self.told.append((values, step, kwargs))
+
+        def finish(self) -> None:
+            self.told.append("end")
+
+    mine = Mine()
+    accelerator = Accelerator(cpu=True, log_with=mine)
+    accelerator.init_trackers("run", config={"a": 1})
+    accelerator.log({"x": 2}, step=1)
+    assert accelerator.get_tracker("mine") is mine
+    accelerator.end_training()
+    assert mine.told == [{"a": 1}, ({"x": 2}, 1, {}), "end"]
+
+
+def test_training_may_be_ended_twice_and_without_trackers() -> None:
+    def body(accelerator: Accelerator) -> Any:
+        model = line()
+        accelerator.prepare(model, sgd(model), numbers())
+        accelerator.end_training()
+        accelerator.end_training()
+        return accelerator.process_index
+
+    assert together(body) == [0, 1]
+    assert together(body, n=1) == [0]

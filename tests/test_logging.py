@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from nbaccel import notebook_launcher
+from nbaccel.logging import get_logger
+
+NAME = "tests.of.logging"
+
+
+class Kept(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    @property
+    def texts(self) -> list[str]:
+        return [record.getMessage() for record in self.records]
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    handler, logger = Kept(), logging.getLogger(NAME)
+    level, root = logger.level, logging.root.level
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+    logging.root.setLevel(root)
+
+
+def test_one_process_speaks_with_its_number_from_the_callers_line(kept: Kept) -> None:
+    logger = get_logger(NAME, log_level="info")
+    logger.info("loss %s", 0.5)
+    logger.debug("too quiet")
+    logger.warning("careful", main_process_only=False)
+    assert kept.texts == ["[RANK 0] loss 0.5", "[RANK 0] careful"]
+    assert {record.filename for record in kept.records} == {"test_logging.py"}
+    assert {record.funcName for record in kept.records} == {
+        "test_one_process_speaks_with_its_number_from_the_callers_line"
+    }
+    assert not dist.is_initialized()
+
+
+def test_a_warning_can_be_given_once(kept: Kept) -> None:
+    logger = get_logger(NAME)
+    for _ in range(3):
+        get_logger(NAME).warning_once("this is said %s", "once")
+        logger.warning_once("this, too")
+    assert kept.texts == ["[RANK 0] this is said once", "[RANK 0] this, too"]
+
+
+def test_the_level_may_come_from_the_environment(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "error")
+    logger = get_logger(NAME)
+    logger.warning("not this")
+    logger.error("but this")
+    assert kept.texts == ["[RANK 0] but this"]
+
+
+def test_processes_speak_once_all_or_in_turn() -> None:
+    def body() -> Any:
+        handler = Kept()
+        logging.getLogger(NAME).addHandler(handler)
+        logger = get_logger(NAME, log_level="INFO")
+        logger.info("main")
+        logger.info("all", main_process_only=False)
+        joined = dist.is_initialized()
+        logger.info("turn", in_order=True)
+        times = [record.created for record in handler.records]
+        return handler.texts, joined, times[-1]
+
+    (first, joined, one), (second, _, two) = notebook_launcher(body, num_processes=2)
+    assert first == ["[RANK 0] main", "[RANK 0] all", "[RANK 0] turn"]
+    assert second == ["[RANK 1] all", "[RANK 1] turn"]
+    assert not joined  # messages alone do not join the processes
+    assert one < two

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbaccel import Accelerator, notebook_launcher
+from nbaccel.state import AcceleratorState, DistributedType, GradientState, PartialState
+
+
+def test_a_state_alone_says_so() -> None:
+    state = PartialState(cpu=True)
+    assert state.distributed_type is DistributedType.NO
+    assert state.backend is None
+    assert state.initialized
+    assert not state.fork_launched
+    assert str(state) == (
+        "Distributed environment: NO\nNum processes: 1\nProcess index: 0\n"
+        "Local process index: 0\nDevice: cpu\n"
+    )
+    state.set_device()
+    state.destroy_process_group()
+    assert isinstance(state.default_device, torch.device)
+
+
+def test_states_and_accelerators_of_a_process_agree() -> None:
+    def body() -> Any:
+        state = PartialState(cpu=True, timeout=40.0)
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        own = accelerator.state
+        found = {
+            "types": [s.distributed_type.value for s in (state, own, accelerator)],
+            "numbers": [s.process_index for s in (state, own, accelerator)],
+            "backend": state.backend,
+            "kind": type(own) is AcceleratorState,
+            "precision": own.mixed_precision,
+            "forked": state.fork_launched,
+            "text": str(own),
+            "plugins": (own.fsdp_plugin, own.deepspeed_plugin),
+        }
+        state.wait_for_everyone()
+        state.destroy_process_group()
+        state.destroy_process_group()
+        found["left"] = dist.is_initialized()
+        return found
+
+    for rank, found in enumerate(notebook_launcher(body, num_processes=2)):
+        text = found.pop("text")
+        assert found == {
+            "types": ["MULTI_CPU"] * 3,
+            "numbers": [rank] * 3,
+            "backend": found["backend"],
+            "kind": True,
+            "precision": "bf16",
+            "forked": True,
+            "plugins": (None, None),
+            "left": False,
+        }
+        assert "gloo" in found["backend"]
+        assert text.startswith("Distributed environment: MULTI_CPU  Backend: ")
+        assert f"Process index: {rank}\n" in text
+        assert text.endswith("Mixed precision type: bf16\n")
+
+
+def test_types_compare_with_their_names() -> None:
+    assert DistributedType("FSDP") is DistributedType.FSDP
+    assert DistributedType.MULTI_CPU == "MULTI_CPU"
+    assert GradientState().num_steps == 1

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nbaccel import notebook_launcher
+from nbaccel.train.arrival import arrive
+from nbaccel.train.collectives import Collectives
+from nbaccel.train.in_sync import differences, fingerprint, parameter_facts
+from tests.train.data import ALONE
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+    ],
+)
+def test_one_changed_element_changes_the_fingerprint(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(3, 4).to(dtype)
+    changed = tensor.clone()
+    changed[1, 2] = 1
+    assert fingerprint(tensor) == fingerprint(tensor.clone())
+    assert fingerprint(tensor) != fingerprint(changed)
+
+
+def test_the_fingerprint_sees_order_and_signs_and_not_a_number() -> None:
+    tensor = torch.tensor([1.0, 2.0, 3.0])
+    assert fingerprint(tensor) != fingerprint(tensor.flip(0))
+    assert fingerprint(torch.tensor([0.0])) != fingerprint(torch.tensor([-0.0]))
+    bad = torch.tensor([float("nan")])
+    assert fingerprint(bad) == fingerprint(bad.clone())
+    turned = torch.arange(6.0).view(2, 3)
+    assert fingerprint(turned.t()) == fingerprint(turned.t().contiguous())
+    assert fingerprint(torch.empty(0)) == 0
+    assert fingerprint(torch.tensor(1.0)) != 0
+
+
+def test_models_are_told_apart_only_where_there_are_several() -> None:
+    model = nn.Linear(1, 1)
+    assert parameter_facts([model]).keys() == {"weight", "bias"}
+    assert parameter_facts([model, model]).keys() == {
+        "model 0: weight",
+        "model 0: bias",
+        "model 1: weight",
+        "model 1: bias",
+    }
+
+
+def test_differences_are_told_alike_everywhere_with_plain_values() -> None:
+    def body() -> Any:
+        place = arrive(cpu=True)
+        facts: dict[str, Any] = {
+            "same": 1,
+            "rate": 0.1 * (1 + place.rank),
+            "print": [place.rank // 2],
+        }
+        if place.rank != 1:
+            facts["only some"] = "x"
+        return differences(facts, Collectives(place))
+
+    expected = [
+        "rate differs from process 0's on process 1, 2: 0.1, 0.2, 0.30000000000000004 by process",
+        "print differs from process 0's on process 2",
+        "only some differs from process 0's on process 1: x, missing, x by process",
+    ]
+    assert list(notebook_launcher(body, num_processes=3)) == [expected] * 3
+
+
+def test_one_process_differs_from_nobody() -> None:
+    assert differences({"a": 1}, Collectives(ALONE)) == []

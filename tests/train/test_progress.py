@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from nbaccel import notebook_launcher
+from nbaccel.train.arrival import arrive
+from nbaccel.train.progress import Progress
+from tests.train.data import ALONE, Stream
+
+
+def test_a_bar_counts_batches_and_samples_and_passes_them_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    batches = [torch.ones(4, 2), torch.ones(3, 2)]
+    shown = Progress(batches, ALONE, "evaluation")
+    assert len(shown) == 2
+    found = []
+    for batch in shown:
+        found.append(batch)
+        shown.note(torch.tensor([1.0, 2.0]))
+    assert all(a is b for a, b in zip(found, batches, strict=True))
+    assert (shown.samples, shown.bar.n, shown.bar.total) == (7, 2, 2)
+    text = capsys.readouterr().err
+    assert "evaluation: 100%" in text
+    assert "loss=1.5" in text
+    assert "processes" not in text
+
+
+def test_a_loader_without_a_length_has_a_bar_without_an_end() -> None:
+    shown = Progress(Stream(3), ALONE)
+    assert shown.bar.total is None
+    assert [int(x) for x in shown] == [0, 1, 2]
+    assert shown.bar.n == 3
+
+
+def test_a_bar_is_closed_when_the_loop_is_left_or_fails() -> None:
+    shown = Progress(range(5), ALONE)
+    for number in shown:
+        if number == 2:
+            break
+    assert shown.bar.disable  # what tqdm sets when it closes
+    assert shown.bar.n == 2
+
+    def failing() -> Any:
+        yield 1
+        raise OSError("the disk is gone")
+
+    other = Progress(failing(), ALONE)
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(other)
+    assert other.bar.disable
+
+
+def test_process_zero_shows_everybodys_numbers_and_waits_for_nobody() -> None:
+    def body() -> Any:
+        place = arrive(cpu=True)
+        found = []
+        for bar in range(2):
+            shown = Progress([torch.ones(2 + place.rank)] * 2, place)
+            for _ in shown:
+                shown.note(torch.tensor(float(bar + 2 * place.rank)))
+                torch.distributed.barrier()
+            torch.distributed.barrier()
+            shown._report()  # by now both have posted their last numbers
+            found.append(getattr(shown.bar, "postfix", ""))  # a hidden bar has none
+        if place.is_main:  # a bar of this process alone
+            for _ in Progress([torch.ones(1)], place):
+                pass
+        return found
+
+    main, other = notebook_launcher(body, num_processes=2)
+    assert other == ["", ""]
+    for number, text in enumerate(main):
+        shown = dict(part.split("=") for part in text.split(", "))
+        assert shown["processes"] == "2"
+        assert float(shown["loss"]) == number + 1
+        assert float(shown["samples/s"]) > 0
+
+
+def test_bars_may_be_nested() -> None:
+    pairs = [
+        (outer, inner)
+        for outer, inner in itertools.chain.from_iterable(
+            ((a, b) for b in Progress(range(2), ALONE)) for a in Progress(range(2), ALONE)
+        )
+    ]
+    assert pairs == [(0, 0), (0, 1), (1, 0), (1, 1)]
