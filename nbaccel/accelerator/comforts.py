@@ -131,7 +131,8 @@ def _profiler_arguments(settings: ProfileKwargs, device: torch.device) -> dict[s
         )
     plain = replace(settings, activities=None, schedule_option=None, output_trace_dir=None)
     found = {name: value for name, value in plain.to_dict().items() if value is not None}
-    found.pop("with_modules")  # of TorchScript modules only, which torch has given up
+    if not settings.with_modules:  # of TorchScript modules only: torch warns where it is given
+        del found["with_modules"]
     if settings.schedule_option is not None:
         found["schedule"] = torch.profiler.schedule(**settings.schedule_option)
     return {**found, "activities": [kinds[name] for name in wanted]}

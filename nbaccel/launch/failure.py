@@ -34,6 +34,7 @@ _LOST_TYPES = {
     "ConnectionAbortedError",
     "BrokenPipeError",
 }
+_LEFT = "CollectiveTimeout"  # nbaccel's own; one whose cause is a lost connection is no better
 _LINE_CHARS = 140
 _AROUND = 2  # source lines shown before and after the failing one
 
@@ -71,10 +72,13 @@ class Record:
     @property
     def is_consequence(self) -> bool:
         """Whether it only says that another rank is gone."""
-        if self.raised is None:
+        raised = self.raised
+        if raised is not None and raised.type_name.rpartition(".")[2] == _LEFT:
+            raised = raised.cause
+        if raised is None:
             return False
-        name = self.raised.type_name.rpartition(".")[2]
-        return name in _LOST_TYPES and bool(_LOST.search(self.raised.message))
+        name = raised.type_name.rpartition(".")[2]
+        return name in _LOST_TYPES and bool(_LOST.search(raised.message))
 
     @property
     def headline(self) -> str:

@@ -21,6 +21,11 @@ __all__ = ["Collectives"]
 
 # Torch 2.13 has a new name for it and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Gloo knows no such numbers, but any bytes.
+_TRAVELS_AS_BYTES = frozenset(
+    getattr(torch, name)
+    for name in ("int16", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2")
+)
 _REDUCTIONS = ("sum", "mean", "max", "none")
 
 
@@ -81,7 +86,10 @@ class Collectives:
     def _gather_one(self, tensor: torch.Tensor) -> torch.Tensor:
         local = (tensor[None] if tensor.dim() == 0 else tensor).detach().contiguous()
         whole = local.new_empty((self.place.world_size * local.shape[0], *local.shape[1:]))
-        _all_gather(whole, local)
+        if local.dtype in _TRAVELS_AS_BYTES:
+            _all_gather(whole.view(torch.uint8), local.view(torch.uint8))
+        else:
+            _all_gather(whole, local)
         return whole
 
     def gather_object(self, items: Any) -> list[Any]:

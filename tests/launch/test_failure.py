@@ -53,6 +53,21 @@ def test_a_death_counts_like_an_exception() -> None:
     assert first_cause([raised(0, 1.0, *LOST[0]), dead]) is dead
 
 
+def test_a_missing_process_is_a_consequence_only_where_the_connection_broke() -> None:
+    lost = Raised(
+        type_name="torch.distributed.DistNetworkError",
+        message="Connection reset by peer",
+        frames=(),
+    )
+    left = Raised(
+        type_name="CollectiveTimeout", message="process 0 has left", frames=(), cause=lost
+    )
+    never = Raised(type_name="CollectiveTimeout", message="did not come", frames=())
+    dead = Record(rank=0, time=5.0, exit_status=-signal.SIGKILL)
+    assert first_cause([Record(rank=1, time=1.0, raised=left), dead]) is dead
+    assert not Record(rank=1, time=1.0, raised=never).is_consequence
+
+
 def test_if_all_lost_their_connections_the_first_is_told() -> None:
     records = [raised(0, 2.0, *LOST[0]), raised(1, 1.0, *LOST[1])]
     assert first_cause(records).rank == 1

@@ -46,6 +46,16 @@ def test_tensors_are_joined_in_order_of_rank_whatever_holds_them() -> None:
         assert found["turned"][3:].tolist() == [[10, 13], [11, 14], [12, 15]]
 
 
+@pytest.mark.parametrize("dtype", ["int16", "uint16", "float8_e4m3fn", "bfloat16", "bool"])
+def test_tensors_of_every_dtype_are_joined(dtype: str) -> None:
+    def body(c: Collectives) -> Any:
+        mine = torch.tensor([[c.place.rank], [1]]).to(getattr(torch, dtype))
+        found = c.gather(mine)
+        return str(found.dtype), found.to(torch.int64).tolist()
+
+    assert list(together(body)) == [(f"torch.{dtype}", [[0], [1], [1], [1]])] * 2
+
+
 def test_objects_are_joined_in_order_of_rank() -> None:
     found = together(lambda c: c.gather_object([c.place.rank] * (c.place.rank + 1)))
     assert list(found) == [[0, 1, 1]] * 2
