@@ -2,10 +2,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-
-import pytest
 
 from nbaccel import Accelerator, notebook_launcher
 from nbaccel.errors import ConfigError
