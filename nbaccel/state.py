@@ -18,6 +18,7 @@ from nbaccel.config.handlers import (
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
 )
+from nbaccel.errors import ConfigError
 from nbaccel.train import arrival
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.flow import Processes
@@ -101,17 +102,26 @@ class AcceleratorState(PartialState):
         distributed_type: How they train.
         mixed_precision: In which format.
         fsdp_plugin: How models are sharded, if they are.
+
+    Raises:
+        ConfigError: It was not an `Accelerator` that made it.
     """
 
     def __init__(
         self,
-        place: Place,
-        collectives: Collectives,
+        place: Place | None = None,
+        collectives: Collectives | None = None,
         *,
-        distributed_type: DistributedType,
-        mixed_precision: str,
+        distributed_type: DistributedType = DistributedType.NO,
+        mixed_precision: str = "no",
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
     ) -> None:
+        if place is None or collectives is None:
+            raise ConfigError(
+                f"AcceleratorState(place={place}, collectives={collectives}) is nobody's: each "
+                "Accelerator has its own, and nothing says which is meant. Use accelerator.state, "
+                "or PartialState() for this process's number and device."
+            )
         Processes.__init__(self, place, collectives)
         self._distributed_type = distributed_type
         self.mixed_precision = mixed_precision

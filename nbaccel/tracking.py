@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
-from nbaccel.train.trackers import GeneralTracker, JsonlTracker, TensorBoardTracker
+from nbaccel.train.trackers import (
+    GeneralTracker,
+    JsonlTracker,
+    LoggerType,
+    TensorBoardTracker,
+    on_main_process,
+)
 
-__all__ = ["GeneralTracker", "JsonlTracker", "TensorBoardTracker"]
+__all__ = [
+    "GeneralTracker",
+    "JsonlTracker",
+    "LoggerType",
+    "TensorBoardTracker",
+    "on_main_process",
+]

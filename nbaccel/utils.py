@@ -12,6 +12,7 @@ from collections.abc import Callable, MutableSequence
 from typing import Any
 
 import torch
+from tqdm import auto
 
 from nbaccel.config.handlers import (
     AutocastKwargs,
@@ -32,6 +33,7 @@ from nbaccel.train import arrival
 from nbaccel.train import rng as _rng
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.rng import set_seed
+from nbaccel.train.trackers import LoggerType
 from nbaccel.train.trees import concatenate, find_batch_size, send_to_device
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
+    "LoggerType",
     "ProfileKwargs",
     "ProjectConfiguration",
     "broadcast",
@@ -59,6 +62,7 @@ __all__ = [
     "send_to_device",
     "set_seed",
     "synchronize_rng_states",
+    "tqdm",
     "wait_for_everyone",
 ]
 
@@ -121,6 +125,22 @@ def synchronize_rng_states(rng_types: list[str], generator: torch.Generator | No
         generator: The one that ``generator`` means.
     """
     _rng.synchronize_rng_states(rng_types, generator, _together())
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """A progress bar that only process 0 of each node shows.
+
+    Args:
+        *args: Of ``tqdm``.
+        main_process_only: False shows one per process.
+        **kwargs: Of ``tqdm``; ``disable=True`` hides it here, too.
+
+    Returns:
+        The bar.
+    """
+    if main_process_only and arrival.local_rank() != 0:
+        kwargs["disable"] = True
+    return auto.tqdm(*args, **kwargs)
 
 
 def release_memory(*objects: Any) -> list[None]:

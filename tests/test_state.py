@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from nbaccel import Accelerator, notebook_launcher
+from nbaccel.errors import ConfigError
 from nbaccel.state import AcceleratorState, DistributedType, GradientState, PartialState
 
 
@@ -67,3 +69,8 @@ def test_types_compare_with_their_names() -> None:
     assert DistributedType("FSDP") is DistributedType.FSDP
     assert DistributedType.MULTI_CPU == "MULTI_CPU"
     assert GradientState().num_steps == 1
+
+
+def test_a_state_of_no_accelerator_is_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"nobody's.*accelerator\.state"):
+        AcceleratorState()

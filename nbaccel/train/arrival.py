@@ -18,7 +18,7 @@ from nbaccel.config.handlers import InitProcessGroupKwargs
 from nbaccel.errors import ConfigError
 from nbaccel.train.rollcall import DEFAULT_TIMEOUT_S
 
-__all__ = ["arrive", "find_device", "rank", "timeout_s", "wants_cpu"]
+__all__ = ["arrive", "find_device", "local_rank", "rank", "timeout_s", "wants_cpu"]
 
 
 def arrive(*, cpu: bool = False, settings: InitProcessGroupKwargs | None = None) -> Place:
@@ -63,6 +63,11 @@ def arrive(*, cpu: bool = False, settings: InitProcessGroupKwargs | None = None)
 def rank() -> int:
     """Number of this process, found out without a device and without joining the others."""
     return dist.get_rank() if dist.is_initialized() else _number("RANK", 0)
+
+
+def local_rank() -> int:
+    """Number of this process on its node, found out in the same way."""
+    return _number("LOCAL_RANK", rank())
 
 
 def timeout_s(settings: InitProcessGroupKwargs | None) -> float:

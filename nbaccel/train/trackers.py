@@ -12,7 +12,8 @@ import importlib.metadata
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
@@ -20,6 +21,7 @@ from nbaccel._optional import is_installed, require
 from nbaccel.abc.place import Place
 from nbaccel.config.mistakes import closest, shown
 from nbaccel.errors import ConfigError, MissingBackend
+from nbaccel.train import arrival
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -27,13 +29,41 @@ if TYPE_CHECKING:
 __all__ = [
     "GeneralTracker",
     "JsonlTracker",
+    "LoggerType",
     "TensorBoardTracker",
     "find_trackers",
+    "on_main_process",
     "start_trackers",
 ]
 
 _GROUP = "nbaccel.trackers"
 _ALL = "all"
+
+
+class LoggerType(str, Enum):
+    """The trackers that come with nbaccel, by name; ``ALL`` for every one that is installed."""
+
+    ALL = _ALL
+    JSONL = "jsonl"
+    TENSORBOARD = "tensorboard"
+
+
+def on_main_process(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a tracker's method run on process 0 alone; elsewhere the call returns None.
+
+    Args:
+        method: Of a `GeneralTracker`. Where its `main_process_only` is False it runs everywhere.
+
+    Returns:
+        The method.
+    """
+
+    @functools.wraps(method)
+    def call(tracker: Any, *args: Any, **kwargs: Any) -> Any:
+        everywhere = not getattr(tracker, "main_process_only", True)
+        return method(tracker, *args, **kwargs) if everywhere or arrival.rank() == 0 else None
+
+    return call
 
 
 class GeneralTracker:
@@ -158,6 +188,11 @@ class TensorBoardTracker(GeneralTracker):
         from torch.utils.tensorboard.writer import SummaryWriter
 
         return SummaryWriter(str(self.logging_dir), **self._options)
+
+    @property
+    def writer(self) -> SummaryWriter:
+        """The same, by the name that Accelerate's tracker gives it."""
+        return self.tracker
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Show the configuration under HPARAMS, and keep it in ``hparams.yml`` beside.

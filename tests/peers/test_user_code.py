@@ -1,0 +1,725 @@
+"""Code as users of Accelerate write it runs with nothing changed but the name in its imports.
+
+Each body below is such code. It runs with the real Accelerate, and again with ``accelerate`` in its
+``from accelerate... import`` lines replaced by ``nbaccel``; what both return must be equal.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from nbaccel import notebook_launcher
+from tests.isolation import ROOT
+
+pytestmark = pytest.mark.timeout(300)  # a cold import of transformers takes its time
+
+# --------------------------------------------------------------------- what users have beside
+
+
+def rows(count: int = 37) -> TensorDataset:
+    """Inputs of shape `[count, 8]` and labels 0 to 2."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 8, generator=generator)
+    return TensorDataset(x, x[:, :3].argmax(1))
+
+
+def classifier() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def numbers(model: nn.Module) -> list[float]:
+    return [value.double().sum().item() for value in model.state_dict().values()]
+
+
+# --------------------------------------------------------------------- their code
+
+
+def text_classification(folder: Path) -> Any:
+    from accelerate import Accelerator, DistributedType
+    from accelerate.utils import set_seed
+    from transformers import (
+        BatchEncoding,
+        BertConfig,
+        BertForSequenceClassification,
+        get_linear_schedule_with_warmup,
+    )
+
+    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
+    set_seed(42)
+
+    def collate(samples):
+        length = 12 if accelerator.distributed_type == DistributedType.XLA else None
+        length = length or max(len(sample["input_ids"]) for sample in samples)
+        ids = [s["input_ids"] + [0] * (length - len(s["input_ids"])) for s in samples]
+        return BatchEncoding(
+            {
+                "input_ids": torch.tensor(ids),
+                "attention_mask": torch.tensor(ids).ne(0).long(),
+                "labels": torch.tensor([s["label"] for s in samples]),
+            }
+        )
+
+    with accelerator.main_process_first():
+        samples = [
+            {"input_ids": [(i * k) % 29 + 1 for k in range(1, 5 + i % 7)], "label": i % 2}
+            for i in range(42)
+        ]
+    train_loader = DataLoader(samples[:26], shuffle=True, collate_fn=collate, batch_size=4)
+    eval_loader = DataLoader(samples[26:], collate_fn=collate, batch_size=5)
+    config = BertConfig(
+        vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32,
+    )  # fmt: skip
+    model = BertForSequenceClassification(config).to(accelerator.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    scheduler = get_linear_schedule_with_warmup(
+        optimizer, num_warmup_steps=2, num_training_steps=len(train_loader) * 2 // 2
+    )
+    model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
+        model, optimizer, train_loader, eval_loader, scheduler
+    )
+    told = []
+    for _ in range(2):
+        model.train()
+        for batch in train_loader:
+            batch.to(accelerator.device)
+            with accelerator.accumulate(model):
+                outputs = model(**batch)
+                accelerator.backward(outputs.loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            told.append((outputs.loss.item(), scheduler.get_last_lr()[0]))
+        model.eval()
+        seen = []
+        for batch in eval_loader:
+            with torch.no_grad():
+                outputs = model(**batch)
+            guesses, references = accelerator.gather_for_metrics(
+                (outputs.logits.argmax(dim=-1), batch["labels"])
+            )
+            seen.append((guesses.tolist(), references.tolist()))
+        told.append(seen)
+    accelerator.wait_for_everyone()
+    accelerator.unwrap_model(model).save_pretrained(
+        folder / "bert",
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model),
+    )
+    accelerator.wait_for_everyone()
+    again = BertForSequenceClassification.from_pretrained(folder / "bert")
+    told += [numbers(again), numbers(accelerator.unwrap_model(model))]
+    accelerator.end_training()
+    return told
+
+
+def checkpoints_by_epoch_and_step(folder: Path) -> Any:
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from accelerate.utils import ProjectConfiguration, set_seed
+
+    def training(every, resume_from=None, stop_after=None):
+        accelerator = Accelerator(
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+            project_config=ProjectConfiguration(project_dir=str(folder), total_limit=3),
+        )
+        set_seed(7)
+        model = classifier()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        loader = DataLoader(rows(), batch_size=4, shuffle=True)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=0.01, epochs=3, steps_per_epoch=len(loader)
+        )
+        model, optimizer, loader, scheduler = accelerator.prepare(
+            model, optimizer, loader, scheduler
+        )
+        accelerator.register_for_checkpointing(scheduler)
+        overall_step, starting_epoch, resume_step, losses = 0, 0, None, []
+        if resume_from is not None:
+            accelerator.print(f"Resumed from checkpoint: {resume_from}")
+            accelerator.load_state(resume_from)
+            name = os.path.splitext(os.path.basename(resume_from))[0]
+            if "epoch" in name:
+                starting_epoch = int(name.replace("epoch_", "")) + 1
+            else:
+                resume_step = int(name.replace("step_", ""))
+                starting_epoch = resume_step // len(loader)
+                resume_step -= starting_epoch * len(loader)
+                overall_step = starting_epoch * len(loader)
+        for epoch in range(starting_epoch, 3):
+            loader.set_epoch(epoch)
+            active = loader
+            if epoch == starting_epoch and resume_step is not None:
+                active = accelerator.skip_first_batches(loader, resume_step)
+                overall_step += resume_step
+            for x, y in active:
+                loss = nn.functional.cross_entropy(model(x), y)
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                overall_step += 1
+                losses.append((epoch, overall_step, loss.item(), scheduler.get_last_lr()[0]))
+                if every == "step" and overall_step % 4 == 0:
+                    accelerator.save_state(os.path.join(str(folder), f"step_{overall_step}"))
+                if overall_step == stop_after:
+                    return losses
+            if every == "epoch":
+                accelerator.save_state(os.path.join(str(folder), f"epoch_{epoch}"))
+        return losses
+
+    unbroken = training("nothing")
+    training("step", stop_after=9)
+    by_step = training("nothing", resume_from=str(folder / "step_8"))
+    training("epoch", stop_after=len(unbroken) // 3 + 2)
+    by_epoch = training("nothing", resume_from=str(folder / "epoch_0"))
+    assert by_step == unbroken[8:], (by_step[0], unbroken[8])
+    assert [told[2:] for told in by_epoch] == [told[2:] for told in unbroken[-len(by_epoch) :]]
+    assert len(by_epoch) * 3 == len(unbroken) * 2
+    files = sorted(path.name for path in (folder / "step_8").iterdir())
+    # Accelerate promises where the samplers are, and does not write it.
+    return unbroken, [name for name in files if not name.startswith("sampler")]
+
+
+def early_stopping(folder: Path) -> Any:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    model, loader = accelerator.prepare(classifier(), DataLoader(rows(64), batch_size=4))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.5))
+    best, patience = float("inf"), 0
+    seen = 0
+    for x, y in loader:
+        seen += len(x)
+        loss = nn.functional.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        patience = 0 if loss.item() < best else patience + 1
+        best = min(best, loss.item())
+        if patience == 2:
+            accelerator.set_trigger()
+        if accelerator.check_trigger():
+            break
+    assert not accelerator.check_trigger()
+    return seen, numbers(accelerator.unwrap_model(model))
+
+
+def batch_size_that_fits(folder: Path) -> Any:
+    from accelerate import Accelerator, find_executable_batch_size
+
+    accelerator = Accelerator()
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=16)
+    def inner_training_loop(batch_size, epochs):
+        nonlocal accelerator
+        accelerator.free_memory()
+        tried.append(batch_size)
+        model = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(rows(), batch_size=batch_size)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for _ in range(epochs):
+            for x, y in loader:
+                if len(x) > 11:
+                    raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+                accelerator.backward(nn.functional.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+        return numbers(accelerator.unwrap_model(model))
+
+    return inner_training_loop(2), tried
+
+
+def metrics(folder: Path) -> Any:
+    from accelerate import Accelerator
+    from accelerate.utils import gather, gather_object, pad_across_processes, reduce
+
+    accelerator = Accelerator()
+    rank, found = accelerator.process_index, []
+    loader = accelerator.prepare(DataLoader(rows(), batch_size=4))
+    for x, y in loader:
+        everything = accelerator.gather_for_metrics({"x": x, "y": [y, y.float()]})
+        names = accelerator.gather_for_metrics([f"sample {int(label)}" for label in y])
+        found.append((everything["x"].sum().item(), everything["y"][1].tolist(), names))
+    generated = torch.full((2, 3 + rank), rank)
+    padded = accelerator.pad_across_processes(generated, dim=1, pad_index=-100)
+    found.append(accelerator.gather(padded).tolist())
+    found.append(gather(pad_across_processes(generated, dim=1, pad_first=True)).tolist())
+    found.append(accelerator.reduce(torch.tensor([1.0, rank]), reduction="mean").tolist())
+    found.append(reduce({"loss": torch.tensor(float(rank))})["loss"].item())
+    found.append(gather_object([{"rank": rank}, rank]))
+    found.append(accelerator.gather(torch.tensor(2.5).repeat(2)).tolist())
+    return found
+
+
+def own_tracker(folder: Path) -> Any:
+    from accelerate import Accelerator, PartialState
+    from accelerate.logging import get_logger
+    from accelerate.tracking import GeneralTracker, on_main_process
+    from accelerate.utils import LoggerType, ProjectConfiguration
+
+    class ListTracker(GeneralTracker):
+        name = "list"
+        requires_logging_directory = False
+
+        @on_main_process
+        def __init__(self, run_name: str):
+            self.run_name = run_name
+            self.lines = []
+
+        @property
+        def tracker(self):
+            return self.lines
+
+        @on_main_process
+        def store_init_configuration(self, values):
+            self.lines.append(("config", values))
+
+        @on_main_process
+        def log(self, values, step=None, **kwargs):
+            self.lines.append((step, values, kwargs))
+
+        @on_main_process
+        def finish(self):
+            self.lines.append("finished")
+
+    PartialState(cpu=True)  # without this Accelerate's tracker would take the process for alone
+    tracker = ListTracker("a run")
+    accelerator = Accelerator(
+        log_with=[tracker, LoggerType.TENSORBOARD],
+        project_config=ProjectConfiguration(str(folder), logging_dir=str(folder / "logs")),
+    )
+    logger = get_logger("tests.user_code", log_level="INFO")
+    logger.info(accelerator.state, main_process_only=False)
+    if accelerator.is_main_process:
+        accelerator.init_trackers("project", config={"lr": 0.1, "batch_size": 4})
+    accelerator.wait_for_everyone()
+    accelerator.log({"loss": 0.5}, step=1)
+    accelerator.log({"loss": 0.25}, step=2, log_kwargs={"list": {"commit": False}})
+    for one in accelerator.trackers:  # as scripts of diffusers show images
+        if one.name == "tensorboard" and accelerator.is_main_process:
+            one.writer.add_images("samples", torch.zeros(1, 3, 4, 4), 2, dataformats="NCHW")
+    lines = None
+    if accelerator.is_main_process:
+        lines = accelerator.get_tracker("list", unwrap=True)
+    logger.info("done", main_process_only=True, in_order=False)
+    logger.warning_once("only once")
+    accelerator.end_training()
+    accelerator.wait_for_everyone()
+    return lines, sorted(path.name for path in (folder / "logs").iterdir())
+
+
+def generative_pair(folder: Path) -> Any:
+    from datetime import timedelta
+
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate.utils import InitProcessGroupKwargs, set_seed
+
+    accelerator = Accelerator(
+        gradient_accumulation_steps=2,
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(find_unused_parameters=True),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=1800)),
+        ],
+    )
+    set_seed(3, device_specific=True)
+
+    class Generator(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(5)
+            self.used, self.unused = nn.Linear(4, 8), nn.Linear(4, 8)
+
+        def forward(self, z):
+            return self.used(z)
+
+    generator, critic = Generator(), nn.Linear(8, 1)
+    g_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-2, betas=(0.5, 0.9))
+    d_optimizer = torch.optim.Adam(critic.parameters(), lr=1e-2, betas=(0.5, 0.9))
+    generator, critic, g_optimizer, d_optimizer, loader = accelerator.prepare(
+        generator, critic, g_optimizer, d_optimizer, DataLoader(rows(), batch_size=4)
+    )
+    loss_of = nn.BCEWithLogitsLoss()
+    losses = []
+    for real, _ in loader:
+        with accelerator.accumulate(generator, critic):
+            fake = generator(torch.randn(len(real), 4, device=accelerator.device))
+            seen = critic(torch.cat([real, fake.detach()]))
+            truth = torch.cat([torch.ones(len(real), 1), torch.zeros(len(real), 1)])
+            with accelerator.autocast():
+                d_loss = loss_of(seen, truth)
+            accelerator.backward(d_loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_value_(critic.parameters(), 0.5)
+            d_optimizer.step()
+            d_optimizer.zero_grad()
+            g_loss = loss_of(critic(fake), torch.ones(len(real), 1))
+            accelerator.backward(g_loss)
+            g_optimizer.step()
+            g_optimizer.zero_grad()
+        losses.append((d_loss.item(), g_loss.item()))
+    together = accelerator.gather(torch.tensor(losses)).mean(0).tolist()
+    return losses, together, numbers(accelerator.unwrap_model(generator))
+
+
+def inference(folder: Path) -> Any:
+    from accelerate import PartialState
+    from accelerate.utils import broadcast_object_list, gather_object, tqdm
+
+    state = PartialState(cpu=True)
+    model = classifier().to(state.device)
+    prompts = [f"prompt {i}" for i in range(7)]
+    answers = []
+    with state.split_between_processes(prompts, apply_padding=True) as mine:
+        answers += [(prompt, len(prompt) + state.process_index) for prompt in tqdm(mine)]
+    everything = gather_object(answers)[: len(prompts)]
+    with state.split_between_processes({"x": rows(5)[:][0], "name": list("abcde")}) as part:
+        guesses = model(part["x"]).argmax(1).tolist()
+    settings = broadcast_object_list([state.process_index, {"from": state.process_index}])
+    said = []
+
+    @state.on_main_process
+    def speak():
+        said.append(state.process_index)
+
+    speak()
+    state.wait_for_everyone()
+    return everything, guesses, part["name"], settings, said, state.is_last_process
+
+
+def sharded(folder: Path) -> Any:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["TransformerEncoderLayer"],
+        state_dict_type="FULL_STATE_DICT",
+        reshard_after_forward=True,
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    torch.manual_seed(2)
+    model = nn.Sequential(
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+        nn.Linear(8, 3),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(rows(), batch_size=4)
+    )
+    losses = []
+    for x, y in loader:
+        loss = nn.functional.cross_entropy(model(x[:, None])[:, 0], y)
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(round(loss.item(), 5))
+        losses.append(round(float(norm), 4))
+    accelerator.save_state(str(folder / "state"))
+    accelerator.wait_for_everyone()
+    accelerator.load_state(str(folder / "state"))
+    weights = accelerator.get_state_dict(model)
+    shapes = {name: list(value.shape) for name, value in weights.items()}
+    return losses, shapes if accelerator.is_main_process else None
+
+
+def averaged_weights(folder: Path) -> Any:
+    from accelerate import Accelerator
+    from accelerate.data_loader import DataLoaderShard
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.scheduler import AcceleratedScheduler
+
+    class Averaging(torch.optim.SGD):
+        """Keeps two sets of weights, as schedule-free ones do."""
+
+        mode = "train"
+
+        def train(self):
+            self.mode = "train"
+
+        def eval(self):
+            self.mode = "eval"
+
+        def step(self, closure=None):
+            assert self.mode == "train", "call optimizer.train() first"
+            return super().step(closure)
+
+    accelerator = Accelerator()
+    model = classifier()
+    ema = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    optimizer = Averaging(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    model, optimizer, loader, scheduler = accelerator.prepare(
+        model, optimizer, DataLoader(rows(), batch_size=4), scheduler
+    )
+    assert isinstance(optimizer, AcceleratedOptimizer)
+    assert isinstance(scheduler, AcceleratedScheduler)
+    assert isinstance(loader, DataLoaderShard)
+    accelerator.register_for_checkpointing(ema)
+    ema.to(accelerator.device)
+    optimizer.train()
+    for x, y in loader:
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        ema.update_parameters(accelerator.unwrap_model(model))
+    optimizer.eval()
+    before = numbers(ema)
+    accelerator.save_state(folder / "state")
+    accelerator.wait_for_everyone()
+    with torch.no_grad():
+        for parameter in ema.parameters():
+            parameter.zero_()
+    accelerator.load_state(folder / "state")
+    assert numbers(ema) == before
+    return before, optimizer.optimizer.mode, scheduler.scheduler.last_epoch
+
+
+def weights_for_elsewhere(folder: Path) -> Any:
+    from accelerate import Accelerator
+    from safetensors.torch import load_file
+
+    accelerator = Accelerator()
+    model = accelerator.prepare(classifier())
+    saved = []
+
+    def keep_adapter_only(models, weights, output_dir):
+        if accelerator.is_main_process:
+            for one in models:
+                torch.save(accelerator.unwrap_model(one)[2].state_dict(), f"{output_dir}/head.pt")
+        while weights:
+            weights.pop()
+
+    def load_adapter(models, input_dir):
+        while models:
+            saved.append(numbers(accelerator.unwrap_model(models.pop())[2]))
+
+    accelerator.save_model(model, folder / "safe")
+    accelerator.save_model(model, folder / "pickle", safe_serialization=False)
+    accelerator.save_model(model, folder / "parts", max_shard_size="1KB")
+    accelerator.save({"epoch": 3}, folder / "extra.pt")
+    accelerator.register_save_state_pre_hook(keep_adapter_only)
+    accelerator.register_load_state_pre_hook(load_adapter)
+    accelerator.save_state(str(folder / "state"))
+    accelerator.wait_for_everyone()
+    accelerator.load_state(str(folder / "state"))
+    accelerator.wait_for_everyone()
+    plain, other = classifier(), classifier()
+    plain.load_state_dict(load_file(folder / "safe" / "model.safetensors"))
+    other.load_state_dict(torch.load(folder / "pickle" / "pytorch_model.bin", weights_only=True))
+    files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    files = [name for name in files if "random_states" not in name]
+    model, nothing = accelerator.free_memory(model, plain)
+    assert model is None
+    assert nothing is None
+    return saved, numbers(other), torch.load(folder / "extra.pt"), files
+
+
+def profiled(folder: Path) -> Any:
+    from accelerate import Accelerator, ProfileKwargs
+    from accelerate.utils import release_memory
+
+    accelerator = Accelerator(
+        kwargs_handlers=[ProfileKwargs(activities=["cpu"], record_shapes=True)]
+    )
+    model, data = accelerator.prepare(classifier()), torch.randn(4, 8)
+    with accelerator.profile() as profiler:
+        model(data)
+    table = profiler.key_averages().table(sort_by="cpu_time_total", row_limit=20)
+    ready = []
+    handler = ProfileKwargs(
+        schedule_option={"wait": 1, "warmup": 1, "active": 2, "repeat": 0, "skip_first": 1},
+        on_trace_ready=lambda profiler: ready.append(profiler.step_num),
+        output_trace_dir=str(folder / "traces"),
+    )
+    with accelerator.profile(handler) as profiler:
+        for _ in range(9):
+            model(data)
+            profiler.step()
+    traces = sorted(path.name for path in (folder / "traces").iterdir())
+    model, data = release_memory(model, data)
+    return "aten::linear" in table, ready, traces, model
+
+
+def streamed_data(folder: Path) -> Any:
+    from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import DistributedType, GradientAccumulationPlugin
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from rows()
+
+    accelerator = Accelerator(
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3),
+        dataloader_config=DataLoaderConfiguration(dispatch_batches=True),
+        step_scheduler_with_optimizer=False,
+    )
+    assert isinstance(accelerator.state, AcceleratorState)
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    loader = accelerator.prepare_data_loader(DataLoader(Stream(), batch_size=4))
+    found = []
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                found.append((norm.item(), accelerator.gradient_state.end_of_dataloader))
+            optimizer.step()
+            optimizer.zero_grad()
+        scheduler.step()
+    found.append([len(x) for x, _ in skip_first_batches(loader, 2)])
+    found.append([int(accelerator.reduce(torch.tensor(len(x)))) for x, _ in loader])
+    for step, (x, y) in enumerate(skip_first_batches(loader, num_batches=3)):
+        with accelerator.no_sync(model):
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        found.append((step, y.tolist()))
+    assert accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)
+    assert isinstance(accelerator.gradient_state, GradientState)
+    return found, scheduler.get_last_lr()
+
+
+BODIES = (
+    text_classification,
+    checkpoints_by_epoch_and_step,
+    early_stopping,
+    batch_size_that_fits,
+    metrics,
+    own_tracker,
+    generative_pair,
+    inference,
+    sharded,
+    averaged_weights,
+    weights_for_elsewhere,
+    profiled,
+    streamed_data,
+)
+LIBRARIES = ("accelerate", "nbaccel")
+
+# --------------------------------------------------------------------- with both libraries
+
+
+def source(body: Callable[..., Any], library: str) -> str:
+    """A body's text, with nothing changed but the library that it imports from."""
+    text = textwrap.dedent(inspect.getsource(body))
+    return re.sub(r"^( *from )accelerate\b", rf"\1{library}", text, flags=re.MULTILINE)
+
+
+def forget_accelerate() -> None:
+    """Let the next body begin anew: Accelerate keeps what the last one asked for."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def run_all(library: str, folder: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    results = {}
+    for body in BODIES:
+        if library == "accelerate":
+            forget_accelerate()
+        own = folder / body.__name__
+        own.mkdir(parents=True, exist_ok=True)
+        namespace = dict(globals())
+        exec(compile(source(body, library), body.__name__, "exec"), namespace)
+        try:
+            results[body.__name__] = namespace[body.__name__](own)
+        except Exception as error:  # its name would be lost on the way home
+            raise RuntimeError(f"{body.__name__} failed with {library}") from error
+    return results
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 process", "2 processes"])
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        patch.setenv("OMP_NUM_THREADS", "1")  # or Accelerate sets the threads, with a warning
+        for library in LIBRARIES:
+            folder = tmp_path_factory.mktemp(library)
+            found[library] = list(
+                notebook_launcher(
+                    run_all,
+                    (library, folder),
+                    num_processes=request.param,
+                    start_method="template",  # also for one: a fresh process, like a new notebook
+                )
+            )
+        yield found
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_only_the_import_is_changed_and_the_results_are_the_same(results: Any, body: Any) -> None:
+    mine, theirs = ([found[body.__name__] for found in results[lib]] for lib in reversed(LIBRARIES))
+    assert mine == theirs
+
+
+# --------------------------------------------------------------------- as scripts
+
+# A plain script of DDP and gloo sometimes ends so, without any library: threads of torch are still
+# there when the interpreter goes. nbaccel's own launchers leave their workers in another way.
+TORCHS_ABORT = "terminate called without an active exception"
+
+
+def as_script(body: Callable[..., Any], folder: Path) -> Path:
+    """A file as a user has it: imports, helpers, the body, and a call of it."""
+    parts = [
+        "import os\nfrom pathlib import Path\nfrom typing import Any\n\nimport torch\n"
+        "from torch import nn\nfrom torch.utils.data import DataLoader, TensorDataset\n",
+        *(inspect.getsource(helper) for helper in (rows, classifier, numbers)),
+        source(body, "nbaccel"),
+        f"if __name__ == '__main__':\n    {body.__name__}(Path({str(folder)!r}))\n"
+        "    print('finished')\n",
+    ]
+    script = folder / f"{body.__name__}.py"
+    script.write_text("\n\n".join(parts))
+    return script
+
+
+@pytest.mark.parametrize("body", [text_classification, checkpoints_by_epoch_and_step])
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_as_a_script_it_runs_and_ends_without_a_complaint(
+    body: Any, num_processes: int, tmp_path: Path
+) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    done = subprocess.run(
+        [sys.executable, *(torchrun if num_processes > 1 else []), as_script(body, tmp_path)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout.count("finished") == num_processes, done.stderr
+    if TORCHS_ABORT in done.stderr:
+        return
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert "Warning" not in done.stderr, done.stderr
