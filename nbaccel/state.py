@@ -24,7 +24,15 @@ from nbaccel.train.collectives import Collectives
 from nbaccel.train.flow import Processes
 from nbaccel.train.gradient import GradientState
 
-__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState"]
+__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "is_initialized"]
+
+
+def is_initialized() -> bool:
+    """Whether there is a state of the whole process: no, each Accelerator has its own.
+
+    Libraries ask it before they make an `AcceleratorState` of nobody.
+    """
+    return False
 
 
 class PartialState(Processes):

@@ -300,6 +300,21 @@ class ProfileKwargs(Handler):
 
 # ------------------------------------------------------------------------- fsdp
 
+_FSDP1_SHARDING = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
+_FSDP1_ONLY = {
+    "backward_prefetch": "it prefetches by itself",
+    "forward_prefetch": "it prefetches by itself",
+    "param_init_fn": "build the model with its values before prepare",
+    "state_dict_config": "state_dict_type='FULL_STATE_DICT' gives whole weights, on the CPU",
+    "optim_state_dict_config": "state_dict_type='FULL_STATE_DICT' gives whole states, on the CPU",
+}
+
+
+def _plain_name(value: Any) -> str:
+    """Of an enum's member or its text: ``FULL_SHARD``."""
+    return str(getattr(value, "name", value)).rpartition(".")[2].upper()
+
+
 _WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 _STATE_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
 
@@ -326,6 +341,16 @@ class FullyShardedDataParallelPlugin(Settings):
         ignored_modules: Submodules left alone, or a regular expression on their names.
         activation_checkpointing: Whether wrapped submodules recompute activations.
         cpu_ram_efficient_loading: Taken for compatibility: workers share one copy anyway.
+        sharding_strategy: FSDP1's word for `reshard_after_forward`: ``FULL_SHARD`` for True,
+            ``SHARD_GRAD_OP`` for False.
+        use_orig_params: FSDP1's; True is the only way of ``fully_shard``.
+        sync_module_states: The same.
+        limit_all_gathers: The same.
+        backward_prefetch: FSDP1's, refused: ``fully_shard`` prefetches by itself.
+        forward_prefetch: The same.
+        param_init_fn: FSDP1's, refused: build the model in an outer cell.
+        state_dict_config: FSDP1's, refused: say it with `state_dict_type`.
+        optim_state_dict_config: The same.
     """
 
     fsdp_version: int = 2
@@ -339,9 +364,45 @@ class FullyShardedDataParallelPlugin(Settings):
     ignored_modules: Any = None
     activation_checkpointing: bool = False
     cpu_ram_efficient_loading: bool = False
+    sharding_strategy: Any = None
+    use_orig_params: bool | None = None
+    sync_module_states: bool | None = None
+    limit_all_gathers: bool | None = None
+    backward_prefetch: Any = None
+    forward_prefetch: Any = None
+    param_init_fn: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
 
     def __post_init__(self) -> None:
-        _refuse([*self._mistakes(), *_at_least(self, 1, "min_num_params")])
+        old = self._mistakes_of_fsdp1()
+        _refuse([*self._mistakes(), *old, *_at_least(self, 1, "min_num_params")])
+        if self.sharding_strategy is not None:
+            self.reshard_after_forward = _FSDP1_SHARDING[_plain_name(self.sharding_strategy)]
+
+    def _mistakes_of_fsdp1(self) -> list[str]:
+        """Settings of FSDP1 that ``fully_shard`` cannot follow, each with what to do instead."""
+        owner, found = "FullyShardedDataParallelPlugin", []
+        sharding = self.sharding_strategy
+        if sharding is not None and _plain_name(sharding) not in _FSDP1_SHARDING:
+            found.append(
+                f"{owner}(sharding_strategy={sharding!r}) cannot be followed: fully_shard knows "
+                f"{' and '.join(_FSDP1_SHARDING)}. Give reshard_after_forward=True or False; for "
+                "NO_SHARD leave the plugin out, which trains with DDP."
+            )
+        for name in ("use_orig_params", "sync_module_states", "limit_all_gathers"):
+            if getattr(self, name) is False:
+                found.append(
+                    f"{owner}({name}=False) cannot be followed: fully_shard always does it. "
+                    "Leave it out."
+                )
+        found += [
+            f"{owner}({name}={getattr(self, name)!r}) is FSDP1's and would have no effect with "
+            f"fully_shard. Leave it out; {instead}."
+            for name, instead in _FSDP1_ONLY.items()
+            if getattr(self, name)
+        ]
+        return found
 
     @property
     def writes_shards(self) -> bool:

@@ -1,7 +1,4 @@
-"""Functions that training code uses beside an `Accelerator`, under the names Accelerate has.
-
-The collectives here work on the process group of this process, with or without an `Accelerator`.
-"""
+"""Memory: freed, and batch sizes that fit into it."""
 
 from __future__ import annotations
 
@@ -12,59 +9,11 @@ from collections.abc import Callable, MutableSequence
 from typing import Any
 
 import torch
-from tqdm import auto
 
-from nbaccel.config.handlers import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DDPCommunicationHookType,
-    DistributedDataParallelKwargs,
-    DistributedType,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    ProfileKwargs,
-    ProjectConfiguration,
-)
 from nbaccel.errors import ConfigError, NothingFits
 from nbaccel.log import get_logger
-from nbaccel.train import arrival
-from nbaccel.train import rng as _rng
-from nbaccel.train.collectives import Collectives
-from nbaccel.train.rng import set_seed
-from nbaccel.train.trackers import LoggerType
-from nbaccel.train.trees import concatenate, find_batch_size, send_to_device
 
-__all__ = [
-    "AutocastKwargs",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "LoggerType",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "broadcast",
-    "broadcast_object_list",
-    "concatenate",
-    "find_batch_size",
-    "find_executable_batch_size",
-    "gather",
-    "gather_object",
-    "pad_across_processes",
-    "reduce",
-    "release_memory",
-    "send_to_device",
-    "set_seed",
-    "synchronize_rng_states",
-    "tqdm",
-    "wait_for_everyone",
-]
+__all__ = ["find_executable_batch_size", "release_memory"]
 
 _log = get_logger(__name__)
 _OUT_OF_MEMORY = (
@@ -73,74 +22,6 @@ _OUT_OF_MEMORY = (
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
     "DefaultCPUAllocator: can't allocate",
 )
-
-
-def _together() -> Collectives:
-    place = arrival.arrive()
-    return Collectives(place)
-
-
-def wait_for_everyone() -> None:
-    """Wait until every process is here."""
-    _together().barrier()
-
-
-def gather(tensor: Any) -> Any:
-    """Join every process's tensors along their first dimension; see `Accelerator.gather`."""
-    return _together().gather(tensor)
-
-
-def gather_object(object: Any) -> list[Any]:  # noqa: A002  (Accelerate's name)
-    """Join every process's list of picklable objects."""
-    return _together().gather_object(object)
-
-
-def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Combine every process's tensors element by element: ``sum``, ``mean`` or ``max``."""
-    return _together().reduce(tensor, reduction, scale)
-
-
-def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Copy one process's tensors into everybody's, in place."""
-    return _together().broadcast(tensor, from_process)
-
-
-def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Copy one process's list of picklable objects into everybody's, in place."""
-    return _together().broadcast_object_list(object_list, from_process)
-
-
-def pad_across_processes(
-    tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
-) -> Any:
-    """Make every process's tensors equally long in one dimension."""
-    return _together().pad_across_processes(tensor, dim, pad_index, pad_first)
-
-
-def synchronize_rng_states(rng_types: list[str], generator: torch.Generator | None = None) -> None:
-    """Give all processes the random states of process 0.
-
-    Args:
-        rng_types: Of ``torch``, ``cuda``, ``generator``.
-        generator: The one that ``generator`` means.
-    """
-    _rng.synchronize_rng_states(rng_types, generator, _together())
-
-
-def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """A progress bar that only process 0 of each node shows.
-
-    Args:
-        *args: Of ``tqdm``.
-        main_process_only: False shows one per process.
-        **kwargs: Of ``tqdm``; ``disable=True`` hides it here, too.
-
-    Returns:
-        The bar.
-    """
-    if main_process_only and arrival.local_rank() != 0:
-        kwargs["disable"] = True
-    return auto.tqdm(*args, **kwargs)
 
 
 def release_memory(*objects: Any) -> list[None]:

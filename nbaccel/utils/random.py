@@ -1,0 +1,21 @@
+"""Random generators: seeded, and made equal on all processes."""
+
+from __future__ import annotations
+
+import torch
+
+from nbaccel.train import arrival, rng
+from nbaccel.train.collectives import Collectives
+from nbaccel.train.rng import set_seed
+
+__all__ = ["set_seed", "synchronize_rng_states"]
+
+
+def synchronize_rng_states(rng_types: list[str], generator: torch.Generator | None = None) -> None:
+    """Give all processes the random states of process 0.
+
+    Args:
+        rng_types: Of ``torch``, ``cuda``, ``generator``.
+        generator: The one that ``generator`` means.
+    """
+    rng.synchronize_rng_states(rng_types, generator, Collectives(arrival.arrive()))

@@ -1,0 +1,27 @@
+"""A progress bar that only one process of a node shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tqdm import auto
+
+from nbaccel.train import arrival
+
+__all__ = ["tqdm"]
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """A progress bar that only process 0 of each node shows.
+
+    Args:
+        *args: Of ``tqdm``.
+        main_process_only: False shows one per process.
+        **kwargs: Of ``tqdm``; ``disable=True`` hides it here, too.
+
+    Returns:
+        The bar.
+    """
+    if main_process_only and arrival.local_rank() != 0:
+        kwargs["disable"] = True
+    return auto.tqdm(*args, **kwargs)
