@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel import find_executable_batch_size, notebook_launcher, utils
+from nbaccel import PartialState, find_executable_batch_size, notebook_launcher, utils
 from nbaccel.errors import ConfigError, NothingFits
 
 
@@ -145,7 +145,7 @@ def test_memory_is_released_in_return_for_nones() -> None:
 
 def test_collectives_work_without_an_accelerator() -> None:
     def body() -> Any:
-        rank = utils._together().place.rank
+        rank = PartialState().process_index
         generator = torch.Generator().manual_seed(rank)
         utils.synchronize_rng_states(["generator"], generator)
         objects = [rank, "x"] if rank == 0 else [None, None]

@@ -390,12 +390,11 @@ class FullyShardedDataParallelPlugin(Settings):
                 f"{' and '.join(_FSDP1_SHARDING)}. Give reshard_after_forward=True or False; for "
                 "NO_SHARD leave the plugin out, which trains with DDP."
             )
-        for name in ("use_orig_params", "sync_module_states", "limit_all_gathers"):
-            if getattr(self, name) is False:
-                found.append(
-                    f"{owner}({name}=False) cannot be followed: fully_shard always does it. "
-                    "Leave it out."
-                )
+        found += [
+            f"{owner}({name}=False) cannot be followed: fully_shard always does it. Leave it out."
+            for name in ("use_orig_params", "sync_module_states", "limit_all_gathers")
+            if getattr(self, name) is False
+        ]
         found += [
             f"{owner}({name}={getattr(self, name)!r}) is FSDP1's and would have no effect with "
             f"fully_shard. Leave it out; {instead}."
