@@ -530,13 +530,7 @@ def test_an_exception_keeps_its_type_and_its_attributes(launch: Launch) -> None:
     assert "7: no such data set" in str(caught.value)
 
 
-def test_an_exception_class_made_in_a_function_keeps_its_type(
-    launch: Launch, request: pytest.FixtureRequest
-) -> None:
-    if launch.method == "fork":  # type: ignore[attr-defined]
-        why = "no name leads from a forked worker's answer to a class inside a function"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
-
+def test_an_exception_class_made_in_a_function_keeps_its_type(launch: Launch) -> None:
     class Mine(Exception):
         pass
 
@@ -545,6 +539,31 @@ def test_an_exception_class_made_in_a_function_keeps_its_type(
 
     with pytest.raises(Mine, match="of my own"):
         launch(train)
+
+
+def test_a_result_of_a_class_made_in_a_function_has_that_class(launch: Launch) -> None:
+    class Found:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+    def train() -> Found:
+        return Found(workers.rank())
+
+    results = launch(train)
+    assert [type(found) for found in results] == [Found, Found]
+    assert [found.value for found in results] == [0, 1]
+
+
+def test_a_class_made_in_the_worker_comes_as_a_copy(launch: Launch) -> None:
+    def train() -> Any:
+        class Made:
+            value = 5
+
+        return Made()
+
+    first, second = launch(train)
+    assert (first.value, second.value) == (5, 5)
+    assert type(first).__name__ == "Made"
 
 
 @pytest.mark.parametrize(
