@@ -187,11 +187,12 @@ class Supervisor:
 
     def _on_wake(self, woken: int) -> None:
         os.read(woken, 4096)
-        if self.interrupted and self._ending is not None:
-            self._ending.hurry()  # a second press of Stop
+        if self._ending is not None:
+            # Stop was pressed twice, or while a failure is wound up: that one is still to be told.
+            self._ending.hurry()
+            return
         self.interrupted = True
-        if self._ending is None:
-            self._ending = Ending(self.members, grace_s=0.0, ask_stacks=False)
+        self._ending = Ending(self.members, grace_s=0.0, ask_stacks=False)
 
     def _collect(self) -> None:
         by_pid = {m.pid: m for m in self.members}

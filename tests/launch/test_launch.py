@@ -752,6 +752,31 @@ def test_an_interrupt_ends_everything(
     assert launch(workers.rank) == [0, 1]
 
 
+def test_stop_while_a_failure_is_wound_up_hurries_and_tells_the_failure(
+    launch: Launch, tmp_path: Path
+) -> None:
+    failing = tmp_path / "failing"
+
+    def train() -> None:
+        if workers.rank() == 1:
+            failing.touch()
+            raise ValueError("the cause")
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+        time.sleep(60)
+
+    def press_stop() -> None:
+        while not failing.exists():
+            time.sleep(0.01)
+        time.sleep(0.4)  # the other rank cannot be interrupted: the end takes longer than this
+        os.kill(os.getpid(), signal.SIGINT)
+
+    presser = threading.Thread(target=press_stop)
+    presser.start()
+    with pytest.raises(ValueError, match="the cause"):
+        launch(train)
+    presser.join()
+
+
 def test_an_interrupted_worker_may_tidy_up(launch: Launch, tmp_path: Path) -> None:
     ready, tidied = tmp_path / "ready", tmp_path / "tidied"
     ready.mkdir()
