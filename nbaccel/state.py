@@ -35,6 +35,13 @@ def is_initialized() -> bool:
     return False
 
 
+def distributed_type(place: Place) -> DistributedType:
+    """How processes train together where each holds the whole model."""
+    if place.is_alone:
+        return DistributedType.NO
+    return DistributedType.MULTI_CPU if place.device.type == "cpu" else DistributedType.MULTI_GPU
+
+
 class PartialState(Processes):
     """This process among the others.
 
@@ -55,10 +62,7 @@ class PartialState(Processes):
     @property
     def distributed_type(self) -> DistributedType:
         """How processes train together, as far as is known without a model."""
-        if self._place.is_alone:
-            return DistributedType.NO
-        on_cpu = self._place.device.type == "cpu"
-        return DistributedType.MULTI_CPU if on_cpu else DistributedType.MULTI_GPU
+        return distributed_type(self._place)
 
     @property
     def backend(self) -> str | None:

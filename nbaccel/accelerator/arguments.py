@@ -26,6 +26,7 @@ from nbaccel.config.handlers import (
 )
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.plan.training import Asked
+from nbaccel.train import arrival
 
 __all__ = ["Handlers", "Request", "dynamo_backend_of", "refuse_unserved"]
 
@@ -120,7 +121,7 @@ class Request:
             accumulation_steps=steps,
             accumulation_source=source,
             fsdp=fsdp_plugin is not None,
-            cpu=cpu or bool(env.flag("ACCELERATE_USE_CPU")) or config_says_cpu,
+            cpu=arrival.wants_cpu(cpu) or config_says_cpu,
             split_batches=data.split_batches,
         )
         return cls(

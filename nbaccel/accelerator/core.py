@@ -37,7 +37,7 @@ from nbaccel.train import arrival
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.optimizer import PreparedOptimizer
 from nbaccel.train.trackers import find_trackers
-from nbaccel.train.trees import leaves, map_tensors
+from nbaccel.train.trees import leaves, slice_rows
 
 __all__ = ["Accelerator"]
 
@@ -319,15 +319,13 @@ class Accelerator(Preparing, Keeping, Comforts):
             What the processes computed for each sample of the dataset, once.
         """
         has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves(input_data))
+        keep = self._rows_to_keep()
         if use_gather_object or not has_tensors:
             objects: Any = self._collectives.gather_object(input_data)
             # Alone it is what was given, which need not be a list.
-            return objects[: self._rows_to_keep()] if isinstance(objects, Sequence) else objects
-        keep = self._rows_to_keep()
+            return objects[:keep] if isinstance(objects, Sequence) else objects
         gathered = self._collectives.gather(input_data)
-        if keep is None:
-            return gathered
-        return map_tensors(lambda tensor: tensor[:keep] if tensor.dim() else tensor, gathered)
+        return gathered if keep is None else slice_rows(gathered, slice(keep))
 
     def _rows_to_keep(self) -> int | None:
         state = self.gradient_state
@@ -359,7 +357,7 @@ def _arrive(request: Request) -> dict[str, Any]:
     Returns:
         Arguments of `Facts`.
     """
-    device = arrival.find_device(cpu=request.asked.cpu)
+    device = arrival.find_device(arrival.local_rank(), cpu=request.asked.cpu)
     plan_training(request.asked, _found(Place(device=device)))
     _catalog.precision(request.asked.mixed_precision)
     place = arrival.arrive(cpu=request.asked.cpu, settings=request.handlers.process_group)

@@ -21,7 +21,7 @@ from nbaccel.config.handlers import (
     ProjectConfiguration,
 )
 from nbaccel.plan.training import TrainingPlan
-from nbaccel.state import AcceleratorState
+from nbaccel.state import AcceleratorState, distributed_type
 from nbaccel.train.checkpoint import Checkpoints
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.flow import Processes
@@ -32,7 +32,7 @@ from nbaccel.train.progress import Progress
 from nbaccel.train.scheduler import PreparedScheduler
 from nbaccel.train.trackers import GeneralTracker
 
-__all__ = ["Facts", "distributed_type"]
+__all__ = ["Facts"]
 
 
 class Facts(Processes):
@@ -88,7 +88,8 @@ class Facts(Processes):
     @property
     def distributed_type(self) -> DistributedType:
         """How processes train together."""
-        return distributed_type(self._place, self.plan.strategy)
+        own = strategy_row(self.plan.strategy).distributed_type
+        return DistributedType(own) if own else distributed_type(self._place)
 
     @property
     def state(self) -> AcceleratorState:
@@ -229,13 +230,3 @@ class Facts(Processes):
     def save_iteration(self) -> int:
         """Number of the next checkpoint."""
         return self._request.project.iteration
-
-
-def distributed_type(place: Place, strategy: str) -> DistributedType:
-    """How processes train together, as Accelerate names it."""
-    own = strategy_row(strategy).distributed_type
-    if own:
-        return DistributedType(own)
-    if place.is_alone:
-        return DistributedType.NO
-    return DistributedType.MULTI_CPU if place.device.type == "cpu" else DistributedType.MULTI_GPU

@@ -57,8 +57,7 @@ class Preparing(Facts):
         first = {id(a): i for i, a in reversed([*enumerate(args)])}
         # What is given twice is prepared once; but two loops over one loader are two loaders.
         once = [i for i, a in enumerate(args) if first[id(a)] == i or isinstance(a, DataLoader)]
-        ready = [args[i] for i in once]
-        self._prepare_together([*ready], [moves[i] for i in once], ready)
+        ready = self._prepare_together([args[i] for i in once], [moves[i] for i in once])
         by_index = dict(zip(once, ready, strict=True))
         found = [by_index[i if i in by_index else first[id(a)]] for i, a in enumerate(args)]
         return found[0] if len(found) == 1 else tuple(found)
@@ -141,11 +140,9 @@ class Preparing(Facts):
 
     # --------------------------------------------------------------------- the steps
 
-    def _prepare_together(
-        self, args: Sequence[Any], moves: Sequence[bool], found: list[Any]
-    ) -> None:
-        """Replace in `found` what can be prepared."""
-        found[:] = [self._known(item) for item in args]
+    def _prepare_together(self, args: Sequence[Any], moves: Sequence[bool]) -> list[Any]:
+        """The arguments, with what can be prepared replaced."""
+        found = [self._known(item) for item in args]
         fresh = [i for i, item in enumerate(found) if item is None]
         for i in fresh:
             found[i] = args[i]
@@ -174,6 +171,7 @@ class Preparing(Facts):
         for i in fresh:  # last: they look for their optimizers
             if isinstance(item := args[i], torch.optim.lr_scheduler.LRScheduler):
                 found[i] = self.prepare_scheduler(item)
+        return found
 
     def _known(self, item: Any) -> Any:
         """What this has become, if it was prepared before; else None."""

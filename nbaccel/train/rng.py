@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from nbaccel import env
 from nbaccel.abc.place import Place
 from nbaccel.config.mistakes import closest, shown
 from nbaccel.errors import ConfigError
+from nbaccel.train import arrival
 from nbaccel.train.collectives import Collectives
 
 __all__ = ["capture", "preserved", "restore", "set_seed", "synchronize_rng_states"]
@@ -48,7 +48,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """
     seed = _checked(seed)
     if device_specific:
-        seed = (seed + _rank()) % _SEEDS
+        seed = (seed + arrival.rank()) % _SEEDS
     random.seed(seed)
     np.random.seed(seed)  # the global generator is the one that users draw from
     torch.manual_seed(seed)  # reaches CUDA when, and only if, CUDA wakes
@@ -67,18 +67,6 @@ def _checked(seed: Any) -> int:
             "generator for another one, and the others would be seeded without it. Give one."
         )
     return number
-
-
-def _rank() -> int:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    text = env.read("RANK") or "0"
-    if not text.strip().isdigit():
-        raise ConfigError(
-            f"Environment variable RANK must be a whole number: got {text!r}. "
-            "set_seed(device_specific=True) adds it to the seed. Unset it, or use a launcher."
-        )
-    return int(text)
 
 
 # ------------------------------------------------------------------------- keep and give back
