@@ -243,9 +243,9 @@ def render(results: Results) -> tuple[str, bool]:
     holds &= good
     facts = results.sections["step"]
     lines += [
-        "",
-        f"`import nbaccel`: {milliseconds:.1f} ms, {'without' if clean else '**with**'} torch: "
-        f"{'pass' if good else '**FAIL**'} (below {IMPORT_BAR_MS:.0f} ms, without torch).",
+        f"| `import nbaccel`, ms | | {milliseconds:.1f}, "
+        f"{'without' if clean else '**with**'} torch | | {'pass' if good else '**FAIL**'} "
+        f"(below {IMPORT_BAR_MS:.0f}, without torch) |",
         "",
         f"Taken {facts['taken']}, {facts['launches']} launches of {facts['blocks']} blocks each; "
         f"load {facts['load']}; {facts['num_cores']} cores, {facts['memory_gib']} GiB; "
