@@ -184,8 +184,8 @@ def _timeout(
     lines += [f"  rank {r.rank} {r.headline}" for r in records]
     lines += [f"  rank {m.rank} had returned" for m in watch.members if m.returned is not None]
     lines.append(
-        "The notebook's model is as it was before the launch. Allow more time, or look at "
-        "the lines above for a rank that waits for another."
+        f"{watch.closing} Allow more time, or look at the lines above for a rank that waits for "
+        "another."
     )
     # Those that return while they are being stopped had a call cut short by our signals.
     first = failure.first_cause(records) if records else None
