@@ -33,6 +33,8 @@ __all__ = ["WorkerShell"]
 
 _TIMED = ("<timed exec>", "<timed eval>")  # how %%time calls what it compiles
 
+_TRUSTED = {("torch", "nn"), ("numpy",), ("pandas",), ("torch", "Tensor")}
+
 
 class _Lines(TransformerManager):
     """Keeps the number of lines: IPython joins those of `!ls \\` and of similar commands."""
@@ -164,6 +166,14 @@ class WorkerShell(InteractiveShell):
     def init_hooks(self) -> None:
         super().init_hooks()  # type: ignore[no-untyped-call]
         self.set_hook("show_in_pager", page.as_hook(page.display_page), 90)  # type: ignore[no-untyped-call]
+
+    def init_completer(self) -> None:
+        super().init_completer()
+        completer: Any = self.Completer
+        if completer.has_trait("policy_overrides"):  # IPython 9
+            # A module has its parameters and children by `__getattr__`, which IPython mistrusts.
+            trusted = {"allowed_getattr_external", "allowed_getitem_external"}
+            completer.policy_overrides = {kind: _TRUSTED for kind in trusted}
 
     def _tee(self, channel: str) -> Any:
         """IPython would keep all that is printed, for a history that nobody reads."""
