@@ -1,4 +1,4 @@
-"""IPython as it runs in a worker: its syntax, magics and formatters, and nothing that asks or waits.
+"""IPython in a worker: its syntax, magics and formatters, and nothing that asks or waits.
 
     cell ──► transform (%, !, ?) ──► parse ──► compile ──► run ──► display hook ──► bundle
                      └── lines keep their numbers: frames name the line that the user sees
@@ -37,7 +37,7 @@ _TRUSTED = {("torch", "nn"), ("numpy",), ("pandas",), ("torch", "Tensor")}
 
 
 class _Lines(TransformerManager):
-    """Keeps the number of lines: IPython joins those of `!ls \\` and of similar commands."""
+    """Keeps the number of lines: IPython joins those of a command that goes on on the next one."""
 
     def do_one_token_transform(self, lines: list[str]) -> tuple[bool, list[str]]:
         changed, new = super().do_one_token_transform(lines)  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ class _Compiler(CachingCompiler):
     """Compiles under the name and the line numbers that a cell has in the notebook."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._source: Source | None = None
         self._lines_above: dict[str, int] = {}
         self._is_timed = False
@@ -104,6 +104,7 @@ class _Compiler(CachingCompiler):
 class _Hook(DisplayHook):
     """Keeps the value of the last expression for the notebook instead of printing it."""
 
+    shell: Any
     bundle: dict[str, Any] | None = None
 
     def take(self) -> dict[str, Any] | None:
@@ -148,11 +149,12 @@ class WorkerShell(InteractiveShell):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._raised: BaseException | None = None
         self._errors: list[BaseException] = []
-        super().__init__(config=config, display_pub_class=publisher)
+        super().__init__(  # type: ignore[no-untyped-call]
+            config=config, display_pub_class=publisher
+        )
         for name, kind in (("debug", "line"), ("debug", "cell"), ("pdb", "line")):
-            self.register_magic_function(  # type: ignore[no-untyped-call]
-                _no_debugger(name, rank), magic_kind=kind, magic_name=name
-            )
+            magics: Any = self.magics_manager
+            magics.register_function(_no_debugger(name, rank), magic_kind=kind, magic_name=name)
 
     # ---- what a worker does without
 
@@ -164,16 +166,20 @@ class WorkerShell(InteractiveShell):
         """The import path is the notebook's."""
 
     def init_hooks(self) -> None:
+        """What a pager would show is displayed."""
         super().init_hooks()  # type: ignore[no-untyped-call]
         self.set_hook("show_in_pager", page.as_hook(page.display_page), 90)  # type: ignore[no-untyped-call]
 
     def init_completer(self) -> None:
-        super().init_completer()
+        """Set up completion."""
+        super().init_completer()  # type: ignore[no-untyped-call]
         completer: Any = self.Completer
         if completer.has_trait("policy_overrides"):  # IPython 9
             # A module has its parameters and children by `__getattr__`, which IPython mistrusts.
-            trusted = {"allowed_getattr_external", "allowed_getitem_external"}
-            completer.policy_overrides = {kind: _TRUSTED for kind in trusted}
+            completer.policy_overrides = {
+                "allowed_getattr_external": _TRUSTED,
+                "allowed_getitem_external": _TRUSTED,
+            }
 
     def _tee(self, channel: str) -> Any:
         """IPython would keep all that is printed, for a history that nobody reads."""
@@ -184,6 +190,7 @@ class WorkerShell(InteractiveShell):
         raise SystemExit(0)
 
     def enable_gui(self, gui: str | None = None) -> None:
+        """Only figures in the cell can be drawn."""
         if gui not in (None, "inline", "agg"):
             raise UserMistake(
                 f"%matplotlib or %gui asked for {gui!r}, but worker {self._rank} has no screen to "
@@ -234,7 +241,7 @@ class WorkerShell(InteractiveShell):
 
     def run_cell(self, *args: Any, **options: Any) -> Any:
         """As IPython's; an error of it, also where a `%%` magic calls it, fails the whole cell."""
-        result = super().run_cell(*args, **options)
+        result = super().run_cell(*args, **options)  # type: ignore[no-untyped-call]
         error = result.error_before_exec
         error = result.error_in_exec if error is None else error
         if error is not None:
@@ -274,16 +281,20 @@ class WorkerShell(InteractiveShell):
             raise
 
     def transform_cell(self, raw_cell: str) -> str:
-        cell = str(super().transform_cell(raw_cell))
+        """Turn IPython's syntax into Python's."""
+        cell = str(super().transform_cell(raw_cell))  # type: ignore[no-untyped-call]
         self.compile.learn(raw_cell, cell)
         return cell
 
     # ---- errors that nobody raises: IPython shows them and goes on
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **options: Any) -> None:
+        """Print what does not end the cell, such as the error of a formatter."""
         error = sys.exc_info()[1] if exc_tuple is None else exc_tuple[1]
-        if error is not self._raised and not isinstance(error, (SyntaxError, asyncio.CancelledError)):
-            super().showtraceback(exc_tuple, *args, **options)  # type: ignore[no-untyped-call]
+        if error is not self._raised and not isinstance(
+            error, (SyntaxError, asyncio.CancelledError)
+        ):
+            super().showtraceback(exc_tuple, *args, **options)
 
     def showsyntaxerror(self, *args: Any, **options: Any) -> None:
         """`run` raises it."""

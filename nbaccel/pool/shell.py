@@ -67,10 +67,9 @@ class CellShell:
         display.forget_shells(InteractiveShell)
         display.mute_comms()
         sys.displayhook = sys.__displayhook__
-        shell = WorkerShell(rank=rank, publisher=display.publisher_class(send))
-        # What `get_ipython()` finds; `instance()` would pass on no arguments of ours.
-        for kind in WorkerShell._walk_mro():
-            kind._instance = shell
+        shell: WorkerShell = WorkerShell.instance(
+            rank=rank, publisher=display.publisher_class(send)
+        )
         warnings.formatwarning = _format_warning
         _adopt_inline_figures(shell)
         return cls(shell)
