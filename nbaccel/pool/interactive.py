@@ -272,12 +272,11 @@ class WorkerShell(InteractiveShell):
         try:
             return self._loop.run_until_complete(task)
         except BaseException as error:  # an interrupt while every task was waiting
-            self._raised = error
             if not task.done():
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     self._loop.run_until_complete(task)
-                self._errors.clear()
+            self._raised = error
             raise
 
     def transform_cell(self, raw_cell: str) -> str:

@@ -98,7 +98,8 @@ class StatusLine:
             self._next = self._began + next(self._due)
         self._peak_rss = max([self._peak_rss, *(row.rss_bytes for row in rows)])
         on_devices = [row.device_bytes for row in rows if row.device_bytes is not None]
-        self._peak_device = max([self._peak_device or 0, *on_devices]) if on_devices else None
+        if on_devices:
+            self._peak_device = max([self._peak_device or 0, *on_devices])
         lines = [self._summary(), *_doings(rows)]
         if self._in_place:
             self._place(lines)
@@ -200,7 +201,7 @@ def table(rows: Sequence[RankStatus]) -> StatusTable:
 
 
 def _cells_of(row: RankStatus, *, has_device: bool) -> list[str]:
-    device = "–" if row.device_bytes is None else format_bytes(row.device_bytes)
+    device = "-" if row.device_bytes is None else format_bytes(row.device_bytes)
     return [
         str(row.rank),
         row.state,
