@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from nbaccel.plan.training import (
         TrainingPlan,
     )
+    from nbaccel.pool import Pool
     from nbaccel.state import (
         PartialState,
     )
@@ -89,6 +90,7 @@ __all__ = [
     "NbaccelError",
     "PartialState",
     "Plan",
+    "Pool",
     "PrecisionMismatch",
     "ProfileKwargs",
     "ProjectConfiguration",
@@ -149,6 +151,7 @@ _HOMES = {
         "resolve",
     ),
     "nbaccel.plan.training": ("TrainingPlan",),
+    "nbaccel.pool": ("Pool",),
     "nbaccel.state": ("PartialState",),
     "nbaccel.topology": ("Topology",),
     "nbaccel.train.loading": ("skip_first_batches",),
