@@ -86,6 +86,11 @@ class Finder:
         return self(storage.data_ptr(), storage.nbytes()) if on_host else None
 
 
+def living() -> list[Arena]:
+    """Every arena of this process."""
+    return list(_LIVING)
+
+
 def forget() -> None:
     """Treat no memory as shared any more: for a forked child, whose arenas have become private."""
     _LIVING.clear()
