@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import inspect
 import linecache
 import sys
 from collections.abc import Callable, Coroutine
@@ -160,7 +161,10 @@ class WorkerShell(InteractiveShell):
 
     def init_profile_dir(self, profile_dir: Any) -> None:
         """No folder is made, nor looked for; what %cd and others keep, they keep in memory."""
-        self.db = {}
+        if isinstance(getattr(InteractiveShell, "db", None), property):
+            self.db = {}
+        else:  # IPython 8 asks for the folder at once
+            super().init_profile_dir(profile_dir)  # type: ignore[no-untyped-call]
 
     def init_virtualenv(self) -> None:
         """The import path is the notebook's."""
@@ -290,9 +294,13 @@ class WorkerShell(InteractiveShell):
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **options: Any) -> None:
         """Print what does not end the cell, such as the error of a formatter."""
         error = sys.exc_info()[1] if exc_tuple is None else exc_tuple[1]
-        if error is not self._raised and not isinstance(
-            error, (SyntaxError, asyncio.CancelledError)
-        ):
+        if error is self._raised or isinstance(error, (SyntaxError, asyncio.CancelledError)):
+            return
+        own = inspect.currentframe()
+        shower = own.f_back.f_globals.get("__name__", "") if own and own.f_back else ""
+        if error is not None and shower.startswith("IPython.core.magics."):
+            self._errors.append(error)  # IPython 8's %%time hides that its cell has failed
+        else:
             super().showtraceback(exc_tuple, *args, **options)
 
     def showsyntaxerror(self, *args: Any, **options: Any) -> None:
