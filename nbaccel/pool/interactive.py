@@ -5,6 +5,9 @@
 
 There is no history file, no thread, no profile folder and no keyboard. An error is not printed here
 but raised, for the notebook to tell once for all ranks.
+
+The imports include what a shell imports when it is made: a process that has imported this file
+forks workers that make theirs at once.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
-from IPython.core import page
+from IPython.core import completer, completerlib, magics, oinspect, page  # noqa: F401  (see above)
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.displayhook import DisplayHook
 from IPython.core.inputtransformer2 import TransformerManager
@@ -154,8 +157,8 @@ class WorkerShell(InteractiveShell):
             config=config, display_pub_class=publisher
         )
         for name, kind in (("debug", "line"), ("debug", "cell"), ("pdb", "line")):
-            magics: Any = self.magics_manager
-            magics.register_function(_no_debugger(name, rank), magic_kind=kind, magic_name=name)
+            manager: Any = self.magics_manager
+            manager.register_function(_no_debugger(name, rank), magic_kind=kind, magic_name=name)
 
     # ---- what a worker does without
 
@@ -177,10 +180,10 @@ class WorkerShell(InteractiveShell):
     def init_completer(self) -> None:
         """Set up completion."""
         super().init_completer()  # type: ignore[no-untyped-call]
-        completer: Any = self.Completer
-        if completer.has_trait("policy_overrides"):  # IPython 9
+        own: Any = self.Completer
+        if own.has_trait("policy_overrides"):  # IPython 9
             # A module has its parameters and children by `__getattr__`, which IPython mistrusts.
-            completer.policy_overrides = {
+            own.policy_overrides = {
                 "allowed_getattr_external": _TRUSTED,
                 "allowed_getitem_external": _TRUSTED,
             }

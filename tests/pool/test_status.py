@@ -113,7 +113,7 @@ def test_afterwards_one_line_stays_with_the_peak(cell: Cell, clock: Clock) -> No
     line.update([row(0, rss_bytes=GIB)])
     clock.now += 8.3
     line.finish()
-    assert cell.text == "1 rank · 12.3 s · up to 3.0 GiB · up to 5.0 GiB on the device"
+    assert cell.text == "1 rank · 12.3 s · up to 3.0 GiB (on the device 5.0 GiB)"
 
 
 @pytest.mark.parametrize(
