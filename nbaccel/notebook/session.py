@@ -66,14 +66,15 @@ class Session:
 
     def restart(self, line: Line) -> None:
         """Start new workers in the place of the old ones."""
-        changes_dist = line.dist and not self.dist
-        self.config, self.dist = line.wanted, self.dist or line.dist
-        if self.pool is None or self.pool.state is PoolState.STOPPED or changes_dist:
-            self.stop()
-            self._start()
-        else:
-            self.pool.restart(self.config)
+        pool, dist = self.pool, self.dist or line.dist
+        resolve(line.wanted)  # a refusal leaves the old ones as they are
         self._reloading = None
+        if pool is None or pool.state is PoolState.STOPPED or dist != self.dist:
+            self.stop()
+            self._start(line.wanted, dist=dist)
+        else:
+            pool.restart(line.wanted)
+            self.config = line.wanted
 
     def stop(self) -> bool:
         """End the workers.
@@ -117,6 +118,7 @@ class Session:
 
     def configure(self, line: Line) -> None:
         """Settle what the next start uses."""
+        resolve(line.wanted)
         self.config, self.dist = line.wanted, self.dist or line.dist
 
     def told_config(self) -> str:
@@ -144,21 +146,23 @@ class Session:
             return pool
         if line.ranks:
             check_ranks(line.ranks, resolve(line.wanted).num_processes)
-        self.config, self.dist = line.wanted, self.dist or line.dist
         self._reloading = None  # whoever runs the cell, those that reloaded are gone
         if pool is None or pool.state is PoolState.STOPPED:
-            return self._start()
-        if self.config != pool.config:  # broken, and asked for otherwise
-            pool.restart(self.config)
+            return self._start(line.wanted, dist=self.dist or line.dist)
+        if line.wanted != pool.config:  # broken, and asked for otherwise
+            pool.restart(line.wanted)
+            self.config = line.wanted
         return pool
 
-    def _start(self) -> Pool:
+    def _start(self, config: RunConfig, *, dist: bool) -> Pool:
+        resolve(config)  # a refusal need not wait for torch
         # Here, not above: this is where torch may come in.
         from nbaccel.pool.pool import Pool
 
-        pool = Pool(config=self.config, namespace=self.shell.user_ns, dist=self.dist)
+        pool = Pool(config=config, namespace=self.shell.user_ns, dist=dist)
         pool.start()
-        self.pool = pool
+        # What could not start is not kept for the next start.
+        self.pool, self.config, self.dist = pool, config, dist
         return pool
 
     def _refuse_other(self, pool: Pool, line: Line) -> None:
