@@ -95,6 +95,15 @@ def flag(name: str) -> bool | None:
     )
 
 
+def update(changes: Mapping[str, str | None]) -> None:
+    """Set variables, or remove them.
+
+    Args:
+        changes: Values by name; None removes a variable.
+    """
+    _write(changes)
+
+
 def _write(mapping: Mapping[str, str | None]) -> None:
     for name, value in mapping.items():
         if value is None:

@@ -15,7 +15,7 @@ from nbaccel.launch import warmup
 from nbaccel.plan import Plan, resolve
 
 if TYPE_CHECKING:
-    from nbaccel.launch.run import Outcome
+    from nbaccel.launch.outcome import Outcome
 
 __all__ = ["Results", "debug_launcher", "notebook_launcher", "shutdown"]
 

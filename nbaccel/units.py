@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from nbaccel.errors import ConfigError
 
-__all__ = ["counted", "format_bytes", "format_seconds", "parse_bytes"]
+__all__ = ["counted", "format_bytes", "format_seconds", "parse_bytes", "spans"]
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgtp]?)(i?)(b|bytes?)?)\s*", re.IGNORECASE)
@@ -95,3 +96,21 @@ def format_seconds(seconds: float) -> str:
         return f"{minutes} min {rest} s"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Write a set of numbers for people.
+
+    Args:
+        numbers: Whole numbers, in any order.
+
+    Returns:
+        ``"0-2,5"`` for 0, 1, 2 and 5; an empty text for none.
+    """
+    parts: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts)

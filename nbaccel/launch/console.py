@@ -7,6 +7,10 @@
 A line that all ranks print is shown once. To recognise it, a line waits up to `HOLD_S` for its
 twins; lines of one rank never overtake each other. A line that is being rewritten with carriage
 returns (a progress bar) is drawn in place for the lowest rank that has one.
+
+Rich output waits in the same queues: a picture comes after the lines that its rank printed before.
+What cannot be shown twice (output that is updated later, the cell being cleared) is taken from the
+lowest rank that has it, as a bar is.
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ from dataclasses import dataclass, field
 from string import Template
 from typing import TextIO
 
+from nbaccel.launch import publish, wire
+from nbaccel.units import spans
+
 TICK_S = 0.1
 HOLD_S = 0.15
 _LAST_LINES = 20
@@ -32,6 +39,40 @@ class _Line:
     time: float
     stream: str
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Rich:
+    """Rich output, or the wish to clear the cell."""
+
+    time: float
+    message: wire.Display | wire.ClearOutput
+
+    @property
+    def clears(self) -> bool:
+        return isinstance(self.message, wire.ClearOutput)
+
+    @property
+    def handle(self) -> str | None:
+        """By what it can be updated later."""
+        if isinstance(self.message, wire.ClearOutput):
+            return None
+        found = (self.message.content.get("transient") or {}).get("display_id")
+        return None if found is None else str(found)
+
+    @property
+    def updates(self) -> bool:
+        message = self.message
+        return isinstance(message, wire.Display) and bool(message.content.get("update"))
+
+    def is_twin(self, other: _Rich) -> bool:
+        """Whether showing one of both is enough."""
+        if self.handle is not None and other.handle is not None:
+            return self.updates == other.updates  # their handles differ by chance alone
+        return bool(self.message == other.message)
+
+
+_Item = _Line | _Rich
 
 
 @dataclass
@@ -81,9 +122,12 @@ class Console:
         self._ranks = ranks
         self._template = template
         self._sources = {(r, s): _Source(r, s) for r in ranks for s in ("stdout", "stderr")}
-        self._queues: dict[int, deque[_Line]] = {r: deque() for r in ranks}
+        self._queues: dict[int, deque[_Item]] = {r: deque() for r in ranks}
         self._tails: dict[int, deque[str]] = {r: deque(maxlen=_LAST_LINES) for r in ranks}
         self._open = set(ranks)
+        self._live = _Live()
+        self.clears = 0
+        """How often workers have cleared the cell."""
         self._drawn = ""
         self._drawn_on = "stderr"
         self._next_tick = 0.0
@@ -91,6 +135,20 @@ class Console:
     def feed(self, rank: int, stream: str, data: bytes) -> None:
         """Take in what a worker wrote."""
         self._queue(rank, self._sources[rank, stream].feed(data, time.monotonic()))
+
+    def feed_display(self, rank: int, message: wire.Display | wire.ClearOutput) -> None:
+        """Take in rich output. What the rank has printed before it must have been fed before.
+
+        Args:
+            rank: Who sent it.
+            message: What to show, or to clear what is shown.
+        """
+        now = time.monotonic()
+        for stream in ("stdout", "stderr"):
+            source = self._sources[rank, stream]
+            if not source.bar:  # `print("...", end="")`: it stands before the picture
+                self._queue(rank, source.finish(now))
+        self._queues[rank].append(_Rich(now, message))
 
     def close(self, rank: int) -> None:
         """This rank writes no more."""
@@ -124,7 +182,7 @@ class Console:
         if not batch and bar == self._drawn:
             return
         self._erase(keep=bar if not batch and bar_stream == self._drawn_on else "")
-        self._print(batch)
+        self._show(batch)
         self._draw(bar, bar_stream)
 
     def notice(self, text: str, *, stream: str = "stderr") -> None:
@@ -133,31 +191,46 @@ class Console:
         self._erase()
         _write(stream, text + "\n")
 
-    def _ready(self, now: float, final: bool) -> Iterator[tuple[list[int], _Line]]:
+    def _ready(self, now: float, final: bool) -> Iterator[tuple[list[int], _Item]]:
         while any(self._queues.values()):
             heads = {r: q[0] for r, q in self._queues.items() if q}
             rank, first = min(heads.items(), key=lambda item: item[1].time)
-            twins = [r for r, line in heads.items() if self._same(line, first)] or [rank]
-            missing = self._open - set(twins) if self._template is None else set()
+            twins = [r for r, item in heads.items() if self._same(item, first)] or [rank]
+            missing = self._open - set(twins) if self._folds(first) else set()
             if missing and not final and now - first.time < HOLD_S:
                 return
             if len(twins) < len(heads):
                 twins, first = self._before(twins, first)
             for r in twins:
-                self._queues[r].popleft()
+                item = self._queues[r].popleft()
+                if isinstance(item, _Rich):
+                    self._live.note(r, item, with_rank=min(twins))
             yield twins, first
 
-    def _before(self, twins: list[int], line: _Line) -> tuple[list[int], _Line]:
+    def _before(self, twins: list[int], item: _Item) -> tuple[list[int], _Item]:
         """What has to come out first, if a missing twin is only held up in another rank's queue."""
         for rank, queue in self._queues.items():
             deeper = itertools.islice(queue, 1, _LOOK_AHEAD)
-            if rank not in twins and any(self._same(other, line) for other in deeper):
+            if rank not in twins and any(self._same(other, item) for other in deeper):
                 head = queue[0]
                 return [r for r, q in self._queues.items() if q and self._same(q[0], head)], head
-        return twins, line
+        return twins, item
 
-    def _same(self, line: _Line, other: _Line) -> bool:
-        return self._template is None and (line.text, line.stream) == (other.text, other.stream)
+    def _folds(self, item: _Item) -> bool:
+        """Whether it may be shown once for several ranks, and is worth waiting for them."""
+        return self._template is None and not (isinstance(item, _Rich) and item.updates)
+
+    def _same(self, item: _Item, other: _Item) -> bool:
+        if item is other:
+            return True
+        if not self._folds(item):
+            return False
+        if isinstance(item, _Line):
+            return isinstance(other, _Line) and (item.text, item.stream) == (
+                other.text,
+                other.stream,
+            )
+        return isinstance(other, _Rich) and item.is_twin(other)
 
     def _bar(self) -> tuple[str, str]:
         for (rank, stream), source in self._sources.items():
@@ -175,38 +248,76 @@ class Console:
             _write(stream, "\r" + bar.ljust(len(self._drawn)))
             self._drawn, self._drawn_on = bar, stream
 
-    def _print(self, batch: list[tuple[list[int], _Line]]) -> None:
+    def _show(self, batch: list[tuple[list[int], _Item]]) -> None:
         """One write per run of lines of the same stream: each write is a message to the browser."""
-        run: list[str] = []
-        stream = ""
-        for ranks, line in batch:
-            if line.stream != stream and run:
-                _write(stream, "".join(run))
-                run = []
-            stream = line.stream
-            run.append(f"{self._prefix(ranks)}{line.text}\n")
-        if run:
-            _write(stream, "".join(run))
+        newest = {self._live.key(ranks, item): item for ranks, item in batch}
+        for stream, run in itertools.groupby(batch, key=lambda entry: _stream(entry[1])):
+            if stream is not None:
+                lines = (f"{self._prefix(ranks)}{_text(item)}\n" for ranks, item in run)
+                _write(stream, "".join(lines))
+                continue
+            for ranks, item in run:
+                if isinstance(item, _Rich) and newest[self._live.key(ranks, item)] is item:
+                    self._publish(ranks, item)
+
+    def _publish(self, ranks: list[int], item: _Rich) -> None:
+        shower = min(ranks)
+        if not self._live.may_show(shower, item):
+            return
+        self.clears += item.clears
+        label = self._prefix(ranks).rstrip()
+        if label and not item.clears and not item.updates and len(ranks) < len(self._ranks):
+            _write("stdout", label + "\n")
+        publish.show(item.message)
 
     def _prefix(self, ranks: list[int]) -> str:
         if self._template is None:
-            return f"[{_spans(sorted(ranks))}] "
+            return f"[{spans(ranks)}] "
         local = {rank: i for i, rank in enumerate(self._ranks)}
         values = {"rank": ranks[0], "local_rank": local[ranks[0]], "role_name": "worker"}
         return Template(self._template).safe_substitute(values)
 
 
-def _spans(ranks: list[int]) -> str:
-    """`[0, 1, 2, 5]` → `0-2,5`."""
-    parts: list[str] = []
-    start = previous = ranks[0]
-    for rank in [*ranks[1:], None]:
-        if rank is not None and rank == previous + 1:
-            previous = rank
-            continue
-        parts.append(str(start) if start == previous else f"{start}-{previous}")
-        start = previous = rank if rank is not None else -1
-    return ",".join(parts)
+class _Live:
+    """Whose word counts where only one rank's can be shown."""
+
+    def __init__(self) -> None:
+        self._clearer: int | None = None
+        self._owners: dict[str, int] = {}
+        self._folded: set[tuple[int, str]] = set()
+
+    def note(self, rank: int, item: _Rich, *, with_rank: int) -> None:
+        """An item leaves its queue; `with_rank`'s twin of it is the one that is shown."""
+        if item.clears:
+            self._clearer = rank if self._clearer is None else min(rank, self._clearer)
+        elif item.handle is not None:
+            if rank != with_rank:
+                self._folded.add((rank, item.handle))
+            else:
+                self._owners[item.handle] = min(rank, self._owners.get(item.handle, rank))
+
+    def may_show(self, rank: int, item: _Rich) -> bool:
+        """Whether this rank's item is the one that counts."""
+        if item.clears:
+            return rank == self._clearer
+        handle = item.handle
+        return handle is None or (
+            (rank, handle) not in self._folded and self._owners.get(handle, rank) == rank
+        )
+
+    def key(self, ranks: list[int], item: _Item) -> object:
+        """Equal for updates of the same output, of which the last one makes the others needless."""
+        if isinstance(item, _Rich) and item.updates:
+            return (min(ranks), item.handle)
+        return id(item)
+
+
+def _stream(item: _Item) -> str | None:
+    return item.stream if isinstance(item, _Line) else None
+
+
+def _text(item: _Item) -> str:
+    return item.text if isinstance(item, _Line) else ""
 
 
 def _write(stream: str, text: str) -> None:

@@ -7,8 +7,11 @@ process), so `tqdm.notebook` draws its bar as text.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -26,29 +29,49 @@ _WIDGET_BAR = (
 
 def forward(send: Send) -> None:
     """Send rich output to the notebook from now on, if IPython is loaded in this process."""
-    _text_bars()
+    text_bars()
     if "IPython" not in sys.modules:
         return
-    from IPython.core.displaypub import DisplayPublisher
     from IPython.core.interactiveshell import InteractiveShell
+
+    publisher = publisher_class(send)
+    if InteractiveShell.initialized():  # forked from a kernel: keep its formatters
+        InteractiveShell.instance().display_pub = publisher()
+        mute_comms()
+    else:
+        _start_shell(InteractiveShell, publisher)
+
+
+def publisher_class(send: Send) -> type[Any]:
+    """The class of a shell's `display_pub` that sends what it is given to the notebook."""
+    from IPython.core.displaypub import DisplayPublisher
 
     class Publisher(DisplayPublisher):
         def publish(  # type: ignore[override]  # IPython passes all but these two by name
             self, data: Any, metadata: Any = None, **more: Any
         ) -> None:
-            shown = {kind: value for kind, value in data.items() if kind != _WIDGET}
-            content = {"data": shown, "metadata": metadata or {}}
+            content = {"data": without_widgets(data), "metadata": metadata or {}}
             content |= {k: more[k] for k in ("transient", "update") if more.get(k)}
+            _flush()
             send(Display(content))
 
         def clear_output(self, wait: bool = False) -> None:
+            _flush()
             send(ClearOutput(wait))
 
-    if InteractiveShell.initialized():  # forked from a kernel: keep its formatters
-        InteractiveShell.instance().display_pub = Publisher()  # type: ignore[no-untyped-call]
-        _mute_comms()
-    else:
-        _start_shell(InteractiveShell, Publisher)
+    return Publisher
+
+
+def without_widgets(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The forms of a rich output that mean something in another process."""
+    return {kind: value for kind, value in data.items() if kind != _WIDGET}
+
+
+def _flush() -> None:
+    """Let what was printed before go out before: text and displays take different ways."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # user code closed it: nothing is in it
+            stream.flush()
 
 
 def _start_shell(base: type[Any], publisher: type[Any]) -> None:
@@ -64,38 +87,44 @@ def _start_shell(base: type[Any], publisher: type[Any]) -> None:
             self.init_display_formatter()
             self.display_pub = publisher(parent=self)
 
-    for kind in base._walk_mro():
-        kind._instance = None
+    forget_shells(base)
     WorkerShell.instance()
 
 
-def _mute_comms() -> None:
+def forget_shells(base: type[Any]) -> None:
+    """Let this process have no shell, so that another can be the one."""
+    if base.initialized():
+        type(base._instance).clear_instance()
+    for kind in base._walk_mro():
+        kind._instance = None
+
+
+def mute_comms() -> None:
     """A widget made in a child would write to the notebook's socket, which drops it."""
     comm = sys.modules.get("comm")
     if comm is not None:
         comm.create_comm = comm._create_comm  # type: ignore[attr-defined]
 
 
-def _text_bars() -> None:
+def text_bars() -> None:
     """Let `tqdm.notebook` and `tqdm.auto` draw text bars."""
     loaded = sys.modules.get("tqdm.notebook")
     if loaded is not None:  # forked from a notebook: user code already holds the class
         for name in set(vars(loaded.tqdm_notebook)) & set(_WIDGET_BAR):
             delattr(loaded.tqdm_notebook, name)
-    else:
-        sys.modules["tqdm.notebook"] = _LazyTextTqdm("tqdm.notebook")
+    elif not any(isinstance(finder, _TextBars) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _TextBars())
 
 
-class _LazyTextTqdm(ModuleType):
-    """Stands in for `tqdm.notebook`; tqdm itself is imported only if somebody asks."""
+class _TextBars(MetaPathFinder, Loader):
+    """Gives a text bar to whoever imports `tqdm.notebook`; tqdm is imported only then."""
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name == "tqdm.notebook" else None
+
+    def exec_module(self, module: ModuleType) -> None:
         from tqdm import std
 
-        names = {"tqdm": std.tqdm, "tqdm_notebook": std.tqdm, "trange": std.trange}
-        names["tnrange"] = std.trange
-        if name not in names:
-            raise AttributeError(f"tqdm.notebook in a worker has no {name!r}")
-        return names[name]
+        vars(module).update(
+            tqdm=std.tqdm, tqdm_notebook=std.tqdm, trange=std.trange, tnrange=std.trange
+        )

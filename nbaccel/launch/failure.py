@@ -247,7 +247,7 @@ class Obituary:
     records: tuple[Record, ...]
     world_size: int
     last_output: dict[int, list[str]] = field(default_factory=dict)
-    closing: str = "The notebook's model is as it was before the launch."
+    closing: str = ""
     headline: str = ""
     """Says better what happened than the cause's own words."""
     advice: str = ""
@@ -270,7 +270,7 @@ class Obituary:
             lines += explain_exit(cause) if cause.exit_status is not None else []
         lines += self._output(cause.rank)
         lines += self._others(cause)
-        return [*lines, self.closing]
+        return [*lines, self.closing] if self.closing else lines
 
     def _output(self, rank: int) -> list[str]:
         tail = self.last_output.get(rank, [])[-4:]

@@ -37,7 +37,7 @@ def pack(
 ) -> tuple[Packed, Plan]:
     """Make the call ready for the plan's start method, or for `fork` where `auto` must take it."""
     if plan.start_method == "fork":
-        _judge_fork()
+        judge_fork()
         return _inherit(function, args, sharing), plan
     asked = plan.config.start_method == "template"
     try:
@@ -56,6 +56,26 @@ def pack(
     changed = plan.with_start_method("fork", f"{why}, and nothing speaks against a fork")
     sys.stderr.write(f"nbaccel: workers are forked from the notebook, because {why}.\n")
     return _inherit(function, args, sharing), changed
+
+
+def pack_for_the_living(
+    function: Callable[..., Any], args: tuple[Any, ...], sharing: arena.Sharing
+) -> Packed:
+    """Make the call ready for workers that exist already: whatever it needs has to travel.
+
+    Raises:
+        NotSendable: If something cannot be pickled.
+    """
+    try:
+        return _pickle(function, args, sharing, None)
+    except Exception as error:  # pickling runs user code: anything may come out of it
+        culprit = blame.find(function, args)
+        raise NotSendable(
+            f"{culprit} cannot be sent to the workers: {type(error).__name__}: {error}.\n"
+            "They are processes of their own. Create it inside the function instead, or pass what "
+            "it is made from.",
+            path=culprit,
+        ) from error
 
 
 def _pickle(
@@ -91,7 +111,7 @@ def _call(
     return worker.Call(function=function, args=args, modules=tuple(modules))
 
 
-def _judge_fork() -> None:
+def judge_fork() -> None:
     found = preflight.hazards()
     fatal = [hazard for hazard in found if hazard.is_fatal]
     if fatal:

@@ -9,6 +9,7 @@ layers are no longer watched.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,14 +21,17 @@ from nbaccel.errors import PrecisionMismatch
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def watch(asked: str) -> None:
+def watch(asked: str) -> Callable[[], None]:
     """Raise in the first optimizer step if training does not use the precision `asked`.
 
     Args:
         asked: `no`, `fp16`, `bf16` or `fp8`. `no` makes no demand.
+
+    Returns:
+        Ends the watch.
     """
     if asked == "no":
-        return
+        return lambda: None
     seen: set[torch.dtype] = set()
     judged = False
 
@@ -52,8 +56,14 @@ def watch(asked: str) -> None:
                 f"without its own mixed_precision, or torch.autocast, or drop the argument."
             )
 
-    register_optimizer_step_pre_hook(before_step)
+    steps = register_optimizer_step_pre_hook(before_step)
     layers = nn.modules.module.register_module_forward_hook(after_layer)
+
+    def end() -> None:
+        steps.remove()
+        layers.remove()
+
+    return end
 
 
 def _accelerate() -> str | None:

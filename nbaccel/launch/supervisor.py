@@ -1,34 +1,26 @@
-"""Watching the workers of one launch until all have ended.
+"""Watching the workers of one launch until all have ended: what is heard, and what it means.
 
-pipes ─────► Console ─────► the cell            one select() waits for everything:
-channels ──► messages ──► Member.state          output, messages, deaths, interrupts;
-sentinels ─► deaths                             nothing is polled, no thread is started
-wake pipe ─► an interrupt of the notebook
+The loop itself, one `select` over everything, is `listening`'s.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import selectors
-import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nbaccel.launch import failure, publish, system, wire
+from nbaccel.launch import failure, system, wire
 from nbaccel.launch.console import Console
 from nbaccel.launch.ending import GRACE_S, Ending
 from nbaccel.launch.lingering import Lingering
+from nbaccel.launch.listening import Listener
 from nbaccel.launch.member import Member, State
 from nbaccel.launch.starter import Starter
 
-_CHUNK_BYTES = 1 << 16
 _BORN_S = 20.0  # a forked process that says nothing for so long hangs
 
 
-class Supervisor:
+class Supervisor(Listener):
     """Watches the workers of one launch.
 
     Args:
@@ -46,14 +38,13 @@ class Supervisor:
         console: Console,
         timeout_s: float | None,
     ) -> None:
+        super().__init__(members, console)
         self._starter = starter
-        self.members = list(members)
-        self._console = console
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._selector = selectors.DefaultSelector()
         self._ending: Ending | None = None
         self._oom_kills = system.oom_kills()
         self._lingering = Lingering(self.members)
+        self.closing = "The notebook's model is as it was before the launch."
         self.interrupted = False
         self.timed_out = False
         self.stuck: list[Member] = []
@@ -61,46 +52,15 @@ class Supervisor:
 
     def run(self) -> None:
         """Wait until every worker has ended; what became of them stands in `members`."""
-        with self._wakeable() as woken:
-            self._register(woken)
-            try:
-                while not all(m.has_ended for m in self.members):
-                    if self._given_up():
-                        break
-                    self._wait(woken)
-            finally:
-                self._selector.close()
+        with self.listening(self._starter.sentinels()):
+            while not all(m.has_ended for m in self.members):
+                if self._given_up():
+                    break
+                self.hear(self._patience())
+                self._check_clocks()
         self._console.tick(final=True)
 
-    def tails(self) -> dict[int, list[str]]:
-        """The last lines that each rank printed."""
-        return self._console.tails()
-
     # ---- waiting
-
-    def _register(self, woken: int) -> None:
-        register = self._selector.register
-        register(woken, selectors.EVENT_READ, None)
-        for fd in self._starter.sentinels():
-            register(fd, selectors.EVENT_READ, self._starter)
-        for member in self.members:
-            register(member.channel, selectors.EVENT_READ, member)
-            for fd in member.pipes:
-                register(fd, selectors.EVENT_READ, member)
-
-    def _wait(self, woken: int) -> None:
-        for key, _ in self._selector.select(self._patience()):
-            if key.data is self._starter:
-                self._collect()
-            elif key.data is None:
-                self._on_wake(woken)
-            elif key.fileobj is key.data.channel:
-                if not key.data.hung_up:
-                    self._on_message(key.data)
-            elif key.fd in key.data.pipes:  # a death earlier in this batch may have closed it
-                self._on_output(key.data, key.fd)
-        self._console.tick()
-        self._check_clocks()
 
     def _patience(self) -> float | None:
         now = time.monotonic()
@@ -139,12 +99,8 @@ class Supervisor:
 
     # ---- what can happen
 
-    def _on_message(self, member: Member) -> None:
-        try:
-            message, fds = member.channel.receive()
-        except EOFError:
-            self._hang_up(member)
-            return
+    def on_message(self, member: Member, message: Any, fds: list[int]) -> None:
+        """A worker has said how far it is."""
         if isinstance(message, wire.Alive):
             member.state = State.ALIVE
             member.tells_its_stack = True
@@ -158,9 +114,6 @@ class Supervisor:
             member.result_fd = fds[0] if fds else None
         elif isinstance(message, wire.Failed):
             self._on_failure(member, message, fds)
-        else:
-            self._console.tick(final=True)
-            publish.show(message)
 
     def _on_failure(self, member: Member, message: wire.Failed, fds: list[int]) -> None:
         member.state = State.FAILED
@@ -170,23 +123,8 @@ class Supervisor:
         if self._ending is None:
             self._end(grace_s=GRACE_S)
 
-    def _on_output(self, member: Member, fd: int) -> None:
-        try:
-            data = os.read(fd, _CHUNK_BYTES)
-        except BlockingIOError:
-            return
-        stream = member.pipes[fd]
-        if not data:
-            self._selector.unregister(fd)
-            del member.pipes[fd]
-            os.close(fd)
-        elif stream == "stack":
-            member.stack_text += data.decode(errors="replace")
-        else:
-            self._console.feed(member.rank, stream, data)
-
-    def _on_wake(self, woken: int) -> None:
-        os.read(woken, 4096)
+    def on_interrupt(self) -> None:
+        """The user has pressed Stop."""
         if self._ending is not None:
             # Stop was pressed twice, or while a failure is wound up: that one is still to be told.
             self._ending.hurry()
@@ -194,14 +132,15 @@ class Supervisor:
         self.interrupted = True
         self._ending = Ending(self.members, grace_s=0.0, ask_stacks=False)
 
-    def _collect(self) -> None:
+    def on_sentinel(self) -> None:
+        """Workers may have ended."""
         by_pid = {m.pid: m for m in self.members}
         for ended in self._starter.collect():
             if ended.pid in by_pid:
                 self._on_end(by_pid[ended.pid], ended)
 
     def _on_end(self, member: Member, ended: wire.Ended) -> None:
-        self._drain(member)
+        self.drain(member)
         finished = member.state in (State.RETURNED, State.FAILED)
         member.state = State.GONE
         self._console.close(member.rank)
@@ -218,50 +157,7 @@ class Supervisor:
         if self._ending is None:
             self._end(grace_s=GRACE_S)
 
-    def _drain(self, member: Member) -> None:
-        """Read what the worker left behind; a grandchild may hold the pipes open for ever."""
-        while not member.hung_up and _is_readable(member.channel.fileno()):
-            self._on_message(member)
-        self._hang_up(member)
-        for fd in tuple(member.pipes):
-            while fd in member.pipes and _is_readable(fd):
-                self._on_output(member, fd)
-            if fd in member.pipes:
-                self._selector.unregister(fd)
-
-    def _hang_up(self, member: Member) -> None:
-        if not member.hung_up:
-            member.hung_up = True
-            self._selector.unregister(member.channel)
-
     # ---- ending
 
     def _end(self, *, grace_s: float) -> None:
         self._ending = Ending(self.members, grace_s=grace_s, ask_stacks=True)
-
-    # ---- interrupts
-
-    @contextlib.contextmanager
-    def _wakeable(self) -> Iterator[int]:
-        """Let an interrupt of the notebook wake `select` instead of raising in the middle."""
-        woken, waker = os.pipe()
-        os.set_blocking(woken, False)
-        main = threading.current_thread() is threading.main_thread()
-
-        def on_interrupt(signum: int, frame: Any) -> None:
-            os.write(waker, b"i")
-
-        before = signal.signal(signal.SIGINT, on_interrupt) if main else None
-        try:
-            yield woken
-        finally:
-            if main:
-                signal.signal(signal.SIGINT, before)
-            os.close(woken)
-            os.close(waker)
-
-
-def _is_readable(fd: int) -> bool:
-    with selectors.DefaultSelector() as selector:
-        selector.register(fd, selectors.EVENT_READ)
-        return bool(selector.select(0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from nbaccel.errors import StartupFailed
 from nbaccel.launch import warmup, wire
@@ -37,35 +37,52 @@ class TemplateStarter:
         # A copy of the descriptor: closing this starter must not hang up on the template.
         self._channel = wire.Channel(self._boot.socket.dup())
         self._tickets = 0
-        self._ended: list[wire.Ended] = []
-        if not self._boot.ready:
-            self._receive(wire.Ready, READY_TIMEOUT_S)
-            self._boot.ready = True
+        self._pids: set[int] = set()
+        with self._boot.hearing:
+            if not self._boot.ready:
+                self._receive(wire.Ready, READY_TIMEOUT_S)
+                self._boot.ready = True
 
     def start(self, ends: Ends) -> int:
         """Have a worker forked that owns these ends; returns its process id."""
         self._tickets += 1
-        try:
-            self._channel.send(wire.Fork(self._tickets), ends.all())
-        except OSError as error:
-            raise self._gone() from error
-        forked = self._receive(wire.Forked, _FORK_TIMEOUT_S)
-        return int(forked.pid)
+        with self._boot.hearing:
+            try:
+                self._channel.send(wire.Fork(self._tickets), ends.all())
+            except OSError as error:
+                raise self._gone() from error
+            pid = int(self._receive(wire.Forked, _FORK_TIMEOUT_S).pid)
+            self._pids.add(pid)
+            self._boot.ended[pid] = None
+        return pid
 
     def sentinels(self) -> Sequence[int]:
         """The channel on which the template tells of ended workers."""
         return [self._channel.fileno()]
 
     def collect(self) -> Sequence[wire.Ended]:
-        """Workers that have ended since the last call."""
-        while self._readable(0.0):
-            self._ended.append(self._next())
-        ended, self._ended = self._ended, []
+        """Workers of this starter that have ended since the last call."""
+        with self._boot.hearing:
+            while self._readable(0.0):
+                self._note(self._next())
+            ended = [self._boot.ended[pid] for pid in self._pids if self._boot.ended[pid]]
+            self._forget(found.pid for found in ended)
         return ended
 
     def close(self) -> None:
         """Close this copy of the channel; the template stays."""
+        self._forget(tuple(self._pids))
         self._channel.close()
+
+    def _forget(self, pids: Iterable[int]) -> None:
+        for pid in pids:
+            self._pids.discard(pid)
+            self._boot.ended.pop(pid, None)
+
+    def _note(self, message: object) -> None:
+        """News of a worker that nobody waits for any more are dropped."""
+        if isinstance(message, wire.Ended) and message.pid in self._boot.ended:
+            self._boot.ended[message.pid] = message
 
     def _receive(self, kind: type, timeout_s: float) -> wire.Forked:
         """The next message of one kind; news of ended workers are kept for `collect`."""
@@ -74,7 +91,7 @@ class TemplateStarter:
             message = self._next()
             if isinstance(message, kind):
                 return message  # type: ignore[return-value]
-            self._ended.append(message)
+            self._note(message)
         warmup.stop()
         raise StartupFailed(
             f"The template process did not answer within {timeout_s:.0f} s, so no worker could be "
@@ -86,12 +103,12 @@ class TemplateStarter:
         ready, _, _ = select.select([self._channel.fileno()], [], [], max(0.0, timeout_s))
         return bool(ready)
 
-    def _next(self) -> wire.Ended:
+    def _next(self) -> object:
         try:
             message, _ = self._channel.receive()
         except EOFError as error:
             raise self._gone() from error
-        return message  # type: ignore[no-any-return]
+        return message
 
     def _gone(self) -> StartupFailed:
         said = self._boot.error_text().strip() or "nothing; it may have been killed"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from nbaccel import frames
 from nbaccel.errors import LaunchTimeout, StartupFailed, WorkerDied, WorkerFailed
@@ -12,8 +12,21 @@ from nbaccel.launch import failure
 from nbaccel.launch.member import Member
 from nbaccel.launch.remains import Remains
 from nbaccel.launch.sharing import parcel
-from nbaccel.launch.supervisor import Supervisor
 from nbaccel.units import format_seconds
+
+
+class Watched(Protocol):
+    """What is known after the workers were watched."""
+
+    members: list[Member]
+    interrupted: bool
+    timed_out: bool
+    stuck: list[Member]
+    closing: str
+    """The last line of an obituary: what is left."""
+
+    def tails(self) -> dict[int, list[str]]:
+        """The last lines that each rank printed."""
 
 
 class RemoteTraceback(Exception):
@@ -65,7 +78,7 @@ def _open(message: Any, fd: int | None) -> Any:
     return parcel.unpack(message.parcel, fd, {})
 
 
-def error(watch: Supervisor, *, world_size: int, timeout_s: float | None) -> WorkerFailed | None:
+def error(watch: Watched, *, world_size: int, timeout_s: float | None) -> WorkerFailed | None:
     """The exception that a launch which did not succeed ends with; None if it succeeded."""
     members = watch.members
     if all(m.returned is not None for m in members) and not watch.timed_out:
@@ -130,7 +143,7 @@ def _original(member: Member) -> Remains | None:
     return found if isinstance(found, Remains) else None
 
 
-def _bystander(member: Member, watch: Supervisor) -> failure.Record:
+def _bystander(member: Member, watch: Watched) -> failure.Record:
     """A rank that did nothing wrong and was stopped."""
     doing = failure.doing(member.stack()) if member.stack_text else "had not started"
     return failure.Record(
@@ -142,7 +155,7 @@ def _bystander(member: Member, watch: Supervisor) -> failure.Record:
 
 
 def _obituary(
-    watch: Supervisor, records: Sequence[failure.Record], world_size: int
+    watch: Watched, records: Sequence[failure.Record], world_size: int
 ) -> failure.Obituary:
     cause = failure.first_cause(records)
     gone = [m for m in watch.members if m.returned is not None]
@@ -160,25 +173,26 @@ def _obituary(
         last_output=watch.tails(),
         headline=headline,
         advice=advice,
+        closing=watch.closing,
     )
 
 
 def _timeout(
-    watch: Supervisor, records: Sequence[failure.Record], world_size: int, timeout_s: float | None
+    watch: Watched, records: Sequence[failure.Record], world_size: int, timeout_s: float | None
 ) -> LaunchTimeout:
     lines = [f"The launch did not end within timeout={format_seconds(timeout_s or 0.0)}:"]
     lines += [f"  rank {r.rank} {r.headline}" for r in records]
     lines += [f"  rank {m.rank} had returned" for m in watch.members if m.returned is not None]
     lines.append(
-        "The notebook's model is as it was before the launch. Allow more time, or look at "
-        "the lines above for a rank that waits for another."
+        f"{watch.closing} Allow more time, or look at the lines above for a rank that waits for "
+        "another."
     )
     # Those that return while they are being stopped had a call cut short by our signals.
     first = failure.first_cause(records) if records else None
     return LaunchTimeout("\n".join(lines), failure=first, failures=tuple(records))
 
 
-def _stuck(watch: Supervisor, records: Sequence[failure.Record], world_size: int) -> StartupFailed:
+def _stuck(watch: Watched, records: Sequence[failure.Record], world_size: int) -> StartupFailed:
     ranks = ", ".join(str(m.rank) for m in watch.stuck)
     stacks = "".join(f"\n{m.stack_text.strip()}" for m in watch.stuck if m.stack_text)
     return StartupFailed(

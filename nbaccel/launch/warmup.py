@@ -7,7 +7,9 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
+from typing import Any
 
 _BOOT = (
     "import sys; sys.path[:] = {path!r}; "
@@ -28,6 +30,10 @@ class Boot:
     """The process that started it: a fork of that process must not use or end it."""
     ready: bool = False
     """Whether it has said that its imports are done."""
+    ended: dict[int, Any] = field(default_factory=dict)
+    """Its workers → how they ended, or None; a launch and a pool hear of each other's here."""
+    hearing: threading.Lock = field(default_factory=threading.Lock)
+    """Held by whoever reads its messages."""
 
     def is_running(self) -> bool:
         """Whether it runs and belongs to this very process."""

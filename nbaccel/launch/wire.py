@@ -136,12 +136,9 @@ class Ended:
 # ---- notebook → worker
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Everything a worker needs.
-
-    Descriptors: arenas, their staging files, the store's listener (rank 0), the parcel's.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Post:
+    """Where a worker works: its place among the others, and the surroundings of the notebook."""
 
     topology: str
     """`Topology` as JSON."""
@@ -154,15 +151,34 @@ class Job:
     """The whole environment, as the notebook has it now plus this worker's variables."""
     working_directory: str
     import_path: tuple[str, ...]
-    arenas: tuple[tuple[str, int], ...]
-    """Key and size in bytes of each arena."""
     serves_store: bool
     """Whether this worker serves the rendezvous store, on the listening socket that comes along."""
+    random_states: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A call to make.
+
+    Descriptors: arenas, their staging files, the parcel's, the post's.
+    """
+
+    post: Post | None
+    """None for a worker that has one already."""
+    arenas: tuple[tuple[str, int], ...]
+    """Key and size in bytes of each arena."""
     parcel: Parcel | None
     """The pickled `Call`; None if the worker was forked from the notebook and has it."""
     sources: dict[str, list[str]]
     random_states: bytes
+    mixed_precision: str
     share_back: bool
+
+    def serve(self, channel: Channel, fds: list[int], inheritance: Any) -> None:
+        """What a worker does whose first message this is."""
+        from nbaccel.launch import worker
+
+        worker.serve_job(channel, self, fds, inheritance)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ interpreter exit with gloo threads alive aborts or hangs now and then (torch 2.1
 from __future__ import annotations
 
 import builtins
+import contextlib
 import ctypes
 import faulthandler
-import itertools
 import linecache
 import os
 import pickle
@@ -26,12 +26,11 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from nbaccel import _catalog, env
 from nbaccel.errors import InputRefused, InternalError
-from nbaccel.launch import display, failure, precision, remains, wire
+from nbaccel.launch import display, failure, precision, process_groups, remains, wire
 from nbaccel.launch.sharing import arena, memory, parcel
 from nbaccel.launch.sharing.home import Homebound, Manifest
 from nbaccel.topology import Topology
@@ -69,7 +68,8 @@ class Call:
 class Inheritance:
     """What a worker forked from the notebook already has in memory."""
 
-    call: Call
+    call: Call | None = None
+    """What to call; None in a pool's worker, which is told later."""
     arenas: Mapping[str, memory.Mapping] = field(default_factory=dict)
     arena_fds: Mapping[str, int] = field(default_factory=dict)
 
@@ -88,17 +88,14 @@ def main(ends: Ends, parent: int, inheritance: Inheritance | None = None) -> NoR
         channel = wire.Channel.from_fd(ends.channel)
         channel.send(wire.Alive(time.monotonic()))
         message, fds = channel.receive()
-        work = _Work(channel, message, fds, inheritance)
-        work.run()
-        channel.receive()  # Leave
+        message.serve(channel, fds, inheritance)
         status = 0
-        del work  # until here: it serves the store, which slower ranks still need
     except EOFError:
         status = 0  # the notebook is through with this launch
     except BaseException:  # nobody is left to raise to: say it and leave
         sys.excepthook(*sys.exc_info())
     finally:
-        _flush()
+        flush()
         os._exit(status)
 
 
@@ -128,90 +125,131 @@ def _settle_in(ends: Ends, parent: int) -> None:
     faulthandler.register(STACK_SIGNAL, file=ends.stack, all_threads=True)
 
 
-class _Work:
-    """One job in one worker."""
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """A worker at its post."""
+
+    place: Topology
+    device: str
+    """What torch calls it: `cpu`, `cuda:1`."""
+    store: Any
+    """The rendezvous store, in the worker that serves it."""
+
+
+def settle(post: wire.Post, fds: list[int], channel: wire.Channel) -> Seat:
+    """Take up a post: surroundings, device, streams, process groups. Once per worker.
+
+    Args:
+        post: The post.
+        fds: Descriptors that came with it; those of the post are taken from the end.
+        channel: Where rich output goes.
+    """
+    place = Topology.from_json(post.topology)
+    env.replace_all(post.environment)
+    os.chdir(post.working_directory)
+    sys.path[:] = post.import_path
+    torch.set_num_threads(post.threads)
+    device = _catalog.device(post.device)
+    device.enter_worker(place.local_rank)
+    display.forward(channel.send)
+    process_groups.keep()
+    _refuse_questions(place.rank)
+    store = process_groups.serve_store(place, fds.pop()) if post.serves_store else None
+    return Seat(place=place, device=str(device.torch_device(place.local_rank)), store=store)
+
+
+def serve_job(
+    channel: wire.Channel, job: wire.Job, fds: list[int], inheritance: Inheritance | None
+) -> None:
+    """Run one job in a worker of its own, and stay until the notebook says so."""
+    if job.post is None:
+        raise InternalError(f"a job with {len(fds)} descriptors came without a post: report this")
+    try:
+        seat = settle(job.post, fds, channel)
+        process_groups.separate(process_groups.counted())
+    except BaseException as error:  # a device that cannot be had: the notebook is told
+        report(channel, error, Topology.from_json(job.post.topology).rank)
+    else:
+        signal.signal(signal.SIGINT, _interrupt(channel))
+        Work(channel, seat, job, fds, inheritance).run()
+    channel.receive()  # Leave; until then this worker may serve the store, which slower ranks need
+
+
+def _interrupt(channel: wire.Channel) -> Callable[[int, Any], NoReturn]:
+    def on_interrupt(signum: int, frame: Any) -> NoReturn:
+        channel.send(wire.Interrupting(time.monotonic()))
+        raise KeyboardInterrupt
+
+    return on_interrupt
+
+
+class Work:
+    """One job in one worker.
+
+    Args:
+        channel: To the notebook.
+        seat: Where this worker works.
+        job: What to call.
+        fds: The job's descriptors, which are closed when it is through.
+        inheritance: What came with the fork, if it was from the notebook.
+    """
 
     def __init__(
         self,
         channel: wire.Channel,
+        seat: Seat,
         job: wire.Job,
         fds: Sequence[int],
         inheritance: Inheritance | None,
     ) -> None:
         self._channel = channel
         self._job = job
-        self._topology = Topology.from_json(job.topology)
+        self._seat = seat
+        self._rank = seat.place.rank
         self._forked_here = inheritance is not None
         keys = [key for key, _ in job.arenas]
         rest = list(fds)
         self._parcel_fd = rest.pop() if job.parcel is not None else None
-        self._listener = rest.pop() if job.serves_store else None
         self._arena_fds, self._staging = (
             rest[: len(keys)],
             dict(zip(keys, rest[len(keys) :], strict=False)),
         )
-        self._store: Any = None
         self._inheritance = inheritance
 
     def run(self) -> None:
+        """Make the call and hand over what it returns or raises."""
         try:
-            call, homebound = self._prepare()
-            self._channel.send(wire.Started(time.monotonic()))
-            value = _call(call)
-            _flush()
-            report = homebound.write() if self._job.share_back else None
+            with contextlib.ExitStack() as stack:
+                call, homebound = self._prepare(stack)
+                self._channel.send(wire.Started(time.monotonic()))
+                value = _call(call)
+                flush()
+                home = homebound.write() if self._job.share_back else None
         except BaseException as error:  # KeyboardInterrupt too: the notebook is told of every end
-            self._report(error)
+            report(self._channel, error, self._rank, self._pack)
         else:
-            self._hand_over(value, report)
+            self._hand_over(value, home)
 
-    def _prepare(self) -> tuple[Call, Homebound]:
-        job, topology = self._job, self._topology
-        env.replace_all(job.environment)
-        os.chdir(job.working_directory)
-        sys.path[:] = job.import_path
+    def _prepare(self, stack: contextlib.ExitStack) -> tuple[Call, Homebound]:
+        job, place = self._job, self._seat.place
         for name, lines in job.sources.items():
             linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-        torch.set_num_threads(job.threads)
-        device = _catalog.device(job.device)
-        device.enter_worker(topology.local_rank)
-        display.forward(self._channel.send)
-        signal.signal(signal.SIGINT, self._on_interrupt)
-        _keep_groups()
-        _separate_groups()
-        _refuse_questions(topology.rank)
-        self._serve_store()
-        call, mappings = self._open(str(device.torch_device(topology.local_rank)))
+        call, mappings = self._open(self._seat.device)
         restore_random_states(job.random_states)
         homebound = Homebound(
-            rank=topology.local_rank,
+            rank=place.local_rank,
             modules=call.modules,
             mappings=mappings,
             staging=self._staging,
-            num_nodes=topology.num_nodes,
+            num_nodes=place.num_nodes,
         )
         if job.share_back:
-            homebound.watch_first_step()
-        precision.watch(job.mixed_precision)
+            stack.callback(homebound.watch_first_step())
+        stack.callback(precision.watch(job.mixed_precision))
         return call, homebound
 
-    def _serve_store(self) -> None:
-        """Serve the rendezvous store on the socket that the notebook bound.
-
-        So it listens on loopback only, and no port is ever chosen first and bound later. All ranks,
-        this one too, join it as clients (TORCHELASTIC_USE_AGENT_STORE).
-        """
-        if self._listener is not None:
-            self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                self._topology.master_addr,
-                self._topology.master_port,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=self._listener,
-            )
-
     def _open(self, device: str) -> tuple[Call, Mapping[str, memory.Mapping]]:
-        if self._inheritance is not None:
+        if self._inheritance is not None and self._inheritance.call is not None:
             # What this worker answers must carry its own values, not point at the notebook's.
             arena.forget()
             for key, mapping in self._inheritance.arenas.items():
@@ -219,7 +257,7 @@ class _Work:
             return self._inheritance.call, self._inheritance.arenas
         if self._job.parcel is None or self._parcel_fd is None:
             raise InternalError(
-                f"worker {self._topology.rank} got no parcel, only {len(self._arena_fds)} arenas: "
+                f"worker {self._rank} got no parcel, only {len(self._arena_fds)} arenas: "
                 "there is nothing to run. Please report this."
             )
         mappings = {
@@ -229,40 +267,20 @@ class _Work:
         call = parcel.unpack(self._job.parcel, self._parcel_fd, mappings, device=device)
         return call, mappings
 
-    def _on_interrupt(self, signum: int, frame: Any) -> NoReturn:
-        self._channel.send(wire.Interrupting(time.monotonic()))
-        raise KeyboardInterrupt
-
-    def _hand_over(self, value: Any, report: Any) -> None:
+    def _hand_over(self, value: Any, home: Any) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the work is done: do not lose it now
         try:
             packed, fd = self._pack(value)
         except BaseException as error:  # the user's own __reduce__ may raise anything
             kind = type(value)
             reason = (
-                f"rank {self._topology.rank} returned a {failure.kind_name(kind)}, which cannot be "
+                f"rank {self._rank} returned a {failure.kind_name(kind)}, which cannot be "
                 f"sent to the notebook ({type(error).__name__}: {error})"
             )
-            self._channel.send(wire.Returned(time.monotonic(), None, reason, report))
+            self._channel.send(wire.Returned(time.monotonic(), None, reason, home))
             return
         with memory.closing(fd):
-            self._channel.send(wire.Returned(time.monotonic(), packed, None, report), [fd])
-
-    def _report(self, error: BaseException) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        now = time.monotonic()
-        record = failure.Record(rank=self._topology.rank, time=now, raised=failure.describe(error))
-        _flush()
-        whole = remains.take(error)
-        for part in (whole, whole.bare()):
-            try:
-                packed, fd = self._pack(part)
-            except BaseException:  # noqa: S112  (the user's own __reduce__ may raise anything)
-                continue
-            with memory.closing(fd):
-                self._channel.send(wire.Failed(now, record, packed), [fd])
-            return
-        self._channel.send(wire.Failed(now, record, None))  # its description says what it was
+            self._channel.send(wire.Returned(time.monotonic(), packed, None, home), [fd])
 
     def _pack(self, value: Any) -> tuple[parcel.Parcel, int]:
         """Pack for the notebook; what came by fork goes back by name where it can."""
@@ -274,6 +292,33 @@ class _Work:
         return parcel.pack(value, parcel.Sender.create())
 
 
+def _pack_for_notebook(value: Any) -> tuple[parcel.Parcel, int]:
+    return parcel.pack(value, parcel.Sender.create())
+
+
+def report(
+    channel: wire.Channel,
+    error: BaseException,
+    rank: int,
+    pack: Callable[[Any], tuple[parcel.Parcel, int]] = _pack_for_notebook,
+) -> None:
+    """Tell the notebook of an exception: its description for sure, its parts if they can travel."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    now = time.monotonic()
+    record = failure.Record(rank=rank, time=now, raised=failure.describe(error))
+    flush()
+    whole = remains.take(error)
+    for part in (whole, whole.bare()):
+        try:
+            packed, fd = pack(part)
+        except BaseException:  # noqa: S112  (the user's own __reduce__ may raise anything)
+            continue
+        with memory.closing(fd):
+            channel.send(wire.Failed(now, record, packed), [fd])
+        return
+    channel.send(wire.Failed(now, record, None))  # its description says what it was
+
+
 def _call(call: Call) -> Any:
     try:
         return call.function(*call.args)
@@ -281,41 +326,6 @@ def _call(call: Call) -> Any:
         if error.code not in (None, 0):
             raise
         return None  # sys.exit() is how a script ends well
-
-
-def _keep_groups() -> None:
-    """Let no process group be destructed before this process leaves.
-
-    ~ProcessGroupGloo joins a thread that may be waiting for the GIL to drop a finished work, while
-    the destructor holds it: a deadlock, met in every fifth to thirtieth DDP run that ends by
-    `destroy_process_group()` (torch 2.13; the stack is in docs/upstream.md). Shutting a group down
-    works as before; only its C++ object outlives it, and this process is about to end anyway.
-    """
-    c10d = dist.distributed_c10d
-    kept: list[Any] = []
-
-    class Keeping(dict[Any, Any]):
-        def __setitem__(self, group: Any, value: Any) -> None:
-            kept.append(group)
-            super().__setitem__(group, value)
-
-    c10d._pg_map = Keeping(c10d._pg_map)
-
-
-def _separate_groups() -> None:
-    """Let each default process group of this worker meet under a prefix of its own.
-
-    The store is the launch's and outlives a group. Torch uses the same keys in it for the next one,
-    whose ranks then wait for addresses of the first for ever (torch 2.13, `torchrun` too).
-    """
-    rendezvous = sys.modules["torch.distributed.rendezvous"]
-    create, count = rendezvous._create_c10d_store, itertools.count()
-
-    def separate(*args: Any, **kwargs: Any) -> Any:
-        store = create(*args, **kwargs)
-        return dist.PrefixStore(f"group_{next(count)}", store)  # type: ignore[attr-defined]
-
-    rendezvous._create_c10d_store = separate  # type: ignore[attr-defined]
 
 
 def _refuse_questions(rank: int) -> None:
@@ -361,7 +371,8 @@ def restore_random_states(states: bytes) -> None:
         np.random.set_state(of_numpy)
 
 
-def _flush() -> None:
+def flush() -> None:
+    """Push out what has been printed so far."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -105,10 +105,14 @@ class Homebound:
         self._in_place: set[str] = set()
         self._has_stepped = False
 
-    def watch_first_step(self) -> None:
-        """Arrange for rank 0 to train in the staging file. See [Note: training in place]."""
+    def watch_first_step(self) -> Callable[[], None]:
+        """Arrange for rank 0 to train in the staging file. See [Note: training in place].
+
+        Returns:
+            Ends the watch.
+        """
         if self._rank != 0 or not self._mappings:
-            return
+            return lambda: None
 
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             # Not removed after the first step: torch iterates over its hooks while it calls them.
@@ -116,7 +120,7 @@ class Homebound:
                 self._has_stepped = True
                 self._move_in(group["params"] for group in optimizer.param_groups)
 
-        register_optimizer_step_pre_hook(before_step)
+        return register_optimizer_step_pre_hook(before_step).remove
 
     def _move_in(self, groups: Iterable[Iterable[torch.Tensor]]) -> None:
         trained = {id(p): p for group in groups for p in group if p.requires_grad}

@@ -1,0 +1,173 @@
+"""Hearing what workers say: one `select` for output, messages, deaths and interrupts.
+
+pipes ─────► Console ─────► the cell
+channels ──► messages ──► `on_message`
+sentinels ─► deaths ────► `on_death`
+wake pipe ─► an interrupt of the notebook ──► `on_interrupt`
+
+Nothing is polled and no thread is started. What it means is decided by who listens: the supervisor
+of a launch, or the watch over a turn of a pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from nbaccel.launch import publish, wire
+from nbaccel.launch.console import Console
+from nbaccel.launch.member import Member
+
+_CHUNK_BYTES = 1 << 16
+
+
+class Listener:
+    """Listens to some workers.
+
+    Args:
+        members: The workers, by rank.
+        console: Where their output goes.
+    """
+
+    def __init__(self, members: Sequence[Member], console: Console) -> None:
+        self.members = list(members)
+        self._console = console
+        self._selector = selectors.DefaultSelector()
+
+    # ---- what a listener decides
+
+    def on_message(self, member: Member, message: Any, fds: list[int]) -> None:
+        """A worker has said something; the descriptors are the listener's."""
+        raise NotImplementedError
+
+    def on_sentinel(self) -> None:
+        """Some worker may have ended."""
+        raise NotImplementedError
+
+    def on_interrupt(self) -> None:
+        """The notebook was interrupted."""
+        raise NotImplementedError
+
+    # ---- listening
+
+    def tails(self) -> dict[int, list[str]]:
+        """The last lines that each rank printed."""
+        return self._console.tails()
+
+    @contextlib.contextmanager
+    def listening(self, sentinels: Sequence[int]) -> Iterator[None]:
+        """Listen within this block, with interrupts caught.
+
+        Args:
+            sentinels: Descriptors that become readable when a worker may have ended.
+        """
+        with _wakeable() as woken:
+            register = self._selector.register
+            register(woken, selectors.EVENT_READ, woken)
+            for fd in sentinels:
+                register(fd, selectors.EVENT_READ, None)
+            for member in self.members:
+                register(member.channel, selectors.EVENT_READ, member)
+                for fd in member.pipes:
+                    register(fd, selectors.EVENT_READ, member)
+            try:
+                yield
+            finally:
+                self._selector.close()
+
+    def hear(self, patience_s: float | None) -> None:
+        """Wait until something happens, at most so long, and let it be decided."""
+        for key, _ in self._selector.select(patience_s):
+            if key.data is None:
+                self.on_sentinel()
+            elif not isinstance(key.data, Member):
+                os.read(key.data, 4096)
+                self.on_interrupt()
+            elif key.fileobj is key.data.channel:
+                if not key.data.hung_up:
+                    self._hear_message(key.data)
+            elif key.fd in key.data.pipes:  # a death earlier in this batch may have closed it
+                self._hear_output(key.data, key.fd)
+        self._console.tick()
+
+    def drain(self, member: Member) -> None:
+        """Read what the worker left behind; a grandchild may hold the pipes open for ever."""
+        while not member.hung_up and _is_readable(member.channel.fileno()):
+            self._hear_message(member)
+        self._hang_up(member)
+        self.drain_output(member)
+        for fd in member.pipes:
+            self._selector.unregister(fd)
+
+    def drain_output(self, member: Member) -> None:
+        """Read all that the worker has printed so far."""
+        for fd in tuple(member.pipes):
+            while fd in member.pipes and self._hear_output(member, fd):
+                continue
+
+    def _hear_message(self, member: Member) -> None:
+        try:
+            message, fds = member.channel.receive()
+        except EOFError:
+            self._hang_up(member)
+            return
+        if isinstance(message, (wire.Display, wire.ClearOutput)):
+            self.drain_output(member)  # what it printed before comes before
+            self._console.tick(final=True)
+            publish.show(message)
+        else:
+            self.on_message(member, message, fds)
+
+    def _hear_output(self, member: Member, fd: int) -> bool:
+        """Take in a chunk of output; returns whether there may be more."""
+        try:
+            data = os.read(fd, _CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        stream = member.pipes[fd]
+        if not data:
+            self._selector.unregister(fd)
+            del member.pipes[fd]
+            os.close(fd)
+            return False
+        if stream == "stack":
+            member.stack_text += data.decode(errors="replace")
+        else:
+            self._console.feed(member.rank, stream, data)
+        return len(data) == _CHUNK_BYTES
+
+    def _hang_up(self, member: Member) -> None:
+        if not member.hung_up:
+            member.hung_up = True
+            self._selector.unregister(member.channel)
+
+
+@contextlib.contextmanager
+def _wakeable() -> Iterator[int]:
+    """Let an interrupt of the notebook wake `select` instead of raising in the middle."""
+    woken, waker = os.pipe()
+    os.set_blocking(woken, False)
+    main = threading.current_thread() is threading.main_thread()
+
+    def on_interrupt(signum: int, frame: Any) -> None:
+        os.write(waker, b"i")
+
+    before = signal.signal(signal.SIGINT, on_interrupt) if main else None
+    try:
+        yield woken
+    finally:
+        if main:
+            signal.signal(signal.SIGINT, before)
+        os.close(woken)
+        os.close(waker)
+
+
+def _is_readable(fd: int) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(fd, selectors.EVENT_READ)
+        return bool(selector.select(0))

@@ -1,0 +1,171 @@
+"""The workers of a pool, from their start to their end."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nbaccel.errors import LaunchInterrupted
+from nbaccel.launch import publish, store, verdict, wire, worker
+from nbaccel.launch.console import Console
+from nbaccel.launch.fork import ForkStarter
+from nbaccel.launch.hiring import Surroundings, dismiss, hire, posts, topologies
+from nbaccel.launch.member import Member
+from nbaccel.launch.packing import judge_fork
+from nbaccel.launch.starter import Starter
+from nbaccel.launch.template import TemplateStarter
+from nbaccel.plan import Plan
+from nbaccel.pool import messages
+from nbaccel.pool.halting import tell
+from nbaccel.pool.turn import Account, Turn
+
+__all__ = ["Crew"]
+
+_LOOK_S = 0.2
+
+Tasks = Mapping[int, tuple[Any, Sequence[int]]]
+"""Rank → a task's body, and the descriptors to send along."""
+
+
+class Crew:
+    """Workers that have been started together.
+
+    Args:
+        plan: What was planned.
+        starter: Who has started them.
+        members: They, by rank.
+        sentinels: Rank → descriptor that becomes readable when that worker has ended.
+    """
+
+    def __init__(
+        self, plan: Plan, starter: Starter, members: list[Member], sentinels: dict[int, int]
+    ) -> None:
+        self.plan = plan
+        self.members = members
+        self._starter = starter
+        self._sentinels = sentinels
+        self._numbers = itertools.count(1)
+
+    @classmethod
+    def start(cls, plan: Plan) -> Crew:
+        """Start the workers of a plan, and wait until they can take a task.
+
+        Raises:
+            PortTaken, UnsafeFork: Before any process is started.
+            WorkerFailed: A worker could not take up its post; all have ended.
+            LaunchInterrupted: The user stopped it; all have ended.
+        """
+        with contextlib.ExitStack() as stack:
+            if plan.start_method == "fork":
+                judge_fork()
+            listener = store.listen(plan.master_addr, plan.port)
+            stack.callback(listener.close)
+            starter: Starter = (
+                ForkStarter(worker.Inheritance())
+                if plan.start_method == "fork"
+                else TemplateStarter()
+            )
+            undo = stack.enter_context(contextlib.ExitStack())
+            crew = cls(plan, starter, [], {})
+            undo.callback(crew.end)
+            places = topologies(plan, listener)
+            for place in places:
+                member = hire(starter, place.rank, crew.members)
+                crew._sentinels[place.rank] = os.pidfd_open(member.pid)
+                if isinstance(starter, ForkStarter):
+                    starter.ours.append(crew._sentinels[place.rank])
+            tasks = posts(plan, places, Surroundings.here({}), listener)
+            for (post, fds), member in zip(tasks, crew.members, strict=True):
+                member.channel.send(messages.Enlist(post=post), fds)
+            crew._see_them_in()
+            undo.pop_all()
+        return crew
+
+    def _see_them_in(self) -> None:
+        account = self._watch([m.rank for m in self.members], number=0)
+        if account.interrupted:
+            raise LaunchInterrupted("the workers were being started, and have been stopped")
+        failed = verdict.error(account, world_size=self.plan.world_size, timeout_s=None)
+        if failed is not None:
+            raise failed
+
+    def turn(
+        self,
+        tasks: Tasks,
+        *,
+        timeout_s: float | None = None,
+        on_tick: Callable[[Turn], float] | None = None,
+    ) -> Account:
+        """Give some workers a task each, and watch until all of them are through.
+
+        Args:
+            tasks: The tasks by rank.
+            timeout_s: Seconds after which the turn is ended; None for no limit.
+            on_tick: See `Turn`.
+
+        Returns:
+            What became of it.
+        """
+        number = next(self._numbers)
+        for rank, (body, fds) in tasks.items():
+            # A worker that has gone meanwhile cannot take it: its sentinel tells, in the watch.
+            with contextlib.suppress(OSError):
+                self._member(rank).channel.send(messages.Task(number=number, body=body), fds)
+        return self._watch(list(tasks), number=number, timeout_s=timeout_s, on_tick=on_tick)
+
+    def everyone(self, body: Any, fds: Sequence[int] = ()) -> Account:
+        """Give all workers the same task."""
+        return self.turn({m.rank: (body, fds) for m in self.members})
+
+    def look(self) -> dict[int, messages.Whereabouts]:
+        """Ask all workers where they are; those that do not answer at once are left out."""
+        found: dict[int, messages.Whereabouts] = {}
+        waiting = {m.channel.fileno(): m for m in self.members if not m.hung_up}
+        for member in waiting.values():
+            tell(member, messages.Look())
+        deadline = time.monotonic() + _LOOK_S
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for fd in select.select(list(waiting), [], [], left)[0]:
+                try:
+                    message, _ = waiting[fd].channel.receive()
+                except EOFError:
+                    del waiting[fd]  # it has ended; the next turn says why
+                    continue
+                if isinstance(message, messages.Whereabouts):
+                    found[waiting.pop(fd).rank] = message
+                elif isinstance(message, (wire.Display, wire.ClearOutput)):
+                    publish.show(message)  # of a thread that a cell has left behind
+        return found
+
+    def _watch(self, ranks: Sequence[int], *, number: int, **more: Any) -> Account:
+        console = Console(
+            [m.rank for m in self.members], template=self.plan.config.log_line_prefix_template
+        )
+        for member in self.members:
+            if member.rank not in ranks:
+                console.close(member.rank)  # its twins do not wait for what it may say
+        watch = Turn(
+            self.members,
+            ranks,
+            number=number,
+            console=console,
+            collect=self._starter.collect,
+            **more,
+        )
+        return watch.run({m.rank: self._sentinels[m.rank] for m in self.members if not m.has_ended})
+
+    def _member(self, rank: int) -> Member:
+        return self.members[rank]
+
+    def end(self) -> None:
+        """End all workers, wait until they are reaped, and close every connection."""
+        dismiss(self._starter, self.members)
+        self._starter.close()
+        while self._sentinels:
+            os.close(self._sentinels.popitem()[1])
+

@@ -1,0 +1,141 @@
+"""What a pool says: about a turn that ended badly, about itself, and while a cell runs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import psutil
+
+from nbaccel.config.mistakes import closest
+from nbaccel.launch import failure
+from nbaccel.launch.member import Member
+from nbaccel.plan import Plan
+from nbaccel.pool import messages, status
+from nbaccel.pool.halting import tell
+from nbaccel.pool.states import PoolState, WorkerState
+from nbaccel.pool.turn import Account, Turn
+from nbaccel.units import counted
+
+__all__ = ["ALIVE", "LOST", "StatusShow", "anew", "status_table", "stopped", "unknown", "why_lost"]
+
+ALIVE = "The workers live on, with all their variables."
+LOST = (
+    "All workers have been ended, and their variables are lost. The next cell starts new ones. The "
+    "notebook's own variables and models are as they were before this cell."
+)
+
+
+def why_lost(account: Account) -> str:
+    """In one clause, why a pool is broken."""
+    records = [m.record for m in account.members if m.record is not None and m.rank in account.lost]
+    if not records:
+        return "a worker was lost"
+    cause = failure.first_cause(records)
+    if cause.exit_status is None:
+        return f"rank {cause.rank} did not answer an interrupt and had to be ended"
+    return f"rank {cause.rank} {failure.name_exit(cause.exit_status)}"
+
+
+def anew(num_processes: int, reason: str) -> str:
+    """The line that says that new workers are started."""
+    return (
+        f"nbaccel: {counted(num_processes, 'new worker')} started, because {reason}; what the "
+        "cells before had defined in them is gone.\n"
+    )
+
+
+def stopped(account: Account, *, broken: bool) -> str:
+    """What a Stop has ended with."""
+    lines = ["the cell was stopped."]
+    for member in account.members:
+        record = member.record
+        if record is not None and record.doing:
+            lines.append(f"  rank {member.rank} {record.doing}")
+        elif member.returned is not None:
+            lines.append(f"  rank {member.rank} was through with it")
+    lines.append(LOST if broken else ALIVE)
+    return "\n".join(lines)
+
+
+def unknown(missing: Sequence[str], known: Iterable[str], *, where: str) -> str:
+    """Which names are not there, and which ones were probably meant."""
+    if not missing:
+        return f"No name was given: say which names of {where} are meant, for example loss."
+    names = [name for name in known if not name.startswith("_")]
+    lines = [f"{where} has no name {name!r}.{closest(name, names)}" for name in missing]
+    return " ".join(lines)
+
+
+class StatusShow:
+    """The line about each rank while a cell runs."""
+
+    def __init__(self) -> None:
+        self._line: status.StatusLine | None = None
+
+    def tick(self, turn: Turn) -> float:
+        """Show the ranks, and ask where they are for the next time."""
+        account = turn.account
+        if self._line is None:
+            self._line = status.StatusLine([m.rank for m in account.members])
+        rows = [
+            rank_status(m, turn.seconds, account.places.get(m.rank), is_open=m.rank in turn.open)
+            for m in account.members
+        ]
+        self._line.update(rows)
+        for member in account.members:
+            if member.rank in turn.open:
+                tell(member, messages.Look())
+        return time.monotonic() + 1.0
+
+    def end(self, account: Account) -> None:
+        """Leave one line, if there has been anything to see."""
+        if self._line is not None:
+            failed = any(m.returned is None for m in account.members)
+            self._line.finish(
+                failed=failed and not account.interrupted, interrupted=account.interrupted
+            )
+
+
+def rank_status(
+    member: Member, seconds: float, place: messages.Whereabouts | None, *, is_open: bool
+) -> status.RankStatus:
+    """One worker, as the status tells it."""
+    state = WorkerState.GONE if member.has_ended else WorkerState.IDLE
+    if is_open:
+        state = WorkerState.STOPPING if member.told else WorkerState.RUNNING
+    doing = failure.doing(place.stack) if is_open and place is not None and place.stack else ""
+    return status.RankStatus(
+        rank=member.rank,
+        state=state.name.lower(),
+        seconds=seconds,
+        rss_bytes=_rss(member.pid),
+        device_bytes=place.device_bytes if place is not None else None,
+        doing=doing,
+    )
+
+
+def status_table(
+    state: PoolState,
+    reason: str,
+    plan: Plan,
+    members: Sequence[Member],
+    places: Mapping[int, messages.Whereabouts],
+) -> status.StatusTable:
+    """The pool as `%accelerate status` shows it."""
+    now = time.monotonic()
+    rows = [
+        rank_status(m, now - m.born, places.get(m.rank), is_open=state is PoolState.RUNNING)
+        for m in members
+    ]
+    told = f": {reason}" if reason else ""
+    headline = f"{state.name.lower()}{told}. {plan.headline()}"
+    return status.table(rows, headline=headline)
+
+
+def _rss(pid: int) -> int:
+    with contextlib.suppress(psutil.Error):
+        return int(psutil.Process(pid).memory_info().rss)
+    return 0
+

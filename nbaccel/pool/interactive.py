@@ -1,0 +1,314 @@
+"""IPython in a worker: its syntax, magics and formatters, and nothing that asks or waits.
+
+    cell ──► transform (%, !, ?) ──► parse ──► compile ──► run ──► display hook ──► bundle
+                     └── lines keep their numbers: frames name the line that the user sees
+
+There is no history file, no thread, no profile folder and no keyboard. An error is not printed here
+but raised, for the notebook to tell once for all ranks.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import linecache
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
+
+from IPython.core import page
+from IPython.core.compilerop import CachingCompiler
+from IPython.core.displayhook import DisplayHook
+from IPython.core.inputtransformer2 import TransformerManager
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets import Instance, Type, default
+from traitlets.config import Config
+
+from nbaccel.errors import InputRefused, UserMistake
+from nbaccel.launch.display import without_widgets
+from nbaccel.pool.source import Source
+
+__all__ = ["WorkerShell"]
+
+_TIMED = ("<timed exec>", "<timed eval>")  # how %%time calls what it compiles
+
+_TRUSTED = {("torch", "nn"), ("numpy",), ("pandas",), ("torch", "Tensor")}
+
+
+class _Lines(TransformerManager):
+    """Keeps the number of lines: IPython joins those of a command that goes on on the next one."""
+
+    def do_one_token_transform(self, lines: list[str]) -> tuple[bool, list[str]]:
+        changed, new = super().do_one_token_transform(lines)  # type: ignore[no-untyped-call]
+        missing = len(lines) - len(new)
+        if missing > 0:
+            pairs = enumerate(zip(lines, new, strict=False))
+            first = next((i for i, (before, after) in pairs if before != after), len(new) - 1)
+            new = [*new[: first + 1], *["\n"] * missing, *new[first + 1 :]]
+        return changed, new
+
+
+class _Compiler(CachingCompiler):
+    """Compiles under the name and the line numbers that a cell has in the notebook."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._source: Source | None = None
+        self._lines_above: dict[str, int] = {}
+        self._is_timed = False
+
+    def begin(self, source: Source) -> None:
+        """From now on, this cell is compiled."""
+        self._source, self._lines_above, self._is_timed = source, {}, False
+        source.publish()
+        if source.count is not None:
+            self._filename_map[source.filename] = source.count
+
+    def learn(self, raw: str, transformed: str) -> None:
+        """Remember where in the cell a piece stands: all of it, or what is below a `%%` line."""
+        source, piece = self._source, raw.rstrip()
+        whole = source.text.rstrip() if source is not None else ""
+        if source is None or not piece or not whole.endswith(piece):
+            return
+        above = whole[: len(whole) - len(piece)]
+        blank = len(piece) - len(piece.lstrip())  # IPython cuts empty lines at the top
+        lines = above.count("\n") + piece[:blank].count("\n")
+        self._lines_above[transformed] = source.first_line - 1 + lines
+
+    def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
+        if self._source is not None and transformed_code in self._lines_above:
+            return self._source.filename
+        return super().cache(transformed_code, number, raw_code)
+
+    def ast_parse(self, source: str, filename: str = "<unknown>", symbol: str = "exec") -> ast.AST:
+        lines = self._lines_above.get(source)
+        if lines is None or self._source is None:
+            return super().ast_parse(source, filename, symbol)
+        self._is_timed = filename != self._source.filename
+        try:
+            tree = super().ast_parse(source, self._source.filename, symbol)
+        except SyntaxError as error:
+            error.lineno = (error.lineno or 1) + lines
+            if error.end_lineno:
+                error.end_lineno += lines
+            raise
+        return ast.increment_lineno(tree, lines)
+
+    def __call__(self, source: Any, filename: str, symbol: str, *more: Any, **options: Any) -> Any:
+        if self._is_timed and self._source is not None and filename in _TIMED:
+            filename = self._source.filename
+        return super().__call__(source, filename, symbol, *more, **options)
+
+
+class _Hook(DisplayHook):
+    """Keeps the value of the last expression for the notebook instead of printing it."""
+
+    shell: Any
+    bundle: dict[str, Any] | None = None
+
+    def take(self) -> dict[str, Any] | None:
+        """The value, once."""
+        bundle, self.bundle = self.bundle, None
+        return bundle
+
+    def write_output_prompt(self) -> None:
+        """The notebook writes it, once for all ranks."""
+
+    def write_format_data(self, format_dict: Any, md_dict: Any = None) -> None:
+        if (earlier := self.take()) is not None:  # InteractiveShell.ast_node_interactivity = "all"
+            self.shell.display_pub.publish(**earlier)
+        self.bundle = {"data": without_widgets(format_dict), "metadata": md_dict or {}}
+
+    def log_output(self, format_dict: Any) -> None:
+        """IPython would keep every picture for ever."""
+
+    def finish_displayhook(self) -> None:
+        self._is_active = False
+
+
+class WorkerShell(InteractiveShell):
+    """The one shell of a worker process.
+
+    Args:
+        rank: The worker's rank, for messages.
+        publisher: Class of what sends rich output to the notebook.
+    """
+
+    compile: _Compiler
+    compiler_class = Type(_Compiler)
+    displayhook_class = Type(_Hook)
+    input_transformer_manager = Instance(_Lines, ())
+
+    def __init__(self, *, rank: int, publisher: type[Any]) -> None:
+        config = Config()
+        config.HistoryManager.enabled = False  # a database, and a thread that writes it
+        config.HistoryManager.hist_file = ":memory:"
+        config.IPCompleter.use_jedi = False  # half a second for the first word
+        self._rank = rank
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._raised: BaseException | None = None
+        self._errors: list[BaseException] = []
+        super().__init__(  # type: ignore[no-untyped-call]
+            config=config, display_pub_class=publisher
+        )
+        for name, kind in (("debug", "line"), ("debug", "cell"), ("pdb", "line")):
+            magics: Any = self.magics_manager
+            magics.register_function(_no_debugger(name, rank), magic_kind=kind, magic_name=name)
+
+    # ---- what a worker does without
+
+    def init_profile_dir(self, profile_dir: Any) -> None:
+        """No folder is made, nor looked for; what %cd and others keep, they keep in memory."""
+        self.db = {}
+
+    def init_virtualenv(self) -> None:
+        """The import path is the notebook's."""
+
+    def init_hooks(self) -> None:
+        """What a pager would show is displayed."""
+        super().init_hooks()  # type: ignore[no-untyped-call]
+        self.set_hook("show_in_pager", page.as_hook(page.display_page), 90)  # type: ignore[no-untyped-call]
+
+    def init_completer(self) -> None:
+        """Set up completion."""
+        super().init_completer()  # type: ignore[no-untyped-call]
+        completer: Any = self.Completer
+        if completer.has_trait("policy_overrides"):  # IPython 9
+            # A module has its parameters and children by `__getattr__`, which IPython mistrusts.
+            completer.policy_overrides = {
+                "allowed_getattr_external": _TRUSTED,
+                "allowed_getitem_external": _TRUSTED,
+            }
+
+    def _tee(self, channel: str) -> Any:
+        """IPython would keep all that is printed, for a history that nobody reads."""
+        return contextlib.nullcontext()
+
+    def ask_exit(self) -> NoReturn:
+        """`exit` in a cell."""
+        raise SystemExit(0)
+
+    def enable_gui(self, gui: str | None = None) -> None:
+        """Only figures in the cell can be drawn."""
+        if gui not in (None, "inline", "agg"):
+            raise UserMistake(
+                f"%matplotlib or %gui asked for {gui!r}, but worker {self._rank} has no screen to "
+                "open a window on. Use %matplotlib inline: figures then appear in the cell."
+            )
+
+    # ---- running
+
+    def run(self, source: Source) -> dict[str, Any] | None:
+        """Run a cell.
+
+        Args:
+            source: The cell.
+
+        Returns:
+            The last expression as `display` would publish it, or None.
+        """
+        self.compile.begin(source)
+        hook: _Hook = self.displayhook  # type: ignore[assignment]
+        hook.take()
+        if source.count is not None:
+            self._count_from(source.count)
+        self._errors, self._raised = [], None
+        self.run_cell(source.text, store_history=True)
+        errors, self._errors, self._raised = self._errors, [], None
+        self._forget_run()
+        if errors:  # the innermost run of a %% magic comes first, and is what the others fail by
+            self._raise(errors[-1] if isinstance(errors[-1], KeyboardInterrupt) else errors[0])
+        return hook.take()
+
+    def _forget_run(self) -> None:
+        self.last_execution_result = None  # holds the error, whose frames hold tensors
+
+    def _count_from(self, count: int) -> None:
+        self.execution_count = count
+        for told in (self.history_manager.input_hist_parsed, self.history_manager.input_hist_raw):  # type: ignore[union-attr]
+            told.extend([""] * (count - len(told)))  # so that In[7] is the seventh
+
+    def _raise(self, error: BaseException) -> NoReturn:
+        if isinstance(error, SyntaxError):
+            if not error.text and error.filename and error.lineno:
+                error.text = linecache.getline(error.filename, error.lineno) or None
+            raise error.with_traceback(None)
+        tb = error.__traceback__
+        while tb is not None and _is_machinery(tb.tb_frame.f_code.co_filename):
+            tb = tb.tb_next
+        raise error.with_traceback(tb)
+
+    def run_cell(self, *args: Any, **options: Any) -> Any:
+        """As IPython's; an error of it, also where a `%%` magic calls it, fails the whole cell."""
+        result = super().run_cell(*args, **options)  # type: ignore[no-untyped-call]
+        error = result.error_before_exec
+        error = result.error_in_exec if error is None else error
+        if error is not None:
+            self._errors.append(error)
+        return result
+
+    async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> bool:
+        """Run compiled code; what it raises is raised, SystemExit too."""
+        try:
+            if async_:
+                await eval(code_obj, self.user_global_ns, self.user_ns)  # noqa: S307  (a cell)
+            else:
+                exec(code_obj, self.user_global_ns, self.user_ns)  # noqa: S102  (a cell)
+        except BaseException as error:  # it is only noted: `run` raises it to the worker
+            self._raised = error
+            raise
+        return False
+
+    @default("loop_runner")
+    def _default_loop_runner(self) -> Callable[[Coroutine[Any, Any, Any]], Any]:
+        return self._run_coroutine
+
+    def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a cell with `await` in it. Tasks that it leaves go on in the next such cell."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        task = self._loop.create_task(coroutine)
+        try:
+            return self._loop.run_until_complete(task)
+        except BaseException as error:  # an interrupt while every task was waiting
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    self._loop.run_until_complete(task)
+            self._raised = error
+            raise
+
+    def transform_cell(self, raw_cell: str) -> str:
+        """Turn IPython's syntax into Python's."""
+        cell = str(super().transform_cell(raw_cell))  # type: ignore[no-untyped-call]
+        self.compile.learn(raw_cell, cell)
+        return cell
+
+    # ---- errors that nobody raises: IPython shows them and goes on
+
+    def showtraceback(self, exc_tuple: Any = None, *args: Any, **options: Any) -> None:
+        """Print what does not end the cell, such as the error of a formatter."""
+        error = sys.exc_info()[1] if exc_tuple is None else exc_tuple[1]
+        if error is not self._raised and not isinstance(
+            error, (SyntaxError, asyncio.CancelledError)
+        ):
+            super().showtraceback(exc_tuple, *args, **options)
+
+    def showsyntaxerror(self, *args: Any, **options: Any) -> None:
+        """`run` raises it."""
+
+
+def _is_machinery(file: str) -> bool:
+    return file == __file__ or "/IPython/core/" in file
+
+
+def _no_debugger(name: str, rank: int) -> Callable[..., NoReturn]:
+    def refuse(line: str = "", cell: str | None = None) -> NoReturn:
+        raise InputRefused(
+            f"%{name} in worker {rank} has no keyboard to listen to. Read the error in the "
+            "notebook, or print what you want to see; to step through code, run it in a cell of "
+            "the notebook itself."
+        )
+
+    return refuse

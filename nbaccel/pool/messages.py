@@ -1,0 +1,199 @@
+"""Messages between the notebook and the workers of a pool, over `launch.wire`'s channels.
+
+    notebook ──► Enlist once, then one task at a time: RunCell, RunJob, Pull, …  (a turn)
+             ◄── Shown, Returned, Failed, … and Idle, which ends the turn
+    notebook ──► Look, Break      answered at once by the worker's second thread, mid-cell too
+             ◄── Whereabouts
+
+A channel is a nameless pair of sockets inherited by fork: nobody else can connect to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbaccel.frames import Frame
+from nbaccel.launch import wire
+from nbaccel.pool.source import Source
+
+__all__ = [
+    "Break",
+    "Complete",
+    "Enlist",
+    "GoHome",
+    "GroupWanted",
+    "Idle",
+    "Inspect",
+    "JoinGroup",
+    "LeaveGroups",
+    "Look",
+    "Pull",
+    "RunCell",
+    "RunJob",
+    "Settle",
+    "Shown",
+    "Take",
+    "Task",
+    "Whereabouts",
+]
+
+
+# ---- notebook → worker: the first message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enlist:
+    """Become a worker of a pool. Descriptors: the post's."""
+
+    post: wire.Post
+
+    def serve(self, channel: wire.Channel, fds: list[int], inheritance: Any) -> None:
+        """What a worker does whose first message this is."""
+        from nbaccel.pool import worker
+
+        worker.serve(channel, self, fds, forked_here=inheritance is not None)
+
+
+# ---- notebook → worker: tasks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Something to do. Descriptors: what its body says."""
+
+    number: int
+    """The turn it belongs to; 0 for one that nobody waits for."""
+    body: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCell:
+    """Run the code of a cell in the worker's namespace. Answered by Shown."""
+
+    source: Source
+    directory: str | None = None
+    """The notebook's working directory, if it has changed since the last cell."""
+    environment: dict[str, str | None] = field(default_factory=dict)
+    """Environment variables that the notebook has changed since; None for one that is gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """Bind names that the notebook has. Descriptors: the cargo's."""
+
+    cargo: Any
+    wanted: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunJob:
+    """Make a call as a launch does. Descriptors: the job's. Answered by Returned."""
+
+    job: wire.Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pull:
+    """Send the values of names. Answered by Returned."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GoHome:
+    """Write changed weights into the notebook's own memory. Answered by Returned with a report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Share again what is equal in the notebook's memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinGroup:
+    """Join the process group: another rank is waiting."""
+
+    backend: str | None
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveGroups:
+    """Drop every process group: they are out of step. New ones get another name in the store."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Complete:
+    """Find completions. Answered by Shown."""
+
+    code: str
+    cursor: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspect:
+    """Describe an object. Answered by Shown."""
+
+    name: str
+    detail: int
+
+
+# ---- notebook → worker: to its second thread, at any time
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Say where you are. Answered by Whereabouts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """Let the main thread out of a collective that will never complete: cut the connections."""
+
+
+# ---- worker → notebook
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What a task gave for the user to see: a mime bundle, completions; None for nothing."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idle:
+    """A task is done: the worker waits for the next one."""
+
+    number: int = 0
+    """The task's turn."""
+    bound: tuple[str, ...] = ()
+    """Names that the task bound or deleted."""
+    dirty: bool = False
+    """Whether weights of the notebook's modules may have changed."""
+    sequence: tuple[tuple[str, int], ...] = ()
+    """How many collectives each process group has begun."""
+    in_groups: bool = False
+    """Whether this worker is in a process group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whereabouts:
+    """Where the main thread is, and what the worker has in memory."""
+
+    stack: tuple[Frame, ...]
+    """Innermost call first; empty if it waits for a task."""
+    device_bytes: int | None
+    """What torch has reserved on this worker's device; None on a CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupWanted:
+    """This rank is about to join the process group and will wait for all others."""
+
+    backend: str | None
+    timeout_s: float

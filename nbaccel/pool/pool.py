@@ -1,0 +1,521 @@
+"""`Pool`: workers that stay, and take code, names and calls from the notebook.
+
+    run ─► names the cell needs ─► Take ─► RunCell ─► weights home ─► results ─► out
+           (flow)                          (turn)     (GoHome, Settle)
+
+The pool decides what a turn's end means: go on, leave the process groups, or start anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nbaccel import env
+from nbaccel.config import RunConfig
+from nbaccel.errors import ConfigError, LaunchInterrupted, PlatformUnsupported, UnsafeMoment
+from nbaccel.launch import verdict
+from nbaccel.launch.outcome import Outcome
+from nbaccel.launch.system import uninterrupted
+from nbaccel.plan import Plan, resolve
+from nbaccel.pool import calling, ending, messages, showing, status
+from nbaccel.pool.crew import Crew
+from nbaccel.pool.flow import Flow, Shipment, open_parcel
+from nbaccel.pool.names import Names, names_of
+from nbaccel.pool.source import Source
+from nbaccel.pool.states import PoolState
+from nbaccel.pool.turn import Account, Turn
+from nbaccel.units import counted
+
+if TYPE_CHECKING:
+    from nbaccel.pool.shell import Completions
+
+__all__ = ["CellResult", "Pool"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellResult:
+    """What a cell gave.
+
+    Attributes:
+        shown: Rank → mime bundle of the cell's last expression, or None.
+        out: Name → what `out` asked for: a list by rank, or the value where one rank was asked.
+        seconds: How long the workers took.
+    """
+
+    shown: dict[int, dict[str, Any] | None] = field(repr=False)
+    out: dict[str, Any] = field(repr=False)
+    seconds: float
+
+
+class Pool:
+    """Workers that persist between cells, with a namespace of their own.
+
+    They are started at the first use. Names that a cell reads and the notebook has are sent when
+    first needed and when changed since; modules are shared, and have rank 0's weights after each
+    cell.
+
+    Args:
+        num_processes: Workers. None: one per GPU, or one without GPUs.
+        config: All settings as one object; then give none of the others but `dist`.
+        namespace: Where names come from and go to; by default the notebook's own.
+        dist: Join the process group at once rather than at the first collective.
+        **settings: Further settings of `RunConfig`.
+
+    Raises:
+        ConfigError: If settings are wrong, or do not fit this machine or a pool.
+
+    Example:
+        >>> with Pool(2) as pool:
+        ...     pool.run("rank = int(os.environ['RANK'])")
+        ...     pool.pull("rank")
+    """
+
+    def __init__(
+        self,
+        num_processes: int | None = None,
+        *,
+        config: RunConfig | None = None,
+        namespace: MutableMapping[str, Any] | None = None,
+        dist: bool = False,
+        **settings: Any,
+    ) -> None:
+        if num_processes is not None:
+            settings["num_processes"] = num_processes
+        if config is not None and settings:
+            raise ConfigError(
+                f"config and {', '.join(settings)} were both given, and one would silently beat "
+                "the other. Use config.changed(...) or leave config out."
+            )
+        self.config = config or RunConfig(**settings)
+        self.plan = _plan(self.config)
+        self.reason = ""
+        """Why the pool is broken or stopped, if so."""
+        self._namespace = _notebook_names() if namespace is None else namespace
+        self._dist = dist
+        self._state = PoolState.NEW
+        self._crew: Crew | None = None
+        self._end: Callable[[], object] = lambda: None
+        self._flow = Flow(self._namespace, range(self.plan.num_processes))
+        self._generation = 0
+        self._lock = threading.Lock()
+        self._directory: str | None = None
+        self._environment: dict[str, str] = {}
+
+    # ---- what it is
+
+    @property
+    def state(self) -> PoolState:
+        """How the pool stands."""
+        return self._state
+
+    @property
+    def num_processes(self) -> int:
+        """How many workers it has, or will have."""
+        return self.plan.num_processes
+
+    def __repr__(self) -> str:
+        what = f"{self.plan.headline()}; {self._state.name.lower()}"
+        return f"<Pool: {what}{f': {self.reason}' if self.reason else ''}>"
+
+    # ---- life
+
+    def start(self) -> None:
+        """Start the workers, if none are running.
+
+        Raises:
+            PortTaken, UnsafeFork: Before any process is started.
+            WorkerFailed: A worker could not take up its post.
+        """
+        with self._turn_of_mine():
+            self._ready()
+
+    def restart(self, config: RunConfig | None = None) -> None:
+        """End the workers and start new ones; variables in the workers are lost.
+
+        Args:
+            config: Other settings for the new ones.
+        """
+        plan = _plan(config) if config is not None else self.plan
+        self.stop()
+        with self._turn_of_mine():
+            self.config, self.plan = plan.config, plan
+            self._ready()
+
+    def stop(self) -> None:
+        """End the workers. The next use starts new ones."""
+        with self._turn_of_mine():
+            if self._crew is not None:
+                self._dissolve(PoolState.STOPPED, "it was stopped on request")
+
+    def __enter__(self) -> Pool:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    # ---- work
+
+    def run(
+        self, code: str | Source, *, ranks: Sequence[int] | None = None, out: Sequence[str] = ()
+    ) -> CellResult:
+        """Run a cell's code in the workers, and show what they print and give.
+
+        Args:
+            code: The code; IPython's syntax and top-level `await` are understood.
+            ranks: Which workers run it; None for all.
+            out: Names whose values are brought back afterwards.
+
+        Returns:
+            What it gave.
+
+        Raises:
+            NotSendable, ModelNotShareable: A name that the cell reads cannot be sent; nothing ran.
+            WorkerFailed: A worker raised, or died; of the worker's exception type too.
+            KeyboardInterrupt: The notebook was interrupted; the workers live on.
+        """
+        __tracebackhide__ = True
+        source = code if isinstance(code, Source) else _source(code)
+        source.publish()
+        with self._turn_of_mine():
+            asked = self._ranks(ranks)
+            self._ready()
+            names = names_of(source.text)
+            self._send(self._flow.prepare(names, asked))
+            began = time.monotonic()
+            account = self._cell(source, asked)
+            seconds = time.monotonic() - began
+            self._after_cell(account)
+            self._judge(account)
+            showing.show_results(account.shown)
+            found = self._fetch(tuple(out), asked) if out else {}
+        return CellResult(shown=account.shown, out=found, seconds=seconds)
+
+    def call(
+        self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None
+    ) -> list[Any]:
+        """Call a function in the workers, as `notebook_launcher` does, and return its values.
+
+        It gets its arguments and what it reads as a launch does, not from the workers' namespace.
+
+        Args:
+            function: What each worker calls.
+            *args: Its arguments; modules among them are shared, and come home trained.
+            ranks: Which workers call it; None for all.
+
+        Returns:
+            The values, in the order of the ranks.
+        """
+        __tracebackhide__ = True
+        return self.launch(function, args, ranks=ranks).values
+
+    def launch(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        ranks: Sequence[int] | None = None,
+    ) -> Outcome:
+        """What `notebook_launcher(..., pool=pool)` does: `call`, with the whole outcome."""
+        with self._turn_of_mine():
+            asked = self._ranks(ranks)
+            crew = self._ready()
+            with calling.prepared(self.plan, function, args) as call:
+                account = crew.turn(
+                    {rank: call.task() for rank in asked}, timeout_s=self.config.timeout
+                )
+                self._keep_in_step(account)
+                self._note_lost(account)
+                return call.conclude(account)
+
+    def push(self, *names: str, ranks: Sequence[int] | None = None) -> int:
+        """Send names to the workers, whether or not they have changed.
+
+        Args:
+            *names: Names that the notebook has.
+            ranks: Which workers get them; None for all.
+
+        Returns:
+            Bytes that were copied; modules are shared and cost none.
+        """
+        missing = [name for name in names if name not in self._namespace]
+        if missing or not names:
+            raise NameError(ending.unknown(missing, self._namespace, where="the notebook"))
+        with self._turn_of_mine():
+            asked = self._ranks(ranks)
+            self._ready()
+            wanted = Names(needed=frozenset(names), possible=frozenset())
+            shipment = self._flow.prepare(wanted, asked, force=True)
+            self._send(shipment)
+            return shipment.nbytes if shipment is not None else 0
+
+    def pull(self, *names: str, ranks: Sequence[int] | None = None) -> dict[str, Any]:
+        """Bring values of the workers' names into the notebook's process.
+
+        Args:
+            *names: Names that the workers have.
+            ranks: Whose; None for all.
+
+        Returns:
+            Name → list of values by rank, or the value itself where exactly one rank was asked by
+            number. Tensors are on the CPU.
+
+        Raises:
+            WorkerFailed: A worker has no such name (it is a `NameError`, too), or its value cannot
+                be sent.
+        """
+        if not names:
+            raise NameError(ending.unknown([], self._namespace, where="the workers"))
+        with self._turn_of_mine():
+            asked = self._ranks(ranks)
+            self._ready()
+            return self._fetch(names, asked, single=ranks is not None)
+
+    def complete(self, code: str, cursor: int) -> Completions | None:
+        """Completions from rank 0's namespace; None if the pool is not idle."""
+        found = self._ask(messages.Complete(code=code, cursor=cursor))
+        return found  # type: ignore[no-any-return]
+
+    def inspect(self, name: str, detail: int = 0) -> dict[str, str] | None:
+        """What an object of rank 0 is, as mime data; None if unknown or if the pool is not idle."""
+        found = self._ask(messages.Inspect(name=name, detail=detail))
+        return found  # type: ignore[no-any-return]
+
+    def status(self) -> status.StatusTable:
+        """What each worker is doing and what it has in memory."""
+        places = self._crew.look() if self._crew is not None and self._is_idle() else {}
+        members = self._crew.members if self._crew is not None else []
+        return ending.status_table(self._state, self.reason, self.plan, members, places)
+
+    # ---- a cell
+
+    def _cell(self, source: Source, ranks: Sequence[int]) -> Account:
+        crew = self._ready()
+        body = messages.RunCell(
+            source=source, directory=self._moved_to(), environment=self._changed_environment()
+        )
+        show = ending.StatusShow()
+        account = crew.turn(
+            {rank: (body, ()) for rank in ranks}, timeout_s=self.config.timeout, on_tick=show.tick
+        )
+        show.end(account)
+        return account
+
+    def _after_cell(self, account: Account) -> None:
+        """What holds for good and bad endings: who owns which name, weights, process groups."""
+        for rank, idle in account.idle.items():
+            self._flow.bound(rank, idle.bound)
+        self._keep_in_step(account)
+        self._note_lost(account)
+        if self._state is not PoolState.BROKEN:
+            self._bring_home(account)
+
+    def _bring_home(self, account: Account) -> None:
+        if self._crew is None or not self.config.share_back:
+            return
+        if any(idle.dirty for idle in account.idle.values()):
+            with uninterrupted():  # half of a model is worse than either
+                back = self._crew.everyone(messages.GoHome())
+                reports = [m.returned.home for m in back.members if m.returned]
+                self._crew.everyone(messages.Settle())
+                self._flow.came_home([r for r in reports if r is not None])
+            self._note_lost(back)
+
+    def _keep_in_step(self, account: Account) -> None:
+        """Let all ranks leave groups in which they have begun different numbers of collectives."""
+        crew = self._crew
+        met = {idle.sequence for idle in account.idle.values() if idle.in_groups}
+        joined = {idle.in_groups for idle in account.idle.values()}
+        out_of_step = account.was_cut or len(met) > 1 or (len(joined) > 1 and bool(met))
+        whole = len(account.idle) == self.num_processes
+        if crew is None or account.lost or not (account.was_cut or (out_of_step and whole)):
+            return
+        self._generation += 1
+        reason = "a cell was stopped while ranks were waiting for each other"
+        crew.everyone(messages.LeaveGroups(generation=self._generation, reason=reason))
+
+    def _note_lost(self, account: Account) -> None:
+        if account.lost:
+            account.closing = ending.LOST
+            self._dissolve(PoolState.BROKEN, ending.why_lost(account))
+
+    def _judge(self, account: Account) -> None:
+        """Raise what a turn has ended with, if not well."""
+        __tracebackhide__ = True
+        if account.interrupted:
+            raise LaunchInterrupted(ending.stopped(account, broken=self._crew is None))
+        account.closing = account.closing or ending.ALIVE
+        failed = verdict.error(account, world_size=self.plan.world_size, timeout_s=self.config.timeout)
+        if failed is not None:
+            self._flow.explain(failed)
+            raise failed
+
+    # ---- names
+
+    def _send(self, shipment: Shipment | None) -> None:
+        if shipment is None or self._crew is None:
+            return
+        with contextlib.closing(shipment):
+            tasks = {
+                rank: (messages.Take(cargo=shipment.message, wanted=wanted), shipment.fds)
+                for rank, wanted in shipment.wanted.items()
+            }
+            account = self._crew.turn(tasks)
+            self._note_lost(account)
+            self._judge(account)
+            self._flow.taken(shipment)
+
+    def _fetch(
+        self, names: tuple[str, ...], ranks: Sequence[int], *, single: bool = True
+    ) -> dict[str, Any]:
+        crew = self._ready()
+        account = crew.turn({rank: (messages.Pull(names=names), ()) for rank in ranks})
+        self._note_lost(account)
+        self._judge(account)
+        found = []
+        for member in account.members:
+            if member.returned is not None and member.result_fd is not None:
+                packed = member.returned.parcel
+                found.append(open_parcel(packed, member.result_fd, self._namespace))
+        one = single and len(ranks) == 1 and self.num_processes > 1
+        return {name: found[0][name] if one else [f[name] for f in found] for name in names}
+
+    def bound_here(self, names: Sequence[str]) -> None:
+        """These names of the notebook hold what was pulled: that is no change of the user's."""
+        for rank in range(self.num_processes):
+            self._flow.bound(rank, names)
+
+    # ---- inside
+
+    def _is_idle(self) -> bool:
+        return self._state is PoolState.IDLE
+
+    def _ask(self, body: Any) -> Any:
+        if not self._is_idle() or not self._lock.acquire(blocking=False):
+            return None
+        try:
+            crew = self._crew
+            account = crew.turn({0: (body, ())}, timeout_s=1.0) if crew is not None else None
+        finally:
+            self._lock.release()
+        if account is not None:
+            self._note_lost(account)
+        return account.shown.get(0) if account is not None else None
+
+    @contextlib.contextmanager
+    def _turn_of_mine(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise UnsafeMoment(
+                f"The pool is busy ({self._state.value}): another thread of this notebook is using "
+                "it. Its workers do one thing at a time; wait until that is through."
+            )
+        try:
+            yield
+        finally:
+            if self._state in (PoolState.RUNNING, PoolState.STARTING):
+                self._state = PoolState.IDLE if self._crew is not None else PoolState.NEW
+            self._lock.release()
+
+    def _ready(self) -> Crew:
+        """The crew; started, or started anew, if there is none."""
+        if self._crew is None:
+            if self._state is PoolState.BROKEN:
+                sys.stderr.write(ending.anew(self.num_processes, self.reason))
+            self._state = PoolState.STARTING
+            self._crew = crew = Crew.start(self.plan)
+            self._end = weakref.finalize(self, crew.end)
+            self._flow = Flow(self._namespace, range(self.num_processes))
+            self._generation, self.reason = 0, ""
+            self._directory, self._environment = os.getcwd(), env.snapshot()
+            if self._dist:
+                crew.everyone(
+                    messages.JoinGroup(backend=None, timeout_s=_JOIN_TIMEOUT_S)
+                )
+        self._state = PoolState.RUNNING
+        return self._crew
+
+    def _dissolve(self, state: PoolState, reason: str) -> None:
+        self._crew = None
+        self._state, self.reason = state, reason
+        self._end()
+
+    def _ranks(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
+        everyone = range(self.num_processes)
+        if ranks is None:
+            return tuple(everyone)
+        wrong = [rank for rank in ranks if rank not in everyone]
+        if wrong or not ranks:
+            raise ConfigError(
+                f"ranks={list(ranks)}: this pool has {counted(self.num_processes, 'worker')}, "
+                f"numbered from 0 to {self.num_processes - 1}. A cell that runs nowhere would do "
+                "nothing; name some of these, or leave ranks out for all."
+            )
+        return tuple(dict.fromkeys(ranks))
+
+    def _moved_to(self) -> str | None:
+        here = os.getcwd()
+        moved, self._directory = here != self._directory, here
+        return here if moved else None
+
+    def _changed_environment(self) -> dict[str, str | None]:
+        now, before = env.snapshot(), self._environment
+        self._environment = now
+        if now == before:
+            return {}
+        gone: dict[str, str | None] = {name: None for name in before if name not in now}
+        return gone | {name: value for name, value in now.items() if before.get(name) != value}
+
+
+_JOIN_TIMEOUT_S = 1800.0
+
+
+def _plan(config: RunConfig) -> Plan:
+    if not sys.platform.startswith("linux"):
+        raise PlatformUnsupported(
+            f"Live workers need Linux (memfd, pidfd): this is {sys.platform}. Run the code in an "
+            "ordinary cell."
+        )
+    mistakes = []
+    if config.num_nodes > 1:
+        mistakes.append(
+            f"num_nodes={config.num_nodes}: live workers belong to one notebook on one machine. "
+            "Use notebook_launcher(num_nodes=...) for several."
+        )
+    if config.start_method == "inline":
+        mistakes.append(
+            'start_method="inline" has no workers: the code would run in this very process. Run it '
+            'in an ordinary cell, or use "template".'
+        )
+    if config.max_restarts:
+        mistakes.append(
+            f"max_restarts={config.max_restarts}: a cell is not run again after a failure, because "
+            "its variables would be those of the first try. Leave it at 0."
+        )
+    if mistakes:
+        raise ConfigError(*mistakes)
+    plan = resolve(config)
+    if plan.start_method in ("inline", "auto"):
+        reason = "live workers are processes of their own, whatever their number"
+        return plan.with_start_method("template", reason)
+    return plan
+
+
+def _notebook_names() -> MutableMapping[str, Any]:
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is not None:
+        return shell.user_ns  # type: ignore[no-any-return]
+    return vars(sys.modules["__main__"])
+
+
+def _source(text: str) -> Source:
+    """Code that comes from no cell."""
+    return Source.of_text(text, filename=f"<pool code {abs(hash(text)):x}>")

@@ -1,0 +1,233 @@
+"""A live worker: it takes tasks one at a time, and keeps its namespace between them.
+
+    main thread     task ─► cell, call, pull, … ─► Idle        raises KeyboardInterrupt on SIGINT
+    second thread   reads the channel; answers Look and Break at once, hands tasks on
+
+Both wait without polling, so an idle worker costs no CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from nbaccel import env, frames
+from nbaccel.frames import Frame
+from nbaccel.launch import precision, wire
+from nbaccel.launch.sharing import arena, memory
+from nbaccel.launch.worker import Work, flush, report, restore_random_states, settle
+from nbaccel.pool import messages
+from nbaccel.pool.groups import Groups
+from nbaccel.pool.namespace import Namespace
+from nbaccel.pool.shell import CellShell
+
+__all__ = ["serve"]
+
+
+def serve(
+    channel: wire.Channel, enlist: messages.Enlist, fds: list[int], *, forked_here: bool
+) -> None:
+    """Be a worker of a pool until told to leave, or until the notebook is gone.
+
+    Args:
+        channel: To the notebook.
+        enlist: The first message.
+        fds: What came with it.
+        forked_here: Whether this process was forked from the notebook itself.
+    """
+    if forked_here:
+        arena.forget()  # what is shared with the notebook is a private copy now
+    worker = _Worker(channel, enlist, fds)
+    worker.loop()
+
+
+class _Worker:
+    def __init__(self, channel: wire.Channel, enlist: messages.Enlist, fds: list[int]) -> None:
+        signal.signal(signal.SIGINT, self._on_interrupt)
+        self._channel = channel
+        self._busy = False
+        self._main = threading.get_ident()
+        self._inbox: queue.SimpleQueue[tuple[Any, list[int]] | None] = queue.SimpleQueue()
+        self._seat = settle(enlist.post, fds, channel)
+        memory.close_all(fds)
+        place = self._seat.place
+        self._groups = Groups(place, self._want_group)
+        self._groups.watch()
+        self._shell = CellShell.create(channel.send, rank=place.rank)
+        self._names = Namespace(
+            self._shell.user_ns,
+            rank=place.local_rank,
+            device=self._seat.device,
+            num_nodes=place.num_nodes,
+        )
+        restore_random_states(enlist.post.random_states)
+        precision.watch(enlist.post.mixed_precision)
+        threading.Thread(target=self._read, name="nbaccel-channel", daemon=True).start()
+
+    # ---- the main thread
+
+    def loop(self) -> None:
+        """Take tasks until the channel closes or says so."""
+        self._channel.send(messages.Idle())
+        while (received := self._inbox.get()) is not None:
+            task, fds = received
+            with memory.closing(*fds):
+                self._do(task.body, fds)
+            signal.signal(signal.SIGINT, self._on_interrupt)  # handing over had it ignored
+            self._channel.send(self._idle(task.number, task.body))
+
+    def _do(self, task: Any, fds: list[int]) -> None:
+        """Carry a task out; what it raises goes to the notebook."""
+        error = self._try(task, fds)
+        if error is not None and not isinstance(task, messages.JoinGroup):  # the others will tell
+            self._explain(error)
+            report(self._channel, error, self._seat.place.rank)
+        flush()
+
+    def _try(self, task: Any, fds: list[int]) -> BaseException | None:
+        try:
+            try:
+                _ACTS[type(task)](self, task, fds)
+            finally:
+                self._busy = False  # from here on an interrupt comes too late
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too: the worker stays
+            return error
+        return None
+
+    def _idle(self, number: int, task: Any) -> messages.Idle:
+        ran_code = isinstance(task, (messages.RunCell, messages.RunJob))
+        return messages.Idle(
+            number=number,
+            bound=self._names.bound() if isinstance(task, messages.RunCell) else (),
+            dirty=self._names.dirty() if isinstance(task, messages.RunCell) else False,
+            sequence=self._groups.sequence() if ran_code else (),
+            in_groups=torch.distributed.is_initialized(),
+        )
+
+    def _run_cell(self, task: messages.RunCell, fds: list[int]) -> None:
+        if task.directory is not None:
+            os.chdir(task.directory)
+        env.update(task.environment)
+        self._names.begin()
+        self._busy = True
+        shown = self._shell.run(task.source)
+        self._busy = False
+        flush()
+        self._channel.send(messages.Shown(value=shown))
+
+    def _run_job(self, task: messages.RunJob, fds: list[int]) -> None:
+        self._busy = True
+        Work(self._channel, self._seat, task.job, fds, None).run()
+
+    def _take(self, task: messages.Take, fds: list[int]) -> None:
+        self._names.take(task.cargo, fds, task.wanted)
+
+    def _pull(self, task: messages.Pull, fds: list[int]) -> None:
+        self._busy = True
+        parcel, fd = self._names.pack(task.names)
+        self._busy = False
+        with memory.closing(fd):
+            self._channel.send(wire.Returned(time.monotonic(), parcel, None, None), [fd])
+
+    def _go_home(self, task: messages.GoHome, fds: list[int]) -> None:
+        home = self._names.write_home()
+        self._channel.send(wire.Returned(time.monotonic(), None, None, home))
+
+    def _settle(self, task: messages.Settle, fds: list[int]) -> None:
+        self._names.settle()
+
+    def _join_group(self, task: messages.JoinGroup, fds: list[int]) -> None:
+        self._busy = True
+        self._groups.join(task.backend, task.timeout_s)
+        self._busy = False
+
+    def _leave_groups(self, task: messages.LeaveGroups, fds: list[int]) -> None:
+        self._groups.leave(task.generation, task.reason)
+
+    def _complete(self, task: messages.Complete, fds: list[int]) -> None:
+        self._channel.send(messages.Shown(value=self._shell.complete(task.code, task.cursor)))
+
+    def _inspect(self, task: messages.Inspect, fds: list[int]) -> None:
+        self._channel.send(messages.Shown(value=self._shell.inspect(task.name, task.detail)))
+
+    def _explain(self, error: BaseException) -> None:
+        """Say what an object that outlived its process group suffers from."""
+        text = str(error)
+        about_groups = isinstance(error, (RuntimeError, ValueError)) and any(
+            word in text for word in ("process group", "Process group", "Connection closed", "c10d")
+        )
+        if about_groups and self._groups.left_for and hasattr(error, "add_note"):
+            error.add_note(
+                f"The process groups from before were left because {self._groups.left_for}. "
+                "Objects that hold one (a DDP model, an Accelerator) are of no more use: run the "
+                "cells again that make them. Models, optimizers and variables are as they were."
+            )
+
+    def _on_interrupt(self, signum: int, frame: Any) -> None:
+        if self._busy:
+            self._channel.send(wire.Interrupting(time.monotonic()))
+            raise KeyboardInterrupt
+
+    # ---- the second thread
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message, fds = self._channel.receive()
+            except (EOFError, OSError):
+                self._inbox.put(None)  # the notebook hung up: after the task at hand, leave
+                return
+            if isinstance(message, messages.Look):
+                self._channel.send(self._whereabouts())
+            elif isinstance(message, messages.Break):
+                self._groups.cut()
+            elif isinstance(message, wire.Leave):
+                self._inbox.put(None)
+            else:
+                self._inbox.put((message, fds))
+
+    def _whereabouts(self) -> messages.Whereabouts:
+        found: list[Frame] = []
+        frame = sys._current_frames().get(self._main)
+        while frame is not None:
+            code = frame.f_code
+            found.append(Frame(file=code.co_filename, line=frame.f_lineno, function=code.co_name))
+            frame = frame.f_back
+        while found and found[-1].is_house:
+            found.pop()
+        mine = frames.user_frame(found)
+        return messages.Whereabouts(
+            stack=tuple(found) if mine else (), device_bytes=_reserved(self._seat.device)
+        )
+
+    def _want_group(self, backend: str | None, timeout_s: float) -> None:
+        self._channel.send(messages.GroupWanted(backend=backend, timeout_s=timeout_s))
+
+
+def _reserved(device: str) -> int | None:
+    """Bytes of the device that this process's allocator holds."""
+    if not device.startswith("cuda") or not torch.cuda.is_initialized():
+        return None
+    return int(torch.cuda.memory_reserved(device))
+
+
+_ACTS: Mapping[type, Callable[[_Worker, Any, list[int]], None]] = {
+    messages.RunCell: _Worker._run_cell,
+    messages.RunJob: _Worker._run_job,
+    messages.Take: _Worker._take,
+    messages.Pull: _Worker._pull,
+    messages.GoHome: _Worker._go_home,
+    messages.Settle: _Worker._settle,
+    messages.JoinGroup: _Worker._join_group,
+    messages.LeaveGroups: _Worker._leave_groups,
+    messages.Complete: _Worker._complete,
+    messages.Inspect: _Worker._inspect,
+}
