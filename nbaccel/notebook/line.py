@@ -14,7 +14,7 @@ from nbaccel.config import RunConfig
 from nbaccel.config.mistakes import closest, shown
 from nbaccel.errors import ConfigError
 from nbaccel.notebook.options import Option, find, options_of
-from nbaccel.units import counted
+from nbaccel.units import counted, spans
 
 __all__ = ["Line", "check_ranks", "config_names", "missing_names", "read", "told_ranks"]
 
@@ -109,16 +109,7 @@ def missing_names(names: Iterable[str], namespace: Mapping[str, Any]) -> None:
 
 def told_ranks(ranks: Sequence[int]) -> str:
     """Ranks as people write them: ``rank 3``, ``ranks 0,2-3``."""
-    parts: list[str] = []
-    run: list[int] = []
-    for rank in [*sorted(ranks), None]:
-        if run and rank == run[-1] + 1:
-            run.append(rank)
-            continue
-        if run:
-            parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
-        run = [] if rank is None else [rank]
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {','.join(parts)}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks)}"
 
 
 @dataclass

@@ -13,7 +13,7 @@ from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
 from nbaccel.notebook.line import Line, check_ranks, missing_names, told_ranks
 from nbaccel.notebook.options import settings
-from nbaccel.plan import resolve
+from nbaccel.pool.planning import plan_pool
 from nbaccel.pool.source import Source
 from nbaccel.pool.states import PoolState
 from nbaccel.units import format_bytes
@@ -62,12 +62,12 @@ class Session:
         self._autoreload(pool, line.autoreload)
         result = pool.run(source, ranks=line.ranks, out=line.out)
         if line.out:
-            self.shell.push(result.out)  # type: ignore[no-untyped-call]
+            self._bind(pool, result.out)
 
     def restart(self, line: Line) -> None:
         """Start new workers in the place of the old ones."""
         pool, dist = self.pool, self.dist or line.dist
-        resolve(line.wanted)  # a refusal leaves the old ones as they are
+        plan_pool(line.wanted)  # a refusal leaves the old ones as they are
         self._reloading = None
         if pool is None or pool.state is PoolState.STOPPED or dist != self.dist:
             self.stop()
@@ -98,7 +98,7 @@ class Session:
         """
         pool = self._living("pulled from", names)
         check_ranks(ranks, pool.num_processes)
-        self.shell.push(pool.pull(*names, ranks=ranks))  # type: ignore[no-untyped-call]
+        self._bind(pool, pool.pull(*names, ranks=ranks))
         asked = tuple(range(pool.num_processes)) if ranks is None else ranks
         shape = "" if len(asked) == 1 else ", a list by rank" + (" each" if len(names) > 1 else "")
         return f"Pulled {', '.join(names)} from {told_ranks(asked)}{shape}."
@@ -118,14 +118,14 @@ class Session:
 
     def configure(self, line: Line) -> None:
         """Settle what the next start uses."""
-        resolve(line.wanted)
+        plan_pool(line.wanted)
         self.config, self.dist = line.wanted, self.dist or line.dist
 
     def told_config(self) -> str:
         """The settings for the next start, and the plan of the workers there are or would be."""
         told = [f"Next start: {self.config!r}{', process group joined' if self.dist else ''}"]
         if self.pool is None or not self.is_live():
-            return "\n".join([*told, "", resolve(self.config).explain()])
+            return "\n".join([*told, "", plan_pool(self.config).explain()])
         if differing := self._differing(self.pool, self.config, tuple(RunConfig.model_fields)):
             now = ", ".join(f"{name}={_effective(self.pool, name)!r}" for name in differing)
             told.append(f"The workers run with {now} until %accelerate restart.")
@@ -134,9 +134,7 @@ class Session:
 
     def told_absence(self) -> str:
         """What there is to say where there are no workers."""
-        return (
-            f"No workers yet. The first %%accelerate cell starts {resolve(self.config).headline()}."
-        )
+        return f"No workers yet. The first %%accelerate cell starts {plan_pool(self.config).headline()}."
 
     def _ready(self, line: Line) -> Pool:
         """The pool that serves a cell with this line."""
@@ -145,7 +143,7 @@ class Session:
             self._refuse_other(pool, line)
             return pool
         if line.ranks:
-            check_ranks(line.ranks, resolve(line.wanted).num_processes)
+            check_ranks(line.ranks, plan_pool(line.wanted).num_processes)
         self._reloading = None  # whoever runs the cell, those that reloaded are gone
         if pool is None or pool.state is PoolState.STOPPED:
             return self._start(line.wanted, dist=self.dist or line.dist)
@@ -155,7 +153,7 @@ class Session:
         return pool
 
     def _start(self, config: RunConfig, *, dist: bool) -> Pool:
-        resolve(config)  # a refusal need not wait for torch
+        plan_pool(config)  # a refusal need not wait for torch
         # Here, not above: this is where torch may come in.
         from nbaccel.pool.pool import Pool
 
@@ -193,6 +191,11 @@ class Session:
             for name in names
             if getattr(wanted, name) not in (getattr(pool.config, name), _effective(pool, name))
         ]
+
+    def _bind(self, pool: Pool, values: dict[str, Any]) -> None:
+        """Bind what came from the workers: it is theirs, and no change to be sent back."""
+        self.shell.push(values)  # type: ignore[no-untyped-call]
+        pool.bound_here(tuple(values))
 
     def _living(self, what: str, names: Sequence[str]) -> Pool:
         if self.pool is not None and self.is_live():
