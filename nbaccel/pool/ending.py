@@ -138,3 +138,4 @@ def _rss(pid: int) -> int:
     with contextlib.suppress(psutil.Error):
         return int(psutil.Process(pid).memory_info().rss)
     return 0
+

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from nbaccel.pool.flow import Flow, Shipment, open_parcel
 from nbaccel.pool.names import Names, names_of
 from nbaccel.pool.source import Source
 from nbaccel.pool.states import PoolState
-from nbaccel.pool.turn import Account
+from nbaccel.pool.turn import Account, Turn
 from nbaccel.units import counted
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ class Pool:
         )
         show = ending.StatusShow()
         account = crew.turn(
-            dict.fromkeys(ranks, (body, ())), timeout_s=self.config.timeout, on_tick=show.tick
+            {rank: (body, ()) for rank in ranks}, timeout_s=self.config.timeout, on_tick=show.tick
         )
         show.end(account)
         return account
@@ -353,9 +353,7 @@ class Pool:
         if account.interrupted:
             raise LaunchInterrupted(ending.stopped(account, broken=self._crew is None))
         account.closing = account.closing or ending.ALIVE
-        failed = verdict.error(
-            account, world_size=self.plan.world_size, timeout_s=self.config.timeout
-        )
+        failed = verdict.error(account, world_size=self.plan.world_size, timeout_s=self.config.timeout)
         if failed is not None:
             self._flow.explain(failed)
             raise failed
@@ -438,7 +436,9 @@ class Pool:
             self._generation, self.reason = 0, ""
             self._directory, self._environment = os.getcwd(), env.snapshot()
             if self._dist:
-                crew.everyone(messages.JoinGroup(backend=None, timeout_s=_JOIN_TIMEOUT_S))
+                crew.everyone(
+                    messages.JoinGroup(backend=None, timeout_s=_JOIN_TIMEOUT_S)
+                )
         self._state = PoolState.RUNNING
         return self._crew
 
