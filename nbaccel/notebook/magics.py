@@ -8,12 +8,13 @@ from IPython.core.magic import no_var_expand
 from IPython.display import display
 
 from nbaccel.config.mistakes import closest
-from nbaccel.errors import ConfigError
+from nbaccel.errors import ConfigError, WorkerFailed
 from nbaccel.notebook.cells import Cells
 from nbaccel.notebook.line import Line, read
 from nbaccel.notebook.manual import cell_manual, line_manual, subcommand_manual
 from nbaccel.notebook.options import SUBCOMMANDS
 from nbaccel.notebook.session import Session
+from nbaccel.pool.source import Source
 
 __all__ = ["NAME", "cell_magic", "line_magic"]
 
@@ -41,7 +42,7 @@ def cell_magic(session: Session, cells: Cells) -> Callable[[str, str], None]:
                 "%%accelerate --help for the options."
             )
         else:
-            session.run(asked, cells.source(line, cell))
+            _run(session, asked, cells.source(line, cell))
 
     accelerate.__doc__ = cell_manual()
     return accelerate
@@ -83,6 +84,19 @@ def line_magic(session: Session, cells: Cells) -> Callable[[str], None]:
     return accelerate
 
 
+def _run(session: Session, line: Line, source: Source) -> None:
+    try:
+        session.run(line, source)
+    except WorkerFailed as error:
+        if not isinstance(error, SyntaxError):
+            raise
+        # IPython has a way of its own to show every SyntaxError: the frames that raised this one
+        # here, not the workers' text.
+        raise WorkerFailed(
+            str(error), failure=error.failure, failures=error.failures
+        ) from error.__cause__
+
+
 def _read(session: Session, text: str, subcommand: str = "") -> Line:
     # A cell's options are compared with the settings of the workers there are; those of a restart
     # go over what `%accelerate config` has settled for it.
@@ -96,7 +110,7 @@ def _status(session: Session, line: Line) -> None:
     if session.pool is None:
         print(session.told_absence())
     else:
-        display(session.pool.status())
+        display(session.pool.status())  # type: ignore[no-untyped-call]
 
 
 def _restart(session: Session, line: Line) -> None:

@@ -13,6 +13,7 @@ from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
 from nbaccel.notebook.line import Line, check_ranks, missing_names, told_ranks
 from nbaccel.notebook.options import settings
+from nbaccel.plan import Plan
 from nbaccel.pool.planning import plan_pool
 from nbaccel.pool.source import Source
 from nbaccel.pool.states import PoolState
@@ -82,12 +83,12 @@ class Session:
         Returns:
             Whether there were any.
         """
-        pool, self.pool = self.pool, None
-        self._reloading = None
+        pool = self.pool
         if pool is None:
             return False
         was_live = pool.state in _LIVE
         pool.stop()
+        self.pool = self._reloading = None
         return was_live
 
     def pull(self, names: Sequence[str], ranks: Sequence[int] | None) -> str:
@@ -127,14 +128,14 @@ class Session:
         if self.pool is None or not self.is_live():
             return "\n".join([*told, "", plan_pool(self.config).explain()])
         if differing := self._differing(self.pool, self.config, tuple(RunConfig.model_fields)):
-            now = ", ".join(f"{name}={_effective(self.pool, name)!r}" for name in differing)
+            now = ", ".join(f"{name}={_effective(self.pool.plan, name)!r}" for name in differing)
             told.append(f"The workers run with {now} until %accelerate restart.")
-        plan = self.pool.plan
-        return "\n".join([*told, "", plan.explain()] if plan is not None else told)
+        return "\n".join([*told, "", self.pool.plan.explain()])
 
     def told_absence(self) -> str:
         """What there is to say where there are no workers."""
-        return f"No workers yet. The first %%accelerate cell starts {plan_pool(self.config).headline()}."
+        headline = plan_pool(self.config).headline()
+        return f"No workers yet. The first %%accelerate cell starts {headline}."
 
     def _ready(self, line: Line) -> Pool:
         """The pool that serves a cell with this line."""
@@ -166,7 +167,7 @@ class Session:
     def _refuse_other(self, pool: Pool, line: Line) -> None:
         differing = self._differing(pool, line.wanted, line.given)
         mistakes = [
-            f"The workers run with {name}={_effective(pool, name)!r}: got "
+            f"The workers run with {name}={_effective(pool.plan, name)!r}: got "
             f"{getattr(line.wanted, name)!r}. Workers keep their settings as long as they live."
             for name in differing
         ]
@@ -185,12 +186,10 @@ class Session:
 
     @staticmethod
     def _differing(pool: Pool, wanted: RunConfig, names: Sequence[str]) -> list[str]:
-        """Settings that the workers do not have, by what was decided where the plan chose."""
-        return [
-            name
-            for name in names
-            if getattr(wanted, name) not in (getattr(pool.config, name), _effective(pool, name))
-        ]
+        """Settings that the workers do not have, by what comes of them where the plan chooses."""
+        asked = [name for name in names if getattr(wanted, name) != getattr(pool.config, name)]
+        plan = plan_pool(wanted) if asked else pool.plan
+        return [name for name in asked if _effective(plan, name) != _effective(pool.plan, name)]
 
     def _bind(self, pool: Pool, values: dict[str, Any]) -> None:
         """Bind what came from the workers: it is theirs, and no change to be sent back."""
@@ -216,10 +215,10 @@ class Session:
         self._reloading = pool if self._reloads else None
 
 
-def _effective(pool: Pool, name: str) -> Any:
-    """What a setting came to be in the workers' plan."""
-    decided = {c.name: c.value for c in pool.plan.choices} if pool.plan is not None else {}
-    return decided.get(name, getattr(pool.config, name))
+def _effective(plan: Plan, name: str) -> Any:
+    """What a setting comes to be in a plan."""
+    decided = {choice.name: choice.value for choice in plan.choices}
+    return decided.get(name, getattr(plan.config, name))
 
 
 def _flag(config: RunConfig, name: str) -> str:

@@ -24,3 +24,10 @@ def inspect(kernel: Kernel, code: str) -> dict[str, Any]:
     reply = kernel.client.inspect(code, len(code), reply=True, timeout=WAIT_S)["content"]
     assert reply["status"] == "ok"
     return reply["data"] if reply["found"] else {}
+
+
+def paged(kernel: Kernel, code: str) -> str:
+    """What a line such as `name?` opens in the pager, or prints."""
+    reply = kernel.client.execute(code, reply=True, timeout=WAIT_S)["content"]
+    assert reply["status"] == "ok"
+    return "\n".join(page["data"]["text/plain"] for page in reply["payload"])
