@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from nbaccel.plan.training import (
         TrainingPlan,
     )
+    from nbaccel.pool import Pool
     from nbaccel.state import (
         PartialState,
     )
@@ -91,6 +92,7 @@ __all__ = [
     "NbaccelError",
     "PartialState",
     "Plan",
+    "Pool",
     "PrecisionMismatch",
     "ProfileKwargs",
     "ProjectConfiguration",
@@ -151,6 +153,7 @@ _HOMES = {
         "resolve",
     ),
     "nbaccel.plan.training": ("TrainingPlan",),
+    "nbaccel.pool": ("Pool",),
     "nbaccel.state": ("PartialState",),
     "nbaccel.topology": ("Topology",),
     "nbaccel.train.loading": ("skip_first_batches",),

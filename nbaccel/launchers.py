@@ -16,6 +16,7 @@ from nbaccel.plan import Plan, resolve
 
 if TYPE_CHECKING:
     from nbaccel.launch.outcome import Outcome
+    from nbaccel.pool import Pool
 
 __all__ = ["Results", "debug_launcher", "notebook_launcher", "shutdown"]
 
@@ -61,6 +62,7 @@ def notebook_launcher(
     start_method: str = "auto",
     timeout: float | None = None,
     share_back: bool = True,
+    pool: Pool | None = None,
 ) -> Results:
     """Train on every device of this machine with a function and a model of the notebook.
 
@@ -92,6 +94,8 @@ def notebook_launcher(
         start_method: `"auto"`, `"template"`, `"fork"` or `"inline"`.
         timeout: Seconds after which the launch is ended with `LaunchTimeout`.
         share_back: Whether trained weights come back into the notebook's modules.
+        pool: Live workers to call the function in instead of new ones: nothing has to be started.
+            Their settings hold; those given here must not contradict them.
 
     Returns:
         The functions' return values, by rank.
@@ -122,6 +126,8 @@ def notebook_launcher(
         "timeout": timeout,
         "share_back": share_back,
     }
+    if pool is not None:
+        return _launch_in(pool, function, args, config, asked)
     return _launch(function, args, _config(config, asked))
 
 
@@ -173,6 +179,33 @@ def _launch(function: Callable[..., Any], args: tuple[Any, ...], config: RunConf
     from nbaccel.launch import run
 
     outcome: Outcome = run.launch(plan, function, args)
+    return Results(outcome.values, outcome.plan, outcome.state_dicts)
+
+
+def _launch_in(
+    pool: Pool,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    config: RunConfig | None,
+    asked: dict[str, Any],
+) -> Results:
+    """Call the function in live workers, whose settings must be those that were asked for."""
+    __tracebackhide__ = True
+    _check_call(function, args)
+    given = asked if config is None else config.model_dump()
+    defaults = RunConfig().model_dump()
+    have = pool.config.model_dump() | {"num_processes": pool.num_processes}
+    other = [k for k, v in given.items() if v != defaults[k] and v != have[k]]
+    if other:
+        raise ConfigError(
+            *(
+                f"{k}={given[k]!r} was asked for, but the pool's workers run with {k}={have[k]!r}, "
+                "which cannot change while they live. Leave it out, or use "
+                f"pool.restart(pool.config.changed({k}={given[k]!r}))."
+                for k in other
+            )
+        )
+    outcome = pool.launch(function, args)
     return Results(outcome.values, outcome.plan, outcome.state_dicts)
 
 

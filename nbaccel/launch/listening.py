@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nbaccel.launch import publish, wire
+from nbaccel.launch import wire
 from nbaccel.launch.console import Console
 from nbaccel.launch.member import Member
 
@@ -118,8 +118,7 @@ class Listener:
             return
         if isinstance(message, (wire.Display, wire.ClearOutput)):
             self.drain_output(member)  # what it printed before comes before
-            self._console.tick(final=True)
-            publish.show(message)
+            self._console.feed_display(member.rank, message)
         else:
             self.on_message(member, message, fds)
 

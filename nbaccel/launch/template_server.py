@@ -29,8 +29,13 @@ _PREIMPORTED = (
     "nbaccel.launch.worker",
     "nbaccel.devices.cpu",
     "nbaccel.devices.cuda",
+    "nbaccel.pool.worker",
 )
-_FOR_NOTEBOOKS = ("IPython.core.interactiveshell", "IPython.core.displaypub")
+_FOR_NOTEBOOKS = (
+    "IPython.core.interactiveshell",
+    "IPython.core.displaypub",
+    "nbaccel.pool.interactive",
+)
 
 
 def serve(channel_fd: int, parent: int, *, in_notebook: bool) -> NoReturn:

@@ -46,7 +46,7 @@ def anew(num_processes: int, reason: str) -> str:
     )
 
 
-def stopped(account: Account, *, broken: bool) -> str:
+def stopped(account: Account) -> str:
     """What a Stop has ended with."""
     lines = ["the cell was stopped."]
     for member in account.members:
@@ -55,7 +55,7 @@ def stopped(account: Account, *, broken: bool) -> str:
             lines.append(f"  rank {member.rank} {record.doing}")
         elif member.returned is not None:
             lines.append(f"  rank {member.rank} was through with it")
-    lines.append(LOST if broken else ALIVE)
+    lines.append(LOST if account.lost else ALIVE)
     return "\n".join(lines)
 
 
@@ -73,6 +73,7 @@ class StatusShow:
 
     def __init__(self) -> None:
         self._line: status.StatusLine | None = None
+        self._clears = 0
 
     def tick(self, turn: Turn) -> float:
         """Show the ranks, and ask where they are for the next time."""
@@ -83,6 +84,9 @@ class StatusShow:
             rank_status(m, turn.seconds, account.places.get(m.rank), is_open=m.rank in turn.open)
             for m in account.members
         ]
+        if turn.clears != self._clears:
+            self._clears = turn.clears
+            self._line.cleared()
         self._line.update(rows)
         for member in account.members:
             if member.rank in turn.open:
@@ -131,7 +135,7 @@ def status_table(
     ]
     told = f": {reason}" if reason else ""
     headline = f"{state.name.lower()}{told}. {plan.headline()}"
-    return status.table(rows, headline=headline)
+    return status.StatusTable(rows, headline=headline)
 
 
 def _rss(pid: int) -> int:

@@ -193,8 +193,10 @@ class Pool:
             began = time.monotonic()
             account = self._cell(source, asked)
             seconds = time.monotonic() - began
+            failed = self._judgement(account)  # before another turn makes the members forget
             self._after_cell(account)
-            self._judge(account)
+            if failed is not None:
+                raise failed
             showing.show_results(account.shown)
             found = self._fetch(tuple(out), asked) if out else {}
         return CellResult(shown=account.shown, out=found, seconds=seconds)
@@ -232,9 +234,11 @@ class Pool:
                 account = crew.turn(
                     {rank: call.task() for rank in asked}, timeout_s=self.config.timeout
                 )
-                self._keep_in_step(account)
                 self._note_lost(account)
-                return call.conclude(account)
+                try:
+                    return call.conclude(account)
+                finally:
+                    self._keep_in_step(account)
 
     def push(self, *names: str, ranks: Sequence[int] | None = None) -> int:
         """Send names to the workers, whether or not they have changed.
@@ -344,18 +348,26 @@ class Pool:
 
     def _note_lost(self, account: Account) -> None:
         if account.lost:
-            account.closing = ending.LOST
             self._dissolve(PoolState.BROKEN, ending.why_lost(account))
 
-    def _judge(self, account: Account) -> None:
-        """Raise what a turn has ended with, if not well."""
-        __tracebackhide__ = True
+    def _judgement(self, account: Account) -> BaseException | None:
+        """What a turn has to raise, if it did not end well."""
         if account.interrupted:
-            raise LaunchInterrupted(ending.stopped(account, broken=self._crew is None))
-        account.closing = account.closing or ending.ALIVE
-        failed = verdict.error(account, world_size=self.plan.world_size, timeout_s=self.config.timeout)
+            return LaunchInterrupted(ending.stopped(account))
+        account.closing = ending.LOST if account.lost else ending.ALIVE
+        failed = verdict.error(
+            account, world_size=self.plan.world_size, timeout_s=self.config.timeout
+        )
         if failed is not None:
             self._flow.explain(failed)
+        return failed
+
+    def _settle(self, account: Account) -> None:
+        """The end of a turn that is no cell: raise if it did not end well."""
+        __tracebackhide__ = True
+        failed = self._judgement(account)
+        self._note_lost(account)
+        if failed is not None:
             raise failed
 
     # ---- names
@@ -369,8 +381,7 @@ class Pool:
                 for rank, wanted in shipment.wanted.items()
             }
             account = self._crew.turn(tasks)
-            self._note_lost(account)
-            self._judge(account)
+            self._settle(account)
             self._flow.taken(shipment)
 
     def _fetch(
@@ -378,8 +389,7 @@ class Pool:
     ) -> dict[str, Any]:
         crew = self._ready()
         account = crew.turn({rank: (messages.Pull(names=names), ()) for rank in ranks})
-        self._note_lost(account)
-        self._judge(account)
+        self._settle(account)
         found = []
         for member in account.members:
             if member.returned is not None and member.result_fd is not None:

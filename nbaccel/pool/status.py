@@ -24,7 +24,7 @@ from typing import Any
 from nbaccel.launch import publish
 from nbaccel.units import counted, format_bytes, format_seconds, spans
 
-__all__ = ["RankStatus", "StatusLine", "StatusTable", "table"]
+__all__ = ["RankStatus", "StatusLine", "StatusTable"]
 
 FIRST_S = 1.0
 EVERY_S = 1.0
@@ -160,10 +160,12 @@ class StatusTable:
 
     Args:
         rows: One per rank.
+        headline: A line above them.
     """
 
-    def __init__(self, rows: Sequence[RankStatus]) -> None:
+    def __init__(self, rows: Sequence[RankStatus], *, headline: str = "") -> None:
         self.rows = tuple(rows)
+        self.headline = headline
 
     def _cells(self) -> list[list[str]]:
         has_device = any(row.device_bytes is not None for row in self.rows)
@@ -171,33 +173,27 @@ class StatusTable:
         return [head, *(_cells_of(row, has_device=has_device) for row in self.rows)]
 
     def __str__(self) -> str:
-        cells = self._cells()
+        cells = self._cells() if self.rows else []
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
-        return "\n".join(lines)
+        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+        return "\n".join([self.headline, *lines] if self.headline else lines)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
+        above = f"<div>{html.escape(self.headline)}</div>" if self.headline else ""
+        if not self.rows:
+            return above
         head, *body = self._cells()
         top = "".join(f'<th style="{_CELL};opacity:0.6">{html.escape(c)}</th>' for c in head)
         lines = (
             "<tr>" + "".join(f'<td style="{_CELL}">{html.escape(c)}</td>' for c in line) + "</tr>"
             for line in body
         )
-        return (
+        return above + (
             '<table style="border:none;margin:0"><thead><tr style="background:none">'
             f"{top}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
         )
-
-
-def table(rows: Sequence[RankStatus]) -> StatusTable:
-    """The ranks as something to display.
-
-    Args:
-        rows: One per rank.
-    """
-    return StatusTable(rows)
 
 
 def _cells_of(row: RankStatus, *, has_device: bool) -> list[str]:

@@ -24,7 +24,7 @@ __all__ = ["Account", "Turn"]
 
 _BORN_S = 20.0  # a forked process that says nothing for so long hangs
 _KILL_S = 5.0
-_LOOK_S = 0.03  # at a death the others are asked where they are; none is waited for longer
+_LOOK_S = 0.1  # at a death the others are asked where they are; none is waited for longer
 
 
 class Account:
@@ -103,6 +103,11 @@ class Turn(Listener):
     def seconds(self) -> float:
         """How long it has taken so far."""
         return time.monotonic() - self._began
+
+    @property
+    def clears(self) -> int:
+        """How often the cell's output has been cleared."""
+        return self._console.clears
 
     @property
     def open(self) -> frozenset[int]:
@@ -195,6 +200,8 @@ class Turn(Listener):
             self.account.places[rank] = message
             if self._halting is not None:
                 self._halting.seen(rank)
+            if all(m.has_ended or m.rank in self.account.places for m in self.members):
+                self._doomed_at = self._doomed_at and 0.0  # nobody is left to be asked
         elif isinstance(message, wire.Interrupting):
             if self._halting is not None:
                 self._halting.unwinding(rank)
@@ -294,6 +301,7 @@ class Turn(Listener):
 
     def _doom(self, now: float) -> None:
         """A worker is lost: ask the others where they are, then end them."""
+        self.account.places.clear()  # of a second ago
         for member in self.members:
             if not member.has_ended:
                 tell(member, messages.Look())

@@ -118,7 +118,12 @@ class _Worker:
         env.update(task.environment)
         self._names.begin()
         self._busy = True
-        shown = self._shell.run(task.source)
+        try:
+            shown = self._shell.run(task.source)
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise
+            return  # sys.exit() is how a script ends well
         self._busy = False
         flush()
         self._channel.send(messages.Shown(value=shown))

@@ -13,10 +13,11 @@ the first move is a view taken earlier (`w = model.weight.data[0]`): it keeps th
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -36,11 +37,12 @@ _ALIGN = 64  # bytes: a cache line, and enough for every vector instruction torc
 class Arena(memory.Mapping):
     """A memory file mapped shared into this process, with the tensors that live in it.
 
-    It stays as long as one of its tensors does.
+    It stays as long as one of its tensors does. Its `key` names no other arena of this process.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd = fd
+        self.key = f"arena{next(_COUNT)}"
         super().__init__(fd, nbytes, private=False)
         _LIVING.add(self)
 
@@ -48,6 +50,9 @@ class Arena(memory.Mapping):
         super().__del__()
         os.close(self.fd)
 
+
+# The number of an address would name two arenas in the life of a process; a count does not.
+_COUNT = itertools.count()
 
 # Which mapping owns an address is a fact of this process's memory, like a heap's own table: it
 # outlives a launch because the notebook's model does. Weak, so that it keeps nothing alive.
@@ -79,6 +84,11 @@ class Finder:
         """The arena that a storage lies in, if any."""
         on_host = storage.device.type == "cpu"
         return self(storage.data_ptr(), storage.nbytes()) if on_host else None
+
+
+def living() -> list[Arena]:
+    """Every arena of this process."""
+    return list(_LIVING)
 
 
 def forget() -> None:
@@ -185,6 +195,29 @@ def share(modules: Sequence[tuple[str, nn.Module]]) -> Sharing:
         modules=tuple(_record(path, module, stand_ins) for path, module in modules),
         stand_ins=stand_ins,
     )
+
+
+def restock(sharing: Sharing) -> None:
+    """Bring the host copies of device-resident tensors up to date, for workers to read."""
+    with torch.no_grad():
+        for tensor, copy in _on_devices(sharing):
+            copy.copy_(tensor)
+
+
+def refresh_devices(sharing: Sharing, paths_left_out: Collection[str] = ()) -> None:
+    """Copy what workers put into the host copies to the tensors on this process's devices."""
+    for tensor, copy in _on_devices(sharing, paths_left_out):
+        tensor.data.copy_(copy)
+
+
+def _on_devices(
+    sharing: Sharing, paths_left_out: Collection[str] = ()
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for shared in sharing.modules if sharing.stand_ins else ():
+        tensors = dict(named_tensors(shared.module)) if shared.path not in paths_left_out else {}
+        for home, slot in shared.slots if tensors else ():
+            if tensors[slot.name].device.type != "cpu":
+                yield tensors[slot.name], slot.view(home)
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,20 +12,33 @@ import cloudpickle
 
 _MAX_DEPTH = 6
 
+Test = Callable[[Any], bool]
+
 
 def find(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
     """The innermost object that does not pickle, as `args[1]['lock'] (a _thread.lock)`."""
     name = getattr(function, "__name__", "the function")
     for path, value in [*_of_function(function, name), *_items(args, "args")]:
         if not _pickles(value):
-            return _innermost(value, path, _MAX_DEPTH)
+            return find_in(value, path)
     return _tell(name, function)
 
 
-def _innermost(value: Any, path: str, depth: int) -> str:
+def find_in(value: Any, path: str, *, pickles: Test | None = None) -> str:
+    """The innermost part of a value that does not pickle, as `path['lock'] (a _thread.lock)`.
+
+    Args:
+        value: Something that does not pickle.
+        path: How the user would write it.
+        pickles: Tells whether a part does; by default, whether cloudpickle takes it.
+    """
+    return _innermost(value, path, _MAX_DEPTH, pickles or _pickles)
+
+
+def _innermost(value: Any, path: str, depth: int, pickles: Test) -> str:
     for inner_path, inner in _parts(value, path) if depth else ():
-        if not _pickles(inner):
-            return _innermost(inner, inner_path, depth - 1)
+        if not pickles(inner):
+            return _innermost(inner, inner_path, depth - 1, pickles)
     return _tell(path, value)
 
 

@@ -29,7 +29,14 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbaccel.launch.sharing import memory
-from nbaccel.launch.sharing.arena import PLAIN, Arena, Sharing, Slot, named_tensors
+from nbaccel.launch.sharing.arena import (
+    PLAIN,
+    Arena,
+    Sharing,
+    Slot,
+    named_tensors,
+    refresh_devices,
+)
 
 _IN_PLACE_SHARE = (
     0.5  # of an arena's bytes about to be trained: above it, train in the staging file
@@ -136,6 +143,7 @@ class Homebound:
     def write(self) -> HomeReport:
         """Put what this rank owes into the staging files. No communication."""
         report = HomeReport()
+        kept: list[tuple[str, Slot]] = []
         for manifest, module in self._modules:
             current = dict(named_tensors(module))
             reason = _mismatch(manifest, current) or self._out_of_reach(current)
@@ -144,13 +152,14 @@ class Homebound:
             elif self._rank == 0:
                 report.stranded[manifest.path] = reason
                 report.state_dicts[manifest.path] = _on_cpu(module.state_dict())
+                kept += manifest.slots
         if self._rank == 0:
-            self._write_arenas(report)
+            self._write_arenas(report, kept)
         return report
 
     def _out_of_reach(self, current: Mapping[str, torch.Tensor]) -> str | None:
         """Why pieces of sharded tensors cannot be put together here, if so."""
-        sharded = {name: tensor for name, tensor in current.items() if _is_sharded(tensor)}
+        sharded = {name: tensor for name, tensor in current.items() if is_sharded(tensor)}
         if sharded and self._num_nodes > 1:
             return f"it is sharded over {self._num_nodes} nodes, each with a part only; {_PART}"
         for name, tensor in sharded.items():
@@ -159,19 +168,23 @@ class Homebound:
                 return f"{name} is placed as {odd}, which no rank can undo alone; {_PART}"
         return None
 
-    def _write_arenas(self, report: HomeReport) -> None:
+    def _write_arenas(self, report: HomeReport, kept: Sequence[tuple[str, Slot]]) -> None:
+        """Write every private page, but of the modules that cannot come home (`kept`) none."""
         for key, mapping in self._mappings.items():
             if key in self._in_place:
                 report.complete.add(key)
                 continue
+            taken = [(slot.start, slot.start + slot.nbytes) for k, slot in kept if k == key]
+            taken += report.written.get(key, [])
             for start, stop in mapping.written():
-                self._write_around(key, mapping, (start, stop), report)
+                self._write_around(key, (start, stop), taken, report)
 
     def _write_around(
-        self, key: str, mapping: memory.Mapping, span: memory.Range, report: HomeReport
+        self, key: str, span: memory.Range, taken: Sequence[memory.Range], report: HomeReport
     ) -> None:
         """Write a run of private pages, but not over tensors that came from a device."""
-        taken = [r for r in report.written.get(key, []) if r[0] < span[1] and span[0] < r[1]]
+        mapping = self._mappings[key]
+        taken = [r for r in taken if r[0] < span[1] and span[0] < r[1]]
         shifted = memory.merge(
             (max(a, span[0]) - span[0], min(b, span[1]) - span[0]) for a, b in taken
         )
@@ -188,10 +201,10 @@ class Homebound:
         seeded: set[tuple[str, int]] = set()
         for key, slot in manifest.slots:
             tensor = current[slot.name].detach()
-            sharded = _is_sharded(tensor)
+            sharded = is_sharded(tensor)
             mine = sharded or self._rank == 0
             place = (key, slot.start, slot.offset)
-            if not mine or place in written or _stayed(tensor, slot, self._mappings[key]):
+            if not mine or place in written or stayed(tensor, slot, self._mappings[key]):
                 continue
             written.add(place)
             if not sharded and (key, slot.start) not in seeded:
@@ -200,8 +213,8 @@ class Homebound:
             into = slot.view(
                 memory.Mapping(self._staging[key], self._mappings[key].nbytes, private=False)
             )
-            for piece, values in _pieces(tensor) if sharded else [((), tensor)]:
-                _assign(into[piece], values)
+            for piece, values in pieces(tensor):
+                assign(into[piece], values)
             if key not in self._in_place:
                 report.written.setdefault(key, []).append((slot.start, slot.start + slot.nbytes))
 
@@ -213,7 +226,8 @@ class Homebound:
             memory.write_at(self._staging[key], self._mappings[key].view(*span), span[0])
 
 
-def _is_sharded(tensor: torch.Tensor) -> bool:
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor: this process has a piece of it, or a copy among several."""
     return hasattr(tensor, "placements")
 
 
@@ -234,7 +248,7 @@ def _span_in(mapping: memory.Mapping, tensor: torch.Tensor) -> memory.Range | No
     return (start, start + storage.nbytes())
 
 
-def _stayed(tensor: torch.Tensor, slot: Slot, mapping: memory.Mapping) -> bool:
+def stayed(tensor: torch.Tensor, slot: Slot, mapping: memory.Mapping) -> bool:
     """Whether the tensor still is the very view of the arena that the slot describes."""
     return (
         tensor.device.type == "cpu"
@@ -262,8 +276,11 @@ def _mismatch(manifest: Manifest, current: Mapping[str, torch.Tensor]) -> str | 
     return "; ".join(sorted(lines)[:3]) + more
 
 
-def _pieces(tensor: Any) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-    """This rank's piece of a DTensor: where it lies in the whole, and its values."""
+def pieces(tensor: Any) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+    """What this rank has of a tensor: where it lies in the whole, and its values."""
+    if not is_sharded(tensor):
+        yield (), tensor
+        return
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(
@@ -274,7 +291,7 @@ def _pieces(tensor: Any) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
         yield tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True)), local
 
 
-def _assign(into: torch.Tensor, values: torch.Tensor) -> None:
+def assign(into: torch.Tensor, values: torch.Tensor) -> None:
     """Copy, with cast; an expanded tensor's repeated dims are written once."""
     for dim, step in enumerate(into.stride()):
         if step == 0 and into.shape[dim] > 1:
@@ -288,7 +305,7 @@ def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _value_on_cpu(tensor: Any) -> torch.Tensor:
     values: torch.Tensor = tensor.detach()
-    if _is_sharded(tensor):
+    if is_sharded(tensor):
         values = tensor.detach().to_local()
     return values.cpu()
 
@@ -314,7 +331,7 @@ class Homecoming:
                 merged.written.setdefault(key, []).extend(ranges)
         for key, arena in self._arenas.items():
             self._apply_one(key, arena, merged)
-        self._refresh_devices(merged)
+        refresh_devices(self._sharing, merged.stranded)
 
     def _apply_one(self, key: str, arena: Arena, merged: HomeReport) -> None:
         whole = [(0, arena.nbytes)]
@@ -330,17 +347,6 @@ class Homecoming:
             for home, slot in module.slots
             if home is arena
         )
-
-    def _refresh_devices(self, merged: HomeReport) -> None:
-        """Copy the trained values to tensors that live on an accelerator of the notebook."""
-        if not self._sharing.stand_ins:
-            return
-        for module in self._sharing.modules:
-            tensors = dict(named_tensors(module.module))
-            for arena, slot in module.slots:
-                tensor = tensors[slot.name]
-                if tensor.device.type != "cpu" and module.path not in merged.stranded:
-                    tensor.data.copy_(slot.view(arena))
 
     def close(self, dispose: Callable[[Sequence[int]], None] = memory.close_all) -> None:
         """Give the staging files up.

@@ -31,6 +31,7 @@ _libc.mmap.argtypes = [
     ctypes.c_long,
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _ENTRIES = 1 << 15  # of the page table, read at a time: small enough to stay in the cache
 
@@ -122,6 +123,17 @@ class Mapping:
         return [
             (start, min(stop, self.nbytes)) for start, stop in _own_pages(self.address, self.nbytes)
         ]
+
+    def give_back(self, start: int, stop: int) -> None:
+        """Drop what a private mapping has written to these whole pages: it sees the file's again.
+
+        Args:
+            start: First byte, at the start of a page.
+            stop: One past the last byte: the end of a page, or of the mapping.
+        """
+        if _libc.madvise(self.address + start, stop - start, mmap.MADV_DONTNEED):
+            code = ctypes.get_errno()
+            raise OSError(code, f"giving back bytes {start} to {stop}: {os.strerror(code)}")
 
     def __del__(self) -> None:
         if self.address:

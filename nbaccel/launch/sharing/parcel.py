@@ -22,7 +22,7 @@ import os
 import pickle
 import types
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,8 @@ class Sender:
     """Source lines of every cell whose functions or classes travel by value."""
     arenas: dict[str, arena.Arena]
     """Arenas that the pickle refers to, by key."""
+    reduce: Callable[[Any], Any] | None = None
+    """Asked first how to pickle an object; `NotImplemented` leaves it to what follows."""
 
     @classmethod
     def create(cls, stand_ins: dict[int, tuple[arena.Arena, int]] | None = None) -> Sender:
@@ -72,7 +74,7 @@ class Sender:
 
     def key(self, home: arena.Arena) -> str:
         """Name an arena for the receiver."""
-        key = self.keys.setdefault(id(home), f"arena{len(self.keys)}")
+        key = self.keys.setdefault(id(home), home.key)
         self.arenas[key] = home
         return key
 
@@ -93,8 +95,15 @@ def pack(obj: Any, sender: Sender, *, limit_bytes: int | None = None) -> tuple[P
     """
     blocks: list[pickle.PickleBuffer] = []
     stream = _Metered(limit_bytes)
-    _Pickler(stream, sender, blocks).dump(obj)
+    dump(obj, sender, stream, blocks.append)
     return _write(stream.getbuffer(), [block.raw() for block in blocks])
+
+
+def dump(
+    obj: Any, sender: Sender, stream: Any, on_block: Callable[[pickle.PickleBuffer], Any]
+) -> None:
+    """Pickle as `pack` does, but into anything that has a `write`; big blocks go to `on_block`."""
+    _Pickler(stream, sender, on_block).dump(obj)
 
 
 def pack_plain(obj: Any, sender: Sender) -> tuple[Parcel, int]:
@@ -105,7 +114,7 @@ def pack_plain(obj: Any, sender: Sender) -> tuple[Parcel, int]:
     """
     blocks: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
-    _PlainPickler(stream, sender, blocks).dump(obj)
+    _PlainPickler(stream, sender, blocks.append).dump(obj)
     return _write(stream.getbuffer(), [block.raw() for block in blocks])
 
 
@@ -229,21 +238,28 @@ def _is_ordinary(kind: type[torch.nn.Module]) -> bool:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: Any, sender: Sender, blocks: list[pickle.PickleBuffer]) -> None:
+    def __init__(
+        self, file: Any, sender: Sender, on_block: Callable[[pickle.PickleBuffer], Any]
+    ) -> None:
         # cloudpickle's table is a ChainMap: a look-up in Python for every object of the model.
         self.dispatch_table = dict(cloudpickle.Pickler.dispatch_table)
-        super().__init__(file, protocol=5, buffer_callback=blocks.append)
+        super().__init__(file, protocol=5, buffer_callback=on_block)
         self._storages = _StorageReducer(sender)
         self._sender = sender
+        self._first = sender.reduce
         self._shapes: dict[tuple[str, ...], tuple[str, ...]] = {}  # one object for pickle's memo
         self._ordinary: dict[type, bool] = {}
 
     def reducer_override(self, obj: Any) -> Any:
+        if self._first is not None:
+            reduced = self._first(obj)
+            if reduced is not NotImplemented:
+                return reduced
         reduced = self._storages.reduce(obj)
         if reduced is not NotImplemented:
             return reduced
         if isinstance(obj, types.FunctionType):
-            _note_source(obj, self._sender.sources)
+            note_source(obj, self._sender.sources)
         elif isinstance(obj, torch.nn.Module):
             kind = type(obj)
             if kind not in self._ordinary:
@@ -263,8 +279,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _PlainPickler(pickle.Pickler):
-    def __init__(self, file: Any, sender: Sender, blocks: list[pickle.PickleBuffer]) -> None:
-        super().__init__(file, protocol=5, buffer_callback=blocks.append)
+    def __init__(
+        self, file: Any, sender: Sender, on_block: Callable[[pickle.PickleBuffer], Any]
+    ) -> None:
+        super().__init__(file, protocol=5, buffer_callback=on_block)
         self._storages = _StorageReducer(sender)
 
     def reducer_override(self, obj: Any) -> Any:
@@ -274,7 +292,7 @@ class _PlainPickler(pickle.Pickler):
         return self._storages.reduce(obj)
 
 
-def _note_source(function: types.FunctionType, sources: dict[str, list[str]]) -> None:
+def note_source(function: types.FunctionType, sources: dict[str, list[str]]) -> None:
     """Keep the lines of the cell a function came from: the worker's tracebacks need them."""
     name = function.__code__.co_filename
     if name not in sources and name in linecache.cache and len(linecache.cache[name]) == 4:

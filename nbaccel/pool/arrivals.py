@@ -1,0 +1,286 @@
+"""The modules that came to a worker by an arena: what happens to their weights there.
+
+    arena file ◄──────── write_home: rank 0's changed pages; of sharded tensors everyone's piece
+        │ private map
+    worker's tensors ──► settle: pages that equal the file are given back, and shared again
+                     ◄── adopt: the notebook wrote to the weights: what was written here goes
+
+A tensor that left the arena (moved to a device, sharded, given another dtype) is copied instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from nbaccel.errors import InternalError
+from nbaccel.launch.sharing import home, memory
+from nbaccel.launch.sharing.arena import Slot, named_tensors
+from nbaccel.pool.cargo import Update
+
+__all__ = ["Arrivals"]
+
+_CHUNK_BYTES = 1 << 20  # compared at a time: what is read twice stays in the cache
+_WORD_BYTES = 8
+
+
+@dataclass(frozen=True)
+class _Arena:
+    """A worker's own descriptor of an arena, and its private mapping."""
+
+    fd: int
+    mapping: memory.Mapping
+    """It closes the descriptor when it goes, which is with the last tensor that lives in it."""
+
+    @classmethod
+    def open(cls, fd: int, nbytes: int) -> _Arena:
+        """Take an arena in; the descriptor stays the caller's."""
+        own = os.dup(fd)
+        try:
+            mapping = memory.Mapping(own, nbytes, private=True)
+        except BaseException:  # no descriptor is lost to an interrupt either
+            os.close(own)
+            raise
+        close = weakref.finalize(mapping, os.close, own)
+        close.atexit = False  # a process that ends closes it anyway
+        return cls(own, mapping)
+
+    def as_the_notebook_sees_it(self) -> memory.Mapping:
+        return memory.Mapping(self.fd, self.mapping.nbytes, private=False)
+
+
+class Arrivals:
+    """A worker's table of the notebook's modules, by key.
+
+    Args:
+        rank: The worker's rank.
+        num_nodes: Machines that take part.
+    """
+
+    def __init__(self, *, rank: int, num_nodes: int = 1) -> None:
+        self._rank = rank
+        self._num_nodes = num_nodes
+        self._arenas: dict[str, _Arena] = {}
+        self._modules: dict[str, tuple[home.Manifest, nn.Module]] = {}
+        self._at_home: dict[str, Hashable] = {}
+        """Of the tensors that left the arena: the state in which they last came home."""
+        self._has_stepped = False
+        _tell_of_steps(self)
+
+    @property
+    def mappings(self) -> dict[str, memory.Mapping]:
+        """This worker's mappings of the arenas, by key."""
+        return {key: found.mapping for key, found in self._arenas.items()}
+
+    def module(self, key: str) -> nn.Module:
+        """The module that the notebook knows under this key."""
+        if key not in self._modules:
+            raise InternalError(
+                f"rank {self._rank} has no module {key}, only {sorted(self._modules)}. "
+                "Please report this."
+            )
+        return self._modules[key][1]
+
+    def open_arena(self, key: str, nbytes: int, fd: int) -> None:
+        """Map an arena, unless this worker has it."""
+        if key not in self._arenas:
+            self._arenas[key] = _Arena.open(fd, nbytes)
+
+    def add(self, key: str, manifest: home.Manifest, module: nn.Module) -> None:
+        """A module arrived whole."""
+        self._modules[key] = (manifest, module)
+        self._at_home[key] = self._departed_state(key)
+
+    def forget(self, modules: Iterable[str], arenas: Iterable[str]) -> None:
+        """The notebook has no use for these any more. What the worker uses of them stays."""
+        for key in modules:
+            self._modules.pop(key, None)
+            self._at_home.pop(key, None)
+        for key in arenas:
+            self._arenas.pop(key, None)
+
+    # ------------------------------------------------------------------- from the notebook
+
+    def apply(self, update: Update) -> None:
+        """Carry over what the notebook changed. Parts that are gone here are passed over."""
+        module = self.module(update.key)
+        tensors = dict(named_tensors(module))
+        submodules = dict(module.named_modules(remove_duplicate=False))
+        for name, flag in update.requires_grad.items():
+            if name in tensors and tensors[name].is_leaf:
+                tensors[name].requires_grad_(flag)
+        for path, flag in update.training.items():
+            if path in submodules:
+                submodules[path].training = flag
+        for path, values in update.attributes.items():
+            if path in submodules:
+                submodules[path].__dict__.update(values)
+        for path, names in update.removed.items():
+            for name in names if path in submodules else ():
+                submodules[path].__dict__.pop(name, None)
+        if update.adopt:
+            self._adopt(update.key)
+
+    def _adopt(self, key: str) -> None:
+        manifest, module = self._modules[key]
+        for name, arena in self._arenas.items():
+            spans = memory.merge(
+                (slot.start, -(-(slot.start + slot.nbytes) // _ALIGN) * _ALIGN)
+                for owner, slot in manifest.slots
+                if owner == name
+            )
+            for start, stop in spans:
+                _let_go(arena, start, min(stop, arena.mapping.nbytes))
+        with torch.no_grad():
+            for slot, tensor, mapping in self._departed(manifest, module):
+                if tuple(tensor.shape) == slot.shape:
+                    whole = slot.view(mapping)
+                    for piece, values in home.pieces(tensor.detach()):
+                        values.copy_(whole[piece])
+        self._at_home[key] = self._departed_state(key)
+
+    # ------------------------------------------------------------------- to the notebook
+
+    def dirty(self) -> bool:
+        """Whether there may be weights that the notebook has not got yet."""
+        return bool(self._changed_modules())
+
+    def _changed_modules(self) -> list[str]:
+        written = self._written() if self._rank == 0 else {}
+        return [
+            key
+            for key, (manifest, _) in self._modules.items()
+            if _overlap(manifest, written) or self._has_changed_elsewhere(key)
+        ]
+
+    def _written(self) -> dict[str, list[memory.Range]]:
+        used = {name for manifest, _ in self._modules.values() for name, _ in manifest.slots}
+        return {key: self._arenas[key].mapping.written() for key in used if key in self._arenas}
+
+    def _has_changed_elsewhere(self, key: str) -> bool:
+        state = self._departed_state(key)
+        return state is not None and (self._has_stepped or state != self._at_home[key])
+
+    def _departed_state(self, key: str) -> Hashable:
+        """Changes when a tensor that this rank brings home, though not by pages, does."""
+        found = tuple(
+            (slot.name, id(tensor), 0 if tensor.is_inference() else tensor._version)
+            for slot, tensor, _ in self._departed(*self._modules[key])
+            if self._rank == 0 or home.is_sharded(tensor)
+        )
+        return found or None
+
+    def _departed(
+        self, manifest: home.Manifest, module: nn.Module
+    ) -> Iterator[tuple[Slot, torch.Tensor, memory.Mapping]]:
+        tensors = dict(named_tensors(module))
+        for key, slot in manifest.slots:
+            tensor = tensors.get(slot.name)
+            arena = self._arenas.get(key)
+            if tensor is None or arena is None or home.stayed(tensor, slot, arena.mapping):
+                continue
+            yield slot, tensor, arena.mapping
+
+    def write_home(self) -> home.HomeReport:
+        """Write what this rank owes of the changed modules into the arena files."""
+        changed = self._changed_modules()
+        modules = [self._modules[key] for key in changed]
+        used = {name for manifest, _ in modules for name, _ in manifest.slots}
+        arenas = {key: self._arenas[key] for key in used if key in self._arenas}
+        report = home.Homebound(
+            rank=self._rank,
+            modules=modules,
+            mappings={key: arena.mapping for key, arena in arenas.items()},
+            staging={key: arena.fd for key, arena in arenas.items()},
+            num_nodes=self._num_nodes,
+        ).write()
+        for key in changed:
+            self._at_home[key] = self._departed_state(key)
+        self._has_stepped = False
+        return report
+
+    def settle(self) -> None:
+        """Give back the private pages that say what the arena says."""
+        for key, spans in self._written().items():
+            arena = self._arenas[key]
+            shared = arena.as_the_notebook_sees_it().bytes()
+            own = arena.mapping.bytes()
+            for start, stop in _equal(own, shared, spans):
+                arena.mapping.give_back(start, stop)
+
+    def stepped(self) -> None:
+        """An optimizer made a step."""
+        self._has_stepped = True
+
+
+_ALIGN = 64  # what lies between the tensors of an arena belongs to nobody
+
+
+def _overlap(manifest: home.Manifest, written: dict[str, list[memory.Range]]) -> bool:
+    return any(
+        start < slot.start + slot.nbytes and slot.start < stop
+        for key, slot in manifest.slots
+        for start, stop in written.get(key, ())
+    )
+
+
+def _let_go(arena: _Arena, start: int, stop: int) -> None:
+    """Let these bytes be the notebook's again, and no others."""
+    page = memory.PAGE_BYTES
+    first = -(-start // page) * page
+    last = stop if stop == arena.mapping.nbytes else stop // page * page
+    if first < last:
+        arena.mapping.give_back(first, last)
+    edges = (
+        [(start, min(first, stop)), (max(last, start), stop)] if first < last else [(start, stop)]
+    )
+    for low, high in edges:  # pages that others have a part in
+        if low < high:
+            memory.read_at(arena.fd, arena.mapping.view(low, high), low)
+
+
+def _equal(
+    own: np.ndarray[Any, Any], shared: np.ndarray[Any, Any], spans: Sequence[memory.Range]
+) -> Iterator[memory.Range]:
+    """The runs of whole pages in these spans that are the same in both."""
+    for begin, end in spans:
+        for start in range(begin, end, _CHUNK_BYTES):
+            stop = min(start + _CHUNK_BYTES, end)
+            if np.array_equal(_words(own[start:stop]), _words(shared[start:stop])):
+                yield start, stop
+                continue
+            for low in range(start, stop, memory.PAGE_BYTES):
+                high = min(low + memory.PAGE_BYTES, stop)
+                if np.array_equal(own[low:high], shared[low:high]):
+                    yield low, high
+
+
+def _words(raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return raw.view(np.uint64) if raw.size % _WORD_BYTES == 0 else raw
+
+
+def _tell_of_steps(arrivals: Arrivals) -> None:
+    """Tell it of every optimizer's steps: some write weights past torch's counting."""
+    known = weakref.ref(arrivals)
+
+    def after_step(*_: Any) -> None:
+        found = known()
+        if found is not None:
+            found.stepped()
+
+    handle = register_optimizer_step_post_hook(after_step)
+    weakref.finalize(arrivals, _remove, handle)
+
+
+def _remove(handle: Any) -> None:
+    with contextlib.suppress(KeyError):
+        handle.remove()

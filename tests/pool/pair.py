@@ -1,0 +1,100 @@
+"""A notebook and its workers in one process: two dicts, and what flows between them.
+
+The worker's side maps the arenas privately, as in a process of its own. Only what cloudpickle keeps
+per process, its table of classes, is shared: classes of cells are tried with a real fork.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from nbaccel.launch.sharing.memory import closing
+from nbaccel.pool.flow import Flow, Shipment
+from nbaccel.pool.names import Names, names_of
+from nbaccel.pool.namespace import Namespace
+from nbaccel.pool.travel import open_parcel
+
+
+def run(text: str, namespace: dict[str, Any]) -> None:
+    """Run a cell's code in a namespace."""
+    exec(compile(textwrap.dedent(text), "<cell>", "exec"), namespace)
+
+
+class Worker:
+    """One rank's side."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.ns: dict[str, Any] = {"__name__": "__main__"}
+        self.namespace = Namespace(self.ns, rank=rank, device="cpu")
+
+    def mappings(self) -> list[Any]:
+        return list(self.namespace._arrivals.mappings.values())
+
+    def written(self) -> list[Any]:
+        return [span for mapping in self.mappings() for span in mapping.written()]
+
+    def pull(self, *names: str, into: dict[str, Any]) -> dict[str, Any]:
+        box, fd = self.namespace.pack(names)
+        with closing(fd):
+            return open_parcel(box, fd, into)
+
+
+class Pair:
+    """A notebook with one or more workers, who run cells as the pool does."""
+
+    def __init__(self, ranks: int = 1, **values: Any) -> None:
+        self.ns: dict[str, Any] = {"__name__": "__main__", **values}
+        self.flow = Flow(self.ns, range(ranks))
+        self.workers = [Worker(rank) for rank in range(ranks)]
+
+    @property
+    def worker(self) -> dict[str, Any]:
+        return self.workers[0].ns
+
+    def notebook(self, text: str) -> None:
+        """Run a cell in the notebook itself."""
+        run(text, self.ns)
+
+    def send(self, names: Names, *ranks: int, force: bool = False) -> Shipment | None:
+        """Bring names to workers; the closed shipment is given back to look at."""
+        ranks = ranks or tuple(worker.rank for worker in self.workers)
+        shipment = self.flow.prepare(names, ranks, force=force)
+        if shipment is None:
+            return None
+        try:
+            for worker in self.workers:
+                if worker.rank in shipment.wanted:
+                    wanted = shipment.wanted[worker.rank]
+                    worker.namespace.take(shipment.message, shipment.fds, wanted)
+            self.flow.taken(shipment)
+        finally:
+            shipment.close()
+        return shipment
+
+    def need(self, *names: str, force: bool = False) -> tuple[str, ...]:
+        """Bring these names to all workers; which were sent."""
+        shipment = self.send(Names(frozenset(names)), force=force)
+        return shipment.wanted[0] if shipment else ()
+
+    def cell(self, text: str, *ranks: int) -> Shipment | None:
+        """Run a cell in the workers, with all that belongs to it."""
+        ranks = ranks or tuple(worker.rank for worker in self.workers)
+        text = textwrap.dedent(text)
+        shipment = self.send(names_of(text), *ranks)
+        for rank in ranks:
+            namespace = self.workers[rank].namespace
+            namespace.begin()
+            run(text, self.workers[rank].ns)
+            self.flow.bound(rank, namespace.bound())
+        self.home(*ranks)
+        return shipment
+
+    def home(self, *ranks: int) -> list[Any]:
+        workers = [worker for worker in self.workers if not ranks or worker.rank in ranks]
+        reports = [worker.namespace.write_home() for worker in workers]
+        self.flow.came_home(reports[0].stranded)
+        for worker in workers:
+            worker.namespace.settle()
+        return reports
