@@ -1,4 +1,4 @@
-"""A kernel with the extension, shared by the tests of a module."""
+"""A kernel with the extension, for all tests that leave it as it was."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.kernel.kernel import Kernel
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def kernel() -> Iterator[Kernel]:
     found = Kernel()
     try:

@@ -7,6 +7,13 @@ import pytest
 from tests.kernel.kernel import Kernel
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_workers(kernel: Kernel) -> None:
+    kernel.run("import nbaccel; nothing_said = nbaccel.RunConfig()").check()
+    kernel.run("%accelerate stop").check()
+    kernel.run("%accelerate config --config nothing_said").check()
+
+
 def refused(kernel: Kernel, code: str) -> str:
     """What the user sees: his own line and the reason, nothing between them."""
     cell = kernel.run(code)

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.kernel.kernel import Cell, Kernel, wait_for
-from tests.notebook.asking import complete, inspect, paged
-
-START = """%%accelerate -n 2
-import os
-rank = int(os.environ["RANK"])
-"""
+from tests.kernel.kernel import Kernel
+from tests.notebook.asking import START, complete, inspect, paged, shown, told
 
 
 @pytest.fixture(scope="module")
@@ -22,31 +16,6 @@ def live(kernel: Kernel) -> Kernel:
     """Two workers that know their rank, for tests that keep them alive."""
     kernel.run(START).check()
     return kernel
-
-
-@pytest.fixture
-def fresh() -> Iterator[Kernel]:
-    """The same in a kernel of its own, for tests that do not."""
-    found = Kernel()
-    try:
-        found.run("%load_ext nbaccel").check()
-        found.run(START).check()
-        yield found
-    finally:
-        found.close()
-
-
-def told(cell: Cell) -> str:
-    """The error as the user reads it: no frame of IPython or nbaccel in it."""
-    assert cell.error
-    text = "\n".join(cell.traceback)
-    for frame in ("IPython", "run_cell_magic", "nbaccel/", "site-packages", "Traceback"):
-        assert frame not in text, text
-    return text
-
-
-def shown(cell: Cell) -> list[str]:
-    return [data["text/plain"] for data in cell.check().displays]
 
 
 # ------------------------------------------------------------------------- cells
@@ -223,7 +192,7 @@ def test_names_of_workers_are_explained(furnished: Kernel) -> None:
     assert "The notebook has this." in paged(furnished, "own?")
 
 
-# ------------------------------------------------------------------------- beginnings and ends
+# ------------------------------------------------------------------------- the rest
 
 
 def test_changed_source_is_loaded_again_on_request(live: Kernel, tmp_path: Path) -> None:
@@ -239,34 +208,3 @@ def test_changed_source_is_loaded_again_on_request(live: Kernel, tmp_path: Path)
     live.run("%%accelerate --autoreload off\nsys.path.pop(0)").check()
     module.write_text("value = 1 + 1 + 1  # longer still\n")
     assert shown(live.run("%%accelerate\nnb_edited.value")) == ["2"]
-
-
-def test_restart_starts_others_without_the_variables(fresh: Kernel) -> None:
-    fresh.run("%%accelerate\nlost = 1").check()
-    fresh.run("%accelerate restart --dist").check()
-    cell = fresh.run("%%accelerate\nimport torch.distributed as dist\ndist.is_initialized()")
-    assert shown(cell) == ["True"]
-    assert "NameError" in told(fresh.run("%%accelerate\nlost"))
-
-    assert fresh.run("%accelerate stop").check().stdout == "Workers stopped.\n"
-    assert fresh.run("%accelerate stop").check().stdout == "There are no workers to stop.\n"
-    assert "No workers yet" in fresh.run("%accelerate").check().stdout
-    fresh.run(START.replace(" -n 2", "")).check()  # the settings are kept, too
-    assert shown(fresh.run("%%accelerate\nrank")) == ["[0] 0\n[1] 1"]
-
-    left = fresh.descendants()
-    assert len(left) == 3
-    fresh.client.shutdown()  # as JupyterLab ends a kernel, or begins to start it anew
-    assert wait_for(lambda: not any(process.is_running() for process in left))
-
-
-def test_a_dead_worker_is_told_and_others_take_its_place(fresh: Kernel) -> None:
-    cell = fresh.run("%%accelerate\nimport signal\nif rank: os.kill(os.getpid(), signal.SIGKILL)")
-    assert cell.error == "WorkerDied"
-    text = told(fresh.run("%accelerate pull rank"))
-    assert "there are none (rank 1 was killed by SIGKILL" in " ".join(text.split())
-    cell = fresh.run(START.replace("-n 2", "-n 3")).check()
-    assert "3 new workers started, because rank 1 was killed by SIGKILL" in cell.stderr
-
-    fresh.run("%unload_ext nbaccel").check()
-    assert wait_for(lambda: not fresh.descendants())
