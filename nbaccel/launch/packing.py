@@ -112,6 +112,11 @@ def _call(
 
 
 def judge_fork() -> None:
+    """Say what speaks against a fork of this process.
+
+    Raises:
+        UnsafeFork: If its children would hang or crash.
+    """
     found = preflight.hazards()
     fatal = [hazard for hazard in found if hazard.is_fatal]
     if fatal:

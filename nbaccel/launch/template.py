@@ -38,10 +38,14 @@ class TemplateStarter:
         self._channel = wire.Channel(self._boot.socket.dup())
         self._tickets = 0
         self._pids: set[int] = set()
-        with self._boot.hearing:
-            if not self._boot.ready:
-                self._receive(wire.Ready, READY_TIMEOUT_S)
-                self._boot.ready = True
+        try:
+            with self._boot.hearing:
+                if not self._boot.ready:
+                    self._receive(wire.Ready, READY_TIMEOUT_S)
+                    self._boot.ready = True
+        except BaseException:  # an interrupt too must not cost a descriptor
+            self._channel.close()
+            raise
 
     def start(self, ends: Ends) -> int:
         """Have a worker forked that owns these ends; returns its process id."""

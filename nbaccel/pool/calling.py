@@ -50,15 +50,11 @@ class Call:
             account.closing
             or "The notebook's model is as it was before the call; the workers live on."
         )
-        return conclude(
-            self.plan, account, self.homecoming, stopped=stopped, stacklevel=_CALLER
-        )
+        return conclude(self.plan, account, self.homecoming, stopped=stopped, stacklevel=_CALLER)
 
 
 @contextlib.contextmanager
-def prepared(
-    plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]
-) -> Iterator[Call]:
+def prepared(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[Call]:
     """Share the modules and pack the call; afterwards everything opened for it is closed.
 
     Raises:

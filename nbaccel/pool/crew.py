@@ -168,4 +168,3 @@ class Crew:
         self._starter.close()
         while self._sentinels:
             os.close(self._sentinels.popitem()[1])
-

@@ -18,13 +18,39 @@ from nbaccel.pool.states import PoolState, WorkerState
 from nbaccel.pool.turn import Account, Turn
 from nbaccel.units import counted
 
-__all__ = ["ALIVE", "LOST", "StatusShow", "anew", "status_table", "stopped", "unknown", "why_lost"]
+__all__ = [
+    "ALIVE",
+    "LOST",
+    "StatusShow",
+    "anew",
+    "status_table",
+    "stays_behind",
+    "stopped",
+    "unknown",
+    "why_lost",
+]
 
 ALIVE = "The workers live on, with all their variables."
 LOST = (
     "All workers have been ended, and their variables are lost. The next cell starts new ones. The "
     "notebook's own variables and models are as they were before this cell."
 )
+
+
+def closing(account: Account, unsendable: Mapping[str, str]) -> str:
+    """The last words of an obituary: what is left, and why a name was not there.
+
+    Args:
+        account: What became of the turn.
+        unsendable: Names of the notebook that could not be sent, with why.
+    """
+    said = [m.record.raised.message for m in account.members if m.record and m.record.raised]
+    lines = [
+        f"The notebook has {name!r}, but it cannot be sent to the workers: {why}"
+        for name, why in unsendable.items()
+        if any(f"name {name!r} is not defined" in text for text in said)
+    ]
+    return "\n".join([*lines, LOST if account.lost else ALIVE])
 
 
 def why_lost(account: Account) -> str:
@@ -66,6 +92,14 @@ def unknown(missing: Sequence[str], known: Iterable[str], *, where: str) -> str:
     names = [name for name in known if not name.startswith("_")]
     lines = [f"{where} has no name {name!r}.{closest(name, names)}" for name in missing]
     return " ".join(lines)
+
+
+def stays_behind(path: str, why: str) -> str:
+    """The line about weights that cannot come home."""
+    return (
+        f"nbaccel: the weights of {path} stay in the workers, because they no longer fit the "
+        f"notebook's module ({why}). Pull what you need, for example its state_dict.\n"
+    )
 
 
 class StatusShow:
@@ -142,4 +176,3 @@ def _rss(pid: int) -> int:
     with contextlib.suppress(psutil.Error):
         return int(psutil.Process(pid).memory_info().rss)
     return 0
-

@@ -105,7 +105,8 @@ class Groups:
         found = []
         for group, name in dist.distributed_c10d._pg_names.items():
             with contextlib.suppress(RuntimeError):  # a backend that does not count
-                found.append((name, int(group._get_sequence_number_for_group())))
+                count = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+                found.append((name, int(count)))
         return tuple(sorted(found))
 
     def cut(self) -> None:

@@ -1,8 +1,8 @@
 """Letting workers give a cell up without losing them.
 
-    look ─► interrupt ─► cut and interrupt again ─► kill
-    (where  (KeyboardInterrupt; one that     (a wait in C++    (deaf to all of it: then the
-     is it?) unwinds gets time for `finally`)  ends by that)     pool is lost, and says so)
+look ─► interrupt ─► cut and interrupt again ─► kill
+(where  (KeyboardInterrupt; one that     (a wait in C++    (deaf to all of it: then the
+is it?) unwinds gets time for `finally`)  ends by that)     pool is lost, and says so)
 """
 
 from __future__ import annotations

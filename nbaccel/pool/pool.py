@@ -9,32 +9,34 @@ The pool decides what a turn's end means: go on, leave the process groups, or st
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nbaccel import env
 from nbaccel.config import RunConfig
-from nbaccel.errors import ConfigError, LaunchInterrupted, PlatformUnsupported, UnsafeMoment
+from nbaccel.errors import ConfigError, LaunchInterrupted, UnsafeMoment
 from nbaccel.launch import verdict
 from nbaccel.launch.outcome import Outcome
 from nbaccel.launch.system import uninterrupted
-from nbaccel.plan import Plan, resolve
 from nbaccel.pool import calling, ending, messages, showing, status
 from nbaccel.pool.crew import Crew
-from nbaccel.pool.flow import Flow, Shipment, open_parcel
+from nbaccel.pool.flow import Flow, Shipment
 from nbaccel.pool.names import Names, names_of
+from nbaccel.pool.settings import Footsteps, notebook_names, plan_of, source_of
 from nbaccel.pool.source import Source
 from nbaccel.pool.states import PoolState
-from nbaccel.pool.turn import Account, Turn
+from nbaccel.pool.travel import open_parcel
+from nbaccel.pool.turn import Account
+from nbaccel.train import arrival
 from nbaccel.units import counted
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from nbaccel.pool.shell import Completions
 
 __all__ = ["CellResult", "Pool"]
@@ -83,7 +85,7 @@ class Pool:
         num_processes: int | None = None,
         *,
         config: RunConfig | None = None,
-        namespace: MutableMapping[str, Any] | None = None,
+        namespace: dict[str, Any] | None = None,
         dist: bool = False,
         **settings: Any,
     ) -> None:
@@ -95,10 +97,10 @@ class Pool:
                 "the other. Use config.changed(...) or leave config out."
             )
         self.config = config or RunConfig(**settings)
-        self.plan = _plan(self.config)
+        self.plan = plan_of(self.config)
         self.reason = ""
         """Why the pool is broken or stopped, if so."""
-        self._namespace = _notebook_names() if namespace is None else namespace
+        self._namespace = notebook_names() if namespace is None else namespace
         self._dist = dist
         self._state = PoolState.NEW
         self._crew: Crew | None = None
@@ -106,8 +108,8 @@ class Pool:
         self._flow = Flow(self._namespace, range(self.plan.num_processes))
         self._generation = 0
         self._lock = threading.Lock()
-        self._directory: str | None = None
-        self._environment: dict[str, str] = {}
+        self._stranded: set[tuple[str, str]] = set()
+        self._footsteps = Footsteps()
 
     # ---- what it is
 
@@ -143,7 +145,7 @@ class Pool:
         Args:
             config: Other settings for the new ones.
         """
-        plan = _plan(config) if config is not None else self.plan
+        plan = plan_of(config) if config is not None else self.plan
         self.stop()
         with self._turn_of_mine():
             self.config, self.plan = plan.config, plan
@@ -155,7 +157,7 @@ class Pool:
             if self._crew is not None:
                 self._dissolve(PoolState.STOPPED, "it was stopped on request")
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -183,7 +185,7 @@ class Pool:
             KeyboardInterrupt: The notebook was interrupted; the workers live on.
         """
         __tracebackhide__ = True
-        source = code if isinstance(code, Source) else _source(code)
+        source = code if isinstance(code, Source) else source_of(code)
         source.publish()
         with self._turn_of_mine():
             asked = self._ranks(ranks)
@@ -285,13 +287,11 @@ class Pool:
 
     def complete(self, code: str, cursor: int) -> Completions | None:
         """Completions from rank 0's namespace; None if the pool is not idle."""
-        found = self._ask(messages.Complete(code=code, cursor=cursor))
-        return found  # type: ignore[no-any-return]
+        return self._ask(messages.Complete(code=code, cursor=cursor))  # type: ignore[no-any-return]
 
     def inspect(self, name: str, detail: int = 0) -> dict[str, str] | None:
         """What an object of rank 0 is, as mime data; None if unknown or if the pool is not idle."""
-        found = self._ask(messages.Inspect(name=name, detail=detail))
-        return found  # type: ignore[no-any-return]
+        return self._ask(messages.Inspect(name=name, detail=detail))  # type: ignore[no-any-return]
 
     def status(self) -> status.StatusTable:
         """What each worker is doing and what it has in memory."""
@@ -304,11 +304,13 @@ class Pool:
     def _cell(self, source: Source, ranks: Sequence[int]) -> Account:
         crew = self._ready()
         body = messages.RunCell(
-            source=source, directory=self._moved_to(), environment=self._changed_environment()
+            source=source,
+            directory=self._footsteps.directory(),
+            environment=self._footsteps.environment(),
         )
         show = ending.StatusShow()
         account = crew.turn(
-            {rank: (body, ()) for rank in ranks}, timeout_s=self.config.timeout, on_tick=show.tick
+            dict.fromkeys(ranks, (body, ())), timeout_s=self.config.timeout, on_tick=show.tick
         )
         show.end(account)
         return account
@@ -330,8 +332,14 @@ class Pool:
                 back = self._crew.everyone(messages.GoHome())
                 reports = [m.returned.home for m in back.members if m.returned]
                 self._crew.everyone(messages.Settle())
-                self._flow.came_home([r for r in reports if r is not None])
+                stranded = {
+                    k: why for r in reports if r is not None for k, why in r.stranded.items()
+                }
+                self._flow.came_home(stranded)
             self._note_lost(back)
+            for path, why in stranded.items() - self._stranded:
+                sys.stderr.write(ending.stays_behind(path, why))
+            self._stranded |= stranded.items()
 
     def _keep_in_step(self, account: Account) -> None:
         """Let all ranks leave groups in which they have begun different numbers of collectives."""
@@ -354,13 +362,10 @@ class Pool:
         """What a turn has to raise, if it did not end well."""
         if account.interrupted:
             return LaunchInterrupted(ending.stopped(account))
-        account.closing = ending.LOST if account.lost else ending.ALIVE
-        failed = verdict.error(
+        account.closing = ending.closing(account, self._flow.reasons)
+        return verdict.error(
             account, world_size=self.plan.world_size, timeout_s=self.config.timeout
         )
-        if failed is not None:
-            self._flow.explain(failed)
-        return failed
 
     def _settle(self, account: Account) -> None:
         """The end of a turn that is no cell: raise if it did not end well."""
@@ -392,8 +397,8 @@ class Pool:
         self._settle(account)
         found = []
         for member in account.members:
-            if member.returned is not None and member.result_fd is not None:
-                packed = member.returned.parcel
+            packed = member.returned.parcel if member.returned is not None else None
+            if packed is not None and member.result_fd is not None:
                 found.append(open_parcel(packed, member.result_fd, self._namespace))
         one = single and len(ranks) == 1 and self.num_processes > 1
         return {name: found[0][name] if one else [f[name] for f in found] for name in names}
@@ -444,11 +449,9 @@ class Pool:
             self._end = weakref.finalize(self, crew.end)
             self._flow = Flow(self._namespace, range(self.num_processes))
             self._generation, self.reason = 0, ""
-            self._directory, self._environment = os.getcwd(), env.snapshot()
+            self._footsteps = Footsteps()
             if self._dist:
-                crew.everyone(
-                    messages.JoinGroup(backend=None, timeout_s=_JOIN_TIMEOUT_S)
-                )
+                crew.everyone(messages.JoinGroup(backend=None, timeout_s=arrival.timeout_s(None)))
         self._state = PoolState.RUNNING
         return self._crew
 
@@ -469,63 +472,3 @@ class Pool:
                 "nothing; name some of these, or leave ranks out for all."
             )
         return tuple(dict.fromkeys(ranks))
-
-    def _moved_to(self) -> str | None:
-        here = os.getcwd()
-        moved, self._directory = here != self._directory, here
-        return here if moved else None
-
-    def _changed_environment(self) -> dict[str, str | None]:
-        now, before = env.snapshot(), self._environment
-        self._environment = now
-        if now == before:
-            return {}
-        gone: dict[str, str | None] = {name: None for name in before if name not in now}
-        return gone | {name: value for name, value in now.items() if before.get(name) != value}
-
-
-_JOIN_TIMEOUT_S = 1800.0
-
-
-def _plan(config: RunConfig) -> Plan:
-    if not sys.platform.startswith("linux"):
-        raise PlatformUnsupported(
-            f"Live workers need Linux (memfd, pidfd): this is {sys.platform}. Run the code in an "
-            "ordinary cell."
-        )
-    mistakes = []
-    if config.num_nodes > 1:
-        mistakes.append(
-            f"num_nodes={config.num_nodes}: live workers belong to one notebook on one machine. "
-            "Use notebook_launcher(num_nodes=...) for several."
-        )
-    if config.start_method == "inline":
-        mistakes.append(
-            'start_method="inline" has no workers: the code would run in this very process. Run it '
-            'in an ordinary cell, or use "template".'
-        )
-    if config.max_restarts:
-        mistakes.append(
-            f"max_restarts={config.max_restarts}: a cell is not run again after a failure, because "
-            "its variables would be those of the first try. Leave it at 0."
-        )
-    if mistakes:
-        raise ConfigError(*mistakes)
-    plan = resolve(config)
-    if plan.start_method in ("inline", "auto"):
-        reason = "live workers are processes of their own, whatever their number"
-        return plan.with_start_method("template", reason)
-    return plan
-
-
-def _notebook_names() -> MutableMapping[str, Any]:
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    if shell is not None:
-        return shell.user_ns  # type: ignore[no-any-return]
-    return vars(sys.modules["__main__"])
-
-
-def _source(text: str) -> Source:
-    """Code that comes from no cell."""
-    return Source.of_text(text, filename=f"<pool code {abs(hash(text)):x}>")

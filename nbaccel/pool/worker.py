@@ -219,7 +219,7 @@ class _Worker:
 
 def _reserved(device: str) -> int | None:
     """Bytes of the device that this process's allocator holds."""
-    if not device.startswith("cuda") or not torch.cuda.is_initialized():
+    if not device.startswith("cuda") or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return int(torch.cuda.memory_reserved(device))
 

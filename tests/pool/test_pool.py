@@ -138,7 +138,9 @@ def test_weights_changed_in_the_notebook_reach_every_rank(pool: Pool, names: Nam
 
 def test_ranks_may_train_different_weights(pool: Pool, names: Names) -> None:
     names["model"] = model = nn.Linear(4, 2)
-    pool.run("import os, torch\nwith torch.no_grad(): model.weight.fill_(1.0 + int(os.environ['RANK']))")
+    pool.run(
+        "import os, torch\nwith torch.no_grad(): model.weight.fill_(1.0 + int(os.environ['RANK']))"
+    )
     pool.run("mean = model.weight.mean().item()")
     assert pool.pull("mean") == {"mean": [1.0, 2.0]}
     assert model.weight.mean().item() == 1.0  # rank 0's
@@ -170,12 +172,16 @@ def test_ranks_without_the_cell_join_too(fresh: Pool) -> None:
 
 
 def test_an_accelerator_finds_the_group(pool: Pool) -> None:
-    pool.run("from nbaccel import Accelerator\na = Accelerator()\nn = a.num_processes, a.process_index")
+    pool.run(
+        "from nbaccel import Accelerator\na = Accelerator()\nn = a.num_processes, a.process_index"
+    )
     assert pool.pull("n") == {"n": [(2, 0), (2, 1)]}
 
 
 def test_an_error_frees_a_rank_that_waits_and_the_pool_goes_on(fresh: Pool) -> None:
-    fresh.run("import os, torch, torch.distributed as dist\nx, rank = torch.ones(1), dist.get_rank()")
+    fresh.run(
+        "import os, torch, torch.distributed as dist\nx, rank = torch.ones(1), dist.get_rank()"
+    )
     before = pids(fresh)
     with pytest.raises(ValueError, match="no data") as caught:
         fresh.run("if rank == 1:\n    raise ValueError('no data')\ndist.all_reduce(x)")
@@ -273,7 +279,9 @@ def interrupt_when(path: Path) -> threading.Thread:
     ids=["python", "collective"],
 )
 def test_stop_keeps_the_workers(fresh: Pool, tmp_path: Path, stuck: str) -> None:
-    fresh.run("import time, pathlib, torch, torch.distributed as dist\nrank = dist.get_rank(); kept = 7")
+    fresh.run(
+        "import time, pathlib, torch, torch.distributed as dist\nrank = dist.get_rank(); kept = 7"
+    )
     before = pids(fresh)
     mark = tmp_path / "running"
     thread = interrupt_when(mark)
@@ -422,9 +430,7 @@ def test_two_hundred_cells_leave_no_more_open_than_two(pool: Pool, names: Names)
             maps = [len(p.memory_maps(grouped=False)) for p in found]
     assert [p.num_fds() for p in [psutil.Process(), *found]] == fds
     assert all(p.memory_info().rss < r + 8 * 2**20 for p, r in zip(found, rss, strict=True))
-    assert all(
-        len(p.memory_maps(grouped=False)) < m + 20 for p, m in zip(found, maps, strict=True)
-    )
+    assert all(len(p.memory_maps(grouped=False)) < m + 20 for p, m in zip(found, maps, strict=True))
 
 
 def test_two_pools_do_not_disturb_each_other(pool: Pool) -> None:
