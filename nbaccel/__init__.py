@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
     from nbaccel.accelerator import (
         Accelerator,
     )
@@ -174,3 +176,25 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def load_ipython_extension(ipython: InteractiveShell) -> None:
+    """Give a notebook `%%accelerate` and `%accelerate`: IPython calls this at `%load_ext nbaccel`.
+
+    Args:
+        ipython: The notebook's shell.
+    """
+    from nbaccel.notebook import extension
+
+    extension.load(ipython)
+
+
+def unload_ipython_extension(ipython: InteractiveShell) -> None:
+    """Take them back and end the workers: IPython calls this at `%unload_ext nbaccel`.
+
+    Args:
+        ipython: The notebook's shell.
+    """
+    from nbaccel.notebook import extension
+
+    extension.unload(ipython)

@@ -94,7 +94,7 @@ class StrategyRow:
         name: As in ``Strategy.name``.
         meaning: What each process holds, for people.
         needs: What must be there.
-        path: ``module:Class`` of the implementation.
+        path: ``module:Class`` of the implementation; empty where this version has none.
         devices: What it can compute on.
         precisions: The precisions it can train in.
         distributed_type: What Accelerate calls it; empty where that depends on the device.
@@ -214,6 +214,15 @@ STRATEGIES: tuple[StrategyRow, ...] = (
         devices=("cpu", "cuda"),
         precisions=_NATIVE,
         distributed_type="FSDP",
+    ),
+    StrategyRow(
+        name="deepspeed",
+        meaning="ZeRO: optimizer, gradients and weights in shards, stage by stage",
+        needs="DeepSpeed, which `Accelerator` takes up in a later version",
+        path="",
+        devices=(),
+        precisions=(),
+        distributed_type="DEEPSPEED",
     ),
 )
 

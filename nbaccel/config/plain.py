@@ -6,7 +6,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any
 
-__all__ = ["number", "plain", "port", "truth", "word"]
+__all__ = ["number", "plain", "port", "truth", "whole", "word"]
 
 
 def plain(value: Any) -> Any:
@@ -40,6 +40,24 @@ def number(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("a truth value is not a number")
     return value.total_seconds() if isinstance(value, timedelta) else value
+
+
+def whole(value: Any) -> Any:
+    """A whole number for one of a list, which is compared and not converted.
+
+    Args:
+        value: What was given for it.
+
+    Returns:
+        What the validator goes on with.
+
+    Raises:
+        ValueError: It is True or False.
+    """
+    value = number(value)
+    if isinstance(value, str) and value.strip().isdecimal():
+        return int(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def port(value: Any) -> Any:

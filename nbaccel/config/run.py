@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, V
 from nbaccel._optional import require
 from nbaccel.config.contradictions import contradictions
 from nbaccel.config.mistakes import Hint, explain
-from nbaccel.config.plain import number, plain, port, truth, word
+from nbaccel.config.plain import number, plain, port, truth, whole, word
 from nbaccel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ __all__ = ["RunConfig"]
 DeviceName = Literal["auto", "cpu", "cuda", "tpu"]
 PrecisionName = Literal["no", "fp16", "bf16", "fp8"]
 StartMethodName = Literal["auto", "template", "fork", "inline"]
+ZeroStage = Literal[0, 1, 2, 3]
 
 _Number = BeforeValidator(number)
 _Word = BeforeValidator(word)
@@ -235,6 +236,19 @@ class RunConfig(BaseModel):
             must="a whole number of at least 1, or None",
             why="Each worker computes on the CPU with that many threads",
             do="Leave it out to share the cores out",
+        ),
+    ] = None
+    zero_stage: Annotated[
+        ZeroStage | None,
+        Field(
+            description="ZeRO stage: 1 shards the optimizer, 2 also gradients, 3 also weights; "
+            "0 or None shards nothing."
+        ),
+        BeforeValidator(whole),
+        Hint(
+            must="one of 0, 1, 2, 3, or None",
+            why="It decides what each worker holds only a shard of",
+            do="Leave it out and every worker holds the whole model",
         ),
     ] = None
 

@@ -109,7 +109,7 @@ def _describe(error: BaseException, seen: set[int]) -> Raised:
     return Raised(
         type_name=kind_name(type(error)),
         message=_text(error),
-        frames=_frames(error.__traceback__),
+        frames=_frames(error.__traceback__) + _unparsed(error),
         cause=_describe(inner, seen) if inner is not None and id(inner) not in seen else None,
         notes=tuple(map(str, getattr(error, "__notes__", ()))),
     )
@@ -123,9 +123,16 @@ def kind_name(kind: type) -> str:
 
 def _text(error: BaseException) -> str:
     try:
-        return str(error)
+        return error.msg if _unparsed(error) else str(error)  # type: ignore[attr-defined]
     except Exception as broken:  # the user's own __str__ may raise anything
         return f"<its text cannot be shown: __str__ raised {type(broken).__name__}>"
+
+
+def _unparsed(error: BaseException) -> tuple[Frame, ...]:
+    """Code that never ran has no frame: the place that a SyntaxError names stands for it."""
+    if not isinstance(error, SyntaxError) or not error.filename or not error.lineno:
+        return ()
+    return (Frame(file=error.filename, line=error.lineno, function="<module>"),)
 
 
 def _frames(tb: TracebackType | None) -> tuple[Frame, ...]:

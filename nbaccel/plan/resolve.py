@@ -14,6 +14,7 @@ from nbaccel.capabilities import (
     group_backend,
     precision_row,
     start_method_row,
+    strategy_row,
 )
 from nbaccel.config import RunConfig
 from nbaccel.config.contradictions import elastic_reason
@@ -63,6 +64,7 @@ def resolve(config: RunConfig, inventory: Inventory | None = None) -> Plan:
     _check_rendezvous(config, say)
     port = _port(config if not say.mistakes else RunConfig())
     precision = _precision(config, found, device, count, say)
+    _check_zero(config, say)
     _check_memory(found, count, method, say)
     _refuse(say, _platform_problem(found, method))
     return Plan(
@@ -244,6 +246,17 @@ def _check_architecture(value: str, gpus: tuple[Gpu, ...], say: _Findings) -> No
         say.warnings.append(
             f'mixed_precision="{value}" is only imitated by {_capabilities(slow)}: it saves no '
             'time. "fp16" is fast there.'
+        )
+
+
+def _check_zero(config: RunConfig, say: _Findings) -> None:
+    row = strategy_row("deepspeed")
+    if config.zero_stage and not row.path:
+        say.mistakes.append(
+            f"zero_stage={config.zero_stage} cannot be had: it needs {row.needs}. "
+            "Every worker would hold the whole model all the same. Leave it out, or shard with "
+            "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()), which does what stage 3 "
+            "does."
         )
 
 

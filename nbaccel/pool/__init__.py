@@ -1,6 +1,28 @@
-"""The pool: workers that live on between cells, with a namespace of their own."""
+"""The pool: workers that live on between cells, with a namespace of their own.
 
-from nbaccel.pool.pool import CellResult, Pool
-from nbaccel.pool.states import PoolState, WorkerState
+Its names are imported when they are first used: what only reads a cell's source wakes no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nbaccel.pool.pool import CellResult, Pool
+    from nbaccel.pool.states import PoolState, WorkerState
 
 __all__ = ["CellResult", "Pool", "PoolState", "WorkerState"]
+
+_HOMES = {
+    "CellResult": "nbaccel.pool.pool",
+    "Pool": "nbaccel.pool.pool",
+    "PoolState": "nbaccel.pool.states",
+    "WorkerState": "nbaccel.pool.states",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -34,6 +34,7 @@ EVERYTHING = {
     "timeout": 3600.0,
     "share_back": False,
     "threads_per_process": 2,
+    "zero_stage": 2,
 }
 
 
@@ -101,6 +102,11 @@ class Precision(str, enum.Enum):
         ("timeout", timedelta(minutes=1), 60.0),
         ("share_back", np.bool_(False), False),
         ("device", " CPU ", "cpu"),
+        ("zero_stage", "2", 2),
+        ("zero_stage", np.int64(3), 3),
+        ("zero_stage", 1.0, 1),
+        ("zero_stage", 0, 0),
+        ("zero_stage", None, None),
     ],
 )
 def test_what_people_pass_becomes_plain(name, given, kept):
@@ -147,6 +153,11 @@ def test_what_people_pass_becomes_plain(name, given, kept):
         ("share_back", None),
         ("share_back", "perhaps"),
         ("threads_per_process", 0),
+        ("zero_stage", 4),
+        ("zero_stage", -1),
+        ("zero_stage", True),
+        ("zero_stage", 1.5),
+        ("zero_stage", "two"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_remedy(name, value):

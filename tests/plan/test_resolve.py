@@ -232,6 +232,19 @@ def test_fp8_needs_hardware():
     assert plan_of(with_gpus(1, (8, 9)), mixed_precision="fp8").warnings == ()
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_is_refused_with_a_way_out(stage):
+    (message,) = mistakes_of(zero_stage=stage)
+    assert message.startswith(f"zero_stage={stage} cannot be had")
+    assert "later version" in message
+    assert "FullyShardedDataParallelPlugin()" in message
+
+
+@pytest.mark.parametrize("stage", [0, None])
+def test_no_zero_is_no_mistake(stage):
+    assert plan_of(zero_stage=stage).config.zero_stage == stage
+
+
 def test_only_gpus_that_are_used_are_judged():
     mixed = dataclasses.replace(
         CPU, gpus=(*with_gpus(1).gpus, *with_gpus(2, (7, 5), "T4").gpus[1:]), torch_version="2.13"

@@ -1,0 +1,55 @@
+"""What a pool can be asked for, decided without torch, so that a refusal comes at once."""
+
+from __future__ import annotations
+
+import sys
+
+from nbaccel.capabilities import start_method_row
+from nbaccel.config import RunConfig
+from nbaccel.errors import ConfigError, PlatformUnsupported
+from nbaccel.plan import Plan, resolve
+
+__all__ = ["plan_pool"]
+
+
+def plan_pool(config: RunConfig) -> Plan:
+    """Decide what a pool's start will do.
+
+    Args:
+        config: What the user said.
+
+    Returns:
+        The plan; its workers are processes of their own, whatever their number.
+
+    Raises:
+        ConfigError: The settings do not fit this machine, or not a pool.
+        PlatformUnsupported: This operating system has no live workers.
+    """
+    if not sys.platform.startswith("linux"):
+        raise PlatformUnsupported(
+            f"Live workers need Linux (memfd, pidfd): this is {sys.platform}. Run the code in an "
+            "ordinary cell."
+        )
+    mistakes = []
+    if config.num_nodes > 1:
+        mistakes.append(
+            f"num_nodes={config.num_nodes}: live workers belong to one notebook on one machine. "
+            "Use notebook_launcher(num_nodes=...) for several."
+        )
+    if config.start_method == "inline":
+        mistakes.append(
+            'start_method="inline" has no workers: the code would run in this very process. Run it '
+            'in an ordinary cell, or use "template".'
+        )
+    if config.max_restarts:
+        mistakes.append(
+            f"max_restarts={config.max_restarts}: a cell is not run again after a failure, because "
+            "its variables would be those of the first try. Leave it at 0."
+        )
+    if mistakes:
+        raise ConfigError(*mistakes)
+    plan = resolve(config)
+    if start_method_row(plan.start_method).separate_processes:
+        return plan
+    reason = "live workers are processes of their own, whatever their number"
+    return plan.with_start_method("template", reason)

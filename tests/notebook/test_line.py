@@ -1,0 +1,195 @@
+"""A line is read as a whole: what is right arrives, what is wrong is all named at once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from nbaccel.config import RunConfig
+from nbaccel.errors import ConfigError
+from nbaccel.notebook.line import check_ranks, config_names, missing_names, read, told_ranks
+from nbaccel.plan import resolve
+
+BASE = RunConfig(num_processes=3)
+
+
+def line(text, subcommand="", *, base=BASE, **namespace):
+    return read(text, base=base, namespace=namespace, subcommand=subcommand)
+
+
+def mistakes(text, subcommand="", **namespace):
+    with pytest.raises(ConfigError) as caught:
+        line(text, subcommand, **namespace)
+    return caught.value.mistakes
+
+
+def test_an_empty_line_changes_nothing():
+    read_line = line("")
+    assert read_line.wanted == BASE
+    assert read_line.given == read_line.out == read_line.names == ()
+    assert read_line.ranks is None
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("-n 2", {"num_processes": 2}),
+        ("-n2", {"num_processes": 2}),
+        ("-n=2", {"num_processes": 2}),
+        ("--num-processes=2", {"num_processes": 2}),
+        ("--num_processes 2", {"num_processes": 2}),
+        ("-n none", {"num_processes": None}),
+        ("--precision bf16", {"mixed_precision": "bf16"}),
+        ("--zero 2", {"zero_stage": 2}),
+        ("--zero none", {"zero_stage": None}),
+        ("--no-share-back", {"share_back": False}),
+        ("--share-back", {"share_back": True}),
+        ("--share-back=off", {"share_back": False}),
+        ("--timeout 1.5", {"timeout": 1.5}),
+        ("--rdzv-id none", {"rdzv_id": "none"}),
+        ("""--rdzv-conf '{"timeout":60}'""", {"rdzv_conf": {"timeout": 60}}),
+        ("--log-line-prefix-template '[${rank}] '", {"log_line_prefix_template": "[${rank}] "}),
+        ("-n 2 --device cpu # a remark", {"num_processes": 2, "device": "cpu"}),
+    ],
+)
+def test_settings_go_over_those_there_are(text, settings):
+    # Names that a replacement of $name and {expression} could find where it must not look.
+    found = line(text, rank=7, timeout=8)
+    assert found.wanted == BASE.changed(**settings)
+    assert found.given == tuple(settings)
+
+
+def test_the_cells_own_options():
+    found = line("--ranks 0,2-3 --out loss,acc --dist --autoreload off")
+    assert found.ranks == (0, 2, 3)
+    assert found.out == ("loss", "acc")
+    assert found.dist
+    assert found.autoreload is False
+    assert line("--autoreload on").autoreload is True
+    assert line("--help -n two").help
+
+
+@pytest.mark.parametrize("text", ["-n $n", "-n {n}", "-n '{m + 1}'", "--num-processes={n}"])
+def test_values_of_the_notebook_are_put_in(text):
+    assert line(text, n=2, m=1).wanted.num_processes == 2
+
+
+def test_what_cannot_be_put_in_is_named_as_written():
+    (message,) = mistakes("-n {unknown}")
+    assert "got '{unknown}'" in message
+
+
+def test_a_config_of_the_notebook():
+    config = RunConfig(num_processes=2, mixed_precision="bf16")
+    plan = resolve(config)
+    for name in ("config", "plan", "holder"):
+        found = line(f"--config {name}", config=config, plan=plan, holder=Holder(config))
+        assert found.wanted == config
+        assert found.given == tuple(RunConfig.model_fields)
+    assert line("--config config -n 2", config=config).wanted == config
+
+
+@dataclasses.dataclass
+class Holder:
+    config: RunConfig
+
+
+def test_names_that_a_config_can_have():
+    class Stranger:
+        @property
+        def config(self):
+            raise AssertionError("a stranger's property was run")
+
+    namespace = {
+        "one": BASE,
+        "plan": resolve(BASE),
+        "held": Holder(BASE),
+        "_hidden": BASE,
+        "stranger": Stranger(),
+        "kind": RunConfig,
+        "number": 3,
+    }
+    assert config_names(namespace) == ["one", "plan", "held"]
+
+
+def test_a_config_and_a_setting_that_contradict():
+    (message,) = mistakes("--config mine -n 2", mine=BASE)
+    assert "num_processes is 3 in mine and 2 on the line" in message
+    assert "mine = mine.changed(num_processes=2)" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "subcommand", "said"),
+    [
+        ("--precison bf16", "", ("'--precison'", "Did you mean '--precision'?")),
+        ("--frobnicate 3", "", ("'--frobnicate'", "%%accelerate --help")),
+        ("-n", "", ("-n needs a value: got nothing", "-n N")),
+        ("-n --dist", "", ("-n needs a value: got '--dist'",)),
+        ("-n 0", "", ("num_processes must be", "got '0'")),
+        ("-n -1", "", ("num_processes must be", "got '-1'")),
+        ("-n two", "", ("num_processes must be", "got 'two'")),
+        ("--precision bf61", "", ("mixed_precision must be", "Did you mean 'bf16'?")),
+        ("--zero 5", "", ("zero_stage must be one of 0, 1, 2, 3",)),
+        ("--rdzv-conf {", "", ("rdzv_conf must be a dictionary", "got '{'")),
+        ("--start-method inline", "", ('start_method="inline" cannot run num_processes=3',)),
+        ("-n 2 -n 3", "", ("given twice", "'2'", "'3'")),
+        ("--dist=1", "", ("--dist takes no value", "'1'")),
+        ("--no-share-back=1", "", ("--no-share-back takes no value",)),
+        ("--autoreload maybe", "", ("on or off", "'maybe'")),
+        ("--ranks 3-1", "", ("--ranks must be", "'3-1'", "--ranks 0,2-3")),
+        ("--ranks a", "", ("--ranks must be", "'a'")),
+        ("--ranks ,", "", ("--ranks must be", "','")),
+        ("--out 1a", "", ("--out must be", "'1a'")),
+        ("--out ,", "", ("--out must be", "','")),
+        ("--config cgf", "", ("no such variable", "Did you mean 'cfg'?")),
+        ("--config number", "", ("number is a int", "RunConfig")),
+        ("num_processes=2", "", ("Write --num-processes 2",)),
+        ("x = 3", "", ("takes options only", "'x'")),
+        ("--ranks 'a", "", ("quotation", "--ranks 'a")),
+        ("--out a", "restart", ("%accelerate restart has no option", "--out is for %%accelerate")),
+        ("-n 3 a", "pull", ("%accelerate pull has no option '-n'",)),
+        ("a.b", "pull", ("'a.b' is no name",)),
+        ("a", "stop", ("%accelerate stop takes options only",)),
+    ],
+)
+def test_a_mistake_is_named_with_its_remedy(text, subcommand, said):
+    message = "\n".join(mistakes(text, subcommand, cfg=BASE, number=3))
+    for part in said:
+        assert part in message
+
+
+def test_all_mistakes_come_at_once():
+    found = mistakes("-n 0 --precison bf16 --ranks x --out 1 foo --dist=3 --device gpuu")
+    assert len(found) == 7
+
+
+def test_names_are_separated_by_blanks_or_commas():
+    assert line("a b, c --ranks 1", "pull").names == ("a", "b", "c")
+
+
+def test_ranks_beyond_the_last_are_refused():
+    check_ranks((0, 3), 4)
+    check_ranks(None, 1)
+    with pytest.raises(ConfigError, match="ranks 4-5: there are 4 workers, ranks 0-3") as caught:
+        check_ranks((0, 4, 5), 4)
+    assert "%accelerate restart -n 6" in str(caught.value)
+    with pytest.raises(ConfigError, match="rank 1: there is 1 worker, rank 0"):
+        check_ranks((1,), 1)
+    check_ranks(line("--ranks 1").ranks, 2)
+    with pytest.raises(ConfigError, match="1000000000"):
+        check_ranks(line("--ranks 0-1000000000").ranks, 2)
+
+
+def test_names_that_the_notebook_lacks_are_refused():
+    missing_names(["model"], {"model": 1})
+    with pytest.raises(ConfigError, match=r"'modle'.* Did you mean 'model'"):
+        missing_names(["modle"], {"model": 1})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [((0,), "rank 0"), ((0, 1), "ranks 0-1"), ((0, 2, 3, 7), "ranks 0,2-3,7")],
+)
+def test_ranks_are_told_as_people_write_them(ranks, told):
+    assert told_ranks(ranks) == told

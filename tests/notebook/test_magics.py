@@ -1,0 +1,74 @@
+"""What the magics say to a notebook that has no workers yet."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernel.kernel import Kernel
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_workers(kernel: Kernel) -> None:
+    kernel.run("import nbaccel; nothing_said = nbaccel.RunConfig()").check()
+    kernel.run("%accelerate stop").check()
+    kernel.run("%accelerate config --config nothing_said").check()
+
+
+def refused(kernel: Kernel, code: str) -> str:
+    """What the user sees: his own line and the reason, nothing between them."""
+    cell = kernel.run(code)
+    assert cell.error == "ConfigError", cell
+    text = "\n".join(cell.traceback)
+    for frame in ("IPython", "run_cell_magic", "run_line_magic", "nbaccel/", "site-packages"):
+        assert frame not in text
+    assert "Cell In[" in text
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("%%accelerate -n 0\n1", ("1 %%accelerate -n 0", "num_processes must be", "got '0'")),
+        ("%%accelerate --zero 2\n1", ("zero_stage=2 cannot be had", "FullySharded")),
+        ("%%accelerate\n", ("no code below %%accelerate", "%accelerate restart")),
+        ("%%accelerate -n 2\n\n  \n", ("no code below %%accelerate",)),
+        ("%%accelerate --ranks 2 -n 2\n1", ("rank 2: there are 2 workers",)),
+        ("\n\n%%accelerate --foo\n1", ("1 %%accelerate --foo", "no option '--foo'")),
+        ("%%time\n%%accelerate -n x\n1", ("1 %%time", "got 'x'")),
+        ("%accelerate restrat", ("'restrat'", "Did you mean 'restart'?")),
+        ("%accelerate frobnicate", ("They are: status, restart, stop",)),
+        ("%accelerate -n 4", ("Write %accelerate restart -n 4",)),
+        ("x = 1\n%accelerate pull", ("2 %accelerate pull", "got no names")),
+        ("%accelerate pull loss", ("cannot be pulled from workers: there are none",)),
+        ("%accelerate push x", ("cannot be pushed to workers: there are none",)),
+        ("%accelerate config -n 0", ("num_processes must be",)),
+        ("%accelerate config --zero 2", ("zero_stage=2 cannot be had",)),
+        ("%accelerate restart --zero 2", ("zero_stage=2 cannot be had",)),
+    ],
+)
+def test_a_refusal_shows_the_line_and_the_way_out(
+    kernel: Kernel, code: str, said: tuple[str, ...]
+) -> None:
+    text = refused(kernel, code)
+    for part in said:
+        assert part in text
+
+
+def test_help_is_shown_with_and_without_code(kernel: Kernel) -> None:
+    for code in ("%%accelerate --help", "%%accelerate -h\nraise SystemExit"):
+        assert "-n, --num-processes N" in kernel.run(code).check().stdout
+    assert "pull NAME..." in kernel.run("%accelerate --help").check().stdout
+    assert "--ranks" in kernel.run("%accelerate pull --help").check().stdout
+
+
+def test_the_settings_of_the_next_start_are_kept_and_explained(kernel: Kernel) -> None:
+    told = kernel.run("%accelerate config -n 2 --precision bf16").check().stdout
+    assert told.startswith("Next start: RunConfig(num_processes=2, mixed_precision='bf16')\n")
+    assert "2 CPU workers, 1 thread each, bf16, started from the template" in told
+    assert "mixed_precision" in told
+    refused(kernel, "%accelerate config -n 0")
+    kernel.run("%accelerate config --precision no").check()
+    assert "RunConfig(num_processes=2)\n" in kernel.run("%accelerate config").check().stdout
+    assert "starts 2 CPU workers" in kernel.run("%accelerate status").check().stdout
+    assert kernel.run("%accelerate stop").check().stdout == "There are no workers to stop.\n"
+    kernel.run("%accelerate config -n none").check()

@@ -1,0 +1,210 @@
+"""`%%accelerate` cells with real workers, as a user of the notebook meets them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.kernel.kernel import Kernel
+from tests.notebook.asking import START, complete, inspect, paged, shown, told
+
+
+@pytest.fixture(scope="module")
+def live(kernel: Kernel) -> Kernel:
+    """Two workers that know their rank, for tests that keep them alive."""
+    kernel.run(START).check()
+    return kernel
+
+
+# ------------------------------------------------------------------------- cells
+
+
+def test_names_go_to_the_workers_and_stay_there(live: Kernel) -> None:
+    live.run("offset = 10").check()
+    live.run("%%accelerate\nmine = rank + offset").check()
+    assert shown(live.run("%%accelerate\nmine")) == ["[0] 10\n[1] 11"]
+    assert shown(live.run("%%accelerate --ranks 1\nmine")) == ["11"]
+    assert live.run("mine").error == "NameError", "a worker's name is not the notebook's"
+
+
+def test_out_binds_names_in_the_notebook(live: Kernel) -> None:
+    live.run("%%accelerate --out a,b\na, b = rank, 'same'").check()
+    assert shown(live.run("a, b")) == ["([0, 1], ['same', 'same'])"]
+    live.run("%%accelerate --ranks 1 --out a\na = rank * 7").check()
+    assert shown(live.run("a")) == ["7"]
+
+
+def test_pull_and_push(live: Kernel) -> None:
+    live.run("%%accelerate\nhere = [rank]").check()
+    assert "Pulled here from ranks 0-1, a list by rank." in live.run("%accelerate pull here").text
+    assert shown(live.run("here")) == ["[[0], [1]]"]
+    assert shown(live.run("%%accelerate\nhere")) == ["[0] [0]\n[1] [1]"], "pulling sends nothing"
+    live.run("%accelerate pull here --ranks 1").check()
+    assert shown(live.run("here")) == ["[1]"]
+
+    live.run("there = 'sent'").check()
+    assert "Pushed there to rank 0:" in live.run("%accelerate push there --ranks 0").check().stdout
+    assert shown(live.run("%%accelerate --ranks 0\nglobals()['there']")) == ["'sent'"]
+    text = told(live.run("%accelerate push ther"))
+    assert "Did you mean 'there'?" in " ".join(text.split())
+    text = told(live.run("%accelerate pull her"))
+    assert "her" in text
+
+
+def test_a_value_in_the_line_and_magics_above_it(live: Kernel) -> None:
+    live.run("which = 1").check()
+    assert shown(live.run("%%accelerate --ranks $which\nrank")) == ["1"]
+    cell = live.run("%%time\n%%accelerate --ranks {which}\nrank")
+    assert shown(cell) == ["1"]
+    assert "Wall time" in cell.stdout
+
+
+# ------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize("options", ["-n 2", "--num-processes 2 --device cpu", "--precision no"])
+def test_options_that_the_workers_have_pass(live: Kernel, options: str) -> None:
+    assert shown(live.run(f"%%accelerate {options}\n3")) == ["3"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("-n 3", ("num_processes=2: got 3", "%accelerate restart -n 3 ")),
+        (
+            "-n 3 --precision bf16",
+            ("mixed_precision='no': got 'bf16'", "%accelerate restart -n 3 --precision bf16 "),
+        ),
+        ("--no-share-back", ("share_back=True: got False", "restart --no-share-back ")),
+        ("--dist", ("dist=False", "%accelerate restart --dist ")),
+        ("--ranks 2", ("there are 2 workers, ranks 0-1",)),
+        ("--zero 2", ("zero_stage=2 cannot be had",)),
+    ],
+)
+def test_options_that_the_workers_do_not_have_are_refused(
+    live: Kernel, options: str, said: tuple[str, ...]
+) -> None:
+    live.run("%%accelerate\nkept = 1").check()
+    text = " ".join(told(live.run(f"%%accelerate {options}\nkept = 2")).split())
+    for part in (f"1 %%accelerate {options}", *said):
+        assert part in text
+    assert shown(live.run("%%accelerate\nkept")) == ["1"]
+
+
+def test_config_tells_what_a_restart_would_change(live: Kernel) -> None:
+    text = live.run("%accelerate config --precision bf16").check().stdout
+    assert "mixed_precision='bf16'" in text
+    assert "The workers run with mixed_precision='no' until %accelerate restart." in text
+    assert "2 CPU workers" in text
+    assert shown(live.run("%%accelerate\n3")) == ["3"], "a cell without options runs as before"
+    assert "until" not in live.run("%accelerate config --precision no").check().stdout
+
+
+def test_status_shows_each_worker(live: Kernel) -> None:
+    (data,) = live.run("%accelerate").check().displays
+    assert re.search(r"^0 +idle", data["text/plain"], flags=re.MULTILINE)
+    assert re.search(r"^1 +idle", data["text/plain"], flags=re.MULTILINE)
+    assert "<table" in data["text/html"]
+
+
+# ------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(("above", "line"), [("", 4), ("\n\n", 6), ("%%time\n", 5)])
+def test_an_error_shows_the_lines_of_the_cell_as_written(
+    live: Kernel, above: str, line: int
+) -> None:
+    cell = live.run(f"{above}%%accelerate\ndef fail():\n    # here\n    return 1 / 0\nfail()")
+    assert cell.error == "WorkerFailed[ZeroDivisionError]"
+    text = told(cell)
+    assert re.search(rf"Cell In\[\d+\], line {line}, in fail", text)
+    assert re.search(rf"----> +{line}     return 1 / 0", text)
+    assert re.search(rf"Cell In\[\d+\], line {line + 1}", text)
+    assert shown(live.run("%%accelerate\nrank")) == ["[0] 0\n[1] 1"], "the workers live on"
+
+
+def test_a_syntax_error_shows_the_line(live: Kernel) -> None:
+    text = told(live.run("%%accelerate\nx = 1\ny = = 2"))
+    assert "SyntaxError: invalid syntax" in text
+    assert "line 3" in text
+
+
+def test_stop_ends_the_cell_and_the_workers_live_on(live: Kernel) -> None:
+    running = live.begin("%%accelerate\nimport time\nprint('begun')\ntime.sleep(600)")
+    live.until(running, "begun")
+    live.interrupt()
+    cell = live.finish(running)
+    assert cell.error == "KeyboardInterrupt"
+    assert re.search(r"Cell In\[\d+\], line 4", told(cell))
+    assert shown(live.run("%%accelerate\nrank")) == ["[0] 0\n[1] 1"]
+
+
+# ------------------------------------------------------------------------- Tab, Shift-Tab
+
+
+@pytest.fixture
+def furnished(live: Kernel) -> Kernel:
+    live.run(
+        """%%accelerate
+class Net:
+    '''A net of the workers.'''
+    depth = 3
+worker_net = Net()
+"""
+    ).check()
+    return live
+
+
+@pytest.mark.parametrize(
+    ("code", "offered"),
+    [
+        ("%%accelerate\nworker_‸", "worker_net"),
+        (
+            "%%accelerate --ranks 0\nx = 1\nfor n in worker_net.d‸:\n    pass",
+            "for n in worker_net.depth",
+        ),
+        ("%%time\n%%accelerate\nworker_n‸", "worker_net"),
+        ("%accelerate pull wor‸", "%accelerate pull worker_net"),
+        ("%%accelerate --out x,wor‸\nx = 1", "%%accelerate --out x,worker_net"),
+    ],
+)
+def test_names_of_workers_are_offered(furnished: Kernel, code: str, offered: str) -> None:
+    assert complete(furnished, code) == [offered]
+
+
+def test_names_of_workers_are_offered_beside_the_notebooks(furnished: Kernel) -> None:
+    furnished.run("worker_of_notebook = 1").check()
+    assert set(complete(furnished, "%%accelerate\nworker_‸")) >= {
+        "worker_net",
+        "worker_of_notebook",
+    }
+    assert complete(furnished, "worker_‸") == ["worker_of_notebook"]
+
+
+def test_names_of_workers_are_explained(furnished: Kernel) -> None:
+    assert "A net of the workers." in inspect(furnished, "%%accelerate\nworker_net")["text/plain"]
+    assert "A net of the workers." in paged(furnished, "worker_net?")
+    assert inspect(furnished, "%%accelerate\nnobody_knows") == {}
+    furnished.run("def own():\n    'The notebook has this.'").check()
+    assert "The notebook has this." in inspect(furnished, "%%accelerate\nown")["text/plain"]
+    assert "The notebook has this." in paged(furnished, "own?")
+
+
+# ------------------------------------------------------------------------- the rest
+
+
+def test_changed_source_is_loaded_again_on_request(live: Kernel, tmp_path: Path) -> None:
+    module = tmp_path / "nb_edited.py"
+    module.write_text("value = 1\n")
+    live.run(
+        f"%%accelerate --autoreload on\nimport sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
+        "import nb_edited"
+    ).check()
+    assert shown(live.run("%%accelerate\nnb_edited.value")) == ["1"]
+    module.write_text("value = 1 + 1  # longer\n")
+    assert shown(live.run("%%accelerate\nnb_edited.value")) == ["2"]
+    live.run("%%accelerate --autoreload off\nsys.path.pop(0)").check()
+    module.write_text("value = 1 + 1 + 1  # longer still\n")
+    assert shown(live.run("%%accelerate\nnb_edited.value")) == ["2"]
