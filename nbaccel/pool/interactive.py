@@ -221,30 +221,23 @@ class WorkerShell(InteractiveShell):
         if source.count is not None:
             self._count_from(source.count)
         self._errors, self._raised = [], None
-        self.run_cell(source.text, store_history=True)
+        result = self.run_cell(source.text, store_history=True)
         errors, self._errors, self._raised = self._errors, [], None
-        self._forget_run()
-        if errors:  # the innermost run of a %% magic comes first, and is what the others fail by
-            self._raise(errors[-1] if isinstance(errors[-1], KeyboardInterrupt) else errors[0])
-        return hook.take()
-
-    def _forget_run(self) -> None:
-        self.last_execution_result = None  # holds the error, whose frames hold tensors
+        if not errors:
+            return hook.take()
+        # An error in a cycle keeps its frames, and all tensors in them, until some collection.
+        result.error_before_exec = result.error_in_exec = self.last_execution_result = None
+        # The innermost run of a %% magic comes first, and is what the others fail by.
+        error = errors[-1] if isinstance(errors[-1], KeyboardInterrupt) else errors[0]
+        try:
+            raise _from_the_cell(error)
+        finally:
+            del error, errors
 
     def _count_from(self, count: int) -> None:
         self.execution_count = count
         for told in (self.history_manager.input_hist_parsed, self.history_manager.input_hist_raw):  # type: ignore[union-attr]
             told.extend([""] * (count - len(told)))  # so that In[7] is the seventh
-
-    def _raise(self, error: BaseException) -> NoReturn:
-        if isinstance(error, SyntaxError):
-            if not error.text and error.filename and error.lineno:
-                error.text = linecache.getline(error.filename, error.lineno) or None
-            raise error.with_traceback(None)
-        tb = error.__traceback__
-        while tb is not None and _is_machinery(tb.tb_frame.f_code.co_filename):
-            tb = tb.tb_next
-        raise error.with_traceback(tb)
 
     def run_cell(self, *args: Any, **options: Any) -> Any:
         """As IPython's; an error of it, also where a `%%` magic calls it, fails the whole cell."""
@@ -308,6 +301,18 @@ class WorkerShell(InteractiveShell):
 
     def showsyntaxerror(self, *args: Any, **options: Any) -> None:
         """`run` raises it."""
+
+
+def _from_the_cell(error: BaseException) -> BaseException:
+    """The error, with a traceback that begins in the user's code."""
+    if isinstance(error, SyntaxError):
+        if not error.text and error.filename and error.lineno:
+            error.text = linecache.getline(error.filename, error.lineno) or None
+        return error.with_traceback(None)
+    tb = error.__traceback__
+    while tb is not None and _is_machinery(tb.tb_frame.f_code.co_filename):
+        tb = tb.tb_next
+    return error.with_traceback(tb)
 
 
 def _is_machinery(file: str) -> bool:

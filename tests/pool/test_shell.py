@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import IPython
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from nbaccel.errors import MissingBackend
 from nbaccel.pool.shell import CellShell
+from nbaccel.pool.source import Source
 from tests.pool.cells import Cells, filename
 
 needs_ipython_9 = pytest.mark.skipif(
@@ -257,6 +259,24 @@ def test_an_interrupt_ends_the_cell(cells: Cells, text: str) -> None:
     assert cells.run("import asyncio\nawait asyncio.sleep(0, 'alive')").check().plain == "'alive'"
 
 
+def test_a_failed_cell_keeps_nothing_alive(cells: Cells) -> None:
+    cells.run(
+        "import gc, weakref\n"
+        "class Big: pass\n"
+        "def fail():\n"
+        "    global watched\n"
+        "    big = Big()\n"
+        "    watched = weakref.ref(big)\n"
+        "    raise ValueError(1)\n"
+        "gc.disable()"
+    ).check()
+    try:
+        assert cells.run("fail()").error == "ValueError"
+        assert cells.run("watched() is None").check().plain == "True"
+    finally:
+        cells.run("gc.enable()")
+
+
 CODE = st.lists(
     st.sampled_from(
         [
@@ -312,6 +332,14 @@ def test_figures_are_shown_at_the_end_of_the_cell(cells: Cells) -> None:
     (message,) = done.sent
     assert "image/png" in message["content"]["data"]
     assert cells.run("1").check().sent == []
+
+
+def test_widgets_are_text(cells: Cells) -> None:
+    done = cells.run("import ipywidgets\ndisplay(ipywidgets.IntSlider(7))\nipywidgets.IntText(8)")
+    (message,) = done.check().sent
+    assert list(message["content"]["data"]) == ["text/plain"]
+    assert "IntSlider(value=7" in message["content"]["data"]["text/plain"]
+    assert done.value["data"] == {"text/plain": "IntText(value=8)"}
 
 
 def test_bars_of_tqdm_are_text(cells: Cells) -> None:
@@ -382,31 +410,53 @@ def test_without_ipython_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
         CellShell.create(print, rank=0)
 
 
-def test_a_shell_that_came_by_fork_is_replaced() -> None:
-    """In a child: making a shell changes the process it is made in."""
+def in_a_child(act: Callable[[], str]) -> str:
+    """What a forked child says: making a shell changes the process it is made in."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        told = b"failed"
+        told = "failed"
         try:
-            from ipykernel.zmqshell import ZMQInteractiveShell
-            from IPython import get_ipython
-            from IPython.core.interactiveshell import InteractiveShell
-
-            from nbaccel.pool.source import Source
-
-            InteractiveShell._instance = ZMQInteractiveShell.__new__(ZMQInteractiveShell)
-            ZMQInteractiveShell._instance = InteractiveShell._instance
-            shell = CellShell.create(lambda message: None, rank=0)
-            value = shell.run(Source.of_text("get_ipython()", filename="a.py"))
-            own = type(get_ipython()).__name__
-            assert own in value["data"]["text/plain"]
-            assert not ZMQInteractiveShell._instance
-            told = own.encode()
+            told = act()
         finally:
-            os.write(write, told)
+            os.write(write, told.encode())
             os._exit(0)
     os.close(write)
-    with os.fdopen(read, "rb") as answer:
-        assert answer.read() == b"WorkerShell"
+    with os.fdopen(read) as answer:
+        told = answer.read()
     os.waitpid(pid, 0)
+    return told
+
+
+def test_a_kernel_s_shell_that_came_by_fork_is_replaced() -> None:
+    def act() -> str:
+        from ipykernel.zmqshell import ZMQInteractiveShell
+        from IPython.core.interactiveshell import InteractiveShell
+
+        old = ZMQInteractiveShell.__new__(ZMQInteractiveShell)
+        InteractiveShell._instance = ZMQInteractiveShell._instance = old
+        shell = CellShell.create(lambda message: None, rank=0)
+        assert not ZMQInteractiveShell.initialized() or ZMQInteractiveShell._instance is not old
+        value = shell.run(Source.of_text("get_ipython()", filename="a.py"))
+        assert value is not None
+        assert IPython.get_ipython() is not old
+        return str(value["data"]["text/plain"])
+
+    assert "WorkerShell" in in_a_child(act)
+
+
+def test_figures_go_on_in_a_fork_of_a_process_that_has_drawn() -> None:
+    def act() -> str:
+        import matplotlib as mpl
+
+        mpl.use("module://matplotlib_inline.backend_inline")
+        mpl.interactive(True)  # as a kernel does
+        from matplotlib import pyplot as plt
+
+        plt.close(plt.figure())
+        sent: list[Any] = []
+        shell = CellShell.create(sent.append, rank=0)
+        shell.run(Source.of_text("from matplotlib import pyplot as p\np.plot([1]);", filename="a"))
+        return ",".join(sent[0].content["data"])
+
+    assert "image/png" in in_a_child(act)
