@@ -136,13 +136,12 @@ class Seat:
     """The rendezvous store, in the worker that serves it."""
 
 
-def settle(post: wire.Post, fds: list[int], channel: wire.Channel) -> Seat:
+def settle(post: wire.Post, fds: list[int]) -> Seat:
     """Take up a post: surroundings, device, streams, process groups. Once per worker.
 
     Args:
         post: The post.
         fds: Descriptors that came with it; those of the post are taken from the end.
-        channel: Where rich output goes.
     """
     place = Topology.from_json(post.topology)
     env.replace_all(post.environment)
@@ -151,7 +150,6 @@ def settle(post: wire.Post, fds: list[int], channel: wire.Channel) -> Seat:
     torch.set_num_threads(post.threads)
     device = _catalog.device(post.device)
     device.enter_worker(place.local_rank)
-    display.forward(channel.send)
     process_groups.keep()
     _refuse_questions(place.rank)
     store = process_groups.serve_store(place, fds.pop()) if post.serves_store else None
@@ -165,7 +163,8 @@ def serve_job(
     if job.post is None:
         raise InternalError(f"a job with {len(fds)} descriptors came without a post: report this")
     try:
-        seat = settle(job.post, fds, channel)
+        seat = settle(job.post, fds)
+        display.forward(channel.send)
         process_groups.separate(process_groups.counted())
     except BaseException as error:  # a device that cannot be had: the notebook is told
         report(channel, error, Topology.from_json(job.post.topology).rank)

@@ -144,9 +144,10 @@ class Crew:
         return found
 
     def _watch(self, ranks: Sequence[int], *, number: int, **more: Any) -> Account:
-        console = Console(
-            [m.rank for m in self.members], template=self.plan.config.log_line_prefix_template
-        )
+        template = self.plan.config.log_line_prefix_template
+        if template is None and len(self.members) == 1:
+            template = ""  # there is nobody to tell it from
+        console = Console([m.rank for m in self.members], template=template)
         for member in self.members:
             if member.rank not in ranks:
                 console.close(member.rank)  # its twins do not wait for what it may say

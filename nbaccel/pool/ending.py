@@ -113,7 +113,7 @@ class StatusShow:
         """Show the ranks, and ask where they are for the next time."""
         account = turn.account
         if self._line is None:
-            self._line = status.StatusLine([m.rank for m in account.members])
+            self._line = status.StatusLine([m.rank for m in account.members], say=turn.notice)
         rows = [
             rank_status(m, turn.seconds, account.places.get(m.rank), is_open=m.rank in turn.open)
             for m in account.members

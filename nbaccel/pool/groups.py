@@ -51,7 +51,6 @@ class Groups:
         self._numbers = itertools.count()
         self._sockets: set[int] = set()  # inodes of those that belong to groups
         self._before: set[int] | None = None  # while a group is being made
-        self._cut = False
         self.left_for = ""
         """Why the groups before these were left, if so."""
 
@@ -61,11 +60,8 @@ class Groups:
             lambda: f"generation_{self._generation}/group_{next(self._numbers)}"
         )
         c10d = dist.distributed_c10d
-        found, made, joined = (
-            c10d._get_default_group,
-            c10d._new_process_group_helper,
-            c10d.init_process_group,
-        )
+        found, made = c10d._get_default_group, c10d._new_process_group_helper
+        joined, destroyed = c10d.init_process_group, c10d.destroy_process_group
 
         def default_group() -> Any:
             if not dist.is_initialized():
@@ -84,10 +80,16 @@ class Groups:
             self._wanted(backend, timeout.total_seconds())
             joined(backend, *args, **kwargs)
 
+        def destroy_process_group(group: Any = None) -> None:
+            destroyed(group)
+            if not dist.is_initialized():
+                self._close_sockets()
+
         c10d._get_default_group = default_group
         c10d._new_process_group_helper = make
         for module in (c10d, dist):
             module.init_process_group = init_process_group  # type: ignore[attr-defined]
+            module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
 
     def join(self, backend: str | None = None, timeout_s: float | None = None) -> None:
         """Join the default group, if this worker is in none yet."""
@@ -111,7 +113,6 @@ class Groups:
 
     def cut(self) -> None:
         """Let a collective that will never complete fail. For the second thread."""
-        self._cut = True
         for group in tuple(dist.distributed_c10d._pg_map):
             for device in tuple(group._device_types):
                 backend = group._get_backend(device)
@@ -138,8 +139,19 @@ class Groups:
             self.left_for = reason
             with contextlib.suppress(RuntimeError, ValueError):  # they are broken: that is why
                 dist.destroy_process_group()
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        """Close what gloo leaves open: `process_groups.keep` keeps its objects, not their ports.
+
+        The numbers stay taken, by the null device, so that gloo's threads touch nothing else.
+        """
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for inode, fd in _sockets().items():
+            if inode in self._sockets:
+                os.dup2(null, fd, inheritable=False)
+        os.close(null)
         self._sockets.clear()
-        self._cut = False
 
     def _check_same(self, backend: str | None) -> None:
         have = str(dist.get_backend_config())

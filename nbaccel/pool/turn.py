@@ -111,6 +111,10 @@ class Turn(Listener):
         """How often the cell's output has been cleared."""
         return self._console.clears
 
+    def notice(self, text: str) -> None:
+        """Show a line of the pool's own, after what has been printed so far."""
+        self._console.notice(text)
+
     @property
     def open(self) -> frozenset[int]:
         """Ranks that are not through yet."""

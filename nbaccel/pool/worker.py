@@ -56,7 +56,7 @@ class _Worker:
         self._busy = False
         self._main = threading.get_ident()
         self._inbox: queue.SimpleQueue[tuple[Any, list[int]] | None] = queue.SimpleQueue()
-        self._seat = settle(enlist.post, fds, channel)
+        self._seat = settle(enlist.post, fds)
         memory.close_all(fds)
         place = self._seat.place
         self._groups = Groups(place, self._want_group)

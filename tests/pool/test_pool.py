@@ -411,6 +411,7 @@ def test_a_pool_that_nobody_holds_ends_its_workers() -> None:
 
 def test_idle_workers_use_no_processor_time(pool: Pool) -> None:
     found = [psutil.Process(pid) for pid in pids(pool)]
+    time.sleep(0.3)  # they tidy up after the last task
     before = [sum(p.cpu_times()[:2]) for p in found]
     switches = [p.num_ctx_switches() for p in found]
     time.sleep(1.0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nbaccel.launch import publish
-from nbaccel.pool.status import RankStatus, StatusLine, table
+from nbaccel.pool.status import RankStatus, StatusLine, StatusTable
 
 GIB = 2**30
 
@@ -172,23 +172,23 @@ def test_the_table_is_read_as_text() -> None:
         row(0, "waiting in all_reduce"),
         row(10, state="idle", seconds=75, rss_bytes=GIB // 2),
     ]
-    assert str(table(rows)).splitlines() == [
+    assert str(StatusTable(rows)).splitlines() == [
         "rank  state    for         memory     doing",
         "0     running  2.0 s       1.0 GiB    waiting in all_reduce",
         "10    idle     1 min 15 s  512.0 MiB",
     ]
-    assert repr(table(rows)) == str(table(rows))
+    assert repr(StatusTable(rows)) == str(StatusTable(rows))
 
 
 def test_a_device_has_a_column_where_there_is_one() -> None:
-    text = str(table([row(0, device_bytes=GIB), row(1)]))
+    text = str(StatusTable([row(0, device_bytes=GIB), row(1)]))
     assert [line.split("  ")[4].strip() or line for line in text.splitlines()]
     assert "on device" in text.splitlines()[0]
     assert text.splitlines()[2].split()[-1] == "-"
 
 
 def test_a_table_without_rows_is_its_head() -> None:
-    assert str(table([])) == "rank  state  for  memory  doing"
+    assert str(StatusTable([])) == "rank  state  for  memory  doing"
 
 
 # ------------------------------------------------------------------------- the HTML
@@ -216,7 +216,7 @@ def test_the_html_names_no_colour_runs_nothing_and_quotes_text(cell: Cell, clock
     clock.now += 1
     nasty = "in <lambda> & <script>"
     line.update([row(0, nasty)])
-    for html in (cell.html, table([row(0, nasty)])._repr_html_()):
+    for html in (cell.html, StatusTable([row(0, nasty)])._repr_html_()):
         assert "in &lt;lambda&gt; &amp; &lt;script&gt;" in html
         assert Balanced(html).kinds <= {"div", "table", "thead", "tbody", "tr", "th", "td"}
         assert not re.search(r"color\s*:|#[0-9a-f]{3}|rgb|background:(?!none)", html)

@@ -1,0 +1,191 @@
+"""`%%accelerate` in real kernels: what must hold whatever happens to a cell."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.isolation import ROOT
+from tests.kernel.kernel import Cell, Kernel, wait_for
+
+SETUP = """
+%load_ext nbaccel
+"""
+START = """\
+%%accelerate -n 2 --out pids
+import os, signal, time
+import torch, torch.distributed as dist
+rank = int(os.environ["RANK"])
+pids, kept, x = os.getpid(), 7, torch.ones(1)
+"""
+
+
+def live(kernel: Kernel) -> list[int]:
+    """Start two workers; returns their process ids, by rank."""
+    kernel.run(SETUP).check()
+    kernel.run(START).check()
+    return workers_of(kernel)
+
+
+def workers_of(kernel: Kernel) -> list[int]:
+    return [int(pid) for pid in kernel.run("print(*pids)").check().stdout.split()]
+
+
+@pytest.fixture(scope="module")
+def alive() -> Iterator[Kernel]:
+    """A kernel with two live workers."""
+    kernel = Kernel()
+    try:
+        live(kernel)
+        yield kernel
+    finally:
+        kernel.close()
+
+
+def told(cell: Cell) -> str:
+    return "\n".join(cell.traceback)
+
+
+def test_an_error_while_another_rank_waits_ends_the_cell_and_names_both(alive: Kernel) -> None:
+    alive.run("%%accelerate\ndist.all_reduce(x)").check()
+    code = "%%accelerate\nif rank == 1:\n    raise ValueError('no data')\ndist.all_reduce(x)"
+    cell = alive.run(code, timeout_s=3.0)
+    assert "ValueError" in cell.error
+    text = told(cell)
+    assert "rank 1 of 2 raised ValueError: no data" in text
+    assert "line 3" in text  # as the cell's lines are counted, the magic's line included
+    assert "raise ValueError('no data')" in text
+    assert "rank 0: was waiting in all_reduce" in text
+    assert "nbaccel/" not in text
+    assert alive.run("%%accelerate\ndist.all_reduce(x)\nx").check().displays
+    assert alive.run("%accelerate pull kept\nprint(kept)").stdout.endswith("[7, 7]\n")
+    alive.run("%%accelerate\ndist.destroy_process_group()").check()
+
+
+def test_stop_ends_the_cell_and_the_workers_go_on(alive: Kernel) -> None:
+    before = workers_of(alive)
+    running = alive.begin(
+        "%%accelerate\nprint('running', flush=True)\nwhile True: time.sleep(0.01)"
+    )
+    alive.until(running, "[0-1] running")
+    alive.interrupt()
+    cell = alive.finish(running)
+    assert cell.error == "KeyboardInterrupt"
+    assert "live on" in told(cell)
+    alive.run("%%accelerate --out pids,kept\npids, kept = os.getpid(), kept + 1").check()
+    assert workers_of(alive) == before
+    assert alive.run("print(kept)").stdout == "[8, 8]\n"
+
+
+def test_two_hundred_cells_do_not_grow(alive: Kernel) -> None:
+    alive.run("import torch; model, lr = torch.nn.Linear(64, 64), 0.1").check()
+    processes = [psutil.Process(pid) for pid in (alive.pid, *workers_of(alive))]
+
+    def cells(count: int) -> None:
+        for i in range(count):
+            alive.run(f"lr = {i}")
+            alive.run(
+                "%%accelerate\nwith torch.no_grad(): model.weight.mul_(1.0)\nlr * rank"
+            ).check()
+
+    cells(20)
+    before = [(p.num_fds(), p.num_threads(), p.memory_info().rss) for p in processes]
+    cells(200)
+    for process, (fds, threads, rss) in zip(processes, before, strict=True):
+        assert process.num_fds() == fds
+        assert process.num_threads() == threads
+        assert process.memory_info().rss < rss + 12 * 2**20
+
+
+def test_the_loop_of_the_accelerator_notebook_runs_in_a_cell(alive: Kernel) -> None:
+    cells = json.loads((ROOT / "notebooks" / "03_accelerator.ipynb").read_text())["cells"]
+    source = {cell["id"]: "".join(cell["source"]) for cell in cells}
+    alive.run(source["cell-01"]).check()
+    alive.run(source["cell-03"]).check()
+    alive.run("%%accelerate --out said\nsaid = train(network(), epochs=1)").check()
+    alive.run("%%accelerate\ndist.destroy_process_group()").check()
+    alive.run("launched = list(notebook_launcher(train, (network(), 1), num_processes=2))").check()
+    assert alive.run("print(said == launched)").stdout == "True\n"
+
+
+def test_nobody_else_can_reach_a_worker(alive: Kernel) -> None:
+    """Another user sees no socket to connect to, and cannot open the ones there are."""
+    if os.getuid() != 0:
+        pytest.skip("needs root, to become another user")
+    pids = [alive.pid, *(p.pid for p in alive.descendants())]
+    assert len(pids) == 4  # kernel, template, two workers
+    named = [f"{pid} {c.laddr}" for pid in pids for c in unix_sockets(pid) if c.laddr]
+    # ipykernel's own sockets for its clients have names; nbaccel's have none.
+    assert all(name.startswith(f"{alive.pid} ") for name in named)
+    probe = (
+        "import os, sys\n"
+        "os.setgid(65534); os.setuid(65534)\n"
+        "for pid in sys.argv[1:]:\n"
+        "    try: print(len(os.listdir(f'/proc/{pid}/fd')))\n"
+        "    except PermissionError: print('refused')\n"
+        "    try: os.pidfd_open(int(pid)); os.kill(int(pid), 2); print('killed')\n"
+        "    except PermissionError: print('refused')\n"
+    )
+    command = [sys.executable, "-c", probe, *map(str, pids)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stdout.split() == ["refused"] * 8
+
+
+def unix_sockets(pid: int) -> list[object]:
+    return psutil.Process(pid).net_connections("unix")
+
+
+# ------------------------------------------------------------------------- the last acts
+
+
+def test_a_worker_killed_in_a_cell_is_named_and_the_next_cell_starts_new_ones(
+    fresh_kernel: Kernel,
+) -> None:
+    before = live(fresh_kernel)
+    running = fresh_kernel.begin(
+        "%%accelerate\nprint('in', flush=True)\ndist.barrier() if rank == 0 else time.sleep(600)"
+    )
+    fresh_kernel.until(running, "[0-1] in")
+    os.kill(before[1], signal.SIGKILL)
+    cell = fresh_kernel.finish(running)
+    assert "rank 1 of 2 was killed by SIGKILL" in told(cell)
+    assert "rank 0" in told(cell)
+    again = fresh_kernel.run(START).check()
+    assert "because rank 1 was killed by SIGKILL" in again.stderr
+    assert not set(workers_of(fresh_kernel)) & set(before)
+
+
+def test_two_kernels_do_not_disturb_each_other(alive: Kernel, fresh_kernel: Kernel) -> None:
+    theirs = live(fresh_kernel)
+    mine = workers_of(alive)
+    assert not set(mine) & set(theirs)
+    running = alive.begin("%%accelerate\nprint('in', flush=True)\ntime.sleep(600)")
+    alive.until(running, "[0-1] in")
+    fresh_kernel.run("%%accelerate\ndist.all_reduce(x)").check()
+    alive.interrupt()
+    assert alive.finish(running).error == "KeyboardInterrupt"
+    os.kill(theirs[0], signal.SIGKILL)
+    assert fresh_kernel.run("%%accelerate\n1").error
+    alive.run("%%accelerate\ndist.all_reduce(x)\ndist.destroy_process_group()").check()
+    assert workers_of(alive) == mine
+
+
+@pytest.mark.parametrize("end", ["kill", "restart"])
+def test_workers_end_with_their_kernel(fresh_kernel: Kernel, end: str) -> None:
+    live(fresh_kernel)
+    running = fresh_kernel.begin("%%accelerate\nprint('in', flush=True)\ntime.sleep(600)")
+    fresh_kernel.until(running, "[0-1] in")
+    left = fresh_kernel.descendants()
+    assert len(left) == 3
+    if end == "kill":
+        fresh_kernel.kill()
+    else:
+        fresh_kernel.manager.restart_kernel(now=False)
+    assert wait_for(lambda: not any(p.is_running() and p.status() != "zombie" for p in left))
