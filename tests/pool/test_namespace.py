@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel.launch.sharing.arena import named_tensors
@@ -43,8 +42,23 @@ def one_process_group(tmp_path: Path) -> Iterator[None]:
         "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
     )
     yield
-    gc.collect()  # meshes hold groups of their own, which listen
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def group_without_ports() -> Iterator[None]:
+    """What a mesh needs to tell pieces apart; torch's caches of it outlive a test."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def sharded(tensor: torch.Tensor, placement: Any) -> DTensor:
+    """A DTensor over this one process, whose mesh opens no group (and no port) of its own."""
+    mesh = DeviceMesh("cpu", [0], _init_backend=False)
+    return DTensor.from_local(tensor, mesh, [placement], run_check=False)
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
@@ -197,11 +211,10 @@ def test_a_module_with_another_structure_does_not_come_home_by_halves(pair: Pair
     assert model[0].weight.mean() == 4, "what could not go home stays"
 
 
-def test_a_sharded_model_comes_home_from_its_pieces(one_process_group: None, pair: Pair) -> None:
+def test_a_sharded_model_comes_home_from_its_pieces(group_without_ports: None, pair: Pair) -> None:
     pair.cell("model", 0)
     model = pair.worker["model"]
-    mesh = init_device_mesh("cpu", (1,))
-    model.weight = nn.Parameter(distribute_tensor(model.weight.data, mesh, [Shard(0)]))
+    model.weight = nn.Parameter(sharded(model.weight.data.clone(), Shard(0)))
     with torch.no_grad():
         model.weight.to_local().fill_(3)
     assert pair.workers[0].namespace.dirty()
@@ -257,15 +270,14 @@ def test_a_model_in_ddp_comes_without_it(one_process_group: None, pair: Pair) ->
 
 
 def test_of_a_sharded_tensor_a_rank_s_piece_comes_with_a_word(
-    one_process_group: None, pair: Pair, capsys: pytest.CaptureFixture[str]
+    group_without_ports: None, pair: Pair, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mesh = init_device_mesh("cpu", (1,))
     ns = pair.worker
-    ns["whole"] = {"w": distribute_tensor(torch.arange(4.0), mesh, [Replicate()])}
+    ns["whole"] = {"w": sharded(torch.arange(4.0), Replicate())}
     found: Any = pair.workers[0].pull("whole", into=pair.ns)
     assert type(found["whole"]["w"]) is torch.Tensor
     assert capsys.readouterr().err == ""
-    ns["piece"] = nn.Parameter(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
+    ns["piece"] = nn.Parameter(sharded(torch.arange(4.0), Shard(0)))
     found = pair.workers[0].pull("piece", into=pair.ns)
     assert isinstance(found["piece"], nn.Parameter)
     assert "rank 0 has only a piece of 1 sharded tensor(s) in piece" in capsys.readouterr().err
