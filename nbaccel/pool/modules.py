@@ -33,19 +33,23 @@ class Survey:
 
     modules: tuple[tuple[str, nn.Module], ...]
     tensors: tuple[tuple[str, torch.Tensor], ...]
+    aliases: tuple[tuple[str, str], ...] = ()
+    """Further paths of submodules, each with the first."""
 
     @classmethod
     def of(cls, module: nn.Module) -> Survey:
         """Look through a module."""
         modules: dict[int, tuple[str, nn.Module]] = {}
         tensors: list[tuple[str, torch.Tensor]] = []
-        _visit(module, "", modules, tensors)
-        return cls(tuple(modules.values()), tuple(tensors))
+        aliases: list[tuple[str, str]] = []
+        _visit(module, "", modules, tensors, aliases)
+        return cls(tuple(modules.values()), tuple(tensors), tuple(aliases))
 
     def structure(self) -> tuple[Hashable, ...]:
         """Equal as long as a worker's copy can be kept."""
         return (
             tuple((path, type(module)) for path, module in self.modules),
+            self.aliases,
             tuple((path, *_geometry(tensor)) for path, tensor in self.tensors),
         )
 
@@ -66,8 +70,10 @@ def _visit(
     path: str,
     modules: dict[int, tuple[str, nn.Module]],
     tensors: list[tuple[str, torch.Tensor]],
+    aliases: list[tuple[str, str]],
 ) -> None:
     if id(module) in modules:
+        aliases.append((path, modules[id(module)][0]))
         return
     modules[id(module)] = (path, module)
     prefix = path + "." if path else ""
@@ -77,7 +83,7 @@ def _visit(
                 tensors.append((prefix + name, tensor))
     for name, child in module._modules.items():
         if child is not None:
-            _visit(child, prefix + name, modules, tensors)
+            _visit(child, prefix + name, modules, tensors, aliases)
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Hashable, ...]:

@@ -6,6 +6,7 @@ per process, its table of classes, is shared: classes of cells are tried with a 
 
 from __future__ import annotations
 
+import gc
 import textwrap
 from typing import Any
 
@@ -90,6 +91,15 @@ class Pair:
             self.flow.bound(rank, namespace.bound())
         self.home(*ranks)
         return shipment
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self.ns.clear()
+        for worker in self.workers:
+            worker.ns.clear()
+        self.workers.clear()
+        del self.flow
+        gc.collect()
 
     def home(self, *ranks: int) -> list[Any]:
         workers = [worker for worker in self.workers if not ranks or worker.rank in ranks]

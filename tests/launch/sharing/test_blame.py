@@ -77,3 +77,9 @@ def test_an_unbound_closure_variable_does_no_harm() -> None:
 
 def test_innocent_large_arguments_are_passed_over() -> None:
     assert blamed(np.zeros(1_000_000), threading.Lock()) == "args[1] (a _thread.lock)"
+
+
+def test_a_value_is_searched_under_the_name_it_has() -> None:
+    assert (
+        blame.find_in({"a": [1, "x"]}, "mine", pickles=lambda v: v == 1) == "mine['a'][1] (a str)"
+    )

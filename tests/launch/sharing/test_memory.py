@@ -164,3 +164,18 @@ def test_closing_closes_on_an_error_too() -> None:
         _ = 1 / 0
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+def test_pages_that_are_given_back_show_the_file_again() -> None:
+    fd = memory.create_file("test", 3 * PAGE_BYTES + 10)
+    with memory.closing(fd):
+        memory.write_at(fd, memoryview(b"file" * PAGE_BYTES)[: 3 * PAGE_BYTES + 10], 0)
+        private = memory.Mapping(fd, 3 * PAGE_BYTES + 10, private=True)
+        private.view(0, private.nbytes)[:] = b"x" * private.nbytes
+        private.give_back(PAGE_BYTES, 2 * PAGE_BYTES)
+        private.give_back(3 * PAGE_BYTES, private.nbytes)
+        assert bytes(private.view(PAGE_BYTES, PAGE_BYTES + 4)) == b"file"
+        assert bytes(private.view(3 * PAGE_BYTES, private.nbytes)) == b"filefilefi"
+        assert bytes(private.view(PAGE_BYTES - 1, PAGE_BYTES)) == b"x"
+        with pytest.raises(OSError, match="giving back bytes 1 to"):
+            private.give_back(1, PAGE_BYTES)

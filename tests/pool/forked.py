@@ -1,0 +1,112 @@
+"""A worker's side of the flow in a process of its own, forked before the notebook's cells run."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+import warnings
+from typing import Any
+
+import torch
+
+from nbaccel.launch import wire
+from nbaccel.launch.openmp import pause_pools
+from nbaccel.launch.sharing import arena
+from nbaccel.launch.sharing.memory import closing
+from nbaccel.pool.flow import Flow
+from nbaccel.pool.names import names_of
+from nbaccel.pool.namespace import Namespace
+from nbaccel.pool.travel import open_parcel
+from tests.pool.pair import run
+
+
+class Forked:
+    """A notebook in this process, and one worker in a child."""
+
+    def __init__(self) -> None:
+        self.ns: dict[str, Any] = vars(sys.modules["__main__"]) | {"__name__": "__main__"}
+        self.flow = Flow(self.ns, [0])
+        self._channel, theirs = wire.Channel.pair()
+        importlib.import_module("torch._dynamo")  # by the first optimizer; once, not in each child
+        pause_pools()  # the child must be able to start its own
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads
+            self._pid = os.fork()
+        if self._pid == 0:
+            self._channel.close()
+            _serve(theirs)
+        theirs.close()
+
+    def notebook(self, text: str) -> None:
+        run(text, self.ns)
+
+    def cell(self, text: str) -> Any:
+        """Run a cell in the worker; what it has then bound to `answer` is given back."""
+        shipment = self.flow.prepare(names_of(text), [0])
+        if shipment is not None:
+            self._ask(("take", shipment.message, shipment.wanted[0]), shipment.fds)
+            self.flow.taken(shipment)
+            shipment.close()
+        bound, _ = self._ask(("run", text))
+        self.flow.bound(0, bound)
+        self.sent = shipment.wanted[0] if shipment is not None else None
+        return self.pull("answer")["answer"] if "answer" in bound else None
+
+    def pull(self, *names: str) -> dict[str, Any]:
+        box, (fd,) = self._ask(("pull", names))
+        with closing(fd):
+            return open_parcel(box, fd, self.ns)
+
+    def _ask(self, question: tuple[Any, ...], fds: Any = ()) -> tuple[Any, list[int]]:
+        self._channel.send(question, fds)
+        (answer, error), fds = self._channel.receive()
+        if error:
+            raise RuntimeError(error)
+        return answer, fds
+
+    def close(self) -> None:
+        self._channel.close()
+        os.waitpid(self._pid, 0)
+
+
+def _serve(channel: wire.Channel) -> None:
+    try:
+        arena.forget()
+        torch.set_num_threads(1)
+        ns = vars(sys.modules["__main__"])
+        namespace = Namespace(ns, rank=0, device="cpu")
+        while True:
+            question, fds = channel.receive()
+            with closing(*fds):
+                _answer(channel, namespace, ns, question, fds)
+    except EOFError:
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _answer(
+    channel: wire.Channel, namespace: Namespace, ns: dict[str, Any], question: Any, fds: list[int]
+) -> None:
+    answer: Any = None
+    out: list[int] = []
+    try:
+        match question:
+            case ("take", cargo, wanted):
+                namespace.take(cargo, fds, wanted)
+            case ("run", text):
+                namespace.begin()
+                run(text, ns)
+                answer = namespace.bound()
+                namespace.write_home()
+                namespace.settle()
+            case ("pull", names):
+                answer, fd = namespace.pack(names)
+                out.append(fd)
+    except Exception:
+        channel.send((None, traceback.format_exc()))
+        return
+    with closing(*out):
+        channel.send((answer, None), out)
