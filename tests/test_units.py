@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from nbaccel.errors import ConfigError
-from nbaccel.units import counted, format_bytes, format_seconds, parse_bytes
+from nbaccel.units import counted, format_bytes, format_seconds, parse_bytes, spans
 
 
 @pytest.mark.parametrize(
@@ -71,3 +71,11 @@ def test_counted():
         "1 worker",
         "2 workers",
     ]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([], ""), ([3], "3"), ([5, 0, 2, 1], "0-2,5"), (range(64), "0-63"), ([0, 2, 4, 4], "0,2,4")],
+)
+def test_spans(numbers, text):
+    assert spans(numbers) == text

@@ -200,21 +200,21 @@ class Console:
             if missing and not final and now - first.time < HOLD_S:
                 return
             if len(twins) < len(heads):
-                twins, first = self._before(twins, first)
-            for r in twins:
-                item = self._queues[r].popleft()
+                twins = self._before(twins, first)
+            popped = {r: self._queues[r].popleft() for r in sorted(twins)}
+            for r, item in popped.items():
                 if isinstance(item, _Rich):
-                    self._live.note(r, item, with_rank=min(twins))
-            yield twins, first
+                    self._live.note(r, item, with_rank=min(popped))
+            yield [*popped], popped[min(popped)]  # of outputs that are updated, twins differ
 
-    def _before(self, twins: list[int], item: _Item) -> tuple[list[int], _Item]:
-        """What has to come out first, if a missing twin is only held up in another rank's queue."""
+    def _before(self, twins: list[int], item: _Item) -> list[int]:
+        """Whose heads have to come out first, if a missing twin is only held up behind one."""
         for rank, queue in self._queues.items():
             deeper = itertools.islice(queue, 1, _LOOK_AHEAD)
             if rank not in twins and any(self._same(other, item) for other in deeper):
                 head = queue[0]
-                return [r for r, q in self._queues.items() if q and self._same(q[0], head)], head
-        return twins, item
+                return [r for r, q in self._queues.items() if q and self._same(q[0], head)]
+        return twins
 
     def _folds(self, item: _Item) -> bool:
         """Whether it may be shown once for several ranks, and is worth waiting for them."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nbaccel.errors import LaunchInterrupted
-from nbaccel.launch import publish, store, verdict, wire, worker
+from nbaccel.launch import publish, store, system, verdict, wire, worker
 from nbaccel.launch.console import Console
 from nbaccel.launch.fork import ForkStarter
 from nbaccel.launch.hiring import Surroundings, dismiss, hire, posts, topologies
@@ -50,6 +50,7 @@ class Crew:
         self._starter = starter
         self._sentinels = sentinels
         self._numbers = itertools.count(1)
+        self._oom_kills = system.oom_kills()
 
     @classmethod
     def start(cls, plan: Plan) -> Crew:
@@ -155,6 +156,7 @@ class Crew:
             number=number,
             console=console,
             collect=self._starter.collect,
+            oom_kills=self._oom_kills,
             **more,
         )
         return watch.run({m.rank: self._sentinels[m.rank] for m in self.members if not m.has_ended})

@@ -5,6 +5,9 @@
 
 There is no history file, no thread, no profile folder and no keyboard. An error is not printed here
 but raised, for the notebook to tell once for all ranks.
+
+The imports include what a shell imports when it is made: a process that has imported this file
+forks workers that make theirs at once.
 """
 
 from __future__ import annotations
@@ -12,12 +15,13 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import inspect
 import linecache
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
-from IPython.core import page
+from IPython.core import completer, completerlib, magics, oinspect, page  # noqa: F401  (see above)
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.displayhook import DisplayHook
 from IPython.core.inputtransformer2 import TransformerManager
@@ -153,14 +157,17 @@ class WorkerShell(InteractiveShell):
             config=config, display_pub_class=publisher
         )
         for name, kind in (("debug", "line"), ("debug", "cell"), ("pdb", "line")):
-            magics: Any = self.magics_manager
-            magics.register_function(_no_debugger(name, rank), magic_kind=kind, magic_name=name)
+            manager: Any = self.magics_manager
+            manager.register_function(_no_debugger(name, rank), magic_kind=kind, magic_name=name)
 
     # ---- what a worker does without
 
     def init_profile_dir(self, profile_dir: Any) -> None:
         """No folder is made, nor looked for; what %cd and others keep, they keep in memory."""
-        self.db = {}
+        if isinstance(getattr(InteractiveShell, "db", None), property):
+            self.db = {}
+        else:  # IPython 8 asks for the folder at once
+            super().init_profile_dir(profile_dir)  # type: ignore[no-untyped-call]
 
     def init_virtualenv(self) -> None:
         """The import path is the notebook's."""
@@ -173,10 +180,10 @@ class WorkerShell(InteractiveShell):
     def init_completer(self) -> None:
         """Set up completion."""
         super().init_completer()  # type: ignore[no-untyped-call]
-        completer: Any = self.Completer
-        if completer.has_trait("policy_overrides"):  # IPython 9
+        own: Any = self.Completer
+        if own.has_trait("policy_overrides"):  # IPython 9
             # A module has its parameters and children by `__getattr__`, which IPython mistrusts.
-            completer.policy_overrides = {
+            own.policy_overrides = {
                 "allowed_getattr_external": _TRUSTED,
                 "allowed_getitem_external": _TRUSTED,
             }
@@ -290,9 +297,13 @@ class WorkerShell(InteractiveShell):
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **options: Any) -> None:
         """Print what does not end the cell, such as the error of a formatter."""
         error = sys.exc_info()[1] if exc_tuple is None else exc_tuple[1]
-        if error is not self._raised and not isinstance(
-            error, (SyntaxError, asyncio.CancelledError)
-        ):
+        if error is self._raised or isinstance(error, (SyntaxError, asyncio.CancelledError)):
+            return
+        own = inspect.currentframe()
+        shower = own.f_back.f_globals.get("__name__", "") if own and own.f_back else ""
+        if error is not None and shower.startswith("IPython.core.magics."):
+            self._errors.append(error)  # IPython 8's %%time hides that its cell has failed
+        else:
             super().showtraceback(exc_tuple, *args, **options)
 
     def showsyntaxerror(self, *args: Any, **options: Any) -> None:

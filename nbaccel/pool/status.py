@@ -134,9 +134,9 @@ class StatusLine:
             f"{how}{format_seconds(self._clock() - self._began)}",
         ]
         if self._peak_rss:
-            parts.append(f"up to {format_bytes(self._peak_rss)}{each}")
-        if self._peak_device is not None:
-            parts.append(f"up to {format_bytes(self._peak_device)}{each} on the device")
+            device = self._peak_device
+            beside = f" (on the device {format_bytes(device)})" if device is not None else ""
+            parts.append(f"up to {format_bytes(self._peak_rss)}{each}{beside}")
         return " · ".join(parts)
 
     def _place(self, lines: Sequence[str]) -> None:

@@ -64,6 +64,7 @@ class Turn(Listener):
         number: The turn's number, which the ranks' Idle repeats.
         console: Where output goes.
         collect: Tells of workers that have ended; see `launch.starter.Starter`.
+        oom_kills: How often the system had run out of memory when the workers were started.
         timeout_s: Seconds after which the turn is ended; None for no limit.
         on_tick: Called with this turn when about a second has passed; returns when it wants to be
             called again (CLOCK_MONOTONIC).
@@ -77,6 +78,7 @@ class Turn(Listener):
         number: int,
         console: Console,
         collect: Callable[[], Sequence[wire.Ended]],
+        oom_kills: int,
         timeout_s: float | None = None,
         on_tick: Callable[[Turn], float] | None = None,
     ) -> None:
@@ -95,7 +97,7 @@ class Turn(Listener):
         self._deadline = None if timeout_s is None else self._began + timeout_s
         self._on_tick = on_tick
         self._next_tick = self._began + 1.0
-        self._oom_kills = system.oom_kills()
+        self._oom_kills = oom_kills
         for member in self.account.members:
             _reset(member)
 

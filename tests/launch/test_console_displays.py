@@ -1,0 +1,228 @@
+"""Rich output among what workers print: its place, its folding, and what can be shown only once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from nbaccel.launch import console
+from nbaccel.launch.console import Console
+from nbaccel.launch.wire import ClearOutput, Display
+from tests.launch.test_console import Screen
+
+
+class Show(Screen):
+    """A console without a notebook: of rich output, a terminal shows the text."""
+
+    def show(self, rank: int, text: str, *, handle: str = "", update: bool = False) -> None:
+        more = {"transient": {"display_id": handle}} if handle else {}
+        content = {"data": {"text/plain": text, "text/html": f"<b>{text}</b>"}, "metadata": {}}
+        if update:
+            more["update"] = True  # type: ignore[assignment]
+        self.console.feed_display(rank, Display(content | more))
+
+
+@pytest.fixture
+def screen(capfd: pytest.CaptureFixture[str]) -> Show:
+    return Show(capfd)
+
+
+def test_a_display_that_all_send_is_shown_once_and_without_a_label(screen: Show) -> None:
+    for rank in (0, 1):
+        screen.show(rank, "figure")
+    assert screen.flush() == "figure\n"
+
+
+def test_displays_that_differ_have_their_rank_above(screen: Show) -> None:
+    for rank in (0, 1):
+        screen.show(rank, f"figure {rank}")
+    assert screen.flush() == "[0]\nfigure 0\n[1]\nfigure 1\n"
+
+
+def test_some_ranks_of_many_are_named_together(capfd: pytest.CaptureFixture[str]) -> None:
+    screen = Show(capfd, ranks=4)
+    for rank in (1, 2, 3):
+        screen.show(rank, "figure")
+    assert screen.flush() == "[1-3]\nfigure\n"
+
+
+def test_the_only_rank_needs_no_label(capfd: pytest.CaptureFixture[str]) -> None:
+    screen = Show(capfd, ranks=1)
+    screen.show(0, "figure")
+    assert screen.flush() == "figure\n"
+
+
+def test_the_same_text_in_another_form_is_another_display(screen: Show) -> None:
+    screen.console.feed_display(0, Display({"data": {"text/plain": "x", "text/html": "a"}}))
+    screen.console.feed_display(1, Display({"data": {"text/plain": "x", "text/html": "b"}}))
+    assert screen.flush() == "[0]\nx\n[1]\nx\n"
+
+
+def test_a_display_keeps_its_place_among_the_lines(screen: Show) -> None:
+    for rank in (0, 1):
+        screen.say(rank, "before\n")
+        screen.show(rank, "figure")
+        screen.say(rank, "after\n")
+    assert screen.flush() == "[0-1] before\nfigure\n[0-1] after\n"
+
+
+def test_the_start_of_a_line_comes_before_the_display(screen: Show) -> None:
+    for rank in (0, 1):
+        screen.say(rank, "see: ")
+        screen.show(rank, "figure")
+        screen.say(rank, "end\n")
+    assert screen.flush() == "[0-1] see: \nfigure\n[0-1] end\n"
+
+
+def test_a_line_and_a_display_of_the_same_text_are_two(screen: Show) -> None:
+    screen.say(0, "x\n")
+    screen.show(1, "x")
+    assert screen.flush() == "[0] x\n[1]\nx\n"
+
+
+def test_a_display_waits_for_its_twin_and_no_longer_than_that(
+    screen: Show, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "TICK_S", 0.0)
+    monkeypatch.setattr(console, "HOLD_S", 1000.0)
+    screen.show(0, "figure")
+    screen.console.tick()
+    assert screen._capfd.readouterr().out == ""
+    assert screen.console.due_in() is not None
+    monkeypatch.setattr(console, "HOLD_S", 0.0)
+    screen.console.tick()
+    assert screen._capfd.readouterr().out == "[0]\nfigure\n"
+    assert screen.console.due_in() is None
+
+
+def test_a_bar_stands_below_a_display(screen: Show) -> None:
+    screen.say(0, "\r50%", "stderr")
+    screen.flush()
+    screen.show(0, "figure")
+    assert screen.flush() == "[0]\nfigure\n"
+    assert screen.err.endswith("[0] 50%")
+
+
+def test_with_a_template_every_display_has_its_prefix(capfd: pytest.CaptureFixture[str]) -> None:
+    screen = Show(capfd, template="<${rank}> ")
+    for rank in (0, 1):
+        screen.show(rank, "figure")
+    assert screen.flush() == "<0>\nfigure\n<1>\nfigure\n"
+    bare = Show(capfd, template="")
+    bare.show(0, "figure")
+    assert bare.flush() == "figure\n"
+
+
+# ------------------------------------------------------------------------- what lives on
+
+
+def test_of_outputs_that_are_updated_the_lowest_rank_s_is_shown(screen: Show) -> None:
+    for rank in (1, 0):
+        screen.show(rank, f"start {rank}", handle=f"id{rank}")
+    assert screen.flush() == "start 0\n"
+    for rank in (1, 0):
+        screen.show(rank, f"next {rank}", handle=f"id{rank}", update=True)
+    assert screen.flush() == "next 0\n"
+
+
+def test_an_output_of_one_rank_alone_is_updated_too(screen: Show) -> None:
+    screen.show(1, "start", handle="a")
+    assert screen.flush() == "[1]\nstart\n"
+    screen.show(1, "next", handle="a", update=True)
+    assert screen.flush() == "next\n"
+
+
+def test_one_name_for_the_outputs_of_all_is_the_lowest_rank_s(screen: Show) -> None:
+    screen.show(0, "start 0", handle="same")
+    assert screen.flush() == "[0]\nstart 0\n"
+    screen.show(1, "start 1", handle="same")
+    screen.show(1, "next 1", handle="same", update=True)
+    assert screen.flush() == ""
+    screen.show(0, "next 0", handle="same", update=True)
+    assert screen.flush() == "next 0\n"
+
+
+def test_of_many_updates_only_the_last_is_shown(screen: Show) -> None:
+    screen.show(0, "start", handle="a")
+    screen.flush()
+    for step in range(100):
+        screen.show(0, f"step {step}", handle="a", update=True)
+    assert screen.flush() == "step 99\n"
+
+
+def test_an_update_waits_for_nobody(screen: Show, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "TICK_S", 0.0)
+    screen.show(0, "start", handle="a")
+    screen.flush()
+    monkeypatch.setattr(console, "HOLD_S", 1000.0)
+    screen.show(0, "next", handle="a", update=True)
+    screen.console.tick()
+    assert screen._capfd.readouterr().out == "next\n"
+
+
+def test_the_cell_is_cleared_once_for_all_and_by_the_lowest_rank(screen: Show) -> None:
+    for rank in (0, 1):
+        screen.console.feed_display(rank, ClearOutput(wait=True))
+    screen.flush()
+    assert screen.console.clears == 1
+    screen.console.feed_display(1, ClearOutput(wait=True))
+    screen.flush()
+    assert screen.console.clears == 1, "rank 0 is the one that clears"
+    screen.console.feed_display(0, ClearOutput(wait=True))
+    screen.flush()
+    assert screen.console.clears == 2
+
+
+def test_a_rank_that_alone_clears_does(screen: Show) -> None:
+    screen.console.feed_display(1, ClearOutput(wait=False))
+    screen.flush()
+    assert screen.console.clears == 1
+
+
+def test_no_display_is_lost_or_turned_around_in_a_storm(capfd: pytest.CaptureFixture[str]) -> None:
+    screen = Show(capfd, ranks=3)
+    dice = random.Random(2)  # the same storm every time
+    said: dict[int, list[str]] = {0: [], 1: [], 2: []}
+    shown = ""
+    for number in range(400):
+        rank = dice.randrange(3)
+        text = f"common {number // 20}" if dice.random() < 0.4 else f"own {rank} {number}"
+        said[rank].append(text)
+        if dice.random() < 0.5:
+            screen.show(rank, text)
+        else:
+            screen.say(rank, text + "\n")
+        if dice.random() < 0.05:
+            shown += screen.flush()
+    shown += screen.end()
+    found = ranked(shown)
+    for rank, expected in said.items():
+        assert [text for ranks, text in found if rank in ranks] == expected
+
+
+def ranked(shown: str) -> list[tuple[set[int], str]]:
+    """Lines and displays with their ranks: a label alone on its line belongs to the next one."""
+    found: list[tuple[set[int], str]] = []
+    label: set[int] | None = None
+    for line in shown.splitlines():
+        if label is not None:
+            found.append((label, line))
+            label = None
+        elif line.startswith("[") and line.endswith("]"):
+            label = spread(line[1:-1])
+        elif line.startswith("["):
+            ranks, _, text = line[1:].partition("] ")
+            found.append((spread(ranks), text))
+        else:
+            found.append(({0, 1, 2}, line))
+    return found
+
+
+def spread(ranks: str) -> set[int]:
+    spans = [span.partition("-") for span in ranks.split(",")]
+    return {i for a, _, b in spans for i in range(int(a), int(b or a) + 1)}
+
+
+def test_a_console_without_displays_knows_of_no_clearing() -> None:
+    assert Console([0]).clears == 0

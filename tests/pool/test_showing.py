@@ -1,0 +1,102 @@
+"""What the ranks' cells end with, folded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nbaccel.pool.showing import show_results
+
+
+def plain(text: str) -> dict[str, Any]:
+    return {"data": {"text/plain": text}, "metadata": {}}
+
+
+def rich(text: str, html: str) -> dict[str, Any]:
+    return {"data": {"text/plain": text, "text/html": html}, "metadata": {}}
+
+
+def shown(results: Mapping[int, Mapping[str, Any] | None]) -> list[str]:
+    """Each output's text; rich ones with their HTML."""
+    found: list[str] = []
+
+    def publish(bundle: Mapping[str, Any]) -> None:
+        data = bundle["data"]
+        found.append(data["text/plain"] + (f" {data['text/html']}" if "text/html" in data else ""))
+
+    show_results(results, publish)
+    return found
+
+
+def test_equal_results_are_shown_once() -> None:
+    assert shown({0: plain("5"), 1: plain("5")}) == ["5"]
+    assert shown({1: rich("t", "<b>")}) == ["t <b>"]
+
+
+def test_nothing_is_shown_for_no_results() -> None:
+    assert shown({}) == []
+    assert shown({0: None, 1: None}) == []
+
+
+def test_one_line_results_share_an_output() -> None:
+    results = {0: plain("0.9"), 1: plain("0.8"), 2: plain("0.9"), 3: plain("0.9")}
+    assert shown(results) == ["[0,2-3] 0.9\n[1] 0.8"]
+
+
+def test_a_rank_without_a_result_is_left_out() -> None:
+    assert shown({0: None, 1: plain("5")}) == ["[1] 5"]
+    assert shown({0: plain("5"), 1: {"data": {}, "metadata": {}}}) == ["[0] 5"]
+
+
+def test_rich_and_long_results_stand_below_their_label() -> None:
+    results = {0: rich("a", "<a>"), 1: plain("x"), 2: rich("b", "<b>"), 3: plain("y\nz")}
+    assert shown(results) == ["[0]", "a <a>", "[1] x\n[2]", "b <b>", "[3]", "y\nz"]
+
+
+def test_the_same_text_with_another_form_or_metadata_is_another_result() -> None:
+    assert len(shown({0: rich("t", "<a>"), 1: rich("t", "<b>")})) == 4
+    wide = plain("5") | {"metadata": {"width": 3}}
+    assert shown({0: plain("5"), 1: wide}) == ["[0] 5\n[1] 5"]
+
+
+@given(st.dictionaries(st.integers(0, 9), st.none() | st.sampled_from("abc").map(plain)))
+def test_every_rank_s_result_can_be_read_from_what_is_shown(
+    results: dict[int, dict[str, Any] | None],
+) -> None:
+    texts = {rank: b["data"]["text/plain"] for rank, b in results.items() if b}
+    lines = [line for output in shown(results) for line in output.split("\n")]
+    told: dict[int, str] = {}
+    for line in lines:
+        if not line.startswith("["):
+            assert set(texts) == set(results)
+            told |= dict.fromkeys(results, line)
+            continue
+        ranks, _, text = line[1:].partition("] ")
+        for span in ranks.split(","):
+            first, _, last = span.partition("-")
+            told |= dict.fromkeys(range(int(first), int(last or first) + 1), text)
+    assert told == texts
+    assert len(lines) == len(set(texts.values()))
+
+
+def test_in_a_terminal_the_text_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    show_results({0: rich("text", "<b>"), 1: None})
+    assert capsys.readouterr().out == "[0]\ntext\n"
+
+
+def test_showing_needs_neither_torch_nor_ipython() -> None:
+    code = (
+        "import sys\n"
+        "from nbaccel.pool import showing, status\n"
+        "showing.show_results({0: {'data': {'text/plain': 'x'}, 'metadata': {}}})\n"
+        "status.StatusLine([0]).finish()\n"
+        "print(sorted({'torch', 'IPython'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "x\n[]\n"
