@@ -326,7 +326,7 @@ class _Reader:
             return word
         try:
             return DollarFormatter().vformat(word, (), dict(self.namespace))
-        except Exception:
+        except Exception:  # as IPython: what cannot be evaluated stays as written
             return word
 
 

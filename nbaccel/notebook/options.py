@@ -85,7 +85,7 @@ OWN: tuple[Option, ...] = (
         flags=("--out",),
         value="NAME[,NAME]",
         meaning="Bring these names into the notebook afterwards: a list by rank each, or the "
-        "value itself where one rank ran.",
+        "value itself where --ranks names one.",
     ),
     Option(
         name="config",
@@ -123,7 +123,7 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand(
         name="pull",
         meaning="Copy names from the workers into the notebook: lists by rank, or the value "
-        "where one rank is asked.",
+        "where --ranks names one.",
         options=("ranks",),
         names=True,
     ),

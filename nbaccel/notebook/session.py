@@ -101,7 +101,8 @@ class Session:
         check_ranks(ranks, pool.num_processes)
         self._bind(pool, pool.pull(*names, ranks=ranks))
         asked = tuple(range(pool.num_processes)) if ranks is None else ranks
-        shape = "" if len(asked) == 1 else ", a list by rank" + (" each" if len(names) > 1 else "")
+        is_value = ranks is not None and len(ranks) == 1
+        shape = "" if is_value else ", a list by rank" + (" each" if len(names) > 1 else "")
         return f"Pulled {', '.join(names)} from {told_ranks(asked)}{shape}."
 
     def push(self, names: Sequence[str], ranks: Sequence[int] | None) -> str:

@@ -200,7 +200,7 @@ class Pool:
             if failed is not None:
                 raise failed
             showing.show_results(account.shown)
-            found = self._fetch(tuple(out), asked) if out else {}
+            found = self._fetch(tuple(out), asked, single=ranks is not None) if out else {}
         return CellResult(shown=account.shown, out=found, seconds=seconds)
 
     def call(
@@ -390,7 +390,7 @@ class Pool:
             self._flow.taken(shipment)
 
     def _fetch(
-        self, names: tuple[str, ...], ranks: Sequence[int], *, single: bool = True
+        self, names: tuple[str, ...], ranks: Sequence[int], *, single: bool
     ) -> dict[str, Any]:
         crew = self._ready()
         account = crew.turn({rank: (messages.Pull(names=names), ()) for rank in ranks})
@@ -400,7 +400,7 @@ class Pool:
             packed = member.returned.parcel if member.returned is not None else None
             if packed is not None and member.result_fd is not None:
                 found.append(open_parcel(packed, member.result_fd, self._namespace))
-        one = single and len(ranks) == 1 and self.num_processes > 1
+        one = single and len(ranks) == 1
         return {name: found[0][name] if one else [f[name] for f in found] for name in names}
 
     def bound_here(self, names: Sequence[str]) -> None:

@@ -80,7 +80,14 @@ def test_workers_from_start_to_end(own: Kernel) -> None:
     cell = own.run(START.replace("-n 2", "-n 3")).check()
     assert "3 new workers started, because rank 1 was killed by SIGKILL" in cell.stderr
 
+    own.run("%accelerate restart -n 1").check()
+    own.run("%%accelerate --out all_of_them\nall_of_them = 5").check()
+    own.run("%%accelerate --ranks 0 --out the_first\nthe_first = 6").check()
+    assert shown(own.run("all_of_them, the_first")) == ["([5], 6)"]
+    own.run("%accelerate pull all_of_them --ranks 0").check()
+    assert shown(own.run("all_of_them")) == ["5"]
+
     left = own.descendants()
-    assert len(left) == 4
+    assert len(left) == 2
     own.client.shutdown()  # as JupyterLab ends a kernel, or begins to start it anew
     assert wait_for(lambda: not any(process.is_running() for process in left))

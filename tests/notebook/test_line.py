@@ -182,9 +182,9 @@ def test_ranks_beyond_the_last_are_refused():
 
 
 def test_names_that_the_notebook_lacks_are_refused():
-    missing_names(["model"], {"model": 1})
-    with pytest.raises(ConfigError, match=r"'modle'.* Did you mean 'model'"):
-        missing_names(["modle"], {"model": 1})
+    missing_names(["mymodel"], {"mymodel": 1})
+    with pytest.raises(ConfigError, match=r"'mymodl'.* Did you mean 'mymodel'"):
+        missing_names(["mymodl"], {"mymodel": 1})
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_pull_and_push(live: Kernel) -> None:
     live.run("there = 'sent'").check()
     assert "Pushed there to rank 0:" in live.run("%accelerate push there --ranks 0").check().stdout
     assert shown(live.run("%%accelerate --ranks 0\nglobals()['there']")) == ["'sent'"]
-    text = told(live.run("%accelerate push ther"))
+    text = told(live.run("%accelerate push therre"))
     assert "Did you mean 'there'?" in " ".join(text.split())
     text = told(live.run("%accelerate pull her"))
     assert "her" in text
