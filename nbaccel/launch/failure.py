@@ -301,10 +301,11 @@ def _one_line(record: Record, cause: Record) -> str:
         return f"lost its connection{where} (a consequence)"
     text = _cut(record.headline)
     if record.raised is not None:
-        if cause.raised is not None and cause.raised.type_name == record.raised.type_name:
-            text = f"raised {record.raised.type_name}, too,"
         mine = user_frame(reversed(record.raised.frames))
-        text += f" at {place(mine)}" if mine else ""
+        where = f" at {place(mine)}" if mine else ""
+        if cause.raised is not None and cause.raised.type_name == record.raised.type_name:
+            return f"raised {record.raised.type_name}, too{',' if where else ''}{where}"
+        text += where
     return text
 
 

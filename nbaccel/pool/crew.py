@@ -90,7 +90,9 @@ class Crew:
     def _see_them_in(self) -> None:
         account = self._watch([m.rank for m in self.members], number=0)
         if account.interrupted:
-            raise LaunchInterrupted("the workers were being started, and have been stopped")
+            raise LaunchInterrupted(
+                f"all {len(self.members)} workers have been ended at their start"
+            )
         failed = verdict.error(account, world_size=self.plan.world_size, timeout_s=None)
         if failed is not None:
             raise failed

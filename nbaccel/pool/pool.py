@@ -21,12 +21,13 @@ from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError, LaunchInterrupted, UnsafeMoment
 from nbaccel.launch import verdict
 from nbaccel.launch.outcome import Outcome
-from nbaccel.launch.system import uninterrupted
 from nbaccel.pool import calling, ending, messages, showing, status
+from nbaccel.pool.aftermath import Aftermath
 from nbaccel.pool.crew import Crew
 from nbaccel.pool.flow import Flow, Shipment
 from nbaccel.pool.names import Names, names_of
-from nbaccel.pool.settings import Footsteps, notebook_names, plan_of, source_of
+from nbaccel.pool.planning import plan_pool
+from nbaccel.pool.settings import Footsteps, notebook_names, source_of
 from nbaccel.pool.source import Source
 from nbaccel.pool.states import PoolState
 from nbaccel.pool.travel import open_parcel
@@ -97,7 +98,7 @@ class Pool:
                 "the other. Use config.changed(...) or leave config out."
             )
         self.config = config or RunConfig(**settings)
-        self.plan = plan_of(self.config)
+        self.plan = plan_pool(self.config)
         self.reason = ""
         """Why the pool is broken or stopped, if so."""
         self._namespace = notebook_names() if namespace is None else namespace
@@ -106,9 +107,8 @@ class Pool:
         self._crew: Crew | None = None
         self._end: Callable[[], object] = lambda: None
         self._flow = Flow(self._namespace, range(self.plan.num_processes))
-        self._generation = 0
+        self._aftermath: Aftermath | None = None
         self._lock = threading.Lock()
-        self._stranded: set[tuple[str, str]] = set()
         self._footsteps = Footsteps()
 
     # ---- what it is
@@ -145,7 +145,7 @@ class Pool:
         Args:
             config: Other settings for the new ones.
         """
-        plan = plan_of(config) if config is not None else self.plan
+        plan = plan_pool(config) if config is not None else self.plan
         self.stop()
         with self._turn_of_mine():
             self.config, self.plan = plan.config, plan
@@ -240,7 +240,8 @@ class Pool:
                 try:
                     return call.conclude(account)
                 finally:
-                    self._keep_in_step(account)
+                    if self._aftermath is not None:
+                        self._aftermath.keep_in_step(account)
 
     def push(self, *names: str, ranks: Sequence[int] | None = None) -> int:
         """Send names to the workers, whether or not they have changed.
@@ -319,40 +320,13 @@ class Pool:
         """What holds for good and bad endings: who owns which name, weights, process groups."""
         for rank, idle in account.idle.items():
             self._flow.bound(rank, idle.bound)
-        self._keep_in_step(account)
+        aftermath = self._aftermath
         self._note_lost(account)
-        if self._state is not PoolState.BROKEN:
-            self._bring_home(account)
-
-    def _bring_home(self, account: Account) -> None:
-        if self._crew is None or not self.config.share_back:
-            return
-        if any(idle.dirty for idle in account.idle.values()):
-            with uninterrupted():  # half of a model is worse than either
-                back = self._crew.everyone(messages.GoHome())
-                reports = [m.returned.home for m in back.members if m.returned]
-                self._crew.everyone(messages.Settle())
-                stranded = {
-                    k: why for r in reports if r is not None for k, why in r.stranded.items()
-                }
-                self._flow.came_home(stranded)
-            self._note_lost(back)
-            for path, why in stranded.items() - self._stranded:
-                sys.stderr.write(ending.stays_behind(path, why))
-            self._stranded |= stranded.items()
-
-    def _keep_in_step(self, account: Account) -> None:
-        """Let all ranks leave groups in which they have begun different numbers of collectives."""
-        crew = self._crew
-        met = {idle.sequence for idle in account.idle.values() if idle.in_groups}
-        joined = {idle.in_groups for idle in account.idle.values()}
-        out_of_step = account.was_cut or len(met) > 1 or (len(joined) > 1 and bool(met))
-        whole = len(account.idle) == self.num_processes
-        if crew is None or account.lost or not (account.was_cut or (out_of_step and whole)):
-            return
-        self._generation += 1
-        reason = "a cell was stopped while ranks were waiting for each other"
-        crew.everyone(messages.LeaveGroups(generation=self._generation, reason=reason))
+        if aftermath is not None and not account.lost:
+            aftermath.keep_in_step(account)
+            written = aftermath.bring_home(account)
+            if written is not None:
+                self._note_lost(written)
 
     def _note_lost(self, account: Account) -> None:
         if account.lost:
@@ -448,7 +422,8 @@ class Pool:
             self._crew = crew = Crew.start(self.plan)
             self._end = weakref.finalize(self, crew.end)
             self._flow = Flow(self._namespace, range(self.num_processes))
-            self._generation, self.reason = 0, ""
+            self._aftermath = Aftermath(crew, self._flow, share_back=self.config.share_back)
+            self.reason = ""
             self._footsteps = Footsteps()
             if self._dist:
                 crew.everyone(messages.JoinGroup(backend=None, timeout_s=arrival.timeout_s(None)))
@@ -456,7 +431,7 @@ class Pool:
         return self._crew
 
     def _dissolve(self, state: PoolState, reason: str) -> None:
-        self._crew = None
+        self._crew = self._aftermath = None
         self._state, self.reason = state, reason
         self._end()
 

@@ -1,4 +1,4 @@
-"""What a pool goes by: its plan, the notebook's names, and where the notebook stands now."""
+"""What a pool goes by: the notebook's names, and where the notebook stands now."""
 
 from __future__ import annotations
 
@@ -7,49 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel import env
-from nbaccel.config import RunConfig
-from nbaccel.errors import ConfigError, PlatformUnsupported
-from nbaccel.plan import Plan, resolve
 from nbaccel.pool.source import Source
 
-__all__ = ["Footsteps", "notebook_names", "plan_of", "source_of"]
-
-
-def plan_of(config: RunConfig) -> Plan:
-    """What live workers will be started as.
-
-    Raises:
-        ConfigError: Settings are wrong, or do not fit this machine or a pool; all mistakes at once.
-        PlatformUnsupported: This system cannot have live workers.
-    """
-    if not sys.platform.startswith("linux"):
-        raise PlatformUnsupported(
-            f"Live workers need Linux (memfd, pidfd): this is {sys.platform}. Run the code in an "
-            "ordinary cell."
-        )
-    mistakes = []
-    if config.num_nodes > 1:
-        mistakes.append(
-            f"num_nodes={config.num_nodes}: live workers belong to one notebook on one machine. "
-            "Use notebook_launcher(num_nodes=...) for several."
-        )
-    if config.start_method == "inline":
-        mistakes.append(
-            'start_method="inline" has no workers: the code would run in this very process. Run it '
-            'in an ordinary cell, or use "template".'
-        )
-    if config.max_restarts:
-        mistakes.append(
-            f"max_restarts={config.max_restarts}: a cell is not run again after a failure, because "
-            "its variables would be those of the first try. Leave it at 0."
-        )
-    if mistakes:
-        raise ConfigError(*mistakes)
-    plan = resolve(config)
-    if plan.start_method in ("inline", "auto"):
-        reason = "live workers are processes of their own, whatever their number"
-        return plan.with_start_method("template", reason)
-    return plan
+__all__ = ["Footsteps", "notebook_names", "source_of"]
 
 
 def notebook_names() -> dict[str, Any]:

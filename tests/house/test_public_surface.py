@@ -32,6 +32,7 @@ PUBLIC = {
     "NbaccelError",
     "PartialState",
     "Plan",
+    "Pool",
     "PrecisionMismatch",
     "ProfileKwargs",
     "ProjectConfiguration",

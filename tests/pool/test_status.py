@@ -187,8 +187,8 @@ def test_a_device_has_a_column_where_there_is_one() -> None:
     assert text.splitlines()[2].split()[-1] == "-"
 
 
-def test_a_table_without_rows_is_its_head() -> None:
-    assert str(StatusTable([])) == "rank  state  for  memory  doing"
+def test_a_table_without_rows_is_its_headline() -> None:
+    assert str(StatusTable([], headline="new")) == "new"
 
 
 # ------------------------------------------------------------------------- the HTML

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbaccel.launch.sharing import memory
@@ -332,6 +333,18 @@ class Homecoming:
         for key, arena in self._arenas.items():
             self._apply_one(key, arena, merged)
         refresh_devices(self._sharing, merged.stranded)
+        if merged.complete or merged.written:
+            self._note_change(merged)
+
+    def _note_change(self, merged: HomeReport) -> None:
+        """Let torch know that the tensors have new values, as if an operation had written them.
+
+        A graph that still needs the old ones says so then, and a pool's workers adopt the new.
+        """
+        for module in self._sharing.modules:
+            if module.path not in merged.stranded:
+                tensors = dict(named_tensors(module.module))
+                increment_version([tensors[slot.name] for _, slot in module.slots])
 
     def _apply_one(self, key: str, arena: Arena, merged: HomeReport) -> None:
         whole = [(0, arena.nbytes)]
