@@ -408,15 +408,20 @@ def test_a_pool_that_nobody_holds_ends_its_workers() -> None:
     assert not any(map(lives, found))
 
 
-def test_idle_workers_use_no_processor_time(pool: Pool) -> None:
-    found = [psutil.Process(pid) for pid in pids(pool)]
+def processor_time(pid: int) -> dict[str, str]:
+    """Nanoseconds on a processor and number of times there, of every thread."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return {task.name: (task / "schedstat").read_text() for task in tasks}
+
+
+def test_idle_workers_use_no_processor_time(fresh: Pool) -> None:
+    """(Once in a process group, gloo's own thread wakes up a hundred times a second.)"""
+    fresh.run("1 + 1")
+    found = pids(fresh)
     time.sleep(0.3)  # they tidy up after the last task
-    before = [sum(p.cpu_times()[:2]) for p in found]
-    switches = [p.num_ctx_switches() for p in found]
+    before = [processor_time(pid) for pid in found]
     time.sleep(1.0)
-    ticks = [sum(p.cpu_times()[:2]) for p in found]
-    assert all(now - then <= 0.01 for now, then in zip(ticks, before, strict=True))  # rounding
-    assert [p.num_ctx_switches() for p in found] == switches  # not one wake-up
+    assert [processor_time(pid) for pid in found] == before
 
 
 def test_two_hundred_cells_leave_no_more_open_than_two(pool: Pool, names: Names) -> None:
