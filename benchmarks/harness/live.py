@@ -14,7 +14,7 @@ OURS = "nbaccel"
 NUM_WORKERS = 2
 # In the notebook's kernel. The names begin with an underscore: one peer copies those of the workers
 # that do not into the notebook.
-TOOLS = '''
+TOOLS = """
 import json as _json
 import time as _time
 
@@ -30,9 +30,9 @@ def _time_trips(count, name, line):
         shell.run_cell_magic(name, line, "1+1\\n")
         seconds.append(_time.perf_counter() - began)
     _report(seconds=seconds)
-'''
+"""
 WITH_TORCH = TOOLS + "\nimport torch\n"
-FIRST = 'import os\nimport torch\nprint("answer", os.getpid(), torch.__version__)'
+FIRST = 'import os\nimport torch\nprint(f"answer {os.getpid()} {torch.__version__}")'
 ANSWER = re.compile(r"\banswer (\d+) ")
 _IPP_GROUP = """
 import socket as _socket
@@ -113,7 +113,7 @@ SUBJECTS = (
         load="import ipyparallel as ipp",
         start=(
             "cluster = ipp.Cluster(n=2)\nrc = cluster.start_and_connect_sync()\n"
-            "view = rc[:]\nview.activate()",
+            "view = rc[:]\nview.block = True\nview.activate()",
         ),
         group=(_IPP_GROUP,),
         join='dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)',

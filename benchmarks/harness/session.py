@@ -111,7 +111,7 @@ class Session:
         return {"started_at": started}
 
     def _wait_for_new_kernel(self, timeout_s: float) -> None:
-        """Until both channels that a cell needs have reached it; asked often, so as to lose no time."""
+        """Until both channels that a cell needs have reached it; asked often, to lose no time."""
         deadline = time.monotonic() + timeout_s
         has_replied = has_published = False
         while not (has_replied and has_published):
