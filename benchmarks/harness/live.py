@@ -125,7 +125,7 @@ SUBJECTS = (
         module="jupyter_distributed",
         magic=None,
         join='rank = int(os.environ["RANK"])\ndist.init_process_group("gloo")',
-        culprit=r"\[Rank (\d+) — error\]",
+        culprit=r"\[Rank (\d+) — error\]|\[Rank (\d+) — running\]\n-{9}",
     ),
     Live(
         name="nbdistributed",
@@ -134,7 +134,7 @@ SUBJECTS = (
         load="%load_ext nbdistributed",
         start=("%dist_init -n 2",),
         local=("%dist_mode --disable",),
-        limit_s=40.0,  # its own limit is 30
+        limit_s=75.0,  # its own is 30, and then 30 more for the workers' names
         culprit=r"Error on Rank (\d+)",
     ),
 )

@@ -108,7 +108,7 @@ def timing(form: str = "{:.3f}", scale: float = 1.0) -> Cell:
 def share(fact: str, wanted: Any = True) -> Cell:
     def cell(results: Results, measure: str, subject: str) -> str:
         samples = results.get(measure, subject)
-        facts = [entry for entry in samples.facts if entry[fact] is not None] if samples else []
+        facts = [entry for entry in samples.facts if fact in entry] if samples else []
         return f"{sum(entry[fact] == wanted for entry in facts)} of {len(facts)}" if facts else ""
 
     return cell

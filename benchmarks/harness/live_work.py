@@ -167,7 +167,6 @@ def _told(subject: Live, measure: str, answer: dict[str, Any]) -> dict[str, Any]
         "blamed_rank": int(blamed) if blamed is not None else None,
         "says_why": SAYS[measure] in text,
         "num_lines": len(text.splitlines()),
-        "next": None,
     }
 
 
