@@ -41,9 +41,9 @@ def run(results: Results, subjects: list[Live], num_repeats: int, sections: str)
         for subject in subjects:
             say(f"round {turn + 1} of {num_repeats}: {subject.name}")
             _round(results, subject, sections)
-        for section in sections:
-            results.note(section, repeats=turn + 1, isolated=can_isolate())
-        results.save()  # a run that is broken off keeps its rounds
+            for section in sections:
+                results.note(section, repeats=turn + 1, isolated=can_isolate())
+            results.save()  # a run that is broken off keeps what it has
 
 
 def _round(results: Results, subject: Live, sections: str) -> None:
