@@ -103,17 +103,20 @@ def stays_behind(path: str, why: str) -> str:
 
 
 class StatusShow:
-    """The line about each rank while a cell runs."""
+    """The line about each rank while a cell runs.
 
-    def __init__(self) -> None:
-        self._line: status.StatusLine | None = None
+    Args:
+        ranks: The ranks that run it.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._line = status.StatusLine(ranks, say=self._say)
+        self._turn: Turn | None = None
         self._clears = 0
 
     def tick(self, turn: Turn) -> float:
         """Show the ranks, and ask where they are for the next time."""
-        account = turn.account
-        if self._line is None:
-            self._line = status.StatusLine([m.rank for m in account.members], say=turn.notice)
+        account, self._turn = turn.account, turn
         rows = [
             rank_status(m, turn.seconds, account.places.get(m.rank), is_open=m.rank in turn.open)
             for m in account.members
@@ -127,13 +130,16 @@ class StatusShow:
                 tell(member, messages.Look())
         return time.monotonic() + 1.0
 
+    def _say(self, text: str) -> None:
+        if self._turn is not None:
+            self._turn.notice(text)
+
     def end(self, account: Account) -> None:
         """Leave one line, if there has been anything to see."""
-        if self._line is not None:
-            failed = any(m.returned is None for m in account.members)
-            self._line.finish(
-                failed=failed and not account.interrupted, interrupted=account.interrupted
-            )
+        failed = any(m.returned is None for m in account.members)
+        self._line.finish(
+            failed=failed and not account.interrupted, interrupted=account.interrupted
+        )
 
 
 def rank_status(

@@ -309,7 +309,7 @@ class Pool:
             directory=self._footsteps.directory(),
             environment=self._footsteps.environment(),
         )
-        show = ending.StatusShow()
+        show = ending.StatusShow(ranks)
         account = crew.turn(
             dict.fromkeys(ranks, (body, ())), timeout_s=self.config.timeout, on_tick=show.tick
         )
