@@ -6,11 +6,12 @@ import contextlib
 import itertools
 import os
 import select
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nbaccel.errors import LaunchInterrupted
+from nbaccel.errors import LaunchInterrupted, StartupFailed
 from nbaccel.launch import publish, store, system, verdict, wire, worker
 from nbaccel.launch.console import Console
 from nbaccel.launch.fork import ForkStarter
@@ -51,6 +52,7 @@ class Crew:
         self._sentinels = sentinels
         self._numbers = itertools.count(1)
         self._oom_kills = system.oom_kills()
+        self._orphaned = ""
 
     @classmethod
     def start(cls, plan: Plan) -> Crew:
@@ -158,11 +160,24 @@ class Crew:
             ranks,
             number=number,
             console=console,
-            collect=self._starter.collect,
+            collect=self._collect,
             oom_kills=self._oom_kills,
             **more,
         )
-        return watch.run({m.rank: self._sentinels[m.rank] for m in self.members if not m.has_ended})
+        account = watch.run(
+            {m.rank: self._sentinels[m.rank] for m in self.members if not m.has_ended}
+        )
+        account.remark = self._orphaned
+        return account
+
+    def _collect(self) -> Sequence[wire.Ended]:
+        """Workers that have ended; all of them, if the process they came from has."""
+        try:
+            return self._starter.collect()
+        except StartupFailed as error:
+            self._orphaned = str(error).partition("\n")[0]
+            left = [m.pid for m in self.members if not m.has_ended]
+            return [wire.Ended(pid, -signal.SIGTERM, 0) for pid in left]
 
     def _member(self, rank: int) -> Member:
         return self.members[rank]

@@ -50,11 +50,14 @@ def closing(account: Account, unsendable: Mapping[str, str]) -> str:
         for name, why in unsendable.items()
         if any(f"name {name!r} is not defined" in text for text in said)
     ]
+    lines += [account.remark] if account.remark else []
     return "\n".join([*lines, LOST if account.lost else ALIVE])
 
 
 def why_lost(account: Account) -> str:
     """In one clause, why a pool is broken."""
+    if account.remark:
+        return account.remark[:1].lower() + account.remark[1:].rstrip(".")
     records = [m.record for m in account.members if m.record is not None and m.rank in account.lost]
     if not records:
         return "a worker was lost"

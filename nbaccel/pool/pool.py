@@ -32,7 +32,6 @@ from nbaccel.pool.source import Source
 from nbaccel.pool.states import PoolState
 from nbaccel.pool.travel import open_parcel
 from nbaccel.pool.turn import Account
-from nbaccel.train import arrival
 from nbaccel.units import counted
 
 if TYPE_CHECKING:
@@ -426,7 +425,7 @@ class Pool:
             self.reason = ""
             self._footsteps = Footsteps()
             if self._dist:
-                crew.everyone(messages.JoinGroup(backend=None, timeout_s=arrival.timeout_s(None)))
+                crew.everyone(messages.JoinAll())
         self._state = PoolState.RUNNING
         return self._crew
 

@@ -42,6 +42,8 @@ class Account:
         self.timed_out = False
         self.stuck: list[Member] = []
         self.closing = ""
+        self.remark = ""
+        """What is known beyond the workers' own ends."""
         self.shown: dict[int, Any] = {}
         self.idle: dict[int, messages.Idle] = {}
         self.places: dict[int, messages.Whereabouts] = {}
@@ -246,7 +248,7 @@ class Turn(Listener):
             self._halt(grace_s=GRACE_S)
 
     def _on_group_wanted(self, message: messages.GroupWanted) -> None:
-        if self._group_wanted is None:
+        if self._group_wanted is None or message.ordinal > self._group_wanted.ordinal:
             self._group_wanted = message
             for member in self.members:
                 if member.rank not in self._open and not member.has_ended:
@@ -256,8 +258,7 @@ class Turn(Listener):
         wanted = self._group_wanted
         if wanted is not None:
             self._joining.add(member.rank)
-            join = messages.JoinGroup(backend=wanted.backend, timeout_s=wanted.timeout_s)
-            tell(member, messages.Task(number=0, body=join))
+            tell(member, messages.Task(number=0, body=messages.JoinGroup(wanted=wanted)))
 
     def on_interrupt(self) -> None:
         """The user has pressed Stop; a second time, he means it."""

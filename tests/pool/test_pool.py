@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import nbaccel
 from nbaccel import ConfigError, Pool, RunConfig, WorkerDied, WorkerFailed, notebook_launcher
 from nbaccel.errors import NotSendable, UnsafeMoment
 from nbaccel.pool import PoolState
@@ -168,6 +169,15 @@ def test_ranks_without_the_cell_join_too(fresh: Pool) -> None:
     assert fresh.pull("who", ranks=[1]) == {"who": 1}
     fresh.run("import torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)")
     assert [x.item() for x in fresh.pull("x")["x"]] == [2.0, 2.0]
+
+
+def test_a_group_can_be_joined_and_left_in_one_cell_again_and_again(fresh: Pool) -> None:
+    fresh.run("import torch, torch.distributed as dist\nx = torch.ones(1)")
+    for _ in range(8):  # one rank is through while the other is still leaving
+        fresh.run("dist.all_reduce(x); dist.destroy_process_group()")
+    assert fresh.pull("x") == {"x": [torch.tensor([256.0])] * 2}
+    fresh.run("joined = dist.is_initialized()")
+    assert fresh.pull("joined") == {"joined": [False, False]}
 
 
 def test_an_accelerator_finds_the_group(pool: Pool) -> None:
@@ -448,3 +458,18 @@ def test_two_pools_do_not_disturb_each_other(pool: Pool) -> None:
         assert pool.pull("mine") == {"mine": ["first", "first"]}
     assert notebook_launcher(workers.whoami, (), 2)[1][0] == 1
     assert pool.pull("mine") == {"mine": ["first", "first"]}
+
+
+# ------------------------------------------------------------------------- last: it ends all pools
+
+
+def test_the_end_of_the_template_breaks_the_pool_and_the_next_cell_starts_anew(
+    fresh: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = [psutil.Process(pid) for pid in pids(fresh)]
+    nbaccel.shutdown()
+    with pytest.raises(WorkerDied, match="template process has ended"):
+        fresh.run("1 + 1")
+    assert not psutil.wait_procs(before, timeout=10)[1]
+    fresh.run("1 + 1")
+    assert "new workers started" in capsys.readouterr().err
