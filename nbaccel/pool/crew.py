@@ -90,7 +90,7 @@ class Crew:
         return crew
 
     def _see_them_in(self) -> None:
-        account = self._watch([m.rank for m in self.members], number=0)
+        account = self._watch([m.rank for m in self.members], lambda: None, number=0)
         if account.interrupted:
             raise LaunchInterrupted(
                 f"all {len(self.members)} workers have been ended at their start"
@@ -117,11 +117,15 @@ class Crew:
             What became of it.
         """
         number = next(self._numbers)
-        for rank, (body, fds) in tasks.items():
-            # A worker that has gone meanwhile cannot take it: its sentinel tells, in the watch.
-            with contextlib.suppress(OSError):
-                self._member(rank).channel.send(messages.Task(number=number, body=body), fds)
-        return self._watch(list(tasks), number=number, timeout_s=timeout_s, on_tick=on_tick)
+
+        def begin() -> None:
+            for rank, (body, fds) in tasks.items():
+                # One that has gone meanwhile cannot take it: its sentinel tells, in the watch.
+                with contextlib.suppress(OSError):
+                    task = messages.Task(number=number, body=body)
+                    self.members[rank].channel.send(task, fds)
+
+        return self._watch(list(tasks), begin, number=number, timeout_s=timeout_s, on_tick=on_tick)
 
     def everyone(self, body: Any, fds: Sequence[int] = ()) -> Account:
         """Give all workers the same task."""
@@ -147,7 +151,9 @@ class Crew:
                     publish.show(message)  # of a thread that a cell has left behind
         return found
 
-    def _watch(self, ranks: Sequence[int], *, number: int, **more: Any) -> Account:
+    def _watch(
+        self, ranks: Sequence[int], begin: Callable[[], None], *, number: int, **more: Any
+    ) -> Account:
         template = self.plan.config.log_line_prefix_template
         if template is None and len(self.members) == 1:
             template = ""  # there is nobody to tell it from
@@ -165,7 +171,7 @@ class Crew:
             **more,
         )
         account = watch.run(
-            {m.rank: self._sentinels[m.rank] for m in self.members if not m.has_ended}
+            {m.rank: self._sentinels[m.rank] for m in self.members if not m.has_ended}, begin
         )
         account.remark = self._orphaned
         return account
@@ -178,9 +184,6 @@ class Crew:
             self._orphaned = str(error).partition("\n")[0]
             left = [m.pid for m in self.members if not m.has_ended]
             return [wire.Ended(pid, -signal.SIGTERM, 0) for pid in left]
-
-    def _member(self, rank: int) -> Member:
-        return self.members[rank]
 
     def end(self) -> None:
         """End all workers, wait until they are reaped, and close every connection."""

@@ -122,13 +122,15 @@ class Turn(Listener):
         """Ranks that are not through yet."""
         return frozenset(self._open)
 
-    def run(self, sentinels: Mapping[int, int]) -> Account:
+    def run(self, sentinels: Mapping[int, int], begin: Callable[[], None]) -> Account:
         """Wait until every rank is through, or lost.
 
         Args:
             sentinels: Rank → descriptor that becomes readable when that worker has ended.
+            begin: Gives out the tasks. From then on an interrupt is the workers' business.
         """
         with self.listening(list(sentinels.values())):
+            begin()
             while self._unfinished():
                 if not self._advance():
                     break
