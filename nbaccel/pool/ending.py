@@ -173,11 +173,12 @@ def status_table(
     """The pool as `%accelerate status` shows it."""
     now = time.monotonic()
     rows = [
-        rank_status(m, now - m.born, places.get(m.rank), is_open=state is PoolState.RUNNING)
+        rank_status(m, now - m.since, places.get(m.rank), is_open=state is PoolState.RUNNING)
         for m in members
     ]
     told = f": {reason}" if reason else ""
-    headline = f"{state.name.lower()}{told}. {plan.headline()}"
+    workers = plan.headline() if members else f"The next cell starts {plan.headline()}"
+    headline = f"{state.name.lower()}{told}. {workers}"
     return status.StatusTable(rows, headline=headline)
 
 

@@ -227,7 +227,7 @@ class Turn(Listener):
             if self._halting is not None and rank not in self._open:
                 self._halting.over(rank)
             return
-        member.state = State.RETURNED
+        member.state, member.since = State.RETURNED, time.monotonic()
         self._open.discard(rank)
         self.drain_output(member)
         self._console.close(rank)
@@ -336,5 +336,6 @@ def _reset(member: Member) -> None:
             os.close(fd)
     member.result_fd = member.error = member.returned = member.record = None
     member.told = False
+    member.since = time.monotonic()
     if member.state is not State.BORN and not member.has_ended:
         member.state = State.RUNNING

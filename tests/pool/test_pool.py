@@ -67,6 +67,14 @@ def test_out_brings_values_back(pool: Pool) -> None:
     assert [t.tolist() for t in found.out["total"]] == [[0.0, 2.0, 4.0]] * 2
 
 
+def test_status_counts_from_the_last_cell(pool: Pool) -> None:
+    began = time.monotonic()
+    pool.run("1")
+    rows = pool.status().rows
+    assert [row.state for row in rows] == ["idle", "idle"]
+    assert all(row.seconds <= time.monotonic() - began for row in rows)
+
+
 def test_top_level_await_and_magics_work(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     pool.run("import asyncio\nawait asyncio.sleep(0)\n%env NBACCEL_PROBE=7\nwaited = True")
     assert pool.pull("waited") == {"waited": [True, True]}
@@ -254,6 +262,7 @@ def test_a_killed_worker_breaks_the_pool_and_the_next_cell_starts_anew(
         fresh.run("if rank: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
     assert "rank 0: " in str(caught.value)
     assert fresh.state is PoolState.BROKEN
+    assert str(fresh.status()).endswith("The next cell starts " + fresh.plan.headline())
     assert not any(map(lives, before))
     fresh.run("new = 1")
     assert "because rank 1 was killed by SIGKILL" in capsys.readouterr().err
