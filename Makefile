@@ -37,9 +37,10 @@ lint: $(VENV)/.dev  ## style, types, import direction, spelling
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell
 
-bench: $(VENV)/.dev  ## time launches and training steps against the peers (takes hours; wants a quiet machine)
+bench: $(VENV)/.dev  ## time launches, steps and live workers against the peers (takes hours; wants a quiet machine)
 	@$(BIN)/python benchmarks/launch.py
 	@$(BIN)/python benchmarks/step.py
+	@$(BIN)/python benchmarks/pool.py
 
 clean:  ## remove the environment, the caches and what was built
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -47,7 +47,7 @@ def judge(results: Results) -> list[Verdict]:
     return [verdict for judge in measured for verdict in judge(results)]
 
 
-def _at_most(section: str, what: str, found: float | None, bar: float, unit: str) -> Verdict:
+def at_most(section: str, what: str, found: float | None, bar: float, unit: str) -> Verdict:
     promise = f"{what}: at most {bar:.3g} {unit}"
     if found is None:
         return Verdict(section, promise, "not measured", False)
@@ -67,7 +67,7 @@ def _latency(results: Results) -> Iterator[Verdict]:
             model = results.median(f"a model later {state}", subject)
             extra = None if ours is None or model is None else (model - ours) * 1000
             what = f"{where}: handing over a shared 1 GiB model, more than a no-op"
-            yield _at_most("a", what, extra, HANDOVER_S * 1000, "ms")
+            yield at_most("a", what, extra, HANDOVER_S * 1000, "ms")
         yield _share(results, f"a adamw later {state}", TEMPLATE, 0.2)
     for subject in OURS:
         rows = [name for name, who in results.samples if who == subject and name[0] == "a"]
@@ -80,7 +80,7 @@ def _share(results: Results, measure: str, subject: str, bar: float) -> Verdict:
     ours, theirs = results.median(measure, subject), results.median(measure, PEER)
     ratio = None if ours is None or not theirs else ours / theirs
     _, case, when, state = measure.split()
-    return _at_most(
+    return at_most(
         "a", f"{subject}, {state} kernel: {case}, {when} launches", ratio, bar, f"of {PEER}'s time"
     )
 
@@ -94,7 +94,7 @@ def _memory(results: Results) -> Iterator[Verdict]:
             if subject == FORK:
                 found = _without_template(results.get(measure, subject))
                 what += ", less the template that waits unused"
-            yield _at_most("b", what, found, MEMORY_MIB[subject], "MiB")
+            yield at_most("b", what, found, MEMORY_MIB[subject], "MiB")
 
 
 def _without_template(samples: Samples | None) -> float | None:
@@ -109,7 +109,7 @@ def _home(results: Results) -> Iterator[Verdict]:
     for subject in OURS:
         what = f"{subject}, weights changed by an optimizer: their way home"
         found = home.in_copies(results, subject, "sgd")
-        yield _at_most("c", what, found, MEMCPYS, "memcpys")
+        yield at_most("c", what, found, MEMCPYS, "memcpys")
 
 
 def _stop(results: Results) -> Iterator[Verdict]:
@@ -117,7 +117,7 @@ def _stop(results: Results) -> Iterator[Verdict]:
         for where in ("collective", "receive", "sleep"):
             samples = results.get(f"d {where}", subject)
             median = samples.median if samples else None
-            yield _at_most("d", f"{subject}, workers in a {where}: Stop", median, STOP_S, "s")
+            yield at_most("d", f"{subject}, workers in a {where}: Stop", median, STOP_S, "s")
             left = [fact["num_left"] for fact in samples.facts] if samples else []
             clean = not _trouble(samples) and not any(left)
             what = f"{subject}, workers in a {where}: every Stop ends the cell, no worker is left"
@@ -128,7 +128,7 @@ def _killed(results: Results) -> Iterator[Verdict]:
     for subject in OURS:
         samples = results.get("e killed", subject)
         median = samples.median if samples else None
-        yield _at_most("e", f"{subject}: SIGKILL of a worker, end of cell", median, KILLED_S, "s")
+        yield at_most("e", f"{subject}: SIGKILL of a worker, end of cell", median, KILLED_S, "s")
         facts = samples.facts if samples else []
         right = [fact["names_signal"] and fact["blamed_rank"] == 1 for fact in facts]
         promise = f"{subject}: SIGKILL and the right rank are named"
@@ -140,10 +140,10 @@ def _error(results: Results) -> Iterator[Verdict]:
     for subject in OURS:
         samples = results.get("f error", subject)
         median = samples.median if samples else None
-        yield _at_most("f", f"{subject}: an error in rank 1, end of cell", median, ERROR_S, "s")
+        yield at_most("f", f"{subject}: an error in rank 1, end of cell", median, ERROR_S, "s")
         facts = samples.facts if samples else []
         lines = max((fact["num_lines"] for fact in facts), default=None)
-        yield _at_most("f", f"{subject}: most lines shown", lines, ERROR_LINES, "lines")
+        yield at_most("f", f"{subject}: most lines shown", lines, ERROR_LINES, "lines")
         right = [fact["has_own_line"] and fact["blamed_rank"] == 1 for fact in facts]
         promise = f"{subject}: the cell's own line and the right rank are shown"
         holds = bool(right) and all(right) and not _trouble(samples)

@@ -73,6 +73,8 @@ class Remote:
         hosts = self.folder / "hosts"
         hosts.write_text(HOSTS)
         settings = {TAG: self.tag, "ACCELERATE_USE_CPU": "1", "HOME": str(home)}
+        # As in an activated environment: some start their workers with whatever `python` is.
+        settings["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
             settings[name] = str(home / name.lower())
         session = [sys.executable, "-c", BOOT, str(HERE), self.tag]

@@ -15,7 +15,10 @@ from os import cpu_count, getloadavg
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("nbaccel", "torch", "accelerate", "lightning", "ipykernel", "jupyter_client")
+PACKAGES = (
+    *("nbaccel", "torch", "accelerate", "lightning", "ipykernel", "jupyter_client"),
+    *("ipyparallel", "nbdistributed", "jupyter-distributed"),
+)
 
 
 @dataclass

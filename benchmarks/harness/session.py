@@ -21,7 +21,7 @@ import zmq
 from jupyter_client.manager import KernelManager
 
 from harness.output import CellOutput
-from harness.processes import is_alive, measure_memory, settle, tagged
+from harness.processes import cpu_ns, is_alive, measure_memory, settle, tagged
 
 Tick = Callable[[CellOutput], None]
 
@@ -76,11 +76,68 @@ class Session:
                 tick(output)
         ended_at = max(reply_at, idle_at) if reply_at and idle_at else None
         return {
+            "started_at": started,
             "ended_at": ended_at,
             "text": output.text,
             "error": output.error_text,
             "error_name": output.error_name,
             "values": output.values,
+        }
+
+    def run_all(self, codes: list[str], timeout_s: float) -> dict[str, Any]:
+        """Run cells one after the other, up to one that hangs."""
+        answers: list[dict[str, Any]] = []
+        for code in codes:
+            answers.append(self.run(code, timeout_s))
+            if answers[-1]["ended_at"] is None:
+                break
+        return {"answers": answers}
+
+    def distribute(self, num_processes: int) -> dict[str, Any]:
+        """Restart the kernel as jupyter-distributed's, as its field "Processes" does.
+
+        Its server extension does the same with the server's kernel manager.
+        """
+        from jupyter_distributed.coordinator import KernelLaunchAdapter
+
+        started = time.monotonic()
+        adapter = KernelLaunchAdapter()
+        registry = Path(self.manager.connection_file).parent / "jupyter-distributed.json"
+        adapter.configure_proxy(
+            self.manager, adapter.capture(self.manager), num_processes, registry
+        )
+        self.manager.restart_kernel()
+        self._wait_for_new_kernel(60.0)
+        return {"started_at": started}
+
+    def _wait_for_new_kernel(self, timeout_s: float) -> None:
+        """Until both channels that a cell needs have reached it; asked often, to lose no time."""
+        deadline = time.monotonic() + timeout_s
+        has_replied = has_published = False
+        while not (has_replied and has_published):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the new kernel was not ready within {timeout_s:.0f} s")
+            self.client.kernel_info()
+            self.client.shell_channel.socket.poll(100)
+            while self.client.shell_channel.msg_ready():
+                self.client.get_shell_msg(timeout=5)
+                has_replied = True
+            while self.client.iopub_channel.msg_ready():
+                self.client.get_iopub_msg(timeout=5)
+                has_published = True
+
+    def idle_cpu(self, seconds: float) -> dict[str, Any]:
+        """Processor time that the kernel and all others of the session take while nobody asks."""
+        pid = self.manager.provisioner.pid
+        before, started = cpu_ns(self.tag), time.monotonic()
+        time.sleep(seconds)
+        after, took = cpu_ns(self.tag), time.monotonic() - started
+        used = {name: after[name] - before.get(name, 0) for name in after}
+        kernel = used.pop(pid, 0)
+        return {
+            "kernel_s_per_min": kernel / 1e9 * 60 / took,
+            "others_s_per_min": sum(used.values()) / 1e9 * 60 / took,
+            "num_others": len(used),
         }
 
     def run_and_interrupt(
@@ -134,7 +191,8 @@ class Session:
             return {"seconds": settle(self.tag, **options)}
         if operation == "memory":
             return {"samples": [measure_memory(self.tag)]}
-        allowed = {"start", "run", "run_and_interrupt", "run_and_weigh", "survivors"}
+        allowed = {"start", "run", "run_all", "run_and_interrupt", "run_and_weigh", "survivors"}
+        allowed |= {"distribute", "idle_cpu"}
         if operation not in allowed:
             raise ValueError(f"unknown operation {operation!r}")
         answer: dict[str, Any] = getattr(self, operation)(**options)

@@ -37,7 +37,7 @@ def timing(results: Results, measure: str, subject: str) -> str:
     if samples is None:
         return ""
     return ", ".join(
-        part for part in (_number(results, measure, subject), _trouble(samples)) if part
+        part for part in (_number(results, measure, subject), trouble(samples)) if part
     )
 
 
@@ -51,7 +51,7 @@ def _number(results: Results, measure: str, subject: str) -> str:
     return f"{text} ({ours / theirs:.2f}x)" if has_ratio and theirs else text
 
 
-def _trouble(samples: Samples) -> str:
+def trouble(samples: Samples) -> str:
     told = []
     if samples.hangs:
         told.append(f"**hangs** {samples.hangs} of {samples.num_tries}")
@@ -148,7 +148,7 @@ def _rows(section: str) -> list[tuple[str, str, Cell]]:
     ]
 
 
-def _grid(head: list[str], rows: list[list[str]]) -> str:
+def as_grid(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] + ["--:"] * (len(head) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -160,7 +160,7 @@ def _section(results: Results, section: str) -> str:
         cells = [cell(results, measure, subject) for subject in subjects]
         if any(cells):
             grid.append([label, *(text or "-" for text in cells)])
-    return _grid(["", *subjects], grid)
+    return as_grid(["", *subjects], grid)
 
 
 def _home_section(results: Results) -> str:
@@ -178,21 +178,21 @@ def _home_section(results: Results) -> str:
         cells = [_seconds(results.median(f"c memcpy {copy}", name)) for name in subjects]
         rows.append([f"one memcpy of 1 GiB into {copy} memory, one thread, s", *cells])
     note = "accelerate, fabric and torch.multiprocessing leave the notebook's model untrained."
-    return (_grid(["", *subjects], rows) + "\n\n" if subjects else "") + note
+    return (as_grid(["", *subjects], rows) + "\n\n" if subjects else "") + note
 
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _provenance(facts: dict[str, Any]) -> str:
+def provenance(facts: dict[str, Any]) -> str:
     where = "each kernel in namespaces of its own"
     if not facts["isolated"]:
         where = "**without namespaces**: the kernels shared the machine's network and processes"
     return f"Taken {facts['taken']}, {facts['repeats']} repeats, {where}; load {facts['load']}."
 
 
-def _machines(results: Results) -> str:
+def machines(results: Results) -> str:
     """Hardware and versions, once if all sections agree."""
     told: dict[str, list[str]] = {}
     for section, facts in sorted(results.sections.items()):
@@ -213,18 +213,18 @@ def _strangers(results: Results) -> str:
     return f"{sum(found)} of {len(found)} samples had a process beside them that maps PyTorch."
 
 
-def _verdicts(verdicts: list[Verdict]) -> str:
-    if not verdicts:
+def verdicts(found: list[Verdict]) -> str:
+    if not found:
         return "### Bars\n\nnbaccel has not been measured in this run."
     lines = [
         f"- {'pass' if verdict.holds else '**FAIL**'} ({verdict.section}) "
         f"{verdict.promise}: found {verdict.found}"
-        for verdict in verdicts
+        for verdict in found
     ]
     return "### Bars\n\n" + "\n".join(lines)
 
 
-def render(results: Results, verdicts: list[Verdict]) -> str:
+def render(results: Results, judged: list[Verdict]) -> str:
     """The whole text that stands between the markers in README.md."""
     blocks = []
     for section, title in TITLES.items():
@@ -233,8 +233,8 @@ def render(results: Results, verdicts: list[Verdict]) -> str:
             blocks += [f"### {title}", body]
             if section == "b":
                 blocks.append(_strangers(results))
-            blocks.append(_provenance(results.sections[section]))
-    blocks += [_verdicts(verdicts), "### Machine and versions", _machines(results)]
+            blocks.append(provenance(results.sections[section]))
+    blocks += [verdicts(judged), "### Machine and versions", machines(results)]
     return "\n\n".join(blocks) + "\n"
 
 
