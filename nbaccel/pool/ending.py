@@ -31,10 +31,27 @@ __all__ = [
 ]
 
 ALIVE = "The workers live on, with all their variables."
+REGROUPED = (
+    "Their process groups were ended, since ranks were waiting in them; the next collective makes "
+    "new ones. Run the cells again that build what holds one (a DDP model, an Accelerator)."
+)
+UNEVEN = (
+    "the ranks have called different numbers of collectives in this cell, so their process groups "
+    "were ended: the next collective would have met the wrong partner. Run the cells again that "
+    "build what holds one (a DDP model, an Accelerator)."
+)
 LOST = (
     "All workers have been ended, and their variables are lost. The next cell starts new ones. The "
     "notebook's own variables and models are as they were before this cell."
 )
+
+
+def _left(account: Account) -> str:
+    """What is left after a turn that ended badly."""
+    if account.lost:
+        return LOST
+    in_groups = any(idle.in_groups for idle in account.idle.values())
+    return f"{ALIVE} {REGROUPED}" if account.out_of_step and in_groups else ALIVE
 
 
 def closing(account: Account, unsendable: Mapping[str, str]) -> str:
@@ -51,7 +68,7 @@ def closing(account: Account, unsendable: Mapping[str, str]) -> str:
         if any(f"name {name!r} is not defined" in text for text in said)
     ]
     lines += [account.remark] if account.remark else []
-    return "\n".join([*lines, LOST if account.lost else ALIVE])
+    return "\n".join([*lines, _left(account)])
 
 
 def why_lost(account: Account) -> str:
@@ -84,7 +101,7 @@ def stopped(account: Account) -> str:
             lines.append(f"  rank {member.rank} {record.doing}")
         elif member.returned is not None:
             lines.append(f"  rank {member.rank} was through with it")
-    lines.append(LOST if account.lost else ALIVE)
+    lines.append(_left(account))
     return "\n".join(lines)
 
 

@@ -51,6 +51,22 @@ class Account:
         self.lost: list[int] = []
         """Ranks that have ended."""
         self.was_cut = False
+        self.is_whole = False
+        """Whether all workers of the pool had the task."""
+
+    @property
+    def out_of_step(self) -> bool:
+        """Whether process groups are of no more use.
+
+        A rank was cut off in one of their collectives, or their ranks have begun different numbers
+        of them: the next one would meet the wrong partner.
+        """
+        counts: dict[str, set[int]] = {}
+        for name, count in (entry for idle in self.idle.values() for entry in idle.sequence):
+            counts.setdefault(name, set()).add(count)  # of a group that not all ranks are in, some
+        in_groups = {idle.in_groups for idle in self.idle.values()}
+        differ = len(in_groups) > 1 or any(len(found) > 1 for found in counts.values())
+        return self.was_cut or (self.is_whole and differ)
 
     def tails(self) -> dict[int, list[str]]:
         """The last lines that each rank printed."""
@@ -88,6 +104,7 @@ class Turn(Listener):
         ranks = set(active)
         self._open = {m.rank for m in crew if m.rank in ranks and not m.has_ended}
         self.account = Account([m for m in crew if m.rank in ranks], console)
+        self.account.is_whole = len(ranks) == len(crew)
         self._number = number
         self._joining: set[int] = set()
         self._collect = collect

@@ -207,6 +207,7 @@ def test_an_error_frees_a_rank_that_waits_and_the_pool_goes_on(fresh: Pool) -> N
     assert "rank 1 of 2 raised ValueError: no data" in text
     assert "rank 0: was waiting in all_reduce" in text
     assert "live on" in text
+    assert "process groups were ended" in text
     assert pids(fresh) == before
     fresh.run("dist.all_reduce(x)")  # in a new group
     assert [x.item() for x in fresh.pull("x")["x"]] == [2.0, 2.0]
@@ -218,6 +219,28 @@ def test_ranks_that_fail_together_keep_their_group(pool: Pool) -> None:
         pool.run("1 / 0")
     pool.run("same = dist.group.WORLD is group")
     assert pool.pull("same") == {"same": [True, True]}
+
+
+def test_groups_of_some_ranks_and_messages_between_two_keep_the_group(fresh: Pool) -> None:
+    fresh.run(
+        "import torch, torch.distributed as dist\n"
+        "rank, x = dist.get_rank(), torch.ones(1)\n"
+        "alone = dist.new_group([0]); kept = dist.group.WORLD\n"
+        "if rank == 0: dist.all_reduce(x, group=alone)\n"
+        "dist.send(x, 1) if rank == 0 else dist.recv(x, 0)"
+    )
+    fresh.run("same = dist.group.WORLD is kept; dist.all_reduce(x)")
+    assert fresh.pull("same", "x") == {"same": [True, True], "x": [torch.tensor([2.0])] * 2}
+
+
+def test_uneven_collectives_are_told_and_do_no_harm(
+    fresh: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fresh.run("import torch, torch.distributed as dist\nrank, x = dist.get_rank(), torch.ones(1)")
+    fresh.run("work = dist.all_reduce(x.clone(), async_op=True) if rank == 0 else None")
+    assert "different numbers of collectives" in capsys.readouterr().err
+    fresh.run("dist.all_reduce(x)")
+    assert fresh.pull("x") == {"x": [torch.tensor([2.0])] * 2}
 
 
 def test_what_held_a_group_that_was_left_says_so(fresh: Pool) -> None:
