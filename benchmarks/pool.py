@@ -61,9 +61,6 @@ def measure(results: Results, options: argparse.Namespace) -> None:
     for section in options.sections:
         results.forget(section)
     live_work.run(results, choose(options.subjects), options.repeats, options.sections)
-    for section in options.sections:
-        results.note(section, repeats=options.repeats, isolated=can_isolate())
-    results.save()
 
 
 def main() -> int:

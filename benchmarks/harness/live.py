@@ -118,7 +118,7 @@ SUBJECTS = (
         group=(_IPP_GROUP,),
         join='dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)',
         offers_state=True,
-        culprit=r"\[(\d+):execute\]|\b[Ee]ngine (\d+)",
+        culprit=r"^Output for (\d+):|\[(\d+):execute\]",
     ),
     Live(
         name="jupyter-distributed",

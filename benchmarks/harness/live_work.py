@@ -12,7 +12,7 @@ from typing import Any
 
 from harness import live, live_state
 from harness.live import Live
-from harness.namespace import Remote, SessionLostError
+from harness.namespace import Remote, SessionLostError, can_isolate
 from harness.samples import Results, Samples, say
 
 NUM_WARM_UP, NUM_TRIPS, NUM_CELLS = 20, 60, 25
@@ -41,6 +41,9 @@ def run(results: Results, subjects: list[Live], num_repeats: int, sections: str)
         for subject in subjects:
             say(f"round {turn + 1} of {num_repeats}: {subject.name}")
             _round(results, subject, sections)
+        for section in sections:
+            results.note(section, repeats=turn + 1, isolated=can_isolate())
+        results.save()  # a run that is broken off keeps its rounds
 
 
 def _round(results: Results, subject: Live, sections: str) -> None:

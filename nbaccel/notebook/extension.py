@@ -11,6 +11,7 @@ from nbaccel.notebook.cells import Cells
 from nbaccel.notebook.completion import Completion
 from nbaccel.notebook.inspection import Inspection
 from nbaccel.notebook.magics import NAME, cell_magic, line_magic
+from nbaccel.notebook.readiness import Readiness
 from nbaccel.notebook.session import Session
 
 __all__ = ["Extension", "load", "unload"]
@@ -25,6 +26,7 @@ class Extension:
         self._cells = Cells(shell)
         self._completion = Completion(self.session)
         self._inspection = Inspection(self.session)
+        self._readiness = Readiness(shell)
         self._started_template = False
 
     def load(self) -> None:
@@ -37,11 +39,13 @@ class Extension:
         self._cells.load()
         self._completion.load()
         self._inspection.load()
+        self._readiness.load()
         atexit.register(self.session.stop)
 
     def unload(self) -> None:
         """Take it back."""
         atexit.unregister(self.session.stop)
+        self._readiness.unload()
         self._inspection.unload()
         self._completion.unload()
         self._cells.unload()

@@ -91,3 +91,17 @@ def test_workers_from_start_to_end(own: Kernel) -> None:
     assert len(left) == 2
     own.client.shutdown()  # as JupyterLab ends a kernel, or begins to start it anew
     assert wait_for(lambda: not any(process.is_running() for process in left))
+
+
+def test_what_starts_workers_is_imported_once_the_notebook_has_torch() -> None:
+    asks = "import sys; print('torch' in sys.modules, 'nbaccel.pool.pool' in sys.modules)"
+    fresh = Kernel()
+    try:
+        fresh.run("%load_ext nbaccel").check()
+        assert fresh.run(asks).stdout == "False False\n"
+        fresh.run("import torch").check()
+        assert fresh.run(asks).stdout == "True True\n"
+        count = "print(len(get_ipython().events.callbacks['post_run_cell']))"
+        assert fresh.run(count).stdout == "0\n", "ours has had its turn"
+    finally:
+        fresh.close()
