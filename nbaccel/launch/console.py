@@ -194,26 +194,42 @@ class Console:
     def _ready(self, now: float, final: bool) -> Iterator[tuple[list[int], _Item]]:
         while any(self._queues.values()):
             heads = {r: q[0] for r, q in self._queues.items() if q}
-            rank, first = min(heads.items(), key=lambda item: item[1].time)
-            twins = [r for r, item in heads.items() if self._same(item, first)] or [rank]
+            first = min(heads.values(), key=lambda item: item.time)
+            twins = self._twins(first)
             missing = self._open - set(twins) if self._folds(first) else set()
             if missing and not final and now - first.time < HOLD_S:
                 return
             if len(twins) < len(heads):
                 twins = self._before(twins, first)
-            popped = {r: self._queues[r].popleft() for r in sorted(twins)}
+            popped: dict[int, _Item] = {}
+            for r, at in sorted(twins.items()):
+                popped[r] = self._queues[r][at]
+                del self._queues[r][at]
             for r, item in popped.items():
                 if isinstance(item, _Rich):
                     self._live.note(r, item, with_rank=min(popped))
             yield [*popped], popped[min(popped)]  # of outputs that are updated, twins differ
 
-    def _before(self, twins: list[int], item: _Item) -> list[int]:
+    def _twins(self, item: _Item) -> dict[int, int]:
+        """Rank → where in its queue the item's twin is, of ranks where it may come out now."""
+        places = {r: self._reach(q, item) for r, q in self._queues.items()}
+        return {r: at for r, at in places.items() if at is not None}
+
+    def _reach(self, queue: deque[_Item], item: _Item) -> int | None:
+        """Lines of the other stream do not stand in the way: which came first nobody can tell."""
+        for at, other in enumerate(itertools.islice(queue, _LOOK_AHEAD)):
+            if self._same(other, item):
+                return at
+            if _stream(other) in (None, _stream(item)) or _stream(item) is None:
+                return None
+        return None
+
+    def _before(self, twins: dict[int, int], item: _Item) -> dict[int, int]:
         """Whose heads have to come out first, if a missing twin is only held up behind one."""
         for rank, queue in self._queues.items():
             deeper = itertools.islice(queue, 1, _LOOK_AHEAD)
             if rank not in twins and any(self._same(other, item) for other in deeper):
-                head = queue[0]
-                return [r for r, q in self._queues.items() if q and self._same(q[0], head)]
+                return self._twins(queue[0])
         return twins
 
     def _folds(self, item: _Item) -> bool:

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nbaccel import env
+from nbaccel.errors import StartupFailed
 from nbaccel.launch import wire, worker
 from nbaccel.launch.ending import kill_all
 from nbaccel.launch.fork import ForkStarter
-from nbaccel.launch.member import Member, connect
+from nbaccel.launch.member import Member, State, connect
 from nbaccel.launch.sharing import memory
 from nbaccel.launch.starter import Starter
 from nbaccel.plan import Plan
@@ -72,7 +73,11 @@ def hire(starter: Starter, rank: int, members: list[Member]) -> Member:
 
 def dismiss(starter: Starter, members: Sequence[Member]) -> None:
     """Kill what is left of the workers, and close all connections."""
-    kill_all(starter, [m for m in members if not m.has_ended])
+    try:
+        kill_all(starter, [m for m in members if not m.has_ended])
+    except StartupFailed:  # the template has ended, and has taken them along
+        for member in members:
+            member.state = State.GONE
     for member in members:
         member.close()
 

@@ -35,6 +35,8 @@ class Member:
     pid: int
     state: State = State.BORN
     born: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.monotonic)
+    """When it was given its latest task, or was through with it."""
     returned: wire.Returned | None = None
     result_fd: int | None = None
     record: failure.Record | None = None

@@ -1,6 +1,6 @@
 """What torch's process groups need in a worker: they end without a deadlock, and never meet twice.
 
-Both are faults of torch 2.13 and not of this launch; `docs/upstream.md` has the stacks.
+Both are faults of torch 2.13, not of ours; `docs/upstream.md` has the stacks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def keep() -> None:
     ~ProcessGroupGloo joins a thread that may be waiting for the GIL to drop a finished work, while
     the destructor holds it: a deadlock, met in every fifth to thirtieth DDP run that ends by
     `destroy_process_group()` (torch 2.13; the stack is in docs/upstream.md). Shutting a group down
-    works as before; only its C++ object outlives it, and this process is about to end anyway.
+    works as before; only its C++ object outlives it. (A live worker closes what that leaves open:
+    `pool/groups.py`.)
     """
     c10d = dist.distributed_c10d
     kept: list[Any] = []

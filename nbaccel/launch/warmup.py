@@ -41,6 +41,8 @@ class Boot:
 
     def error_text(self) -> str:
         """What it has written to stderr."""
+        if self.socket.fileno() < 0:
+            return "it was ended on request (nbaccel.shutdown, or the end of this process)"
         return os.pread(self.errors, 1 << 20, 0).decode(errors="replace")
 
     def end(self) -> None:

@@ -331,14 +331,14 @@ def _refuse_questions(rank: int) -> None:
     def refuse(prompt: object = "") -> NoReturn:
         raise InputRefused(
             f"input({str(prompt)!r}) in worker {rank} cannot be answered: workers have no keyboard"
-            ", and waiting would hang the launch. Ask in a cell before and pass the answer in "
-            "args."
+            ", and waiting would hang for ever. Ask in an ordinary cell before, and hand the "
+            "answer over."
         )
 
     def no_debugger(*args: Any, **kwargs: Any) -> NoReturn:
         raise InputRefused(
-            f"breakpoint() in worker {rank} has no keyboard to listen to. Debug with "
-            "num_processes=1: the function then runs in the notebook itself."
+            f"breakpoint() in worker {rank} has no keyboard to listen to. Debug in the notebook "
+            "itself: a launch with num_processes=1, or an ordinary cell."
         )
 
     builtins.input = refuse

@@ -49,7 +49,7 @@ class Cells:
             text: What stands below it.
         """
         lines, above = self._lines(line, text)
-        count = self._shell.execution_count
+        count = self._count()
         # Each execution has a name of its own: a function keeps the lines it was made of.
         name = f"<ipython-input-{count}-accelerate-{next(self._serial)}>"
         source = Source(
@@ -65,6 +65,14 @@ class Cells:
 
     def _note(self, info: ExecutionInfo) -> None:
         self._raw = info.raw_cell or ""
+
+    def _count(self) -> int:
+        """The number that the running cell is shown with."""
+        # IPython 9 counts up before it runs a cell, earlier ones do afterwards. What the cell was
+        # compiled under is right in both.
+        names = self._shell.compile._filename_map  # noqa: SLF001 - how IPython says In[7]
+        found = (names[file] for file, _ in _user_lines() if file in names)
+        return int(next(found, self._shell.execution_count))
 
     def _lines(self, line: str, text: str) -> tuple[list[str], int]:
         """The cell's lines as the user sees them, and how many stand above the code."""

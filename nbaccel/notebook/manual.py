@@ -107,8 +107,8 @@ def _meaning(option: Option) -> str:
     if default in (None, ""):
         return option.meaning
     if option.negative:
-        return f"{option.meaning} (usually {'yes' if default else 'no'})"
-    return f"{option.meaning} (usually {default})"
+        return f"{option.meaning} (default {'yes' if default else 'no'})"
+    return f"{option.meaning} (default {default})"
 
 
 def _row(head: str, meaning: str) -> list[str]:

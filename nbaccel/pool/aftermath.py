@@ -30,22 +30,15 @@ class Aftermath:
         self._stranded: set[tuple[str, str]] = set()
 
     def keep_in_step(self, account: Account) -> None:
-        """Let all ranks leave process groups in which they are not at the same collective.
-
-        A group is of no more use when a rank was cut off in one of its collectives, or when its
-        ranks have begun different numbers of them: the next one would meet the wrong partner.
-        """
-        if account.lost:
+        """Let all ranks leave process groups that are of no more use, and say so if nothing has."""
+        if account.lost or not account.out_of_step:
             return
-        in_groups = {idle.in_groups for idle in account.idle.values()}
-        counts = {idle.sequence for idle in account.idle.values() if idle.in_groups}
-        everyone = len(account.idle) == len(self._crew.members)
-        out_of_step = everyone and True in in_groups and len(counts) + len(in_groups) > 2
-        if not (account.was_cut or out_of_step):
-            return
+        ended_well = all(m.returned is not None for m in account.members)
         self._generation += 1
         reason = "a cell was ended while ranks were waiting for each other"
         self._crew.everyone(messages.LeaveGroups(generation=self._generation, reason=reason))
+        if ended_well:
+            sys.stderr.write(f"nbaccel: {ending.UNEVEN}\n")
 
     def bring_home(self, account: Account) -> Account | None:
         """Let the notebook's modules have the weights, if a rank has changed some.

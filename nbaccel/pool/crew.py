@@ -6,11 +6,12 @@ import contextlib
 import itertools
 import os
 import select
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nbaccel.errors import LaunchInterrupted
+from nbaccel.errors import LaunchInterrupted, StartupFailed
 from nbaccel.launch import publish, store, system, verdict, wire, worker
 from nbaccel.launch.console import Console
 from nbaccel.launch.fork import ForkStarter
@@ -51,6 +52,7 @@ class Crew:
         self._sentinels = sentinels
         self._numbers = itertools.count(1)
         self._oom_kills = system.oom_kills()
+        self._orphaned = ""
 
     @classmethod
     def start(cls, plan: Plan) -> Crew:
@@ -88,7 +90,7 @@ class Crew:
         return crew
 
     def _see_them_in(self) -> None:
-        account = self._watch([m.rank for m in self.members], number=0)
+        account = self._watch([m.rank for m in self.members], lambda: None, number=0)
         if account.interrupted:
             raise LaunchInterrupted(
                 f"all {len(self.members)} workers have been ended at their start"
@@ -115,11 +117,15 @@ class Crew:
             What became of it.
         """
         number = next(self._numbers)
-        for rank, (body, fds) in tasks.items():
-            # A worker that has gone meanwhile cannot take it: its sentinel tells, in the watch.
-            with contextlib.suppress(OSError):
-                self._member(rank).channel.send(messages.Task(number=number, body=body), fds)
-        return self._watch(list(tasks), number=number, timeout_s=timeout_s, on_tick=on_tick)
+
+        def begin() -> None:
+            for rank, (body, fds) in tasks.items():
+                # One that has gone meanwhile cannot take it: its sentinel tells, in the watch.
+                with contextlib.suppress(OSError):
+                    task = messages.Task(number=number, body=body)
+                    self.members[rank].channel.send(task, fds)
+
+        return self._watch(list(tasks), begin, number=number, timeout_s=timeout_s, on_tick=on_tick)
 
     def everyone(self, body: Any, fds: Sequence[int] = ()) -> Account:
         """Give all workers the same task."""
@@ -145,7 +151,9 @@ class Crew:
                     publish.show(message)  # of a thread that a cell has left behind
         return found
 
-    def _watch(self, ranks: Sequence[int], *, number: int, **more: Any) -> Account:
+    def _watch(
+        self, ranks: Sequence[int], begin: Callable[[], None], *, number: int, **more: Any
+    ) -> Account:
         template = self.plan.config.log_line_prefix_template
         if template is None and len(self.members) == 1:
             template = ""  # there is nobody to tell it from
@@ -158,14 +166,24 @@ class Crew:
             ranks,
             number=number,
             console=console,
-            collect=self._starter.collect,
+            collect=self._collect,
             oom_kills=self._oom_kills,
             **more,
         )
-        return watch.run({m.rank: self._sentinels[m.rank] for m in self.members if not m.has_ended})
+        account = watch.run(
+            {m.rank: self._sentinels[m.rank] for m in self.members if not m.has_ended}, begin
+        )
+        account.remark = self._orphaned
+        return account
 
-    def _member(self, rank: int) -> Member:
-        return self.members[rank]
+    def _collect(self) -> Sequence[wire.Ended]:
+        """Workers that have ended; all of them, if the process they came from has."""
+        try:
+            return self._starter.collect()
+        except StartupFailed as error:
+            self._orphaned = str(error).partition("\n")[0]
+            left = [m.pid for m in self.members if not m.has_ended]
+            return [wire.Ended(pid, -signal.SIGTERM, 0) for pid in left]
 
     def end(self) -> None:
         """End all workers, wait until they are reaped, and close every connection."""

@@ -31,10 +31,27 @@ __all__ = [
 ]
 
 ALIVE = "The workers live on, with all their variables."
+REGROUPED = (
+    "Their process groups were ended, since ranks were waiting in them; the next collective makes "
+    "new ones. Run the cells again that build what holds one (a DDP model, an Accelerator)."
+)
+UNEVEN = (
+    "the ranks have called different numbers of collectives in this cell, so their process groups "
+    "were ended: the next collective would have met the wrong partner. Run the cells again that "
+    "build what holds one (a DDP model, an Accelerator)."
+)
 LOST = (
     "All workers have been ended, and their variables are lost. The next cell starts new ones. The "
     "notebook's own variables and models are as they were before this cell."
 )
+
+
+def _left(account: Account) -> str:
+    """What is left after a turn that ended badly."""
+    if account.lost:
+        return LOST
+    in_groups = any(idle.in_groups for idle in account.idle.values())
+    return f"{ALIVE} {REGROUPED}" if account.out_of_step and in_groups else ALIVE
 
 
 def closing(account: Account, unsendable: Mapping[str, str]) -> str:
@@ -50,11 +67,14 @@ def closing(account: Account, unsendable: Mapping[str, str]) -> str:
         for name, why in unsendable.items()
         if any(f"name {name!r} is not defined" in text for text in said)
     ]
-    return "\n".join([*lines, LOST if account.lost else ALIVE])
+    lines += [account.remark] if account.remark else []
+    return "\n".join([*lines, _left(account)])
 
 
 def why_lost(account: Account) -> str:
     """In one clause, why a pool is broken."""
+    if account.remark:
+        return account.remark[:1].lower() + account.remark[1:].rstrip(".")
     records = [m.record for m in account.members if m.record is not None and m.rank in account.lost]
     if not records:
         return "a worker was lost"
@@ -81,7 +101,7 @@ def stopped(account: Account) -> str:
             lines.append(f"  rank {member.rank} {record.doing}")
         elif member.returned is not None:
             lines.append(f"  rank {member.rank} was through with it")
-    lines.append(LOST if account.lost else ALIVE)
+    lines.append(_left(account))
     return "\n".join(lines)
 
 
@@ -103,17 +123,20 @@ def stays_behind(path: str, why: str) -> str:
 
 
 class StatusShow:
-    """The line about each rank while a cell runs."""
+    """The line about each rank while a cell runs.
 
-    def __init__(self) -> None:
-        self._line: status.StatusLine | None = None
+    Args:
+        ranks: The ranks that run it.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._line = status.StatusLine(ranks, say=self._say)
+        self._turn: Turn | None = None
         self._clears = 0
 
     def tick(self, turn: Turn) -> float:
         """Show the ranks, and ask where they are for the next time."""
-        account = turn.account
-        if self._line is None:
-            self._line = status.StatusLine([m.rank for m in account.members], say=turn.notice)
+        account, self._turn = turn.account, turn
         rows = [
             rank_status(m, turn.seconds, account.places.get(m.rank), is_open=m.rank in turn.open)
             for m in account.members
@@ -127,13 +150,16 @@ class StatusShow:
                 tell(member, messages.Look())
         return time.monotonic() + 1.0
 
+    def _say(self, text: str) -> None:
+        if self._turn is not None:
+            self._turn.notice(text)
+
     def end(self, account: Account) -> None:
         """Leave one line, if there has been anything to see."""
-        if self._line is not None:
-            failed = any(m.returned is None for m in account.members)
-            self._line.finish(
-                failed=failed and not account.interrupted, interrupted=account.interrupted
-            )
+        failed = any(m.returned is None for m in account.members)
+        self._line.finish(
+            failed=failed and not account.interrupted, interrupted=account.interrupted
+        )
 
 
 def rank_status(
@@ -164,11 +190,12 @@ def status_table(
     """The pool as `%accelerate status` shows it."""
     now = time.monotonic()
     rows = [
-        rank_status(m, now - m.born, places.get(m.rank), is_open=state is PoolState.RUNNING)
+        rank_status(m, now - m.since, places.get(m.rank), is_open=state is PoolState.RUNNING)
         for m in members
     ]
     told = f": {reason}" if reason else ""
-    headline = f"{state.name.lower()}{told}. {plan.headline()}"
+    workers = plan.headline() if members else f"The next cell starts {plan.headline()}"
+    headline = f"{state.name.lower()}{told}. {workers}"
     return status.StatusTable(rows, headline=headline)
 
 

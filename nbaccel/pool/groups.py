@@ -15,7 +15,6 @@ prefix in the store.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -27,12 +26,13 @@ import torch.distributed as dist
 from nbaccel.config.handlers import InitProcessGroupKwargs
 from nbaccel.errors import ConfigError
 from nbaccel.launch import process_groups
+from nbaccel.pool.messages import GroupWanted
 from nbaccel.topology import Topology
 from nbaccel.train import arrival
 
 __all__ = ["Groups"]
 
-_Wanted = Callable[[str | None, float], None]
+_Wanted = Callable[[GroupWanted], None]
 
 
 class Groups:
@@ -40,15 +40,14 @@ class Groups:
 
     Args:
         place: The worker's place.
-        wanted: Tells the notebook that this rank is about to wait for all others, with the backend
-            and the timeout in seconds.
+        wanted: Tells the notebook that this rank is about to wait for all others.
     """
 
     def __init__(self, place: Topology, wanted: _Wanted) -> None:
         self._place = place
         self._wanted = wanted
         self._generation = 0
-        self._numbers = itertools.count()
+        self._made = 0
         self._sockets: set[int] = set()  # inodes of those that belong to groups
         self._before: set[int] | None = None  # while a group is being made
         self.left_for = ""
@@ -56,9 +55,7 @@ class Groups:
 
     def watch(self) -> None:
         """Take part in how torch makes and finds groups. Once per worker."""
-        process_groups.separate(
-            lambda: f"generation_{self._generation}/group_{next(self._numbers)}"
-        )
+        process_groups.separate(self._next_name)
         c10d = dist.distributed_c10d
         found, made = c10d._get_default_group, c10d._new_process_group_helper
         joined, destroyed = c10d.init_process_group, c10d.destroy_process_group
@@ -77,7 +74,14 @@ class Groups:
                 self._check_same(backend)
                 return
             timeout = kwargs.get("timeout") or timedelta(seconds=arrival.timeout_s(None))
-            self._wanted(backend, timeout.total_seconds())
+            self._wanted(
+                GroupWanted(
+                    generation=self._generation,
+                    ordinal=self._made,
+                    backend=backend,
+                    timeout_s=timeout.total_seconds(),
+                )
+            )
             joined(backend, *args, **kwargs)
 
         def destroy_process_group(group: Any = None) -> None:
@@ -90,6 +94,16 @@ class Groups:
         for module in (c10d, dist):
             module.init_process_group = init_process_group  # type: ignore[attr-defined]
             module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
+
+    def _next_name(self) -> str:
+        """Where the ranks of the next default group meet in the store."""
+        self._made += 1
+        return f"generation_{self._generation}/group_{self._made}"
+
+    def join_others(self, wanted: GroupWanted) -> None:
+        """Join the group that another rank is waiting in; not if this rank has been in it."""
+        if (self._generation, self._made) == (wanted.generation, wanted.ordinal):
+            self.join(wanted.backend, wanted.timeout_s)
 
     def join(self, backend: str | None = None, timeout_s: float | None = None) -> None:
         """Join the default group, if this worker is in none yet."""
@@ -134,7 +148,7 @@ class Groups:
             reason: Why, for whoever meets an object that holds one of them.
         """
         self._generation = generation
-        self._numbers = itertools.count()
+        self._made = 0
         if dist.is_initialized():
             self.left_for = reason
             with contextlib.suppress(RuntimeError, ValueError):  # they are broken: that is why

@@ -25,6 +25,7 @@ __all__ = [
     "GroupWanted",
     "Idle",
     "Inspect",
+    "JoinAll",
     "JoinGroup",
     "LeaveGroups",
     "Look",
@@ -37,6 +38,17 @@ __all__ = [
     "Task",
     "Whereabouts",
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupWanted:
+    """This rank is about to join the default process group and will wait for all others."""
+
+    generation: int
+    ordinal: int
+    """How many default groups this rank has been in since the generation began."""
+    backend: str | None
+    timeout_s: float
 
 
 # ---- notebook → worker: the first message
@@ -110,12 +122,16 @@ class Settle:
     """Share again what is equal in the notebook's memory."""
 
 
+@dataclass(frozen=True, slots=True)
+class JoinAll:
+    """Join the process group, as all others are asked to at the same time."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinGroup:
-    """Join the process group: another rank is waiting."""
+    """Join the process group that another rank is waiting in, unless that has happened already."""
 
-    backend: str | None
-    timeout_s: float
+    wanted: GroupWanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,11 +205,3 @@ class Whereabouts:
     """Innermost call first; empty if it waits for a task."""
     device_bytes: int | None
     """What torch has reserved on this worker's device; None on a CPU."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupWanted:
-    """This rank is about to join the process group and will wait for all others."""
-
-    backend: str | None
-    timeout_s: float

@@ -21,6 +21,7 @@ from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError, LaunchInterrupted, UnsafeMoment
 from nbaccel.launch import verdict
 from nbaccel.launch.outcome import Outcome
+from nbaccel.launch.system import uninterrupted
 from nbaccel.pool import calling, ending, messages, showing, status
 from nbaccel.pool.aftermath import Aftermath
 from nbaccel.pool.crew import Crew
@@ -32,7 +33,6 @@ from nbaccel.pool.source import Source
 from nbaccel.pool.states import PoolState
 from nbaccel.pool.travel import open_parcel
 from nbaccel.pool.turn import Account
-from nbaccel.train import arrival
 from nbaccel.units import counted
 
 if TYPE_CHECKING:
@@ -193,10 +193,11 @@ class Pool:
             names = names_of(source.text)
             self._send(self._flow.prepare(names, asked))
             began = time.monotonic()
-            account = self._cell(source, asked)
-            seconds = time.monotonic() - began
-            failed = self._judgement(account)  # before another turn makes the members forget
-            self._after_cell(account)
+            with uninterrupted():  # the turn itself can be; what follows it must not be torn
+                account = self._cell(source, asked)
+                seconds = time.monotonic() - began
+                failed = self._judgement(account)  # before another turn makes the members forget
+                self._after_cell(account)
             if failed is not None:
                 raise failed
             showing.show_results(account.shown)
@@ -232,7 +233,7 @@ class Pool:
         with self._turn_of_mine():
             asked = self._ranks(ranks)
             crew = self._ready()
-            with calling.prepared(self.plan, function, args) as call:
+            with calling.prepared(self.plan, function, args) as call, uninterrupted():
                 account = crew.turn(
                     {rank: call.task() for rank in asked}, timeout_s=self.config.timeout
                 )
@@ -309,7 +310,7 @@ class Pool:
             directory=self._footsteps.directory(),
             environment=self._footsteps.environment(),
         )
-        show = ending.StatusShow()
+        show = ending.StatusShow(ranks)
         account = crew.turn(
             dict.fromkeys(ranks, (body, ())), timeout_s=self.config.timeout, on_tick=show.tick
         )
@@ -359,9 +360,9 @@ class Pool:
                 rank: (messages.Take(cargo=shipment.message, wanted=wanted), shipment.fds)
                 for rank, wanted in shipment.wanted.items()
             }
-            account = self._crew.turn(tasks)
-            self._settle(account)
-            self._flow.taken(shipment)
+            with uninterrupted():
+                self._settle(self._crew.turn(tasks))
+                self._flow.taken(shipment)
 
     def _fetch(
         self, names: tuple[str, ...], ranks: Sequence[int], *, single: bool
@@ -426,7 +427,7 @@ class Pool:
             self.reason = ""
             self._footsteps = Footsteps()
             if self._dist:
-                crew.everyone(messages.JoinGroup(backend=None, timeout_s=arrival.timeout_s(None)))
+                crew.everyone(messages.JoinAll())
         self._state = PoolState.RUNNING
         return self._crew
 

@@ -42,6 +42,8 @@ class Account:
         self.timed_out = False
         self.stuck: list[Member] = []
         self.closing = ""
+        self.remark = ""
+        """What is known beyond the workers' own ends."""
         self.shown: dict[int, Any] = {}
         self.idle: dict[int, messages.Idle] = {}
         self.places: dict[int, messages.Whereabouts] = {}
@@ -49,6 +51,22 @@ class Account:
         self.lost: list[int] = []
         """Ranks that have ended."""
         self.was_cut = False
+        self.is_whole = False
+        """Whether all workers of the pool had the task."""
+
+    @property
+    def out_of_step(self) -> bool:
+        """Whether process groups are of no more use.
+
+        A rank was cut off in one of their collectives, or their ranks have begun different numbers
+        of them: the next one would meet the wrong partner.
+        """
+        counts: dict[str, set[int]] = {}
+        for name, count in (entry for idle in self.idle.values() for entry in idle.sequence):
+            counts.setdefault(name, set()).add(count)  # of a group that not all ranks are in, some
+        in_groups = {idle.in_groups for idle in self.idle.values()}
+        differ = len(in_groups) > 1 or any(len(found) > 1 for found in counts.values())
+        return self.was_cut or (self.is_whole and differ)
 
     def tails(self) -> dict[int, list[str]]:
         """The last lines that each rank printed."""
@@ -86,6 +104,7 @@ class Turn(Listener):
         ranks = set(active)
         self._open = {m.rank for m in crew if m.rank in ranks and not m.has_ended}
         self.account = Account([m for m in crew if m.rank in ranks], console)
+        self.account.is_whole = len(ranks) == len(crew)
         self._number = number
         self._joining: set[int] = set()
         self._collect = collect
@@ -120,13 +139,15 @@ class Turn(Listener):
         """Ranks that are not through yet."""
         return frozenset(self._open)
 
-    def run(self, sentinels: Mapping[int, int]) -> Account:
+    def run(self, sentinels: Mapping[int, int], begin: Callable[[], None]) -> Account:
         """Wait until every rank is through, or lost.
 
         Args:
             sentinels: Rank → descriptor that becomes readable when that worker has ended.
+            begin: Gives out the tasks. From then on an interrupt is the workers' business.
         """
         with self.listening(list(sentinels.values())):
+            begin()
             while self._unfinished():
                 if not self._advance():
                     break
@@ -223,7 +244,7 @@ class Turn(Listener):
             if self._halting is not None and rank not in self._open:
                 self._halting.over(rank)
             return
-        member.state = State.RETURNED
+        member.state, member.since = State.RETURNED, time.monotonic()
         self._open.discard(rank)
         self.drain_output(member)
         self._console.close(rank)
@@ -246,7 +267,7 @@ class Turn(Listener):
             self._halt(grace_s=GRACE_S)
 
     def _on_group_wanted(self, message: messages.GroupWanted) -> None:
-        if self._group_wanted is None:
+        if self._group_wanted is None or message.ordinal > self._group_wanted.ordinal:
             self._group_wanted = message
             for member in self.members:
                 if member.rank not in self._open and not member.has_ended:
@@ -256,8 +277,7 @@ class Turn(Listener):
         wanted = self._group_wanted
         if wanted is not None:
             self._joining.add(member.rank)
-            join = messages.JoinGroup(backend=wanted.backend, timeout_s=wanted.timeout_s)
-            tell(member, messages.Task(number=0, body=join))
+            tell(member, messages.Task(number=0, body=messages.JoinGroup(wanted=wanted)))
 
     def on_interrupt(self) -> None:
         """The user has pressed Stop; a second time, he means it."""
@@ -333,5 +353,6 @@ def _reset(member: Member) -> None:
             os.close(fd)
     member.result_fd = member.error = member.returned = member.record = None
     member.told = False
+    member.since = time.monotonic()
     if member.state is not State.BORN and not member.has_ended:
         member.state = State.RUNNING

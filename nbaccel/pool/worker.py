@@ -59,7 +59,7 @@ class _Worker:
         self._seat = settle(enlist.post, fds)
         memory.close_all(fds)
         place = self._seat.place
-        self._groups = Groups(place, self._want_group)
+        self._groups = Groups(place, channel.send)
         self._groups.watch()
         self._shell = CellShell.create(channel.send, rank=place.rank)
         self._names = Namespace(
@@ -149,10 +149,13 @@ class _Worker:
     def _settle(self, task: messages.Settle, fds: list[int]) -> None:
         self._names.settle()
 
+    def _join_all(self, task: messages.JoinAll, fds: list[int]) -> None:
+        self._busy = True
+        self._groups.join()
+
     def _join_group(self, task: messages.JoinGroup, fds: list[int]) -> None:
         self._busy = True
-        self._groups.join(task.backend, task.timeout_s)
-        self._busy = False
+        self._groups.join_others(task.wanted)
 
     def _leave_groups(self, task: messages.LeaveGroups, fds: list[int]) -> None:
         self._groups.leave(task.generation, task.reason)
@@ -213,9 +216,6 @@ class _Worker:
             stack=tuple(found) if mine else (), device_bytes=_reserved(self._seat.device)
         )
 
-    def _want_group(self, backend: str | None, timeout_s: float) -> None:
-        self._channel.send(messages.GroupWanted(backend=backend, timeout_s=timeout_s))
-
 
 def _reserved(device: str) -> int | None:
     """Bytes of the device that this process's allocator holds."""
@@ -231,6 +231,7 @@ _ACTS: Mapping[type, Callable[[_Worker, Any, list[int]], None]] = {
     messages.Pull: _Worker._pull,
     messages.GoHome: _Worker._go_home,
     messages.Settle: _Worker._settle,
+    messages.JoinAll: _Worker._join_all,
     messages.JoinGroup: _Worker._join_group,
     messages.LeaveGroups: _Worker._leave_groups,
     messages.Complete: _Worker._complete,

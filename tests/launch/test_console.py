@@ -91,6 +91,15 @@ def test_the_same_text_on_two_streams_is_two_lines(screen: Screen) -> None:
     assert screen.err == "[1] x\n"
 
 
+def test_which_stream_was_read_first_does_not_keep_lines_apart(screen: Screen) -> None:
+    screen.say(0, "out\n")
+    screen.say(0, "careful\nvery\n", "stderr")
+    screen.say(1, "careful\nvery\n", "stderr")
+    screen.say(1, "out\n")
+    assert screen.end() == "[0-1] out\n"
+    assert screen.err == "[0-1] careful\n[0-1] very\n"
+
+
 def test_with_a_template_every_line_has_its_prefix_and_none_is_folded(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

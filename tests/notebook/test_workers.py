@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernel.kernel import Kernel
+from tests.kernel.kernel import WAIT_S, Kernel
 from tests.notebook.asking import START, complete, inspect, paged, shown, told
 
 
@@ -123,6 +123,12 @@ def test_an_error_shows_the_lines_of_the_cell_as_written(
     assert re.search(rf"----> +{line}     return 1 / 0", text)
     assert re.search(rf"Cell In\[\d+\], line {line + 1}", text)
     assert shown(live.run("%%accelerate\nrank")) == ["[0] 0\n[1] 1"], "the workers live on"
+
+
+def test_an_error_has_the_number_that_the_cell_is_shown_with(live: Kernel) -> None:
+    reply = live.client.execute("%%accelerate\n1 / 0", reply=True, timeout=WAIT_S)["content"]
+    text = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(reply["traceback"]))
+    assert f"Cell In[{reply['execution_count']}], line 2" in text
 
 
 def test_a_syntax_error_shows_the_line(live: Kernel) -> None:

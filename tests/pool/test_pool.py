@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import nbaccel
 from nbaccel import ConfigError, Pool, RunConfig, WorkerDied, WorkerFailed, notebook_launcher
 from nbaccel.errors import NotSendable, UnsafeMoment
 from nbaccel.pool import PoolState
@@ -64,6 +65,14 @@ def test_one_rank_can_run_a_cell_alone(pool: Pool) -> None:
 def test_out_brings_values_back(pool: Pool) -> None:
     found = pool.run("import torch; total = torch.arange(3) * 2.0", out=["total"])
     assert [t.tolist() for t in found.out["total"]] == [[0.0, 2.0, 4.0]] * 2
+
+
+def test_status_counts_from_the_last_cell(pool: Pool) -> None:
+    began = time.monotonic()
+    pool.run("1")
+    rows = pool.status().rows
+    assert [row.state for row in rows] == ["idle", "idle"]
+    assert all(row.seconds <= time.monotonic() - began for row in rows)
 
 
 def test_top_level_await_and_magics_work(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,6 +179,15 @@ def test_ranks_without_the_cell_join_too(fresh: Pool) -> None:
     assert [x.item() for x in fresh.pull("x")["x"]] == [2.0, 2.0]
 
 
+def test_a_group_can_be_joined_and_left_in_one_cell_again_and_again(fresh: Pool) -> None:
+    fresh.run("import torch, torch.distributed as dist\nx = torch.ones(1)")
+    for _ in range(8):  # one rank is through while the other is still leaving
+        fresh.run("dist.all_reduce(x); dist.destroy_process_group()")
+    assert fresh.pull("x") == {"x": [torch.tensor([256.0])] * 2}
+    fresh.run("joined = dist.is_initialized()")
+    assert fresh.pull("joined") == {"joined": [False, False]}
+
+
 def test_an_accelerator_finds_the_group(pool: Pool) -> None:
     pool.run(
         "from nbaccel import Accelerator\na = Accelerator()\nn = a.num_processes, a.process_index"
@@ -189,6 +207,7 @@ def test_an_error_frees_a_rank_that_waits_and_the_pool_goes_on(fresh: Pool) -> N
     assert "rank 1 of 2 raised ValueError: no data" in text
     assert "rank 0: was waiting in all_reduce" in text
     assert "live on" in text
+    assert "process groups were ended" in text
     assert pids(fresh) == before
     fresh.run("dist.all_reduce(x)")  # in a new group
     assert [x.item() for x in fresh.pull("x")["x"]] == [2.0, 2.0]
@@ -200,6 +219,28 @@ def test_ranks_that_fail_together_keep_their_group(pool: Pool) -> None:
         pool.run("1 / 0")
     pool.run("same = dist.group.WORLD is group")
     assert pool.pull("same") == {"same": [True, True]}
+
+
+def test_groups_of_some_ranks_and_messages_between_two_keep_the_group(fresh: Pool) -> None:
+    fresh.run(
+        "import torch, torch.distributed as dist\n"
+        "rank, x = dist.get_rank(), torch.ones(1)\n"
+        "alone = dist.new_group([0]); kept = dist.group.WORLD\n"
+        "if rank == 0: dist.all_reduce(x, group=alone)\n"
+        "dist.send(x, 1) if rank == 0 else dist.recv(x, 0)"
+    )
+    fresh.run("same = dist.group.WORLD is kept; dist.all_reduce(x)")
+    assert fresh.pull("same", "x") == {"same": [True, True], "x": [torch.tensor([2.0])] * 2}
+
+
+def test_uneven_collectives_are_told_and_do_no_harm(
+    fresh: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fresh.run("import torch, torch.distributed as dist\nrank, x = dist.get_rank(), torch.ones(1)")
+    fresh.run("work = dist.all_reduce(x.clone(), async_op=True) if rank == 0 else None")
+    assert "different numbers of collectives" in capsys.readouterr().err
+    fresh.run("dist.all_reduce(x)")
+    assert fresh.pull("x") == {"x": [torch.tensor([2.0])] * 2}
 
 
 def test_what_held_a_group_that_was_left_says_so(fresh: Pool) -> None:
@@ -244,6 +285,7 @@ def test_a_killed_worker_breaks_the_pool_and_the_next_cell_starts_anew(
         fresh.run("if rank: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
     assert "rank 0: " in str(caught.value)
     assert fresh.state is PoolState.BROKEN
+    assert str(fresh.status()).endswith("The next cell starts " + fresh.plan.headline())
     assert not any(map(lives, before))
     fresh.run("new = 1")
     assert "because rank 1 was killed by SIGKILL" in capsys.readouterr().err
@@ -448,3 +490,18 @@ def test_two_pools_do_not_disturb_each_other(pool: Pool) -> None:
         assert pool.pull("mine") == {"mine": ["first", "first"]}
     assert notebook_launcher(workers.whoami, (), 2)[1][0] == 1
     assert pool.pull("mine") == {"mine": ["first", "first"]}
+
+
+# ------------------------------------------------------------------------- last: it ends all pools
+
+
+def test_the_end_of_the_template_breaks_the_pool_and_the_next_cell_starts_anew(
+    fresh: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = [psutil.Process(pid) for pid in pids(fresh)]
+    nbaccel.shutdown()
+    with pytest.raises(WorkerDied, match="template process has ended"):
+        fresh.run("1 + 1")
+    assert not psutil.wait_procs(before, timeout=10)[1]
+    fresh.run("1 + 1")
+    assert "new workers started" in capsys.readouterr().err
