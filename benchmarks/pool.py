@@ -1,7 +1,7 @@
 """How fast live workers start, answer, take a model, fail and rest, beside the peers.
 
     pip install -e '.[dev,bench]'                  the peers, too
-    python benchmarks/pool.py                      everything, 7 repeats, about half an hour
+    python benchmarks/pool.py                      everything, 7 repeats, about forty minutes
     python benchmarks/pool.py --sections ef --repeats 2 --no-readme --output /tmp/quick.json
     python benchmarks/pool.py --render             the table again, from the stored result
     python benchmarks/pool.py --check              exit status 1 when a bar does not hold
