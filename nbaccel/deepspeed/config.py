@@ -28,7 +28,7 @@ from nbaccel.deepspeed.kinds import (
     WholeFromOne,
     json_like,
 )
-from nbaccel.deepspeed.section import Holds, Section, merged, read_object
+from nbaccel.deepspeed.section import Holds, Section, merged, read_file
 from nbaccel.deepspeed.sections import (
     ActivationCheckpointing,
     Aio,
@@ -327,14 +327,7 @@ class ZeroConfig(_Zero):
         Raises:
             ConfigError: There is no such file, or what it holds is wrong.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"The DeepSpeed configuration {str(path)!r} cannot be read: {error}. "
-                "Training would run without it. Give the path of a JSON file."
-            ) from error
-        return cls.from_dict(read_object(text, f"The DeepSpeed configuration {str(path)!r}"))
+        return cls.from_dict(read_file(path))
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as DeepSpeed reads it, without what is left to DeepSpeed.

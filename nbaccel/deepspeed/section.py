@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -18,7 +19,7 @@ from nbaccel.errors import ConfigError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Holds", "Section", "kind_of", "merged", "read_object", "section_of"]
+__all__ = ["Holds", "Section", "kind_of", "merged", "read_file", "read_object", "section_of"]
 
 _EXTRA = "extra"
 
@@ -230,6 +231,29 @@ def read_object(text: str, what: str) -> dict[str, Any]:
             'Settings need names. Write names and values: {"train_batch_size": 8}, for example.'
         )
     return found
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """Read a file with a DeepSpeed configuration.
+
+    Args:
+        path: A JSON file.
+
+    Returns:
+        The object in it.
+
+    Raises:
+        ConfigError: There is no such file, or it holds no JSON object.
+    """
+    what = f"The DeepSpeed configuration {str(path)!r}"
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{what} cannot be read: {error}. "
+            "Training would run without it. Give the path of a JSON file."
+        ) from error
+    return read_object(text, what)
 
 
 def section_of(entry: FieldInfo) -> type[Section] | None:
