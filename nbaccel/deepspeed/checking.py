@@ -26,7 +26,7 @@ from nbaccel.deepspeed.combinations import (
     doubts,
     maker_mistakes,
 )
-from nbaccel.deepspeed.config import ZeroConfig, old_forms
+from nbaccel.deepspeed.config import ZERO, ZeroConfig, old_forms
 from nbaccel.deepspeed.kinds import AUTO
 from nbaccel.deepspeed.ops import missing_tools
 from nbaccel.deepspeed.reading import auto_keys, load_settings
@@ -206,7 +206,9 @@ def _model_mistakes(config: ZeroConfig, schema: Schema, *, known: list[str]) -> 
             for detail in error.errors(include_url=False):
                 where = ".".join((path, *map(str, detail["loc"])))
                 unknown = detail["type"] == "extra_forbidden" or detail["input"] == AUTO
-                if not unknown and not any(text.startswith(where) for text in known):
+                # What depends on a stage that is still open is judged when it is resolved.
+                early = not detail["loc"] and config.stage == AUTO
+                if not (unknown or early) and not any(text.startswith(where) for text in known):
                     yield (
                         f"{where} is refused by DeepSpeed: got {shown(detail['input'])}. It says: "
                         f"{detail['msg']}. Correct the value."
@@ -216,6 +218,8 @@ def _model_mistakes(config: ZeroConfig, schema: Schema, *, known: list[str]) -> 
 def _refused(config: ZeroConfig) -> Iterator[str]:
     """What DeepSpeed's reader refuses, as the last word. It knows one process here."""
     settings = config.to_dict()
+    if config.stage == AUTO:  # what depends on it is judged when it is resolved
+        del settings[ZERO]
     for key in tuple(auto_keys(settings)):
         _without(settings, key)
     for key in ("train_batch_size", "gradient_accumulation_steps"):

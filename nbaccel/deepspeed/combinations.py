@@ -7,6 +7,7 @@ from typing import Any
 
 from nbaccel.config.mistakes import closest
 from nbaccel.deepspeed.config import ZERO, ZeroConfig
+from nbaccel.deepspeed.kinds import AUTO
 from nbaccel.deepspeed.ops import offloads_optimizer
 from nbaccel.deepspeed.schema import Arguments, Schema, optimizer_arguments, required
 
@@ -33,7 +34,9 @@ def combination_mistakes(config: ZeroConfig, *, device: str) -> Iterator[str]:
     Yields:
         A message each.
     """
-    yield from _offload_mistakes(config)
+    open_stage = config.stage == AUTO
+    if not open_stage:
+        yield from _offload_mistakes(config)
     half = [name for name in ("fp16", "bf16") if _enabled(config, name)]
     if len(half) == 2:
         yield (
@@ -55,7 +58,7 @@ def combination_mistakes(config: ZeroConfig, *, device: str) -> Iterator[str]:
         for name in ("fp16", "bf16")
         if getattr(getattr(config, name), f"{name}_master_weights_and_grads", None) is True
     ]
-    if masters and config.zero_stage == 0:
+    if masters and config.zero_stage == 0 and not open_stage:
         yield (
             f"{masters[0]} cannot be true at stage 0. Only ZeRO keeps master weights of that "
             "kind. Give stage 1, 2 or 3."

@@ -101,7 +101,20 @@ def missing_tools(
             f"{what} and reads the disk by it. Install it: apt-get install libaio-dev; where it "
             "is somewhere else, name its folders in CFLAGS (-I) and LDFLAGS (-L)."
         )
+    if device == "cuda" and any(name.startswith("fused_") for name in ops):
+        yield from _no_toolkit(what)
     yield from _stale_locks(ops, environ)
+
+
+def _no_toolkit(what: str) -> Iterator[str]:
+    # torch has looked for it as the build will; that wakes no CUDA context.
+    extensions = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
+    if extensions.CUDA_HOME is None:
+        yield (
+            f"The CUDA toolkit with its compiler nvcc is not found: CUDA_HOME is "
+            f"{extensions.CUDA_HOME}. {what} and needs it. Install the toolkit of torch's CUDA "
+            "version and set CUDA_HOME, or set optimizer.params.torch_adam to true."
+        )
 
 
 def _no_ninja(what: str) -> str:

@@ -288,6 +288,17 @@ def test_batch_sizes_multiply_out(sizes, world_size, says):
         check_config(settings, world_size=world_size, inventory=CPU)
 
 
+def test_what_depends_on_an_open_stage_waits_until_it_is_resolved():
+    zero = {
+        "stage": AUTO,
+        "offload_param": {"device": "cpu"},
+        "offload_optimizer": {"device": "cpu", "ratio": 0.5},
+    }
+    settings = {**BATCH, ZERO: zero}
+    assert check_config(settings, inventory=CPU, allow_auto=True).config.stage == AUTO
+    assert len(mistakes_of({ZERO: {**zero, "stage": 2}}, allow_auto=True)) == 2
+
+
 def test_processes_come_from_the_run():
     run = RunConfig(num_processes=3)
     with pytest.raises(ConfigError, match="no multiple of 3 processes"):
@@ -320,6 +331,13 @@ def test_missing_tools_are_told_with_what_to_install(tmp_path):
     ]
     assert "apt-get install g++" in told[0]
     assert f"add {str(Path(sys.executable).parent)!r} to PATH" in told[1]
+
+
+def test_a_fused_part_on_a_gpu_needs_the_cuda_toolkit():
+    told = list(missing_tools(ZeroConfig(optimizer="AdamW"), device="cuda"))
+    home = import_module("torch.utils.cpp_extension").CUDA_HOME
+    assert ["CUDA toolkit" in text for text in told] == ([True] if home is None else [])
+    assert not list(missing_tools(ZeroConfig(), device="cuda"))
 
 
 def test_a_library_that_does_not_link_is_told(tmp_path):
