@@ -1,0 +1,236 @@
+"""A DeepSpeed configuration checked before any process starts: every mistake, all at once.
+
+DeepSpeed ignores most keys it does not know, so that a typo trains something else. Here a key is
+held against what the installed DeepSpeed itself asks for, a value against its kind and DeepSpeed's
+own models, and what goes together against what was found to run.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from nbaccel._optional import require
+from nbaccel.config import RunConfig
+from nbaccel.config.mistakes import closest, shown
+from nbaccel.deepspeed.auto import AUTO_KEYS
+from nbaccel.deepspeed.combinations import (
+    batch_mistakes,
+    combination_mistakes,
+    doubts,
+    maker_mistakes,
+)
+from nbaccel.deepspeed.config import ZERO, ZeroConfig, old_forms
+from nbaccel.deepspeed.kinds import AUTO
+from nbaccel.deepspeed.ops import missing_tools
+from nbaccel.deepspeed.reading import auto_keys, load_settings
+from nbaccel.deepspeed.schema import Schema, deepspeed_schema, quiet
+from nbaccel.errors import ConfigError
+from nbaccel.plan import Inventory, inspect_machine
+
+__all__ = ["Checked", "check_config"]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A configuration in which no mistake was found.
+
+    Attributes:
+        config: The configuration.
+        warnings: What will work and may disappoint.
+    """
+
+    config: ZeroConfig
+    warnings: tuple[str, ...] = ()
+
+
+def check_config(
+    config: Mapping[str, Any] | str | Path | ZeroConfig,
+    *,
+    world_size: int | None = None,
+    run: RunConfig | None = None,
+    inventory: Inventory | None = None,
+    allow_auto: bool = False,
+) -> Checked:
+    """Check a DeepSpeed configuration against DeepSpeed and this machine.
+
+    Args:
+        config: A dictionary, the path of a JSON file, or a :class:`ZeroConfig`.
+        world_size: Processes that share the batch; taken from ``run`` where left out.
+        run: How it will be run; decides the device.
+        inventory: The machine; this one where left out.
+        allow_auto: Whether ``"auto"`` may stand where ``resolve_auto`` fills it in.
+
+    Returns:
+        The configuration with warnings.
+
+    Raises:
+        ConfigError: Mistakes, all of them.
+        MissingBackend: DeepSpeed is not installed.
+    """
+    schema = deepspeed_schema()
+    settings, notes = old_forms(load_settings(config))
+    if world_size is None and run is not None and run.num_processes is not None:
+        world_size = run.num_processes * run.num_nodes
+    device = _device(run, inventory)
+    mistakes = list(_key_mistakes(settings, schema))
+    checked, wrong = _typed(settings)
+    mistakes += wrong
+    mistakes += _auto_mistakes(settings, allow_auto=allow_auto)
+    mistakes += _model_mistakes(checked, schema, known=mistakes)
+    mistakes += combination_mistakes(checked, device=device)
+    if not any("batch_size" in text or "accumulation" in text for text in mistakes):
+        mistakes += batch_mistakes(checked, world_size=world_size, open_ends=allow_auto)
+    mistakes += maker_mistakes(checked, schema, device=device)
+    mistakes += missing_tools(checked, device=device)
+    if not mistakes:
+        mistakes += _refused(checked)
+    if mistakes:
+        raise ConfigError(*mistakes)
+    return Checked(checked, (*notes, *doubts(checked, device=device)))
+
+
+def _device(run: RunConfig | None, inventory: Inventory | None) -> str:
+    if run is not None and run.device != AUTO:
+        return run.device
+    return "cuda" if (inventory or inspect_machine()).gpus else "cpu"
+
+
+# ------------------------------------------------------------------------------- keys
+def _key_mistakes(settings: Mapping[str, Any], schema: Schema, path: str = "") -> Iterator[str]:
+    keys = schema.sections.get(path)
+    prefix = f"{path}." if path else ""
+    for key, value in settings.items():
+        here = f"{prefix}{key}"
+        if here in schema.removed:
+            yield f"{here}={shown(value)} is of the past. {schema.removed[here]}".rstrip()
+            continue
+        meant = key
+        if keys is not None and key not in keys:
+            meant, advice = _advice(key, path, settings, schema)
+            fate = "refuse" if path in schema.models else "ignore"
+            yield (
+                f"{here} is no key of DeepSpeed {schema.version}: got {here}={shown(value)}. It "
+                f"would {fate} it{'' if fate == 'refuse' else ' without a word'}.{advice}"
+            )
+        inner = f"{prefix}{meant}"
+        if isinstance(value, Mapping) and inner in schema.sections:
+            # Inside a misspelt section keys are held against the one that was meant.
+            yield from _key_mistakes(value, schema, inner)
+
+
+def _advice(key: str, path: str, settings: Mapping[str, Any], schema: Schema) -> tuple[str, str]:
+    """The key that was probably meant, and the sentence that says so."""
+    places = schema.places(key)
+    if 0 < len(places) <= 3:
+        return key, f" It belongs in {' or '.join(place or 'the top level' for place in places)}."
+    maker = _maker_of(key, settings if not path else {}, schema)
+    if maker:
+        return key, f" It belongs in {maker}.params."
+    here = schema.sections[path]
+    for keys in ([name for name in here if name not in settings], here):
+        if said := closest(key, keys):
+            return said.split("'")[1], said
+    for place, keys in schema.sections.items():
+        near = difflib.get_close_matches(key.lower(), keys, n=1, cutoff=0.8)
+        if near:
+            return key, f" Did you mean {near[0]!r} in {place or 'the top level'}?"
+    return key, f" The keys there are: {', '.join(sorted(schema.sections[path]))}."
+
+
+def _maker_of(key: str, settings: Mapping[str, Any], schema: Schema) -> str:
+    """The section whose ``params`` a key at the top level was meant for."""
+    if key in ("lr", "betas", "eps", "weight_decay", "momentum"):
+        return "optimizer"
+    own = [name for name in schema.schedulers if name.startswith(("Warmup", "OneCycle", "LRR"))]
+    return "scheduler" if any(key in schema.schedulers[name].known for name in own) else ""
+
+
+# ------------------------------------------------------------------------------ values
+def _typed(settings: dict[str, Any]) -> tuple[ZeroConfig, list[str]]:
+    """The configuration without its wrong values, and what is wrong with those."""
+    try:
+        return ZeroConfig.from_dict(settings), []
+    except ConfigError as error:
+        rest = copy.deepcopy(settings)
+        taken = [_without(rest, mistake.partition(" ")[0]) for mistake in error.mistakes]
+        if not all(taken):
+            rest = {}
+        config, more = _typed(rest)
+        return config, [*error.mistakes, *more]
+
+
+def _without(settings: dict[str, Any], path: str) -> bool:
+    *holders, key = path.split(".")
+    inner: Any = settings
+    for holder in holders:
+        inner = inner.get(holder) if isinstance(inner, dict) else None
+    return isinstance(inner, dict) and inner.pop(key, inner) is not inner
+
+
+def _auto_mistakes(settings: Mapping[str, Any], *, allow_auto: bool) -> Iterator[str]:
+    for key in auto_keys(settings):
+        if key not in AUTO_KEYS:
+            yield (
+                f'{key} cannot be "auto". Neither DeepSpeed nor a trainer fills that key in. '
+                "Give a value, or leave it out."
+            )
+        elif not allow_auto:
+            yield (
+                f'{key} is still "auto". DeepSpeed would drop it for its default, or fail on it. '
+                "Resolve it with resolve_auto, or give a value."
+            )
+
+
+def _model_mistakes(config: ZeroConfig, schema: Schema, *, known: list[str]) -> Iterator[str]:
+    """What DeepSpeed's own models refuse and nobody has told yet."""
+    settings = config.to_dict()
+    for path, model in schema.models.items():
+        section: Any = settings
+        for step in path.split("."):
+            section = section.get(step) if isinstance(section, Mapping) else None
+        parent = path.rpartition(".")[0]
+        if not isinstance(section, Mapping) or parent in schema.models:
+            continue  # its parent's model looks at it
+        values = {k: v for k, v in section.items() if v != AUTO}
+        try:
+            with quiet():
+                model(**values)
+        except ValidationError as error:
+            for detail in error.errors(include_url=False):
+                where = ".".join((path, *map(str, detail["loc"])))
+                unknown = detail["type"] == "extra_forbidden" or detail["input"] == AUTO
+                # What depends on a stage that is still open is judged when it is resolved.
+                early = not detail["loc"] and config.stage == AUTO
+                if not (unknown or early) and not any(text.startswith(where) for text in known):
+                    yield (
+                        f"{where} is refused by DeepSpeed: got {shown(detail['input'])}. It says: "
+                        f"{detail['msg']}. Correct the value."
+                    )
+
+
+def _refused(config: ZeroConfig) -> Iterator[str]:
+    """What DeepSpeed's reader refuses, as the last word. It knows one process here."""
+    settings = config.to_dict()
+    if config.stage == AUTO:  # what depends on it is judged when it is resolved
+        del settings[ZERO]
+    for key in tuple(auto_keys(settings)):
+        _without(settings, key)
+    for key in ("train_batch_size", "gradient_accumulation_steps"):
+        settings.pop(key, None)
+    settings.setdefault("train_micro_batch_size_per_gpu", 1)
+    reader = require("deepspeed.runtime.config", extra="deepspeed", why="DeepSpeed")
+    try:
+        with quiet():
+            reader.DeepSpeedConfig(settings)
+    except Exception as error:  # whatever it raises is what the user would meet later
+        yield (
+            f"DeepSpeed refuses this configuration: {' '.join(str(error).split())}. "
+            f"Training could not start. It read {shown(settings)}; change what it names."
+        )

@@ -1,0 +1,189 @@
+"""Whether this machine can build the C++ parts that a DeepSpeed configuration needs.
+
+DeepSpeed builds them when they are first used, inside the training process: a missing tool shows
+there as a traceback, and the lock of a build that was killed as an endless silence.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from nbaccel import env
+from nbaccel._optional import require
+from nbaccel.deepspeed.config import ZeroConfig
+
+__all__ = ["held", "missing_tools", "needed_ops", "offloads_optimizer"]
+
+_AIO_PROGRAM = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
+_COMPILE_S = 60
+
+
+def offloads_optimizer(config: ZeroConfig) -> bool:
+    """Whether the optimizer steps on the host.
+
+    Args:
+        config: The configuration.
+
+    Returns:
+        True where its state is on the host or on disk.
+    """
+    section = config.offload_optimizer
+    return config.zero_stage > 0 and section is not None and section.device in ("cpu", "nvme")
+
+
+def needed_ops(config: ZeroConfig, *, device: str) -> tuple[str, ...]:
+    """The C++ parts that a run of this configuration loads.
+
+    Args:
+        config: The configuration.
+        device: What the processes compute on: ``cpu``, ``cuda``.
+
+    Returns:
+        Names, as DeepSpeed's.
+    """
+    ops = ["deepspeed_shm_comm"] if device == "cpu" else []
+    section = config.optimizer
+    name = (section.type or "").lower() if section else ""
+    host = offloads_optimizer(config)
+    if name in ("adam", "adamw") and not ((section and section.params) or {}).get("torch_adam"):
+        ops.append("cpu_adam" if host else "fused_adam")
+    elif name == "lion":
+        ops.append("cpu_lion" if host else "fused_lion")
+    elif name == "adagrad" and host:
+        ops.append("cpu_adagrad")
+    elif name == "lamb":
+        ops.append("fused_lamb")
+    places = (config.offload_optimizer, config.offload_param)
+    if any(place is not None and place.device == "nvme" for place in places):
+        ops.append("async_io")
+    return tuple(ops)
+
+
+def missing_tools(
+    config: ZeroConfig, *, device: str, environ: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """What is missing here to build the parts that are needed, and how to get it.
+
+    Args:
+        config: The configuration.
+        device: What the processes compute on.
+        environ: The environment they will have; this process's where left out.
+
+    Yields:
+        A message for each thing that is missing.
+    """
+    environ = env.snapshot() if environ is None else environ
+    ready = require("deepspeed.git_version_info", extra="deepspeed", why="DeepSpeed's C++ parts")
+    built = {name for name, there in ready.installed_ops.items() if there}
+    ops = [name for name in needed_ops(config, device=device) if name not in built]
+    if not ops:
+        return
+    path = environ.get("PATH", os.defpath)
+    compiler = shlex.split(environ.get("CXX", "")) or ["c++"]
+    found = shutil.which(compiler[0], path=path)
+    what = f"DeepSpeed builds {', '.join(ops)} on first use"
+    if found is None:
+        yield (
+            f"The C++ compiler {compiler[0]!r} is not on PATH. {what} and needs one. "
+            "Install it: apt-get install g++ (or conda install gxx_linux-64)."
+        )
+    if shutil.which("ninja", path=path) is None:
+        yield _no_ninja(what)
+    if "async_io" in ops and found is not None and not _links_aio([found, *compiler[1:]], environ):
+        yield (
+            "The library libaio cannot be compiled and linked against here. "
+            f"{what} and reads the disk by it. Install it: apt-get install libaio-dev; where it "
+            "is somewhere else, name its folders in CFLAGS (-I) and LDFLAGS (-L)."
+        )
+    if device == "cuda" and any(name.startswith("fused_") for name in ops):
+        yield from _no_toolkit(what)
+    yield from _stale_locks(ops, environ)
+
+
+def _no_toolkit(what: str) -> Iterator[str]:
+    # torch has looked for it as the build will; that wakes no CUDA context.
+    extensions = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
+    if extensions.CUDA_HOME is None:
+        yield (
+            f"The CUDA toolkit with its compiler nvcc is not found: CUDA_HOME is "
+            f"{extensions.CUDA_HOME}. {what} and needs it. Install the toolkit of torch's CUDA "
+            "version and set CUDA_HOME, or set optimizer.params.torch_adam to true."
+        )
+
+
+def _no_ninja(what: str) -> str:
+    beside = Path(sys.executable).with_name("ninja")
+    remedy = "Install it: pip install ninja."
+    if beside.exists():
+        remedy = f"It is installed beside this Python: add {str(beside.parent)!r} to PATH."
+    return f"The program 'ninja' is not on PATH. {what}, or loads them, through it. {remedy}"
+
+
+def _links_aio(compiler: list[str], environ: Mapping[str, str]) -> bool:
+    flags = [*shlex.split(environ.get("CFLAGS", "")), "-x", "c++", "-", "-o", os.devnull]
+    flags += [*shlex.split(environ.get("LDFLAGS", "")), "-laio"]
+    try:
+        done = subprocess.run(
+            [*compiler, *flags],
+            input=_AIO_PROGRAM.encode(),
+            capture_output=True,
+            timeout=_COMPILE_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def _stale_locks(ops: list[str], environ: Mapping[str, str]) -> Iterator[str]:
+    for name in ops:
+        lock = _builds(environ) / name / "lock"
+        if lock.exists() and not held(lock):
+            yield (
+                f"A build of {name} was cut short and left its lock {str(lock)!r}. "
+                "The next process that needs it would wait there for ever, without a word. "
+                "Delete that file."
+            )
+
+
+def _builds(environ: Mapping[str, str]) -> Path:
+    """The folder in which torch builds extensions."""
+    if chosen := environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(chosen)
+    extensions = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
+    version = require("torch.version", extra="", why="DeepSpeed's C++ parts")
+    kind = "cpu"
+    if version.hip is not None:
+        kind = f"rocm{version.hip.replace('.', '')}"
+    elif version.cuda is not None:
+        kind = f"cu{version.cuda.replace('.', '')}"
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    return Path(extensions.get_default_build_root()) / f"{python}_{kind}"
+
+
+def held(lock: Path) -> bool:
+    """Whether a process of this machine has a file open: who builds keeps the lock's open.
+
+    Args:
+        lock: The file.
+
+    Returns:
+        True where one has, or where that cannot be found out.
+    """
+    wanted = str(lock.resolve())
+    if not Path("/proc/self/fd").is_dir():
+        return True
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        try:
+            for entry in folder.iterdir():
+                if str(entry.readlink()) == wanted:
+                    return True
+        except OSError:  # it ended, or is another user's
+            continue
+    return False

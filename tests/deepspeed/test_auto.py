@@ -1,0 +1,341 @@
+"""``"auto"`` becomes what transformers makes of it, with a reason; the file and the run agree."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nbaccel.config import RunConfig
+from nbaccel.deepspeed.auto import AUTO_KEYS, resolve_auto
+from nbaccel.deepspeed.checking import check_config
+from nbaccel.deepspeed.config import ZERO, ZeroConfig
+from nbaccel.deepspeed.facts import TrainingFacts
+from nbaccel.deepspeed.kinds import AUTO
+from nbaccel.deepspeed.reading import auto_keys
+from nbaccel.deepspeed.schema import quiet
+from nbaccel.errors import ConfigError
+from nbaccel.plan import Inventory
+
+CPU = Inventory(cpu_cores=2, host_total_bytes=8 << 30, host_available_bytes=8 << 30)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def peers():
+    """Imported before any test: they take seconds, and warn of the age of others."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import_module("deepspeed")
+        yield import_module("transformers.integrations.deepspeed")
+
+
+FACTS = TrainingFacts(
+    world_size=1,
+    micro_batch_size=4,
+    accumulation_steps=2,
+    max_grad_norm=0.7,
+    mixed_precision="bf16",
+    learning_rate=3e-4,
+    weight_decay=0.05,
+    betas=(0.8, 0.95),
+    eps=1e-7,
+    warmup_steps=10,
+    total_steps=100,
+)
+EVERYTHING = {
+    "train_batch_size": AUTO,
+    "train_micro_batch_size_per_gpu": AUTO,
+    "gradient_accumulation_steps": AUTO,
+    "gradient_clipping": AUTO,
+    "fp16": {"enabled": AUTO, "initial_scale_power": 12},
+    "bf16": {"enabled": AUTO},
+    ZERO: {
+        "stage": 3,
+        "reduce_bucket_size": AUTO,
+        "stage3_prefetch_bucket_size": AUTO,
+        "stage3_param_persistence_threshold": AUTO,
+    },
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": AUTO, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": AUTO,
+            "warmup_max_lr": AUTO,
+            "warmup_num_steps": AUTO,
+            "total_num_steps": AUTO,
+        },
+    },
+}
+
+
+def model(**config):
+    return SimpleNamespace(config=SimpleNamespace(**config))
+
+
+def by_transformers(peers, settings, facts: TrainingFacts, its_model):
+    """What the Trainer's own class makes of a configuration."""
+    theirs = peers.HfTrainerDeepSpeedConfig(copy.deepcopy(settings))
+    args = SimpleNamespace(
+        world_size=facts.world_size,
+        per_device_train_batch_size=facts.micro_batch_size,
+        gradient_accumulation_steps=facts.accumulation_steps,
+        max_grad_norm=facts.max_grad_norm,
+        learning_rate=facts.learning_rate,
+        adam_beta1=facts.betas[0],
+        adam_beta2=facts.betas[1],
+        adam_epsilon=facts.eps,
+        weight_decay=facts.weight_decay,
+        save_on_each_node=False,
+        fp16=facts.mixed_precision == "fp16",
+        bf16=facts.mixed_precision == "bf16",
+        fp16_full_eval=False,
+        bf16_full_eval=False,
+        warmup_steps=facts.warmup_steps,
+    )
+    training_arguments = import_module("transformers").TrainingArguments
+    args.get_warmup_steps = lambda steps: training_arguments.get_warmup_steps(args, steps)
+    try:
+        theirs.trainer_config_process(args)
+        theirs.trainer_config_finalize(args, its_model, facts.total_steps)
+    finally:
+        peers.unset_hf_deepspeed_config()
+    return theirs.config
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"world_size": 3, "accumulation_steps": 5},
+        {"mixed_precision": "fp16", "max_grad_norm": 0.0},
+        {"mixed_precision": "no"},
+        {"warmup_steps": 0},
+        {"warmup_steps": 0.125, "total_steps": 99},
+        {"warmup_steps": 0.0001, "betas": (0.9, 0.999)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "its_model",
+    [
+        model(hidden_size=64),
+        model(hidden_sizes=[32, 96, 48]),
+        model(text_config=SimpleNamespace(hidden_size=40)),
+        model(text_config=SimpleNamespace(hidden_sizes=[8, 24])),
+    ],
+    ids=["hidden_size", "hidden_sizes", "text", "texts"],
+)
+def test_every_value_is_what_transformers_makes_of_it(peers, change, its_model):
+    said = {name: getattr(FACTS, name) for name in FACTS.__slots__}
+    facts = TrainingFacts(**{**said, **change})
+    mine = resolve_auto(EVERYTHING, facts=facts, model=its_model).config.to_dict()
+    assert mine == by_transformers(peers, EVERYTHING, facts, its_model)
+
+
+def test_a_real_config_of_transformers_is_read_as_transformers_does(peers):
+    its_config = import_module("transformers").GPT2Config(n_embd=32)  # it calls its width n_embd
+    gpt = SimpleNamespace(config=its_config)
+    mine = resolve_auto(EVERYTHING, facts=FACTS, model=gpt).config.to_dict()
+    assert mine == by_transformers(peers, EVERYTHING, FACTS, gpt)
+    assert mine[ZERO]["reduce_bucket_size"] == 32 * 32
+
+
+def test_deepspeed_accepts_what_was_filled_in():
+    facts = TrainingFacts(micro_batch_size=4, learning_rate=0.1, total_steps=9)
+    config = resolve_auto(EVERYTHING, facts=facts, model=model(hidden_size=8)).config
+    assert not list(auto_keys(config.to_dict()))
+    check_config(config, world_size=1, inventory=CPU)
+    with quiet():
+        read = import_module("deepspeed.runtime.config").DeepSpeedConfig(config.to_dict())
+    assert (read.train_batch_size, read.gradient_clipping) == (4, 1.0)
+    assert read.zero_config.reduce_bucket_size == 64
+    assert read.optimizer_params == {
+        "lr": 0.1,
+        "betas": [0.9, 0.999],
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+    }
+
+
+def test_a_file_with_auto_is_checked_before_it_is_resolved():
+    assert check_config(EVERYTHING, inventory=CPU, allow_auto=True).config.gradient_clipping == AUTO
+    with pytest.raises(ConfigError) as caught:
+        check_config(EVERYTHING, inventory=CPU)
+    stuck = [text.partition(" is still")[0] for text in caught.value.mistakes]
+    assert set(auto_keys(EVERYTHING)) <= set(stuck)
+
+
+def test_each_decision_has_a_row_with_its_reason():
+    resolved = resolve_auto(EVERYTHING, facts=FACTS, model=model(hidden_size=8))
+    assert sorted(choice.name for choice in resolved.choices) == sorted(auto_keys(EVERYTHING))
+    assert all(choice.reason for choice in resolved.choices)
+    text = " ".join(resolved.explain().split())
+    assert "4 per process * 2 accumulated * 1 processes" in text
+    assert "hidden * hidden, hidden size 8 from config.hidden_size" in text
+
+
+def test_what_only_accelerate_takes_is_filled_in_too():
+    settings = {
+        ZERO: {
+            "stage": AUTO,
+            "offload_optimizer": {"device": AUTO},
+            "offload_param": {"device": AUTO, "nvme_path": AUTO},
+            "stage3_gather_16bit_weights_on_model_save": AUTO,
+        },
+        "train_micro_batch_size_per_gpu": 1,
+    }
+    facts = TrainingFacts(offload_param="nvme", nvme_path="/fast")
+    filled = resolve_auto(settings, facts=facts, run=RunConfig(zero_stage=3)).config
+    assert filled.stage == 3
+    assert filled.offload_optimizer.device == "none"
+    assert (filled.offload_param.device, filled.offload_param.nvme_path) == ("nvme", "/fast")
+    assert filled.stage3_gather_16bit_weights_on_model_save is False
+    assert resolve_auto({ZERO: {"stage": AUTO}}).config.stage == 2
+
+
+def test_an_optimizer_and_a_schedule_say_what_the_run_does_not():
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.02, betas=(0.5, 0.6), weight_decay=0.3)
+    scheduler = SimpleNamespace(warmup_num_steps=0, total_num_steps=50)
+    settings = {key: EVERYTHING[key] for key in ("optimizer", "scheduler")}
+    filled = resolve_auto(settings, optimizer=optimizer, scheduler=scheduler).config.to_dict()
+    assert filled["optimizer"]["params"] == {
+        "lr": 0.02, "betas": [0.5, 0.6], "eps": 1e-8, "weight_decay": 0.3,
+    }  # fmt: skip
+    assert filled["scheduler"]["params"] == {
+        "warmup_min_lr": 0, "warmup_max_lr": 0.02, "warmup_num_steps": 1, "total_num_steps": 50,
+    }  # fmt: skip
+
+
+def test_accelerates_dummy_optimizer_is_understood():
+    dummy = import_module("accelerate.utils").DummyOptim([], lr=0.5, weight_decay=0.25, eps=1e-3)
+    filled = resolve_auto({"optimizer": EVERYTHING["optimizer"]}, optimizer=dummy).config
+    assert filled.optimizer.params == {
+        "lr": 0.5, "betas": [0.9, 0.999], "eps": 1e-3, "weight_decay": 0.25,
+    }  # fmt: skip
+
+
+def test_a_model_without_a_config_is_measured_by_its_linear_layers():
+    net = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.ReLU(), torch.nn.Linear(24, 5000))
+    settings = {ZERO: {"stage": 2, "reduce_bucket_size": AUTO}}
+    resolved = resolve_auto(settings, model=net)
+    assert resolved.config.reduce_bucket_size == 24 * 24, "a vocabulary is no width"
+    assert "widest linear layer" in " ".join(resolved.explain().split())
+
+
+def test_the_batch_of_a_process_follows_from_that_of_all():
+    settings = {"train_batch_size": 48, "train_micro_batch_size_per_gpu": AUTO}
+    facts = TrainingFacts(world_size=4, accumulation_steps=3)
+    filled = resolve_auto({**settings, "gradient_accumulation_steps": AUTO}, facts=facts).config
+    assert filled.train_micro_batch_size_per_gpu == 4
+
+
+@pytest.mark.parametrize("asked", ["fp16", "bf16", "fp8"])
+def test_a_precision_that_the_file_leaves_out_is_added(asked):
+    filled = resolve_auto({}, run=RunConfig(mixed_precision=asked)).config.to_dict()
+    wanted = {"enabled": True, "auto_cast": True} if asked == "fp16" else {"enabled": True}
+    assert filled == {"fp16" if asked == "fp16" else "bf16": wanted}
+
+
+def test_what_nothing_decides_is_told_together():
+    with pytest.raises(ConfigError) as caught:
+        resolve_auto({**EVERYTHING, "aio": {"block_size": AUTO}})
+    told = {text.partition('="auto"')[0] for text in caught.value.mistakes}
+    assert told == {
+        "train_micro_batch_size_per_gpu",
+        "train_batch_size",
+        "optimizer.params.lr",
+        "scheduler.params.warmup_max_lr",
+        "scheduler.params.total_num_steps",
+        f"{ZERO}.reduce_bucket_size",
+        f"{ZERO}.stage3_prefetch_bucket_size",
+        f"{ZERO}.stage3_param_persistence_threshold",
+        "aio.block_size",
+    }
+    assert "give the model" in str(caught.value)
+
+
+def test_contradictions_are_told_together_each_with_both_values():
+    settings = {
+        "train_batch_size": 9,
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 3,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": False},
+        "fp16": {"enabled": True},
+        ZERO: {"stage": 3},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_max_lr": 1e-5, "warmup_num_steps": 3, "total_num_steps": 7},
+        },
+    }
+    with pytest.raises(ConfigError) as caught:
+        resolve_auto(settings, facts=FACTS, run=RunConfig(zero_stage=2))
+    pairs = {
+        tuple(text.partition(" by the run")[0].split(" is ", 1)) for text in caught.value.mistakes
+    }
+    assert pairs == {
+        (f"{ZERO}.stage", "3 in the file and 2"),
+        ("gradient_accumulation_steps", "3 in the file and 2"),
+        ("train_micro_batch_size_per_gpu", "3 in the file and 4"),
+        ("train_batch_size", "9 in the file and 8"),
+        ("gradient_clipping", "1.0 in the file and 0.7"),
+        ("optimizer.params.lr", "1e-05 in the file and 0.0003"),
+        ("optimizer.params.betas", "[0.9, 0.999] in the file and [0.8, 0.95]"),
+        ("optimizer.params.eps", "1e-08 in the file and 1e-07"),
+        ("optimizer.params.weight_decay", "0.0 in the file and 0.05"),
+        ("scheduler.params.warmup_max_lr", "1e-05 in the file and 0.0003"),
+        ("scheduler.params.total_num_steps", "7 in the file and 100"),
+        ("scheduler.params.warmup_num_steps", "3 in the file and 10"),
+        ("fp16.enabled", "True in the file and False"),
+        ("bf16.enabled", "False in the file and True"),
+    }
+
+
+def test_transformers_finds_the_same_contradictions(peers):
+    settings = {"gradient_clipping": 1.0, "optimizer": {"type": "Adam", "params": {"lr": 1e-5}}}
+    with pytest.raises(ValueError, match="mismatch") as theirs:
+        by_transformers(peers, settings, FACTS, model(hidden_size=1))
+    with pytest.raises(ConfigError) as mine:
+        resolve_auto(settings, facts=FACTS)
+    for text in mine.value.mistakes:
+        assert f"- ds {text.partition(' is ')[0]}=" in str(theirs.value)
+    assert str(theirs.value).count("- ds ") == len(mine.value.mistakes) == 2
+
+
+def test_what_agrees_is_no_contradiction_and_nothing_is_changed():
+    settings = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "Adam", "params": {"betas": [0.8, 0.95]}},
+    }
+    before = copy.deepcopy(settings)
+    resolved = resolve_auto({**settings, "bf16": {"enabled": True}}, facts=FACTS)
+    assert resolved.choices == ()
+    assert resolved.config == ZeroConfig.from_dict({**settings, "bf16": {"enabled": True}})
+    resolve_auto(EVERYTHING, facts=FACTS, model=model(hidden_size=8))
+    assert settings == before
+    assert EVERYTHING["train_batch_size"] == AUTO
+
+
+def test_the_list_holds_every_key_that_the_peers_fill_in():
+    import inspect
+    import re
+
+    transformers_code = inspect.getsource(import_module("transformers.integrations.deepspeed"))
+    filled = set(re.findall(r'fill_(?:match|only)\(\s*"([a-z0-9_.]+)"', transformers_code))
+    plugin = import_module("accelerate.utils").DeepSpeedPlugin
+    code = inspect.getsource(plugin.__post_init__)
+    filled |= set(re.findall(r': "((?:zero_optimization|gradient)[a-z0-9_.]+)",', code))
+    assert len(filled) > 20
+    assert filled == set(AUTO_KEYS)

@@ -1,0 +1,397 @@
+# ruff: noqa: E501 - tables of cases read best with one case a line
+"""What the real DeepSpeed ignores or refuses is told before, and what it accepts is accepted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from nbaccel.config import RunConfig
+from nbaccel.deepspeed.checking import check_config
+from nbaccel.deepspeed.config import ZERO, ZeroConfig
+from nbaccel.deepspeed.kinds import AUTO
+from nbaccel.deepspeed.ops import missing_tools, needed_ops
+from nbaccel.deepspeed.schema import deepspeed_schema, quiet
+from nbaccel.deepspeed.section import section_of
+from nbaccel.errors import ConfigError
+from nbaccel.plan import Gpu, Inventory
+from tests.house.source import ROOT
+
+CPU = Inventory(cpu_cores=2, host_total_bytes=8 << 30, host_available_bytes=8 << 30)
+BATCH = {"train_micro_batch_size_per_gpu": 4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def real_deepspeed():
+    """Imported before any test: it takes seconds, and warns of the age of others."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield import_module("deepspeed")
+
+
+@pytest.fixture(autouse=True)
+def tools_on_path(monkeypatch):
+    """A kernel started without its environment's folder on PATH finds no ninja; that is a test."""
+    folder = str(Path(sys.executable).parent)
+    monkeypatch.setenv("PATH", os.pathsep.join([folder, os.environ["PATH"]]))
+
+
+def accepted_by_deepspeed(settings) -> None:
+    with quiet():
+        import_module("deepspeed.runtime.config").DeepSpeedConfig(settings)
+
+
+def mistakes_of(settings, **how) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        check_config({**BATCH, **settings}, **{"inventory": CPU, **how})
+    return list(caught.value.mistakes)
+
+
+# ------------------------------------------------------------------------------- keys
+TYPOS = [
+    ({"gradient_cliping": 0.5}, "gradient_cliping", "'gradient_clipping'"),
+    ({"gradient_accumulation_step": 2}, "gradient_accumulation_step", "'gradient_accumulation_steps'"),
+    ({"zero_optimisation": {"stage": 2}}, "zero_optimisation", "'zero_optimization'"),
+    ({"fp_16": {"enabled": True}}, "fp_16", "'fp16'"),
+    ({"schedular": {"type": "WarmupLR"}}, "schedular", "'scheduler'"),
+    ({"wall_clock_breakdwn": True}, "wall_clock_breakdwn", "'wall_clock_breakdown'"),
+    ({"optimizer": {"typ": "Adam"}}, "optimizer.typ", "'type'"),
+    ({"scheduler": {"Type": "WarmupLR"}}, "scheduler.Type", "'type'"),
+    ({"optimizer": {"type": "Adam", "param": {}}}, "optimizer.param", "'params'"),
+    ({"aio": {"block_sise": 1}}, "aio.block_sise", "'block_size'"),
+    (
+        {"activation_checkpointing": {"partition_activation": True}},
+        "activation_checkpointing.partition_activation",
+        "'partition_activations'",
+    ),
+    ({"flops_profiler": {"enable": True}}, "flops_profiler.enable", "'enabled'"),
+    ({"checkpoint": {"load_universl": True}}, "checkpoint.load_universl", "'load_universal'"),
+    ({"data_types": {"grad_accum_type": "fp32"}}, "data_types.grad_accum_type", "'grad_accum_dtype'"),
+    ({"overlap_comm": True}, "overlap_comm", "It belongs in zero_optimization."),
+    ({"offload_param": {"device": "cpu"}}, "offload_param", "It belongs in zero_optimization."),
+    ({ZERO: {"gradient_clipping": 1}}, "zero_optimization.gradient_clipping", "the top level"),
+    ({"lr": 0.1}, "lr", "It belongs in optimizer.params."),
+    ({"warmup_num_steps": 9}, "warmup_num_steps", "It belongs in scheduler.params."),
+    # What DeepSpeed refuses too, in its own words.
+    ({ZERO: {"stge": 2}}, "zero_optimization.stge", "'stage'"),
+    ({ZERO: {"offload_optimiser": {}}}, "zero_optimization.offload_optimiser", "'offload_optimizer'"),
+    (
+        {ZERO: {"stage": 3, "offload_param": {"devise": "cpu"}}},
+        "zero_optimization.offload_param.devise",
+        "'device'",
+    ),
+    ({"fp16": {"enable": False}}, "fp16.enable", "'enabled'"),
+    ({"timers": {"throughput": {"enable": True}}}, "timers.throughput.enable", "'enabled'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "key", "remedy"), TYPOS, ids=[key for _, key, _ in TYPOS])
+def test_a_typo_is_told_with_the_key_that_was_meant(settings, key, remedy):
+    (told,) = mistakes_of(settings)
+    assert told.startswith(f"{key} is no key of DeepSpeed ")
+    assert remedy in told.partition("It would ")[2]
+
+
+def test_inside_a_misspelt_section_keys_are_read_as_if_it_were_right():
+    told = mistakes_of({"zero_optimisation": {"stge": 2}})
+    starts = [text.partition(" is no key")[0] for text in told]
+    assert starts == ["zero_optimisation", "zero_optimization.stge"]
+
+
+def test_everything_is_told_at_once():
+    told = mistakes_of(
+        {
+            "gradient_cliping": 1,
+            "amp": {"enabled": True},
+            ZERO: {"stage": 2, "offload_param": {"device": "cpu"}, "overlap_comm": "maybe"},
+            "optimizer": {"type": "AdamW", "params": {"learning_rate": 0.1}},
+            "compile": {"debug_log": [3]},
+            "train_batch_size": 7,
+        },
+        world_size=2,
+    )
+    told_of = "\n".join(told)
+    for part in (
+        "gradient_cliping is no key",
+        "amp={'enabled': True}",
+        "zero_optimization.overlap_comm must be true or false",
+        'offload_param.device="cpu" needs stage 3: got stage 2',
+        "optimizer.params.learning_rate is no argument of FusedAdam",
+        "Did you mean 'lr'",
+        "compile.debug_log is refused by DeepSpeed",
+        "train_batch_size=7 is no multiple of train_micro_batch_size_per_gpu=4 * 2 processes = 8",
+    ):
+        assert part in told_of
+    assert len(told) == 7
+
+
+def test_every_key_that_deepspeed_removed_is_refused_with_its_own_sentence():
+    schema = deepspeed_schema()
+    assert {"amp", "elasticity", "nebula"} <= set(schema.removed)
+    for key, sentence in schema.removed.items():
+        section, _, name = key.rpartition(".")
+        settings = {section: {name: 1}} if section else {name: 1}
+        assert mistakes_of(settings) == [f"{key}=1 is of the past. {sentence}".rstrip()]
+
+
+def test_every_named_key_is_one_that_deepspeed_knows():
+    schema = deepspeed_schema()
+
+    def compare(model, path):
+        for name, entry in model.model_fields.items():
+            if name == "extra":
+                continue
+            place = path
+            if model is ZeroConfig:
+                place = ZERO if name in schema.sections[ZERO] else ""
+            assert name in schema.sections[place], f"{place}.{name}"
+            if section := section_of(entry):
+                compare(section, f"{place}.{name}".lstrip("."))
+
+    compare(ZeroConfig, "")
+
+
+def test_the_schema_holds_what_no_documentation_lists_together():
+    schema = deepspeed_schema()
+    assert {"train_batch_size", ZERO, "sequence_parallel_size", "bfloat16"} <= schema.sections[""]
+    assert "legacy_fusion" in schema.sections["optimizer"]
+    assert schema.places("pin_memory") == (f"{ZERO}.offload_param", f"{ZERO}.offload_optimizer")
+    assert schema.models[ZERO].__name__ == "DeepSpeedZeroConfig"
+    assert deepspeed_schema() is schema, "asked once per process"
+
+
+# -------------------------------------------------------------------- what trains on a CPU
+def trains():
+    for stage in (0, 1, 2, 3):
+        for half in ({}, {"bf16": {"enabled": True}}):
+            yield f"{stage}{'b' if half else ''}", {ZERO: {"stage": stage}, **half}
+            if stage:
+                zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+                yield f"{stage}{'b' if half else ''}-cpu", {ZERO: zero, **half}
+    disk = {"device": "nvme", "nvme_path": "/fast"}
+    host = {"device": "cpu"}
+    for opt, par in ((host, host), (None, host), (disk, None), (disk, disk), (host, disk)):
+        places = {"offload_optimizer": opt, "offload_param": par}
+        name = "-".join(str(place and place["device"]) for place in (opt, par))
+        yield name, {ZERO: {"stage": 3, **{key: value for key, value in places.items() if value}}}
+
+
+@pytest.mark.parametrize("settings", [pytest.param(s, id=name) for name, s in trains()])
+def test_what_trains_is_accepted_and_reads_the_same(settings):
+    settings = {**BATCH, **settings, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    missing = list(missing_tools(ZeroConfig.from_dict(settings), device="cpu"))
+    if missing:  # without libaio a disk cannot be used, and that alone is told
+        assert mistakes_of(settings) == missing
+        return
+    checked = check_config(settings, world_size=1, inventory=CPU)
+    assert checked.config.to_dict() == settings
+    accepted_by_deepspeed(checked.config.to_dict())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {ZERO: {"stage": "2"}},
+        {"fp16": {"enabled": "false"}},
+        {ZERO: {"reduce_bucket_size": 5e8}},
+        {"bfloat16": {"enabled": True}},
+        {ZERO: {"stage": 2, "cpu_offload": True}},
+        {ZERO: {"stage": 1}, "optimizer": {"type": "SGD"}, "zero_allow_untested_optimizer": True},
+        {"optimizer": {"type": "RMSprop", "params": {"alpha": 0.9}}},
+        {ZERO: {"stage": 1}, "optimizer": {"type": "Muon", "params": {"muon_lr": 0.1}}},
+        {"optimizer": {"type": "Adam", "params": {"torch_adam": True, "foreach": False}}},
+        {ZERO: {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "optimizer": {"type": "Lion"}},
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10}}},
+        {"scheduler": {"type": "StepLR", "params": {"step_size": 2}}},
+        {"tensorboard": {"enabled": False}, "data_efficiency": {"data_sampling": {"mine": 1}}},
+        {"data_types": {"keep_in_fp32_modules": "auto"}, "steps_per_print": float("inf")},
+        {"pipeline": {"stages": "auto", "own": 1}, "compile": {"deepcompile": False}},
+    ],
+    ids=str,
+)
+def test_what_deepspeed_accepts_is_accepted(settings):
+    checked = check_config({**BATCH, **settings}, world_size=2, inventory=CPU)
+    accepted_by_deepspeed(checked.config.to_dict())
+
+
+# ------------------------------------------------------------------------- combinations
+IMPOSSIBLE = {
+    "fp16 and bf16": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true", {"device": "cuda"}),
+    "fp16 on a CPU": ({"fp16": {"enabled": True}}, "fp16.enabled cannot be true on the CPU", {}),
+    "stage 2 parameters": ({ZERO: {"stage": 2, "offload_param": {"device": "cpu"}}}, "needs stage 3: got stage 2", {}),
+    "stage 2 nvme": (
+        {ZERO: {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}},
+        "write nothing to disk", {},
+    ),
+    "stage 0 offload": ({ZERO: {"offload_optimizer": {"device": "cpu"}}}, "needs stage 1, 2 or 3: got stage 0", {}),
+    "no nvme_path": ({ZERO: {"stage": 3, "offload_param": {"device": "nvme"}}}, "needs zero_optimization.offload_param.nvme_path", {}),
+    "Lion": ({"optimizer": {"type": "Lion"}}, "'Lion' cannot be made on the CPU", {}),
+    "Lamb": ({"optimizer": {"type": "Lamb"}}, "'Lamb' cannot be made on the CPU", {}),
+    "1-bit": ({"optimizer": {"type": "OneBitAdam"}}, "removed from DeepSpeed. It cannot be made. Use 'AdamW'", {}),
+    "unknown optimizer": ({"optimizer": {"type": "AdmW"}}, "Did you mean 'adamw'|Did you mean 'AdamW'", {}),
+    "untested": ({ZERO: {"stage": 2}, "optimizer": {"type": "SGD"}}, '"zero_allow_untested_optimizer": true', {}),
+    "max_grad_norm": ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, "Set gradient_clipping", {}),
+    "typeless": ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type is missing", {}),
+    "unknown schedule": ({"scheduler": {"type": "WarmpLR"}}, "Did you mean 'WarmupLR'", {}),
+    "no total": ({"scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps is missing", {}),
+    "warmup_steps": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}}, "Did you mean 'warmup_num_steps'", {}),
+    "no warm-up": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "above 0: got 0", {}),
+    "torch's schedule": ({ZERO: {"stage": 1}, "scheduler": {"type": "StepLR", "params": {"step_size": 2}}}, "no Optimizer", {}),
+    "sum at 3": ({ZERO: {"stage": 3}, "gradient_allreduce_op": "sum"}, "below 3", {}),
+    "ratio": ({ZERO: {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "Partial offloading", {}),
+    "grad norm": ({ZERO: {"stage": 3, "compute_grad_norm": False}}, "compute_grad_norm=false is supported only", {}),
+    "bf16 masters": ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "stage 0", {}),
+    "auto left": ({"gradient_clipping": AUTO}, 'gradient_clipping is still "auto"', {}),
+    "auto nowhere": ({"aio": {"block_size": AUTO}}, 'aio.block_size cannot be "auto"', {}),
+    "a bad tag mode": ({"checkpoint": {"tag_validation": "Often"}}, "DeepSpeed refuses this configuration: .*OFTEN", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_an_impossible_combination_is_told_once(case):
+    settings, says, run = IMPOSSIBLE[case]
+    run = RunConfig(**run)
+    with pytest.raises(ConfigError, match=says) as caught:
+        check_config({**BATCH, **settings}, inventory=CPU, run=run)
+    told = [text for text in caught.value.mistakes if "libaio" not in text and "nvcc" not in text]
+    assert len(told) == 1, told
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "says"),
+    [
+        ((64, 4, 2), 1, "is not train_micro_batch_size_per_gpu=4 .* = 8"),
+        ((64, 4, 2), 4, "= 32"),
+        ((10, None, None), 4, "is no multiple of 4 processes = 4"),
+        ((10, None, 4), None, "is no multiple of gradient_accumulation_steps=4 = 4"),
+        ((None, None, 4), 2, "train_batch_size and train_micro_batch_size_per_gpu are both missing"),
+        ((64, 4, 4), 4, ""),
+        ((64, 4, None), 4, ""),
+        ((64, None, 4), 4, ""),
+        ((64, None, None), 4, ""),
+        ((None, 4, None), 4, ""),
+    ],
+)  # fmt: skip
+def test_batch_sizes_multiply_out(sizes, world_size, says):
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    settings = {name: size for name, size in zip(names, sizes, strict=True) if size is not None}
+    if not says:
+        assert check_config(settings, world_size=world_size, inventory=CPU).warnings == ()
+        return
+    with pytest.raises(ConfigError, match=says):
+        check_config(settings, world_size=world_size, inventory=CPU)
+
+
+def test_what_depends_on_an_open_stage_waits_until_it_is_resolved():
+    zero = {
+        "stage": AUTO,
+        "offload_param": {"device": "cpu"},
+        "offload_optimizer": {"device": "cpu", "ratio": 0.5},
+    }
+    settings = {**BATCH, ZERO: zero}
+    assert check_config(settings, inventory=CPU, allow_auto=True).config.stage == AUTO
+    assert len(mistakes_of({ZERO: {**zero, "stage": 2}}, allow_auto=True)) == 2
+
+
+def test_processes_come_from_the_run():
+    run = RunConfig(num_processes=3)
+    with pytest.raises(ConfigError, match="no multiple of 3 processes"):
+        check_config({"train_batch_size": 4}, run=run, inventory=CPU)
+
+
+def test_what_may_disappoint_is_a_warning():
+    zero = {"stage": 3}
+    (said,) = check_config({**BATCH, ZERO: zero}, inventory=CPU).warnings
+    assert "save_16bit_model() returns False" in said
+    zero["stage3_gather_16bit_weights_on_model_save"] = True
+    assert check_config({**BATCH, ZERO: zero}, inventory=CPU).warnings == ()
+    (said,) = check_config({**BATCH, "bfloat16": {}}, inventory=CPU).warnings
+    assert "bfloat16 is an old form: write bf16={}" in said
+
+
+def test_a_gpu_takes_fp16_and_needs_no_part_for_it():
+    gpu = Gpu(index=0, name="H", uuid="u", total_bytes=1, free_bytes=1, compute_capability=(9, 0))
+    machine = Inventory(cpu_cores=1, host_total_bytes=1, host_available_bytes=1, gpus=(gpu,))
+    assert check_config({**BATCH, "fp16": {"enabled": True}}, inventory=machine).config.fp16.enabled
+
+
+# -------------------------------------------------------------------------------- tools
+def test_missing_tools_are_told_with_what_to_install(tmp_path):
+    config = ZeroConfig(stage=3, offload_optimizer={"device": "nvme", "nvme_path": "/x"})
+    told = list(missing_tools(config, device="cpu", environ={"PATH": str(tmp_path)}))
+    assert [text.split(". ")[0] for text in told] == [
+        "The C++ compiler 'c++' is not on PATH",
+        "The program 'ninja' is not on PATH",
+    ]
+    assert "apt-get install g++" in told[0]
+    assert f"add {str(Path(sys.executable).parent)!r} to PATH" in told[1]
+
+
+def test_a_fused_part_on_a_gpu_needs_the_cuda_toolkit():
+    told = list(missing_tools(ZeroConfig(optimizer="AdamW"), device="cuda"))
+    home = import_module("torch.utils.cpp_extension").CUDA_HOME
+    assert ["CUDA toolkit" in text for text in told] == ([True] if home is None else [])
+    assert not list(missing_tools(ZeroConfig(), device="cuda"))
+
+
+def test_a_library_that_does_not_link_is_told(tmp_path):
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    compiler.chmod(0o755)
+    config = ZeroConfig(stage=3, offload_param={"device": "nvme", "nvme_path": "/x"})
+    environ = {**os.environ, "CXX": str(compiler), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    (told,) = missing_tools(config, device="cpu", environ=environ)
+    assert "apt-get install libaio-dev" in told
+
+
+def test_a_lock_without_a_builder_is_told_and_one_with_a_builder_is_not(tmp_path):
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    environ = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    with lock.open("w"):
+        assert not list(missing_tools(ZeroConfig(), device="cpu", environ=environ))
+    (told,) = missing_tools(ZeroConfig(), device="cpu", environ=environ)
+    assert str(lock) in told
+    assert "Delete that file" in told
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "ops"),
+    [
+        ({}, "cpu", ("deepspeed_shm_comm",)),
+        ({}, "cuda", ()),
+        ({"optimizer": "AdamW"}, "cpu", ("deepspeed_shm_comm", "fused_adam")),
+        ({"stage": 1, "optimizer": "Adam", "offload_optimizer": "cpu"}, "cuda", ("cpu_adam",)),
+        ({"stage": 1, "optimizer": "Lion", "offload_optimizer": "cpu"}, "cuda", ("cpu_lion",)),
+        ({"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}, "cuda", ()),
+        ({"stage": 3, "offload_param": "nvme"}, "cuda", ("async_io",)),
+    ],
+)
+def test_the_parts_a_run_loads(settings, device, ops):
+    assert needed_ops(ZeroConfig(**settings), device=device) == ops
+
+
+def test_without_deepspeed_the_remedy_is_one_line():
+    code = (
+        "import sys; sys.modules['deepspeed'] = None\n"
+        "from nbaccel.deepspeed.checking import check_config\n"
+        "from nbaccel.errors import MissingBackend\n"
+        "assert 'torch' not in sys.modules\n"
+        "try:\n    check_config({'train_batch_size': 1})\n"
+        "except MissingBackend as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        check=True,
+    )
+    assert 'pip install "nbaccel[deepspeed]"' in done.stdout

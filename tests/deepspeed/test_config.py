@@ -1,0 +1,237 @@
+"""A DeepSpeed configuration as an object: round trips, names, and mistakes told all at once."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nbaccel.deepspeed.config import ZERO, ZERO_KEYS, ZeroConfig
+from nbaccel.deepspeed.section import Section, kind_of, section_of
+from nbaccel.deepspeed.sections import Fp16, OffloadOptimizer, OffloadParam
+from nbaccel.errors import ConfigError
+
+
+def sections(model=ZeroConfig, path=""):
+    yield path, model
+    for name, entry in model.model_fields.items():
+        if section := section_of(entry):
+            yield from sections(section, f"{path}{name}.")
+
+
+SECTIONS = [pytest.param(model, id=path or "top") for path, model in sections()]
+
+
+def keys_of(model):
+    fields = model.model_fields.items()
+    return [name for name, entry in fields if name != "extra" and section_of(entry) is None]
+
+
+def good_value(model: type[Section], name: str):
+    """A value of the right kind, told from the kind alone."""
+    kind = kind_of(model.model_fields[name])
+    if kind.allowed:
+        return kind.allowed[-1]
+    if name == "stage":
+        return 3
+    for start, value in {
+        "a whole": 7,
+        "a number": 0.5,
+        "true": True,
+        "text": "words",
+        "a list": ["a.B"],
+        "a mapping": {"lr": 1e-3, "betas": [0.9, 0.95], "deep": {"er": None}},
+    }.items():
+        if kind.must.startswith(start):
+            return value
+    raise AssertionError(f"no example for {kind.must!r}")
+
+
+@pytest.mark.parametrize("model", SECTIONS)
+def test_every_key_round_trips_through_json(model):
+    for name in keys_of(model):
+        settings = {name: good_value(model, name)}
+        if model is ZeroConfig and name in ZERO_KEYS:
+            settings = {ZERO: settings}
+        made = model.from_dict(settings)
+        assert made.to_dict() == settings
+        assert made.extra == {}, "a named key belongs in its field"
+        assert model.from_json(made.to_json()) == made
+
+
+@pytest.mark.parametrize("model", SECTIONS)
+def test_every_key_says_what_it_means_and_refuses_what_is_no_value(model):
+    for name in keys_of(model):
+        entry = model.model_fields[name]
+        assert len(entry.description) > 8
+        with pytest.raises(ConfigError, match=f"^{name} must be {kind_of(entry).must}: got"):
+            model(**{name: object()})
+
+
+# ------------------------------------------------------------------ any configuration at all
+leaves = st.one_of(
+    st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()
+)
+strange = st.dictionaries(
+    st.text(min_size=1, max_size=8).map(lambda text: f"x_{text}"),
+    st.recursive(
+        leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=5
+    ),
+    max_size=2,
+)
+
+
+def values_of(model: type[Section]):
+    """Any section: some of its keys with good values, its sections, and keys nobody knows."""
+    keys = {
+        name: values_of(section_of(entry))
+        if section_of(entry)
+        else st.just(good_value(model, name))
+        for name, entry in model.model_fields.items()
+        if name != "extra"
+    }
+    known = st.fixed_dictionaries({}, optional=keys)
+    return st.builds(lambda a, b: {**a, **b}, known, strange)
+
+
+@st.composite
+def configurations(draw):
+    flat = draw(values_of(ZeroConfig))
+    zero = {key: flat.pop(key) for key in ZERO_KEYS if key in flat} | draw(strange)
+    return flat | ({ZERO: zero} if zero or draw(st.booleans()) else {})
+
+
+@settings(max_examples=25, deadline=None)
+@given(configurations())
+def test_any_configuration_comes_back_as_it_was(configuration):
+    before = json.dumps(configuration)
+    made = ZeroConfig.from_dict(configuration)
+    assert made.to_dict() == configuration
+    assert ZeroConfig.from_json(made.to_json()) == made
+    assert hash(ZeroConfig.from_json(made.to_json())) == hash(made)
+    assert json.dumps(configuration) == before, "reading changes nothing"
+
+
+def test_what_comes_out_is_a_copy():
+    config = ZeroConfig.from_dict(
+        {"optimizer": {"type": "Adam", "params": {"lr": 1}}, "x": {"y": [1]}}
+    )
+    out = config.to_dict()
+    out["optimizer"]["params"]["lr"] = 2
+    out["x"]["y"].append(2)
+    assert config.optimizer.params == {"lr": 1}
+    assert config.to_dict()["x"] == {"y": [1]}
+
+
+# ------------------------------------------------------------------------------ by hand
+def test_a_short_word_stands_for_a_section():
+    config = ZeroConfig(stage=3, offload_optimizer="cpu", offload_param=OffloadParam(device="cpu"))
+    assert config.offload_optimizer == OffloadOptimizer(device="cpu")
+    assert config.to_dict() == {
+        ZERO: {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu"},
+        }
+    }
+
+
+def test_a_changed_copy_is_validated():
+    config = ZeroConfig(stage=1)
+    assert config.changed(stage=2).stage == 2
+    assert config.stage == 1
+    with pytest.raises(ConfigError, match="Did you mean 'stage'"):
+        config.changed(stge=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({ZERO: {"stage": "2"}}, {ZERO: {"stage": 2}}),
+        ({ZERO: {"reduce_bucket_size": 5e8}}, {ZERO: {"reduce_bucket_size": 500_000_000}}),
+        ({"fp16": {"enabled": "true"}}, {"fp16": {"enabled": True}}),
+        ({"steps_per_print": math.inf}, {"steps_per_print": math.inf}),
+        ({ZERO: {"offload_param": None}, "aio": None}, {}),
+        ({"optimizer": {"params": {"a": (1, 2)}}}, {"optimizer": {"params": {"a": [1, 2]}}}),
+        ({"wandb": {"project": Path("/a")}}, {"wandb": {"project": "/a"}}),
+        ({"bfloat16": {"enabled": True}}, {"bf16": {"enabled": True}}),
+        ({ZERO: {"cpu_offload": True}}, {ZERO: {"offload_optimizer": {"device": "cpu"}}}),
+        ({ZERO: {"prefetch_bucket_size": 9}}, {ZERO: {"stage3_prefetch_bucket_size": 9}}),
+        ({ZERO: True}, {ZERO: {"stage": 1}}),
+        ({"overlap_comm": True}, {"overlap_comm": True}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_values_become_what_deepspeed_reads(given, kept):
+    assert ZeroConfig.from_dict(given).to_dict() == kept
+
+
+def test_all_mistakes_are_told_at_once_each_where_it_stands():
+    with pytest.raises(ConfigError) as caught:
+        ZeroConfig.from_dict(
+            {
+                ZERO: {"stage": 4, "offload_optimizer": {"device": "gpu"}, "overlap_comm": 2},
+                "gradient_clipping": "much",
+                "bf16": 3,
+                "aio": {"block_size": 0, "queue_depth": 1.5},
+            }
+        )
+    starts = [mistake.split(" must be ")[0] for mistake in caught.value.mistakes]
+    assert set(starts) == {
+        "zero_optimization.stage",
+        "zero_optimization.overlap_comm",
+        "zero_optimization.offload_optimizer.device",
+        "gradient_clipping",
+        "bf16",
+        "aio.block_size",
+        "aio.queue_depth",
+    }
+    for value in ("4", "'gpu'", "'much'", "1.5"):
+        assert f"got {value}." in str(caught.value)
+
+
+def test_a_typo_by_hand_is_refused_wherever_it_stands():
+    with pytest.raises(ConfigError) as caught:
+        ZeroConfig(stge=2, fp16={"enable": True}, offload_param={"devise": "cpu"})
+    assert [mistake.split(" is no setting")[0] for mistake in caught.value.mistakes] == [
+        "offload_param.devise", "fp16.enable", "stge",
+    ]  # fmt: skip
+    assert str(caught.value).count("Did you mean") == 3
+    with pytest.raises(ConfigError, match="Did you mean 'loss_scale'"):
+        Fp16(loss_scal=1)
+
+
+def test_files_are_read_and_written(tmp_path):
+    config = ZeroConfig(stage=3, gradient_clipping=0.5, extra={"vocabulary_size": 64})
+    config.to_file(tmp_path / "ds.json")
+    assert ZeroConfig.from_file(tmp_path / "ds.json") == config
+    assert ZeroConfig.from_file(str(tmp_path / "ds.json")).extra == {"vocabulary_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "cannot be read: .*No such file"),
+        ("{", "cannot be read from JSON"),
+        ("[1]", "from JSON of list"),
+        ('{"bf16": {}, "bf16": {}}', "names bf16 more than once"),
+        ('{"zero_optimization": 3}', "zero_optimization must be a section: got 3"),
+    ],
+)
+def test_a_file_that_is_none_says_so_with_its_path(tmp_path, text, says):
+    path = tmp_path / "ds.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        ZeroConfig.from_file(path)
+
+
+def test_what_json_cannot_hold_is_refused():
+    with pytest.raises(ConfigError, match="JSON cannot hold"):
+        ZeroConfig.from_dict({"x": {1, 2}})
+    with pytest.raises(ConfigError, match=r"got .*\{1\}"):
+        ZeroConfig(extra={"x": {1}})
