@@ -33,6 +33,8 @@ class Member:
     pipes: dict[int, str]
     """The notebook's reading ends → `stdout`, `stderr` or `stack`."""
     pid: int
+    control: wire.Channel | None = None
+    """A second channel, to a worker of a pool: what it is told there it hears in mid-work."""
     state: State = State.BORN
     born: float = field(default_factory=time.monotonic)
     since: float = field(default_factory=time.monotonic)
@@ -67,6 +69,8 @@ class Member:
     def close(self) -> None:
         """Close every descriptor that is left."""
         self.channel.close()
+        if self.control is not None:
+            self.control.close()
         for fd in self.pipes:
             os.close(fd)
         self.pipes.clear()

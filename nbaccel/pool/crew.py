@@ -84,7 +84,10 @@ class Crew:
                     starter.ours.append(crew._sentinels[place.rank])
             tasks = posts(plan, places, Surroundings.here({}), listener)
             for (post, fds), member in zip(tasks, crew.members, strict=True):
-                member.channel.send(messages.Enlist(post=post), fds)
+                member.control, theirs = wire.Channel.pair()
+                with contextlib.closing(theirs):
+                    enlist = messages.Enlist(post=post)
+                    member.channel.send(enlist, [*fds, theirs.fileno()])
             crew._see_them_in()
             undo.pop_all()
         return crew

@@ -128,7 +128,8 @@ class Halting:
         tell(member, messages.Break())
 
 
-def tell(member: Member, message: object) -> None:
-    """Send a message to a worker that may have gone already."""
-    with contextlib.suppress(OSError):
-        member.channel.send(message)
+def tell(member: Member, message: messages.Look | messages.Break) -> None:
+    """Say something to the second thread of a worker that may have gone already."""
+    if member.control is not None:
+        with contextlib.suppress(OSError):
+            member.control.send(message)

@@ -105,16 +105,28 @@ class _Compiler(CachingCompiler):
         return super().__call__(source, filename, symbol, *more, **options)
 
 
+_ONE_WAY = frozenset((bool, bytes, complex, float, int, str))
+
+
 class _Hook(DisplayHook):
     """Keeps the value of the last expression for the notebook instead of printing it."""
 
     shell: Any
     bundle: dict[str, Any] | None = None
+    text: str = ""
+    """The cell's code."""
 
     def take(self) -> dict[str, Any] | None:
         """The value, once."""
         bundle, self.bundle = self.bundle, None
         return bundle
+
+    def compute_format_data(self, result: Any) -> Any:
+        """How a value looks. Numbers and text look one way: no need to ask a dozen formatters."""
+        if type(result) not in _ONE_WAY:
+            return super().compute_format_data(result)  # type: ignore[no-untyped-call]
+        formatter = self.shell.display_formatter.formatters["text/plain"]
+        return {"text/plain": formatter(result)}, {}
 
     def write_output_prompt(self) -> None:
         """The notebook writes it, once for all ranks."""
@@ -123,6 +135,19 @@ class _Hook(DisplayHook):
         if (earlier := self.take()) is not None:  # InteractiveShell.ast_node_interactivity = "all"
             self.shell.display_pub.publish(**earlier)
         self.bundle = {"data": without_widgets(format_dict), "metadata": md_dict or {}}
+
+    def update_user_ns(self, result: Any) -> None:
+        """The last three values are kept, and no older ones: they would hold on to memory."""
+        names, own = self.shell.user_ns, {"_": self._, "__": self.__, "___": self.___}
+        # IPython's way to see whether the user has given these names another meaning.
+        if all(names.get(name, value) is value for name, value in own.items()):
+            self.___, self.__, self._ = self.__, self._, result
+            own = {"_": self._, "__": self.__, "___": self.___}
+            self.shell.push(own, interactive=False)
+
+    def quiet(self) -> bool:
+        """Whether a semicolon behind the expression says that it is not to be shown."""
+        return bool(self.semicolon_at_end_of_expression(self.text))  # type: ignore[no-untyped-call]
 
     def log_output(self, format_dict: Any) -> None:
         """IPython would keep every picture for ever."""
@@ -218,10 +243,11 @@ class WorkerShell(InteractiveShell):
         self.compile.begin(source)
         hook: _Hook = self.displayhook  # type: ignore[assignment]
         hook.take()
+        hook.text = source.text
         if source.count is not None:
-            self._count_from(source.count)
+            self.execution_count = source.count
         self._errors, self._raised = [], None
-        result = self.run_cell(source.text, store_history=True)
+        result = self.run_cell(source.text, store_history=False)
         errors, self._errors, self._raised = self._errors, [], None
         if not errors:
             return hook.take()
@@ -233,11 +259,6 @@ class WorkerShell(InteractiveShell):
             raise _from_the_cell(error)
         finally:
             del error, errors
-
-    def _count_from(self, count: int) -> None:
-        self.execution_count = count
-        for told in (self.history_manager.input_hist_parsed, self.history_manager.input_hist_raw):  # type: ignore[union-attr]
-            told.extend([""] * (count - len(told)))  # so that In[7] is the seventh
 
     def run_cell(self, *args: Any, **options: Any) -> Any:
         """As IPython's; an error of it, also where a `%%` magic calls it, fails the whole cell."""

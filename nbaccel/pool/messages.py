@@ -1,9 +1,9 @@
 """Messages between the notebook and the workers of a pool, over `launch.wire`'s channels.
 
     notebook ──► Enlist once, then one task at a time: RunCell, RunJob, Pull, …  (a turn)
-             ◄── Shown, Returned, Failed, … and Idle, which ends the turn
-    notebook ──► Look, Break      answered at once by the worker's second thread, mid-cell too
-             ◄── Whereabouts
+             ◄── Returned, Failed, … and Idle, which ends the turn
+    notebook ──► Look, Break      by a channel of its own, to the worker's second thread: it
+             ◄── Whereabouts      answers at once, in the middle of a cell too
 
 A channel is a nameless pair of sockets inherited by fork: nobody else can connect to it.
 """
@@ -33,7 +33,6 @@ __all__ = [
     "RunCell",
     "RunJob",
     "Settle",
-    "Shown",
     "Take",
     "Task",
     "Whereabouts",
@@ -56,7 +55,7 @@ class GroupWanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enlist:
-    """Become a worker of a pool. Descriptors: the post's."""
+    """Become a worker of a pool. Descriptors: the post's, the second channel's."""
 
     post: wire.Post
 
@@ -81,7 +80,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCell:
-    """Run the code of a cell in the worker's namespace. Answered by Shown."""
+    """Run the code of a cell in the worker's namespace. It gives what is to be shown."""
 
     source: Source
     directory: str | None = None
@@ -144,7 +143,7 @@ class LeaveGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Complete:
-    """Find completions. Answered by Shown."""
+    """Find completions. It gives what is to be shown."""
 
     code: str
     cursor: int
@@ -152,7 +151,7 @@ class Complete:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspect:
-    """Describe an object. Answered by Shown."""
+    """Describe an object. It gives what is to be shown."""
 
     name: str
     detail: int
@@ -175,18 +174,13 @@ class Break:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """What a task gave for the user to see: a mime bundle, completions; None for nothing."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Idle:
     """A task is done: the worker waits for the next one."""
 
     number: int = 0
     """The task's turn."""
+    shown: Any = None
+    """What the task gave for the user to see: a mime bundle, completions; None for nothing."""
     bound: tuple[str, ...] = ()
     """Names that the task bound or deleted."""
     dirty: bool = False

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from nbaccel import env
@@ -33,20 +33,22 @@ class Footsteps:
     """
 
     def __init__(self) -> None:
-        self._directory = Path.cwd()
+        self._directory = os.getcwd()
+        self._state = env.state()
         self._environment = env.snapshot()
 
     def directory(self) -> str | None:
         """The notebook's folder, if it has changed since the last call."""
-        here, before = Path.cwd(), self._directory
+        here, before = os.getcwd(), self._directory
         self._directory = here
-        return str(here) if here != before else None
+        return here if here != before else None
 
     def environment(self) -> dict[str, str | None]:
         """Variables that have changed since the last call; None for one that is gone."""
-        now, before = env.snapshot(), self._environment
-        self._environment = now
-        if now == before:
+        state, before = env.state(), self._environment
+        if state == self._state:
             return {}
+        self._state, self._environment = state, env.snapshot()
+        now = self._environment
         gone: dict[str, str | None] = {name: None for name in before if name not in now}
         return gone | {name: value for name, value in now.items() if before.get(name) != value}

@@ -6,6 +6,7 @@ task up; the user has stopped it; a worker was lost, and with it the pool.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -216,8 +217,6 @@ class Turn(Listener):
         rank = member.rank
         if isinstance(message, messages.Idle):
             self._on_idle(member, message)
-        elif isinstance(message, messages.Shown):
-            self.account.shown[rank] = message.value
         elif isinstance(message, wire.Returned):
             member.returned = message
             member.result_fd = fds[0] if fds else None
@@ -249,6 +248,7 @@ class Turn(Listener):
         self.drain_output(member)
         self._console.close(rank)
         self.account.idle[rank] = message
+        self.account.shown[rank] = message.shown
         if member.error is None and member.returned is None:
             member.returned = wire.Returned(time.monotonic(), None, None, None)
         if self._halting is not None:
@@ -277,7 +277,8 @@ class Turn(Listener):
         wanted = self._group_wanted
         if wanted is not None:
             self._joining.add(member.rank)
-            tell(member, messages.Task(number=0, body=messages.JoinGroup(wanted=wanted)))
+            with contextlib.suppress(OSError):  # it has gone: its sentinel will tell
+                member.channel.send(messages.Task(number=0, body=messages.JoinGroup(wanted=wanted)))
 
     def on_interrupt(self) -> None:
         """The user has pressed Stop; a second time, he means it."""

@@ -1,7 +1,7 @@
 """A live worker: it takes tasks one at a time, and keeps its namespace between them.
 
     main thread     task ─► cell, call, pull, … ─► Idle        raises KeyboardInterrupt on SIGINT
-    second thread   reads the channel; answers Look and Break at once, hands tasks on
+    second thread   has a channel of its own: answers Look and Break at once
 
 Both wait without polling, so an idle worker costs no CPU.
 """
@@ -9,7 +9,6 @@ Both wait without polling, so an idle worker costs no CPU.
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import sys
 import threading
@@ -55,7 +54,7 @@ class _Worker:
         self._channel = channel
         self._busy = False
         self._main = threading.get_ident()
-        self._inbox: queue.SimpleQueue[tuple[Any, list[int]] | None] = queue.SimpleQueue()
+        self._control = wire.Channel.from_fd(fds.pop())
         self._seat = settle(enlist.post, fds)
         memory.close_all(fds)
         place = self._seat.place
@@ -70,63 +69,64 @@ class _Worker:
         )
         restore_random_states(enlist.post.random_states)
         precision.watch(enlist.post.mixed_precision)
-        threading.Thread(target=self._read, name="nbaccel-channel", daemon=True).start()
+        threading.Thread(target=self._answer, name="nbaccel-control", daemon=True).start()
 
     # ---- the main thread
 
     def loop(self) -> None:
         """Take tasks until the channel closes or says so."""
         self._channel.send(messages.Idle())
-        while (received := self._inbox.get()) is not None:
-            task, fds = received
+        while True:
+            try:
+                task, fds = self._channel.receive()
+            except (EOFError, OSError):
+                return  # the notebook is gone, or through with this pool
             with memory.closing(*fds):
-                self._do(task.body, fds)
+                shown = self._do(task.body, fds)
             signal.signal(signal.SIGINT, self._on_interrupt)  # handing over had it ignored
-            self._channel.send(self._idle(task.number, task.body))
+            self._channel.send(self._idle(task.number, task.body, shown))
 
-    def _do(self, task: Any, fds: list[int]) -> None:
+    def _do(self, task: Any, fds: list[int]) -> Any:
         """Carry a task out; what it raises goes to the notebook."""
-        error = self._try(task, fds)
+        shown, error = self._try(task, fds)
         if error is not None and not isinstance(task, messages.JoinGroup):  # the others will tell
             self._explain(error)
             report(self._channel, error, self._seat.place.rank)
         flush()
+        return shown
 
-    def _try(self, task: Any, fds: list[int]) -> BaseException | None:
+    def _try(self, task: Any, fds: list[int]) -> tuple[Any, BaseException | None]:
         try:
             try:
-                _ACTS[type(task)](self, task, fds)
+                return _ACTS[type(task)](self, task, fds), None
             finally:
                 self._busy = False  # from here on an interrupt comes too late
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: the worker stays
-            return error
-        return None
+            return None, error
 
-    def _idle(self, number: int, task: Any) -> messages.Idle:
+    def _idle(self, number: int, task: Any, shown: Any) -> messages.Idle:
         ran_code = isinstance(task, (messages.RunCell, messages.RunJob))
         return messages.Idle(
             number=number,
+            shown=shown,
             bound=self._names.bound() if isinstance(task, messages.RunCell) else (),
             dirty=self._names.dirty() if isinstance(task, messages.RunCell) else False,
             sequence=self._groups.sequence() if ran_code else (),
             in_groups=torch.distributed.is_initialized(),
         )
 
-    def _run_cell(self, task: messages.RunCell, fds: list[int]) -> None:
+    def _run_cell(self, task: messages.RunCell, fds: list[int]) -> Any:
         if task.directory is not None:
             os.chdir(task.directory)
         env.update(task.environment)
         self._names.begin()
         self._busy = True
         try:
-            shown = self._shell.run(task.source)
+            return self._shell.run(task.source)
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise
-            return  # sys.exit() is how a script ends well
-        self._busy = False
-        flush()
-        self._channel.send(messages.Shown(value=shown))
+            return None  # sys.exit() is how a script ends well
 
     def _run_job(self, task: messages.RunJob, fds: list[int]) -> None:
         self._busy = True
@@ -160,11 +160,11 @@ class _Worker:
     def _leave_groups(self, task: messages.LeaveGroups, fds: list[int]) -> None:
         self._groups.leave(task.generation, task.reason)
 
-    def _complete(self, task: messages.Complete, fds: list[int]) -> None:
-        self._channel.send(messages.Shown(value=self._shell.complete(task.code, task.cursor)))
+    def _complete(self, task: messages.Complete, fds: list[int]) -> Any:
+        return self._shell.complete(task.code, task.cursor)
 
-    def _inspect(self, task: messages.Inspect, fds: list[int]) -> None:
-        self._channel.send(messages.Shown(value=self._shell.inspect(task.name, task.detail)))
+    def _inspect(self, task: messages.Inspect, fds: list[int]) -> Any:
+        return self._shell.inspect(task.name, task.detail)
 
     def _explain(self, error: BaseException) -> None:
         """Say what an object that outlived its process group suffers from."""
@@ -186,21 +186,16 @@ class _Worker:
 
     # ---- the second thread
 
-    def _read(self) -> None:
+    def _answer(self) -> None:
         while True:
             try:
-                message, fds = self._channel.receive()
+                message, _ = self._control.receive()
             except (EOFError, OSError):
-                self._inbox.put(None)  # the notebook hung up: after the task at hand, leave
                 return
             if isinstance(message, messages.Look):
                 self._channel.send(self._whereabouts())
             elif isinstance(message, messages.Break):
                 self._groups.cut()
-            elif isinstance(message, wire.Leave):
-                self._inbox.put(None)
-            else:
-                self._inbox.put((message, fds))
 
     def _whereabouts(self) -> messages.Whereabouts:
         found: list[Frame] = []
@@ -224,7 +219,7 @@ def _reserved(device: str) -> int | None:
     return int(torch.cuda.memory_reserved(device))
 
 
-_ACTS: Mapping[type, Callable[[_Worker, Any, list[int]], None]] = {
+_ACTS: Mapping[type, Callable[[_Worker, Any, list[int]], Any]] = {
     messages.RunCell: _Worker._run_cell,
     messages.RunJob: _Worker._run_job,
     messages.Take: _Worker._take,

@@ -54,12 +54,28 @@ def test_rich_values_come_in_all_their_forms(cells: Cells) -> None:
     assert done.value["data"] == {"text/plain": "one", "text/html": "<b>1</b>"}
 
 
-def test_results_are_numbered_as_in_the_notebook(cells: Cells) -> None:
-    cells.run("'seventh'", count=70).check()
-    cells.run("'eighth'").check()
-    assert cells.run("_, __, _70, Out[71], In[70]").check().plain == (
-        "('eighth', 'seventh', 'seventh', 'eighth', \"'seventh'\")"
-    )
+def test_the_last_three_values_are_kept_and_no_more(cells: Cells) -> None:
+    for value in ("first", "second", "third"):
+        cells.run(f"{value!r}").check()
+    assert cells.run("_, __, ___").check().plain == "('third', 'second', 'first')"
+    cells.run("import gc, weakref\nclass Big: pass\nkept = weakref.ref(Big())").check()
+    cells.run("big = Big(); kept = weakref.ref(big); big").check()
+    cells.run("del big").check()
+    for value in range(3):
+        cells.run(f"{value}").check()
+    assert cells.run("gc.collect(); kept() is None").check().plain == "True"
+    cells.run("_ = 'mine'").check()
+    cells.run("1").check()
+    assert cells.run("_").check().plain == "'mine'"
+    cells.run("del _").check()
+
+
+def test_cells_leave_no_names_behind(cells: Cells) -> None:
+    cells.run("1 + 1").check()
+    before = cells.run("len(globals())").check().plain
+    for _ in range(20):
+        cells.run("1 + 1").check()
+    assert cells.run("len(globals())").check().plain == before
 
 
 def test_a_broken_formatter_is_told_and_does_not_fail_the_cell(cells: Cells) -> None:
@@ -165,6 +181,7 @@ def test_names_live_in_the_main_module(cells: Cells) -> None:
 
 def test_what_ipython_puts_there_is_known_as_hidden(cells: Cells) -> None:
     cells.run("mine = 1").check()
+    cells.run("mine").check()
     hidden = cells.ask("hidden").value
     assert {"In", "Out", "_", "get_ipython", "exit", "open"} <= set(hidden)
     assert "mine" not in hidden
