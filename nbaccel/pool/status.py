@@ -3,8 +3,8 @@
 A cell that runs for more than a second says so:
 
     2 ranks · 12 s · up to 1.2 GiB each
-    [0] waiting in all_reduce (Cell In[3], line 5)
-    [1] running (Cell In[3], line 4)
+    [0] waiting in all_reduce (Cell In[3], line 5) · 310.0 MiB
+    [1] running (Cell In[3], line 4) · 312.5 MiB
 
 In a notebook these lines are changed in place, and their first one stays. A terminal cannot change
 what it has shown, so there a line is added now and then.
@@ -209,14 +209,29 @@ def _cells_of(row: RankStatus, *, has_device: bool) -> list[str]:
 
 
 def _doings(rows: Sequence[RankStatus]) -> list[str]:
-    """A line for each thing that some rank does."""
-    groups: dict[str, list[int]] = {}
+    """A line for each thing that some rank does, with what these ranks have in memory."""
+    groups: dict[str, list[RankStatus]] = {}
     for row in sorted(rows, key=lambda row: row.rank):
-        groups.setdefault(row.doing or row.state, []).append(row.rank)
-    lines = [f"[{spans(ranks)}] {doing}" for doing, ranks in groups.items()]
+        groups.setdefault(row.doing or row.state, []).append(row)
+    lines = [
+        f"[{spans([r.rank for r in same])}] {doing} · {_held(same)}"
+        for doing, same in groups.items()
+    ]
     if len(lines) > _GROUPS:
         return [*lines[:_GROUPS], f"… and {len(lines) - _GROUPS} more"]
     return lines
+
+
+def _held(rows: Sequence[RankStatus]) -> str:
+    """`1.0 GiB`, or from least to most: `0.9 GiB to 1.2 GiB`; the device's behind it."""
+    told = _from_to([row.rss_bytes for row in rows])
+    on_device = [row.device_bytes for row in rows if row.device_bytes is not None]
+    return f"{told}, on the device {_from_to(on_device)}" if on_device else told
+
+
+def _from_to(sizes: Sequence[int]) -> str:
+    least, most = format_bytes(min(sizes)), format_bytes(max(sizes))
+    return most if least == most else f"{least} to {most}"
 
 
 def _every_second() -> Iterator[float]:

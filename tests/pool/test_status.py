@@ -92,8 +92,8 @@ def test_ranks_that_do_the_same_are_one_line(cell: Cell, clock: Clock) -> None:
     line.update([row(0, waiting), row(2, waiting), row(1, waiting), row(3, rss_bytes=2 * GIB)])
     assert cell.text == (
         "4 ranks · 12.0 s · up to 2.0 GiB each\n"
-        "[0-2] waiting in all_reduce (Cell In[3], line 5)\n"
-        "[3] running"
+        "[0-2] waiting in all_reduce (Cell In[3], line 5) · 1.0 GiB\n"
+        "[3] running · 2.0 GiB"
     )
 
 
@@ -156,12 +156,20 @@ def test_a_terminal_gets_a_line_now_and_then(
     )
 
 
+def test_what_ranks_hold_is_told_from_least_to_most(clock: Clock) -> None:
+    said: list[str] = []
+    line = StatusLine([0, 1], say=said.append, clock=clock)
+    clock.now += 1
+    line.update([row(0, device_bytes=GIB), row(1, rss_bytes=2 * GIB, device_bytes=3 * GIB)])
+    assert "[0-1] running · 1.0 GiB to 2.0 GiB, on the device 1.0 GiB to 3.0 GiB" in said[0]
+
+
 def test_the_lines_of_a_terminal_go_where_they_are_told(clock: Clock) -> None:
     said: list[str] = []
     line = StatusLine([0], say=said.append, clock=clock)
     clock.now += 1
     line.update([row(0, "reading")])
-    assert said == ["nbaccel: 1 rank · 1.0 s · up to 1.0 GiB\nnbaccel: [0] reading"]
+    assert said == ["nbaccel: 1 rank · 1.0 s · up to 1.0 GiB\nnbaccel: [0] reading · 1.0 GiB"]
 
 
 # ------------------------------------------------------------------------- the table
