@@ -140,7 +140,7 @@ def test_killed_at_any_moment_it_loses_nothing_that_was_saved(tmp_path, numbered
     moments = random.Random(0)
     save(tmp_path, 1, numbered=numbered)
     mark, leftovers = 1, 0
-    for _ in range(40):
+    for _ in range(24):
         reads, writes = os.pipe()
         pid = forked(partial(save_until_killed, tmp_path, mark, writes, numbered=numbered))
         os.close(writes)
