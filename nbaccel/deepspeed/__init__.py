@@ -1,0 +1,1 @@
+"""DeepSpeed in a notebook: its configuration, environment and memory."""
