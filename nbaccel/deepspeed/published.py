@@ -58,8 +58,8 @@ class DeepSpeedTable:
 
     def __str__(self) -> str:
         head = (
-            f"ZeRO-{self.stage} by DeepSpeed's formula: {self.shape.total / 1e6:,.0f} M parameters, "
-            f"largest layer {self.shape.largest_layer / 1e6:,.0f} M, "
+            f"ZeRO-{self.stage} by DeepSpeed's formula: {self.shape.total / 1e6:,.0f} M "
+            f"parameters, largest layer {self.shape.largest_layer / 1e6:,.0f} M, "
             f"{self.num_nodes} x {self.devices_per_node} devices"
         )
         return "\n".join([head, "GiB/host | GiB/dev. | settings", *map(str, self.rows)])
@@ -131,14 +131,17 @@ def zero3_needs(
         Bytes per host and per device.
     """
     devices = num_nodes * devices_per_node
-    at_first = 0 if zero_init else 4 * devices_per_node  # each process makes all of it in fp32
     layer = 4 * shape.largest_layer
     if not offload_optimizer:
         made = shape.largest_layer if zero_init else shape.total
         host = made * 4 * devices_per_node * buffer_factor
         return int(host), layer + int(18 * shape.total / devices)
-    stays = (18 if offload_param else 16) * (1 / num_nodes)
-    host = shape.total * max(at_first, stays) * buffer_factor
+    per_parameter, of_a_node = 18 if offload_param else 16, 1 / num_nodes
+    if zero_init:  # multiplied in DeepSpeed's order: another one rounds differently
+        host = shape.total * per_parameter * of_a_node * buffer_factor
+    else:  # at first each process makes all of it in fp32
+        most = max(4 * devices_per_node, per_parameter * of_a_node)
+        host = shape.total * most * buffer_factor
     return int(host), layer + (0 if offload_param else int(2 * shape.total / devices))
 
 
