@@ -19,6 +19,8 @@ from datetime import timedelta
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from nbaccel import env, ports
 from nbaccel._optional import require
 from nbaccel.deepspeed import teardown, toolchain
@@ -201,9 +203,20 @@ def _variables(wish: Wish, port: int) -> dict[str, str | None]:
         "MASTER_PORT": str(port),
         "PATH": toolchain.path_with_ninja(),
     }
+    # Groups open ports of their own, on the interface of the machine's name unless told which.
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        changes[name] = env.read(name) or _loopback()
     if wish.kind is not None:
         changes["DS_ACCELERATOR"] = wish.kind  # read once, when DeepSpeed is imported
     return changes | dict.fromkeys(_UNSET)
+
+
+def _loopback() -> str | None:
+    """The interface that no other machine can reach: ``lo`` or ``lo0``."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == _HOST for address in addresses):
+            return name
+    return None
 
 
 def _close_current() -> None:
@@ -275,6 +288,10 @@ def _check_gpu(index: int) -> None:
 
 def _begin_group(backend: str, listener: int, port: int, timeout_s: float) -> None:
     import torch.distributed as dist
+
+    # Its functions take the default group of the moment of this import as a default argument, and
+    # would keep it, with its port and threads, for ever (torch 2.13). Now there is none to keep.
+    import torch.distributed.nn.functional
 
     timeout = timedelta(seconds=timeout_s)
     store: Any = dist.TCPStore(  # type: ignore[attr-defined]
