@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
+from importlib import import_module
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -291,8 +292,7 @@ def _begin_group(backend: str, listener: int, port: int, timeout_s: float) -> No
 
     # Its functions take the default group of the moment of this import as a default argument, and
     # would keep it, with its port and threads, for ever (torch 2.13). Now there is none to keep.
-    import torch.distributed.nn.functional
-
+    import_module("torch.distributed.nn.functional")
     timeout = timedelta(seconds=timeout_s)
     store: Any = dist.TCPStore(  # type: ignore[attr-defined]
         _HOST,

@@ -274,7 +274,11 @@ def _stage_1_2(s: Settings, shape: Shape, world: int) -> tuple[Bytes, Bytes, Byt
         whole = s.gradient_bytes * shape.trainable if s.stage == 1 else 0
         more = max(0, whole - own)
         return device + states + Bytes(gradients=more), Bytes(), Bytes()
-    return device, states, Bytes()
+    # On their way back to the device the new parameters are rounded into a copy of their own; a
+    # gradient on its way to the host passes through a buffer on either side.
+    copy = Bytes(parameters=s.parameter_bytes * part)
+    passing = Bytes(buckets=s.parameter_bytes * max(shape.sizes, default=shape.largest_layer))
+    return device + passing, states + copy + passing, Bytes()
 
 
 def _stage_3(s: Settings, shape: Shape, world: int) -> tuple[Bytes, Bytes, Bytes]:
@@ -284,9 +288,7 @@ def _stage_3(s: Settings, shape: Shape, world: int) -> tuple[Bytes, Bytes, Bytes
     # Tensors that are too small to be worth it stay whole, beside their parts.
     ahead = min(s.prefetch, shape.total) + shape.largest_layer + shape.at_most(s.persist)
     device = Bytes(buckets=s.parameter_bytes * (s.reduce_bucket * s.contiguous + ahead))
-    # In fp32 on one and the same device the optimizer updates the parameters themselves.
-    copies = s.optimizer_place != "none" or s.parameter_place != "none" or s.parameter_bytes < 4
-    own = s.master_bytes * part if copies else 0
+    own = s.master_bytes * part  # in fp32, too
     kept = s.gradient_bytes * part
     update = s.master_bytes * (min(s.sub_group, part) if s.optimizer_place != "cpu" else part)
     optimizer = Bytes(optimizer=own + _states(s, part))
