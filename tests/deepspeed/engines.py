@@ -19,6 +19,7 @@ from torch import nn
 from nbaccel.deepspeed.environment import deepspeed_environment
 from nbaccel.deepspeed.estimate import estimate_memory
 from nbaccel.deepspeed.shape import measure
+from tests.leak_police import IMPORT_TIME_VARIABLES
 
 WIDTH = 256
 RUNS = (
@@ -36,11 +37,20 @@ def world() -> dict[str, Any]:
     """What a run could leave behind in its process."""
     listening = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"]
     return {
-        "environ": {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"},
+        "environ": {k: v for k, v in os.environ.items() if k not in IMPORT_TIME_VARIABLES},
         "group": dist.is_initialized(),
         "listening": listening,
         "threads": sorted(thread.name for thread in threading.enumerate()),
     }
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """What differs; of the environment the names alone, since values may be secrets."""
+    found = {key: after[key] for key in after if after[key] != before[key]}
+    if "environ" in found:
+        old, new = before["environ"], after["environ"]
+        found["environ"] = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+    return found
 
 
 def config(stage: int, *, offload: str = "none", bf16: bool = False) -> dict[str, Any]:
@@ -119,7 +129,7 @@ def run(stage: int, **more: Any) -> dict[str, Any]:
         "losses": losses,
         "measured": measured,
         "estimated": (estimate.device + estimate.host).total,
-        "left": {key: after[key] for key in after if after[key] != before[key]},
+        "left": changes(before, after),
         "live": [len(live), bytes_of(live)],
     }
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Trainer, TrainingArgu
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from nbaccel.deepspeed.environment import deepspeed_environment
-from tests.deepspeed.engines import config, world
+from tests.deepspeed.engines import changes, config, world
 
 
 def tiny_model() -> Any:
@@ -56,7 +56,7 @@ def main() -> dict[str, Any]:
         with deepspeed_environment():
             told["trainer"] = fit(settings, folder)
         after = world()
-        told["left"] = {key: after[key] for key in after if after[key] != before[key]}
+        told["left"] = changes(before, after)
         told["plain_trainer"] = fit(None, folder)
     return told
 
