@@ -9,7 +9,7 @@
 SHELL         := bash
 .SHELLFLAGS   := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench deepspeed-ops clean
 
 PYTHON      ?= python3
 VENV        ?= .venv
@@ -22,7 +22,7 @@ INSTALL  = $(BIN)/python -m pip install --quiet \
            $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 help:  ## show this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
 
 demo: $(VENV)/.demo  ## train the quickstart notebook on two CPU workers; prints its accuracy and the time
 	@$(BIN)/python notebooks/run.py notebooks/01_quickstart.ipynb --label demo
@@ -41,6 +41,11 @@ bench: $(VENV)/.dev  ## time launches, steps and live workers against the peers 
 	@$(BIN)/python benchmarks/launch.py
 	@$(BIN)/python benchmarks/step.py
 	@$(BIN)/python benchmarks/pool.py
+
+deepspeed-ops: $(VENV)/.dev  ## build DeepSpeed's C++ operations once (minutes), for the tests that need a real engine
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -c 'import deepspeed, sys; \
+	  from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, FusedAdamBuilder, ShareMemCommBuilder; \
+	  [builder().load() for builder in (ShareMemCommBuilder, FusedAdamBuilder, CPUAdamBuilder)]'
 
 clean:  ## remove the environment, the caches and what was built
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

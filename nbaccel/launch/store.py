@@ -2,62 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import socket
+from nbaccel.ports import listen
 
-import psutil
-
-from nbaccel.errors import PortTaken
-
-_BACKLOG = 4096
-
-
-def listen(host: str, port: int | None) -> socket.socket:
-    """A listening socket for the store.
-
-    It listens from the first moment: whoever connects before the store serves it waits in line,
-    and nobody else can take the port.
-
-    Args:
-        host: Address to bind; loopback unless several machines take part.
-        port: The port asked for; None for any free one.
-
-    Raises:
-        PortTaken: If the port asked for is in use.
-    """
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port just used is not in use
-        sock.bind((host, port or 0))
-        sock.listen(_BACKLOG)
-    except OSError as error:
-        sock.close()
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise PortTaken(
-            f"use_port={port} is taken by {_holder(port or 0)}, so the workers could not find each "
-            "other there. Leave use_port out: a free port is found and reserved.",
-            port=port,
-        ) from error
-    return sock
-
-
-def _holder(port: int) -> str:
-    try:
-        found = [
-            c
-            for c in psutil.net_connections("tcp")
-            if c.laddr and c.laddr.port == port and c.status == psutil.CONN_LISTEN
-        ]
-    except psutil.AccessDenied:
-        found = []
-    pid = next((c.pid for c in found if c.pid), None)
-    if pid is None:
-        return "another process"
-    if pid == os.getpid():
-        return f"this very process ({pid})"
-    try:
-        return f"process {pid} ({' '.join(psutil.Process(pid).cmdline())[:80]})"
-    except psutil.Error:
-        return f"process {pid}"
+__all__ = ["listen"]

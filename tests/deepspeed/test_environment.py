@@ -1,0 +1,335 @@
+"""`deepspeed_environment()`: real DeepSpeed in one process, and nothing left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nbaccel.deepspeed import environment, toolchain
+from nbaccel.deepspeed.device import Wish, check_gpu
+from nbaccel.deepspeed.environment import deepspeed_environment
+from nbaccel.errors import (
+    ConfigError,
+    MissingBackend,
+    PlatformUnsupported,
+    PortTaken,
+    UnsafeMoment,
+)
+from nbaccel.plan.gpus import Gpu
+from tests.deepspeed import needs
+from tests.deepspeed.engines import world
+from tests.isolation import ROOT
+
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def marked(test):
+    """A test of the real DeepSpeed; the warnings of its imports are not ours."""
+    for mark in (*needs.ENGINE, pytest.mark.filterwarnings("ignore")):
+        test = mark(test)
+    return test
+
+
+# ---------------------------------------------------------------- refused before anything is done
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"WORLD_SIZE": "4", "RANK": "2"}, r"here already: RANK=2, WORLD_SIZE=4.*leave "),
+        ({"LOCAL_RANK": "1"}, r"LOCAL_RANK=1.*unset LOCAL_RANK first"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, r"OMPI_COMM_WORLD_SIZE=2"),
+    ],
+)
+def test_a_launchers_environment_is_refused_by_name(monkeypatch, variables, words):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UnsafeMoment, match=words):
+        deepspeed_environment()
+
+
+def test_a_process_group_that_is_there_is_refused():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UnsafeMoment, match=r"gloo, rank 0 of 1.*destroy_process_group\(\)"):
+            deepspeed_environment()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_port_that_is_taken_names_its_holder():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortTaken, match=rf"port={port} is taken by this very process") as error:
+            deepspeed_environment(port=port)
+    assert error.value.port == port
+    assert "Leave port out" in str(error.value)
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:x", "cpu:1:2"])
+def test_a_device_of_another_kind_is_refused(device):
+    with pytest.raises(ConfigError, match=rf"device='{device}' is none.*cuda:1"):
+        deepspeed_environment(device=device)
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_those_that_are():
+    card = Gpu(
+        index=0,
+        name="A100",
+        total_bytes=1,
+        free_bytes=1,
+        compute_capability=(8, 0),
+        uuid="GPU-0",
+    )
+    with pytest.raises(ConfigError, match=r'"cuda:1" is not there.*cuda:0 \(A100\).*one of these'):
+        check_gpu(1, [card])
+    with pytest.raises(ConfigError, match=r"no GPU \(no driver\).*device='cpu'"):
+        check_gpu(0, [], "no driver")
+
+
+def test_no_time_for_collectives_is_refused():
+    with pytest.raises(ConfigError, match=r"timeout_s=0 is no time.*600"):
+        deepspeed_environment(timeout_s=0)
+
+
+# ---------------------------------------------------------------- what compiles
+def test_ninja_beside_python_is_found_by_a_kernel_without_it_on_path(monkeypatch, tmp_path):
+    ninja = tmp_path / "bin" / "ninja"
+    ninja.parent.mkdir()
+    ninja.write_text("#!/bin/sh\n")
+    ninja.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(ninja.with_name("python")))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert toolchain.path_with_ninja() == f"{ninja.parent}{os.pathsep}/nowhere"
+
+
+def test_a_missing_ninja_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(MissingBackend, match=r"PATH \(/nowhere\).*pip install ninja"):
+        toolchain.path_with_ninja()
+
+
+def test_a_missing_compiler_is_told_unless_the_operation_is_built(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with pytest.raises(PlatformUnsupported, match=r"'no-such-compiler'.*apt-get install g\+\+"):
+        toolchain.check_compiler()
+    built = tmp_path / "deepspeed_shm_comm" / "deepspeed_shm_comm.so"
+    built.parent.mkdir()
+    built.touch()
+    toolchain.check_compiler()
+
+
+def test_the_lock_of_a_killed_build_is_removed(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = locked(tmp_path)
+    assert toolchain.remove_forgotten_locks() == (lock,)
+    assert not lock.exists()
+
+
+def test_the_lock_of_a_build_that_goes_on_stays(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = locked(tmp_path)
+    hold = f"held = open({str(lock)!r}); print('held', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as builder:
+        assert builder.stdout.readline() == b"held\n"
+        assert toolchain.remove_forgotten_locks() == ()
+        assert lock.exists()
+        builder.communicate(b"\n")
+
+
+def locked(root: Path) -> Path:
+    lock = root / "fused_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    return lock
+
+
+# ---------------------------------------------------------------- in force, and over
+@pytest.fixture(scope="module")
+def runs():
+    """What became of real engines, one after another in one process."""
+    return told_by("engines")
+
+
+@pytest.fixture(scope="module")
+def hf_runs():
+    """The same for transformers' way to use them."""
+    return told_by("transformers_runs")
+
+
+def told_by(module):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", f"tests.deepspeed.{module}"],
+        cwd=ROOT,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@marked
+def test_it_is_in_force_at_once_and_undone_by_close():
+    import deepspeed
+    import torch.distributed as dist
+
+    before = world()
+    opened = deepspeed_environment()
+    assert [os.environ[name] for name in NAMES] == [
+        *("0", "0", "1", "1", "127.0.0.1", str(opened.port))
+    ]
+    assert (opened.device, opened.backend) == ("cpu", "gloo")
+    assert dist.get_world_size() == 1
+    addresses = set(world()["listening"])
+    assert ("127.0.0.1", opened.port) in addresses, "it is served already"
+    assert {address for address, _ in addresses} == {"127.0.0.1"}, "the group's own port, too"
+    opened.close()
+    opened.close()
+    assert world() == before
+    assert deepspeed.comm.comm.cdb is None
+    assert opened.closed
+
+
+@marked
+def test_the_port_asked_for_is_the_stores():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with deepspeed_environment(port=port) as opened:
+        assert opened.port == port
+        assert os.environ["MASTER_PORT"] == str(port)
+
+
+@marked
+def test_a_plain_call_that_is_repeated_begins_anew():
+    first = deepspeed_environment()
+    with deepspeed_environment() as second:
+        assert first.closed
+        assert not second.closed
+    assert second.closed
+
+
+@marked
+def test_a_block_inside_a_block_is_refused():
+    with deepspeed_environment() as outer:
+        with pytest.raises(UnsafeMoment, match=r"is in force, from a `with` block"):
+            deepspeed_environment()
+        assert not outer.closed
+    with pytest.raises(UnsafeMoment, match=r"was closed.*Call deepspeed_environment\(\) again"):
+        outer.__enter__()
+
+
+@marked
+def test_an_error_in_the_block_ends_it_all_the_same():
+    before = world()
+    with pytest.raises(ZeroDivisionError), deepspeed_environment():
+        raise ZeroDivisionError
+    assert world() == before
+
+
+@marked
+def test_what_fails_half_way_leaves_nothing():
+    before = world()
+    with pytest.raises(ConfigError, match="not there"):
+        deepspeed_environment(device="cuda:77")
+    with pytest.raises(RuntimeError):
+        deepspeed_environment(timeout_s=1e-9)  # torch has no time to find its own store
+    assert world() == before
+
+
+@marked
+def test_a_device_that_deepspeed_can_no_longer_take_is_refused():
+    """It chooses when it is imported, once in the life of a process."""
+    import deepspeed
+
+    with pytest.raises(UnsafeMoment, match=r"device='cuda' comes too late.*settled on cpu"):
+        environment._settled_device(deepspeed, Wish(kind="cuda"))
+
+
+@marked
+def test_all_stages_train_one_after_another_with_the_same_losses(runs):
+    of_stage_0 = runs["trained"][0]["losses"]
+    assert of_stage_0[-1] < of_stage_0[0]
+    for run in runs["trained"]:
+        assert run["losses"] == pytest.approx(of_stage_0, rel=0.02), run["settings"]
+
+
+@marked
+def test_after_each_run_the_process_is_as_before(runs):
+    """Variables, process group, ports, threads."""
+    for run in runs["trained"]:
+        assert run["left"] == {}, run["settings"]
+
+
+@marked
+def test_memory_does_not_grow_with_the_runs(runs):
+    """The same configuration twice at the end: nothing may come with the second."""
+    *_, first, second = (run["live"] for run in runs["trained"])
+    assert first == second
+
+
+@marked
+def test_what_was_estimated_is_what_engines_hold(runs):
+    """All tensors alive when the optimizer steps, in every kind of configuration."""
+    assert len({str(run["settings"]) for run in runs["trained"]}) >= 6
+    for run in runs["trained"]:
+        assert run["estimated"] == pytest.approx(run["measured"], rel=0.05), run["settings"]
+
+
+@marked
+def test_zero_init_makes_placeholders_that_train(runs):
+    found = runs["zero_init"]
+    assert found["shapes"] == [[0]]
+    assert found["counted"] == found["really"]
+    assert found["losses"][-1] < found["losses"][0]
+
+
+@marked
+def test_a_model_that_zero_3_took_apart_is_refused_by_stage_2_and_the_next_run_works(runs):
+    """The error is DeepSpeed's own, and documented: make the model anew for each engine."""
+    assert runs["zero_init"]["stage_2"] in ("KeyError", "IndexError", "RuntimeError")
+    assert runs["trained"][-1]["losses"], "the runs came after it"
+
+
+@marked
+def test_an_environment_left_open_is_closed_at_exit():
+    code = (
+        "from nbaccel.deepspeed.environment import deepspeed_environment\n"
+        "import atexit, torch.distributed as dist\n"
+        "atexit.register(lambda: print('group at exit:', dist.is_initialized()))\n"
+        "kept = deepspeed_environment()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "group at exit: False" in done.stdout
+
+
+# ---------------------------------------------------------------- transformers
+@marked
+def test_a_model_of_transformers_is_made_in_pieces_and_whole_again_afterwards(hf_runs):
+    assert hf_runs["inside"] == [[0]]
+    assert not hf_runs["zero_3_afterwards"], "although the configuration's object lives on"
+    assert [0] not in hf_runs["afterwards"]
+
+
+@marked
+def test_a_trainer_without_deepspeed_after_one_with_it_trains_without(hf_runs):
+    """Transformers leaves ACCELERATE_USE_DEEPSPEED behind, and takes it for an order."""
+    assert hf_runs["trainer"] == {"deepspeed": True, "wrapped": "DeepSpeedEngine"}
+    assert hf_runs["plain_trainer"] == {"deepspeed": False, "wrapped": "GPT2LMHeadModel"}
+    assert hf_runs["left"] == {}

@@ -1,0 +1,240 @@
+"""The estimate by configuration: what is counted, where it goes, how it is told."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from nbaccel.deepspeed.estimate import estimate_memory
+from nbaccel.deepspeed.shape import measure
+from nbaccel.errors import ConfigError
+from nbaccel.plan.inventory import Gpu, Inventory
+
+GIB = 2**30
+HOST = Inventory(cpu_cores=8, host_total_bytes=64 * GIB, host_available_bytes=32 * GIB)
+SHAPE = (1_000_000, 100_000)
+
+
+def gpus(number, free=16 * GIB):
+    cards = tuple(
+        Gpu(
+            index=index,
+            name="a GPU",
+            total_bytes=2 * free,
+            free_bytes=free - index,
+            compute_capability=(8, 0),
+            uuid=f"GPU-{index}",
+        )
+        for index in range(number)
+    )
+    return Inventory(
+        cpu_cores=8, host_total_bytes=64 * GIB, host_available_bytes=32 * GIB, gpus=cards
+    )
+
+
+def zero(stage, *, optimizer="none", param="none", bf16=True, **more):
+    return {
+        "bf16": {"enabled": bf16},
+        "zero_optimization": {
+            "stage": stage,
+            "offload_optimizer": {"device": optimizer},
+            "offload_param": {"device": param},
+            **more,
+        },
+    }
+
+
+def estimate(config=None, shape=SHAPE, inventory=HOST, **more):
+    return estimate_memory(shape, config, inventory=inventory, **more)
+
+
+class Tied(nn.Module):
+    def __init__(self, width=16, rows=50):
+        super().__init__()
+        self.embed = nn.Embedding(rows, width)
+        self.head = nn.Linear(width, rows, bias=False)
+        self.head.weight = self.embed.weight
+
+
+# ---------------------------------------------------------------- counting
+def test_tied_weights_count_once():
+    shape = measure(Tied())
+    assert (shape.total, shape.largest_layer) == (800, 800)
+
+
+def test_a_model_on_meta_counts_as_what_it_will_be():
+    """DeepSpeed's own count is by address, and all tensors on meta have the same."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 10))
+    shape = measure(model)
+    assert shape.total == sum(p.numel() for p in model.parameters()) == 830
+    assert shape.largest_layer == 620
+
+
+def test_a_placeholder_of_zero_3_counts_as_what_it_stands_for():
+    model = nn.Linear(3, 5)
+    for parameter in model.parameters():
+        parameter.ds_numel = parameter.numel()
+        parameter.data = torch.empty(0)
+    assert measure(model).total == 20
+
+
+def test_frozen_parameters_have_no_gradients_and_no_states():
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 1))
+    model[0].requires_grad_(False)
+    found = estimate(shape=model).device
+    assert found.parameters == 4 * (10_100 + 101)
+    assert (found.gradients, found.optimizer) == (4 * 101, 8 * 101)
+
+
+def test_seven_billion_parameters_on_meta_take_milliseconds_and_no_memory():
+    width, layers = 4096, 32
+    with torch.device("meta"):
+        model = nn.ModuleList(
+            nn.ModuleList(nn.Linear(width, rows, bias=False) for rows in [width] * 4 + [11008] * 3)
+            for _ in range(layers)
+        )
+    best = min(timed(model) for _ in range(5))
+    assert measure(model).total == layers * (4 * width**2 + 3 * width * 11008)
+    assert best < 0.5, "nothing is allocated, so only the modules are walked"
+
+
+def timed(model):
+    start = time.perf_counter()
+    estimate(zero(3), shape=model)
+    return time.perf_counter() - start
+
+
+# ---------------------------------------------------------------- where it goes
+def test_without_a_configuration_everything_is_on_each_device_in_fp32():
+    found = estimate(num_processes=4)
+    assert found.device.model_states == 16_000_000
+    assert found.host.total == found.nvme.total == 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_more_processes_need_less_each(stage):
+    alone, among_four = (estimate(zero(stage), num_processes=n).device for n in (1, 4))
+    assert among_four.optimizer * 4 == alone.optimizer == 12_000_000
+    assert (among_four.parameters < alone.parameters) == (stage == 3)
+
+
+def test_hosts_divide_the_work_as_processes_do():
+    config = zero(3, optimizer="cpu")
+    alone, among_four = (estimate(config, num_nodes=n).host for n in (1, 4))
+    assert among_four.total * 4 == alone.total
+
+
+def test_what_is_offloaded_moves_and_nothing_is_lost():
+    stays, moves = estimate(zero(3)), estimate(zero(3, optimizer="cpu", param="cpu"))
+    assert stays.host.model_states == 0
+    assert moves.device.model_states == 0
+    assert moves.host.model_states == stays.device.model_states
+
+
+def test_nvme_takes_states_and_leaves_room_to_read_them():
+    found = estimate(zero(3, optimizer="nvme", param="nvme"))
+    assert (found.nvme.parameters, found.nvme.optimizer) == (2_000_000, 12_000_000)
+    assert found.host.buckets == 2 * 5 * 10**8
+
+
+def test_nvme_below_stage_3_is_host_memory():
+    """DeepSpeed takes it as cpu and writes no file."""
+    found = estimate(zero(2, optimizer="nvme"))
+    assert found.nvme.total == 0
+    assert found.host.optimizer == 12_000_000
+
+
+def test_parameters_cannot_be_offloaded_below_stage_3():
+    assert estimate(zero(2, param="cpu")).host.total == 0
+
+
+def test_overlap_doubles_the_buckets():
+    once, twice = (
+        estimate(zero(2, reduce_bucket_size=1000, overlap_comm=overlap)).device.buckets
+        for overlap in (False, True)
+    )
+    assert (once, twice) == (2_000, 4_000)
+
+
+def test_optimizers_have_states_of_their_own_number():
+    adam, lion, sgd = (
+        estimate({"optimizer": {"type": name}}).device.optimizer
+        for name in ("AdamW", "Lion", "SGD")
+    )
+    assert (adam, lion, sgd) == (8_000_000, 4_000_000, 0)
+
+
+# ---------------------------------------------------------------- how it is told
+def test_it_is_compared_with_what_is_free():
+    config = zero(0)
+    model = (2 * 10**9, 10**6)
+    assert not estimate(config, model, gpus(2, free=24 * GIB), num_processes=2).fits
+    assert estimate(config, model, gpus(2, free=40 * GIB), num_processes=2).fits
+    found = estimate(config, model, gpus(2, free=24 * GIB), num_processes=2)
+    assert found.device_free == 24 * GIB - 1, "the fuller of the two"
+    assert "does not fit: 10.5 GiB per device too little" in str(found)
+
+
+def test_processes_on_a_cpu_share_the_host():
+    shape = (8 * 10**8, 10**6)
+    found = estimate(shape=shape, num_processes=2)
+    assert found.host_needed == 2 * (16 * 8 * 10**8 + 4 * 5 * 10**8)
+    assert found.fits
+    assert not estimate(shape=shape, num_processes=3).fits
+
+
+def test_the_table_has_a_line_for_each_kind_of_content():
+    text = str(estimate(zero(2, optimizer="cpu"), num_processes=2))
+    words = [line.split()[0] for line in text.splitlines()[2:9]]
+    assert words == [
+        *("parameters", "gradients", "optimizer", "buckets", "activations", "total", "free"),
+    ]
+    assert text.startswith(
+        "1,000,000 parameters, ZeRO-2, bf16, optimizer on cpu, 1 host of 2 processes\n"
+    )
+
+
+def test_a_cell_shows_a_table():
+    html = estimate(zero(3))._repr_html_()
+    assert html.count("<tr>") == 8
+    assert "ZeRO-3" in html
+
+
+def test_activations_are_added_where_they_are_known():
+    assert "Activations are not in it" in str(estimate())
+    found = estimate(activation_bytes=5 * GIB)
+    assert found.device.activations == 5 * GIB
+    assert "Activations are not" not in str(found)
+
+
+def test_auto_is_named():
+    config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}
+    assert "zero_optimization.reduce_bucket_size" in str(estimate(config))
+
+
+# ---------------------------------------------------------------- what it is given
+def test_a_file_is_read(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(zero(2)))
+    assert estimate(str(path)).device == estimate(zero(2)).device
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: estimate("nowhere.json"), r"'nowhere\.json'.*Give a dict"),
+        (lambda: estimate(zero(4)), r"stage is 4.*stages 0 to 3"),
+        (lambda: estimate(zero(3, optimizer="disk")), r"offload_optimizer.device is 'disk'.*nvme"),
+        (lambda: estimate(shape=7), r"from 7: its size is unknown.*Give the module"),
+        (lambda: estimate(shape=(5, 6)), r"5 parameters cannot have a largest layer of 6"),
+        (lambda: estimate(num_processes=0), r"num_processes=0.*Use 1 or more"),
+    ],
+)
+def test_a_mistake_says_what_to_give(call, words):
+    with pytest.raises(ConfigError, match=words):
+        call()
