@@ -31,6 +31,12 @@ if TYPE_CHECKING:
         ProfileKwargs,
         ProjectConfiguration,
     )
+    from nbaccel.deepspeed.environment import (
+        deepspeed_environment,
+    )
+    from nbaccel.deepspeed.estimate import (
+        estimate_memory,
+    )
     from nbaccel.errors import (
         CheckpointFailed,
         CollectiveMismatch,
@@ -103,6 +109,8 @@ __all__ = [
     "WorkerFailed",
     "__version__",
     "debug_launcher",
+    "deepspeed_environment",
+    "estimate_memory",
     "find_executable_batch_size",
     "inspect_machine",
     "notebook_launcher",
@@ -129,6 +137,8 @@ _HOMES = {
         "ProfileKwargs",
         "ProjectConfiguration",
     ),
+    "nbaccel.deepspeed.environment": ("deepspeed_environment",),
+    "nbaccel.deepspeed.estimate": ("estimate_memory",),
     "nbaccel.errors": (
         "CheckpointFailed",
         "CollectiveMismatch",

@@ -43,6 +43,8 @@ PUBLIC = {
     "WorkerFailed",
     "__version__",
     "debug_launcher",
+    "deepspeed_environment",
+    "estimate_memory",
     "find_executable_batch_size",
     "inspect_machine",
     "notebook_launcher",
