@@ -23,11 +23,11 @@ def _report(**values):
     print("@@" + _json.dumps(values))
 
 
-def _time_trips(count, name, line):
+def _time_trips(count, name, code):
     shell, seconds = get_ipython(), []
     for _ in range(count):
         began = _time.perf_counter()
-        shell.run_cell_magic(name, line, "1+1\\n")
+        shell.run_cell_magic(name, "", code + "\\n")
         seconds.append(_time.perf_counter() - began)
     _report(seconds=seconds)
 """
