@@ -17,8 +17,9 @@ from pathlib import Path
 from nbaccel import env
 from nbaccel._optional import require
 from nbaccel.deepspeed.config import ZeroConfig
+from nbaccel.deepspeed.toolchain import holder_of
 
-__all__ = ["held", "missing_tools", "needed_ops", "offloads_optimizer"]
+__all__ = ["missing_tools", "needed_ops", "offloads_optimizer"]
 
 _AIO_PROGRAM = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
 _COMPILE_S = 60
@@ -144,7 +145,7 @@ def _links_aio(compiler: list[str], environ: Mapping[str, str]) -> bool:
 def _stale_locks(ops: list[str], environ: Mapping[str, str]) -> Iterator[str]:
     for name in ops:
         lock = _builds(environ) / name / "lock"
-        if lock.exists() and not held(lock):
+        if lock.exists() and holder_of(lock) is None:
             yield (
                 f"A build of {name} was cut short and left its lock {str(lock)!r}. "
                 "The next process that needs it would wait there for ever, without a word. "
@@ -165,25 +166,3 @@ def _builds(environ: Mapping[str, str]) -> Path:
         kind = f"cu{version.cuda.replace('.', '')}"
     python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
     return Path(extensions.get_default_build_root()) / f"{python}_{kind}"
-
-
-def held(lock: Path) -> bool:
-    """Whether a process of this machine has a file open: who builds keeps the lock's open.
-
-    Args:
-        lock: The file.
-
-    Returns:
-        True where one has, or where that cannot be found out.
-    """
-    wanted = str(lock.resolve())
-    if not Path("/proc/self/fd").is_dir():
-        return True
-    for folder in Path("/proc").glob("[0-9]*/fd"):
-        try:
-            for entry in folder.iterdir():
-                if str(entry.readlink()) == wanted:
-                    return True
-        except OSError:  # it ended, or is another user's
-            continue
-    return False

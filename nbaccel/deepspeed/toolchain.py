@@ -21,7 +21,7 @@ from nbaccel import env
 from nbaccel.errors import MissingBackend, PlatformUnsupported, UnsafeMoment
 from nbaccel.log import get_logger
 
-__all__ = ["check_compiler", "path_with_ninja", "remove_forgotten_locks"]
+__all__ = ["check_compiler", "holder_of", "path_with_ninja", "remove_forgotten_locks"]
 
 _log = get_logger(__name__)
 _CPU_OPERATION = "deepspeed_shm_comm"
@@ -91,7 +91,7 @@ def remove_forgotten_locks() -> tuple[Path, ...]:
 def _is_forgotten(lock: Path) -> bool:
     if not lock.exists():
         return False  # the build ended while we looked
-    holder = _holder(lock)
+    holder = holder_of(lock)
     if holder is not None:
         _log.info("%s is being built by process %s: DeepSpeed waits for it", lock.parent, holder)
         return False
@@ -113,8 +113,15 @@ def _removed(lock: Path) -> bool:
     return True
 
 
-def _holder(lock: Path) -> int | None:
-    """The process that has the file open."""
+def holder_of(lock: Path) -> int | None:
+    """The process that has a lock open: who builds keeps it so until it is through.
+
+    Args:
+        lock: The file.
+
+    Returns:
+        Its process id; None where no process that can be seen from here has.
+    """
     wanted = str(lock.resolve())
     for process in psutil.process_iter():
         try:

@@ -16,10 +16,11 @@ import os
 import selectors
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nbaccel.launch import wire
+from nbaccel.launch import failure, system, wire
 from nbaccel.launch.console import Console
 from nbaccel.launch.member import Member
 
@@ -144,6 +145,24 @@ class Listener:
         if not member.hung_up:
             member.hung_up = True
             self._selector.unregister(member.channel)
+
+
+def death_of(member: Member, ended: wire.Ended, oom_kills: int) -> failure.Record:
+    """The record of a worker that ended by itself.
+
+    Args:
+        member: The worker.
+        ended: How it ended.
+        oom_kills: How often the system had run out of memory before.
+    """
+    return failure.Record(
+        rank=member.rank,
+        time=time.monotonic(),
+        exit_status=ended.status,
+        stack=member.stack(),
+        max_rss_bytes=ended.max_rss_bytes,
+        evidence=system.explain_kill(ended.status, oom_kills),
+    )
 
 
 @contextlib.contextmanager

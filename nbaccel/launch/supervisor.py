@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nbaccel.launch import failure, system, wire
+from nbaccel.launch import system, wire
 from nbaccel.launch.console import Console
 from nbaccel.launch.ending import GRACE_S, Ending
 from nbaccel.launch.lingering import Lingering
-from nbaccel.launch.listening import Listener
+from nbaccel.launch.listening import Listener, death_of
 from nbaccel.launch.member import Member, State
 from nbaccel.launch.starter import Starter
 
@@ -146,14 +146,7 @@ class Supervisor(Listener):
         self._console.close(member.rank)
         if finished or member.told:
             return
-        member.record = failure.Record(
-            rank=member.rank,
-            time=time.monotonic(),
-            exit_status=ended.status,
-            stack=member.stack(),
-            max_rss_bytes=ended.max_rss_bytes,
-            evidence=system.explain_kill(ended.status, self._oom_kills),
-        )
+        member.record = death_of(member, ended, self._oom_kills)
         if self._ending is None:
             self._end(grace_s=GRACE_S)
 

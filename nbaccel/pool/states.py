@@ -23,6 +23,5 @@ class WorkerState(enum.Enum):
 
     IDLE = "waits for a cell"
     RUNNING = "runs a cell"
-    DONE = "is through with this cell"
     STOPPING = "was asked to give the cell up"
     GONE = "has ended"

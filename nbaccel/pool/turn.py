@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from nbaccel.launch import failure, system, wire
+from nbaccel.launch import failure, wire
 from nbaccel.launch.console import Console
-from nbaccel.launch.listening import Listener
+from nbaccel.launch.listening import Listener, death_of
 from nbaccel.launch.member import Member, State
 from nbaccel.launch.reaping import end_group
 from nbaccel.launch.sharing import memory
@@ -309,14 +309,7 @@ class Turn(Listener):
         if member.told:
             member.record = member.record or self._stopped(member)
         else:
-            member.record = failure.Record(
-                rank=member.rank,
-                time=time.monotonic(),
-                exit_status=ended.status,
-                stack=member.stack(),
-                max_rss_bytes=ended.max_rss_bytes,
-                evidence=system.explain_kill(ended.status, self._oom_kills),
-            )
+            member.record = death_of(member, ended, self._oom_kills)
         if self._doomed_at is None:
             self._doom(time.monotonic())
 

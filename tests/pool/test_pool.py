@@ -457,7 +457,7 @@ def processor_time(pid: int) -> dict[str, str]:
 
 
 def test_idle_workers_use_no_processor_time(fresh: Pool) -> None:
-    """In a process group it is more: gloo's own thread wakes up a hundred times a second."""
+    """In a process group it is more: gloo's own thread wakes up all the time."""
     fresh.run("1 + 1")
     found = pids(fresh)
     time.sleep(0.3)  # they tidy up after the last task
