@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from nbaccel.deepspeed.estimate import (
         estimate_memory,
     )
+    from nbaccel.deepspeed.strategy.plugin import (
+        DeepSpeedPlugin,
+    )
     from nbaccel.errors import (
         CheckpointFailed,
         CollectiveMismatch,
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
         LaunchTimeout,
         NbaccelError,
         PrecisionMismatch,
+        TrainingDiverged,
         WorkerDied,
         WorkerFailed,
     )
@@ -87,6 +91,7 @@ __all__ = [
     "ConfigError",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedType",
     "FullyShardedDataParallelPlugin",
@@ -104,6 +109,7 @@ __all__ = [
     "ProjectConfiguration",
     "RunConfig",
     "Topology",
+    "TrainingDiverged",
     "TrainingPlan",
     "WorkerDied",
     "WorkerFailed",
@@ -139,6 +145,7 @@ _HOMES = {
     ),
     "nbaccel.deepspeed.environment": ("deepspeed_environment",),
     "nbaccel.deepspeed.estimate": ("estimate_memory",),
+    "nbaccel.deepspeed.strategy.plugin": ("DeepSpeedPlugin",),
     "nbaccel.errors": (
         "CheckpointFailed",
         "CollectiveMismatch",
@@ -147,6 +154,7 @@ _HOMES = {
         "LaunchTimeout",
         "NbaccelError",
         "PrecisionMismatch",
+        "TrainingDiverged",
         "WorkerDied",
         "WorkerFailed",
     ),

@@ -231,7 +231,7 @@ STRATEGIES: tuple[StrategyRow, ...] = (
         distributed_type="DEEPSPEED",
         settings="nbaccel.deepspeed.strategy.plugin:DeepSpeedPlugin",
         library="deepspeed",
-        shards="nbaccel.deepspeed.strategy.pieces",
+        shards="nbaccel.deepspeed.strategy.reader",
     ),
 )
 

@@ -7,10 +7,11 @@ that trained weights come home from wherever they are.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 __all__ = ["Piece", "ShardReader"]
 
@@ -35,3 +36,19 @@ class ShardReader(Protocol):
 
     def assign(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
         """Put the values of the whole in this process's pieces."""
+
+    def remember(self, module: nn.Module) -> Any:
+        """What :meth:`take_back` must know of a module, before the library has it."""
+
+    def take_back(self, module: nn.Module, remembered: Any) -> bool:
+        """Make a module that the library took apart in this one process what it was.
+
+        Returns:
+            Whether it had been taken apart.
+        """
+
+    def observe(self) -> Any:
+        """What :meth:`tear_down` must know of this process, before the library is used."""
+
+    def tear_down(self, before: Any) -> None:
+        """End the library's part of this process: engines, groups, variables."""

@@ -31,7 +31,7 @@ def run(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> list
         )
         # Nobody serves a store here: rank 0 has to.
         variables |= {"TORCHELASTIC_USE_AGENT_STORE": None, "FORK_LAUNCHED": None}
-        with env.applied(variables):
+        with env.applied(variables), _own_libraries(args):
             return [function(*args)]
 
 
@@ -42,6 +42,16 @@ def _reserved_port(host: str, port: int | None) -> Iterator[int]:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port or 0))
         yield int(sock.getsockname()[1])
+
+
+def _own_libraries(args: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]:
+    """What shards models is taken down after the call, unless it was up before it."""
+    if _has_group():
+        return contextlib.nullcontext()
+    from nbaccel.launch.sharing.find import find_modules
+    from nbaccel.launch.sharing.shards import given_back
+
+    return given_back(module for _, module in find_modules(args))
 
 
 @contextlib.contextmanager

@@ -217,11 +217,9 @@ class Arrivals:
             for start, stop in _equal(own, shared, spans):
                 arena.mapping.give_back(start, stop)
 
-    def stepped(self) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer made a step."""
-        if not self._has_stepped:
-            for _, module in self._modules.values():
-                self._held.hold(module.parameters())
+        self._held.hold_for(optimizer, (module for _, module in self._modules.values()))
         self._has_stepped = True
 
 
@@ -275,10 +273,10 @@ def _tell_of_steps(arrivals: Arrivals) -> None:
     """Tell it of every optimizer's steps: some write weights past torch's counting."""
     known = weakref.ref(arrivals)
 
-    def after_step(*_: Any) -> None:
+    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         found = known()
         if found is not None:
-            found.stepped()
+            found.stepped(optimizer)
 
     handle = register_optimizer_step_post_hook(after_step)
     weakref.finalize(arrivals, _remove, handle)

@@ -5,6 +5,8 @@ The collectives here work on the process group of this process, with or without 
 
 from __future__ import annotations
 
+from nbaccel.abc.standins import DummyOptim, DummyScheduler
+from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
 from nbaccel.utils.dataclasses import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -39,8 +41,11 @@ __all__ = [
     "AutocastKwargs",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "DummyOptim",
+    "DummyScheduler",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",

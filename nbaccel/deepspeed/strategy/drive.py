@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nbaccel.deepspeed.strategy.gathering import Before, restore, whole_values
+from nbaccel.deepspeed.strategy.taking_back import Remembered, take_back
 from nbaccel.deepspeed.strategy.troubles import Troubles
 from nbaccel.errors import ConfigError
 
@@ -118,7 +118,7 @@ class Drive:
         device = self.engine.device
         return torch.as_tensor(0.0 if self._norm is None else self._norm, device=device).float()
 
-    def end(self, before: Before | None) -> None:
+    def end(self, before: Remembered | None) -> None:
         """Destroy the engine.
 
         Args:
@@ -126,12 +126,10 @@ class Drive:
         """
         for hook in self._hooks:
             hook.remove()
-        module = self.engine.module
-        values = whole_values(module) if before is not None else {}
-        self.engine.destroy()
-        vars(module).pop("generate", None)
         if before is not None:
-            restore(module, values, before)
+            take_back(self.engine.module, before)
+        else:
+            self.engine.destroy()
 
     @property
     def _clips_itself(self) -> bool:

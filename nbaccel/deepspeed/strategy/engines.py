@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import io
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -71,6 +72,7 @@ def make_engine(
     if moe_layers and stage_of(settings) == 3:
         _fetch_together(model, moe_layers)
     with _quiet(settings):
+        _begin_comm(deepspeed)
         engine, *_ = deepspeed.initialize(**arguments)
     _convert(engine)
     if several and stage_of(settings) == 3:
@@ -110,7 +112,9 @@ def _for_offload(optimizer: Any, settings: Mapping[str, Any]) -> Any:
     known = inspect.signature(make).parameters
     defaults = {key: value for key, value in optimizer.defaults.items() if key in known}
     # The same groups, not copies: a schedule made for the old one sets their learning rates.
-    return make(optimizer.param_groups, **{**defaults, **more})
+    made = make(optimizer.param_groups, **{**defaults, **more})
+    optimizer._opt_called = True  # torch's schedules would warn that the old one never stepped
+    return made
 
 
 def _fetch_together(model: nn.Module, names: str) -> None:
@@ -139,6 +143,12 @@ def _quiet(settings: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def _begin_comm(deepspeed: Any) -> None:
+    """Let DeepSpeed take up the process group; it prints a line for the operation it loads."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        deepspeed.init_distributed(dist_init_required=False)
 
 
 def _convert(engine: Any) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from nbaccel.deepspeed.strategy import pieces
 from nbaccel.errors import ConfigError
 
-__all__ = ["Before", "gather", "restore", "scatter", "whole_values"]
+__all__ = ["gather", "scatter"]
 
 _AT_A_TIME_BYTES = 256 << 20
 
@@ -85,7 +85,7 @@ def _from_first(value: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tenso
     """Process 0's tensor on every process, in float32 where it is a floating-point one."""
     dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
     device = tensor.device
-    shape = pieces.whole_shape(tensor) or tuple(tensor.shape)
+    shape = pieces.shape_of(tensor)
     if dist.get_rank() == 0 and value is not None:
         whole = value.detach().to(device, dtype).contiguous()
     else:
@@ -97,7 +97,7 @@ def _from_first(value: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tenso
 def _misfit(
     module: nn.Module, own: Mapping[str, torch.Tensor], state: Mapping[str, Any], *, strict: bool
 ) -> str:
-    shapes = {name: pieces.whole_shape(t) or tuple(t.shape) for name, t in own.items()}
+    shapes = {name: pieces.shape_of(t) for name, t in own.items()}
     wrong = [
         f"{name} has shape {tuple(state[name].shape)} instead of {shape}"
         for name, shape in shapes.items()
@@ -114,60 +114,6 @@ def _misfit(
         "would go to the wrong places. Load the state of the same model, or give strict=False for "
         "names alone."
     )
-
-
-class Before:
-    """A module as it was before an engine took it.
-
-    Args:
-        module: The user's own module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.tensors = {
-            name: (tensor.dtype, frozenset(vars(tensor)))
-            for name, tensor in (*module.named_parameters(), *module.named_buffers())
-        }
-
-
-def restore(module: nn.Module, values: Mapping[int, torch.Tensor], before: Before) -> None:
-    """Give a module back what an engine of this one process took: whole tensors of its own.
-
-    Args:
-        module: The user's own module, its engine destroyed.
-        values: What :func:`whole_values` gave.
-        before: What it was.
-    """
-    for submodule in module.modules():
-        # A dictionary of DeepSpeed's own, which gathers what is looked up.
-        submodule._parameters = dict(submodule._parameters)
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        whole = values.get(id(tensor), tensor.detach())
-        dtype, own = before.tensors.get(name, (whole.dtype, frozenset(vars(tensor))))
-        tensor.data = whole.to(dtype)
-        for attribute in vars(tensor).keys() - own:
-            delattr(tensor, attribute)
-
-
-@torch.no_grad()
-def whole_values(module: nn.Module) -> dict[int, torch.Tensor]:
-    """The trained weights of an engine of this one process, from its float32 copies.
-
-    Args:
-        module: The user's own module, its engine still alive.
-
-    Returns:
-        Whole tensors by the identity of their parameters; none of those that are whole anyway.
-    """
-    found: dict[int, torch.Tensor] = {}
-    for parameter in module.parameters():
-        if pieces.is_cut(parameter):
-            shape = pieces.whole_shape(parameter) or tuple(parameter.shape)
-            whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
-            for start, values in pieces.local_pieces(parameter):
-                whole.view(-1)[start : start + values.numel()].copy_(values)
-            found[id(parameter)] = whole
-    return found
 
 
 def _by_size(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

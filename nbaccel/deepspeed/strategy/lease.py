@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import weakref
-from typing import Any
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -14,7 +12,7 @@ from nbaccel import env
 from nbaccel.deepspeed import toolchain
 from nbaccel.deepspeed.environment import DeepSpeedEnvironment, deepspeed_environment
 
-__all__ = ["take"]
+__all__ = ["Lease"]
 
 
 class _Shared:
@@ -24,8 +22,13 @@ class _Shared:
         self.environment: DeepSpeedEnvironment | None = None
         self.users = 0
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it is in force."""
+        return self.environment is not None and not self.environment.closed
+
     def enter(self, device: torch.device) -> None:
-        if self.environment is None or self.environment.closed:
+        if not self.is_open:
             self.environment, self.users = deepspeed_environment(device=device), 0
         self.users += 1
 
@@ -37,36 +40,46 @@ class _Shared:
 
 
 _SHARED = _Shared()
+_OLD_NAMES = "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
+"""DeepSpeed calls collectives by names that torch has given others: nothing a user can change."""
 
 
-def take(user: object, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make sure that engines can be made in this process.
+class Lease:
+    """One user's claim that engines can be made in this process.
 
     Where there is no process group, an environment of one process is made; it ends with the last
-    of its users. In a launched process what DeepSpeed needs of it is put right.
+    claim. In a launched process what DeepSpeed needs of it is put right.
 
     Args:
-        user: For whom; when it is gone, so is its claim.
         device: What is computed on.
-
-    Returns:
-        A context whose end gives the claim up.
     """
-    # What a cell left behind when it was run again still has its claim.
-    gc.collect()
-    stack = contextlib.ExitStack()
-    if dist.is_initialized() and not _is_shared():
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._taken = False
+
+    def take(self) -> None:
+        """Claim it; a second time does nothing."""
+        if self._taken:
+            return
+        warnings.filterwarnings("ignore", _OLD_NAMES, FutureWarning, r"torch\.distributed")
+        gc.collect()  # what a cell left behind when it was run again still has its claim
+        if dist.is_initialized() and not _SHARED.is_open:
+            self._put_right()
+            return
+        _SHARED.enter(self._device)
+        self._taken = True
+
+    def give_up(self) -> None:
+        """Claim it no more."""
+        if self._taken:
+            self._taken = False
+            _SHARED.leave()
+
+    def _put_right(self) -> None:
         env.update({"PATH": toolchain.path_with_ninja()})
-        if device.type == "cpu":
+        if self._device.type == "cpu":
             toolchain.check_compiler()
             # Read once, when DeepSpeed is imported; it would compute on a GPU that it finds.
             env.update({"DS_ACCELERATOR": env.read("DS_ACCELERATOR") or "cpu"})
         toolchain.remove_forgotten_locks()
-        return stack
-    _SHARED.enter(device)
-    stack.callback(weakref.finalize(user, _SHARED.leave))
-    return stack
-
-
-def _is_shared() -> bool:
-    return _SHARED.environment is not None and not _SHARED.environment.closed

@@ -16,7 +16,7 @@ import torch
 
 from nbaccel.abc.shards import Piece
 
-__all__ = ["assign", "hold", "is_cut", "is_placeholder", "local_pieces", "whole_shape"]
+__all__ = ["assign", "hold", "is_cut", "is_placeholder", "local_pieces", "shape_of", "whole_shape"]
 
 
 def is_placeholder(tensor: torch.Tensor) -> bool:
@@ -32,6 +32,12 @@ def is_cut(tensor: torch.Tensor) -> bool:
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """See :meth:`ShardReader.whole_shape`."""
     return tuple(tensor.ds_shape) if is_placeholder(tensor) else None  # type: ignore[attr-defined]
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Shape of the whole, for any tensor."""
+    found = whole_shape(tensor)
+    return tuple(tensor.shape) if found is None else found
 
 
 def local_pieces(tensor: torch.Tensor, held: Any = None) -> list[Piece]:

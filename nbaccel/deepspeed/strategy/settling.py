@@ -74,7 +74,7 @@ def settle(
         mixed_precision=asked.mixed_precision,
         total_steps=_total_steps(scheduler, place, asked),
     )
-    settings, choices = _with_a_batch_size(plugin.deepspeed_config, micro)
+    settings, choices = _with_a_batch_size(_with_gathering(plugin.deepspeed_config), micro)
     resolved = resolve_auto(
         settings,
         facts=facts,
@@ -104,6 +104,15 @@ def _total_steps(scheduler: Any, place: Place, asked: Asked) -> int | None:
         return None
     shared = 1 if asked.split_batches else place.world_size
     return math.ceil(scheduler.total_num_steps / shared)
+
+
+def _with_gathering(settings: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's own `save_16bit_model` writes nothing at stage 3 unless it is told to."""
+    zero = settings.get(ZERO)
+    key = "stage3_gather_16bit_weights_on_model_save"
+    if not isinstance(zero, dict) or zero.get("stage") != 3 or key in zero:
+        return settings
+    return {**settings, ZERO: {**zero, key: True}}
 
 
 def _with_a_batch_size(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -24,6 +25,7 @@ from nbaccel.deepspeed.strategy.finding import drive_of_loss, drive_of_parameter
 from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
 from nbaccel.deepspeed.strategy.proxies import EngineOptimizer, EngineScheduler
 from nbaccel.deepspeed.strategy.settling import check_parts, settle, stage_of
+from nbaccel.deepspeed.strategy.taking_back import Remembered, remember
 from nbaccel.errors import ConfigError
 from nbaccel.plan.training import Asked
 
@@ -48,8 +50,12 @@ class DeepSpeedStrategy(Strategy):
         self._plugin = plugin
         self._asked = asked
         self._drives: dict[int, Drive] = {}
-        self._before: dict[int, gathering.Before] = {}
-        self._lease: AbstractContextManager[Any] | None = None
+        self._before: dict[int, Remembered] = {}
+        self._lease = lease.Lease(place.device)
+        if place.is_alone:
+            # A cell that is run again forgets its Accelerator; the notebook's modules stay.
+            end = weakref.finalize(self, _end_all, self._drives, self._before, self._lease)
+            end.atexit = False
         self._announced: Any = None
         if plugin.is_zero3_init_enabled():
             # Kept: transformers has a weak reference to it.
@@ -71,8 +77,7 @@ class DeepSpeedStrategy(Strategy):
             self._plugin.deepspeed_config, bundle.models, bundle.optimizers, bundle.schedulers
         )
         optimizers = _owners(bundle)
-        if self._lease is None:
-            self._lease = lease.take(self, self.place.device)
+        self._lease.take()
         models, drives = [], []
         for number, model in enumerate(bundle.models):
             made = self._engine_for(model, optimizers.get(number), bundle)
@@ -109,7 +114,7 @@ class DeepSpeedStrategy(Strategy):
         own_clipping = self._plugin.get_value("gradient_clipping")
         self._plugin.deepspeed_config = settled.settings
         self.choices += settled.choices
-        before, made_in = gathering.Before(model), troubles.made_in(model)
+        before, made_in = remember(model), troubles.made_in(model)
         engine = make_engine(
             model,
             optimizer,
@@ -143,15 +148,12 @@ class DeepSpeedStrategy(Strategy):
         trained again in any way.
         """
         chosen = list(self._drives) if models is None else [id(model) for model in models]
-        for key in chosen:
-            drive = self._drives.pop(key, None)
-            before = self._before.pop(key, None)
-            if drive is not None and before is not None:
-                drive.step()
-                drive.end(before if self.place.is_alone else None)
-        if not self._drives and self._lease is not None:
-            with self._lease:
-                self._lease = None
+        drives = {key: self._drives.pop(key) for key in chosen if key in self._drives}
+        for drive in drives.values():
+            drive.step()
+        _end(drives, self._before, alone=self.place.is_alone)
+        if not self._drives:
+            self._lease.give_up()
 
     # ---------------------------------------------------------------- training
 
@@ -258,6 +260,17 @@ class DeepSpeedStrategy(Strategy):
             checkpoints.load(drive.engine, Path(folder))
         else:
             checkpoints.load_plain(model, Path(folder))
+
+
+def _end(drives: dict[int, Drive], before: dict[int, Remembered], *, alone: bool) -> None:
+    for key, drive in drives.items():
+        was = before.pop(key)
+        drive.end(was if alone else None)
+
+
+def _end_all(drives: dict[int, Drive], before: dict[int, Remembered], held: lease.Lease) -> None:
+    _end(drives, before, alone=True)
+    held.give_up()
 
 
 def _shards_only(kind: str) -> ConfigError:

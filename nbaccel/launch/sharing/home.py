@@ -130,12 +130,10 @@ class Homebound:
 
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             # Not removed after the first step: torch iterates over its hooks while it calls them.
-            if not self._has_stepped:
-                self._has_stepped = True
-                for pair in self._modules:
-                    self._held.hold(pair[1].parameters())
-                if self._rank == 0:
-                    self._move_in(group["params"] for group in optimizer.param_groups)
+            self._held.hold_for(optimizer, (module for _, module in self._modules))
+            if not self._has_stepped and self._rank == 0:
+                self._move_in(group["params"] for group in optimizer.param_groups)
+            self._has_stepped = True
 
         return register_optimizer_step_pre_hook(before_step).remove
 

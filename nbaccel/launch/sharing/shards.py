@@ -7,17 +7,30 @@ library has been imported.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from torch import nn
 
 from nbaccel import _catalog
 from nbaccel.abc.shards import ShardReader
 from nbaccel.capabilities import STRATEGIES
 
-__all__ = ["Held", "assign", "fill", "is_dtensor", "is_sharded", "pieces", "put", "whole_shape"]
+__all__ = [
+    "Held",
+    "assign",
+    "fill",
+    "given_back",
+    "is_dtensor",
+    "is_sharded",
+    "pieces",
+    "put",
+    "whole_shape",
+]
 
 Spot = tuple[slice, ...] | int
 """Where a piece lies in the whole: slices, or the number of its first element, flattened."""
@@ -118,15 +131,49 @@ def fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
             values.copy_(whole[spot])
 
 
+@contextlib.contextmanager
+def given_back(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """A block after which libraries that cut parameters up have left this process, modules whole.
+
+    Args:
+        modules: Those that the notebook will look at.
+    """
+    readers: list[tuple[str, ShardReader]] = [
+        (row.library, _catalog.load(row.shards)) for row in STRATEGIES if row.shards
+    ]
+    modules = list(modules)
+    before = [
+        (library, reader, reader.observe(), [reader.remember(module) for module in modules])
+        for library, reader in readers
+    ]
+    try:
+        yield
+    finally:
+        for library, reader, process, remembered in before:
+            if library in sys.modules:
+                for module, was in zip(modules, remembered, strict=True):
+                    reader.take_back(module, was)
+                reader.tear_down(process)
+
+
 class Held:
     """Keeps what is needed to read parts after their engine is gone."""
 
     def __init__(self) -> None:
         self._found: dict[int, object] = {}
+        self._seen: WeakSet[torch.optim.Optimizer] = WeakSet()
 
-    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep what is needed of these, as it is now."""
-        for tensor in tensors:
+    def hold_for(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
+        """Keep what is needed of modules as they are at an optimizer's first step.
+
+        Args:
+            optimizer: It steps now.
+            modules: All that it may train.
+        """
+        if optimizer in self._seen:
+            return
+        self._seen.add(optimizer)
+        for tensor in (parameter for module in modules for parameter in module.parameters()):
             reader = _reader_of(tensor)
             found = reader.hold(tensor) if reader is not None else None
             if found is not None:

@@ -1,0 +1,19 @@
+"""DeepSpeed's :class:`~nbaccel.abc.shards.ShardReader`, as its capability row names it."""
+
+from __future__ import annotations
+
+from nbaccel.deepspeed.strategy.pieces import assign, hold, is_cut, local_pieces, whole_shape
+from nbaccel.deepspeed.strategy.taking_back import remember, take_back
+from nbaccel.deepspeed.teardown import observe, tear_down
+
+__all__ = [
+    "assign",
+    "hold",
+    "is_cut",
+    "local_pieces",
+    "observe",
+    "remember",
+    "take_back",
+    "tear_down",
+    "whole_shape",
+]

@@ -1,0 +1,354 @@
+"""Short stories of what users do with DeepSpeed; each runs on every process of one launch."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import nn
+
+from nbaccel import Accelerator, DeepSpeedPlugin
+from nbaccel.errors import NbaccelError
+from nbaccel.utils import DummyOptim, DummyScheduler
+from tests.deepspeed.strategy.runs import loader, net
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    section: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        section["stage3_param_persistence_threshold"] = 0
+    return {"zero_optimization": section, **more}
+
+
+def refusal(call: Any, *args: Any, **options: Any) -> str:
+    """The error of ours that a call raises, as text."""
+    try:
+        call(*args, **options)
+    except NbaccelError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def some_steps(accelerator: Accelerator, model: Any, optimizer: Any, count: int = 3) -> list[float]:
+    losses = []
+    for number, (values, labels) in enumerate(loader()):
+        if number == count:
+            break
+        loss = F.cross_entropy(model(values), labels)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def start(stage: int, seed: int = 0, precision: str = "no") -> tuple[Accelerator, Any, Any]:
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero(stage)),
+        mixed_precision=precision,
+        cpu=True,
+    )
+    model = net(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return (accelerator, *accelerator.prepare(model, optimizer))
+
+
+def checkpoints(folder: Path) -> dict[str, Any]:
+    """Save, go on, load into something else, and go on from there."""
+    found = {}
+    for stage in (1, 2, 3):
+        first, model, optimizer = start(stage, precision="bf16")
+        some_steps(first, model, optimizer)
+        saved = first.save_state(folder / f"stage {stage}")
+        expected = some_steps(first, model, optimizer)
+        second, other, stepper = start(stage, seed=1, precision="bf16")
+        second.load_state(saved)
+        found[stage] = (expected, some_steps(second, other, stepper), sorted_names(saved))
+    return found
+
+
+def sorted_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def weights_alone(folder: Path) -> dict[str, Any]:
+    """Whole weights out of one engine, through a file, into another; and from a run without."""
+    accelerator, model, optimizer = start(3)
+    some_steps(accelerator, model, optimizer)
+    accelerator.save_model(model, folder / "weights")
+    whole = accelerator.get_state_dict(model)
+    plain = Accelerator(cpu=True)
+    same = net(3)
+    ready = plain.prepare(same)
+    if whole:
+        same.load_state_dict(whole)
+    for tensor in same.state_dict().values():
+        dist.broadcast(tensor, 0)
+    saved = plain.save_state(folder / "of ddp")
+    answers = {}
+    for stage in (2, 3):
+        other, its, _ = start(stage, seed=4)
+        # What DDP saved has one model and no optimizer: it is loaded as a script that evaluates.
+        other._optimizers.clear()
+        other.load_state(saved)
+        values, _labels = next(iter(loader()))
+        with torch.no_grad():
+            answers[stage] = float((its(values) - ready(values)).abs().max())
+        wrong = {**whole, "0.bias": torch.zeros(2)} if whole else {}
+        answers[f"{stage} misfit"] = refusal(other._strategy.load_model_state, its, wrong)
+    answers["files"] = sorted_names(folder / "weights") if accelerator.is_main_process else None
+    answers["kept"] = len(whole)
+    return answers
+
+
+def two_models(folder: Path) -> dict[str, Any]:
+    """Each with an optimizer of its own, under one Accelerator."""
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero(2)), cpu=True)
+    first, second = net(0), net(1)
+    frozen = nn.Linear(64, 10)
+    one = torch.optim.AdamW(first.parameters(), lr=1e-2)
+    two = torch.optim.SGD(second.parameters(), lr=1e-2)
+    first, second, frozen, one, two = accelerator.prepare(first, second, frozen, one, two)
+    alone, own, its = start(2)
+    losses: list[tuple[float, float]] = []
+    for values, labels in list(loader())[:3]:
+        a = F.cross_entropy(first(values), labels)
+        b = F.cross_entropy(second(values) + frozen(values).detach(), labels)
+        accelerator.backward(b)
+        accelerator.backward(a)
+        for optimizer in (one, two):
+            optimizer.step()
+        losses.append((float(a.detach()), float(b.detach())))
+    both = first(values).sum() + second(values).sum()
+    saved = accelerator.save_state(folder / "both")
+    return {
+        "first": [a for a, _ in losses],
+        "alone": some_steps(alone, own, its),
+        "second": [b for _, b in losses],
+        "both": refusal(accelerator.backward, both),
+        "files": sorted_names(saved),
+        "frozen": type(frozen).__name__,
+    }
+
+
+def stand_ins(folder: Path) -> dict[str, Any]:
+    """A configuration full of "auto", with its optimizer and schedule."""
+    config = zero(
+        2,
+        optimizer={"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        scheduler={
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "total_num_steps": "auto",
+            },
+        },
+        gradient_clipping="auto",
+        train_batch_size="auto",
+    )
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), cpu=True)
+    model = net()
+    optimizer = DummyOptim(model.parameters(), lr=0.02, weight_decay=0.1)
+    schedule = DummyScheduler(
+        optimizer, total_num_steps=8 * accelerator.num_processes, warmup_num_steps=2
+    )
+    model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, loader(), schedule)
+    rates = []
+    for values, labels in batches:
+        accelerator.backward(F.cross_entropy(model(values), labels))
+        optimizer.step()
+        schedule.step()
+        rates.append(round(schedule.get_last_lr()[0], 6))
+    return {
+        "rates": rates,
+        "settled": accelerator.deepspeed_config,
+        "explained": accelerator.plan.explain(),
+        "group": round(optimizer.param_groups[0]["lr"], 6),
+        "optimizer": repr(optimizer),
+    }
+
+
+def left_to_the_engine(folder: Path) -> list[list[float]]:
+    """A loop that never calls the optimizer, as DeepSpeed's own do, beside one that does."""
+    found = []
+    for calls in (False, True):
+        accelerator, model, optimizer = start(2)
+        losses = []
+        for values, labels in list(loader())[:4]:
+            loss = F.cross_entropy(model(values), labels)
+            accelerator.backward(loss)
+            if calls:
+                optimizer.step()
+            losses.append(float(loss.detach()))
+        found.append(losses)
+    return found
+
+
+def by_hand(folder: Path) -> dict[str, float]:
+    """`no_sync` without `accumulate`: gradients of both batches make one step."""
+    found = {}
+    for stage in (1, 2, 3):
+        accelerator, model, optimizer = start(stage)
+        (v1, l1), (v2, l2) = list(loader())[:2]
+        with accelerator.no_sync(model):
+            accelerator.backward(F.cross_entropy(model(v1), l1))
+        accelerator.backward(F.cross_entropy(model(v2), l2))
+        norm = accelerator.clip_grad_norm_(model.parameters(), 100.0)
+        optimizer.step()
+        found[str(stage)] = float(norm)
+    ddp = Accelerator(cpu=True)
+    plain = ddp.prepare(net())
+    with ddp.no_sync(plain):
+        ddp.backward(F.cross_entropy(plain(v1), l1))
+    ddp.backward(F.cross_entropy(plain(v2), l2))
+    found["ddp"] = float(ddp.clip_grad_norm_(plain.parameters(), 100.0))
+    return found
+
+
+def two_norms(folder: Path) -> list[str]:
+    """The call goes before the file, and says so once."""
+    config = zero(2, gradient_clipping=0.1)
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), cpu=True)
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    said = []
+    for values, labels in list(loader())[:2]:
+        accelerator.backward(F.cross_entropy(model(values), labels))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        said += [str(w.message) for w in caught if "clip_grad_norm_" in str(w.message)]
+        optimizer.step()
+    return said
+
+
+def generation(folder: Path) -> dict[str, Any]:
+    """Ranks whose texts end at different lengths, with weights in shards."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2,
+        decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = T5ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        model.lm_head.weight[1] += 0.5  # so that some texts end early
+    prompts = torch.arange(2, 26).view(-1, 6)
+    mine = prompts[dist.get_rank() :: dist.get_world_size()][:1]
+    settings = {"max_new_tokens": 12 - 5 * dist.get_rank(), "do_sample": False}
+    expected = model.generate(mine, **settings)
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero(3)), cpu=True)
+    engine = accelerator.prepare(model)
+    got = accelerator.unwrap_model(engine).generate(mine, **settings)
+    return {
+        "expected": expected.tolist(),
+        "got": got.tolist(),
+        "shape": tuple(next(engine.parameters()).shape),
+    }
+
+
+def wrong(folder: Path) -> dict[str, str]:
+    """What cannot be, said before an engine is made."""
+    found = {}
+    config = zero(2, optimizer={"type": "AdamW", "params": {"lr": 0.1}})
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), cpu=True)
+    model = net()
+    real = torch.optim.AdamW(model.parameters())
+    found["two optimizers"] = refusal(accelerator.prepare, model, real)
+    plain = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2), cpu=True)
+    found["no optimizer"] = refusal(plain.prepare, model, DummyOptim(model.parameters()))
+    found["optimizer alone"] = refusal(plain.prepare, real)
+    found["schedule"] = refusal(plain.prepare, model, real, DummyScheduler(real))
+    ddp = Accelerator(cpu=True)
+    found["stand-in without DeepSpeed"] = refusal(ddp.prepare, DummyOptim(model.parameters()))
+    prepared, stepper = plain.prepare(model, real)
+    values, labels = next(iter(loader()))
+    plain.backward(F.cross_entropy(prepared(values), labels))
+    found["norm"] = refusal(plain.clip_grad_norm_, prepared.parameters(), 1.0, 1.0)
+    found["value"] = refusal(plain.clip_grad_value_, prepared.parameters(), 1.0)
+    found["closure"] = refusal(stepper.step, lambda: None)
+    found["load"] = refusal(stepper.load_state_dict, {"state": {}})
+    found["late group"] = refusal(stepper.add_param_group, {"params": []})
+    found["backward"] = refusal(
+        plain.backward, F.cross_entropy(prepared(values), labels), gradient=1
+    )
+    return found
+
+
+def placeholder(folder: Path) -> tuple[int, ...]:
+    """Transformers builds in shards once there is an Accelerator of stage 3."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=16)
+    plugin = DeepSpeedPlugin(hf_ds_config=zero(3, bf16={"enabled": False}))
+    accelerator = Accelerator(deepspeed_plugin=plugin, cpu=True)
+    made = GPT2LMHeadModel(config)
+    with plugin.zero3_init_context_manager(enable=False):
+        whole = GPT2LMHeadModel.from_pretrained(None, config=config, state_dict=whole_state(config))
+    shards = GPT2LMHeadModel.from_pretrained(None, config=config, state_dict=whole_state(config))
+    del accelerator
+    return tuple(tuple(m.transformer.wte.weight.shape) for m in (made, whole, shards))  # type: ignore[return-value]
+
+
+def whole_state(config: Any) -> dict[str, torch.Tensor]:
+    return {"transformer.wte.weight": torch.zeros(config.vocab_size, config.n_embd)}
+
+
+STORIES = {
+    story.__name__: story
+    for story in (
+        checkpoints,
+        weights_alone,
+        two_models,
+        stand_ins,
+        left_to_the_engine,
+        by_hand,
+        two_norms,
+        generation,
+        wrong,
+    )
+}
+
+
+def tell(folder: Path) -> dict[str, Any]:
+    """All of them, one after another."""
+    return {name: story(folder / name) for name, story in STORIES.items()}
+
+
+def raw(models: dict[str, nn.Module]) -> None:
+    """DeepSpeed without an Accelerator, as its own tutorials have it; engines kept and dropped."""
+    import deepspeed
+
+    kept = []
+    for name, model in models.items():
+        stage, fate = name.split()
+        settings = {
+            **zero(int(stage), bf16={"enabled": True}),
+            "train_micro_batch_size_per_gpu": 16,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        }
+        engine, *_ = deepspeed.initialize(model=model, config=settings)
+        for values, labels in list(loader())[:2]:
+            loss = F.cross_entropy(engine(values.bfloat16()).float(), labels)
+            engine.backward(loss)
+            engine.step()
+        if fate == "destroyed":
+            engine.destroy()
+        elif fate == "alive":
+            kept.append(engine)
+    raw.kept = kept  # type: ignore[attr-defined]
+
+
+def launched(model: nn.Module) -> tuple[str, int]:
+    """Nothing but the launch says that DeepSpeed is to be used."""
+    accelerator = Accelerator()
+    prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    some_steps(accelerator, prepared, optimizer)
+    return accelerator.distributed_type.value, accelerator.deepspeed_plugin.zero_stage
