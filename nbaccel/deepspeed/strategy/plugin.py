@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,7 +81,7 @@ class DeepSpeedPlugin(Settings):
         offload_optimizer_nvme_path: Folder on the fast disk.
         offload_param_nvme_path: The same of parameters.
         zero3_init_flag: Whether transformers builds models in shards from here on, by
-            ``deepspeed.zero.Init``; default where models are sharded (stage 3).
+            ``deepspeed.zero.Init``; default at stage 3, if transformers has been imported by then.
         zero3_save_16bit_model: DeepSpeed's own switch for gathering on save; `get_state_dict` and
             `save_model` here gather without it.
         transformer_moe_cls_names: Names of mixture-of-experts layers, with commas, whose
@@ -130,7 +131,8 @@ class DeepSpeedPlugin(Settings):
             setattr(self, name, self.get_value(key, getattr(self, name)))
         if self.zero3_init_flag is None:
             chosen = env.flag("ACCELERATE_DEEPSPEED_ZERO3_INIT")
-            self.zero3_init_flag = self.zero_stage == 3 if chosen is None else chosen
+            # To import it would cost seconds, for models that may be nobody's but the user's.
+            self.zero3_init_flag = "transformers" in sys.modules if chosen is None else chosen
         self.zero3_init_flag = bool(self.zero3_init_flag and self.zero_stage == 3)
 
     # ---------------------------------------------------------------- reading

@@ -58,6 +58,7 @@ class DeepSpeedStrategy(Strategy):
             end.atexit = False
         self._announced: Any = None
         if plugin.is_zero3_init_enabled():
+            self._lease.take()  # DeepSpeed builds in shards with a process group alone
             # Kept: transformers has a weak reference to it.
             self._announced = zero_init.announced(plugin.deepspeed_config, place.world_size)
 
@@ -153,6 +154,7 @@ class DeepSpeedStrategy(Strategy):
             drive.step()
         _end(drives, self._before, alone=self.place.is_alone)
         if not self._drives:
+            self._announced = None
             self._lease.give_up()
 
     # ---------------------------------------------------------------- training

@@ -282,25 +282,6 @@ def wrong(folder: Path) -> dict[str, str]:
     return found
 
 
-def placeholder(folder: Path) -> tuple[int, ...]:
-    """Transformers builds in shards once there is an Accelerator of stage 3."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=16)
-    plugin = DeepSpeedPlugin(hf_ds_config=zero(3, bf16={"enabled": False}))
-    accelerator = Accelerator(deepspeed_plugin=plugin, cpu=True)
-    made = GPT2LMHeadModel(config)
-    with plugin.zero3_init_context_manager(enable=False):
-        whole = GPT2LMHeadModel.from_pretrained(None, config=config, state_dict=whole_state(config))
-    shards = GPT2LMHeadModel.from_pretrained(None, config=config, state_dict=whole_state(config))
-    del accelerator
-    return tuple(tuple(m.transformer.wte.weight.shape) for m in (made, whole, shards))  # type: ignore[return-value]
-
-
-def whole_state(config: Any) -> dict[str, torch.Tensor]:
-    return {"transformer.wte.weight": torch.zeros(config.vocab_size, config.n_embd)}
-
-
 STORIES = {
     story.__name__: story
     for story in (
