@@ -1,0 +1,152 @@
+"""Checkpoints of real engines, each with the weights it must give back, made once for all tests.
+
+Run as a module it makes them in the folder that it is given: those of two ranks in one launch,
+those of one rank in its own process.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nbaccel import notebook_launcher
+from nbaccel.config import RunConfig
+from nbaccel.deepspeed.environment import deepspeed_environment
+from nbaccel.deepspeed.weights.live import fp32_state_dict, save_16bit_weights
+
+CASES = {
+    "0-fp32": {"stage": 0},
+    "0-bf16": {"stage": 0, "bf16": True},
+    "1-fp32": {"stage": 1},
+    "1-bf16": {"stage": 1, "bf16": True},
+    "2-fp32": {"stage": 2},
+    "2-bf16": {"stage": 2, "bf16": True},
+    "2-bf16-cpu": {"stage": 2, "bf16": True, "offload": "cpu"},
+    "3-fp32": {"stage": 3},
+    "3-bf16": {"stage": 3, "bf16": True},
+    "3-bf16-cpu": {"stage": 3, "bf16": True, "offload": "cpu"},
+}
+ALONE = ("1-fp32", "2-bf16", "3-fp32", "3-bf16")
+
+
+class Net(nn.Module):
+    """Odd sizes, so that cuts need filling up; tied, frozen and empty parameters; buffers."""
+
+    def __init__(self, is_whole: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(11, 7)
+        self.body = nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.Linear(13, 7))
+        self.fixed = nn.Linear(7, 7).requires_grad_(is_whole)
+        self.head = nn.Linear(7, 11, bias=False)
+        self.head.weight = self.words.weight
+        self.register_buffer("scale", torch.rand(3))
+        self.register_buffer("seen", torch.arange(6).reshape(2, 3).T)
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("cache", torch.rand(4), persistent=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(rows)
+        return self.head(hidden + self.fixed(self.body(hidden))) * self.scale.mean()
+
+
+def config(stage: int, *, bf16: bool = False, offload: str = "none") -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 1000}
+    if stage == 3:
+        # Otherwise parameters this small stay whole, in a single sub-group.
+        zero |= {
+            "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": 100,
+            "sub_group_size": 100,
+        }
+    if offload != "none":
+        zero["offload_optimizer"] = {"device": offload}
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "bf16": {"enabled": bf16},
+        "zero_optimization": zero,
+    }
+
+
+def groups(network: nn.Module) -> list[dict[str, Any]]:
+    """Two, as people have them: weight decay is not for vectors."""
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def train(settings: dict[str, Any], network: nn.Module, num_groups: int, steps: int = 3) -> Any:
+    import deepspeed
+
+    parameters = {} if num_groups == 1 else {"model_parameters": groups(network)}
+    engine, *_ = deepspeed.initialize(model=network, config=settings, **parameters)
+    rank = dist.get_rank()
+    for step in range(steps):
+        torch.manual_seed(10 * step + rank)
+        rows = torch.randint(11, (4, 5))
+        loss = nn.functional.cross_entropy(engine(rows).float().flatten(0, 1), rows.flatten())
+        engine.backward(loss)
+        engine.step()
+    return engine
+
+
+def theirs(engine: Any) -> dict[str, torch.Tensor]:
+    """What DeepSpeed's own functions say of each parameter; a collective."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    found = {}
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            computed = parameter.detach().float().clone()
+        master = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+        found[name] = computed if master is None else master.clone()
+    for name, buffer in engine.module.named_buffers():
+        found[name] = buffer.float() if buffer.is_floating_point() else buffer.clone()
+    return {name: tensor for name, tensor in found.items() if name != "cache"}
+
+
+def make(folder: Path, name: str) -> None:
+    """Train, save, and note beside it what the weights are."""
+    settings = CASES[name]
+    folder = folder / name
+    # ZeRO's stage 0 has its masters in one row only, and freezing needs ZeRO to be told apart.
+    is_simple = settings["stage"] == 0
+    engine = train(config(**settings), Net(is_whole=is_simple), 1 if is_simple else 2)
+    engine.save_checkpoint(str(folder), tag="step3")
+    expected, live = theirs(engine), fp32_state_dict(engine)
+    written = save_16bit_weights(engine, folder / "sixteen", max_shard_size=600)
+    if dist.get_rank() == 0:
+        torch.save(
+            {"theirs": expected, "live": live, "files": len(written.files)}, folder / "notes"
+        )
+    else:
+        assert live == {}, "the weights are rank 0's alone"
+    engine.destroy()
+
+
+def make_all(folder: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        make(folder, name)
+        gc.collect()
+
+
+def main(folder: Path) -> None:
+    notebook_launcher(
+        make_all, (folder / "two", tuple(CASES)), config=RunConfig(num_processes=2, device="cpu")
+    )
+    with deepspeed_environment():
+        make_all(folder / "one", ALONE)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
