@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import resource
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbaccel.units import counted, format_bytes, format_seconds
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from nbaccel.deepspeed.weights.writing import Written
 
 __all__ = ["add_to"]
-
-_MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # its unit, which differs by system
 
 _DESCRIPTION = (
     "Convert a checkpoint that DeepSpeed's engine.save_checkpoint wrote (ZeRO stages 0 to 3, any "
@@ -66,11 +64,21 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _told(written: Written, seconds: float) -> str:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_BYTES
     names = [path.name for path in written.files]
     listed = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
     return (
         f"{counted(written.num_tensors, 'tensor')}, {format_bytes(written.num_bytes)}, in "
         f"{counted(len(names), 'file')} ({listed}) in {written.files[0].parent}: "
-        f"{format_seconds(seconds)}, {format_bytes(peak)} of memory at most"
+        f"{format_seconds(seconds)}{_peak()}"
     )
+
+
+def _peak() -> str:
+    """What this process had in memory at most, where the system tells.
+
+    `getrusage` would begin with the memory of whoever started it.
+    """
+    status = Path("/proc/self/status")
+    lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
+    peaks = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
+    return f", {format_bytes(peaks[0])} of memory at most" if peaks else ""

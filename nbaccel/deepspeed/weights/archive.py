@@ -41,6 +41,8 @@ _STORAGES = {
     "ComplexFloatStorage": "complex64",
     "UntypedStorage": "",  # the tensor tells its type
 }
+# What unpickling raises where a pickle is not what torch.save makes.
+_ODD = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _PLAIN = {"bool", "bytearray", "complex", "dict", "float", "frozenset", "int", "list", "set", "str"}
 # Files before torch 1.6, and those of checkpoint_serialization=false, begin with this number.
 _OLD_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -190,9 +192,9 @@ def read_outline(path: Path) -> Any:
     try:
         with zipfile.ZipFile(path) as file:
             return _Archive(path, file).outline()
-    except (zipfile.BadZipFile, KeyError, EOFError, pickle.UnpicklingError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, *_ODD) as error:
         raise ConfigError(_why_unreadable(path, error)) from error
 
 

@@ -12,9 +12,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
+from nbaccel.deepspeed.weights.archive import read_outline
+from nbaccel.deepspeed.weights.stored import StoredTensor
 from nbaccel.errors import ConfigError
 from nbaccel.units import counted, spans
 
@@ -112,7 +117,7 @@ def find_files(checkpoint_dir: str | Path, tag: str | None = None) -> Files:
 
 def _no_folder(root: Path) -> str:
     if root.exists():
-        return (
+        return _told_of_placeholders(root) or (
             f"{root} is a file, and a checkpoint of ZeRO is a folder, in which each rank has files "
             "of its own. Give the folder that save_checkpoint was given."
         )
@@ -156,11 +161,42 @@ def _latest(root: Path, tags: list[str]) -> str:
             f"{_listed(tags).capitalize()}. Say which: tag={tags[-1]!r}."
         )
     names = sorted(path.name for path in root.iterdir())
+    weights = sorted([*root.glob("*.safetensors"), *root.glob("*.bin")])
     raise ConfigError(
-        f"{root} is no checkpoint of DeepSpeed: it has neither a file `latest` nor a folder with "
-        f"*_states.pt in it, but {', '.join(names[:6]) or 'nothing at all'}. Give the folder that "
-        "save_checkpoint was given."
+        next(filter(None, map(_told_of_placeholders, weights)), "")
+        or f"{root} is no checkpoint of DeepSpeed: it has neither a file `latest` nor a folder "
+        f"with *_states.pt in it, but {', '.join(names[:6]) or 'nothing at all'}. Give the folder "
+        "that save_checkpoint was given."
     )
+
+
+def _told_of_placeholders(path: Path) -> str:
+    """What to say of a file of weights that were saved while ZeRO-3 had them in pieces."""
+    try:
+        shapes = _shapes_in(path)
+    except (ConfigError, SafetensorError):
+        return ""
+    found = [n for n, shape in shapes.items() if shape == (0,)]
+    ones = [n for n, shape in shapes.items() if shape == (1,)]
+    if 2 * len(ones) > len(shapes) > 1:
+        found += ones
+    if not found:
+        return ""
+    return (
+        f"{path} holds ZeRO-3 placeholders instead of weights: {len(found)} of its {len(shapes)} "
+        f"tensors have shape (0,) or (1,), as {found[0]}. It was written by state_dict() or "
+        "torch.save while the parameters were spread over the ranks, and the weights are not in "
+        "it. Convert the checkpoint that engine.save_checkpoint wrote, if there is one."
+    )
+
+
+def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+    if path.suffix == ".safetensors":
+        with safe_open(path, "numpy") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - it is no dict
+    state = read_outline(path)
+    items = state.items() if isinstance(state, Mapping) else ()
+    return {str(name): item.shape for name, item in items if isinstance(item, StoredTensor)}
 
 
 def _listed(tags: list[str]) -> str:

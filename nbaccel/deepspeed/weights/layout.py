@@ -80,7 +80,7 @@ def read_layout(
     first = files.model.get(0) or next(iter(files.model.values()))
     model = _model_states(first)
     if not files.optimizer:
-        return _of_stage_0(files, model)
+        return _of_stage_0(files, model, exclude_frozen_parameters)
     states = {rank: _optimizer_states(path) for rank, path in files.optimizer.items()}
     stage, num_ranks = _agreed(files, states)
     files.check_ranks(num_ranks, stage)
@@ -164,7 +164,7 @@ def _count(state: Mapping[str, Any]) -> int:
 # ------------------------------------------------------------------------- the stages
 
 
-def _of_stage_0(files: Files, model: Mapping[str, Any]) -> Layout:
+def _of_stage_0(files: Files, model: Mapping[str, Any], exclude_frozen: bool) -> Layout:
     if any(path.name.startswith("zero_pp_rank") for path in files.model.values()):
         raise ConfigError(
             f"{files.folder} has model states of ZeRO-3 and no optimizer states "
@@ -177,7 +177,9 @@ def _of_stage_0(files: Files, model: Mapping[str, Any]) -> Layout:
             "*_optim_states.pt is there, in which the fp32 weights are. Copy them here, or convert "
             "another checkpoint (tag=...)."
         )
-    return Layout(files.folder, 0, 1, *weights_of_stage_0(model))
+    (path,) = files.model.values()
+    found = weights_of_stage_0(path, model, exclude_frozen_parameters=exclude_frozen)
+    return Layout(files.folder, 0, 1, *found)
 
 
 def _told_ranks(model: Mapping[str, Any]) -> str:

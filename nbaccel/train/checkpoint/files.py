@@ -14,6 +14,7 @@ from huggingface_hub import save_torch_state_dict
 
 from nbaccel import atomic
 from nbaccel.config.mistakes import shown
+from nbaccel.deepspeed.weights.placeholders import check_whole
 from nbaccel.errors import ConfigError
 
 __all__ = ["read", "save", "save_model"]
@@ -64,8 +65,10 @@ def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = Fals
         safe_serialization: Write safetensors instead of a pickle.
 
     Raises:
-        ConfigError: Not a dict of tensors, and safetensors hold nothing else.
+        ConfigError: Not a dict of tensors, and safetensors hold nothing else; or placeholders that
+            ZeRO-3 has in the place of weights.
     """
+    _check_whole(obj, f"save(..., {str(path)!r})")
     if safe_serialization:
         _check_tensors(obj, "safe_serialization=False")
     if not isinstance(path, (str, os.PathLike)):
@@ -147,7 +150,8 @@ def save_model(
         safe_serialization: safetensors; otherwise ``pytorch_model.bin``, a pickle.
 
     Raises:
-        ConfigError: Something in the dict is no tensor, or `folder` is a file.
+        ConfigError: Something in the dict is no tensor, or a placeholder that ZeRO-3 has in the
+            place of a weight, or `folder` is a file.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -156,6 +160,7 @@ def save_model(
             "folder. Give the folder's name, without that of a file."
         )
     _check_tensors(state_dict, "accelerator.save(state_dict, file), which pickles it")
+    _check_whole(state_dict, f"save_model(save_directory={str(folder)!r})")
     folder.mkdir(parents=True, exist_ok=True)
     family = _FAMILIES[safe_serialization]
     with atomic.workshop(folder, "model") as workshop:
@@ -167,6 +172,14 @@ def save_model(
             safe_serialization=safe_serialization,
         )
         atomic.publish(workshop, folder, family)
+
+
+def _check_whole(obj: Any, what: str) -> None:
+    if "deepspeed" not in sys.modules:
+        return  # then an empty tensor is just an empty tensor
+    for part in (obj, *(obj.values() if isinstance(obj, Mapping) else ())):
+        if isinstance(part, (Mapping, torch.nn.Module)):
+            check_whole(part, what)
 
 
 def _check_tensors(state: Any, remedy: str) -> None:

@@ -19,6 +19,9 @@ from nbaccel import notebook_launcher
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed.environment import deepspeed_environment
 from nbaccel.deepspeed.weights.live import fp32_state_dict, save_16bit_weights
+from nbaccel.deepspeed.weights.placeholders import placeholders
+from nbaccel.errors import NbaccelError
+from nbaccel.train.checkpoint import save_model
 
 CASES = {
     "0-fp32": {"stage": 0},
@@ -63,7 +66,7 @@ def config(stage: int, *, bf16: bool = False, offload: str = "none") -> dict[str
         zero |= {
             "stage3_param_persistence_threshold": 0,
             "stage3_prefetch_bucket_size": 100,
-            "sub_group_size": 100,
+            "sub_group_size": 50,
         }
     if offload != "none":
         zero["offload_optimizer"] = {"device": offload}
@@ -99,38 +102,58 @@ def train(settings: dict[str, Any], network: nn.Module, num_groups: int, steps: 
     return engine
 
 
-def theirs(engine: Any) -> dict[str, torch.Tensor]:
-    """What DeepSpeed's own functions say of each parameter; a collective."""
+def theirs(engine: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What DeepSpeed's own functions say: weights in fp32, and those that the model uses."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
-    found = {}
+    masters, computed = {}, {}
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            computed = parameter.detach().float().clone()
+            computed[name] = parameter.detach().clone()
         master = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
-        found[name] = computed if master is None else master.clone()
+        masters[name] = computed[name].float() if master is None else master.clone()
     for name, buffer in engine.module.named_buffers():
-        found[name] = buffer.float() if buffer.is_floating_point() else buffer.clone()
-    return {name: tensor for name, tensor in found.items() if name != "cache"}
+        if name != "cache":
+            computed[name] = buffer.clone()
+            masters[name] = buffer.float() if buffer.is_floating_point() else buffer.clone()
+    return masters, computed
+
+
+def refusal(action: Any, *args: Any) -> str:
+    """The error that an action ends with, as text."""
+    try:
+        action(*args)
+    except NbaccelError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def make(folder: Path, name: str) -> None:
-    """Train, save, and note beside it what the weights are."""
+    """Train, save, and note beside it what the weights are and what was refused."""
     settings = CASES[name]
     folder = folder / name
-    # ZeRO's stage 0 has its masters in one row only, and freezing needs ZeRO to be told apart.
+    # Stage 0 trains all parameters, in one group; the others have frozen ones, and two groups.
     is_simple = settings["stage"] == 0
     engine = train(config(**settings), Net(is_whole=is_simple), 1 if is_simple else 2)
     engine.save_checkpoint(str(folder), tag="step3")
-    expected, live = theirs(engine), fp32_state_dict(engine)
-    written = save_16bit_weights(engine, folder / "sixteen", max_shard_size=600)
-    if dist.get_rank() == 0:
-        torch.save(
-            {"theirs": expected, "live": live, "files": len(written.files)}, folder / "notes"
-        )
-    else:
-        assert live == {}, "the weights are rank 0's alone"
+    (folder / "a-file").touch()
+    masters, computed = theirs(engine)
+    notes = {
+        "theirs": masters,
+        "computed": computed,
+        "live": fp32_state_dict(engine),
+        "trained": set(fp32_state_dict(engine, exclude_frozen_parameters=True)),
+        "written": save_16bit_weights(engine, folder / "sixteen", max_shard_size=600),
+        "refused": refusal(save_16bit_weights, engine, folder / "a-file"),
+        "placeholders": placeholders(engine.module),
+        "in_state": placeholders(engine.module.state_dict()),
+    }
+    if settings["stage"] == 3:
+        notes["bad_save"] = refusal(save_model, engine.module.state_dict(), folder / "bad")
+    torch.save(engine.module.state_dict(), folder / f"state_{dist.get_rank()}.bin")
+    notes["written"] = [path.name for path in notes["written"].files]
+    torch.save(notes, folder / f"notes_{dist.get_rank()}")
     engine.destroy()
 
 
@@ -140,12 +163,21 @@ def make_all(folder: Path, names: tuple[str, ...]) -> None:
         gc.collect()
 
 
+def by_their_script(folder: Path) -> None:
+    """What DeepSpeed's own script makes of each checkpoint; it does not read stage 0."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    for path in sorted(folder.glob("*/[123]-*")):
+        torch.save(get_fp32_state_dict_from_zero_checkpoint(str(path)), path / "script")
+
+
 def main(folder: Path) -> None:
     notebook_launcher(
         make_all, (folder / "two", tuple(CASES)), config=RunConfig(num_processes=2, device="cpu")
     )
     with deepspeed_environment():
         make_all(folder / "one", ALONE)
+    by_their_script(folder)
 
 
 if __name__ == "__main__":
