@@ -7,6 +7,7 @@ those of one rank in its own process.
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,18 +31,19 @@ CASES = {
     "1-bf16": {"stage": 1, "bf16": True},
     "2-fp32": {"stage": 2},
     "2-bf16": {"stage": 2, "bf16": True},
-    "2-bf16-cpu": {"stage": 2, "bf16": True, "offload": "cpu"},
+    "2-bf16-cpu": {"stage": 2, "bf16": True, "offload": {"device": "cpu"}},
     "3-fp32": {"stage": 3},
     "3-bf16": {"stage": 3, "bf16": True},
-    "3-bf16-cpu": {"stage": 3, "bf16": True, "offload": "cpu"},
+    "3-bf16-cpu": {"stage": 3, "bf16": True, "offload": {"device": "cpu"}},
 }
+NVME = "3-bf16-nvme"  # made where the operation is built that it needs
 ALONE = ("1-fp32", "2-bf16", "3-fp32", "3-bf16")
 
 
 class Net(nn.Module):
     """Odd sizes, so that cuts need filling up; tied, frozen and empty parameters; buffers."""
 
-    def __init__(self, is_whole: bool) -> None:
+    def __init__(self, is_whole: bool, is_wide: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.words = nn.Embedding(11, 7)
@@ -49,6 +51,8 @@ class Net(nn.Module):
         self.fixed = nn.Linear(7, 7).requires_grad_(is_whole)
         self.head = nn.Linear(7, 11, bias=False)
         self.head.weight = self.words.weight
+        # Half of it is 2 MiB in fp32; less than 1 MiB is never swapped.
+        self.wide = nn.Linear(1024, 1024, bias=False) if is_wide else None
         self.register_buffer("scale", torch.rand(3))
         self.register_buffer("seen", torch.arange(6).reshape(2, 3).T)
         self.register_buffer("mask", torch.tensor([True, False, True]))
@@ -56,10 +60,19 @@ class Net(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         hidden = self.words(rows)
+        if self.wide is not None:
+            hidden = hidden + self.wide(hidden.mean().expand(1024)).mean()
         return self.head(hidden + self.fixed(self.body(hidden))) * self.scale.mean()
 
 
-def config(stage: int, *, bf16: bool = False, offload: str = "none") -> dict[str, Any]:
+def has_async_io() -> bool:
+    """Whether DeepSpeed's operation for NVMe is built; that takes minutes."""
+    default = Path.home() / ".cache" / "torch_extensions" / f"py3{sys.version_info.minor}_cpu"
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
+    return (folder / "async_io" / "async_io.so").exists()
+
+
+def config(stage: int, *, bf16: bool = False, offload: Any = None) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 1000}
     if stage == 3:
         # Otherwise parameters this small stay whole, in a single sub-group.
@@ -68,8 +81,8 @@ def config(stage: int, *, bf16: bool = False, offload: str = "none") -> dict[str
             "stage3_prefetch_bucket_size": 100,
             "sub_group_size": 50,
         }
-    if offload != "none":
-        zero["offload_optimizer"] = {"device": offload}
+    if offload is not None:
+        zero["offload_optimizer"] = offload
     return {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
@@ -131,11 +144,13 @@ def refusal(action: Any, *args: Any) -> str:
 
 def make(folder: Path, name: str) -> None:
     """Train, save, and note beside it what the weights are and what was refused."""
-    settings = CASES[name]
     folder = folder / name
+    nvme = {"device": "nvme", "nvme_path": str(folder / "nvme")}
+    settings = CASES.get(name, {"stage": 3, "bf16": True, "offload": nvme})
     # Stage 0 trains all parameters, in one group; the others have frozen ones, and two groups.
     is_simple = settings["stage"] == 0
-    engine = train(config(**settings), Net(is_whole=is_simple), 1 if is_simple else 2)
+    network = Net(is_whole=is_simple, is_wide=name == NVME)
+    engine = train(config(**settings), network, 1 if is_simple else 2)
     engine.save_checkpoint(str(folder), tag="step3")
     (folder / "a-file").touch()
     masters, computed = theirs(engine)
@@ -164,16 +179,17 @@ def make_all(folder: Path, names: tuple[str, ...]) -> None:
 
 
 def by_their_script(folder: Path) -> None:
-    """What DeepSpeed's own script makes of each checkpoint; it does not read stage 0."""
+    """What DeepSpeed's own script makes of each checkpoint; it reads neither stage 0 nor NVMe."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    for path in sorted(folder.glob("*/[123]-*")):
+    for path in (p for p in sorted(folder.glob("*/[123]-*")) if p.name != NVME):
         torch.save(get_fp32_state_dict_from_zero_checkpoint(str(path)), path / "script")
 
 
 def main(folder: Path) -> None:
+    names = (*CASES, NVME) if has_async_io() else tuple(CASES)
     notebook_launcher(
-        make_all, (folder / "two", tuple(CASES)), config=RunConfig(num_processes=2, device="cpu")
+        make_all, (folder / "two", names), config=RunConfig(num_processes=2, device="cpu")
     )
     with deepspeed_environment():
         make_all(folder / "one", ALONE)

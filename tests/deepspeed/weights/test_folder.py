@@ -190,7 +190,7 @@ def swap_out(folder: Path) -> list[Path]:
         for tensor in states["optimizer_state_dict"]["fp32_flat_groups"]:
             target = folder / "offloaded_tensors" / f"rank{rank}" / f"{tensor.ds_id}.tensor.swp"
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(tensor.numpy().tobytes())
+            target.write_bytes(tensor.detach().numpy().tobytes())
             made.append(target)
             tensor.data = torch.Tensor()
         torch.save(states, path)

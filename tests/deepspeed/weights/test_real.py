@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import nbaccel
 from nbaccel.errors import ConfigError
 from tests.deepspeed import needs
-from tests.deepspeed.weights.saved import ALONE, CASES
+from tests.deepspeed.weights.saved import ALONE, CASES, NVME, has_async_io
 
 pytestmark = [*needs.ENGINE, pytest.mark.filterwarnings("ignore")]
 ALL = [*(f"two/{name}" for name in CASES), *(f"one/{name}" for name in ALONE)]
@@ -92,6 +92,20 @@ def test_files_have_the_same_weights_and_each_tied_one_once(saved, name, tmp_pat
     assert index["metadata"]["total_size"] == written.num_bytes
     with safe_open(tmp_path / index["weight_map"]["words.weight"], "pt") as file:
         assert file.metadata() == {"format": "pt", "head.weight": "words.weight"}
+
+
+@pytest.mark.skipif(
+    not has_async_io(),
+    reason="DeepSpeed's operation async_io, which swaps to NVMe, is not built (minutes)",
+)
+def test_what_nvme_had_when_it_was_saved_is_read_from_the_copies(saved):
+    """DeepSpeed's own script stops here: consumed … numels out of 0."""
+    folder = saved / "two" / NVME
+    swapped = {path.name: path.stat().st_size for path in folder.rglob("*.tensor.swp")}
+    assert any(size >= 2 * 2**20 for size in swapped.values()), "really swapped"
+    found = notes(folder)
+    assert differing(nbaccel.load_fp32_state_dict(folder), found["live"]) == []
+    assert differing(found["live"], found["theirs"]) == []
 
 
 def test_safetensors_own_loader_takes_the_tied_model(saved, tmp_path):
