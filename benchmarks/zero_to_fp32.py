@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,19 +125,19 @@ def measure_one(results: Results, stage: int, subject: str, checkpoint: Path, ou
     os.sync()
     lasting = seconds + time.perf_counter() - begin
     for name, value in (("time", seconds), ("on disk", lasting), ("peak", peak_mib)):
-        results.of(f"zero {stage} {name}", subject).values.append(value)
+        results.of(f"zero{stage} {name}", subject).values.append(value)
 
 
-def measure(results: Results, repeats: int, place: Path) -> None:
-    results.forget("zero")
-    for stage in STAGES:
+def measure(results: Results, repeats: int, stages: Sequence[int], place: Path) -> None:
+    for stage in stages:
+        results.forget(f"zero{stage}")
         checkpoint = place / f"zero-{stage}"
         say(f"training two ranks for a checkpoint of ZeRO-{stage}")
         make(checkpoint, stage)
         size = sum(path.stat().st_size for path in checkpoint.rglob("*.pt"))
         for subject, baseline in baselines(checkpoint).items():
             peaks = [run(baseline)[1] for _ in range(3)]
-            results.of(f"zero {stage} baseline", subject).values += peaks
+            results.of(f"zero{stage} baseline", subject).values += peaks
         for turn in range(repeats):
             names = list(SUBJECTS)
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
@@ -147,11 +148,11 @@ def measure(results: Results, repeats: int, place: Path) -> None:
                 if turn:  # those of the first round are compared
                     shutil.rmtree(out)
             if turn == 0:
-                results.of(f"zero {stage} equal", NBACCEL).facts.append(compared(place))
-                results.of(f"zero {stage} size", PEER).values.append(size / MIB)
+                results.of(f"zero{stage} equal", NBACCEL).facts.append(compared(place))
+                results.of(f"zero{stage} size", PEER).values.append(size / MIB)
                 for name in names:
                     shutil.rmtree(place / name.replace(" ", "-"))
-            results.note("zero", parameters=WIDTH * WIDTH * LAYERS)
+            results.note(f"zero{stage}", parameters=WIDTH * WIDTH * LAYERS)
             results.save()
         shutil.rmtree(checkpoint)
 
@@ -200,8 +201,8 @@ def cell(results: Results, measure_name: str, subject: str, digits: int) -> str:
 
 def net(results: Results, stage: int, subject: str) -> float:
     baseline = NBACCEL if subject.startswith(NBACCEL) else PEER
-    peak = results.median(f"zero {stage} peak", subject) or math.nan
-    return peak - (results.median(f"zero {stage} baseline", baseline) or math.nan)
+    peak = results.median(f"zero{stage} peak", subject) or math.nan
+    return peak - (results.median(f"zero{stage} baseline", baseline) or math.nan)
 
 
 def paired(results: Results, measure_name: str) -> float:
@@ -211,51 +212,56 @@ def paired(results: Results, measure_name: str) -> float:
 
 
 def render(results: Results) -> tuple[str, bool]:
-    facts = results.sections["zero"]
     lines = [
         "| ZeRO, subject | peak, MiB | less imports, MiB | time, s | until on the disk, s |",
         "| --- | --: | --: | --: | --: |",
     ]
-    bars, holds = [], True
+    bars: list[str] = []
+    taken: list[str] = []
+    holds = True
     for stage in STAGES:
-        if results.get(f"zero {stage} equal", NBACCEL) is None:
+        facts = results.sections.get(f"zero{stage}")
+        if facts is None:
             continue
         for subject in SUBJECTS:
             over = net(results, stage, subject)
             lines.append(
-                f"| {stage}, {subject} | {cell(results, f'zero {stage} peak', subject, 0)} "
+                f"| {stage}, {subject} | {cell(results, f'zero{stage} peak', subject, 0)} "
                 f"| {over:,.0f} ({over / net(results, stage, PEER):.3f}x) "
-                f"| {cell(results, f'zero {stage} time', subject, 1)} "
-                f"| {cell(results, f'zero {stage} on disk', subject, 1)} |"
+                f"| {cell(results, f'zero{stage} time', subject, 1)} "
+                f"| {cell(results, f'zero{stage} on disk', subject, 1)} |"
             )
         for what, bar in (("peak", MEMORY_BAR), ("time", TIME_BAR)):
-            found = paired(results, f"zero {stage} {what}")
+            found = paired(results, f"zero{stage} {what}")
             holds &= found <= bar
             bars.append(
                 f"- {'pass' if found <= bar else '**FAIL**'} ZeRO-{stage}: {what} at most {bar} of "
                 f"DeepSpeed's, found {found:.3f}"
             )
-        equal = results.of(f"zero {stage} equal", NBACCEL).facts[-1]
-        size = results.median(f"zero {stage} size", PEER) or math.nan
+        equal = results.of(f"zero{stage} equal", NBACCEL).facts[-1]
+        size = results.median(f"zero{stage} size", PEER) or math.nan
         bars.append(
             f"- pass ZeRO-{stage}: {equal['tensors']} tensors bit by bit as DeepSpeed's, out of a "
             f"checkpoint of {size / 1024:.1f} GiB"
         )
-    rounds = " and ".join(
-        str(len(results.of(f"zero {stage} peak", NBACCEL).values)) for stage in STAGES
-    )
-    taken = (
-        f"Taken {facts['taken']}, rounds {rounds}, {facts['parameters']:,} parameters; "
-        f"load {facts['load']}; {facts['num_cores']} cores, {facts['memory_gib']} GiB; "
+        taken.append(provenance(results, stage, facts))
+    return "\n".join([*lines, "", *bars, "", *taken]), holds
+
+
+def provenance(results: Results, stage: int, facts: dict[str, Any]) -> str:
+    rounds = len(results.of(f"zero{stage} peak", NBACCEL).values)
+    return (
+        f"ZeRO-{stage}: taken {facts['taken']}, {rounds} rounds, {facts['parameters']:,} "
+        f"parameters; load {facts['load']}; {facts['num_cores']} cores, {facts['memory_gib']} GiB; "
         + ", ".join(f"{name} {found}" for name, found in facts["versions"].items())
-        + "."
+        + ".\n"
     )
-    return "\n".join([*lines, "", *bars, "", taken]), holds
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--repeats", type=int, default=5, metavar="N")
+    parser.add_argument("--stages", type=int, nargs="+", default=STAGES, choices=STAGES)
     parser.add_argument("--place", type=Path, help="folder on a disk with 20 GiB free")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "zero_to_fp32.json")
     parser.add_argument("--no-readme", action="store_true", help="leave README.md as it is")
@@ -265,7 +271,7 @@ def main() -> int:
     results = Results(options.output)
     if not options.render:
         with tempfile.TemporaryDirectory(dir=options.place) as place:
-            measure(results, options.repeats, Path(place))
+            measure(results, options.repeats, options.stages, Path(place))
     text, holds = render(results)
     print(text)
     if not options.no_readme:

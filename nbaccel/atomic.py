@@ -46,6 +46,9 @@ def publish(made: Path, folder: Path, family: str) -> None:
     sync_tree(made)
     # The index last: it may only name files that are there.
     paths = sorted(made.iterdir(), key=lambda p: (p.suffix == ".json", p.name))
+    if len(paths) > 1:
+        # Dying between two of them must not leave an index that names old and new ones.
+        (folder / (family.format(suffix="") + _INDEX)).unlink(missing_ok=True)
     for path in paths:
         path.replace(folder / path.name)
     _remove_stale(folder, family, {path.name for path in paths})

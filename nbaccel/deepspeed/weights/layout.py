@@ -62,7 +62,7 @@ class Layout:
 def read_layout(
     checkpoint_dir: str | Path, tag: str | None = None, *, exclude_frozen_parameters: bool = False
 ) -> Layout:
-    """Find out where the fp32 weights of a checkpoint lie; none of them is read.
+    """Find out where the fp32 weights of a checkpoint lie; at stages 1 to 3 none of them is read.
 
     Args:
         checkpoint_dir: What ``save_checkpoint`` was given, or the folder of one tag in it.

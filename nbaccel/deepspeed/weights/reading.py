@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["CHUNK_BYTES", "Reader"]
 
 CHUNK_BYTES = 4 * 2**20
+_MOST_OPEN = 256  # a checkpoint has a file per rank, and a process may open 1024 as a rule
 _NUMPY = {
     "complex64": "<c8",
     "float64": "<f8",
@@ -48,6 +49,10 @@ class Reader:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; a file that is read from again is opened again."""
         while self._files:
             os.close(self._files.popitem()[1])
 
@@ -85,6 +90,8 @@ class Reader:
     def _read(self, part: StoredTensor, into: memoryview) -> memoryview:
         file = self._files.get(part.path)
         if file is None:
+            if len(self._files) >= _MOST_OPEN:
+                self.close()
             file = self._files[part.path] = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
         done = 0
         while done < len(into):

@@ -7,9 +7,10 @@ bytes themselves is a table of types.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 
 from nbaccel.errors import ConfigError
@@ -126,16 +127,19 @@ class Strip:
 
         Args:
             begin: The first.
-            numel: How many; all of them must be there.
+            numel: How many.
 
         Returns:
-            One tensor for each that they touch.
+            One tensor for each that they touch; fewer elements where it ends before.
         """
         end, found = begin + numel, []
-        for tensor, (low, high) in zip(self._tensors, pairwise(self._bounds), strict=True):
-            first, last = max(begin, low), min(end, high)
-            if first < last:
-                found.append(tensor.part(first - low, last - first))
+        number = bisect_right(self._bounds, begin) - 1
+        while begin < min(end, self.numel):
+            tensor, low, high = self._tensors[number], *self._bounds[number : number + 2]
+            last = min(end, high)
+            if begin < last:
+                found.append(tensor.part(begin - low, last - begin))
+            begin, number = last, number + 1
         return tuple(found)
 
 

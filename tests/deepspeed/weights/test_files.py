@@ -251,6 +251,27 @@ def test_an_interrupt_leaves_what_was_there(tmp_path, error):
     assert (names(out), (out / "model.safetensors").stat().st_mtime_ns) == before
 
 
+def test_a_death_between_two_renames_leaves_no_index_of_old_and_new_files(tmp_path, monkeypatch):
+    out, old, new = (
+        tmp_path / "out",
+        four_layers(tmp_path / "in"),
+        four_layers(tmp_path / "new", 2.0),
+    )
+    nbaccel.zero_to_fp32(old, out, max_shard_size="2kB")
+    replace, moved = Path.replace, []
+
+    def dying(path, target):
+        if moved:
+            raise KeyboardInterrupt
+        moved.append(target)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", dying)
+    with pytest.raises(KeyboardInterrupt):
+        nbaccel.zero_to_fp32(new, out, max_shard_size="2kB")
+    assert names(out) == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+
+
 def test_a_source_that_gives_too_little_is_noticed(tmp_path):
     shards = plan({"a": Weight("a", (4,), "float32")}, {}, "1GB")
 
