@@ -6,7 +6,7 @@
     <checkpoint>/<tag>/mp_rank_00_model_states.pt                  stages 0-2
     <checkpoint>/<tag>/zero_pp_rank_<r>_mp_rank_00_model_states.pt stage 3, one per rank
     <checkpoint>/<tag>/[bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt
-    <checkpoint>/<tag>/offloaded_tensors/rank<r>/*.tensor.swp      optimizer offloaded to NVMe
+    <checkpoint>/<tag>/offloaded_tensors/rank<rr>/*.tensor.swp      optimizer offloaded to NVMe
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Weights that ZeRO-3 had swapped to NVMe when it saved: DeepSpeed copies its swap files.
 
 The optimizer's state then has an empty tensor for each sub-group that was swapped, marked with the
-swapper's id, and its fp32 weights are in ``offloaded_tensors/rank<r>/<id>.tensor.swp``: as long as
-they are, rounded up for the disk. DeepSpeed's own script does not look there.
+swapper's id, and its fp32 weights are in ``offloaded_tensors/rank<rr>/<id>.tensor.swp``: as long
+as they are, rounded up for the disk. DeepSpeed's own script does not look there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def swapped_in(
     for number, (tensor, group) in enumerate(zip(tensors, groups, strict=False)):
         share = sum(-(-num_elements(shape) // num_ranks) for shape in group.values())
         if not tensor.numel and share:
-            path = folder / "offloaded_tensors" / f"rank{rank}" / f"{tensor.ds_id}.tensor.swp"
+            path = folder / "offloaded_tensors" / f"rank{rank:02d}" / f"{tensor.ds_id}.tensor.swp"
             _check(path, 4 * share, next(iter(group)))
             found[number] = StoredTensor(path, 0, "float32", 0, (share,), (1,))
     return found

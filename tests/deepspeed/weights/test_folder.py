@@ -188,7 +188,9 @@ def swap_out(folder: Path) -> list[Path]:
         rank = path.name.split("_")[4]
         states = torch.load(path, weights_only=False)
         for tensor in states["optimizer_state_dict"]["fp32_flat_groups"]:
-            target = folder / "offloaded_tensors" / f"rank{rank}" / f"{tensor.ds_id}.tensor.swp"
+            target = (
+                folder / "offloaded_tensors" / f"rank{int(rank):02d}" / f"{tensor.ds_id}.tensor.swp"
+            )
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(tensor.detach().numpy().tobytes())
             made.append(target)
