@@ -37,10 +37,11 @@ lint: $(VENV)/.dev  ## style, types, import direction, spelling
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell
 
-bench: $(VENV)/.dev  ## time launches, steps and live workers against the peers (takes hours; wants a quiet machine)
+bench: $(VENV)/.dev  ## time launches, steps, live workers and fp32 weights against the peers (takes hours; wants a quiet machine)
 	@$(BIN)/python benchmarks/launch.py
 	@$(BIN)/python benchmarks/step.py
 	@$(BIN)/python benchmarks/pool.py
+	@$(BIN)/python benchmarks/zero_to_fp32.py
 
 deepspeed-ops: $(VENV)/.dev  ## build DeepSpeed's C++ operations once (minutes), for the tests that need a real engine
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -c 'import deepspeed, sys; \

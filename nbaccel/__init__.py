@@ -40,6 +40,14 @@ if TYPE_CHECKING:
     from nbaccel.deepspeed.strategy.plugin import (
         DeepSpeedPlugin,
     )
+    from nbaccel.deepspeed.weights.converting import (
+        load_fp32_state_dict,
+        zero_to_fp32,
+    )
+    from nbaccel.deepspeed.weights.live import (
+        fp32_state_dict,
+        save_16bit_weights,
+    )
     from nbaccel.errors import (
         CheckpointFailed,
         CollectiveMismatch,
@@ -118,13 +126,17 @@ __all__ = [
     "deepspeed_environment",
     "estimate_memory",
     "find_executable_batch_size",
+    "fp32_state_dict",
     "inspect_machine",
+    "load_fp32_state_dict",
     "notebook_launcher",
     "resolve",
+    "save_16bit_weights",
     "set_seed",
     "shutdown",
     "skip_first_batches",
     "synchronize_rng_states",
+    "zero_to_fp32",
 ]
 
 _HOMES = {
@@ -146,6 +158,8 @@ _HOMES = {
     "nbaccel.deepspeed.environment": ("deepspeed_environment",),
     "nbaccel.deepspeed.estimate": ("estimate_memory",),
     "nbaccel.deepspeed.strategy.plugin": ("DeepSpeedPlugin",),
+    "nbaccel.deepspeed.weights.converting": ("load_fp32_state_dict", "zero_to_fp32"),
+    "nbaccel.deepspeed.weights.live": ("fp32_state_dict", "save_16bit_weights"),
     "nbaccel.errors": (
         "CheckpointFailed",
         "CollectiveMismatch",

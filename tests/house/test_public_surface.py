@@ -48,13 +48,17 @@ PUBLIC = {
     "deepspeed_environment",
     "estimate_memory",
     "find_executable_batch_size",
+    "fp32_state_dict",
     "inspect_machine",
+    "load_fp32_state_dict",
     "notebook_launcher",
     "resolve",
+    "save_16bit_weights",
     "set_seed",
     "shutdown",
     "skip_first_batches",
     "synchronize_rng_states",
+    "zero_to_fp32",
 }
 HEAVY = {
     "IPython",

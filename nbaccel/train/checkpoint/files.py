@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
-import secrets
-import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -16,10 +12,12 @@ import numpy as np
 import torch
 from huggingface_hub import save_torch_state_dict
 
+from nbaccel import atomic
 from nbaccel.config.mistakes import shown
+from nbaccel.deepspeed.weights.placeholders import check_whole
 from nbaccel.errors import ConfigError
 
-__all__ = ["read", "save", "save_model", "sync", "sync_tree"]
+__all__ = ["read", "save", "save_model"]
 
 _FAMILIES = {True: "model{suffix}.safetensors", False: "pytorch_model{suffix}.bin"}
 
@@ -67,22 +65,24 @@ def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = Fals
         safe_serialization: Write safetensors instead of a pickle.
 
     Raises:
-        ConfigError: Not a dict of tensors, and safetensors hold nothing else.
+        ConfigError: Not a dict of tensors, and safetensors hold nothing else; or placeholders that
+            ZeRO-3 has in the place of weights.
     """
+    _check_whole(obj, f"save(..., {str(path)!r})")
     if safe_serialization:
         _check_tensors(obj, "safe_serialization=False")
     if not isinstance(path, (str, os.PathLike)):
         _save_to_stream(obj, path, safe_serialization)
         return
     path = Path(path)
-    with _workshop(path.parent, path.name) as folder:
+    with atomic.workshop(path.parent, path.name) as folder:
         if safe_serialization:
             save_torch_state_dict(dict(obj), folder, max_shard_size=sys.maxsize)
             made = folder / "model.safetensors"
         else:
             made = folder / "object"
             _pickle(obj, made)
-        sync(made)
+        atomic.sync(made)
         made.replace(path)
 
 
@@ -150,7 +150,8 @@ def save_model(
         safe_serialization: safetensors; otherwise ``pytorch_model.bin``, a pickle.
 
     Raises:
-        ConfigError: Something in the dict is no tensor, or `folder` is a file.
+        ConfigError: Something in the dict is no tensor, or a placeholder that ZeRO-3 has in the
+            place of a weight, or `folder` is a file.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -159,9 +160,10 @@ def save_model(
             "folder. Give the folder's name, without that of a file."
         )
     _check_tensors(state_dict, "accelerator.save(state_dict, file), which pickles it")
+    _check_whole(state_dict, f"save_model(save_directory={str(folder)!r})")
     folder.mkdir(parents=True, exist_ok=True)
     family = _FAMILIES[safe_serialization]
-    with _workshop(folder, "model") as workshop:
+    with atomic.workshop(folder, "model") as workshop:
         save_torch_state_dict(
             dict(state_dict),
             workshop,
@@ -169,21 +171,15 @@ def save_model(
             max_shard_size=max_shard_size,
             safe_serialization=safe_serialization,
         )
-        sync_tree(workshop)
-        # The index last: it may only name files that are there.
-        made = sorted(workshop.iterdir(), key=lambda p: (p.suffix == ".json", p.name))
-        for path in made:
-            path.replace(folder / path.name)
-    _remove_stale(folder, family, {path.name for path in made})
-    sync(folder)
+        atomic.publish(workshop, folder, family)
 
 
-def _remove_stale(folder: Path, family: str, keep: set[str]) -> None:
-    start, _, end = family.partition("{suffix}")
-    pattern = rf"{re.escape(start)}(-\d{{5}}-of-\d{{5}})?{re.escape(end)}(\.index\.json)?"
-    for path in folder.iterdir():
-        if re.fullmatch(pattern, path.name) and path.name not in keep:
-            path.unlink(missing_ok=True)
+def _check_whole(obj: Any, what: str) -> None:
+    if "deepspeed" not in sys.modules:
+        return  # then an empty tensor is just an empty tensor
+    for part in (obj, *(obj.values() if isinstance(obj, Mapping) else ())):
+        if isinstance(part, (Mapping, torch.nn.Module)):
+            check_whole(part, what)
 
 
 def _check_tensors(state: Any, remedy: str) -> None:
@@ -199,35 +195,3 @@ def _check_tensors(state: Any, remedy: str) -> None:
             f"a {type(state[odd[0]]).__name__} is no tensor, and files of weights hold nothing "
             f"else. Leave it out, or use {remedy}."
         )
-
-
-@contextlib.contextmanager
-def _workshop(parent: Path, name: str) -> Iterator[Path]:
-    """A hidden folder beside the file to be, on the same disk, gone afterwards."""
-    folder = parent / f".{name}.partial-{secrets.token_hex(4)}"
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-# ------------------------------------------------------------------------- to the disk
-
-
-def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of files, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def sync_tree(folder: Path) -> None:
-    """Wait until a folder with all it holds is on the disk."""
-    for root, _, names in os.walk(folder):
-        for path in [*(Path(root, name) for name in names), Path(root)]:
-            # Another process may just be giving a file its final name.
-            with contextlib.suppress(FileNotFoundError):
-                sync(path)

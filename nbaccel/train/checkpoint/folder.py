@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nbaccel.abc.place import Place
+from nbaccel.atomic import sync, sync_tree
 from nbaccel.errors import (
     CheckpointFailed,
     CollectiveMismatch,
@@ -38,7 +39,6 @@ from nbaccel.errors import (
     UserMistake,
 )
 from nbaccel.train.checkpoint import layout
-from nbaccel.train.checkpoint.files import sync, sync_tree
 from nbaccel.train.collectives import Collectives
 from nbaccel.units import format_bytes
 

@@ -1,0 +1,10 @@
+"""``python -m nbaccel``: the same as the command ``nbaccel``."""
+
+from __future__ import annotations
+
+import sys
+
+from nbaccel.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""The command ``nbaccel``: each subcommand is a module that adds its parser and does its work."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from nbaccel import __version__
+from nbaccel.cli import to_fp32
+from nbaccel.errors import InternalError, NbaccelError
+
+__all__ = ["main"]
+
+_MISTAKE = 2  # as argparse ends where an option is wrong
+_INTERRUPTED = 130  # as a shell tells of SIGINT
+_WIDTH = 100
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: What comes after ``nbaccel``; None for those of this process.
+
+    Returns:
+        The exit status: 0, 2 for what the user can mend, 130 after an interrupt.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except InternalError:
+        raise  # a bug of ours, with its traceback
+    except NbaccelError as error:
+        print(_paragraph(parser.prog, str(error)), file=sys.stderr)
+        return _MISTAKE
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted; nothing has been changed", file=sys.stderr)
+        return _INTERRUPTED
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nbaccel", description="Train on every chip of this machine, from a notebook cell."
+    )
+    parser.add_argument("--version", action="version", version=f"nbaccel {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command in (to_fp32,):
+        command.add_to(commands)
+    return parser
+
+
+def _paragraph(program: str, text: str) -> str:
+    lines = f"{program}: {text}".splitlines()
+    return "\n".join(
+        textwrap.fill(line, _WIDTH, break_long_words=False, break_on_hyphens=False)
+        for line in lines
+    )

@@ -1,0 +1,203 @@
+"""Numbers that lie in a file: where, of which type, in which shape. Nothing of them is in memory.
+
+Offline, weights are read without torch and without DeepSpeed: what a conversion needs beside the
+bytes themselves is a table of types.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+
+from nbaccel.errors import ConfigError
+
+__all__ = ["DTYPES", "SAFETENSORS_CODES", "StoredTensor", "Strip", "Weight", "num_elements"]
+
+DTYPES = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint64": ("U64", 8),
+    "uint32": ("U32", 4),
+    "uint16": ("U16", 2),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+    "complex64": ("C64", 8),
+}
+"""torch's name of a type → (its code in safetensors, bytes per element)."""
+
+SAFETENSORS_CODES = {code: name for name, (code, _) in DTYPES.items()}
+
+_FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})
+
+
+def num_elements(shape: Sequence[int]) -> int:
+    """How many elements a tensor of a shape has; one for ``()``."""
+    return math.prod(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file.
+
+    Attributes:
+        path: The file.
+        start: Byte at which its storage begins.
+        dtype: torch's name, without ``torch.``.
+        offset: Element of the storage that is its first.
+        shape: Its shape.
+        stride: Elements of the storage between neighbours, by dimension.
+        ds_id: What DeepSpeed's swapper calls it; empty for most.
+    """
+
+    path: Path
+    start: int
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    ds_id: str = ""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return num_elements(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return DTYPES[self.dtype][1]
+
+    @property
+    def first_byte(self) -> int:
+        """Where its first element is in the file."""
+        return self.start + self.offset * self.itemsize
+
+    @property
+    def extent(self) -> int:
+        """Elements of the storage from its first to its last; its number if it has no gaps."""
+        if not self.numel:
+            return 0
+        return 1 + sum(
+            (size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)
+        )
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie one after the other, in their order."""
+        expected = 1
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and step != expected:
+                return not self.numel
+            expected *= size
+        return True
+
+    def part(self, begin: int, numel: int) -> StoredTensor:
+        """Some of its elements, as a tensor of one dimension; it must have no gaps."""
+        return replace(self, offset=self.offset + begin, shape=(numel,), stride=(1,))
+
+
+class Strip:
+    """Tensors of one dimension, seen as one: they may lie in many files.
+
+    Args:
+        tensors: In order.
+    """
+
+    def __init__(self, tensors: Sequence[StoredTensor]) -> None:
+        self._tensors = tuple(tensors)
+        self._bounds = (0, *accumulate(tensor.numel for tensor in self._tensors))
+
+    @property
+    def numel(self) -> int:
+        """Elements of all."""
+        return self._bounds[-1]
+
+    def part(self, begin: int, numel: int) -> tuple[StoredTensor, ...]:
+        """Where some consecutive elements lie.
+
+        Args:
+            begin: The first.
+            numel: How many.
+
+        Returns:
+            One tensor for each that they touch; fewer elements where it ends before.
+        """
+        end, found = begin + numel, []
+        number = bisect_right(self._bounds, begin) - 1
+        while begin < min(end, self.numel):
+            tensor, low, high = self._tensors[number], *self._bounds[number : number + 2]
+            last = min(end, high)
+            if begin < last:
+                found.append(tensor.part(begin - low, last - begin))
+            begin, number = last, number + 1
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor to be: what it is called, what it looks like, of what it is put together.
+
+    Attributes:
+        name: As in the model's state dict.
+        shape: Its shape.
+        dtype: Type of its elements when it has been read: torch's name.
+        pieces: Its elements in their order; empty where they are not in files.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[StoredTensor, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it when it has been read."""
+        return num_elements(self.shape) * DTYPES[self.dtype][1]
+
+    @classmethod
+    def whole(cls, name: str, tensor: StoredTensor) -> Weight:
+        """A tensor as it is in its file; fp32 if it is of floating point.
+
+        Args:
+            name: What it is called.
+            tensor: Where it is.
+
+        Returns:
+            The weight.
+        """
+        dtype = "float32" if tensor.dtype in _FLOATING else tensor.dtype
+        return cls(name, tensor.shape, dtype, (tensor,))
+
+    @classmethod
+    def flat(cls, name: str, shape: tuple[int, ...], pieces: tuple[StoredTensor, ...]) -> Weight:
+        """A parameter whose elements are put together from pieces, as fp32.
+
+        Args:
+            name: What it is called.
+            shape: Its shape.
+            pieces: Its elements.
+
+        Returns:
+            The weight.
+
+        Raises:
+            ConfigError: They are more or fewer than the shape holds.
+        """
+        found = sum(piece.numel for piece in pieces)
+        if found != num_elements(shape):
+            raise ConfigError(
+                f"{name} has shape {list(shape)}, which is {num_elements(shape):,} elements, and "
+                f"the checkpoint has {found:,} of it: its files are not of one save, or not "
+                "complete. Convert another checkpoint (tag=...)."
+            )
+        return cls(name, shape, "float32", pieces)

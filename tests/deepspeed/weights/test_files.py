@@ -1,0 +1,313 @@
+"""Outlines of what torch.save wrote, and safetensors written as a stream."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import nbaccel
+from nbaccel.deepspeed.weights.archive import Unknown, read_outline
+from nbaccel.deepspeed.weights.placeholders import check_whole, placeholders
+from nbaccel.deepspeed.weights.reading import CHUNK_BYTES, Reader
+from nbaccel.deepspeed.weights.stored import DTYPES, StoredTensor, Weight
+from nbaccel.deepspeed.weights.writing import plan, publishing, write_shard
+from nbaccel.errors import CheckpointFailed, ConfigError
+from tests.isolation import isolated
+
+# ------------------------------------------------------------------------- outlines
+
+
+def stored(tmp_path: Path, tensor: torch.Tensor) -> StoredTensor:
+    torch.save({"x": tensor}, tmp_path / "x.pt")
+    return read_outline(tmp_path / "x.pt")["x"]
+
+
+def read(weight: Weight) -> bytes:
+    with Reader() as reader:
+        return b"".join(bytes(chunk) for chunk in reader.chunks(weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_type_is_read_as_it_was_or_as_fp32(tmp_path, dtype):
+    tensor = torch.arange(-3, 9).abs().reshape(3, 4).to(getattr(torch, dtype))
+    weight = Weight.whole("x", stored(tmp_path, tensor))
+    expected = tensor.float() if tensor.is_floating_point() else tensor
+    assert weight.dtype == str(expected.dtype).removeprefix("torch.")
+    assert read(weight) == expected.view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.rand(4, 6).T,
+        torch.rand(5).expand(3, 5),
+        torch.rand(6, 6)[1:5:2, ::3],
+        torch.rand(()),
+        torch.rand(0, 3),
+        torch.rand(7)[2:],
+        torch.randn(3, 4, dtype=torch.bfloat16).T,
+    ],
+    ids=["transposed", "expanded", "strided", "scalar", "empty", "offset", "bf16"],
+)
+def test_a_tensor_is_read_in_the_order_of_its_shape(tmp_path, tensor):
+    expected = tensor.float().contiguous().numpy().tobytes()
+    assert read(Weight.whole("x", stored(tmp_path, tensor))) == expected
+
+
+def test_what_is_not_finite_or_negative_zero_keeps_its_bits(tmp_path):
+    tensor = torch.tensor([float("nan"), float("-inf"), -0.0, 1e-40], dtype=torch.bfloat16)
+    expected = tensor.float().view(torch.uint8).numpy().tobytes()
+    assert read(Weight.whole("x", stored(tmp_path, tensor))) == expected
+
+
+def test_a_large_tensor_comes_in_small_pieces(tmp_path):
+    tensor = torch.rand(CHUNK_BYTES // 4 + 5, 2)
+    with Reader() as reader:
+        weight = Weight.whole("x", stored(tmp_path, tensor))
+        chunks = [bytes(chunk) for chunk in reader.chunks(weight)]
+    assert [len(chunk) for chunk in chunks] == [CHUNK_BYTES, CHUNK_BYTES, 40]
+    assert b"".join(chunks) == tensor.numpy().tobytes()
+
+
+class Odd:
+    """An object of a class that nobody else has."""
+
+    def __init__(self) -> None:
+        self.value = torch.ones(2)
+
+
+def test_objects_of_other_classes_are_left_alone(tmp_path):
+    content = {"odd": Odd(), "size": torch.Size([2, 3]), "set": {1}, "p": parameter()}
+    torch.save(content, tmp_path / "x")
+    outline = read_outline(tmp_path / "x")
+    assert isinstance(outline["odd"], Unknown)
+    assert (outline["size"], outline["set"]) == ((2, 3), {1})
+    assert outline["p"].shape == (2,)
+
+
+def parameter() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.rand(2))
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "was-here"), "w"))
+
+    torch.save({"evil": Evil()}, tmp_path / "x.pt")
+    assert isinstance(read_outline(tmp_path / "x.pt")["evil"], Unknown)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.pt"]
+
+
+def test_a_file_of_something_else_is_told(tmp_path):
+    (tmp_path / "x.pt").write_text("hello")
+    with pytest.raises(ConfigError, match=r"x.pt cannot be read, at a size of 5 bytes"):
+        read_outline(tmp_path / "x.pt")
+
+
+# ------------------------------------------------------------------------- a model without ZeRO
+
+
+def stage_0(folder: Path, module: dict[str, torch.Tensor], **more: object) -> Path:
+    (folder / "step1").mkdir(parents=True)
+    states = {"module": module, "buffer_names": [], "param_shapes": None, **more}
+    torch.save(states, folder / "step1" / "mp_rank_00_model_states.pt")
+    (folder / "latest").write_text("step1")
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_find_their_parameters_whatever_the_optimizers_groups(tmp_path, dtype):
+    torch.manual_seed(0)
+    masters = {f"w{n}": torch.randn(5 + n, 3) for n in range(6)}
+    frozen = torch.randn(4, dtype=dtype)
+    module = {name: master.to(dtype) for name, master in masters.items()} | {"frozen": frozen}
+    groups = [["w0", "w3", "w4"], ["w1", "w2", "w5"]]
+    flat = [torch.cat([masters[name].flatten() for name in group]) for group in groups]
+    folder = stage_0(tmp_path / "in", module, optimizer={"fp32_groups_flat": flat})
+    state = nbaccel.load_fp32_state_dict(folder)
+    assert all(torch.equal(state[name], master) for name, master in masters.items())
+    assert torch.equal(state["frozen"], frozen.float())
+    trained = nbaccel.load_fp32_state_dict(folder, exclude_frozen_parameters=True)
+    assert trained.keys() == masters.keys()
+
+
+def test_masters_that_fit_nothing_are_refused(tmp_path):
+    optimizer = {"fp32_groups_flat": [torch.rand(4)]}
+    folder = stage_0(tmp_path / "in", {"w": torch.ones(4).bfloat16()}, optimizer=optimizer)
+    with pytest.raises(ConfigError, match=r"4 fp32 weights in its optimizer that round to no"):
+        nbaccel.load_fp32_state_dict(folder)
+
+
+# ------------------------------------------------------------------------- writing
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def four_layers(folder: Path, value: float = 1.0) -> Path:
+    return stage_0(folder, {f"layer{n}.weight": torch.full((250,), value) for n in range(4)})
+
+
+def test_files_of_an_earlier_save_go_and_others_stay(tmp_path):
+    out = tmp_path / "out"
+    source = four_layers(tmp_path / "in")
+    written = nbaccel.zero_to_fp32(source, out, max_shard_size="2kB")
+    assert names(out) == sorted(path.name for path in written.files)
+    assert len(written.files) == 3
+    (out / "config.json").write_text("{}")
+    written = nbaccel.zero_to_fp32(source, out)
+    assert (written.num_tensors, written.num_bytes) == (4, 4000)
+    assert names(out) == ["config.json", "model.safetensors"]
+
+
+def test_types_are_aligned_and_headers_whole(tmp_path):
+    module = {
+        "a": torch.tensor([True]),
+        "b": torch.rand(3),
+        "c": torch.arange(2),
+        "ü": torch.rand(1),
+    }
+    nbaccel.zero_to_fp32(stage_0(tmp_path / "in", module), tmp_path / "out")
+    content = (tmp_path / "out/model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    assert length % 8 == 0
+    offsets = {name: header[name]["data_offsets"][0] for name in module}
+    assert offsets["c"] % 8 == offsets["b"] % 4 == offsets["ü"] % 4 == 0
+    loaded = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(loaded[name], module[name]) for name in module)
+
+
+@pytest.mark.parametrize("size", ["0", "0GB", "lots"])
+def test_a_size_that_is_none_is_refused(tmp_path, size):
+    source = four_layers(tmp_path / "in")
+    with pytest.raises(ConfigError, match=size):
+        nbaccel.zero_to_fp32(source, tmp_path / "out", max_shard_size=size)
+    assert names(tmp_path) == ["in"]
+
+
+def test_an_output_that_is_a_file_is_refused(tmp_path):
+    source = four_layers(tmp_path / "in")
+    with pytest.raises(ConfigError, match=r"latest is a file: weights and their index need"):
+        nbaccel.zero_to_fp32(source, source / "latest")
+
+
+def test_too_small_a_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
+    import shutil
+
+    source, usage = four_layers(tmp_path / "in"), shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3999))
+    with pytest.raises(ConfigError, match=r"3\.9 KiB of weights.* has 3\.9 KiB free. Make room"):
+        nbaccel.zero_to_fp32(source, tmp_path / "deep/out")
+    assert names(tmp_path) == ["in"]
+
+
+@isolated
+def test_a_full_disk_leaves_what_was_there(tmp_path):
+    """The system refuses files above a size, as a full disk would."""
+    out = tmp_path / "out"
+    nbaccel.zero_to_fp32(four_layers(tmp_path / "old", 7.0), out)
+    before = (out / "model.safetensors").read_bytes()
+    new = four_layers(tmp_path / "new")
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+    with pytest.raises(CheckpointFailed, match=r"out failed: .*File too large.* are free. Mend"):
+        nbaccel.zero_to_fp32(new, out)
+    with pytest.raises(CheckpointFailed):
+        nbaccel.zero_to_fp32(new, tmp_path / "deep" / "new-out")
+    assert names(out) == ["model.safetensors"]
+    assert (out / "model.safetensors").read_bytes() == before
+    assert not (tmp_path / "deep").exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_interrupt_leaves_what_was_there(tmp_path, error):
+    out = tmp_path / "out"
+    nbaccel.zero_to_fp32(four_layers(tmp_path / "in"), out)
+    (out / "config.json").touch()
+    before = names(out), (out / "model.safetensors").stat().st_mtime_ns
+    shards = plan({"a": Weight("a", (4,), "float32")}, {}, "1GB")
+
+    def source(weight):
+        yield memoryview(bytes(8))
+        raise error
+
+    def write():
+        with publishing(out, shards) as workshop:
+            for _ in write_shard(shards[0], workshop, source):
+                assert len(names(out)) == 3, "the workshop is in the folder, on the same disk"
+
+    with pytest.raises(error):
+        write()
+    assert (names(out), (out / "model.safetensors").stat().st_mtime_ns) == before
+
+
+def test_a_death_between_two_renames_leaves_no_index_of_old_and_new_files(tmp_path, monkeypatch):
+    out, old, new = (
+        tmp_path / "out",
+        four_layers(tmp_path / "in"),
+        four_layers(tmp_path / "new", 2.0),
+    )
+    nbaccel.zero_to_fp32(old, out, max_shard_size="2kB")
+    replace, moved = Path.replace, []
+
+    def dying(path, target):
+        if moved:
+            raise KeyboardInterrupt
+        moved.append(target)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", dying)
+    with pytest.raises(KeyboardInterrupt):
+        nbaccel.zero_to_fp32(new, out, max_shard_size="2kB")
+    assert names(out) == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+
+
+def test_a_source_that_gives_too_little_is_noticed(tmp_path):
+    shards = plan({"a": Weight("a", (4,), "float32")}, {}, "1GB")
+
+    def write():
+        with publishing(tmp_path / "out", shards) as workshop:
+            list(write_shard(shards[0], workshop, lambda weight: iter([memoryview(bytes(8))])))
+
+    with pytest.raises(CheckpointFailed, match=r"a should have 16 bytes, and 8 were read"):
+        write()
+    assert names(tmp_path) == []
+
+
+# ------------------------------------------------------------------------- placeholders
+
+
+def test_a_single_one_is_a_weight_and_many_are_placeholders():
+    assert placeholders({"scale": torch.ones(1), "w": torch.rand(3)}) == []
+    assert placeholders({"scale": torch.ones(1)}) == []
+    assert placeholders({"a": torch.ones(1), "b": torch.ones(1), "w": torch.rand(3)}) == ["a", "b"]
+    assert placeholders({"a": torch.empty(0), "n": torch.empty(0, dtype=torch.long)}) == ["a"]
+    assert (
+        placeholders({"a": torch.empty(0, 3), "step": 3, "m": torch.ones(1, device="meta")}) == []
+    )
+
+
+def test_the_refusal_says_how_to_get_whole_weights():
+    words = r"save\('x'\): 1 of the weights are ZeRO-3 placeholders"
+    with pytest.raises(ConfigError, match=words) as e:
+        check_whole({"a": torch.empty(0)}, "save('x')")
+    assert "fp32_state_dict(engine)" in str(e.value)
+    check_whole({"a": torch.rand(1)}, "save('x')")
+
+
+def test_engines_only(tmp_path):
+    with pytest.raises(ConfigError, match=r"A Linear is no engine of DeepSpeed"):
+        nbaccel.fp32_state_dict(torch.nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match=r"A Linear is no engine of DeepSpeed"):
+        nbaccel.save_16bit_weights(torch.nn.Linear(1, 1), tmp_path)
+    assert os.listdir(tmp_path) == []  # noqa: PTH208

@@ -1,0 +1,223 @@
+"""Checkpoints that cannot be converted say why, and what to do."""
+
+from __future__ import annotations
+
+import collections
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import nbaccel
+from nbaccel.deepspeed.weights.layout import read_layout
+from nbaccel.deepspeed.weights.reading import Reader
+from nbaccel.errors import CheckpointFailed, ConfigError
+from tests.deepspeed import needs
+
+pytestmark = [*needs.ENGINE, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    """A checkpoint of its own for each test, to be damaged."""
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(saved / "two" / name, tmp_path / "checkpoint"))
+
+    return copy
+
+
+def refused(folder: Path, words: str, tag: str | None = None) -> None:
+    with pytest.raises(ConfigError, match=words):
+        nbaccel.load_fp32_state_dict(folder, tag)
+
+
+def test_a_tags_own_folder_is_taken_too(saved):
+    whole = nbaccel.load_fp32_state_dict(saved / "two/3-fp32")
+    for given, tag in (("two/3-fp32/step3", None), ("two/3-fp32/step3", "step3")):
+        state = nbaccel.load_fp32_state_dict(saved / given, tag)
+        assert {name: value.tolist() for name, value in state.items()} == {
+            name: value.tolist() for name, value in whole.items()
+        }
+
+
+def test_a_folder_that_is_not_there_lists_its_neighbours(saved):
+    refused(saved / "two/3-fp23", r"3-fp23 does not exist.*there are: 0-bf16, 0-fp32, 1-bf16")
+
+
+def test_a_folder_of_something_else_says_what_is_in_it(tmp_path):
+    refused(tmp_path, r"neither a file `latest` nor a folder with \*_states.pt.*nothing at all")
+    (tmp_path / "config.json").touch()
+    refused(tmp_path, r"no checkpoint of DeepSpeed.*but config.json\. Give the folder")
+
+
+def test_a_checkpoint_without_latest_lists_its_tags(copied):
+    folder = copied("2-fp32")
+    (folder / "latest").unlink()
+    refused(folder, r"no file `latest`.*There is step3\. Say which: tag='step3'")
+    assert nbaccel.load_fp32_state_dict(folder, "step3")
+
+
+def test_a_wrong_tag_lists_those_that_are_there(saved):
+    refused(saved / "two/1-fp32", r"no checkpoint of the tag 'step4': there is step3", "step4")
+
+
+@pytest.mark.parametrize("name", ["2-fp32", "3-bf16"])
+def test_a_missing_rank_is_named(copied, name):
+    folder = copied(name)
+    (path,) = (folder / "step3").glob("*zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    path.unlink()
+    refused(folder, r"saved by 2 ranks.*_optim_states.pt of rank 1 are missing.*each node")
+
+
+def test_missing_model_states_of_a_rank_are_named_with_the_optimizers(copied):
+    folder = copied("3-fp32")
+    for path in (folder / "step3").glob("zero_pp_rank_0_*"):
+        path.unlink()
+    words = r"optim_states.pt of rank 0.*model_states.pt of rank 0"
+    refused(folder, rf"(?s)2 settings are wrong.*{words}")
+
+
+def test_files_of_a_further_rank_are_no_part_of_it(copied):
+    folder = copied("2-fp32") / "step3"
+    name = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+    shutil.copy(folder / name.format(1), folder / name.format(2))
+    refused(folder, r"by 2 ranks, but files of further ranks.*zero_pp_rank_2_mp_rank_00.*delete")
+
+
+def test_two_kinds_of_files_for_one_rank_are_refused(copied):
+    folder = copied("3-bf16") / "step3"
+    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(folder / f"bf16_{name}", folder / name)
+    refused(folder, rf"both bf16_{name} and {name} for rank 1")
+
+
+def test_files_of_two_saves_are_told_apart(copied, saved):
+    folder = copied("2-fp32") / "step3"
+    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(saved / "two/1-fp32/step3" / name, folder / name)
+    refused(folder, r"mixes files of different saves.*rank 0: stage 2 of 2; rank 1: stage 1 of 2")
+
+
+def test_no_optimizer_states_at_all_is_no_stage_0(copied):
+    for name, words in (
+        ("3-fp32", r"model states of ZeRO-3 and no optimizer states.*hold placeholders"),
+        ("2-fp32", r"saved with ZeRO by 2 ranks, and none of its \*_optim_states.pt is there"),
+    ):
+        folder = copied(name)
+        for path in (folder / "step3").glob("*_optim_states.pt"):
+            path.unlink()
+        refused(folder, words)
+        shutil.rmtree(folder)
+
+
+def test_no_model_states_is_told(copied):
+    folder = copied("2-fp32") / "step3"
+    (folder / "mp_rank_00_model_states.pt").unlink()
+    refused(folder, r"no file \*_model_states.pt.*names and shapes.*it holds zero_pp_rank_0")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_torn_file_is_named(copied, share):
+    path = copied("3-fp32") / "step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    refused(path.parent, rf"{path.name} cannot be read, at a size of .* bytes.*torn")
+
+
+def test_a_file_in_the_old_format_says_how_to_renew_it(copied):
+    path = copied("3-fp32") / "step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = torch.load(path, weights_only=False)
+    torch.save(content, path, _use_new_zipfile_serialization=False)
+    refused(path.parent, r"torch's format of before 2020.*checkpoint_serialization")
+    torch.save(torch.load(path, weights_only=False), path)  # as the message says
+    assert nbaccel.load_fp32_state_dict(path.parent)
+
+
+def test_another_model_than_the_saved_one_is_noticed(copied):
+    path = copied("3-fp32") / "step3" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    content = torch.load(path, weights_only=False)
+    content["param_shapes"][0]["words.weight"] = torch.Size([12, 7])
+    torch.save(content, path)
+    refused(path.parent, r"shapes add up to|has shape \[")
+
+
+def test_kinds_that_are_not_put_together_from_ranks_say_what_to_do(copied):
+    folder = copied("2-fp32") / "step3"
+    expert = folder / "layer_0_expert_1_mp_rank_00_model_states.pt"
+    expert.touch()
+    refused(folder, r"experts in files of their own \(layer_0_expert_1.*ds_to_universal")
+    expert.unlink()
+    (folder / "mp_rank_01_model_states.pt").touch()
+    refused(folder, r"tensor parallelism, over 2 ranks \(mp_rank_01")
+    (folder / "mp_rank_01_model_states.pt").unlink()
+    universal = folder.rename(folder.with_name("step3_universal"))
+    for path in universal.glob("*_optim_states.pt"):
+        path.unlink()
+    (universal / "zero").mkdir()
+    refused(universal, r"universal checkpoint.*tag='step3'")
+
+
+def test_a_file_is_no_checkpoint_and_placeholders_in_it_are_told(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.rand(2), "b": torch.rand(1)}, path)
+    refused(path, r"is a file, and a checkpoint of ZeRO is a folder")
+    save_file({"a": torch.rand(2), "b": torch.empty(0)}, path)
+    words = r"1 of its 2 tensors have shape \(0,\) or \(1,\), as b"
+    refused(path, rf"holds ZeRO-3 placeholders.*{words}")
+    torch.save({"a": torch.ones(1), "b": torch.ones(1), "c": torch.rand(2)}, tmp_path / "x.bin")
+    refused(tmp_path / "x.bin", r"placeholders.*2 of its 3 tensors")
+    refused(tmp_path, r"placeholders instead of weights")
+
+
+def test_a_swap_file_that_is_missing_or_torn_is_named(copied):
+    """What NVMe leaves in a checkpoint: an empty tensor that has the swapper's id."""
+    folder = copied("3-bf16") / "step3"
+    path = swap_out(folder)[-1]
+    path.write_bytes(path.read_bytes()[:-4])
+    refused(folder, rf"{path.name} has [\d,]+ bytes.*torn.*fp32_state_dict\(engine\)")
+    path.unlink()
+    refused(folder, rf"{path.name} is missing.*offloaded_tensors.*fp32_state_dict\(engine\)")
+
+
+def swap_out(folder: Path) -> list[Path]:
+    """Move fp32 weights to where DeepSpeed's swapper has them, in files rounded up."""
+    made = []
+    for path in folder.glob("bf16_zero_pp_rank_*_optim_states.pt"):
+        rank = path.name.split("_")[4]
+        states = torch.load(path, weights_only=False)
+        for tensor in states["optimizer_state_dict"]["fp32_flat_groups"]:
+            target = (
+                folder / "offloaded_tensors" / f"rank{int(rank):02d}" / f"{tensor.ds_id}.tensor.swp"
+            )
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(tensor.detach().numpy().tobytes())
+            made.append(target)
+            tensor.data = torch.Tensor()
+        torch.save(states, path)
+    return made
+
+
+def test_what_was_swapped_is_read_where_it_is(copied, saved):
+    folder = copied("3-bf16") / "step3"
+    assert len(swap_out(folder)) > 2
+    state = nbaccel.load_fp32_state_dict(folder)
+    expected = nbaccel.load_fp32_state_dict(saved / "two/3-bf16")
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in state)
+
+
+def test_numbers_that_end_too_early_are_noticed_while_they_are_read(copied):
+    folder = copied("3-bf16") / "step3"
+    path = swap_out(folder)[0]
+    layout = read_layout(folder)
+    path.write_bytes(b"")
+
+    def read_all() -> None:
+        with Reader() as reader:
+            for weight in layout.weights.values():
+                collections.deque(reader.chunks(weight), maxlen=0)
+
+    with pytest.raises(CheckpointFailed, match=r"ends at byte 0.*torn"):
+        read_all()
