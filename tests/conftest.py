@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests import hardware, leak_police
+from tests.deepspeed import operations
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    operations.use_those_of_the_environment()
     leak_police.start_session()
 
 
