@@ -4,6 +4,7 @@
 #   VENV=.venv               where the environment lives
 #   CONSTRAINTS=             an empty value lets pip choose the versions (needed on Python 3.10)
 #   TORCH_INDEX=URL          one more package index, e.g. the one with torch's CPU wheels
+#   JOBS=2                   test files that run at the same time; 0 for one after another, in one process
 #   PYTEST_ARGS='-k arena'   more arguments for pytest
 
 SHELL         := bash
@@ -16,6 +17,7 @@ VENV        ?= .venv
 CONSTRAINTS ?= constraints/cpu.txt
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+JOBS        ?= 2
 
 BIN     := $(VENV)/bin
 INSTALL  = $(BIN)/python -m pip install --quiet \
@@ -28,7 +30,8 @@ demo: $(VENV)/.demo  ## train the quickstart notebook on two CPU workers; prints
 	@$(BIN)/python notebooks/run.py notebooks/01_quickstart.ipynb --label demo
 
 test: $(VENV)/.dev $(VENV)/.deepspeed  ## run all tests, and the notebooks in real kernels
-	@$(BIN)/python -m pytest --nbval-lax --nbval-current-env tests notebooks $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest --nbval-lax --nbval-current-env \
+	  --numprocesses $(JOBS) --dist loadfile tests notebooks $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev  ## style, types, import direction, spelling
 	$(BIN)/ruff check .

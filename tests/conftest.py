@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests import hardware, leak_police
@@ -21,6 +23,26 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     hardware.skip_what_cannot_run(items)
+
+
+# A machine that does something else at the same time makes no example wrong.
+hypothesis.settings.register_profile(
+    "nbaccel", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("nbaccel")
+FEW_OBJECTS = 50_000
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Take what there is out of the garbage collector's sight, so that it looks at a test's alone.
+
+    With all packages imported that tests train beside, there are millions of objects: a second for
+    each collection that nbaccel or a test asks for, and as much for those that Python makes.
+    """
+    if len(gc.get_objects()) > FEW_OBJECTS:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)
