@@ -321,15 +321,29 @@ def test_an_environment_left_open_is_closed_at_exit():
 
 # ---------------------------------------------------------------- transformers
 @marked
-def test_a_model_of_transformers_is_made_in_pieces_and_whole_again_afterwards(hf_runs):
-    assert hf_runs["inside"] == [[0]]
-    assert not hf_runs["zero_3_afterwards"], "although the configuration's object lives on"
-    assert [0] not in hf_runs["afterwards"]
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])
+def test_a_model_of_transformers_is_made_in_pieces_and_whole_again_afterwards(hf_runs, kind):
+    found = hf_runs["pieces"][kind]
+    assert found["made"] == found["read"] == [[0]]
+    assert found["same"], "the pieces of what was read from a folder are its weights"
+    assert not found["zero_3_afterwards"], "although the configuration's object lives on"
+    assert [0] not in found["afterwards"]
+
+
+@marked
+@pytest.mark.parametrize("how", ["dictionary", "path"])
+def test_a_trainer_trains_by_deepspeed_and_leaves_the_process_as_it_was(hf_runs, how):
+    run = hf_runs["trained"][how]
+    assert (run["deepspeed"], run["wrapped"]) == (True, "DeepSpeedEngine")
+    assert run["losses"][-1] < run["losses"][0]
+    assert run["left"] == {}
 
 
 @marked
 def test_a_trainer_without_deepspeed_after_one_with_it_trains_without(hf_runs):
     """Transformers leaves ACCELERATE_USE_DEEPSPEED behind, and takes it for an order."""
-    assert hf_runs["trainer"] == {"deepspeed": True, "wrapped": "DeepSpeedEngine"}
-    assert hf_runs["plain_trainer"] == {"deepspeed": False, "wrapped": "GPT2LMHeadModel"}
-    assert hf_runs["left"] == {}
+    assert hf_runs["trained"]["path"]["trap"], "it is there while the environment is open"
+    run = hf_runs["trained"]["none"]
+    assert (run["deepspeed"], run["wrapped"]) == (False, "T5ForConditionalGeneration")
+    assert not run["trap"]
+    assert run["losses"][-1] < run["losses"][0]
