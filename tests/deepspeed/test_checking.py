@@ -14,6 +14,7 @@ import pytest
 
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed.checking import check_config
+from nbaccel.deepspeed.combinations import combination_mistakes, doubts
 from nbaccel.deepspeed.config import ZERO, ZeroConfig
 from nbaccel.deepspeed.kinds import AUTO
 from nbaccel.deepspeed.ops import missing_tools, needed_ops
@@ -223,7 +224,6 @@ def test_what_deepspeed_accepts_is_accepted(settings):
 # ------------------------------------------------------------------------- combinations
 IMPOSSIBLE = {
     "fp16 and bf16": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true", {"device": "cuda"}),
-    "fp16 on a CPU": ({"fp16": {"enabled": True}}, "fp16.enabled cannot be true on the CPU", {}),
     "stage 2 parameters": ({ZERO: {"stage": 2, "offload_param": {"device": "cpu"}}}, "needs stage 3: got stage 2", {}),
     "stage 2 nvme": (
         {ZERO: {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}},
@@ -313,6 +313,36 @@ def test_what_may_disappoint_is_a_warning():
     assert check_config({**BATCH, ZERO: zero}, inventory=CPU).warnings == ()
     (said,) = check_config({**BATCH, "bfloat16": {}}, inventory=CPU).warnings
     assert "bfloat16 is an old form: write bf16={}" in said
+
+
+def fp16_on_the_cpu():
+    """What is said of fp16, and of float32 on disk, which DeepSpeed makes depend on the same."""
+    half = ZeroConfig(fp16={"enabled": True})
+    disk = ZeroConfig(stage=3, offload_param={"device": "nvme", "nvme_path": "/x"})
+    said = [*combination_mistakes(half, device="cpu"), *doubts(disk, device="cpu")]
+    return [text for text in said if "float16" in text]
+
+
+def test_fp16_on_a_cpu_is_refused_where_deepspeed_refuses_it():
+    cpu = import_module("deepspeed.accelerator.cpu_accelerator").CPU_Accelerator()
+    assert len(fp16_on_the_cpu()) == (0 if cpu.is_fp16_supported() else 2)
+
+
+def test_fp16_on_an_older_cpu_is_refused():
+    code = "from tests.deepspeed import test_checking as t; print('\\n'.join(t.fp16_on_the_cpu()))"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        check=True,
+    )
+    refused, doubted = done.stdout.splitlines()[-2:]
+    assert refused.startswith("fp16.enabled cannot be true on this CPU")
+    assert refused.endswith("Use bf16.")
+    assert "keeps the weights as bfloat16" in doubted
 
 
 def test_a_gpu_takes_fp16_and_needs_no_part_for_it():
