@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nbaccel.deepspeed import environment, toolchain
-from nbaccel.deepspeed.device import Wish, check_gpu
+from nbaccel.deepspeed.device import Wish, check_gpu, refuse_busy
 from nbaccel.deepspeed.environment import deepspeed_environment
 from nbaccel.errors import (
     ConfigError,
@@ -91,6 +91,57 @@ def test_a_gpu_that_is_not_there_is_refused_with_those_that_are():
         check_gpu(1, [card])
     with pytest.raises(ConfigError, match=r"no GPU \(no driver\).*device='cpu'"):
         check_gpu(0, [], "no driver")
+
+
+GIB = 2**30
+
+
+def card(free_bytes):
+    return Gpu(
+        index=0,
+        name="A100",
+        total_bytes=40 * GIB,
+        free_bytes=free_bytes,
+        compute_capability=(8, 0),
+        uuid="GPU-0",
+    )
+
+
+def test_a_gpu_without_room_or_that_admits_nobody_else_names_who_has_it():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as holder:
+        held = rf"held by process {holder.pid} \(.*python.*\)"
+        with pytest.raises(
+            UnsafeMoment, match=rf"\(A100\) is busy: 100.* MiB of 40.* free; {held}"
+        ):
+            refuse_busy(card(100 * 2**20), holders=[holder.pid])
+        with pytest.raises(UnsafeMoment, match=rf"one process at a time.*{held}.*--compute-mode"):
+            refuse_busy(card(39 * GIB), holders=[holder.pid], exclusive=True)
+        refuse_busy(card(39 * GIB), holders=[holder.pid])
+        holder.communicate(b"\n")
+    with pytest.raises(UnsafeMoment, match="nobody may compute on it"):
+        refuse_busy(card(39 * GIB), holders=[], prohibited=True)
+
+
+def test_a_gpu_on_which_this_process_computes_already_is_not_busy():
+    refuse_busy(card(0), holders=[os.getpid()])
+    refuse_busy(card(39 * GIB), holders=[os.getpid()], exclusive=True)
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_another_process_has_filled_is_refused_before_cuda_wakes():
+    code = (
+        "import torch\n"
+        "free, _ = torch.cuda.mem_get_info()\n"
+        "kept = torch.empty(free - 300 * 2**20, dtype=torch.uint8, device='cuda')\n"
+        "print('filled', flush=True); input()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout.readline() == b"filled\n"
+        with pytest.raises(UnsafeMoment, match=r"cuda:0 \(.*\) is busy: .* are free"):
+            deepspeed_environment(device="cuda")
+        holder.communicate(b"\n")
 
 
 def test_no_time_for_collectives_is_refused():
