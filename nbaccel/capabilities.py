@@ -98,6 +98,9 @@ class StrategyRow:
         devices: What it can compute on.
         precisions: The precisions it can train in.
         distributed_type: What Accelerate calls it; empty where that depends on the device.
+        settings: ``module:Class`` of its plugin, where the launcher's request makes one.
+        library: What must be imported for its shards to exist.
+        shards: Module that reads them, a :class:`~nbaccel.abc.shards.ShardReader`.
     """
 
     name: str
@@ -107,6 +110,9 @@ class StrategyRow:
     devices: tuple[str, ...]
     precisions: tuple[str, ...]
     distributed_type: str = ""
+    settings: str = ""
+    library: str = ""
+    shards: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,11 +224,14 @@ STRATEGIES: tuple[StrategyRow, ...] = (
     StrategyRow(
         name="deepspeed",
         meaning="ZeRO: optimizer, gradients and weights in shards, stage by stage",
-        needs="DeepSpeed, which `Accelerator` takes up in a later version",
-        path="",
-        devices=(),
-        precisions=(),
+        needs="DeepSpeed, ninja and a C++ compiler; a DeepSpeedPlugin or `zero_stage`",
+        path="nbaccel.deepspeed.strategy.strategy:DeepSpeedStrategy",
+        devices=("cpu", "cuda"),
+        precisions=_NATIVE,
         distributed_type="DEEPSPEED",
+        settings="nbaccel.deepspeed.strategy.plugin:DeepSpeedPlugin",
+        library="deepspeed",
+        shards="nbaccel.deepspeed.strategy.pieces",
     ),
 )
 

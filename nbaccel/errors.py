@@ -16,6 +16,7 @@
     ├── CheckpointFailed         (RuntimeError)  a process could not write or read its part
     ├── CollectiveMismatch       (RuntimeError)  processes met with different calls or shapes
     ├── CollectiveTimeout        (TimeoutError)  some processes did not come to a collective
+    ├── TrainingDiverged         (RuntimeError)  losses or gradients are no numbers any more
     ├── NothingFits              (RuntimeError)  no batch size is small enough for the memory
     ├── WorkerFailed             (RuntimeError)  a worker raised
     │   ├── WorkerDied           a worker was killed or left without a result
@@ -55,6 +56,7 @@ __all__ = [
     "PortTaken",
     "PrecisionMismatch",
     "StartupFailed",
+    "TrainingDiverged",
     "UnsafeFork",
     "UnsafeMoment",
     "UserMistake",
@@ -164,6 +166,10 @@ class CollectiveMismatch(_Plain, RuntimeError):
 
 class CollectiveTimeout(_Plain, RuntimeError, TimeoutError):
     """Some processes did not come to a collective that others wait in."""
+
+
+class TrainingDiverged(_Plain, RuntimeError):
+    """Losses or gradients are no numbers any more, and no further step can mend it."""
 
 
 class NothingFits(_Plain, RuntimeError):

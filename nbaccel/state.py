@@ -113,7 +113,8 @@ class AcceleratorState(PartialState):
         collectives: What the processes do together.
         distributed_type: How they train.
         mixed_precision: In which format.
-        fsdp_plugin: How models are sharded, if they are.
+        fsdp_plugin: How torch shards models, if it does.
+        deepspeed_plugin: How DeepSpeed shards them, if it does.
 
     Raises:
         ConfigError: It was not an `Accelerator` that made it.
@@ -127,6 +128,7 @@ class AcceleratorState(PartialState):
         distributed_type: DistributedType = DistributedType.NO,
         mixed_precision: str = "no",
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        deepspeed_plugin: Any = None,
     ) -> None:
         if place is None or collectives is None:
             raise ConfigError(
@@ -138,16 +140,14 @@ class AcceleratorState(PartialState):
         self._distributed_type = distributed_type
         self.mixed_precision = mixed_precision
         self.fsdp_plugin = fsdp_plugin
+        self.deepspeed_plugin = deepspeed_plugin
 
     @property
     def distributed_type(self) -> DistributedType:
         """How processes train together."""
         return self._distributed_type
 
-    @property
-    def deepspeed_plugin(self) -> None:
-        """None: this version does not serve DeepSpeed."""
-        return None
-
     def __repr__(self) -> str:
-        return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
+        text = f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
+        plugin = self.deepspeed_plugin
+        return text if plugin is None else f"{text}ds_config: {plugin.deepspeed_config}\n"

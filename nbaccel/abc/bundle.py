@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 __all__ = ["Bundle"]
@@ -21,12 +20,12 @@ class Bundle:
 
     Attributes:
         models: Models that are to be trained.
-        optimizers: Torch optimizers, built over the parameters of these models.
-        schedulers: Learning-rate schedulers of these optimizers.
-        loaders: Data loaders.
+        optimizers: Torch optimizers, built over the parameters of these models, or stand-ins.
+        schedulers: Learning-rate schedulers of these optimizers, or stand-ins.
+        loaders: Data loaders, shared out already; also those prepared before.
     """
 
     models: tuple[nn.Module, ...] = ()
-    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    optimizers: tuple[Any, ...] = ()
     schedulers: tuple[Any, ...] = ()
     loaders: tuple[Any, ...] = ()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from nbaccel.abc.bundle import Bundle
     from nbaccel.abc.place import Place
+    from nbaccel.plan.plan import Choice
 
 __all__ = ["ShardedCheckpoints", "Strategy"]
 
@@ -32,9 +33,13 @@ class Strategy(ABC):
     Attributes:
         name: As in its capability row.
         place: This process among the others.
+        owns_precision: Whether models are cast, and the loss scaled, by the strategy's own engine.
+        choices: What was decided while preparing, each with its reason.
     """
 
     name: ClassVar[str]
+    owns_precision: ClassVar[bool] = False
+    choices: tuple[Choice, ...] = ()
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -53,6 +58,16 @@ class Strategy(ABC):
     @abstractmethod
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The user's own module inside what :meth:`wrap` returned; any other module as it is."""
+
+    def backward(self, loss: torch.Tensor, *, sync: bool, **options: Any) -> None:
+        """Compute gradients.
+
+        Args:
+            loss: A 0-d tensor, scaled already for accumulation and for the precision.
+            sync: Whether the batch at hand ends a group of accumulated ones.
+            **options: Of ``Tensor.backward``.
+        """
+        loss.backward(**options)  # type: ignore[no-untyped-call]
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context in which backward passes of the model leave gradients on their process."""
@@ -83,6 +98,9 @@ class Strategy(ABC):
         import torch
 
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def release(self, models: Iterable[nn.Module] | None = None) -> None:  # noqa: B027 - nothing is kept
+        """Let go of what :meth:`wrap` made for these models; None for all."""
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """The whole state dict of the unwrapped model; a collective where it is sharded.
@@ -120,7 +138,13 @@ class Strategy(ABC):
 
 @runtime_checkable
 class ShardedCheckpoints(Protocol):
-    """A strategy whose processes can each write and read their own part of a checkpoint."""
+    """A strategy whose processes can each write and read their own part of a checkpoint.
+
+    Attributes:
+        shard_kind: What its folders are called, see `train.checkpoint.layout`.
+    """
+
+    shard_kind: ClassVar[str]
 
     def save_sharded(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path

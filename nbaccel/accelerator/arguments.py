@@ -6,11 +6,12 @@ some variables win over arguments without a word).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nbaccel import env
+from nbaccel import _catalog, env
+from nbaccel.capabilities import strategy_row
 from nbaccel.config import RunConfig
 from nbaccel.config.handlers import (
     AutocastKwargs,
@@ -82,6 +83,12 @@ class Request:
     data: DataLoaderConfiguration
     project: ProjectConfiguration
     fsdp: FullyShardedDataParallelPlugin | None
+    deepspeed: Any = None
+
+    @property
+    def writes_shards(self) -> bool:
+        """Whether every process writes its own part of a checkpoint."""
+        return self.deepspeed is not None or (self.fsdp is not None and self.fsdp.writes_shards)
 
     @classmethod
     def of(
@@ -96,6 +103,8 @@ class Request:
         project_dir: Any,
         project_config: ProjectConfiguration | None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None,
+        deepspeed_plugin: Any,
+        deepspeed_plugins: Any,
         kwargs_handlers: Sequence[Handler] | None,
         config: RunConfig | None,
     ) -> Request:
@@ -106,11 +115,17 @@ class Request:
         """
         if fsdp_plugin is None and env.flag("ACCELERATE_USE_FSDP"):
             fsdp_plugin = FullyShardedDataParallelPlugin()
+        deepspeed = _deepspeed(deepspeed_plugin, deepspeed_plugins, fsdp_plugin, config)
         data = _data(dataloader_config, split_batches)
         steps, source, plugin = _accumulation(
             gradient_accumulation_steps, gradient_accumulation_plugin
         )
         precision, said_by = _precision(mixed_precision, config)
+        if deepspeed is not None:
+            precision, said_by = _precision_of_plugin(deepspeed, precision, said_by)
+            if source == "default" and deepspeed.accumulation_steps is not None:
+                steps, source = deepspeed.accumulation_steps, "config"
+                plugin = replace(plugin, num_steps=steps)
         project = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and project.project_dir is None:
             project.set_directories(project_dir)
@@ -121,6 +136,7 @@ class Request:
             accumulation_steps=steps,
             accumulation_source=source,
             fsdp=fsdp_plugin is not None,
+            zero_stage=None if deepspeed is None else deepspeed.zero_stage,
             cpu=arrival.wants_cpu(cpu) or config_says_cpu,
             split_batches=data.split_batches,
         )
@@ -131,6 +147,7 @@ class Request:
             data=data,
             project=project,
             fsdp=fsdp_plugin,
+            deepspeed=deepspeed,
         )
 
 
@@ -189,6 +206,41 @@ def _precision(given: str | None, config: RunConfig | None) -> tuple[str, Any]:
     return (said, "environment") if said else ("no", "default")
 
 
+def _deepspeed(
+    plugin: Any, plugins: Any, fsdp: FullyShardedDataParallelPlugin | None, config: RunConfig | None
+) -> Any:
+    """The plugin by which DeepSpeed trains; None where something else does."""
+    if isinstance(plugin, Mapping):
+        plugins, plugin = plugin, None
+    if plugin is None and plugins:
+        plugin = next(iter(plugins.values())) if isinstance(plugins, Mapping) else plugins[0]
+    stage = config.zero_stage if config is not None else None
+    if plugin is None and (stage or (not fsdp and env.flag("ACCELERATE_USE_DEEPSPEED"))):
+        make = _catalog.load(strategy_row("deepspeed").settings)
+        plugin = make(zero_stage=stage) if stage else make()
+    if plugin is not None and fsdp is not None:
+        raise ConfigError(
+            f"Accelerator got {plugin} and {fsdp}: each shards models in its own way, and only one "
+            "can. Give one of them."
+        )
+    return plugin
+
+
+def _precision_of_plugin(plugin: Any, value: str, source: Any) -> tuple[str, Any]:
+    """A file may say the precision, too; what only the launcher's default says gives way."""
+    said = plugin.mixed_precision
+    silent = source == "default" or (source == "environment" and value == "no")
+    if said is None or said == value:
+        return value, source
+    if silent:
+        return said, "config"
+    raise ConfigError(
+        f"mixed_precision={value!r} contradicts the DeepSpeed configuration, which asks for "
+        f"{said!r}. The engine casts the model as one of them says. Leave one out, or write "
+        '"enabled": "auto" there.'
+    )
+
+
 def dynamo_backend_of(given: str | None) -> str:
     """The backend of ``torch.compile`` in small letters, ``no`` for none."""
     said = given or (env.read("ACCELERATE_DYNAMO_BACKEND", "") or "").strip() or "no"
@@ -196,8 +248,6 @@ def dynamo_backend_of(given: str | None) -> str:
 
 
 _LATER = {
-    "deepspeed_plugin": "DeepSpeed",
-    "deepspeed_plugins": "DeepSpeed",
     "torch_tp_plugin": "tensor parallelism",
     "megatron_lm_plugin": "Megatron-LM",
     "parallelism_config": "a mix of parallelisms",

@@ -67,6 +67,8 @@ class Accelerator(Preparing, Keeping, Comforts):
             asked (``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``), else 1.
         cpu: Compute on the CPU even if there is a GPU.
         dataloader_config: How loaders are shared out.
+        deepspeed_plugin: Shard models by DeepSpeed's ZeRO; in a notebook that nobody launched, in
+            an environment of one process that is made for it.
         fsdp_plugin: Shard models by torch's ``fully_shard``.
         rng_types: Which random generators to synchronise when an epoch starts; None for the
             samplers' own.
@@ -76,6 +78,7 @@ class Accelerator(Preparing, Keeping, Comforts):
         gradient_accumulation_plugin: More about accumulation.
         step_scheduler_with_optimizer: Whether schedulers step only when optimizers do.
         kwargs_handlers: Further settings, one object per class.
+        deepspeed_plugins: Several by name; the first is used.
         dynamo_backend: Backend of ``torch.compile`` for prepared models, ``no`` for none; None
             takes what the launcher asked (``ACCELERATE_DYNAMO_BACKEND``).
         config: A `RunConfig`; arguments win over it.
@@ -112,8 +115,6 @@ class Accelerator(Preparing, Keeping, Comforts):
         config: RunConfig | None = None,
     ) -> None:
         refuse_unserved(
-            deepspeed_plugin=deepspeed_plugin,
-            deepspeed_plugins=deepspeed_plugins,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
             parallelism_config=parallelism_config,
@@ -129,6 +130,8 @@ class Accelerator(Preparing, Keeping, Comforts):
             project_dir=project_dir,
             project_config=project_config,
             fsdp_plugin=fsdp_plugin,
+            deepspeed_plugin=deepspeed_plugin,
+            deepspeed_plugins=deepspeed_plugins,
             kwargs_handlers=kwargs_handlers,
             config=config,
         )
@@ -151,7 +154,8 @@ class Accelerator(Preparing, Keeping, Comforts):
             loss: A 0-d tensor, mean over the batch.
             **kwargs: Arguments of ``Tensor.backward``.
         """
-        steps = self.gradient_state.num_steps
+        state = self.gradient_state
+        steps = state.num_steps
         if self._progress is not None:
             self._progress.note(loss)
         if steps != 1:
@@ -159,7 +163,7 @@ class Accelerator(Preparing, Keeping, Comforts):
         scaler = self._precision.scaler
         if scaler is not None:
             loss = scaler.scale(loss)
-        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        self._strategy.backward(loss, sync=state.sync_gradients, **kwargs)
 
     def accumulate(self, *models: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Count one batch; gradients stay on their process until a group of batches is complete.
@@ -251,7 +255,17 @@ class Accelerator(Preparing, Keeping, Comforts):
         return self._strategy.clip_grad_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Cut every element of the gradients to ``[-clip_value, clip_value]``."""
+        """Cut every element of the gradients to ``[-clip_value, clip_value]``.
+
+        Raises:
+            ConfigError: The strategy's engine holds the gradients.
+        """
+        if self._strategy.owns_precision:
+            raise ConfigError(
+                f"clip_grad_value_({clip_value}) cannot be had with strategy "
+                f"{self.plan.strategy!r}: its engine holds the gradients, and clips by norm alone. "
+                "Use clip_grad_norm_."
+            )
         self.unscale_gradients()
         nn.utils.clip_grad_value_(parameters, clip_value)
 
@@ -362,7 +376,8 @@ def _arrive(request: Request) -> dict[str, Any]:
     _catalog.precision(request.asked.mixed_precision)
     place = arrival.arrive(cpu=request.asked.cpu, settings=request.handlers.process_group)
     plan = plan_training(request.asked, _found(place))
-    precision = _precision(request, place)
+    owned = _catalog.strategy(plan.strategy).owns_precision
+    precision = _precision(request, place, "no" if owned else request.asked.mixed_precision)
     return {
         "place": place,
         "plan": plan,
@@ -385,8 +400,8 @@ def _found(place: Place) -> Found:
     )
 
 
-def _precision(request: Request, place: Place) -> Precision:
-    make: Callable[..., Precision] = _catalog.precision(request.asked.mixed_precision)
+def _precision(request: Request, place: Place, name: str) -> Precision:
+    make: Callable[..., Precision] = _catalog.precision(name)
     return make(place.device, request.handlers.autocast, request.handlers.scaler)
 
 
@@ -394,5 +409,6 @@ def _strategy(request: Request, place: Place, name: str, precision: Precision) -
     settings = {
         "ddp": (request.handlers.ddp,),
         "fsdp": (request.fsdp, precision),
+        "deepspeed": (request.deepspeed, request.asked),
     }
     return _catalog.strategy(name)(place, *settings.get(name, ()))

@@ -100,6 +100,7 @@ class Facts(Processes):
             distributed_type=self.distributed_type,
             mixed_precision=self.mixed_precision,
             fsdp_plugin=self._request.fsdp,
+            deepspeed_plugin=self._request.deepspeed,
         )
 
     @property
@@ -128,9 +129,15 @@ class Facts(Processes):
         return self.distributed_type is DistributedType.FSDP
 
     @property
-    def deepspeed_plugin(self) -> None:
-        """None: this version does not serve DeepSpeed, and refuses its plugin."""
-        return None
+    def deepspeed_plugin(self) -> Any:
+        """How DeepSpeed shards models; None where it does not."""
+        return self._request.deepspeed
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any] | None:
+        """DeepSpeed's configuration, without ``"auto"`` once a model is prepared."""
+        plugin = self._request.deepspeed
+        return None if plugin is None else dict(plugin.deepspeed_config)
 
     @property
     def parallelism_config(self) -> None:

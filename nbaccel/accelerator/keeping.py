@@ -103,7 +103,7 @@ class Keeping(Facts):
             scaler=self._precision.scaler,
             custom=self._custom_objects,
             amid_group=not self.sync_gradients,
-            in_shards=self._request.fsdp is not None and self._request.fsdp.writes_shards,
+            in_shards=self._request.writes_shards,
         )
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -255,6 +255,8 @@ class Keeping(Facts):
         for tracker in self.trackers:
             tracker.finish()
         self.trackers.clear()
+        if not self.use_distributed:
+            self._strategy.release()
         if not self.use_distributed or not dist.is_initialized():
             return  # nobody to leave, or left already
         self.wait_for_everyone()

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from nbaccel.abc.bundle import Bundle
+from nbaccel.abc.standins import DummyOptim, DummyScheduler
 from nbaccel.accelerator.facts import Facts
 from nbaccel.errors import ConfigError
 from nbaccel.train.loader import PreparedLoader
@@ -20,6 +21,8 @@ from nbaccel.train.optimizer import PreparedOptimizer
 from nbaccel.train.scheduler import PreparedScheduler
 
 __all__ = ["Preparing"]
+
+_OPTIMIZERS = (torch.optim.Optimizer, DummyOptim)
 
 
 class Preparing(Facts):
@@ -127,7 +130,7 @@ class Preparing(Facts):
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
         original = getattr(scheduler, "optimizer", None)
-        mine = [o for o in self._optimizers if original in (o, o.optimizer)]
+        mine = [o for o in self._optimizers if any(original is known for known in _inside(o))]
         prepared = PreparedScheduler(
             scheduler,
             mine or list(self._optimizers),
@@ -147,31 +150,47 @@ class Preparing(Facts):
         for i in fresh:
             found[i] = args[i]
         models = [i for i in fresh if isinstance(args[i], nn.Module)]
-        optimizers = [i for i in fresh if isinstance(args[i], torch.optim.Optimizer)]
-        bundle = Bundle(
-            models=tuple(args[i] for i in models), optimizers=tuple(args[i] for i in optimizers)
-        )
-        bundle = self._place_models(bundle, [moves[i] for i in models])
-        for step in (
-            self._precision.convert,
-            self._wrap_forward,
-            self._strategy.wrap,
-            self._compile,
-            self._wrap_optimizers,
-        ):
-            bundle = step(bundle)
-        for i, model in zip(models, bundle.models, strict=True):
-            found[i] = model
-        for i, optimizer in zip(optimizers, bundle.optimizers, strict=True):
-            found[i] = optimizer
-        self._models += bundle.models
-        for i in fresh:
+        optimizers = [i for i in fresh if isinstance(args[i], _OPTIMIZERS)]
+        schedulers = [i for i in fresh if _is_scheduler(args[i])]
+        for i in fresh:  # first: an engine asks for the size of a batch
             if isinstance(item := args[i], DataLoader):
                 found[i] = self.prepare_data_loader(item, device_placement=moves[i])
-        for i in fresh:  # last: they look for their optimizers
-            if isinstance(item := args[i], torch.optim.lr_scheduler.LRScheduler):
-                found[i] = self.prepare_scheduler(item)
+        bundle = Bundle(
+            models=tuple(args[i] for i in models),
+            optimizers=tuple(args[i] for i in optimizers),
+            schedulers=tuple(args[i] for i in schedulers),
+            loaders=tuple(self._dataloaders),
+        )
+        for step in self._steps([moves[i] for i in models]):
+            bundle = step(bundle)
+        for numbers, ready in ((models, bundle.models), (optimizers, bundle.optimizers)):
+            for i, item in zip(numbers, ready, strict=True):
+                found[i] = item
+        self._models += bundle.models
+        # Last: they look for their optimizers.
+        for i, scheduler in zip(schedulers, bundle.schedulers, strict=True):
+            found[i] = self.prepare_scheduler(scheduler)
         return found
+
+    def _steps(self, moves: Sequence[bool]) -> tuple[Callable[[Bundle], Bundle], ...]:
+        """What is done to a bundle, in order."""
+        wrap = (self._wrap, self._compile, self._wrap_optimizers)
+        if self._strategy.owns_precision:
+            return wrap
+        return (
+            lambda bundle: self._place_models(bundle, moves),
+            self._precision.convert,
+            self._wrap_forward,
+            *wrap,
+        )
+
+    def _wrap(self, bundle: Bundle) -> Bundle:
+        before = len(self._strategy.choices)
+        bundle = self._strategy.wrap(bundle)
+        if more := self._strategy.choices[before:]:
+            self.plan = replace(self.plan, choices=(*self.plan.choices, *more))
+        _refuse_standins(bundle, self.plan.strategy)
+        return bundle
 
     def _known(self, item: Any) -> Any:
         """What this has become, if it was prepared before; else None."""
@@ -179,7 +198,7 @@ class Preparing(Facts):
             if item is model or item is self._strategy.unwrap(model):
                 return model
         for optimizer in self._optimizers:
-            if item is optimizer or item is optimizer.optimizer:
+            if any(item is known for known in _inside(optimizer)):
                 return optimizer
         return item if isinstance(item, PreparedOptimizer) else None
 
@@ -255,6 +274,7 @@ class Preparing(Facts):
         Returns:
             As many Nones: ``model, optimizer = accelerator.free_memory(model, optimizer)``.
         """
+        self._strategy.release()
         for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             kept.clear()
         self.step = 0
@@ -266,3 +286,32 @@ class Preparing(Facts):
     def clear(self, *objects: Any) -> list[None]:
         """Another name of :meth:`free_memory`."""
         return self.free_memory(*objects)
+
+
+def _is_scheduler(item: Any) -> bool:
+    """Whether it sets learning rates: torch's kind, or one with torch's methods."""
+    if isinstance(item, (torch.optim.lr_scheduler.LRScheduler, DummyScheduler)):
+        return True
+    methods = ("step", "get_last_lr", "state_dict", "load_state_dict")
+    is_other = isinstance(item, (nn.Module, *_OPTIMIZERS, PreparedScheduler, type))
+    return not is_other and all(callable(getattr(item, name, None)) for name in methods)
+
+
+def _inside(optimizer: PreparedOptimizer) -> tuple[Any, ...]:
+    """The optimizer, what is in it, and what was given for it."""
+    inner = optimizer.optimizer
+    return (optimizer, inner, *([given] if (given := getattr(inner, "given", None)) else ()))
+
+
+def _refuse_standins(bundle: Bundle, strategy: str) -> None:
+    left = [
+        type(item).__name__
+        for item in (*bundle.optimizers, *bundle.schedulers)
+        if isinstance(item, (DummyOptim, DummyScheduler))
+    ]
+    if left:
+        raise ConfigError(
+            f"prepare got {' and '.join(left)} with strategy {strategy!r}: they stand for what a "
+            "DeepSpeed configuration describes, and there is none here. Nothing would be trained. "
+            "Give optimizers and schedules of torch, or a deepspeed_plugin with a configuration."
+        )

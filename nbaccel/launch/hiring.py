@@ -97,6 +97,7 @@ def _post(
 ) -> tuple[wire.Post, list[int]]:
     own = place.variables(
         mixed_precision=plan.config.mixed_precision,
+        zero_stage=plan.config.zero_stage,
         device=plan.device,
         environ=surroundings.environment,
     )

@@ -28,7 +28,8 @@ class Asked:
         precision_source: Who said so: an argument, the environment, a `RunConfig`, or nobody.
         accumulation_steps: Batches for one optimizer step.
         accumulation_source: Who said so.
-        fsdp: Whether models are to be sharded.
+        fsdp: Whether models are to be sharded by torch.
+        zero_stage: ZeRO stage at which DeepSpeed is to shard them; None leaves it out.
         cpu: Whether the CPU was asked for.
         split_batches: Whether a loader's batch is cut up, or every process gets whole ones.
     """
@@ -38,6 +39,7 @@ class Asked:
     accumulation_steps: int = 1
     accumulation_source: Source = "default"
     fsdp: bool = False
+    zero_stage: int | None = None
     cpu: bool = False
     split_batches: bool = False
 
@@ -69,7 +71,7 @@ class TrainingPlan:
 
     Attributes:
         device: Type of the device.
-        strategy: ``single``, ``ddp`` or ``fsdp``.
+        strategy: ``single``, ``ddp``, ``fsdp`` or ``deepspeed``.
         mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``.
         accumulation_steps: Batches for one optimizer step.
         num_processes: Processes in total.
@@ -87,7 +89,12 @@ class TrainingPlan:
 
     def headline(self) -> str:
         """The plan in one line."""
-        what = {"single": "one process", "ddp": "data parallel", "fsdp": "fully sharded"}
+        what = {
+            "single": "one process",
+            "ddp": "data parallel",
+            "fsdp": "fully sharded",
+            "deepspeed": "DeepSpeed",
+        }
         precision = "float32" if self.mixed_precision == "no" else self.mixed_precision
         parts = [what.get(self.strategy, self.strategy), f"on {self.device.upper()}", precision]
         if self.num_processes > 1:
@@ -152,6 +159,9 @@ def plan_training(asked: Asked, found: Found) -> TrainingPlan:
 
 
 def _strategy(asked: Asked, found: Found) -> Choice:
+    if asked.zero_stage is not None:
+        why = f"a DeepSpeedPlugin or zero_stage was given: ZeRO stage {asked.zero_stage}"
+        return Choice("strategy", "deepspeed", why)
     if asked.fsdp:
         return Choice("strategy", "fsdp", "an fsdp_plugin was given: torch's fully_shard")
     if found.world_size > 1:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nbaccel.errors import InternalError
-from nbaccel.launch.sharing import home, memory
+from nbaccel.launch.sharing import home, memory, shards
 from nbaccel.launch.sharing.arena import Slot, named_tensors
 from nbaccel.pool.cargo import Update
 
@@ -74,6 +74,7 @@ class Arrivals:
         self._at_home: dict[str, Hashable] = {}
         """Of the tensors that left the arena: the state in which they last came home."""
         self._has_stepped = False
+        self._held = shards.Held()
         _tell_of_steps(self)
 
     @property
@@ -142,10 +143,8 @@ class Arrivals:
                 _let_go(arena, start, min(stop, arena.mapping.nbytes))
         with torch.no_grad():
             for slot, tensor, mapping in self._departed(manifest, module):
-                if tuple(tensor.shape) == slot.shape:
-                    whole = slot.view(mapping)
-                    for piece, values in home.pieces(tensor.detach()):
-                        values.copy_(whole[piece])
+                if shards.whole_shape(tensor) == slot.shape:
+                    shards.fill(tensor, slot.view(mapping))
         self._at_home[key] = self._departed_state(key)
 
     # ------------------------------------------------------------------- to the notebook
@@ -175,7 +174,7 @@ class Arrivals:
         found = tuple(
             (slot.name, id(tensor), 0 if tensor.is_inference() else tensor._version)
             for slot, tensor, _ in self._departed(*self._modules[key])
-            if self._rank == 0 or home.is_sharded(tensor)
+            if self._rank == 0 or shards.is_sharded(tensor)
         )
         return found or None
 
@@ -202,6 +201,7 @@ class Arrivals:
             mappings={key: arena.mapping for key, arena in arenas.items()},
             staging={key: arena.fd for key, arena in arenas.items()},
             num_nodes=self._num_nodes,
+            held=self._held,
         ).write()
         for key in changed:
             self._at_home[key] = self._departed_state(key)
@@ -219,6 +219,9 @@ class Arrivals:
 
     def stepped(self) -> None:
         """An optimizer made a step."""
+        if not self._has_stepped:
+            for _, module in self._modules.values():
+                self._held.hold(module.parameters())
         self._has_stepped = True
 
 

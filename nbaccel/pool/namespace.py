@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nbaccel.launch.sharing import home, parcel
+from nbaccel.launch.sharing import home, parcel, shards
 from nbaccel.pool.arrivals import Arrivals
 from nbaccel.pool.cargo import Cargo, Load
 from nbaccel.pool.names import is_users
@@ -119,8 +119,8 @@ class Namespace:
         if reducer.pieces:
             sys.stderr.write(
                 f"nbaccel: rank {self._rank} has only a piece of {reducer.pieces} sharded "
-                f"tensor(s) in {', '.join(names)}, and that is what comes. For all of it, call "
-                "full_tensor() on all ranks in a cell first.\n"
+                f"tensor(s) in {', '.join(names)}, and that is what comes. For all of it, gather "
+                "on all ranks in a cell first: accelerator.get_state_dict(m), or full_tensor().\n"
             )
         return packed, fd
 
@@ -144,15 +144,16 @@ class _HomeReducer(Reducer):
     def __call__(self, obj: Any) -> Any:
         if isinstance(obj, DistributedDataParallel):
             return _as_it_is, (obj.module,)
-        if isinstance(obj, torch.Tensor) and (
-            home.is_sharded(obj) or obj.device.type not in ("cpu", "meta")
-        ):
-            return _as_it_is, (self._at_hand(obj),)
+        if isinstance(obj, torch.Tensor):
+            if not shards.is_dtensor(obj):  # a placeholder has nothing of the whole
+                self.pieces += shards.whole_shape(obj) != tuple(obj.shape)
+            if shards.is_dtensor(obj) or obj.device.type not in ("cpu", "meta"):
+                return _as_it_is, (self._at_hand(obj),)
         return super().__call__(obj)
 
     def _at_hand(self, tensor: torch.Tensor) -> torch.Tensor:
         values: Any = tensor.detach()
-        if home.is_sharded(tensor):
+        if shards.is_dtensor(tensor):
             self.pieces += not all(p.is_replicate() for p in values.placements)
             values = values.to_local()
         values = values.cpu()

@@ -79,6 +79,7 @@ class FsdpStrategy(Strategy):
     """
 
     name: ClassVar[str] = "fsdp"
+    shard_kind: ClassVar[str] = "fsdp"
 
     def __init__(
         self, place: Place, settings: FullyShardedDataParallelPlugin, precision: Precision

@@ -104,6 +104,9 @@ class PreparedOptimizer(Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step did not happen because gradients were infinite."""
+        own = getattr(self.optimizer, "step_was_skipped", None)  # of an engine, which scales itself
+        if own is not None:
+            return bool(own)
         if not isinstance(self._skipped, bool):
             self._skipped = bool(self._skipped.item())
         return self._skipped

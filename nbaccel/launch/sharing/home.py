@@ -14,12 +14,13 @@ there: no private pages, and nothing to copy at the end. This is done only where
 is about to be trained; otherwise the kernel's table of private pages tells what was written.
 
 A tensor that left the arena (moved to a device, given another dtype) is copied into its slot, cast
-to the dtype the notebook has, as `load_state_dict` would. Of a sharded tensor (DTensor) every rank
-writes its own piece, so that no one ever holds the whole.
+to the dtype the notebook has, as `load_state_dict` would. Of a sharded tensor (DTensor, ZeRO) every
+rank writes its own piece, so that no one ever holds the whole; see `shards`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nbaccel.launch.sharing import memory
+from nbaccel.launch.sharing import memory, shards
 from nbaccel.launch.sharing.arena import (
     PLAIN,
     Arena,
@@ -94,6 +95,7 @@ class Homebound:
         mappings: This worker's mappings of the arenas, by key.
         staging: Descriptors of the staging files, by key.
         num_nodes: Machines that take part; the others' pieces of a sharded tensor are out of reach.
+        held: What is needed to read parts whose engine is gone.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Homebound:
         mappings: Mapping[str, memory.Mapping],
         staging: Mapping[str, int],
         num_nodes: int = 1,
+        held: shards.Held | None = None,
     ) -> None:
         self._rank = rank
         self._num_nodes = num_nodes
@@ -112,21 +115,27 @@ class Homebound:
         self._staging = staging
         self._in_place: set[str] = set()
         self._has_stepped = False
+        self._held = held or shards.Held()
 
     def watch_first_step(self) -> Callable[[], None]:
         """Arrange for rank 0 to train in the staging file. See [Note: training in place].
 
+        Parts that an engine keeps beside the parameters are held on to, on every rank.
+
         Returns:
             Ends the watch.
         """
-        if self._rank != 0 or not self._mappings:
+        if not self._mappings:
             return lambda: None
 
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             # Not removed after the first step: torch iterates over its hooks while it calls them.
             if not self._has_stepped:
                 self._has_stepped = True
-                self._move_in(group["params"] for group in optimizer.param_groups)
+                for pair in self._modules:
+                    self._held.hold(pair[1].parameters())
+                if self._rank == 0:
+                    self._move_in(group["params"] for group in optimizer.param_groups)
 
         return register_optimizer_step_pre_hook(before_step).remove
 
@@ -160,11 +169,11 @@ class Homebound:
 
     def _out_of_reach(self, current: Mapping[str, torch.Tensor]) -> str | None:
         """Why pieces of sharded tensors cannot be put together here, if so."""
-        sharded = {name: tensor for name, tensor in current.items() if is_sharded(tensor)}
+        sharded = {name: t for name, t in current.items() if shards.is_sharded(t)}
         if sharded and self._num_nodes > 1:
             return f"it is sharded over {self._num_nodes} nodes, each with a part only; {_PART}"
         for name, tensor in sharded.items():
-            odd = _odd_placements(tensor)
+            odd = shards.odd_placements(tensor)
             if odd:
                 return f"{name} is placed as {odd}, which no rank can undo alone; {_PART}"
         return None
@@ -202,7 +211,7 @@ class Homebound:
         seeded: set[tuple[str, int]] = set()
         for key, slot in manifest.slots:
             tensor = current[slot.name].detach()
-            sharded = is_sharded(tensor)
+            sharded = shards.is_sharded(current[slot.name])
             mine = sharded or self._rank == 0
             place = (key, slot.start, slot.offset)
             if not mine or place in written or stayed(tensor, slot, self._mappings[key]):
@@ -214,8 +223,9 @@ class Homebound:
             into = slot.view(
                 memory.Mapping(self._staging[key], self._mappings[key].nbytes, private=False)
             )
-            for piece, values in pieces(tensor):
-                assign(into[piece], values)
+            whole = current[slot.name]
+            for spot, values in shards.pieces(whole if sharded else tensor, self._held.of(whole)):
+                shards.put(into, spot, values.detach())
             if key not in self._in_place:
                 report.written.setdefault(key, []).append((slot.start, slot.start + slot.nbytes))
 
@@ -225,18 +235,6 @@ class Homebound:
         if not whole and key not in self._in_place:
             span = (slot.start, slot.start + slot.nbytes)
             memory.write_at(self._staging[key], self._mappings[key].view(*span), span[0])
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor: this process has a piece of it, or a copy among several."""
-    return hasattr(tensor, "placements")
-
-
-def _odd_placements(tensor: Any) -> list[Any]:
-    """Those of a DTensor that do not say which slice of the whole this rank has."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    return [p for p in tensor.placements if type(p) not in (Replicate, Shard)]
 
 
 def _span_in(mapping: memory.Mapping, tensor: torch.Tensor) -> memory.Range | None:
@@ -263,7 +261,8 @@ def stayed(tensor: torch.Tensor, slot: Slot, mapping: memory.Mapping) -> bool:
 def _mismatch(manifest: Manifest, current: Mapping[str, torch.Tensor]) -> str | None:
     """Why the module no longer fits the notebook's, if so."""
     expected = {slot.name: slot.shape for _, slot in manifest.slots}
-    found = {name: tuple(t.shape) for name, t in current.items() if t.numel()}
+    shapes = {name: shards.whole_shape(tensor) for name, tensor in current.items()}
+    found = {name: shape for name, shape in shapes.items() if math.prod(shape)}
     lines = [f"{name} is gone" for name in expected.keys() - found.keys()]
     lines += [f"{name} is new" for name in found.keys() - expected.keys()]
     lines += [
@@ -277,36 +276,13 @@ def _mismatch(manifest: Manifest, current: Mapping[str, torch.Tensor]) -> str | 
     return "; ".join(sorted(lines)[:3]) + more
 
 
-def pieces(tensor: Any) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-    """What this rank has of a tensor: where it lies in the whole, and its values."""
-    if not is_sharded(tensor):
-        yield (), tensor
-        return
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    local = tensor.to_local()
-    if local.numel():
-        yield tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True)), local
-
-
-def assign(into: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy, with cast; an expanded tensor's repeated dims are written once."""
-    for dim, step in enumerate(into.stride()):
-        if step == 0 and into.shape[dim] > 1:
-            into, values = into.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-    into.copy_(values)
-
-
 def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
     return {k: _value_on_cpu(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
 
 def _value_on_cpu(tensor: Any) -> torch.Tensor:
     values: torch.Tensor = tensor.detach()
-    if is_sharded(tensor):
+    if shards.is_dtensor(tensor):
         values = tensor.detach().to_local()
     return values.cpu()
 

@@ -5,6 +5,7 @@ its documentation promises, is written here, too.
 
     model.safetensors, model_1.safetensors, …     weights (pytorch_model.bin, … without safetensors)
     pytorch_model_fsdp_0/, …                      in shards, with the model's first optimizer
+    pytorch_model/, pytorch_model_1/, …           the same of DeepSpeed, beside its own `latest`
     optimizer_1/, …                               in shards, the model's further optimizers
     optimizer.bin, scheduler.bin, …               by number, from 0
     sampler.bin, sampler_rank1.bin, …             where a loader is in its data, by rank
@@ -18,6 +19,7 @@ its documentation promises, is written here, too.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,13 +29,19 @@ SAFE, UNSAFE = "model.safetensors", "pytorch_model.bin"
 OPTIMIZER, SCHEDULER, SCALER = "optimizer.bin", "scheduler.bin", "scaler.pt"
 SAMPLER, STATEFUL = "sampler.bin", "dl_state_dict.bin"
 CUSTOM = "custom_checkpoint_{}.pkl"
-SHARDED_MODEL, SHARDED_OPTIMIZER = "pytorch_model_fsdp_{}", "optimizer_{}"
+SHARDED_OPTIMIZER = "optimizer_{}"
+SHARD_KINDS = {
+    "fsdp": re.compile(r"pytorch_model_fsdp_(\d+)"),
+    "deepspeed": re.compile(r"pytorch_model(?:_(\d+))?"),
+}
+"""Strategies whose processes write shards, and what folders they write for each model."""
 
 _PART = re.compile(
     r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin"
     r"|(optimizer|scheduler)(_\d+)?\.bin|(sampler|dl_state_dict)(_\d+)?(_rank\d+)?\.bin"
     r"|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
-    r"|gradients_\d+\.bin|pytorch_model_fsdp_\d+|optimizer_\d+)"
+    r"|gradients_\d+\.bin|pytorch_model_fsdp_\d+|optimizer_\d+"
+    r"|pytorch_model(_\d+)?|latest|zero_to_(fp32|torch)\.py)"
 )
 
 
@@ -44,8 +52,13 @@ def is_part(name: str) -> bool:
 
 def numbered(name: str, number: int) -> str:
     """A name with its number: ``optimizer.bin`` for 0, then ``optimizer_1.bin``."""
-    stem, _, ending = name.partition(".")
-    return name if number == 0 else f"{stem}_{number}.{ending}"
+    stem, dot, ending = name.partition(".")
+    return name if number == 0 else f"{stem}_{number}{dot}{ending}"
+
+
+def sharded_model(kind: str, number: int) -> str:
+    """The folder of a model in shards."""
+    return f"pytorch_model_fsdp_{number}" if kind == "fsdp" else numbered("pytorch_model", number)
 
 
 def random_states(rank: int) -> str:
@@ -70,7 +83,7 @@ class Contents:
 
     Attributes:
         models: Numbers of the models with weights in one file.
-        sharded_models: Numbers of those in shards.
+        sharded_models: Numbers of those in shards, by kind.
         optimizers: Numbers of the optimizers in one file.
         schedulers: Numbers of schedulers.
         custom: Numbers of registered objects.
@@ -78,7 +91,7 @@ class Contents:
     """
 
     models: frozenset[int]
-    sharded_models: frozenset[int]
+    sharded_models: Mapping[str, frozenset[int]]
     optimizers: frozenset[int]
     schedulers: frozenset[int]
     custom: frozenset[int]
@@ -92,7 +105,11 @@ class Contents:
         return cls(
             models=_numbers(files, r"model(?:_(\d+))?\.safetensors")
             | _numbers(files, r"pytorch_model(?:_(\d+))?\.bin"),
-            sharded_models=_numbers(folders, r"pytorch_model_fsdp_(\d+)"),
+            sharded_models={
+                kind: found
+                for kind, pattern in SHARD_KINDS.items()
+                if (found := _numbers(folders, pattern))
+            },
             optimizers=_numbers(files, r"optimizer(?:_(\d+))?\.bin"),
             schedulers=_numbers(files, r"scheduler(?:_(\d+))?\.bin"),
             custom=_numbers(files, r"custom_checkpoint_(\d+)\.pkl"),
@@ -100,6 +117,6 @@ class Contents:
         )
 
 
-def _numbers(names: list[str], pattern: str) -> frozenset[int]:
+def _numbers(names: list[str], pattern: str | re.Pattern[str]) -> frozenset[int]:
     matches = (re.fullmatch(pattern, name) for name in names)
     return frozenset(int(match[1] or 0) for match in matches if match)

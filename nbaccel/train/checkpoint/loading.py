@@ -103,9 +103,11 @@ class _Loading:
         for hook in hooks:
             hook(models, str(self._folder))
         for number, model in enumerate(models):
-            shards = self._folder / layout.SHARDED_MODEL.format(number)
-            if shards.is_dir() and self._parts.sharder is not None:
-                self._parts.sharder.load_sharded(model, self._parts.optimizer_of(model), shards)
+            sharder = self._parts.sharder
+            kind = sharder.shard_kind if sharder is not None else ""
+            shards = self._folder / layout.sharded_model(kind, number)
+            if shards.is_dir() and sharder is not None:
+                sharder.load_sharded(model, self._parts.optimizer_of(model), shards)
             else:
                 state = self._weights(number, model)
                 self._parts.strategy.load_model_state(model, state, **options)

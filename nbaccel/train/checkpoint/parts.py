@@ -56,6 +56,9 @@ class Parts:
         return [(optimizer, self._model_of(optimizer)) for optimizer in plain]
 
     def _model_of(self, optimizer: torch.optim.Optimizer) -> nn.Module | None:
+        named = getattr(optimizer, "model", None)  # an engine's optimizer says it
+        if any(model is named for model in self.models):
+            return named
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for model in self.models:
             if any(id(parameter) in stepped for parameter in model.parameters()):
@@ -136,14 +139,16 @@ def check_contents(folder: Path, parts: Parts, *, with_models: bool = True) -> N
     found = Contents.of(folder)
     at, mistakes = f"The checkpoint {str(folder)!r}", []
     kinds = [("scheduler", len(parts.schedulers), found.schedulers)]
-    if found.sharded_models and parts.sharder is None and (parts.models or parts.optimizers):
-        mistakes.append(_unreadable(at, "model", found.sharded_models))
+    own = parts.sharder.shard_kind if parts.sharder is not None else ""
+    shards = found.sharded_models.get(own, frozenset())
+    others = {kind: numbers for kind, numbers in found.sharded_models.items() if kind != own}
+    if others and not (shards or found.models) and (parts.models or parts.optimizers):
+        mistakes += [_unreadable(at, kind, numbers) for kind, numbers in others.items()]
     else:
-        if not found.sharded_models:  # else they are in there, and whoever reads them will look
+        if not shards:  # else they are in there, and whoever reads them will look
             kinds.insert(0, ("optimizer", len(parts.optimizers), found.optimizers))
         if with_models:
-            models = found.models | found.sharded_models
-            kinds.insert(0, ("model", len(parts.models), models))
+            kinds.insert(0, ("model", len(parts.models), found.models | shards))
     for kind, expected, there in kinds:
         if expected and there != frozenset(range(expected)):
             mistakes.append(_mismatch(at, kind, there, expected))
@@ -165,8 +170,11 @@ def _mismatch(at: str, kind: str, found: frozenset[int], expected: int) -> str:
 
 
 def _unreadable(at: str, kind: str, found: frozenset[int]) -> str:
+    ways = {
+        "fsdp": "with FSDP as it was saved, or save it with state_dict_type='FULL_STATE_DICT'",
+        "deepspeed": "with DeepSpeed as it was saved, or take its weights: nbaccel to-fp32 DIR OUT",
+    }
     return (
-        f"{at} has {counted(len(found), kind)} in shards, one file per process. The strategy of "
-        "this run cannot put them together. Load it with FSDP as it was saved, or save it with "
-        "state_dict_type='FULL_STATE_DICT'."
+        f"{at} has {counted(len(found), 'model')} in shards, one file per process. The strategy of "
+        f"this run cannot put them together. Load it {ways[kind]}."
     )

@@ -95,7 +95,8 @@ class _Writing:
             if self._sharder is None:
                 weights.append(parts.strategy.model_state(model))
             else:
-                folder = self._folder / layout.SHARDED_MODEL.format(number)
+                name = layout.sharded_model(self._sharder.shard_kind, number)
+                folder = self._folder / name
                 self._sharder.save_sharded(model, parts.optimizer_of(model), folder)
         models = list(parts.models)
         for hook in hooks:

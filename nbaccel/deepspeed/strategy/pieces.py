@@ -1,0 +1,107 @@
+"""Which elements of a parameter this process has, under each ZeRO stage.
+
+    stage 3       a placeholder; this process's part of the weights, and of their float32 copy
+    stages 1, 2   whole weights, and this process's part of their float32 copy
+    stage 0       whole weights; with bf16 or fp16 a whole float32 copy
+
+The float32 copy is what was trained, so that it comes home, and no process ever holds all of it.
+This is the launch's :class:`~nbaccel.abc.shards.ShardReader`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nbaccel.abc.shards import Piece
+
+__all__ = ["assign", "hold", "is_cut", "is_placeholder", "local_pieces", "whole_shape"]
+
+
+def is_placeholder(tensor: torch.Tensor) -> bool:
+    """Whether ZeRO-3 has the values elsewhere."""
+    return hasattr(tensor, "ds_id")
+
+
+def is_cut(tensor: torch.Tensor) -> bool:
+    """See :meth:`ShardReader.is_cut`."""
+    return is_placeholder(tensor) or hasattr(tensor, "_hp_mapping")
+
+
+def whole_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """See :meth:`ShardReader.whole_shape`."""
+    return tuple(tensor.ds_shape) if is_placeholder(tensor) else None  # type: ignore[attr-defined]
+
+
+def local_pieces(tensor: torch.Tensor, held: Any = None) -> list[Piece]:
+    """See :meth:`ShardReader.local_pieces`; empty where this process has nothing of it."""
+    if is_placeholder(tensor):
+        return _of_placeholder(tensor)
+    mapping = getattr(tensor, "_hp_mapping", None)
+    if mapping is not None:
+        return [_of_mapping(mapping)]
+    if held is not None:
+        return [_of_destroyed(tensor, held)]
+    # It is None where the float32 copy is another rank's, and after an engine that never stepped.
+    return []
+
+
+def hold(tensor: torch.Tensor) -> object:
+    """See :meth:`ShardReader.hold`; an engine that is destroyed forgets its float32 copies."""
+    return getattr(tensor, "_hp_mapping", None)
+
+
+def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    """See :meth:`ShardReader.assign`; the float32 copy and the weights themselves."""
+    flat = whole.reshape(-1)
+    for start, values in local_pieces(tensor):
+        values.copy_(flat[start : start + values.numel()])
+    if not is_placeholder(tensor):
+        tensor.data.copy_(whole)
+        return
+    part: Any = tensor.ds_tensor  # type: ignore[attr-defined]
+    start, count = _span(tensor)
+    part.data.view(-1)[:count].copy_(flat[start : start + count])
+    if tensor.data.numel() == tensor.ds_numel:  # type: ignore[attr-defined]
+        tensor.data.copy_(whole)  # small ones are whole everywhere, besides
+
+
+def _of_mapping(mapping: Any) -> Piece:
+    start = int(mapping.lp_fragment_address.start)
+    return start, mapping.hp_fragment.detach().reshape(-1)
+
+
+def _of_destroyed(tensor: torch.Tensor, held: Any) -> Piece:
+    """The float32 copy, unless the weights went on without it."""
+    start, copy = _of_mapping(held)
+    weights = tensor.detach().reshape(-1)[start : start + copy.numel()]
+    return start, copy if torch.equal(copy.to(weights), weights) else weights
+
+
+def _of_placeholder(tensor: Any) -> list[Piece]:
+    start, count = _span(tensor)
+    if count == 0:
+        return []
+    optimizer = getattr(tensor, "_z3_optimizer", None)
+    if optimizer is not None and tensor.requires_grad:
+        values = optimizer.get_local_fp32_param(tensor)
+        if values is not None:
+            return [(start, values.detach().reshape(-1)[:count])]
+    return [(start, _at_hand(tensor).detach().reshape(-1)[:count])]
+
+
+def _span(tensor: Any) -> tuple[int, int]:
+    """First element and number of elements that this process has; the last part may be padded."""
+    size = int(tensor.ds_tensor.ds_numel)
+    start = int(tensor.ds_zero_partition_rank) * size
+    return start, max(0, min(size, int(tensor.ds_numel) - start))
+
+
+def _at_hand(tensor: Any) -> torch.Tensor:
+    """This process's part of the weights, read from disk if it lies there."""
+    part: torch.Tensor = tensor.ds_tensor
+    if part.numel() == 0 and tensor.nvme_swapper is not None:
+        tensor.nvme_swapper.swap_in([tensor], async_op=False)
+        part = tensor.ds_tensor
+    return part

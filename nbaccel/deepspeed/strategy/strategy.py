@@ -1,0 +1,317 @@
+"""``DeepSpeedStrategy``: engines of DeepSpeed hold optimizer, gradients and weights in shards."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from nbaccel.abc.bundle import Bundle
+from nbaccel.abc.place import Place
+from nbaccel.abc.standins import DummyOptim
+from nbaccel.abc.strategy import Strategy
+from nbaccel.deepspeed.strategy import checkpoints, gathering, lease, troubles, zero_init
+from nbaccel.deepspeed.strategy.drive import Drive
+from nbaccel.deepspeed.strategy.engines import is_engines, make_engine
+from nbaccel.deepspeed.strategy.finding import drive_of_loss, drive_of_parameters
+from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
+from nbaccel.deepspeed.strategy.proxies import EngineOptimizer, EngineScheduler
+from nbaccel.deepspeed.strategy.settling import check_parts, settle, stage_of
+from nbaccel.errors import ConfigError
+from nbaccel.plan.training import Asked
+
+__all__ = ["DeepSpeedStrategy"]
+
+
+class DeepSpeedStrategy(Strategy):
+    """DeepSpeed's ZeRO.
+
+    Args:
+        place: This process among the others.
+        plugin: What to shard, and where to keep it.
+        asked: What else the Accelerator was asked.
+    """
+
+    name: ClassVar[str] = "deepspeed"
+    owns_precision: ClassVar[bool] = True
+    shard_kind: ClassVar[str] = "deepspeed"
+
+    def __init__(self, place: Place, plugin: DeepSpeedPlugin, asked: Asked) -> None:
+        super().__init__(place)
+        self._plugin = plugin
+        self._asked = asked
+        self._drives: dict[int, Drive] = {}
+        self._before: dict[int, gathering.Before] = {}
+        self._lease: AbstractContextManager[Any] | None = None
+        self._announced: Any = None
+        if plugin.is_zero3_init_enabled():
+            # Kept: transformers has a weak reference to it.
+            self._announced = zero_init.announced(plugin.deepspeed_config, place.world_size)
+
+    # ---------------------------------------------------------------- preparing
+
+    def wrap(self, bundle: Bundle) -> Bundle:
+        """See :meth:`Strategy.wrap`; a collective.
+
+        A model without an optimizer gets an engine only at stage 3, which shards what it holds.
+
+        Raises:
+            ConfigError: The configuration is wrong, or does not fit what was prepared.
+        """
+        if not (bundle.models or bundle.optimizers):
+            return bundle
+        check_parts(
+            self._plugin.deepspeed_config, bundle.models, bundle.optimizers, bundle.schedulers
+        )
+        optimizers = _owners(bundle)
+        if self._lease is None:
+            self._lease = lease.take(self, self.place.device)
+        models, drives = [], []
+        for number, model in enumerate(bundle.models):
+            made = self._engine_for(model, optimizers.get(number), bundle)
+            models.append(made.engine if made else model)
+            drives.append(made)
+        by_optimizer = {id(o): drives[n] for n, o in optimizers.items()}
+        return replace(
+            bundle,
+            models=tuple(models),
+            optimizers=tuple(_proxy(by_optimizer[id(o)], o) for o in bundle.optimizers),
+            schedulers=tuple(_schedule(drives, s) for s in bundle.schedulers),
+        )
+
+    def _engine_for(self, model: nn.Module, optimizer: Any, bundle: Bundle) -> Drive | None:
+        schedulers = [s for s in bundle.schedulers if _is_of(s, optimizer) and is_engines(s)]
+        scheduler = schedulers[0] if schedulers else None
+        settled = settle(
+            self._plugin, self._asked, self.place, model, optimizer, scheduler, bundle.loaders
+        )
+        trains = optimizer is not None or "optimizer" in settled.settings
+        if not trains and stage_of(settled.settings) < 3:
+            model.to(self.place.device)
+            return None
+        for text in settled.warnings:
+            warnings.warn(text, stacklevel=2)
+        if self.place.is_local_main:
+            troubles.check_host_memory(
+                model,
+                settled.settings,
+                device=self.place.device.type,
+                local_world_size=self.place.local_world_size,
+                num_nodes=max(1, self.place.world_size // self.place.local_world_size),
+            )
+        own_clipping = self._plugin.get_value("gradient_clipping")
+        self._plugin.deepspeed_config = settled.settings
+        self.choices += settled.choices
+        before, made_in = gathering.Before(model), troubles.made_in(model)
+        engine = make_engine(
+            model,
+            optimizer,
+            scheduler,
+            settled.settings,
+            moe_layers=self._plugin.transformer_moe_cls_names,
+            several=not self.place.is_alone,
+        )
+        drive = Drive(
+            engine,
+            troubles.Troubles(engine, made_in),
+            float(own_clipping) if isinstance(own_clipping, (int, float)) else None,
+        )
+        self._drives[id(engine)] = drive
+        self._before[id(engine)] = before
+        return drive
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """See :meth:`Strategy.unwrap`."""
+        drive = self._drives.get(id(model))
+        if drive is None:
+            return model
+        drive.step()
+        inner: nn.Module = drive.engine.module
+        return inner
+
+    def release(self, models: Iterable[nn.Module] | None = None) -> None:
+        """See :meth:`Strategy.release`.
+
+        Where this process is alone, the user's own module gets its weights back, whole, and can be
+        trained again in any way.
+        """
+        chosen = list(self._drives) if models is None else [id(model) for model in models]
+        for key in chosen:
+            drive = self._drives.pop(key, None)
+            before = self._before.pop(key, None)
+            if drive is not None and before is not None:
+                drive.step()
+                drive.end(before if self.place.is_alone else None)
+        if not self._drives and self._lease is not None:
+            with self._lease:
+                self._lease = None
+
+    # ---------------------------------------------------------------- training
+
+    def backward(self, loss: torch.Tensor, *, sync: bool, **options: Any) -> None:
+        """See :meth:`Strategy.backward`; the engine's.
+
+        Raises:
+            ConfigError: The loss comes from no engine that can train, or from several.
+            TrainingDiverged: The step before could not go on.
+        """
+        drive = drive_of_loss(loss, list(self._drives.values()))
+        drive.backward(loss, sync=sync, **options)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """See :meth:`Strategy.no_sync`; from stage 2 on gradients are reduced all the same."""
+        drive = self._drives.get(id(model))
+        return drive.syncing(False) if drive else nullcontext()
+
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """See :meth:`Strategy.sync_in_backward`."""
+        drive = self._drives.get(id(model))
+        return drive.syncing(True) if drive else nullcontext()
+
+    def join(
+        self, models: Iterable[nn.Module], **options: Any
+    ) -> AbstractContextManager[None] | None:
+        """See :meth:`Strategy.join`; None: an engine reduces with everyone."""
+        return nullcontext() if self.place.is_alone else None
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """See :meth:`Strategy.clip_grad_norm`; the engine clips in its step, which is taken here.
+
+        Raises:
+            ConfigError: Another norm than the Euclidean one.
+        """
+        if norm_type != 2.0:
+            raise ConfigError(
+                f"clip_grad_norm_(norm_type={norm_type}) cannot be had with DeepSpeed, which adds "
+                "up squares over its shards. Leave norm_type out."
+            )
+        drive = drive_of_parameters(parameters, list(self._drives.values()))
+        return drive.clipped_step(max_norm)
+
+    # ---------------------------------------------------------------- keeping
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """See :meth:`Strategy.model_state`; in host memory, empty but on process 0."""
+        return gathering.gather(self.unwrap(model), keep=self.place.is_main)
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> None:
+        """See :meth:`Strategy.load_model_state`.
+
+        Args:
+            model: The model.
+            state: The state; that of process 0 counts, others may pass an empty one.
+            **options: `strict`.
+        """
+        if id(model) in self._drives:
+            gathering.scatter(self.unwrap(model), state, **options)
+        else:
+            model.load_state_dict(state, **options)
+
+    def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Refused: it lies in shards, in DeepSpeed's own form, and is saved with the model's.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise _shards_only(type(optimizer).__name__)
+
+    def load_optimizer_state(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Refused, for the same reason.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise _shards_only(type(optimizer).__name__)
+
+    def save_sharded(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
+    ) -> None:
+        """See :meth:`ShardedCheckpoints.save_sharded`; files of DeepSpeed."""
+        drive = self._drives.get(id(model))
+        if drive is not None:
+            drive.step()
+            checkpoints.save(drive.engine, Path(folder))
+        elif self.place.is_main:
+            checkpoints.save_plain(model, Path(folder))
+
+    def load_sharded(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
+    ) -> None:
+        """See :meth:`ShardedCheckpoints.load_sharded`; as many processes as wrote.
+
+        Raises:
+            ConfigError: Another number of processes wrote it.
+        """
+        drive = self._drives.get(id(model))
+        if drive is not None:
+            checkpoints.load(drive.engine, Path(folder))
+        else:
+            checkpoints.load_plain(model, Path(folder))
+
+
+def _shards_only(kind: str) -> ConfigError:
+    return ConfigError(
+        f"The state of {kind} cannot be read or written whole: DeepSpeed has it in shards of its "
+        "own form, together with the weights. Use accelerator.save_state and load_state with as "
+        "many processes."
+    )
+
+
+def _owners(bundle: Bundle) -> dict[int, Any]:
+    """Each model's optimizer, by the number of the model."""
+    found: dict[int, Any] = {}
+    for optimizer in bundle.optimizers:
+        trained = {id(parameter) for parameter in _parameters(optimizer)}
+        its = [
+            number
+            for number, model in enumerate(bundle.models)
+            if any(id(parameter) in trained for parameter in model.parameters())
+        ]
+        if len(its) != 1 or its[0] in found:
+            names = ", ".join(type(model).__name__ for model in bundle.models) or "no model"
+            raise ConfigError(
+                f"{type(optimizer).__name__} trains {len(trained)} parameter(s) of {len(its)} of "
+                f"the models prepared with it ({names}). DeepSpeed's engine has one model and one "
+                "optimizer, made over its parameters. Prepare both in one call, one optimizer for "
+                "each model."
+            )
+        found[its[0]] = optimizer
+    return found
+
+
+def _parameters(optimizer: Any) -> Iterable[torch.Tensor]:
+    given = optimizer.params if isinstance(optimizer, DummyOptim) else optimizer.param_groups
+    for item in given:
+        yield from item["params"] if isinstance(item, dict) else [item]
+
+
+def _is_of(scheduler: Any, optimizer: Any) -> bool:
+    return optimizer is None or getattr(scheduler, "optimizer", optimizer) is optimizer
+
+
+def _proxy(drive: Drive | None, optimizer: Any) -> Any:
+    return EngineOptimizer(drive, optimizer) if drive is not None else optimizer
+
+
+def _schedule(drives: list[Drive | None], scheduler: Any) -> Any:
+    """What steps a schedule: the engine, or, for one of torch, the loop as ever."""
+    if not is_engines(scheduler):
+        return scheduler
+    for drive in drives:
+        if drive is not None and drive.engine.lr_scheduler is not None:
+            with contextlib.suppress(AttributeError):
+                if scheduler.optimizer is drive.engine.client_optimizer:
+                    return EngineScheduler(drive, scheduler)
+    its = next(drive for drive in drives if drive is not None)
+    return EngineScheduler(its, scheduler)

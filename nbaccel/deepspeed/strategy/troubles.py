@@ -1,0 +1,194 @@
+"""What goes wrong with DeepSpeed while training, found and explained while it happens.
+
+    before     more host memory asked for than there is: the system would kill the process
+    loss       no number: weights made in bfloat16 overflow in float16
+    steps      skipped one after another: the loss scale is as low as it may be
+
+Each message names the key of the configuration to change. See DeepSpeed's and transformers'
+troubleshooting guides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbaccel.deepspeed.estimate import estimate_memory
+from nbaccel.errors import ConfigError, TrainingDiverged
+from nbaccel.plan.inventory import Inventory, inspect_machine
+from nbaccel.units import format_bytes
+
+__all__ = ["Troubles", "check_host_memory"]
+
+PATIENCE = 5
+"""Steps in a row without a number, or skipped at the lowest loss scale, before it is given up."""
+
+_BF16_KEYS = '"bf16": {"enabled": true} in place of "fp16"'
+
+
+class Troubles:
+    """Watches the losses and steps of one engine.
+
+    Args:
+        engine: Made by ``deepspeed.initialize``.
+        made_in: Format in which the model's weights were made, where the model says it.
+    """
+
+    def __init__(self, engine: Any, made_in: torch.dtype | None) -> None:
+        self._engine = engine
+        self._made_in = made_in
+        self._in_fp16 = bool(engine.fp16_enabled())
+        self._bad: torch.Tensor | None = None
+        self._bad_steps = 0
+        self._stuck_steps = 0
+        self._told = False
+
+    def see_loss(self, loss: torch.Tensor) -> None:
+        """Note whether it is a number, without waiting for the device.
+
+        Args:
+            loss: A 0-d tensor.
+        """
+        bad = ~torch.isfinite(loss.detach())
+        self._bad = bad if self._bad is None else self._bad | bad
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """A block in which DeepSpeed's way to give up says what to change."""
+        try:
+            yield
+        except Exception as error:  # DeepSpeed raises a bare Exception here
+            if "loss scale already at minimum" not in str(error):
+                raise
+            raise TrainingDiverged(self._scale_text("is as low as it may be")) from error
+
+    def after_step(self, *, skipped: bool) -> None:
+        """Look at what the step brought.
+
+        Args:
+            skipped: Whether gradients were infinite, so that nothing was changed.
+
+        Raises:
+            TrainingDiverged: It happened `PATIENCE` times in a row.
+        """
+        # DeepSpeed's step waits for the device itself, to look for overflow: this costs nothing.
+        bad = self._bad is not None and bool(self._bad.item())
+        self._bad = None
+        self._bad_steps = self._bad_steps + 1 if bad else 0
+        self._stuck_steps = self._stuck_steps + 1 if skipped and self._at_floor else 0
+        if self._stuck_steps >= PATIENCE:
+            raise TrainingDiverged(self._scale_text(f"stayed there for {PATIENCE} steps"))
+        if bad and self._in_fp16 and self._bad_steps >= PATIENCE:
+            raise TrainingDiverged(self._nan_text())
+        if bad and not self._told:
+            self._told = True
+            warnings.warn(self._nan_text(), stacklevel=2)
+
+    @property
+    def _at_floor(self) -> bool:
+        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        if not self._in_fp16 or scaler is None:
+            return False
+        return bool(scaler.cur_scale <= max(getattr(scaler, "min_scale", 1), 1))
+
+    def _nan_text(self) -> str:
+        step = self._engine.global_steps
+        found = f"The loss is no number after optimizer step {step}."
+        if self._in_fp16 and self._made_in is torch.bfloat16:
+            return (
+                f"{found} The model's weights were made in bfloat16 and train in float16, whose "
+                f"largest number is 65504: activations overflow. Set {_BF16_KEYS}, or leave both "
+                "out to train in float32."
+            )
+        if self._in_fp16:
+            return (
+                f"{found} float16 holds numbers up to 65504 only. Set {_BF16_KEYS}, or a lower "
+                "optimizer.params.lr, or a smaller gradient_clipping."
+            )
+        return (
+            f"{found} Weights are spoilt by now. Set a lower optimizer.params.lr, a smaller "
+            "gradient_clipping, or scheduler.params.warmup_num_steps, and look for inputs that "
+            "are no numbers."
+        )
+
+    def _scale_text(self, what: str) -> str:
+        floor = getattr(self._engine.optimizer, "loss_scaler", None)
+        scale = getattr(floor, "cur_scale", "?")
+        hint = (
+            " Its weights were made in bfloat16, whose range float16 does not have."
+            if self._made_in is torch.bfloat16
+            else ""
+        )
+        return (
+            f"Every step overflows in float16: the loss scale {scale} {what} "
+            f"(fp16.min_loss_scale), after {self._engine.skipped_steps} skipped steps, so that "
+            f"nothing is trained.{hint} Set {_BF16_KEYS}, or a lower optimizer.params.lr."
+        )
+
+
+def made_in(model: nn.Module) -> torch.dtype | None:
+    """The format in which a model's weights were made, where its configuration says it.
+
+    Args:
+        model: For example one of transformers.
+    """
+    config = getattr(model, "config", None)
+    found = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    if isinstance(found, str):
+        found = getattr(torch, found.removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def check_host_memory(
+    model: nn.Module,
+    settings: Mapping[str, Any],
+    *,
+    device: str,
+    local_world_size: int,
+    num_nodes: int,
+    inventory: Inventory | None = None,
+) -> None:
+    """Say before it happens that the system will kill processes for want of memory.
+
+    Args:
+        model: The model, built already.
+        settings: Without ``"auto"``.
+        device: Type of the device.
+        local_world_size: Processes on this node.
+        num_nodes: Nodes.
+        inventory: What the machine has; this one where left out.
+
+    Raises:
+        ConfigError: The machine has not that much memory at all.
+    """
+    machine = inventory or inspect_machine()
+    estimate = estimate_memory(
+        model,
+        settings,
+        num_processes=local_world_size,
+        num_nodes=num_nodes,
+        inventory=machine,
+    )
+    needed = estimate.host.total
+    if device == "cpu":
+        # The weights are there already, one copy for all until they are written to.
+        needed += estimate.device.total * local_world_size
+    free, there = machine.host_available_bytes, machine.host_total_bytes
+    text = (
+        f"DeepSpeed will need about {format_bytes(needed)} of host memory for "
+        f"{local_world_size} process(es), and {format_bytes(free)} of {format_bytes(there)} are "
+        "free"
+    )
+    keys = (
+        "Set zero_optimization.offload_optimizer.device (or offload_param.device) to 'none' or "
+        "'nvme', a lower sub_group_size, or use fewer processes; nbaccel.advise finds what fits."
+    )
+    if needed > there:
+        raise ConfigError(f"{text}: the system would kill it at the start. {keys}")
+    if needed > free:
+        warnings.warn(f"{text}: the system may kill it at the start. {keys}", stacklevel=2)
