@@ -31,6 +31,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("nbaccel")
 FEW_OBJECTS = 50_000
+HAS_FROZEN = pytest.StashKey[bool]()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -41,8 +42,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     each collection that nbaccel or a test asks for, and as much for those that Python makes.
     """
     if len(gc.get_objects()) > FEW_OBJECTS:
-        gc.collect()
+        # A launch that forks brings all of it back; what was made since is young.
+        was_brought_back = gc.get_freeze_count() == 0 and item.config.stash.get(HAS_FROZEN, False)
+        gc.collect(1 if was_brought_back else 2)
         gc.freeze()
+        item.config.stash[HAS_FROZEN] = True
 
 
 @pytest.fixture(autouse=True)
