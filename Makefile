@@ -4,6 +4,7 @@
 #   VENV=.venv               where the environment lives
 #   CONSTRAINTS=             an empty value lets pip choose the versions (needed on Python 3.10)
 #   TORCH_INDEX=URL          one more package index, e.g. the one with torch's CPU wheels
+#   JOBS=2                   test files that run at the same time; 0 for one after another, in one process
 #   PYTEST_ARGS='-k arena'   more arguments for pytest
 
 SHELL         := bash
@@ -16,6 +17,7 @@ VENV        ?= .venv
 CONSTRAINTS ?= constraints/cpu.txt
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+JOBS        ?= 2
 
 BIN     := $(VENV)/bin
 INSTALL  = $(BIN)/python -m pip install --quiet \
@@ -27,8 +29,9 @@ help:  ## show this list
 demo: $(VENV)/.demo  ## train the quickstart notebook on two CPU workers; prints its accuracy and the time
 	@$(BIN)/python notebooks/run.py notebooks/01_quickstart.ipynb --label demo
 
-test: $(VENV)/.dev  ## run all tests, and the notebooks in real kernels
-	@$(BIN)/python -m pytest --nbval-lax --nbval-current-env tests notebooks $(PYTEST_ARGS)
+test: $(VENV)/.dev $(VENV)/.deepspeed  ## run all tests, and the notebooks in real kernels
+	@$(BIN)/python -m pytest --nbval-lax --nbval-current-env \
+	  --numprocesses $(JOBS) --dist loadfile tests notebooks $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev  ## style, types, import direction, spelling
 	$(BIN)/ruff check .
@@ -43,10 +46,7 @@ bench: $(VENV)/.dev  ## time launches, steps, live workers and fp32 weights agai
 	@$(BIN)/python benchmarks/pool.py
 	@$(BIN)/python benchmarks/zero_to_fp32.py
 
-deepspeed-ops: $(VENV)/.dev  ## build DeepSpeed's C++ operations once (minutes), for the tests that need a real engine
-	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -c 'import deepspeed, sys; \
-	  from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, FusedAdamBuilder, ShareMemCommBuilder; \
-	  [builder().load() for builder in (ShareMemCommBuilder, FusedAdamBuilder, CPUAdamBuilder)]'
+deepspeed-ops: $(VENV)/.deepspeed  ## build DeepSpeed's C++ operations for the tests, once (a minute or two)
 
 clean:  ## remove the environment, the caches and what was built
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
@@ -67,3 +67,7 @@ $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/.created
 	@echo "setting up $(VENV) for the tests (once; a few minutes where torch must be fetched)"
 	@$(INSTALL) --editable '.[dev]'
 	@touch $@ $(VENV)/.demo
+
+# Written when all are built. What the machine lacks for one is said, and only its tests are skipped.
+$(VENV)/.deepspeed: $(VENV)/.dev tests/deepspeed/operations.py
+	@if $(BIN)/python -m tests.deepspeed.operations; then touch $@; fi

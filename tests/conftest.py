@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests import hardware, leak_police
+from tests.deepspeed import operations
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    operations.use_those_of_the_environment()
     leak_police.start_session()
 
 
@@ -19,6 +23,30 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     hardware.skip_what_cannot_run(items)
+
+
+# A machine that does something else at the same time makes no example wrong.
+hypothesis.settings.register_profile(
+    "nbaccel", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("nbaccel")
+FEW_OBJECTS = 50_000
+HAS_FROZEN = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Take what there is out of the garbage collector's sight, so that it looks at a test's alone.
+
+    With all packages imported that tests train beside, there are millions of objects: a second for
+    each collection that nbaccel or a test asks for, and as much for those that Python makes.
+    """
+    if len(gc.get_objects()) > FEW_OBJECTS:
+        # A launch that forks brings all of it back; what was made since is young.
+        was_brought_back = gc.get_freeze_count() == 0 and item.config.stash.get(HAS_FROZEN, False)
+        gc.collect(1 if was_brought_back else 2)
+        gc.freeze()
+        item.config.stash[HAS_FROZEN] = True
 
 
 @pytest.fixture(autouse=True)

@@ -122,6 +122,13 @@ def _tree() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
+def _siblings() -> list[psutil.Process]:
+    """The other processes among which pytest-xdist shares out the tests, and all that is theirs."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return []
+    return psutil.Process(os.getppid()).children(recursive=True)
+
+
 def _session_servers() -> Iterator[int]:
     """Processes that by design outlive a test: the template, and multiprocessing's own helpers."""
     template = sys.modules.get("nbaccel.launch.warmup")
@@ -138,7 +145,7 @@ def _session_servers() -> Iterator[int]:
 
 def _orphans() -> Iterator[psutil.Process]:
     """Live processes that came from here and have lost their parent."""
-    known = {os.getpid(), os.getppid()} | {process.pid for process in _tree()}
+    known = {os.getpid(), os.getppid()} | {process.pid for process in [*_tree(), *_siblings()]}
     session_start = psutil.Process().create_time()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

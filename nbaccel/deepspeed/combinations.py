@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from nbaccel._optional import require
 from nbaccel.config.mistakes import closest
 from nbaccel.deepspeed.config import ZERO, ZeroConfig
 from nbaccel.deepspeed.kinds import AUTO
@@ -43,10 +44,11 @@ def combination_mistakes(config: ZeroConfig, *, device: str) -> Iterator[str]:
             "fp16.enabled and bf16.enabled are both true. Training has one number format, and "
             "DeepSpeed refuses two. Turn one of them off."
         )
-    if "fp16" in half and device == "cpu":
+    if "fp16" in half and device == "cpu" and not _cpu_has_fp16():
         yield (
-            "fp16.enabled cannot be true on the CPU: got fp16.enabled=True. DeepSpeed says 'Type "
-            "fp16 is not supported on your device' there. Use bf16."
+            "fp16.enabled cannot be true on this CPU, which has no float16 arithmetic: got "
+            "fp16.enabled=True. DeepSpeed says 'Type fp16 is not supported on your device'. Use "
+            "bf16."
         )
     if config.gradient_allreduce_op == "sum" and config.zero_stage == 3:
         yield (
@@ -293,11 +295,19 @@ def doubts(config: ZeroConfig, *, device: str) -> Iterator[str]:
             "returns False and writes nothing. Set it to true to save whole weights."
         )
     swaps = config.offload_param is not None and config.offload_param.device == "nvme"
-    if swaps and device == "cpu" and not (_enabled(config, "bf16") or _enabled(config, "fp16")):
+    exact = _enabled(config, "bf16") or _enabled(config, "fp16") or device != "cpu"
+    if swaps and not exact and not _cpu_has_fp16():
         yield (
-            f"{ZERO}.offload_param on nvme with float32 on the CPU: DeepSpeed 0.19 keeps the "
-            "weights as bfloat16 there. Turn on bf16 to know what you train."
+            f"{ZERO}.offload_param on nvme with float32 on a CPU without float16 arithmetic: "
+            "DeepSpeed 0.19 keeps the weights as bfloat16 there. Turn on bf16 to know what you "
+            "train."
         )
+
+
+def _cpu_has_fp16() -> bool:
+    """What DeepSpeed asks of a CPU before it trains in float16, and before it allots weights."""
+    cpu = require("deepspeed.accelerator.cpu_accelerator", extra="deepspeed", why="float16")
+    return bool(cpu.CPU_Accelerator().is_fp16_supported())
 
 
 def _enabled(config: ZeroConfig, name: str) -> bool:

@@ -20,7 +20,7 @@ from nbaccel.errors import ConfigError, UnsafeMoment
 from nbaccel.plan.gpus import Gpu
 from nbaccel.units import format_bytes
 
-__all__ = ["Wish", "check_gpu", "read_wish"]
+__all__ = ["Wish", "check_gpu", "read_wish", "refuse_busy"]
 
 _WISH = re.compile(r"(cpu|cuda)(?::(\d+))?")
 _LEAST_BYTES = 512 * 1024**2
@@ -96,17 +96,41 @@ def check_gpu(index: int, gpus: Sequence[Gpu], note: str = "") -> None:
 
 def _check_room(nvml: ModuleType, gpu: Gpu) -> None:
     handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
-    others = _others(nvml, handle)
+    running = _ask(nvml, [], nvml.nvmlDeviceGetComputeRunningProcesses, handle)
+    pids = [process.pid for process in running]
     mode = _ask(nvml, nvml.NVML_COMPUTEMODE_DEFAULT, nvml.nvmlDeviceGetComputeMode, handle)
-    alone = mode == nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS and bool(others)
-    if alone or mode == nvml.NVML_COMPUTEMODE_PROHIBITED:
+    refuse_busy(
+        gpu,
+        holders=pids,
+        exclusive=mode == nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
+        prohibited=mode == nvml.NVML_COMPUTEMODE_PROHIBITED,
+    )
+
+
+def refuse_busy(
+    gpu: Gpu, *, holders: Sequence[int], exclusive: bool = False, prohibited: bool = False
+) -> None:
+    """Refuse a GPU on which this process could not start to compute.
+
+    Args:
+        gpu: The GPU, with the memory that is free now.
+        holders: Ids of the processes that compute on it, this one included if it does.
+        exclusive: Whether its compute mode admits one process at a time.
+        prohibited: Whether its compute mode admits none.
+
+    Raises:
+        UnsafeMoment: Its mode keeps this process out, or too little of its memory is free.
+    """
+    others = [pid for pid in holders if pid != os.getpid()]
+    alone = exclusive and bool(others)
+    if alone or prohibited:
         why = "one process at a time may use it" if alone else "nobody may compute on it"
         raise UnsafeMoment(
             f"cuda:{gpu.index} ({gpu.name}) is busy: its compute mode says that {why}"
             f"{_held_by(others)}. CUDA would refuse to start. Wait, use another device, or set the "
             "mode with nvidia-smi --compute-mode=DEFAULT."
         )
-    if gpu.total_bytes and gpu.free_bytes < _LEAST_BYTES and not _is_ours(nvml, handle):
+    if gpu.total_bytes and gpu.free_bytes < _LEAST_BYTES and os.getpid() not in holders:
         raise UnsafeMoment(
             f"cuda:{gpu.index} ({gpu.name}) is busy: {format_bytes(gpu.free_bytes)} of "
             f"{format_bytes(gpu.total_bytes)} are free{_held_by(others)}. A CUDA context alone "
@@ -114,23 +138,11 @@ def _check_room(nvml: ModuleType, gpu: Gpu) -> None:
         )
 
 
-def _others(nvml: ModuleType, handle: Any) -> list[Any]:
-    found = _ask(nvml, [], nvml.nvmlDeviceGetComputeRunningProcesses, handle)
-    return [process for process in found if process.pid != os.getpid()]
-
-
-def _is_ours(nvml: ModuleType, handle: Any) -> bool:
-    found = _ask(nvml, [], nvml.nvmlDeviceGetComputeRunningProcesses, handle)
-    return any(process.pid == os.getpid() for process in found)
-
-
-def _held_by(others: Sequence[Any]) -> str:
+def _held_by(others: Sequence[int]) -> str:
     """Who holds the card; NVML names nobody of another container."""
     if not others:
         return ""
-    return "; held by " + ", ".join(
-        f"process {process.pid} {_command(process.pid)}".rstrip() for process in others
-    )
+    return "; held by " + ", ".join(f"process {pid} {_command(pid)}".rstrip() for pid in others)
 
 
 def _command(pid: int) -> str:

@@ -10,14 +10,12 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from nbaccel import env
 from nbaccel._optional import require
+from nbaccel.deepspeed import toolchain
 from nbaccel.deepspeed.config import ZeroConfig
-from nbaccel.deepspeed.toolchain import holder_of
 
 __all__ = ["missing_tools", "needed_ops", "offloads_optimizer"]
 
@@ -79,24 +77,19 @@ def missing_tools(
     Yields:
         A message for each thing that is missing.
     """
-    environ = env.snapshot() if environ is None else environ
+    environ = _as_it_will_be() if environ is None else environ
     ready = require("deepspeed.git_version_info", extra="deepspeed", why="DeepSpeed's C++ parts")
     built = {name for name, there in ready.installed_ops.items() if there}
     ops = [name for name in needed_ops(config, device=device) if name not in built]
     if not ops:
         return
-    path = environ.get("PATH", os.defpath)
-    compiler = shlex.split(environ.get("CXX", "")) or ["c++"]
-    found = shutil.which(compiler[0], path=path)
+    compiler = toolchain.compiler_of(environ)
     what = f"DeepSpeed builds {', '.join(ops)} on first use"
-    if found is None:
-        yield (
-            f"The C++ compiler {compiler[0]!r} is not on PATH. {what} and needs one. "
-            "Install it: apt-get install g++ (or conda install gxx_linux-64)."
-        )
-    if shutil.which("ninja", path=path) is None:
+    if compiler is None:
+        yield toolchain.no_compiler(environ, ops)
+    if shutil.which("ninja", path=environ.get("PATH", os.defpath)) is None:
         yield _no_ninja(what)
-    if "async_io" in ops and found is not None and not _links_aio([found, *compiler[1:]], environ):
+    if "async_io" in ops and compiler is not None and not _links_aio(compiler, environ):
         yield (
             "The library libaio cannot be compiled and linked against here. "
             f"{what} and reads the disk by it. Install it: apt-get install libaio-dev; where it "
@@ -105,6 +98,16 @@ def missing_tools(
     if device == "cuda" and any(name.startswith("fused_") for name in ops):
         yield from _no_toolkit(what)
     yield from _stale_locks(ops, environ)
+
+
+def _as_it_will_be() -> Mapping[str, str]:
+    """This process's environment, with the ninja that our own environments put on PATH."""
+    environ = env.snapshot()
+    ninja = toolchain.ninja_beside_python()
+    if ninja is None:
+        return environ
+    path = environ.get("PATH", os.defpath)
+    return {**environ, "PATH": os.pathsep.join([path, str(ninja.parent)])}
 
 
 def _no_toolkit(what: str) -> Iterator[str]:
@@ -119,9 +122,9 @@ def _no_toolkit(what: str) -> Iterator[str]:
 
 
 def _no_ninja(what: str) -> str:
-    beside = Path(sys.executable).with_name("ninja")
+    beside = toolchain.ninja_beside_python()
     remedy = "Install it: pip install ninja."
-    if beside.exists():
+    if beside is not None:
         remedy = f"It is installed beside this Python: add {str(beside.parent)!r} to PATH."
     return f"The program 'ninja' is not on PATH. {what}, or loads them, through it. {remedy}"
 
@@ -144,25 +147,10 @@ def _links_aio(compiler: list[str], environ: Mapping[str, str]) -> bool:
 
 def _stale_locks(ops: list[str], environ: Mapping[str, str]) -> Iterator[str]:
     for name in ops:
-        lock = _builds(environ) / name / "lock"
-        if lock.exists() and holder_of(lock) is None:
+        lock = toolchain.extensions_folder(environ) / name / "lock"
+        if lock.exists() and toolchain.holder_of(lock) is None:
             yield (
                 f"A build of {name} was cut short and left its lock {str(lock)!r}. "
                 "The next process that needs it would wait there for ever, without a word. "
                 "Delete that file."
             )
-
-
-def _builds(environ: Mapping[str, str]) -> Path:
-    """The folder in which torch builds extensions."""
-    if chosen := environ.get("TORCH_EXTENSIONS_DIR"):
-        return Path(chosen)
-    extensions = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
-    version = require("torch.version", extra="", why="DeepSpeed's C++ parts")
-    kind = "cpu"
-    if version.hip is not None:
-        kind = f"rocm{version.hip.replace('.', '')}"
-    elif version.cuda is not None:
-        kind = f"cu{version.cuda.replace('.', '')}"
-    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-    return Path(extensions.get_default_build_root()) / f"{python}_{kind}"

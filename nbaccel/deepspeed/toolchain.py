@@ -2,6 +2,7 @@
 
 On a CPU every engine loads one, whatever its stage, and torch asks for ninja even where the
 operation was built long ago. The errors of all this come late and name something else.
+Which operations a configuration needs is told by `ops`.
 """
 
 from __future__ import annotations
@@ -12,16 +13,26 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 from nbaccel import env
+from nbaccel._optional import require
 from nbaccel.errors import MissingBackend, PlatformUnsupported, UnsafeMoment
 from nbaccel.log import get_logger
 
-__all__ = ["check_compiler", "holder_of", "path_with_ninja", "remove_forgotten_locks"]
+__all__ = [
+    "check_compiler",
+    "compiler_of",
+    "extensions_folder",
+    "holder_of",
+    "ninja_beside_python",
+    "no_compiler",
+    "path_with_ninja",
+    "remove_forgotten_locks",
+]
 
 _log = get_logger(__name__)
 _CPU_OPERATION = "deepspeed_shm_comm"
@@ -45,15 +56,60 @@ def path_with_ninja() -> str | None:
     path = env.read("PATH")
     if shutil.which("ninja", path=path):
         return path
-    beside = (str(Path(sys.executable).parent), sysconfig.get_path("scripts"))
-    found = shutil.which("ninja", path=os.pathsep.join(beside))
+    found = ninja_beside_python()
     if found is None:
         raise MissingBackend(
             f"DeepSpeed needs ninja to load its C++ operations, also those already built: none is "
             f"in PATH ({path}) nor beside {sys.executable}. Install it: pip install ninja",
             name="ninja",
         )
-    return os.pathsep.join([str(Path(found).parent), *filter(None, [path])])
+    return os.pathsep.join([str(found.parent), *filter(None, [path])])
+
+
+def ninja_beside_python() -> Path | None:
+    """The ninja that pip installed for this Python, wherever PATH leads.
+
+    Returns:
+        The program; None where there is none.
+    """
+    beside = (str(Path(sys.executable).parent), sysconfig.get_path("scripts"))
+    found = shutil.which("ninja", path=os.pathsep.join(beside))
+    return Path(found) if found else None
+
+
+def compiler_of(environ: Mapping[str, str]) -> list[str] | None:
+    """The C++ compiler that torch takes in this environment.
+
+    Args:
+        environ: The environment of the process that builds.
+
+    Returns:
+        Its path and the options that `CXX` gives it; None where it is not on PATH.
+    """
+    name, *options = _compiler_words(environ)
+    found = shutil.which(name, path=environ.get("PATH", os.defpath))
+    return [found, *options] if found else None
+
+
+def no_compiler(environ: Mapping[str, str], operations: Sequence[str]) -> str:
+    """What to say where there is no compiler.
+
+    Args:
+        environ: The environment of the process that builds.
+        operations: What it would build.
+
+    Returns:
+        What is wrong, why it matters, what to do.
+    """
+    return (
+        f"The C++ compiler {_compiler_words(environ)[0]!r} is not on PATH. DeepSpeed builds "
+        f"{', '.join(operations)} on first use and needs one. Install it: apt-get install g++ (or "
+        "conda install gxx_linux-64); or set CXX to the one you have."
+    )
+
+
+def _compiler_words(environ: Mapping[str, str]) -> list[str]:
+    return shlex.split(environ.get("CXX", "")) or ["c++"]
 
 
 def check_compiler() -> None:
@@ -62,15 +118,9 @@ def check_compiler() -> None:
     Raises:
         PlatformUnsupported: There is no C++ compiler, and the operation was not built before.
     """
-    name = env.read("CXX") or "c++"
-    words = shlex.split(name) or [name]
-    if shutil.which(words[0], path=env.read("PATH")) or _is_built(_CPU_OPERATION):
-        return
-    raise PlatformUnsupported(
-        f"DeepSpeed on a CPU compiles its operation {_CPU_OPERATION} when the first engine is "
-        f"made, and the C++ compiler {name!r} is not on PATH. Install one (apt-get install g++, or "
-        "conda install gxx), or set CXX to the one you have."
-    )
+    environ = env.snapshot()
+    if compiler_of(environ) is None and not _is_built(_CPU_OPERATION, environ):
+        raise PlatformUnsupported(no_compiler(environ, [_CPU_OPERATION]))
 
 
 def remove_forgotten_locks() -> tuple[Path, ...]:
@@ -145,24 +195,33 @@ def _would_be_seen(lock: Path) -> bool:
     return not kind.startswith(_SHARED_FILE_SYSTEMS)
 
 
-def _roots() -> Iterator[Path]:
-    """Folders with one folder per operation, as torch chooses them."""
-    asked = env.read("TORCH_EXTENSIONS_DIR")
-    if asked is not None:
-        yield Path(asked)
-        return
-    from torch.utils.cpp_extension import get_default_build_root
+def extensions_folder(environ: Mapping[str, str]) -> Path:
+    """Where torch builds operations, one folder each: its rule, by versions of Python and CUDA.
 
-    # One for each pair of Python and CUDA versions.
-    yield from (path for path in Path(get_default_build_root()).glob("py*") if path.is_dir())
+    Args:
+        environ: The environment of the process that builds.
+
+    Returns:
+        The folder; it need not be there yet.
+    """
+    if chosen := environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(chosen)
+    extensions = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
+    version = require("torch.version", extra="", why="DeepSpeed's C++ parts")
+    kind = "cpu"
+    if version.hip is not None:
+        kind = f"rocm{version.hip.replace('.', '')}"
+    elif version.cuda is not None:
+        kind = f"cu{version.cuda.replace('.', '')}"
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    return Path(extensions.get_default_build_root()) / f"{python}_{kind}"
 
 
 def _locks() -> list[Path]:
-    return [lock for root in _roots() for lock in root.glob("*/lock")]
+    return sorted(extensions_folder(env.snapshot()).glob("*/lock"))
 
 
-def _is_built(operation: str) -> bool:
+def _is_built(operation: str, environ: Mapping[str, str]) -> bool:
     installed = getattr(sys.modules.get("deepspeed.git_version_info"), "installed_ops", {})
-    return bool(installed.get(operation)) or any(
-        (root / operation / f"{operation}.so").exists() for root in _roots()
-    )
+    built = extensions_folder(environ) / operation / f"{operation}.so"
+    return bool(installed.get(operation)) or built.exists()

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
-from pathlib import Path
-
 import pytest
 
 from nbaccel._optional import is_installed
+from tests.deepspeed import operations
 
-OPERATIONS = ("deepspeed_shm_comm", "fused_adam", "cpu_adam")
 
-
-def are_built() -> bool:
-    """Whether the C++ operations of engines on a CPU are there; building them takes minutes."""
-    default = Path.home() / ".cache" / "torch_extensions" / f"py3{sys.version_info.minor}_cpu"
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
-    return all((folder / name / f"{name}.so").exists() for name in OPERATIONS)
+def _built(names: tuple[str, ...]) -> pytest.MarkDecorator:
+    missing = operations.not_built(names)
+    remedy = "make deepspeed-ops builds them, or says which package it lacks"
+    return pytest.mark.skipif(
+        bool(missing), reason=f"DeepSpeed's operations {missing} are not built: {remedy}"
+    )
 
 
 DEEPSPEED = pytest.mark.skipif(not is_installed("deepspeed"), reason="deepspeed is not installed")
-ENGINE = [
-    DEEPSPEED,
-    pytest.mark.skipif(
-        not (shutil.which("c++") or shutil.which("g++")),
-        reason="there is no C++ compiler, which DeepSpeed needs for its first engine",
-    ),
-    pytest.mark.skipif(
-        not are_built(),
-        reason="DeepSpeed's C++ operations are not built (minutes): make deepspeed-ops, then again",
-    ),
-]
+ENGINE = [DEEPSPEED, _built(operations.ENGINE)]
+DISK = [*ENGINE, _built(operations.DISK)]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import pytest
 
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed.checking import check_config
+from nbaccel.deepspeed.combinations import combination_mistakes, doubts
 from nbaccel.deepspeed.config import ZERO, ZeroConfig
 from nbaccel.deepspeed.kinds import AUTO
 from nbaccel.deepspeed.ops import missing_tools, needed_ops
@@ -157,6 +160,59 @@ def test_every_named_key_is_one_that_deepspeed_knows():
     compare(ZeroConfig, "")
 
 
+EXAMPLES = (True, 7, 3, 0.5, "fp32", "cpu", "mean", "words", ["a.B"], {"lr": 0.001})
+
+
+def nested(path, value):
+    for part in reversed(path):
+        value = {part: value}
+    return value
+
+
+def leaf(settings):
+    """The path and the value of the one setting in it."""
+    path = []
+    while isinstance(settings, dict) and settings not in EXAMPLES:
+        ((key, settings),) = settings.items()
+        path.append(key)
+    return path, settings
+
+
+def came_back(path):
+    """What came out of JSON for the first example that this key takes, and came back as it was."""
+    found = []
+    for value in EXAMPLES:
+        with contextlib.suppress(ConfigError):
+            out = ZeroConfig.from_dict(nested(path, value)).to_dict()
+            assert ZeroConfig.from_json(json.dumps(out)).to_dict() == out
+            if leaf(out)[1] == value:
+                found.append(leaf(out)[0])
+    return found[0]
+
+
+def test_every_key_that_deepspeed_knows_comes_back_from_json():
+    """Under its name, or under the present one where it was an old form of it."""
+    schema = deepspeed_schema()
+    walked, renamed = 0, set()
+    for section, keys in schema.sections.items():
+        for key in keys:
+            path = [*filter(None, section.split(".")), key]
+            if ".".join(path) in schema.sections:
+                continue  # a section: its own keys are walked
+            walked += 1
+            if (new := came_back(path)) != path:
+                renamed.add((".".join(path), ".".join(new)))
+    assert walked > 250
+    for old, new in renamed:
+        section, _, name = new.rpartition(".")
+        assert (
+            old.startswith("bfloat16.")
+            or name == f"stage3_{old.rpartition('.')[2]}"
+            or ("fp16_weights" in old and "16bit_weights" in new)
+        ), (old, new)
+        assert name in schema.sections[section]
+
+
 def test_the_schema_holds_what_no_documentation_lists_together():
     schema = deepspeed_schema()
     assert {"train_batch_size", ZERO, "sequence_parallel_size", "bfloat16"} <= schema.sections[""]
@@ -223,7 +279,6 @@ def test_what_deepspeed_accepts_is_accepted(settings):
 # ------------------------------------------------------------------------- combinations
 IMPOSSIBLE = {
     "fp16 and bf16": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true", {"device": "cuda"}),
-    "fp16 on a CPU": ({"fp16": {"enabled": True}}, "fp16.enabled cannot be true on the CPU", {}),
     "stage 2 parameters": ({ZERO: {"stage": 2, "offload_param": {"device": "cpu"}}}, "needs stage 3: got stage 2", {}),
     "stage 2 nvme": (
         {ZERO: {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}},
@@ -313,6 +368,36 @@ def test_what_may_disappoint_is_a_warning():
     assert check_config({**BATCH, ZERO: zero}, inventory=CPU).warnings == ()
     (said,) = check_config({**BATCH, "bfloat16": {}}, inventory=CPU).warnings
     assert "bfloat16 is an old form: write bf16={}" in said
+
+
+def fp16_on_the_cpu():
+    """What is said of fp16, and of float32 on disk, which DeepSpeed makes depend on the same."""
+    half = ZeroConfig(fp16={"enabled": True})
+    disk = ZeroConfig(stage=3, offload_param={"device": "nvme", "nvme_path": "/x"})
+    said = [*combination_mistakes(half, device="cpu"), *doubts(disk, device="cpu")]
+    return [text for text in said if "float16" in text]
+
+
+def test_fp16_on_a_cpu_is_refused_where_deepspeed_refuses_it():
+    cpu = import_module("deepspeed.accelerator.cpu_accelerator").CPU_Accelerator()
+    assert len(fp16_on_the_cpu()) == (0 if cpu.is_fp16_supported() else 2)
+
+
+def test_fp16_on_an_older_cpu_is_refused():
+    code = "from tests.deepspeed import test_checking as t; print('\\n'.join(t.fp16_on_the_cpu()))"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        check=True,
+    )
+    refused, doubted = done.stdout.splitlines()[-2:]
+    assert refused.startswith("fp16.enabled cannot be true on this CPU")
+    assert refused.endswith("Use bf16.")
+    assert "keeps the weights as bfloat16" in doubted
 
 
 def test_a_gpu_takes_fp16_and_needs_no_part_for_it():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nbaccel.deepspeed.published import deepspeed_table, zero2_needs, zero3_needs
@@ -54,7 +54,6 @@ numbers = {
 
 @DEEPSPEED
 @pytest.mark.filterwarnings("ignore")  # what DeepSpeed warns of when imported is not tested here
-@settings(deadline=None)
 @given(param=st.booleans(), zero_init=st.booleans(), **numbers)
 def test_zero_3_needs_are_deepspeeds_own(
     total, layer, devices, nodes, factor, optimizer, param, zero_init
@@ -75,7 +74,6 @@ def test_zero_3_needs_are_deepspeeds_own(
 
 @DEEPSPEED
 @pytest.mark.filterwarnings("ignore")
-@settings(deadline=None)
 @given(**numbers)
 def test_zero_2_needs_are_deepspeeds_own(total, layer, devices, nodes, factor, optimizer):
     from deepspeed.runtime.zero.stage_1_and_2 import (

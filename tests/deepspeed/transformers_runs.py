@@ -2,63 +2,124 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, GPT2Config, Trainer, TrainingArguments
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GPT2Config,
+    T5Config,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from nbaccel.deepspeed.environment import deepspeed_environment
 from tests.deepspeed.engines import changes, config, world
 
+GPT2 = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=16)
+T5 = T5Config(
+    vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
+)
+KINDS = {"gpt2": (AutoModelForCausalLM, GPT2), "t5": (AutoModelForSeq2SeqLM, T5)}
+TRAP = "ACCELERATE_USE_DEEPSPEED"
 
-def tiny_model() -> Any:
-    shape = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=16)
-    return AutoModelForCausalLM.from_config(shape)
+
+def tiny_model(name: str) -> Any:
+    kind, shape = KINDS[name]
+    torch.manual_seed(0)
+    return kind.from_config(shape)
 
 
 def shapes(model: Any) -> list[tuple[int, ...]]:
     return sorted({tuple(p.shape) for p in model.parameters()})
 
 
-def fit(deepspeed: dict[str, Any] | None, folder: str) -> dict[str, Any]:
+def whole(model: Any) -> dict[str, torch.Tensor]:
+    """Parameters with what ZeRO-3 has taken away from this process brought back."""
+    import deepspeed
+
+    parameters = dict(model.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(parameters.values())):
+        return {name: value.detach().clone() for name, value in parameters.items()}
+
+
+def in_pieces(name: str, saved: Path) -> dict[str, Any]:
+    """A model made, and one read from a folder, while a ZeRO-3 configuration is alive."""
+    kind, shape = KINDS[name]
+    before = tiny_model(name)
+    before.save_pretrained(saved)
+    with deepspeed_environment():
+        kept = HfDeepSpeedConfig(config(3))
+        made, read = kind.from_config(shape), kind.from_pretrained(saved)
+        found = {"made": shapes(made), "read": shapes(read)}
+        values, originals = whole(read), dict(before.named_parameters())
+        found["same"] = values.keys() == originals.keys() and all(
+            torch.equal(values[key], originals[key]) for key in values
+        )
+    found["zero_3_afterwards"] = is_deepspeed_zero3_enabled()
+    found["afterwards"] = shapes(kind.from_pretrained(saved))
+    del kept
+    return found
+
+
+def fit(name: str, deepspeed: dict[str, Any] | str | None, folder: str) -> dict[str, Any]:
     arguments = TrainingArguments(
         output_dir=folder,
         deepspeed=deepspeed,
-        max_steps=2,
+        max_steps=4,
+        learning_rate=0.01,
         per_device_train_batch_size=4,
         use_cpu=True,
         report_to=[],
         save_strategy="no",
+        logging_steps=1,
         disable_tqdm=True,
     )
-    rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
-    trainer = Trainer(model=tiny_model(), args=arguments, train_dataset=rows)
+    rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 16
+    trainer = Trainer(model=tiny_model(name), args=arguments, train_dataset=rows)
     trainer.train()
     return {
         "deepspeed": trainer.is_deepspeed_enabled,
         "wrapped": type(trainer.model_wrapped).__name__,
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "trap": TRAP in os.environ,
     }
 
 
-def main() -> dict[str, Any]:
-    before = world()
-    with deepspeed_environment():
-        kept = HfDeepSpeedConfig(config(3))
-        inside = shapes(tiny_model())
-    told: dict[str, Any] = {"inside": inside, "zero_3_afterwards": is_deepspeed_zero3_enabled()}
-    told["afterwards"] = shapes(tiny_model())
-    del kept
-    settings = config(2) | {"train_micro_batch_size_per_gpu": "auto"}
-    settings["optimizer"] = {"type": "AdamW", "params": {"lr": "auto"}}
-    with tempfile.TemporaryDirectory() as folder:
+def settings(stage: int) -> dict[str, Any]:
+    return config(stage) | {
+        "train_micro_batch_size_per_gpu": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    }
+
+
+def trained(folder: Path) -> dict[str, Any]:
+    """Trainers with a dictionary, with a file's path, and without DeepSpeed, in this order."""
+    told: dict[str, Any] = {}
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(settings(3)))
+    gc.collect()  # models that were in pieces hold their process group, with its port
+    for name, how, given in (("gpt2", "dictionary", settings(2)), ("t5", "path", str(path))):
+        before = world()
         with deepspeed_environment():
-            told["trainer"] = fit(settings, folder)
-        after = world()
-        told["left"] = changes(before, after)
-        told["plain_trainer"] = fit(None, folder)
+            told[how] = fit(name, given, str(folder))
+        told[how]["left"] = changes(before, world())
+    told["none"] = fit("t5", None, str(folder))
     return told
+
+
+def main() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        pieces = {kind: in_pieces(kind, folder / kind) for kind in KINDS}
+        return {"pieces": pieces, "trained": trained(folder)}
 
 
 if __name__ == "__main__":

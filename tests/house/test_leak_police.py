@@ -1,8 +1,13 @@
-"""The police are proven by tests that leak for real, each in a pytest of its own."""
+"""The police are proven by tests that leak for real, one after another in a pytest of their own."""
 
 from __future__ import annotations
 
+import fnmatch
 import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -13,24 +18,49 @@ from tests import hardware, leak_police
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def judged(pytester, monkeypatch):
-    """Run a test file under this project's conftest; return pytest's verdict on it."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    pytester.makeini(
-        "[pytest]\nmarkers =\n  no_memfd_growth: police the memfds\n  gpu: a gpu\n"
-        "addopts = -p no:cacheprovider"
+INI = "[pytest]\nmarkers =\n  no_memfd_growth: police the memfds\n  gpu: a gpu\n"
+CONFTEST = """
+pytest_plugins = ["tests.conftest"]
+from tests import leak_police
+leak_police.GRACE_S = {grace_s}
+"""
+
+
+def run_pytest(folder: Path, sources: list[str], *, grace_s: float = 0.3) -> Verdicts:
+    """Run files of tests under this project's conftest, in one process, in their order."""
+    (folder / "pytest.ini").write_text(INI)
+    (folder / "conftest.py").write_text(CONFTEST.format(grace_s=grace_s))
+    for number, source in enumerate(sources):
+        (folder / f"test_{number:02}.py").write_text(source)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junitxml=report.xml"]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
+    return Verdicts(done.stdout, folder / "report.xml")
 
-    def run(source: str, grace_s: float = 0.3):
-        pytester.makeconftest(
-            'pytest_plugins = ["tests.conftest"]\n'
-            f"from tests import leak_police\nleak_police.GRACE_S = {grace_s}\n"
-        )
-        pytester.makepyfile(source)
-        return pytester.runpytest_subprocess("-q", "-rs")
 
-    return run
+class Verdicts:
+    """What pytest said of each test, and of none."""
+
+    def __init__(self, output: str, report: Path) -> None:
+        self.output = output
+        self._cases = list(ET.parse(report).iter("testcase"))
+
+    def of(self, number: int) -> dict[str, str]:
+        """Of the tests in one file: what was said of it; nothing where it passed."""
+        return {
+            str(case.get("name")): " ".join(
+                f"{said.tag}: {said.get('message')} {said.text}" for said in case
+            )
+            for case in self._cases
+            if f"test_{number:02}" in str(case.get("classname"))
+        }
 
 
 LEAKS = {
@@ -131,52 +161,21 @@ LEAKS = {
 }
 
 
-@pytest.mark.parametrize("leak", LEAKS)
-def test_a_leak_is_found_and_cleaned_up_for_the_next_test(judged, leak):
-    source, complaint = LEAKS[leak]
-    verdict = judged(source + "\ndef test_next():\n    pass\n")
-    verdict.stdout.fnmatch_lines(["*the test left behind:*", complaint])
-    verdict.assert_outcomes(passed=2, errors=1)
-
-
-def test_nothing_of_a_leaked_process_survives_the_session(judged):
-    judged("import subprocess\ndef test():\n    subprocess.Popen(['sleep', '63'])\n")
-    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "63"]]
-
-
-def test_what_is_just_ending_is_given_time(judged):
-    verdict = judged(
-        "import subprocess, threading, time\n"
-        "def test_thread():\n"
-        "    threading.Thread(target=time.sleep, args=(0.5,)).start()\n"
-        "def test_orphan():\n"
-        "    subprocess.run(['sh', '-c', 'sleep 0.5 >/dev/null 2>&1 &'], check=True)\n",
-        grace_s=leak_police.GRACE_S,
-    )
-    verdict.assert_outcomes(passed=2)
-
-
-def test_what_fixtures_clean_up_or_hold_on_purpose_is_no_leak(judged):
-    judged(
-        "import os, subprocess, pytest\n"
-        "@pytest.fixture(scope='module')\n"
-        "def server():\n"
-        "    child = subprocess.Popen(['sleep', '64'])\n"
-        "    yield child\n"
-        "    child.kill(); child.wait()\n"
-        "def test_held(server):\n"
-        "    assert server.poll() is None\n"
-        "def test_restored(monkeypatch, tmp_path):\n"
-        "    monkeypatch.setenv('NEW', 'x'); monkeypatch.chdir(tmp_path)\n"
-    ).assert_outcomes(passed=2)
-
-
-def test_memfds_are_counted_only_where_asked(judged):
-    judged("import os\ndef test():\n    os.memfd_create('nbaccel-test')\n").assert_outcomes(
-        passed=1
-    )
-
-
+NEXT = "\ndef test_next():\n    assert True\n"
+HELD = (
+    "import os, subprocess, pytest\n"
+    "@pytest.fixture(scope='module')\n"
+    "def server():\n"
+    "    child = subprocess.Popen(['sleep', '64'])\n"
+    "    yield child\n"
+    "    child.kill(); child.wait()\n"
+    "def test_held(server):\n"
+    "    assert server.poll() is None\n"
+    "def test_restored(monkeypatch, tmp_path):\n"
+    "    monkeypatch.setenv('NEW', 'x'); monkeypatch.chdir(tmp_path)\n"
+)
+UNWATCHED = "import os\ndef test():\n    os.memfd_create('nbaccel-test')\n"
+ON_A_GPU = "import pytest\n@pytest.mark.gpu\ndef test():\n    assert True\n"
 FAKE_TEMPLATE = """
 import subprocess, sys, types
 
@@ -191,40 +190,85 @@ def install(child_too):
     module.stop = lambda: (server.kill(), server.wait(), print('template: shut down'))
     sys.modules['nbaccel.launch.warmup'] = module
 """
+TEMPLATE_ALONE = FAKE_TEMPLATE + "\ndef test():\n    install(child_too=False)\n"
+TEMPLATE_WITH_WORKER = FAKE_TEMPLATE + "\ndef test():\n    install(child_too=True)\n"
+STRANGER = f"police-stranger-{os.getpid()}"
+# Another process of the same user makes a segment while our test runs, and keeps it open.
+# setsid and an emptied environment: nothing ties it to this session.
+STRANGERS_SEGMENT = (
+    "import subprocess, sys, pathlib\n"
+    "def test():\n"
+    f"    subprocess.run(['sh', '-c', 'env -i setsid sh -c \"exec 9>/dev/shm/{STRANGER}; "
+    "exec sleep 4\" >/dev/null 2>&1 &'], check=True)\n"
+    f"    while not pathlib.Path('/dev/shm/{STRANGER}').exists(): continue\n"
+)
+BESIDE = [HELD, UNWATCHED, ON_A_GPU, STRANGERS_SEGMENT, TEMPLATE_ALONE]
 
 
-def test_the_template_may_stay_until_the_session_ends(judged):
-    verdict = judged(FAKE_TEMPLATE + "\ndef test():\n    install(child_too=False)\n")
-    verdict.assert_outcomes(passed=1)
-    assert "template: shut down" in verdict.stdout.str()
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verdicts]:
+    """Of one session with all leaks, and with what is none; the template is last, for its end."""
+    sources = [source + NEXT for source, _ in LEAKS.values()] + BESIDE
+    yield run_pytest(tmp_path_factory.mktemp("police"), sources)
+    (Path("/dev/shm") / STRANGER).unlink(missing_ok=True)
 
 
-def test_a_worker_of_the_template_may_not(judged):
-    verdict = judged(FAKE_TEMPLATE + "\ndef test():\n    install(child_too=True)\n")
-    verdict.assert_outcomes(passed=1, errors=1)
-    verdict.stdout.fnmatch_lines(["*process * (sleep 65)*"])
+@pytest.mark.parametrize("leak", LEAKS)
+def test_a_leak_is_found_and_cleaned_up_for_the_next_test(verdicts, leak):
+    found = verdicts.of(list(LEAKS).index(leak))
+    said = found.pop("test")
+    assert fnmatch.fnmatch(said, f"error: *the test left behind:{LEAKS[leak][1]}"), said
+    assert found == {"test_next": ""}
 
 
-def test_a_stranger_s_segment_is_his(judged):
-    """Another process of the same user makes a segment while our test runs, and keeps it open."""
-    name = f"police-stranger-{os.getpid()}"
-    verdict = judged(
-        "import subprocess, sys, pathlib\n"
-        "def test():\n"
-        "    # setsid and an emptied environment: nothing ties the process to this session\n"
-        f"    subprocess.run(['sh', '-c', 'env -i setsid sh -c \"exec 9>/dev/shm/{name}; "
-        "exec sleep 4\" >/dev/null 2>&1 &'], check=True)\n"
-        f"    while not pathlib.Path('/dev/shm/{name}').exists(): pass\n"
-    )
-    try:
-        verdict.assert_outcomes(passed=1)
-    finally:
-        (Path("/dev/shm") / name).unlink(missing_ok=True)
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        (HELD, ["test_held", "test_restored"]),
+        (UNWATCHED, ["test"]),
+        (STRANGERS_SEGMENT, ["test"]),
+        (TEMPLATE_ALONE, ["test"]),
+    ],
+    ids=[
+        "what fixtures clean up or hold on purpose",
+        "memfds where they are not watched",
+        "a segment of a stranger",
+        "the template",
+    ],
+)
+def test_what_is_no_leak_is_not_called_one(verdicts, source, names):
+    assert verdicts.of(len(LEAKS) + BESIDE.index(source)) == dict.fromkeys(names, "")
 
 
-def test_gpu_tests_are_skipped_with_the_reason_where_there_is_none(judged):
+def test_the_template_is_shut_down_when_the_session_ends(verdicts):
+    assert "template: shut down" in verdicts.output
+
+
+def test_nothing_of_a_leaked_process_survives_the_session(verdicts):
+    leaked = [["sleep", seconds] for seconds in ("61", "62", "64", "65")]
+    assert verdicts.of(0)["test"], "a child leaked"
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] in leaked]
+
+
+def test_gpu_tests_are_skipped_with_the_reason_where_there_is_none(verdicts):
     if hardware.missing_gpu() is None:
         pytest.skip("this machine has a GPU: nothing is skipped")
-    verdict = judged("import pytest\n@pytest.mark.gpu\ndef test():\n    pass\n")
-    verdict.assert_outcomes(skipped=1)
-    verdict.stdout.fnmatch_lines(["SKIPPED * needs an NVIDIA GPU: *"])
+    said = verdicts.of(len(LEAKS) + BESIDE.index(ON_A_GPU))["test"]
+    assert said.startswith("skipped: needs an NVIDIA GPU: "), said
+
+
+def test_what_is_just_ending_is_given_time(tmp_path):
+    source = (
+        "import subprocess, threading, time\n"
+        "def test_thread():\n"
+        "    threading.Thread(target=time.sleep, args=(0.5,)).start()\n"
+        "def test_orphan():\n"
+        "    subprocess.run(['sh', '-c', 'sleep 0.5 >/dev/null 2>&1 &'], check=True)\n"
+    )
+    found = run_pytest(tmp_path, [source], grace_s=leak_police.GRACE_S).of(0)
+    assert found == {"test_thread": "", "test_orphan": ""}
+
+
+def test_a_worker_of_the_template_may_not_stay(tmp_path):
+    said = run_pytest(tmp_path, [TEMPLATE_WITH_WORKER]).of(0)["test"]
+    assert fnmatch.fnmatch(said, "error: *process * (sleep 65)*"), said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.train.checkpoint.training import ALONE, Training
 
 pytestmark = pytest.mark.timeout(300)  # a cold import of Accelerate takes its time
 
-SAFE = pytest.mark.parametrize("safe", [True, False])
+SAFE = (True, False)  # walked within one process: each costs a cold import of Accelerate
 
 
 def prepared(training: Training) -> Any:
@@ -64,37 +65,35 @@ def fresh() -> Training:
 
 
 @isolated(timeout_s=200)
-@SAFE
-def test_accelerate_goes_on_from_a_checkpoint_of_nbaccel(tmp_path, safe):
-    first = trained()
-    save_state(
-        tmp_path / "c", first.parts, ALONE, first.collectives, step=5, safe_serialization=safe
-    )
-    saved = first.state()
-    unbroken = [one_step(first), *draws()]
+def test_accelerate_goes_on_from_a_checkpoint_of_nbaccel(tmp_path):
+    for safe in SAFE:
+        first, folder = trained(), tmp_path / f"safe-{safe}"
+        save_state(folder, first.parts, ALONE, first.collectives, step=5, safe_serialization=safe)
+        saved = first.state()
+        unbroken = [one_step(first), *draws()]
 
-    second = fresh()
-    accelerator = prepared(second)
-    accelerator.load_state(str(tmp_path / "c"))
-    assert accelerator.step == 5
-    assert second.state() == saved
-    assert [one_step(second), *draws()] == unbroken
+        second = fresh()
+        accelerator = prepared(second)
+        accelerator.load_state(str(folder))
+        assert accelerator.step == 5, safe
+        assert second.state() == saved, safe
+        assert [one_step(second), *draws()] == unbroken, safe
 
 
 @isolated(timeout_s=200)
-@SAFE
-def test_nbaccel_goes_on_from_a_checkpoint_of_accelerate(tmp_path, safe):
-    first = trained()
-    accelerator = prepared(first)
-    accelerator.step = 5
-    accelerator.save_state(str(tmp_path / "c"), safe_serialization=safe)
-    saved = first.state()
-    unbroken = [one_step(first), *draws()]
+def test_nbaccel_goes_on_from_a_checkpoint_of_accelerate(tmp_path):
+    for safe in SAFE:
+        first, folder = trained(), tmp_path / f"safe-{safe}"
+        accelerator = prepared(first)
+        accelerator.step = 5
+        accelerator.save_state(str(folder), safe_serialization=safe)
+        saved = first.state()
+        unbroken = [one_step(first), *draws()]
 
-    second = fresh()
-    assert load_state(tmp_path / "c", second.parts, ALONE, second.collectives) == 5
-    assert second.state() == saved
-    assert [one_step(second), *draws()] == unbroken
+        second = fresh()
+        assert load_state(folder, second.parts, ALONE, second.collectives) == 5, safe
+        assert second.state() == saved, safe
+        assert [one_step(second), *draws()] == unbroken, safe
 
 
 @isolated(timeout_s=200)
@@ -109,13 +108,14 @@ def test_both_write_the_same_files(tmp_path):
 
 
 @isolated(timeout_s=200)
-@SAFE
-@pytest.mark.parametrize("limit", ["10GB", 100])
-def test_accelerate_loads_a_model_that_nbaccel_cut_into_files(tmp_path, safe, limit):
+def test_accelerate_loads_a_model_that_nbaccel_cut_into_files(tmp_path):
     from accelerate import load_checkpoint_in_model
 
-    first, second = trained().model, fresh().model
-    save_model(first.state_dict(), tmp_path, max_shard_size=limit, safe_serialization=safe)
-    load_checkpoint_in_model(second, str(tmp_path))
-    for name, value in first.state_dict().items():
-        assert second.state_dict()[name].equal(value), name
+    for safe, limit in itertools.product(SAFE, ["10GB", 100]):
+        first, second = trained().model, fresh().model
+        folder = tmp_path / f"safe-{safe}-{limit}"
+        folder.mkdir()
+        save_model(first.state_dict(), folder, max_shard_size=limit, safe_serialization=safe)
+        load_checkpoint_in_model(second, str(folder))
+        for name, value in first.state_dict().items():
+            assert second.state_dict()[name].equal(value), (safe, limit, name)

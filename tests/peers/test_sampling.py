@@ -30,7 +30,7 @@ def shares(module: Any, length: int, size: int, processes: int, drop: bool, *how
     return found, [len(shard) for shard in shards], [shard.total_length for shard in shards]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(LENGTHS, SIZES, PROCESSES, st.booleans(), st.booleans(), st.booleans())
 def test_batches_are_shared_out_alike(length, size, processes, drop, split, even):
     size = size * processes if split else size
@@ -54,7 +54,6 @@ class Odd:
         return len(self.batches)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 4), max_size=9), PROCESSES, st.booleans())
 def test_batches_of_no_fixed_size_are_shared_out_alike(lengths, processes, even):
     ours, theirs = (
@@ -78,7 +77,7 @@ class Stream(IterableDataset[int]):
         return self.length
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(LENGTHS, SIZES, PROCESSES, st.booleans(), st.booleans())
 def test_streams_are_shared_out_alike(length, size, processes, drop, split):
     size = size * processes if split else size
@@ -97,7 +96,6 @@ def test_streams_are_shared_out_alike(length, size, processes, drop, split):
         assert [len(s) for s in shards[0]] == [len(o) for o in ours]
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(0, 12))
 def test_the_same_batches_are_skipped(length, skip):
     ours = sampling.SkipBatchSampler(batches(length, 3, False), skip)
@@ -106,7 +104,6 @@ def test_the_same_batches_are_skipped(length, skip):
     assert len(ours) == len(list(iter(theirs)))  # Accelerate's own length may be negative
 
 
-@settings(deadline=None)
 @given(st.integers(1, 30), st.integers(0, 2**31), st.integers(0, 5))
 def test_seeded_orders_are_the_same(length, seed, epoch):
     orders = []

@@ -312,7 +312,7 @@ CODE = st.lists(
 
 
 @given(above=CODE)
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 def test_whatever_stands_above_the_line_is_the_user_s(cells: Cells, above: list[str]) -> None:
     text = "\n".join(["g = 1", *above, "raise LookupError('here')"])
     done = cells.run(text)
