@@ -139,19 +139,20 @@ def troubled(scale: float, made_in: str, fp16: dict[str, Any] | None, steps: int
     model = Endless(made_in)
     prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     said: list[str] = []
-    done = skipped = 0
+    skipped = made = 0
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            for done in range(1, steps + 1):
+            for _ in range(steps):
                 accelerator.backward(prepared(torch.ones(2, 8), scale))
                 optimizer.step()
+                made += 1
                 skipped += accelerator.optimizer_step_was_skipped
         except NbaccelError as error:
             said.append(f"{type(error).__name__}: {error}")
     said += [str(w.message) for w in caught if "loss is no number" in str(w.message)]
     accelerator.free_memory()
-    return {"steps": done, "skipped": int(skipped), "said": said}
+    return {"steps": made, "skipped": int(skipped), "said": said}
 
 
 def troubles() -> dict[str, Any]:
