@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from nbaccel.accelerator import (
         Accelerator,
     )
+    from nbaccel.advising import (
+        advise,
+    )
     from nbaccel.config import (
         RunConfig,
     )
@@ -108,6 +111,7 @@ __all__ = [
     "WorkerDied",
     "WorkerFailed",
     "__version__",
+    "advise",
     "debug_launcher",
     "deepspeed_environment",
     "estimate_memory",
@@ -123,6 +127,7 @@ __all__ = [
 
 _HOMES = {
     "nbaccel.accelerator": ("Accelerator",),
+    "nbaccel.advising": ("advise",),
     "nbaccel.config": ("RunConfig",),
     "nbaccel.config.handlers": (
         "AutocastKwargs",

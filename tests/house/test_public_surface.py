@@ -42,6 +42,7 @@ PUBLIC = {
     "WorkerDied",
     "WorkerFailed",
     "__version__",
+    "advise",
     "debug_launcher",
     "deepspeed_environment",
     "estimate_memory",
