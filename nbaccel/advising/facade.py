@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbaccel.config import RunConfig
-from nbaccel.deepspeed.advisor.advice import Advice
+from nbaccel.deepspeed.advisor.advice import Advice, Rung
 from nbaccel.deepspeed.advisor.configs import Recipe, batch_of
 from nbaccel.deepspeed.advisor.precision import Precision, choose_precision
 from nbaccel.deepspeed.advisor.walking import Budget, Walk, climb
 from nbaccel.deepspeed.batches import num_samples
+from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.reading import load_settings
 from nbaccel.deepspeed.shape import measure
 from nbaccel.errors import ConfigError
@@ -84,6 +85,8 @@ def advise(
     plan = resolve(RunConfig(num_processes=num_processes), machine)
     base = {} if config is None else load_settings(config)
     world = plan.num_processes * num_nodes
+    if config is not None:  # its mistakes are the user's, and not a rung's
+        check_config(base, inventory=machine, allow_auto=True, check_tools=False)
     gpus = machine.gpus[: plan.num_processes] if plan.device == "cuda" else ()
     format_ = choose_precision(precision, config=base, model=model, gpus=gpus)
     recipe = Recipe(
@@ -132,15 +135,25 @@ def _advice(
         num_processes=plan.num_processes,
         largest_batch_size=search.works if search else None,
         is_largest=search is None or search.fails is not None,
-        warnings=tuple(_warnings(walk, format_)),
+        warnings=tuple(_warnings(walk, format_, chosen)),
     )
 
 
-def _warnings(walk: Walk, format_: Precision) -> Iterator[str]:
+def _warnings(walk: Walk, format_: Precision, chosen: Rung | None) -> Iterator[str]:
     if walk.sample_batch is None:
         yield "Activations are not in it: they depend on the batch. Give sample_batch."
     if format_.warning:
         yield format_.warning
+    config = chosen.config if chosen is not None else None
+    if config is None:
+        return
+    if _torch_adam(config) and not _torch_adam(walk.recipe.base):
+        yield "With torch's Adam (torch_adam), since DeepSpeed's own cannot be compiled here."
+    yield from check_config(config, inventory=walk.inventory).warnings
+
+
+def _torch_adam(config: Mapping[str, Any]) -> bool:
+    return bool(((config.get("optimizer") or {}).get("params") or {}).get("torch_adam"))
 
 
 def _check(model: Any, sample_batch: Any, *, try_it: bool, num_nodes: int, max_trials: int) -> None:

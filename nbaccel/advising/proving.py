@@ -27,7 +27,7 @@ _MOST_TIMES = 2**10
 _SAMPLES_PER_STEP = 2
 """Forward passes that are accumulated in a trial: the second shows what accumulation keeps."""
 _OUT_OF_MEMORY = re.compile(
-    r"out of memory|can't allocate memory|cannot allocate memory|not enough memory"
+    r"out of memory|(can't|cannot|unable to|could not) allocate|not enough memory"
     r"|CUBLAS_STATUS_ALLOC_FAILED|std::bad_alloc|can't start new thread",
     re.IGNORECASE,
 )
@@ -51,8 +51,7 @@ def _is_want_of_memory(record: Any) -> bool:
         return killed or bool(_OUT_OF_MEMORY.search(record.evidence))
     raised = record.raised
     while raised is not None:
-        kind = raised.type_name.rpartition(".")[2]
-        if kind in ("MemoryError", "OutOfMemoryError") or _OUT_OF_MEMORY.search(raised.message):
+        if raised.type_name.endswith("MemoryError") or _OUT_OF_MEMORY.search(raised.message):
             return True
         raised = raised.cause
     return False

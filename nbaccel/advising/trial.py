@@ -21,6 +21,7 @@ from nbaccel.deepspeed import toolchain
 from nbaccel.deepspeed.batches import call, loss_of, mapped, resized
 from nbaccel.deepspeed.checkpointing import enable_gradient_checkpointing
 from nbaccel.deepspeed.live import LiveBytes, storage_key
+from nbaccel.units import format_bytes
 
 __all__ = ["Progress", "Search", "Trial", "run_trial"]
 
@@ -119,7 +120,7 @@ class Progress:
 
 
 def run_trial(model: nn.Module, batch: Any, trial: Trial) -> None:
-    """Make an engine and step once, or once for each batch size of a search.
+    """Make an engine and step, or step with each batch size of a search.
 
     Args:
         model: The model, as the launcher shares it.
@@ -153,9 +154,13 @@ def run_trial(model: nn.Module, batch: Any, trial: Trial) -> None:
 def _step_through(engine: Any, batch: Any, trial: Trial, note: _Note) -> None:
     size: int | None = trial.batch_size
     search = trial.search
+    note.trying = trial.batch_size
+    # Some optimizers make their states in the first step: the peak comes with the second.
+    _step(engine, resized(batch, trial.batch_size))
     while size is not None:
         note.trying = size
         _step(engine, resized(batch, size))
+        note.check()
         note.works = size
         note.write()
         if search is None:
@@ -186,6 +191,7 @@ class _Note:
     """Writes down how far this worker came, whatever ends it."""
 
     def __init__(self, trial: Trial, live: LiveBytes, accelerator: Any, *, on_gpu: bool) -> None:
+        self._host_bytes = trial.host_bytes
         self._file = Path(trial.folder, f"{env.read('RANK', '0')}.json")
         self._live = live
         self._accelerator = accelerator if on_gpu else None
@@ -193,6 +199,14 @@ class _Note:
         self.trying = 0
         if on_gpu:
             accelerator.reset_peak_memory_stats()
+
+    def check(self) -> None:
+        """The room that the limit of the process leaves beside tensors is not for tensors."""
+        if self._host_bytes is not None and self._live.peak > self._host_bytes:
+            raise MemoryError(
+                f"tensors took {format_bytes(self._live.peak)} of host memory, and a worker's "
+                f"share is {format_bytes(self._host_bytes)}, with a batch of {self.trying}"
+            )
 
     def write(self) -> None:
         gpu = self._accelerator

@@ -99,6 +99,7 @@ def _run(twin: nn.Module, batch: Any, gradient_checkpointing: bool) -> Activatio
         return tensor
 
     with LiveBytes(own) as live:
+        mapped(batch, lambda tensor: live.adopt([tensor]))  # it is on the device, too
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = loss_of(call(twin, batch))
         num_saved = sum(storage.nbytes() for storage in saved.values())

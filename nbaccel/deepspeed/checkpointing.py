@@ -38,7 +38,9 @@ def checkpoints_gradients(model: Any) -> bool:
     Returns:
         What the model says; False where it says nothing.
     """
-    return bool(getattr(model, "is_gradient_checkpointing", False))
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    name = next((name for name in names if hasattr(type(model), name) or name in vars(model)), "")
+    return bool(getattr(model, name, False))
 
 
 def enable_gradient_checkpointing(model: Any) -> None:

@@ -113,9 +113,8 @@ class Walk:
         if step.uses_nvme and self.recipe.nvme_path is None:
             return self._refused(step, size, steps, "No nvme_path was given to swap to.")
         config = self.recipe.config(step, size, steps)
-        world = self.num_processes * self.num_nodes
         try:
-            check_config(config, world_size=world, inventory=self.inventory)
+            config = self._checked(config)
         except ConfigError as error:
             return self._refused(step, size, steps, " ".join(error.mistakes))
         estimate = self.budget.of(
@@ -137,6 +136,26 @@ class Walk:
             verdict="fits" if estimate.fits else "does not fit",
             reason=_reason(estimate),
         )
+
+    def _checked(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The configuration, or nearly the same, which DeepSpeed and this machine take.
+
+        On a GPU DeepSpeed compiles its Adam, and few notebooks have the compiler for it. Torch's
+        own computes the same.
+        """
+        world = self.num_processes * self.num_nodes
+        try:
+            check_config(config, world_size=world, inventory=self.inventory)
+        except ConfigError as error:
+            other = _with_torch_adam(config)
+            if other is None:
+                raise
+            try:
+                check_config(other, world_size=world, inventory=self.inventory)
+            except ConfigError:
+                raise error from None
+            return other
+        return config
 
     def _refused(self, step: Step, size: int, steps: int, reason: str) -> Rung:
         return Rung(
@@ -192,6 +211,18 @@ def climb(
         if chosen is not None:
             return tuple(seen), chosen
     return tuple(seen), None
+
+
+def _with_torch_adam(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The same with torch's Adam; None where that is no choice."""
+    optimizer = config.get("optimizer") or {}
+    params = optimizer.get("params") or {}
+    offloads = "offload_optimizer" in (config.get("zero_optimization") or {})
+    if optimizer.get("type", "").lower() not in ("adam", "adamw") or offloads:
+        return None
+    if "torch_adam" in params:
+        return None
+    return {**config, "optimizer": {**optimizer, "params": {**params, "torch_adam": True}}}
 
 
 def _reason(estimate: MemoryEstimate) -> str:
