@@ -41,6 +41,7 @@ bench: $(VENV)/.dev  ## time launches, steps and live workers against the peers 
 	@$(BIN)/python benchmarks/launch.py
 	@$(BIN)/python benchmarks/step.py
 	@$(BIN)/python benchmarks/pool.py
+	@$(BIN)/python benchmarks/zero_memory.py
 
 deepspeed-ops: $(VENV)/.dev  ## build DeepSpeed's C++ operations once (minutes), for the tests that need a real engine
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -c 'import deepspeed, sys; \

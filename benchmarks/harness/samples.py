@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = (
-    *("nbaccel", "torch", "accelerate", "lightning", "ipykernel", "jupyter_client"),
+    *("nbaccel", "torch", "accelerate", "deepspeed", "lightning", "ipykernel", "jupyter_client"),
     *("ipyparallel", "nbdistributed", "jupyter-distributed"),
 )
 

@@ -352,8 +352,8 @@ def _stage_3(s: Settings, shape: Shape, world: int) -> tuple[Bytes, Bytes, Bytes
     everything, part = _part(shape.total, world), _part(shape.trainable, world)
     parameters = Bytes(parameters=s.parameter_bytes * everything)
     # Tensors that are too small to be worth it stay whole, beside their parts.
-    ahead = min(s.prefetch, shape.total) + shape.largest_layer + shape.at_most(s.persist)
-    device = Bytes(buckets=s.parameter_bytes * (s.reduce_bucket * s.contiguous + ahead))
+    whole = s.reduce_bucket * s.contiguous + shape.at_most(s.persist)
+    device = Bytes(buckets=s.parameter_bytes * whole)
     own = s.master_bytes * part  # in fp32, too
     kept = s.gradient_bytes * part
     update = s.master_bytes * (min(s.sub_group, part) if s.optimizer_place != "cpu" else part)
@@ -368,7 +368,8 @@ def _stage_3(s: Settings, shape: Shape, world: int) -> tuple[Bytes, Bytes, Bytes
         nvme += parameters
         host += Bytes(buckets=s.parameter_bytes * s.swap_buffer * s.num_swap_buffers)
     # Parameters gathered for the forward pass stay for the backward pass, as many as may live.
-    gathered = s.parameter_bytes * min(s.live, shape.total)
+    at_once = max(s.live, s.prefetch + shape.largest_layer)
+    gathered = s.parameter_bytes * min(at_once, shape.total)
     if s.optimizer_place == "none":
         rounded = kept if s.gradient_bytes < s.master_bytes else 0
         moments = Bytes(in_backward=max(0, gathered - update), in_step=rounded)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import time
 
 import pytest
 import torch
 from torch import nn
 
+from nbaccel.config import RunConfig
 from nbaccel.deepspeed.estimate import estimate_memory
 from nbaccel.deepspeed.shape import measure
 from nbaccel.errors import ConfigError
@@ -217,6 +220,33 @@ def test_activations_are_added_where_they_are_known():
 def test_auto_is_named():
     config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}
     assert "zero_optimization.reduce_bucket_size" in str(estimate(config))
+
+
+def test_what_is_lacking_is_told_by_place(tmp_path):
+    """More than any disk has, and more than this host; the folder need not be there yet."""
+    config = zero(3, optimizer="nvme", param="cpu")
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path / "new" / "swap")
+    found = estimate(config, (10**15, 10**9))
+    assert found.nvme_free == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.05)
+    assert found.lacking.keys() == {"host", "nvme"}
+    assert found.lacking["nvme"] == found.nvme.peak - found.nvme_free
+    assert re.search(r"does not fit: .* of host memory and .* of disk too little", str(found))
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_peak_is_where_the_optimizer_begins_unless_activations_are_more():
+    """In 16 bit without ZeRO gradients are there three times then: 6 bytes beside 18."""
+    assert estimate(zero(0)).device.peak == 24_000_000
+    assert estimate(zero(0), activation_bytes=5_000_000).device.peak == 24_000_000
+    assert estimate(zero(0), activation_bytes=7_000_000).device.peak == 25_000_000
+
+
+def test_auto_is_decided_by_the_run():
+    config = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": "auto"}}
+    found = estimate(config, run=RunConfig(mixed_precision="bf16", zero_stage=3))
+    assert (found.settings.precision, found.settings.stage) == ("bf16", 3)
+    with pytest.raises(ConfigError, match=r"stage is 2 in the file and 3 by the run"):
+        estimate(zero(2), run=RunConfig(zero_stage=3))
 
 
 # ---------------------------------------------------------------- what it is given

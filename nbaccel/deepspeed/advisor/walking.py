@@ -72,6 +72,7 @@ class Walk:
     inventory: Inventory
     budget: Budget
     _activations: dict[tuple[int, bool], int] = field(default_factory=dict)
+    _torch_adam: dict[Step, bool] = field(default_factory=dict)
 
     def rounds(self, batch_size: int, accumulation_steps: int) -> Iterator[Iterator[Rung]]:
         """The whole ladder, then again with half the batch, and so on.
@@ -114,7 +115,7 @@ class Walk:
             return self._refused(step, size, steps, "No nvme_path was given to swap to.")
         config = self.recipe.config(step, size, steps)
         try:
-            config = self._checked(config)
+            config = self._checked(step, config)
         except ConfigError as error:
             return self._refused(step, size, steps, " ".join(error.mistakes))
         estimate = self.budget.of(
@@ -137,23 +138,27 @@ class Walk:
             reason=_reason(estimate),
         )
 
-    def _checked(self, config: dict[str, Any]) -> dict[str, Any]:
+    def _checked(self, step: Step, config: dict[str, Any]) -> dict[str, Any]:
         """The configuration, or nearly the same, which DeepSpeed and this machine take.
 
         On a GPU DeepSpeed compiles its Adam, and few notebooks have the compiler for it. Torch's
         own computes the same.
         """
+        other = _with_torch_adam(config)
+        if step in self._torch_adam:  # with another batch the same would be found
+            return other if other is not None and self._torch_adam[step] else config
         world = self.num_processes * self.num_nodes
+        self._torch_adam[step] = False
         try:
             check_config(config, world_size=world, inventory=self.inventory)
         except ConfigError as error:
-            other = _with_torch_adam(config)
             if other is None:
                 raise
             try:
                 check_config(other, world_size=world, inventory=self.inventory)
             except ConfigError:
                 raise error from None
+            self._torch_adam[step] = True
             return other
         return config
 
