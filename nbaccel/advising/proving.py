@@ -15,6 +15,7 @@ from nbaccel.advising.trial import Progress, Search, Trial, run_trial
 from nbaccel.deepspeed.advisor.advice import Measured, Rung
 from nbaccel.deepspeed.advisor.walking import Walk
 from nbaccel.deepspeed.checkpointing import checkpoints_gradients
+from nbaccel.deepspeed.decided import nearest_folder
 from nbaccel.errors import WorkerFailed
 from nbaccel.launchers import notebook_launcher
 from nbaccel.plan import Plan
@@ -191,8 +192,7 @@ def _folder(rung: Rung) -> Iterator[tuple[str, dict[str, Any]]]:
         if not places:
             yield notes, config
             return
-        disk = Path(next(iter(places.values()))["nvme_path"])
-        disk.mkdir(parents=True, exist_ok=True)
+        disk = nearest_folder(Path(next(iter(places.values()))["nvme_path"]))
         with tempfile.TemporaryDirectory(prefix="nbaccel-trial-", dir=disk) as swap:
             zero |= {name: {**section, "nvme_path": swap} for name, section in places.items()}
             yield notes, {**config, "zero_optimization": zero}

@@ -15,7 +15,7 @@ from nbaccel.deepspeed.facts import TrainingFacts, hidden_size
 from nbaccel.deepspeed.reading import auto_keys
 from nbaccel.errors import ConfigError
 
-__all__ = ["decided", "free_on_disk", "memory_part"]
+__all__ = ["decided", "free_on_disk", "memory_part", "nearest_folder"]
 
 _ZERO = "zero_optimization"
 _SECTIONS = (_ZERO, "fp16", "bf16", "bfloat16", "data_types")
@@ -100,11 +100,19 @@ def free_on_disk(settings: Mapping[str, Any]) -> int | None:
         for section in sections
         if isinstance(section, Mapping) and section.get("nvme_path") not in (None, "auto")
     ]
-    return min((shutil.disk_usage(_existing(folder)).free for folder in folders), default=None)
+    free = (shutil.disk_usage(nearest_folder(folder)).free for folder in folders)
+    return min(free, default=None)
 
 
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that is there: DeepSpeed makes what is missing."""
+def nearest_folder(folder: Path) -> Path:
+    """The folder, or the nearest above it that is there: DeepSpeed makes what is missing.
+
+    Args:
+        folder: Any path.
+
+    Returns:
+        A path that exists, on the disk that the folder is or will be on.
+    """
     absolute = folder.expanduser().absolute()
     return next(place for place in (absolute, *absolute.parents) if place.exists())
 

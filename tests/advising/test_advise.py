@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nbaccel import RunConfig, WorkerFailed, advise, notebook_launcher
-from nbaccel.advising.proving import is_out_of_memory
+from nbaccel.advising.proving import _folder, is_out_of_memory
 from nbaccel.advising.trial import Search
 from nbaccel.launch.failure import Raised, Record
 from tests.advising import models, rungs
@@ -167,6 +167,22 @@ def test_the_configuration_of_every_rung_runs(tmp_path):
     config = RunConfig(num_processes=2, device="cpu", start_method="template")
     for values in notebook_launcher(rungs.step_through, (configs,), config=config):
         assert values == [(rung.step.stage, True) for rung in had]
+
+
+@needs.DEEPSPEED
+@pytest.mark.filterwarnings("ignore")
+def test_swap_files_of_a_trial_have_a_folder_that_goes_again(tmp_path):
+    found = advise(Blocks(), nvme_path=tmp_path / "new", inventory=HERE, precision="bf16")
+    rung = found.rungs[-1]
+    with _folder(rung) as (notes, config):
+        zero = config["zero_optimization"]
+        swap = {Path(zero[name]["nvme_path"]) for name in ("offload_optimizer", "offload_param")}
+        (only,) = swap
+        assert (only.parent, only.exists(), Path(notes).exists()) == (tmp_path, True, True)
+        (only / "a.swp").write_text("x")
+    assert list(tmp_path.iterdir()) == []
+    assert not Path(notes).exists()
+    assert rung.config["zero_optimization"]["offload_param"]["nvme_path"] == str(tmp_path / "new")
 
 
 # ---------------------------------------------------------------- what an end means

@@ -93,7 +93,8 @@ def _cpu_has_bf16() -> bool:
 
 def _warned(chosen: Precision, model: Any) -> Precision:
     config = getattr(model, "config", None)
-    before = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    # transformers renamed it, and says so to whoever asks for the old name.
+    before = getattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", None)
     if chosen.name != "fp16" or not str(before).endswith("bfloat16"):
         return chosen
     warning = (
