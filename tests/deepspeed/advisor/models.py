@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -10,6 +13,10 @@ from nbaccel.plan.inventory import Gpu, Inventory
 
 WIDTH = 256
 GIB = 2**30
+LIBAIO = pytest.mark.skipif(
+    not Path("/usr/include/libaio.h").exists(),
+    reason="libaio is not here, without which nothing is swapped: apt-get install libaio-dev",
+)
 
 
 class Blocks(nn.Module):

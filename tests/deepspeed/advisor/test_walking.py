@@ -11,7 +11,7 @@ from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.config import ZeroConfig
 from nbaccel.errors import ConfigError
 from tests.deepspeed import needs
-from tests.deepspeed.advisor.models import GIB, WIDTH, Blocks, machine
+from tests.deepspeed.advisor.models import GIB, LIBAIO, WIDTH, Blocks, machine
 from tests.deepspeed.advisor.test_ladder import PUBLISHED
 
 pytestmark = needs.DEEPSPEED
@@ -22,6 +22,7 @@ TIGHT = {
     "sub_group_size": 10**6,
     "stage3_param_persistence_threshold": 0,
 }
+NAMES = [pytest.param(n, marks=[LIBAIO] if "NVMe" in n else []) for n in PUBLISHED]
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,7 @@ def needed(rung):
     }
 
 
+@LIBAIO
 def test_with_much_memory_nothing_is_changed(ask):
     found = ask()
     assert found.chosen.name == "as it is"
@@ -71,7 +73,7 @@ def test_with_much_memory_nothing_is_changed(ask):
     assert "slower than what was chosen" in found.rungs[-1].reason
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", NAMES)
 def test_each_rung_is_reached_by_a_budget_of_what_it_needs(ask, all_rungs, name):
     found = ask(**needed(all_rungs[name]))
     assert found.chosen.name == name
@@ -80,7 +82,7 @@ def test_each_rung_is_reached_by_a_budget_of_what_it_needs(ask, all_rungs, name)
     assert found.gradient_checkpointing == (name != "as it is")
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", NAMES)
 def test_each_configuration_is_one_that_deepspeed_takes(all_rungs, name):
     rung = all_rungs[name]
     check_config(rung.config, world_size=2, inventory=GPUS)
