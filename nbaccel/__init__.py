@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from nbaccel.accelerator import (
         Accelerator,
     )
+    from nbaccel.advising import (
+        advise,
+    )
     from nbaccel.config import (
         RunConfig,
     )
@@ -122,6 +125,7 @@ __all__ = [
     "WorkerDied",
     "WorkerFailed",
     "__version__",
+    "advise",
     "debug_launcher",
     "deepspeed_environment",
     "estimate_memory",
@@ -141,6 +145,7 @@ __all__ = [
 
 _HOMES = {
     "nbaccel.accelerator": ("Accelerator",),
+    "nbaccel.advising": ("advise",),
     "nbaccel.config": ("RunConfig",),
     "nbaccel.config.handlers": (
         "AutocastKwargs",

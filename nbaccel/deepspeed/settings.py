@@ -37,8 +37,11 @@ class Settings:
         sub_group: Parameters that ZeRO-3's optimizer updates at once.
         prefetch: Parameters that ZeRO-3 fetches ahead.
         persist: Tensors of at most so many parameters stay whole in ZeRO-3.
+        live: Parameters that ZeRO-3 keeps whole at once in its passes.
         swap_buffer: Parameters that one of the buffers holds through which NVMe is read.
         num_swap_buffers: How many of them there are.
+        num_state_buffers: Buffers through which the optimizer is swapped, each for a group of
+            parameters.
         unknown: Settings left to "auto", counted as DeepSpeed's defaults.
     """
 
@@ -57,8 +60,10 @@ class Settings:
     sub_group: int
     prefetch: int
     persist: int
+    live: int
     swap_buffer: int
     num_swap_buffers: int
+    num_state_buffers: int
     unknown: tuple[str, ...] = ()
 
 
@@ -131,8 +136,10 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
         sub_group=int(zero.get("sub_group_size", 1e9)),
         prefetch=int(zero.get("stage3_prefetch_bucket_size", 5e7)),
         persist=int(zero.get("stage3_param_persistence_threshold", 1e5)),
+        live=int(zero.get("stage3_max_live_parameters", 1e9)),
         swap_buffer=int(param_buffers.get("buffer_size", 1e8)),
         num_swap_buffers=int(param_buffers.get("buffer_count", 5)),
+        num_state_buffers=int(zero.section("offload_optimizer").get("buffer_count", 4)),
         unknown=tuple(dict.fromkeys(unknown)),
     )
 

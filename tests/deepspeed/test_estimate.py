@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import time
 
 import pytest
 import torch
 from torch import nn
 
+from nbaccel.config import RunConfig
 from nbaccel.deepspeed.estimate import estimate_memory
 from nbaccel.deepspeed.shape import measure
 from nbaccel.errors import ConfigError
@@ -139,7 +142,8 @@ def test_what_is_offloaded_moves_and_nothing_is_lost():
 def test_nvme_takes_states_and_leaves_room_to_read_them():
     found = estimate(zero(3, optimizer="nvme", param="nvme"))
     assert (found.nvme.parameters, found.nvme.optimizer) == (2_000_000, 12_000_000)
-    assert found.host.buckets == 2 * 5 * 10**8
+    assert found.nvme.gradients == 4_000_000, "in the optimizer's format"
+    assert found.host.buckets == 2 * 5 * 10**8 + 4 * 4 * 10**6
 
 
 def test_nvme_below_stage_3_is_host_memory():
@@ -174,10 +178,10 @@ def test_it_is_compared_with_what_is_free():
     config = zero(0)
     model = (2 * 10**9, 10**6)
     assert not estimate(config, model, gpus(2, free=24 * GIB), num_processes=2).fits
-    assert estimate(config, model, gpus(2, free=40 * GIB), num_processes=2).fits
+    assert estimate(config, model, gpus(2, free=46 * GIB), num_processes=2).fits
     found = estimate(config, model, gpus(2, free=24 * GIB), num_processes=2)
     assert found.device_free == 24 * GIB - 1, "the fuller of the two"
-    assert "does not fit: 10.5 GiB per device too little" in str(found)
+    assert "does not fit: 20.7 GiB per device too little" in str(found)
 
 
 def test_processes_on_a_cpu_share_the_host():
@@ -190,9 +194,10 @@ def test_processes_on_a_cpu_share_the_host():
 
 def test_the_table_has_a_line_for_each_kind_of_content():
     text = str(estimate(zero(2, optimizer="cpu"), num_processes=2))
-    words = [line.split()[0] for line in text.splitlines()[2:9]]
+    words = [line.split()[0] for line in text.splitlines()[2:10]]
     assert words == [
-        *("parameters", "gradients", "optimizer", "buckets", "activations", "total", "free"),
+        *("parameters", "gradients", "optimizer", "buckets", "activations", "total", "peak"),
+        "free",
     ]
     assert text.startswith(
         "1,000,000 parameters, ZeRO-2, bf16, optimizer on cpu, 1 host of 2 processes\n"
@@ -201,7 +206,7 @@ def test_the_table_has_a_line_for_each_kind_of_content():
 
 def test_a_cell_shows_a_table():
     html = estimate(zero(3))._repr_html_()
-    assert html.count("<tr>") == 8
+    assert html.count("<tr>") == 9
     assert "ZeRO-3" in html
 
 
@@ -215,6 +220,33 @@ def test_activations_are_added_where_they_are_known():
 def test_auto_is_named():
     config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}
     assert "zero_optimization.reduce_bucket_size" in str(estimate(config))
+
+
+def test_what_is_lacking_is_told_by_place(tmp_path):
+    """More than any disk has, and more than this host; the folder need not be there yet."""
+    config = zero(3, optimizer="nvme", param="cpu")
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path / "new" / "swap")
+    found = estimate(config, (10**15, 10**9))
+    assert found.nvme_free == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.05)
+    assert found.lacking.keys() == {"host", "nvme"}
+    assert found.lacking["nvme"] == found.nvme.peak - found.nvme_free
+    assert re.search(r"does not fit: .* of host memory and .* of disk too little", str(found))
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_peak_is_where_the_optimizer_begins_unless_activations_are_more():
+    """In 16 bit without ZeRO gradients are there three times then: 6 bytes beside 18."""
+    assert estimate(zero(0)).device.peak == 24_000_000
+    assert estimate(zero(0), activation_bytes=5_000_000).device.peak == 24_000_000
+    assert estimate(zero(0), activation_bytes=7_000_000).device.peak == 25_000_000
+
+
+def test_auto_is_decided_by_the_run():
+    config = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": "auto"}}
+    found = estimate(config, run=RunConfig(mixed_precision="bf16", zero_stage=3))
+    assert (found.settings.precision, found.settings.stage) == ("bf16", 3)
+    with pytest.raises(ConfigError, match=r"stage is 2 in the file and 3 by the run"):
+        estimate(zero(2), run=RunConfig(zero_stage=3))
 
 
 # ---------------------------------------------------------------- what it is given

@@ -44,6 +44,7 @@ PUBLIC = {
     "WorkerDied",
     "WorkerFailed",
     "__version__",
+    "advise",
     "debug_launcher",
     "deepspeed_environment",
     "estimate_memory",

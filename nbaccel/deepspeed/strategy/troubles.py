@@ -84,10 +84,10 @@ class Troubles:
         if self._stuck_steps >= PATIENCE:
             raise TrainingDiverged(self._scale_text(f"stayed there for {PATIENCE} steps"))
         if bad and self._in_fp16 and self._bad_steps >= PATIENCE:
-            raise TrainingDiverged(self._nan_text())
+            raise TrainingDiverged(self._nan_text(skipped=skipped))
         if bad and not self._told:
             self._told = True
-            warnings.warn(self._nan_text(), stacklevel=2)
+            warnings.warn(self._nan_text(skipped=skipped), stacklevel=2)
 
     @property
     def _at_floor(self) -> bool:
@@ -96,7 +96,7 @@ class Troubles:
             return False
         return bool(scaler.cur_scale <= max(getattr(scaler, "min_scale", 1), 1))
 
-    def _nan_text(self) -> str:
+    def _nan_text(self, *, skipped: bool) -> str:
         step = self._engine.global_steps
         found = f"The loss is no number after optimizer step {step}."
         if self._in_fp16 and self._made_in is torch.bfloat16:
@@ -110,8 +110,9 @@ class Troubles:
                 f"{found} float16 holds numbers up to 65504 only. Set {_BF16_KEYS}, or a lower "
                 "optimizer.params.lr, or a smaller gradient_clipping."
             )
+        now = "The step was left out." if skipped else "Weights are spoilt by now."
         return (
-            f"{found} Weights are spoilt by now. Set a lower optimizer.params.lr, a smaller "
+            f"{found} {now} Set a lower optimizer.params.lr, a smaller "
             "gradient_clipping, or scheduler.params.warmup_num_steps, and look for inputs that "
             "are no numbers."
         )

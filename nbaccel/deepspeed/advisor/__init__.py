@@ -1,0 +1,1 @@
+"""Which DeepSpeed configuration fits: the published ladder, walked by estimate."""

@@ -1,0 +1,67 @@
+"""Gradient checkpointing: keep a few activations and compute the others again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nbaccel.errors import ConfigError
+
+__all__ = [
+    "can_checkpoint_gradients",
+    "checkpoints_gradients",
+    "enable_gradient_checkpointing",
+]
+
+# transformers 5 renamed it; models written for older versions have the other name.
+_NAMES = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+
+
+def can_checkpoint_gradients(model: Any) -> bool:
+    """Whether a model has a switch for gradient checkpointing, as those of transformers have.
+
+    Args:
+        model: A module.
+
+    Returns:
+        True if :func:`enable_gradient_checkpointing` will find it.
+    """
+    # transformers gives the switch to every model, and some raise when it is turned.
+    return _switch(model) is not None and getattr(model, "supports_gradient_checkpointing", True)
+
+
+def checkpoints_gradients(model: Any) -> bool:
+    """Whether it is on already.
+
+    Args:
+        model: A module.
+
+    Returns:
+        What the model says; False where it says nothing.
+    """
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    name = next((name for name in names if hasattr(type(model), name) or name in vars(model)), "")
+    return bool(getattr(model, name, False))
+
+
+def enable_gradient_checkpointing(model: Any) -> None:
+    """Turn it on.
+
+    Args:
+        model: A module with a switch for it; it is changed.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    switch = _switch(model)
+    if switch is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no gradient_checkpointing_enable(): torch has no switch "
+            "for it that all modules share. Give the model that method, or call "
+            "torch.utils.checkpoint in its forward()."
+        )
+    switch()
+
+
+def _switch(model: Any) -> Any:
+    found = (getattr(model, name, None) for name in _NAMES)
+    return next((method for method in found if callable(method)), None)

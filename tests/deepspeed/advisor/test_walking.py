@@ -1,0 +1,214 @@
+"""The walk: every rung is reached by some budget; its configuration is one that DeepSpeed takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from nbaccel import advise
+from nbaccel.deepspeed.checking import check_config
+from nbaccel.deepspeed.config import ZeroConfig
+from nbaccel.errors import ConfigError
+from tests.deepspeed import needs
+from tests.deepspeed.advisor.models import GIB, LIBAIO, WIDTH, Blocks, machine
+from tests.deepspeed.advisor.test_ladder import PUBLISHED
+
+pytestmark = needs.DEEPSPEED
+GPUS = machine(2)
+# So that ZeRO-3 keeps little whole and NVMe little in between, which would hide their savings.
+TIGHT = {
+    "stage3_max_live_parameters": 10**6,
+    "sub_group_size": 10**6,
+    "stage3_param_persistence_threshold": 0,
+}
+NAMES = [pytest.param(n, marks=[LIBAIO] if "NVMe" in n else []) for n in PUBLISHED]
+
+
+@pytest.fixture(scope="module")
+def model():
+    with torch.device("meta"):
+        return Blocks(24, 2048)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return torch.empty(4096, 2048, device="meta")
+
+
+@pytest.fixture(scope="module")
+def ask(model, batch, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("nvme")
+
+    def ask(**more):
+        asked = {"config": {"zero_optimization": TIGHT}, "inventory": GPUS, "nvme_path": folder}
+        return advise(more.pop("model", model), more.pop("batch", batch), **{**asked, **more})
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def all_rungs(ask):
+    """Everything fits, so each rung of the first batch is there with what it needs."""
+    return {rung.name: rung for rung in ask().rungs}
+
+
+def needed(rung):
+    return {
+        "device_memory": rung.estimate.device.peak,
+        "host_memory": rung.estimate.host.peak,
+        "nvme_memory": rung.estimate.nvme.peak,
+    }
+
+
+@LIBAIO
+def test_with_much_memory_nothing_is_changed(ask):
+    found = ask()
+    assert found.chosen.name == "as it is"
+    assert not found.gradient_checkpointing
+    assert found.config["zero_optimization"]["stage"] == 0
+    assert (found.batch_size, found.accumulation_steps, found.num_processes) == (4096, 1, 2)
+    assert [rung.name for rung in found.rungs] == PUBLISHED
+    assert all(rung.verdict == "fits" for rung in found.rungs)
+    assert "slower than what was chosen" in found.rungs[-1].reason
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_rung_is_reached_by_a_budget_of_what_it_needs(ask, all_rungs, name):
+    found = ask(**needed(all_rungs[name]))
+    assert found.chosen.name == name
+    before = PUBLISHED[: PUBLISHED.index(name)]
+    assert [r.verdict for r in found.rungs[: len(before)]] == ["does not fit"] * len(before)
+    assert found.gradient_checkpointing == (name != "as it is")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_configuration_is_one_that_deepspeed_takes(all_rungs, name):
+    rung = all_rungs[name]
+    check_config(rung.config, world_size=2, inventory=GPUS)
+    zero = ZeroConfig.from_dict(rung.config)
+    assert zero.zero_stage == rung.step.stage
+    assert zero.to_dict() == rung.config
+    places = [rung.config["zero_optimization"].get(f"offload_{what}", {}).get("device", "none")
+              for what in ("optimizer", "param")]  # fmt: skip
+    assert places == [rung.step.offload_optimizer, rung.step.offload_param]
+
+
+def test_a_byte_too_little_goes_one_rung_further(ask, all_rungs):
+    budget = needed(all_rungs["ZeRO-2"])
+    found = ask(**budget | {"device_memory": budget["device_memory"] - 1, "host_memory": 9 * GIB})
+    assert found.chosen.name == "ZeRO-2, optimizer on CPU"
+    assert found.rungs[2].estimate.lacking == {"device": 1}
+    assert "1 B more than there is" in found.rungs[2].reason
+
+
+def test_a_smaller_batch_makes_the_same_step(ask, all_rungs):
+    budget = needed(all_rungs["ZeRO-3"])
+    found = ask(nvme_path=None, **budget | {"device_memory": budget["device_memory"] - 2**20})
+    assert (found.batch_size, found.accumulation_steps) == (2048, 2)
+    assert found.chosen.name == "ZeRO-2", "the fastest with which that batch fits"
+    assert found.config["train_micro_batch_size_per_gpu"] == 2048
+    assert found.config["gradient_accumulation_steps"] == 2
+    tried_again = [rung.name for rung in found.rungs if rung.batch_size == 2048]
+    assert "as it is" not in tried_again, "its model states alone are too much"
+
+
+def test_where_nothing_fits_it_says_what_comes_nearest_and_what_is_missing(ask):
+    found = ask(device_memory="10 MiB", host_memory="1 GiB", nvme_path=None)
+    assert (found.config, found.zero, found.chosen, found.batch_size) == (None,) * 4
+    lacking = found.nearest.estimate.lacking
+    assert lacking == {"device": found.nearest.estimate.device.peak - 10 * 2**20}
+    assert min(sum(r.estimate.lacking.values()) for r in found.rungs if r.estimate) == sum(
+        lacking.values()
+    )
+    assert found.headline().startswith(f"Nothing fits: {found.nearest.name} with a batch of ")
+    assert found.headline().endswith("on each device")
+
+
+def test_what_the_machine_lacks_is_not_available(ask):
+    found = ask(nvme_path=None, model=nn.Linear(2048, 8))
+    by_name = {rung.name: rung for rung in found.rungs}
+    assert by_name["gradient checkpointing"].verdict == "not available"
+    assert "Linear has no gradient_checkpointing_enable()" in by_name[PUBLISHED[1]].reason
+    assert "No nvme_path" in by_name[PUBLISHED[-1]].reason
+    assert not by_name["ZeRO-2"].step.gradient_checkpointing
+
+
+def test_without_a_batch_activations_are_left_out_and_that_is_said(ask):
+    found = ask(batch=None)
+    assert found.chosen.estimate.device.activations == 0
+    assert any("Give sample_batch" in warning for warning in found.warnings)
+    nothing = ask(batch=None, device_memory=1, nvme_path=None)
+    assert len(nothing.rungs) == len(PUBLISHED), "a smaller batch would change nothing"
+
+
+def test_what_the_ladder_does_not_decide_is_kept(ask):
+    config = {
+        "optimizer": {"type": "Adam", "params": {"lr": 0.5}},
+        "gradient_clipping": 0.3,
+        "train_batch_size": 4096 * 2 * 3,
+        "zero_optimization": {"stage": 2, "round_robin_gradients": True, "reduce_bucket_size": 7},
+    }
+    found = ask(config=config)
+    assert found.accumulation_steps == 3
+    assert found.config["optimizer"]["params"]["lr"] == 0.5
+    assert found.config["gradient_clipping"] == 0.3
+    assert found.config["zero_optimization"]["round_robin_gradients"] is True
+    assert config["zero_optimization"]["stage"] == 2, "the user's own is as it was"
+
+
+def test_auto_is_decided_by_the_model_and_the_run(ask):
+    config = {
+        "train_batch_size": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"reduce_bucket_size": "auto"},
+    }
+    rung = ask(config=config).rungs[2]
+    assert rung.config["bf16"]["enabled"] is True
+    assert rung.config["zero_optimization"]["reduce_bucket_size"] == 2048**2
+
+
+def test_on_a_cpu_the_host_is_the_device():
+    found = advise(Blocks(), torch.empty(8, WIDTH), num_processes=2, inventory=machine(0))
+    assert found.chosen.estimate.device_free is None
+    assert found.chosen.estimate.host_needed == 2 * found.chosen.estimate.device.peak
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"model": "gpt2"}, r"model='gpt2' is no module.*may be on meta"),
+        ({"device_memory": "16 bananas"}, r"'16 bananas'"),
+        ({"num_nodes": 0}, r"num_nodes=0 is no machine"),
+        ({"try_it": True}, r"try_it=True cannot run Blocks, which is on meta"),
+        ({"try_it": True, "batch": None, "num_nodes": 2}, r"(?s)needs a.*meta.*num_nodes=2"),
+        ({"config": {"train_batch_size": 100}}, r"train_batch_size=100 is not 4096 samples"),
+        ({"config": {"train_micro_batch_size_per_gpu": 4}}, r"=4, and sample_batch has 4096"),
+        ({"config": {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}}, r"give learning_"),
+        ({"config": {"gradient_cliping": 1.0}}, r"gradient_cliping is no key.*gradient_clipping"),
+    ],
+)  # fmt: skip
+def test_a_mistake_says_what_to_give(ask, more, words):
+    with pytest.raises(ConfigError, match=words):
+        ask(**more)
+
+
+# ---------------------------------------------------------------- how it is told
+def test_the_table_has_a_line_and_a_reason_for_each_rung(ask):
+    found = ask()
+    text = found.explain()
+    assert text.startswith("as it is, bf16, batch 4096, 2 processes: fits by estimate\n")
+    assert str(found) == text
+    for rung in found.rungs:
+        assert rung.name in text
+        assert rung.reason.split()[-1] in text
+    assert sum(line.startswith("→") for line in text.splitlines()) == 1
+
+
+def test_a_cell_shows_a_table(ask):
+    found = ask(device_memory="1 MiB", nvme_path=None)
+    shown = found._repr_mimebundle_()
+    assert shown["text/plain"] == found.explain()
+    assert shown["text/html"].count("<tr>") == 1 + len(found.rungs)
+    assert "Nothing fits" in shown["text/html"]
+    assert "→" not in shown["text/html"]
