@@ -19,12 +19,13 @@ from pathlib import Path
 import psutil
 
 from nbaccel import env
-from nbaccel._optional import require
+from nbaccel._optional import is_installed, require
 from nbaccel.errors import MissingBackend, PlatformUnsupported, UnsafeMoment
 from nbaccel.log import get_logger
 
 __all__ = [
     "check_compiler",
+    "check_tools",
     "compiler_of",
     "extensions_folder",
     "holder_of",
@@ -40,6 +41,27 @@ _CPU_OPERATION = "deepspeed_shm_comm"
 _SHARED_FILE_SYSTEMS = (
     *("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "fuse.sshfs"),
 )
+
+
+def check_tools(device: str) -> None:
+    """Refuse what would fail in every worker, when it makes its engine.
+
+    Args:
+        device: Type of the device.
+
+    Raises:
+        MissingBackend: There is no DeepSpeed, or no ninja.
+        PlatformUnsupported: There is no C++ compiler, and one is needed.
+    """
+    if not is_installed("deepspeed"):
+        raise MissingBackend(
+            f"zero_stage needs DeepSpeed, which is not installed for {sys.executable}: workers on "
+            f'{device} could not shard anything. Install it: pip install "nbaccel[deepspeed]"',
+            name="deepspeed",
+        )
+    path_with_ninja()
+    if device == "cpu":
+        check_compiler()
 
 
 def path_with_ninja() -> str | None:

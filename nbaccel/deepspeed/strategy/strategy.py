@@ -80,10 +80,15 @@ class DeepSpeedStrategy(Strategy):
         optimizers = _owners(bundle)
         self._lease.take()
         models, drives = [], []
-        for number, model in enumerate(bundle.models):
-            made = self._engine_for(model, optimizers.get(number), bundle)
-            models.append(made.engine if made else model)
-            drives.append(made)
+        try:
+            for number, model in enumerate(bundle.models):
+                made = self._engine_for(model, optimizers.get(number), bundle)
+                models.append(made.engine if made else model)
+                drives.append(made)
+        except BaseException:  # an interrupt, too, leaves no environment without engines
+            if not self._drives and self._announced is None:
+                self._lease.give_up()
+            raise
         by_optimizer = {id(o): drives[n] for n, o in optimizers.items()}
         return replace(
             bundle,
