@@ -61,16 +61,41 @@ def hold(tensor: torch.Tensor) -> object:
 def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     """See :meth:`ShardReader.assign`; the float32 copy and the weights themselves."""
     flat = whole.reshape(-1)
-    for start, values in local_pieces(tensor):
-        values.copy_(flat[start : start + values.numel()])
+    if _is_swapped(tensor):
+        _write_to_disk(tensor, flat)
+    else:
+        for start, values in local_pieces(tensor):
+            values.copy_(flat[start : start + values.numel()])
     if not is_placeholder(tensor):
         tensor.data.copy_(whole)
         return
-    part: Any = tensor.ds_tensor  # type: ignore[attr-defined]
-    start, count = _span(tensor)
-    part.data.view(-1)[:count].copy_(flat[start : start + count])
+    if not _is_swapped(tensor):
+        start, count = _span(tensor)
+        _at_hand(tensor).data.view(-1)[:count].copy_(flat[start : start + count])
     if tensor.data.numel() == tensor.ds_numel:  # type: ignore[attr-defined]
         tensor.data.copy_(whole)  # small ones are whole everywhere, besides
+
+
+def _is_swapped(tensor: Any) -> bool:
+    """Whether the float32 copy lies on disk between steps."""
+    optimizer = getattr(tensor, "_z3_optimizer", None)
+    if optimizer is None or not tensor.requires_grad:
+        return False
+    group = optimizer.grad_position[optimizer.get_param_id(tensor)][0]
+    return bool(optimizer._swappable_optimizer_subgroup(group))
+
+
+def _write_to_disk(tensor: Any, flat: torch.Tensor) -> None:
+    """Change the float32 copy where it is kept; the weights follow as they do after a step.
+
+    What DeepSpeed lets one look at is a buffer that it has given up by then.
+    """
+    optimizer: Any = tensor._z3_optimizer
+    start, count = _span(tensor)
+    values, group = optimizer._get_fp32_opt_state_partition(tensor, release_swap_buffers=False)
+    values.detach().view(-1)[:count].copy_(flat[start : start + count])
+    optimizer._reassign_or_swap_out_partitioned_parameters(group)
+    optimizer._optimizer_states_and_gradient_swap_out(group)
 
 
 def _of_mapping(mapping: Any) -> Piece:
