@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import sysconfig
@@ -145,8 +146,9 @@ def render(results: Results) -> tuple[str, bool]:
         "*off* is the largest difference of any step's. Bars: every row runs, weights are home bit "
         f"by bit, fp32 is off DDP by at most {TO_DDP:g} and bf16 by {BF16_TO_DDP:g}, and nothing "
         "is off Accelerate at all. "
-        f"Time: median over {facts['blocks']} pairs of blocks that took turns; on a machine with "
-        "other work a tenth either way means nothing.",
+        f"Time: median over {facts['blocks']} pairs of blocks that took turns, on a machine with "
+        "other work, so that a single row says little; the median of all rows is "
+        f"{_all_times(results):.2f}x.",
         "",
         f"Taken {facts['taken']}; load {facts['load']}; {facts['num_cores']} cores; "
         + ", ".join(
@@ -183,6 +185,15 @@ def _row(results: Results, count: int, case: Case) -> tuple[str, bool]:
         "pass" if good else "**FAIL**",
     ]
     return f"| {' | '.join(cells)} |", good
+
+
+def _all_times(results: Results) -> float:
+    found = [
+        ratio(samples.facts[0]["times"])
+        for (_, library), samples in results.samples.items()
+        if library == "accelerate" and samples.facts
+    ]
+    return statistics.median(found)
 
 
 def _allowed(case: Case) -> float:
