@@ -37,7 +37,7 @@ def gather(module: nn.Module, *, keep: bool) -> dict[str, Any]:
     tensors = {id(t): t for t in state.values() if isinstance(t, torch.Tensor)}
     whole: dict[int, torch.Tensor] = {}
     for some in _by_size(tensors.values()):
-        cut = [tensor for tensor in some if pieces.is_placeholder(tensor)]
+        cut = [tensor for tensor in some if pieces.is_partitioned(tensor)]
         with GatheredParameters(cut, enabled=bool(cut)):
             if keep:
                 # Of flattened groups: a view would drag all of the group into a file.
