@@ -18,7 +18,14 @@ from nbaccel.abc.bundle import Bundle
 from nbaccel.abc.place import Place
 from nbaccel.abc.standins import DummyOptim
 from nbaccel.abc.strategy import Strategy
-from nbaccel.deepspeed.strategy import checkpoints, gathering, lease, troubles, zero_init
+from nbaccel.deepspeed.strategy import (
+    checkpoints,
+    gathering,
+    lease,
+    swapping,
+    troubles,
+    zero_init,
+)
 from nbaccel.deepspeed.strategy.drive import Drive
 from nbaccel.deepspeed.strategy.engines import is_engines, make_engine
 from nbaccel.deepspeed.strategy.finding import drive_of_loss, drive_of_parameters
@@ -121,16 +128,18 @@ class DeepSpeedStrategy(Strategy):
         self._plugin.deepspeed_config = settled.settings
         self.choices += settled.choices
         before, made_in = remember(model), troubles.made_in(model)
+        settings, claimed = swapping.claim(settled.settings, self.place.rank)
         engine = make_engine(
             model,
             optimizer,
             scheduler,
-            settled.settings,
+            settings,
             moe_layers=self._plugin.transformer_moe_cls_names,
             several=not self.place.is_alone,
         )
         drive = Drive(
             engine,
+            claimed,
             troubles.Troubles(engine, made_in),
             float(own_clipping) if isinstance(own_clipping, (int, float)) else None,
         )

@@ -204,7 +204,8 @@ def test_too_little_host_memory_is_said_before_the_system_kills_anybody():
 def test_a_launch_at_a_stage_is_refused_where_the_tools_are_missing(monkeypatch):
     import sys
 
-    from nbaccel import MissingBackend, notebook_launcher
+    from nbaccel import notebook_launcher
+    from nbaccel.errors import MissingBackend
 
     monkeypatch.setattr(sys, "executable", "/nowhere/bin/python")
     monkeypatch.setenv("PATH", "/nowhere")
