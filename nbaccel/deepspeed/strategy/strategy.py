@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,8 @@ from nbaccel.abc.bundle import Bundle
 from nbaccel.abc.place import Place
 from nbaccel.abc.standins import DummyOptim
 from nbaccel.abc.strategy import Strategy
+from nbaccel.deepspeed.config import ZeroConfig
+from nbaccel.deepspeed.ops import needed_ops, offloads_optimizer
 from nbaccel.deepspeed.strategy import (
     checkpoints,
     gathering,
@@ -33,6 +36,7 @@ from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
 from nbaccel.deepspeed.strategy.proxies import EngineOptimizer, EngineScheduler
 from nbaccel.deepspeed.strategy.settling import check_parts, settle, stage_of
 from nbaccel.deepspeed.strategy.taking_back import Remembered, remember
+from nbaccel.deepspeed.toolchain import not_built
 from nbaccel.errors import ConfigError
 from nbaccel.plan.training import Asked
 
@@ -124,6 +128,7 @@ class DeepSpeedStrategy(Strategy):
                 local_world_size=self.place.local_world_size,
                 num_nodes=max(1, self.place.world_size // self.place.local_world_size),
             )
+            _tell_of_building(settled.settings, optimizer, self.place.device.type)
         own_clipping = self._plugin.get_value("gradient_clipping")
         self._plugin.deepspeed_config = settled.settings
         self.choices += settled.choices
@@ -276,6 +281,18 @@ class DeepSpeedStrategy(Strategy):
             checkpoints.load(drive.engine, Path(folder))
         else:
             checkpoints.load_plain(model, Path(folder))
+
+
+def _tell_of_building(settings: dict[str, Any], optimizer: Any, device: str) -> None:
+    """A minute in which nothing seems to happen is better announced."""
+    config = ZeroConfig.from_dict(settings)
+    operations = set(needed_ops(config, device=device))
+    if offloads_optimizer(config) and isinstance(optimizer, torch.optim.Optimizer):
+        operations.add("cpu_adam")
+    if missing := not_built(sorted(operations)):
+        sys.stderr.write(
+            f"nbaccel: DeepSpeed compiles {', '.join(missing)} now, once: a minute or two\n"
+        )
 
 
 def _end(drives: dict[int, Drive], before: dict[int, Remembered], *, alone: bool) -> None:
