@@ -32,9 +32,9 @@ from nbaccel.deepspeed.strategy import (
 from nbaccel.deepspeed.strategy.drive import Drive
 from nbaccel.deepspeed.strategy.engines import is_engines, make_engine
 from nbaccel.deepspeed.strategy.finding import drive_of_loss, drive_of_parameters
-from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
+from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin, Plugins
 from nbaccel.deepspeed.strategy.proxies import EngineOptimizer, EngineScheduler
-from nbaccel.deepspeed.strategy.settling import check_parts, settle, stage_of
+from nbaccel.deepspeed.strategy.settling import Settled, check_parts, settle, stage_of
 from nbaccel.deepspeed.strategy.taking_back import Remembered, remember
 from nbaccel.deepspeed.toolchain import not_built
 from nbaccel.errors import ConfigError
@@ -48,7 +48,7 @@ class DeepSpeedStrategy(Strategy):
 
     Args:
         place: This process among the others.
-        plugin: What to shard, and where to keep it.
+        plugins: What to shard, and where to keep it.
         asked: What else the Accelerator was asked.
     """
 
@@ -56,9 +56,10 @@ class DeepSpeedStrategy(Strategy):
     owns_precision: ClassVar[bool] = True
     shard_kind: ClassVar[str] = "deepspeed"
 
-    def __init__(self, place: Place, plugin: DeepSpeedPlugin, asked: Asked) -> None:
+    def __init__(self, place: Place, plugins: Plugins, asked: Asked) -> None:
         super().__init__(place)
-        self._plugin = plugin
+        self._plugins = plugins
+        self._open: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._asked = asked
         self._drives: dict[int, Drive] = {}
         self._before: dict[int, Remembered] = {}
@@ -68,6 +69,7 @@ class DeepSpeedStrategy(Strategy):
             end = weakref.finalize(self, _end_all, self._drives, self._before, self._lease)
             end.atexit = False
         self._announced: Any = None
+        plugin = plugins.active
         if plugin.is_zero3_init_enabled():
             self._lease.take()  # DeepSpeed builds in shards with a process group alone
             # Kept: transformers has a weak reference to it.
@@ -85,15 +87,15 @@ class DeepSpeedStrategy(Strategy):
         """
         if not (bundle.models or bundle.optimizers):
             return bundle
-        check_parts(
-            self._plugin.deepspeed_config, bundle.models, bundle.optimizers, bundle.schedulers
-        )
+        plugin = self._plugins.active
+        given = self._as_given(plugin)
+        check_parts(given, bundle.models, bundle.optimizers, bundle.schedulers)
         optimizers = _owners(bundle)
         self._lease.take()
         models, drives = [], []
         try:
             for number, model in enumerate(bundle.models):
-                made = self._engine_for(model, optimizers.get(number), bundle)
+                made = self._engine_for(model, optimizers.get(number), bundle, plugin, given)
                 models.append(made.engine if made else model)
                 drives.append(made)
         except BaseException:  # an interrupt, too, leaves no environment without engines
@@ -108,30 +110,41 @@ class DeepSpeedStrategy(Strategy):
             schedulers=tuple(_schedule(drives, s) for s in bundle.schedulers),
         )
 
-    def _engine_for(self, model: nn.Module, optimizer: Any, bundle: Bundle) -> Drive | None:
+    def _as_given(self, plugin: DeepSpeedPlugin) -> dict[str, Any]:
+        """Its configuration with the "auto" values that an earlier `prepare` has filled in."""
+        settled, given = self._open.get(id(plugin), (None, {}))
+        return given if plugin.deepspeed_config is settled else plugin.deepspeed_config
+
+    def _engine_for(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        bundle: Bundle,
+        plugin: DeepSpeedPlugin,
+        given: dict[str, Any],
+    ) -> Drive | None:
         schedulers = [s for s in bundle.schedulers if _is_of(s, optimizer) and is_engines(s)]
         scheduler = schedulers[0] if schedulers else None
+        trains = optimizer is not None or _is_trained_by_file(model, given, bundle)
+        config = given if trains else {k: v for k, v in given.items() if k not in _TRAINING}
         settled = settle(
-            self._plugin, self._asked, self.place, model, optimizer, scheduler, bundle.loaders
+            config,
+            plugin,
+            self._asked,
+            self.place,
+            model,
+            optimizer,
+            scheduler,
+            bundle.loaders,
         )
-        trains = optimizer is not None or "optimizer" in settled.settings
         if not trains and stage_of(settled.settings) < 3:
             model.to(self.place.device)
             return None
-        for text in settled.warnings:
-            warnings.warn(text, stacklevel=2)
-        if self.place.is_local_main:
-            troubles.check_host_memory(
-                model,
-                settled.settings,
-                device=self.place.device.type,
-                local_world_size=self.place.local_world_size,
-                num_nodes=max(1, self.place.world_size // self.place.local_world_size),
-            )
-            _tell_of_building(settled.settings, optimizer, self.place.device.type)
-        own_clipping = self._plugin.get_value("gradient_clipping")
-        self._plugin.deepspeed_config = settled.settings
+        if trains or id(plugin) not in self._open:
+            plugin.deepspeed_config = settled.settings
+            self._open[id(plugin)] = (settled.settings, given)
         self.choices += settled.choices
+        self._tell_before(model, optimizer, settled)
         before, made_in = remember(model), troubles.made_in(model)
         settings, claimed = swapping.claim(settled.settings, self.place.rank)
         engine = make_engine(
@@ -139,18 +152,30 @@ class DeepSpeedStrategy(Strategy):
             optimizer,
             scheduler,
             settings,
-            moe_layers=self._plugin.transformer_moe_cls_names,
+            moe_layers=plugin.transformer_moe_cls_names,
             several=not self.place.is_alone,
         )
-        drive = Drive(
-            engine,
-            claimed,
-            troubles.Troubles(engine, made_in),
-            float(own_clipping) if isinstance(own_clipping, (int, float)) else None,
-        )
+        clipping = given.get("gradient_clipping")
+        own_clipping = float(clipping) if isinstance(clipping, (int, float)) else None
+        drive = Drive(engine, claimed, troubles.Troubles(engine, made_in), own_clipping)
         self._drives[id(engine)] = drive
         self._before[id(engine)] = before
         return drive
+
+    def _tell_before(self, model: nn.Module, optimizer: Any, settled: Settled) -> None:
+        """What is better known before an engine is made; some of it ends the attempt."""
+        for text in settled.warnings:
+            warnings.warn(text, stacklevel=2)
+        if not self.place.is_local_main:
+            return
+        troubles.check_host_memory(
+            model,
+            settled.settings,
+            device=self.place.device.type,
+            local_world_size=self.place.local_world_size,
+            num_nodes=max(1, self.place.world_size // self.place.local_world_size),
+        )
+        _tell_of_building(settled.settings, optimizer, self.place.device.type)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """See :meth:`Strategy.unwrap`."""
@@ -304,6 +329,15 @@ def _end(drives: dict[int, Drive], before: dict[int, Remembered], *, alone: bool
 def _end_all(drives: dict[int, Drive], before: dict[int, Remembered], held: lease.Lease) -> None:
     _end(drives, before, alone=True)
     held.give_up()
+
+
+_TRAINING = ("optimizer", "scheduler")
+
+
+def _is_trained_by_file(model: nn.Module, given: dict[str, Any], bundle: Bundle) -> bool:
+    """Whether the file's optimizer is meant for a model that was prepared without one."""
+    has_one = bool(given.get("optimizer")) and not bundle.optimizers
+    return has_one and any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _shards_only(kind: str) -> ConfigError:

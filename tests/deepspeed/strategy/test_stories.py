@@ -69,6 +69,13 @@ def test_several_models_each_have_an_engine(told):
     assert found["frozen"] == "Linear"
 
 
+def test_a_teacher_in_shards_beside_a_student_in_training(told):
+    found = told[0]["teacher"]
+    assert found["shapes"] == [(33, 64), (0,)]
+    assert found["error"] < 1e-6
+    assert found["losses"][-1] < found["losses"][0]
+
+
 def test_stand_ins_become_what_the_file_describes(told):
     found = told[0]["stand_ins"]
     settled = found["settled"]
