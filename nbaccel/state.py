@@ -171,7 +171,7 @@ class AcceleratorState(PartialState):
     def _named(self) -> Any:
         if self._deepspeed is None:
             raise ConfigError(
-                f"There are no DeepSpeed plugins in a run of type {self.distributed_type.value}, so "
+                f"There are no DeepSpeed plugins in a run of type {self.distributed_type.value}: "
                 "none can be named. Give Accelerator(deepspeed_plugins={...})."
             )
         return self._deepspeed

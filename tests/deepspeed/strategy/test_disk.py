@@ -68,6 +68,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any],
     return folder, results[0], models
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
 class TestOnDisk:
     pytestmark = needs.DISK

@@ -16,7 +16,11 @@ from tests.deepspeed.strategy import stories
 from tests.deepspeed.strategy.runs import net
 from tests.deepspeed.strategy.test_training import distance
 
-pytestmark = [*needs.ENGINE, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    *needs.ENGINE,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),  # one launch for all of them
+]
 
 
 @pytest.fixture(scope="module")
