@@ -51,6 +51,18 @@ class Drive:
         self._norm: Any = None
         self.was_skipped = False
 
+    def __reduce__(self) -> Any:
+        """Refused, for all that refers to it: an engine is this process's part of a whole.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            f"what holds a {type(self.engine).__name__} (an engine's optimizer, its schedule, an "
+            "Accelerator) cannot leave its process. Take accelerator.get_state_dict(model), or "
+            "numbers such as optimizer.param_groups[0]['lr']"
+        )
+
     @property
     def can_train(self) -> bool:
         """Whether it has an optimizer."""

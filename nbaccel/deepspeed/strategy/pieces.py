@@ -21,7 +21,7 @@ __all__ = ["assign", "hold", "is_cut", "is_placeholder", "local_pieces", "shape_
 
 def is_placeholder(tensor: torch.Tensor) -> bool:
     """Whether ZeRO-3 has the values elsewhere."""
-    return hasattr(tensor, "ds_id")
+    return hasattr(tensor, "ds_shape")  # flat groups of its own have a `ds_id`, too
 
 
 def is_cut(tensor: torch.Tensor) -> bool:

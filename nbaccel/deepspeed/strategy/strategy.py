@@ -20,12 +20,16 @@ from nbaccel.abc.standins import DummyOptim
 from nbaccel.abc.strategy import Strategy
 from nbaccel.deepspeed.strategy import checkpoints, gathering, lease, troubles, zero_init
 from nbaccel.deepspeed.strategy.drive import Drive
-from nbaccel.deepspeed.strategy.engines import is_engines, make_engine
+from nbaccel.deepspeed.strategy.engines import begin_comm, is_engines, make_engine
 from nbaccel.deepspeed.strategy.finding import drive_of_loss, drive_of_parameters
 from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
 from nbaccel.deepspeed.strategy.proxies import EngineOptimizer, EngineScheduler
 from nbaccel.deepspeed.strategy.settling import check_parts, settle, stage_of
-from nbaccel.deepspeed.strategy.taking_back import Remembered, remember
+from nbaccel.deepspeed.strategy.taking_back import (
+    Remembered,
+    remember,
+    take_back_together,
+)
 from nbaccel.errors import ConfigError
 from nbaccel.plan.training import Asked
 
@@ -120,6 +124,9 @@ class DeepSpeedStrategy(Strategy):
         own_clipping = self._plugin.get_value("gradient_clipping")
         self._plugin.deepspeed_config = settled.settings
         self.choices += settled.choices
+        if not self.place.is_alone:
+            begin_comm(settled.settings)
+            take_back_together(model, self.place.device)
         before, made_in = remember(model), troubles.made_in(model)
         engine = make_engine(
             model,

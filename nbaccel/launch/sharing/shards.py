@@ -24,10 +24,13 @@ __all__ = [
     "Held",
     "assign",
     "fill",
+    "forget_groups",
     "given_back",
+    "inner_module",
     "is_dtensor",
     "is_sharded",
     "pieces",
+    "plain_state",
     "put",
     "whole_shape",
 ]
@@ -131,6 +134,22 @@ def fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
             values.copy_(whole[spot])
 
 
+def inner_module(module: nn.Module) -> nn.Module | None:
+    """The user's module in an engine of a library that cuts parameters up; None for any other."""
+    return next((m for r in _readers() if (m := r.inner_module(module)) is not None), None)
+
+
+def plain_state(module: nn.Module) -> dict[str, Any] | None:
+    """What a module consists of without what such a library put on it; None if it did not."""
+    return next((s for r in _readers() if (s := r.plain_state(module)) is not None), None)
+
+
+def forget_groups() -> None:
+    """Torch's process groups are gone: no library may go on with groups made from them."""
+    for reader in _readers():
+        reader.forget_groups()
+
+
 @contextlib.contextmanager
 def given_back(modules: Iterable[nn.Module]) -> Iterator[None]:
     """A block after which libraries that cut parameters up have left this process, modules whole.
@@ -185,9 +204,11 @@ class Held:
 
 
 def _reader_of(tensor: torch.Tensor) -> ShardReader | None:
+    return next((reader for reader in _readers() if reader.is_cut(tensor)), None)
+
+
+def _readers() -> Iterator[ShardReader]:
+    """Those of the libraries that have been imported."""
     for row in STRATEGIES:
         if row.shards and row.library in sys.modules:
-            reader: ShardReader = _catalog.load(row.shards)
-            if reader.is_cut(tensor):
-                return reader
-    return None
+            yield _catalog.load(row.shards)
