@@ -179,9 +179,9 @@ class _Worker:
         if about_groups and self._groups.left_for and hasattr(error, "add_note"):
             error.add_note(
                 f"The process groups from before were left because {self._groups.left_for}. "
-                "Objects that hold one (a DDP model, an engine, an Accelerator) are of no more use: "
-                "run the cells again that make them. Models, optimizers and variables are as they "
-                "were."
+                "Objects that hold one (a DDP model, an engine, an Accelerator) are of no more "
+                "use: run the cells again that make them. Models, optimizers and variables are as "
+                "they were."
             )
 
     def _on_interrupt(self, signum: int, frame: Any) -> None:

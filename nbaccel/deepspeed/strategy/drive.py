@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nbaccel.deepspeed.strategy.taking_back import Remembered, take_back
+from nbaccel.deepspeed.strategy.taking_back import Remembered, take_back, unhook
 from nbaccel.deepspeed.strategy.troubles import Troubles
 from nbaccel.errors import ConfigError
 
@@ -141,6 +141,7 @@ class Drive:
         if before is not None:
             take_back(self.engine.module, before)
         else:
+            unhook(self.engine)
             self.engine.destroy()
 
     @property

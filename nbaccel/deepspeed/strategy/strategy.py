@@ -18,7 +18,14 @@ from nbaccel.abc.bundle import Bundle
 from nbaccel.abc.place import Place
 from nbaccel.abc.standins import DummyOptim
 from nbaccel.abc.strategy import Strategy
-from nbaccel.deepspeed.strategy import checkpoints, gathering, lease, troubles, zero_init
+from nbaccel.deepspeed.strategy import (
+    checkpoints,
+    gathering,
+    lease,
+    orphans,
+    troubles,
+    zero_init,
+)
 from nbaccel.deepspeed.strategy.drive import Drive
 from nbaccel.deepspeed.strategy.engines import begin_comm, is_engines, make_engine
 from nbaccel.deepspeed.strategy.finding import drive_of_loss, drive_of_parameters
@@ -60,6 +67,9 @@ class DeepSpeedStrategy(Strategy):
             # A cell that is run again forgets its Accelerator; the notebook's modules stay.
             end = weakref.finalize(self, _end_all, self._drives, self._before, self._lease)
             end.atexit = False
+        else:
+            leave = weakref.finalize(self, orphans.add, self._drives)
+            leave.atexit = False
         self._announced: Any = None
         if plugin.is_zero3_init_enabled():
             self._lease.take()  # DeepSpeed builds in shards with a process group alone
@@ -127,6 +137,7 @@ class DeepSpeedStrategy(Strategy):
         if not self.place.is_alone:
             begin_comm(settled.settings)
             take_back_together(model, self.place.device)
+            orphans.end()
         before, made_in = remember(model), troubles.made_in(model)
         engine = make_engine(
             model,

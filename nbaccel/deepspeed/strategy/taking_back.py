@@ -25,7 +25,7 @@ from nbaccel.deepspeed.strategy import pieces
 from nbaccel.deepspeed.teardown import forget_modules
 from nbaccel.errors import ConfigError
 
-__all__ = ["Remembered", "remember", "take_back", "take_back_together"]
+__all__ = ["Remembered", "remember", "take_back", "take_back_together", "unhook"]
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _restore(
     module: nn.Module, was: Remembered, values: Mapping[int, torch.Tensor], engines: list[Any]
 ) -> None:
     for engine in engines:
-        _unhook(engine)
+        unhook(engine)
         if dist.is_initialized():  # else it was destroyed when its group ended
             engine.destroy()
     for submodule in module.modules():
@@ -159,8 +159,12 @@ def _engines_of(module: nn.Module) -> list[Any]:
     return [engine for engine in found if vars(engine).get("module") is module]
 
 
-def _unhook(engine: Any) -> None:
-    """Remove the hooks that `destroy` leaves on the module."""
+def unhook(engine: Any) -> None:
+    """Remove the hooks that an engine's `destroy` leaves on the module.
+
+    Args:
+        engine: The engine.
+    """
     for name in ("module_forward_pre_hook", "module_forward_post_hook"):
         hook = getattr(engine, name, None)
         if hook is not None:

@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nbaccel import _catalog
 from nbaccel.abc.shards import ShardReader
@@ -179,7 +180,7 @@ class Held:
     """Keeps what is needed to read parts after their engine is gone."""
 
     def __init__(self) -> None:
-        self._found: dict[int, object] = {}
+        self._found: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._seen: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def hold_for(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
@@ -196,11 +197,12 @@ class Held:
             reader = _reader_of(tensor)
             found = reader.hold(tensor) if reader is not None else None
             if found is not None:
-                self._found[id(tensor)] = found
+                self._found[tensor] = found
 
     def of(self, tensor: torch.Tensor) -> object:
         """What was kept of a tensor; None if nothing was."""
-        return self._found.get(id(tensor))
+        found: object = self._found.get(tensor)  # type: ignore[no-untyped-call]
+        return found
 
 
 def _reader_of(tensor: torch.Tensor) -> ShardReader | None:
