@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from nbaccel.deepspeed.strategy.swapping import Claim
-from nbaccel.deepspeed.strategy.taking_back import Remembered, take_back
+from nbaccel.deepspeed.strategy.taking_back import Remembered, take_back, unhook
 from nbaccel.deepspeed.strategy.troubles import Troubles
 from nbaccel.errors import ConfigError
 
@@ -55,6 +55,18 @@ class Drive:
         self._due = False
         self._norm: Any = None
         self.was_skipped = False
+
+    def __reduce__(self) -> Any:
+        """Refused, for all that refers to it: an engine is this process's part of a whole.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            f"what holds a {type(self.engine).__name__} (an engine's optimizer, its schedule, an "
+            "Accelerator) cannot leave its process. Take accelerator.get_state_dict(model), or "
+            "numbers such as optimizer.param_groups[0]['lr']"
+        )
 
     @property
     def can_train(self) -> bool:
@@ -132,6 +144,7 @@ class Drive:
         for hook in self._hooks:
             hook.remove()
         if before is None:
+            unhook(self.engine)
             self.engine.destroy()  # its files stay: weights that are on disk are still to come home
             return
         take_back(self.engine.module, before)

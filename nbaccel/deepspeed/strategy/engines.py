@@ -27,7 +27,7 @@ from nbaccel.deepspeed.strategy.settling import stage_of
 from nbaccel.errors import ConfigError
 from nbaccel.precision.native import as_float32
 
-__all__ = ["make_engine"]
+__all__ = ["begin_comm", "is_engines", "make_engine"]
 
 
 def make_engine(
@@ -71,8 +71,8 @@ def make_engine(
         arguments["lr_scheduler"] = scheduler
     if moe_layers and stage_of(settings) == 3:
         _fetch_together(model, moe_layers)
+    begin_comm(settings)
     with _quiet(settings):
-        _begin_comm(deepspeed)
         engine, *_ = deepspeed.initialize(**arguments)
     _convert(engine)
     if several and stage_of(settings) == 3:
@@ -145,9 +145,15 @@ def _quiet(settings: Mapping[str, Any]) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _begin_comm(deepspeed: Any) -> None:
-    """Let DeepSpeed take up the process group; it prints a line for the operation it loads."""
-    with contextlib.redirect_stdout(io.StringIO()):
+def begin_comm(settings: Mapping[str, Any]) -> None:
+    """Let DeepSpeed take up the process group, without which it cannot even destroy an engine.
+
+    Args:
+        settings: Of the engine to come.
+    """
+    deepspeed = require("deepspeed", extra="deepspeed", why="Training with DeepSpeed")
+    # It prints a line for the operation it loads.
+    with _quiet(settings), contextlib.redirect_stdout(io.StringIO()):
         deepspeed.init_distributed(dist_init_required=False)
 
 

@@ -21,7 +21,7 @@ __all__ = ["assign", "hold", "is_cut", "is_partitioned", "local_pieces", "shape_
 
 def is_partitioned(tensor: torch.Tensor) -> bool:
     """Whether ZeRO-3 has it in parts; gathered at the moment or not."""
-    return hasattr(tensor, "ds_id")
+    return hasattr(tensor, "ds_shape")  # flat groups of its own have a `ds_id`, too
 
 
 def is_cut(tensor: torch.Tensor) -> bool:

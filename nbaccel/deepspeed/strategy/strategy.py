@@ -25,17 +25,22 @@ from nbaccel.deepspeed.strategy import (
     checkpoints,
     gathering,
     lease,
+    orphans,
     swapping,
     troubles,
     zero_init,
 )
 from nbaccel.deepspeed.strategy.drive import Drive
-from nbaccel.deepspeed.strategy.engines import is_engines, make_engine
+from nbaccel.deepspeed.strategy.engines import begin_comm, is_engines, make_engine
 from nbaccel.deepspeed.strategy.finding import drive_of_loss, drive_of_parameters
 from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin, Plugins
 from nbaccel.deepspeed.strategy.proxies import EngineOptimizer, EngineScheduler
 from nbaccel.deepspeed.strategy.settling import Settled, check_parts, settle, stage_of
-from nbaccel.deepspeed.strategy.taking_back import Remembered, remember
+from nbaccel.deepspeed.strategy.taking_back import (
+    Remembered,
+    remember,
+    take_back_together,
+)
 from nbaccel.deepspeed.toolchain import not_built
 from nbaccel.errors import ConfigError
 from nbaccel.plan.training import Asked
@@ -68,6 +73,9 @@ class DeepSpeedStrategy(Strategy):
             # A cell that is run again forgets its Accelerator; the notebook's modules stay.
             end = weakref.finalize(self, _end_all, self._drives, self._before, self._lease)
             end.atexit = False
+        else:
+            leave = weakref.finalize(self, orphans.add, self._drives)
+            leave.atexit = False
         self._announced: Any = None
         plugin = plugins.active
         if plugin.is_zero3_init_enabled():
@@ -145,6 +153,10 @@ class DeepSpeedStrategy(Strategy):
             self._open[id(plugin)] = (settled.settings, given)
         self.choices += settled.choices
         self._tell_before(model, optimizer, settled)
+        if not self.place.is_alone:
+            begin_comm(settled.settings)
+            take_back_together(model, self.place.device)
+            orphans.end()
         before, made_in = remember(model), troubles.made_in(model)
         settings, claimed = swapping.claim(settled.settings, self.place.rank)
         engine = make_engine(
