@@ -352,7 +352,8 @@ def _stage_3(s: Settings, shape: Shape, world: int) -> tuple[Bytes, Bytes, Bytes
     everything, part = _part(shape.total, world), _part(shape.trainable, world)
     parameters = Bytes(parameters=s.parameter_bytes * everything)
     # Tensors that are too small to be worth it stay whole, beside their parts.
-    whole = s.reduce_bucket * s.contiguous + shape.at_most(s.persist)
+    reduced = s.reduce_bucket * s.contiguous if shape.trainable else 0
+    whole = reduced + shape.at_most(s.persist)
     device = Bytes(buckets=s.parameter_bytes * whole)
     own = s.master_bytes * part  # in fp32, too
     kept = s.gradient_bytes * part

@@ -18,7 +18,14 @@ from nbaccel.abc.bundle import Bundle
 from nbaccel.abc.place import Place
 from nbaccel.abc.standins import DummyOptim
 from nbaccel.abc.strategy import Strategy
-from nbaccel.deepspeed.strategy import checkpoints, gathering, lease, troubles, zero_init
+from nbaccel.deepspeed.strategy import (
+    checkpoints,
+    gathering,
+    lease,
+    swapping,
+    troubles,
+    zero_init,
+)
 from nbaccel.deepspeed.strategy.drive import Drive
 from nbaccel.deepspeed.strategy.engines import is_engines, make_engine
 from nbaccel.deepspeed.strategy.finding import drive_of_loss, drive_of_parameters
@@ -104,10 +111,12 @@ class DeepSpeedStrategy(Strategy):
             return None
         for text in settled.warnings:
             warnings.warn(text, stacklevel=2)
+        swapping.check_buffers(model, settled.settings, self.place.world_size)
         if self.place.is_local_main:
             troubles.check_host_memory(
                 model,
                 settled.settings,
+                trains=trains,
                 device=self.place.device.type,
                 local_world_size=self.place.local_world_size,
                 num_nodes=max(1, self.place.world_size // self.place.local_world_size),
