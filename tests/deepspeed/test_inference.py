@@ -130,7 +130,7 @@ def test_parts_of_more_processes_fit_into_smaller_buffers(tmp_path: Path):
     section = settings["zero_optimization"]["offload_param"]
     section["buffer_size"] = WIDTH * INNER // 4
     swapping.check_buffers(model, settings, 4)
-    with pytest.raises(ConfigError, match=r"of weight each of 2 process\(es\) reads 524288"):
+    with pytest.raises(ConfigError, match=r"reads 524288 numbers of weight"):
         swapping.check_buffers(model, settings, 2)
     section["device"] = "cpu"
     swapping.check_buffers(model, settings, 2)

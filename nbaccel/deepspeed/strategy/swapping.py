@@ -125,8 +125,8 @@ def check_buffers(model: nn.Module, settings: Mapping[str, Any], world_size: int
         itemsize = 2 if any((settings.get(k) or {}).get("enabled") for k in ("bf16", "fp16")) else 4
         memory = format_bytes(needed * count * itemsize)
         raise ConfigError(
-            f"{ZERO}.offload_param.buffer_size={size} is too small: of {name} each of "
-            f"{world_size} process(es) reads {needed} numbers from disk, in one buffer. DeepSpeed "
+            f"{ZERO}.offload_param.buffer_size={size} is too small: a process reads "
+            f"{needed} numbers of {name} from disk, into one buffer. DeepSpeed "
             f"would stop with 'More elements than buffer size'. Set it to {needed} or more; the "
             f"{count} buffers (buffer_count) then take {memory} of host memory in each process."
         )

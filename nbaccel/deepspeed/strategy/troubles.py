@@ -140,8 +140,10 @@ def made_in(model: nn.Module) -> torch.dtype | None:
     Args:
         model: For example one of transformers.
     """
-    config = getattr(model, "config", None)
-    found = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    config: Any = getattr(model, "config", None)
+    found = getattr(config, "dtype", None)
+    if found is None and "torch_dtype" in getattr(config, "__dict__", {}):
+        found = config.torch_dtype  # before transformers 5, which warns whoever asks for it
     if isinstance(found, str):
         found = getattr(torch, found.removeprefix("torch."), None)
     return found if isinstance(found, torch.dtype) else None
