@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nbaccel import notebook_launcher
-from nbaccel.deepspeed.strategy import swapping, troubles
+from nbaccel.deepspeed.strategy import on_disk, troubles
 from nbaccel.errors import ConfigError
 from nbaccel.plan.inventory import Inventory
 from tests.deepspeed import needs, operations
@@ -129,11 +129,11 @@ def test_parts_of_more_processes_fit_into_smaller_buffers(tmp_path: Path):
     settings, model = config("nvme", tmp_path), torch.nn.Linear(WIDTH, INNER)
     section = settings["zero_optimization"]["offload_param"]
     section["buffer_size"] = WIDTH * INNER // 4
-    swapping.check_buffers(model, settings, 4)
+    on_disk.check_buffers(model, settings, 4)
     with pytest.raises(ConfigError, match=r"reads 524288 numbers of weight"):
-        swapping.check_buffers(model, settings, 2)
+        on_disk.check_buffers(model, settings, 2)
     section["device"] = "cpu"
-    swapping.check_buffers(model, settings, 2)
+    on_disk.check_buffers(model, settings, 2)
 
 
 def test_a_model_that_is_only_used_needs_no_memory_for_training():

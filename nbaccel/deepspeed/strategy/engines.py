@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from nbaccel._optional import require
 from nbaccel.abc.standins import DummyOptim, DummyScheduler
 from nbaccel.deepspeed.config import ZERO
-from nbaccel.deepspeed.strategy import swapping
+from nbaccel.deepspeed.strategy import on_disk
 from nbaccel.deepspeed.strategy.settling import stage_of
 from nbaccel.errors import ConfigError
 from nbaccel.precision.native import as_float32
@@ -76,7 +76,7 @@ def make_engine(
         _begin_comm(deepspeed)
         engine, *_ = deepspeed.initialize(**arguments)
     _convert(engine)
-    swapping.skip_repeated_reads(engine.module)
+    on_disk.skip_repeated_reads(engine.module)
     if several and stage_of(settings) == 3:
         _keep_in_step(engine.module)
     return engine

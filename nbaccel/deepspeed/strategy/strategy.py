@@ -22,7 +22,7 @@ from nbaccel.deepspeed.strategy import (
     checkpoints,
     gathering,
     lease,
-    swapping,
+    on_disk,
     troubles,
     zero_init,
 )
@@ -111,7 +111,7 @@ class DeepSpeedStrategy(Strategy):
             return None
         for text in settled.warnings:
             warnings.warn(text, stacklevel=2)
-        swapping.check_buffers(model, settled.settings, self.place.world_size)
+        on_disk.check_buffers(model, settled.settings, self.place.world_size)
         if self.place.is_local_main:
             troubles.check_host_memory(
                 model,
