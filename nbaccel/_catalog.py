@@ -14,7 +14,7 @@ from nbaccel.abc.strategy import Strategy
 from nbaccel.capabilities import DEVICES, PRECISIONS, device_row, precision_row, strategy_row
 from nbaccel.errors import InternalError, PlatformUnsupported
 
-__all__ = ["device", "load", "precision", "strategy"]
+__all__ = ["check_strategy", "device", "load", "precision", "strategy"]
 
 
 def device(name: str) -> Device:
@@ -76,6 +76,22 @@ def strategy(name: str) -> type[Strategy]:
     """
     kind: type[Strategy] = _class(strategy_row(name).path, Strategy)
     return kind
+
+
+def check_strategy(name: str, device: str) -> None:
+    """Refuse, before a process starts, what a strategy's library lacks on this machine.
+
+    Args:
+        name: As in its capability row.
+        device: Type of the device.
+
+    Raises:
+        MissingBackend: The library, or something that it needs, is not installed.
+        PlatformUnsupported: The machine lacks a tool.
+    """
+    row = strategy_row(name)
+    if row.check:
+        load(row.check)(device)
 
 
 def _class(path: str, contract: type[object]) -> Any:

@@ -99,6 +99,7 @@ class StrategyRow:
         precisions: The precisions it can train in.
         distributed_type: What Accelerate calls it; empty where that depends on the device.
         settings: ``module:Class`` of its plugin, where the launcher's request makes one.
+        check: ``module:function`` that refuses what its library lacks on a machine.
         library: What must be imported for its shards to exist.
         shards: Module that reads them, a :class:`~nbaccel.abc.shards.ShardReader`.
     """
@@ -111,6 +112,7 @@ class StrategyRow:
     precisions: tuple[str, ...]
     distributed_type: str = ""
     settings: str = ""
+    check: str = ""
     library: str = ""
     shards: str = ""
 
@@ -230,6 +232,7 @@ STRATEGIES: tuple[StrategyRow, ...] = (
         precisions=_NATIVE,
         distributed_type="DEEPSPEED",
         settings="nbaccel.deepspeed.strategy.plugin:DeepSpeedPlugin",
+        check="nbaccel.deepspeed.toolchain:check_tools",
         library="deepspeed",
         shards="nbaccel.deepspeed.strategy.reader",
     ),

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from nbaccel import _catalog
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
 from nbaccel.launch import warmup
@@ -170,6 +171,8 @@ def _launch(function: Callable[..., Any], args: tuple[Any, ...], config: RunConf
     __tracebackhide__ = True
     _check_call(function, args)
     plan = resolve(config)
+    if config.zero_stage:
+        _catalog.check_strategy("deepspeed", plan.device)
     for text in plan.warnings:
         sys.stderr.write(f"nbaccel: {text}\n")
     if plan.start_method == "inline":

@@ -47,6 +47,9 @@ class ShardReader(Protocol):
             Whether it had been taken apart.
         """
 
+    def leave(self) -> None:
+        """Remove what the library keeps on disk for this process, which ends."""
+
     def observe(self) -> Any:
         """What :meth:`tear_down` must know of this process, before the library is used."""
 

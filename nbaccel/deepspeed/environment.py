@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from nbaccel import env, ports
-from nbaccel._optional import require
-from nbaccel.deepspeed import teardown, toolchain
+from nbaccel.deepspeed import library, teardown, toolchain
 from nbaccel.deepspeed.device import Wish, check_gpu, read_wish
 from nbaccel.errors import ConfigError, UnsafeMoment
 from nbaccel.plan.inventory import inspect_machine
@@ -192,7 +191,7 @@ def _open(
     number = int(listener.getsockname()[1])
     stack.enter_context(env.applied(_variables(wish, number)))
     stack.callback(teardown.tear_down, teardown.observe())
-    deepspeed = require("deepspeed", extra="deepspeed", why="deepspeed_environment()")
+    deepspeed = library.load("deepspeed", why="deepspeed_environment()")
     kind = _settled_device(deepspeed, wish)
     if kind == "cpu":
         toolchain.check_compiler()

@@ -19,17 +19,19 @@ from pathlib import Path
 import psutil
 
 from nbaccel import env
-from nbaccel._optional import require
+from nbaccel._optional import is_installed, require
 from nbaccel.errors import MissingBackend, PlatformUnsupported, UnsafeMoment
 from nbaccel.log import get_logger
 
 __all__ = [
     "check_compiler",
+    "check_tools",
     "compiler_of",
     "extensions_folder",
     "holder_of",
     "ninja_beside_python",
     "no_compiler",
+    "not_built",
     "path_with_ninja",
     "remove_forgotten_locks",
 ]
@@ -40,6 +42,27 @@ _CPU_OPERATION = "deepspeed_shm_comm"
 _SHARED_FILE_SYSTEMS = (
     *("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "fuse.sshfs"),
 )
+
+
+def check_tools(device: str) -> None:
+    """Refuse what would fail in every worker, when it makes its engine.
+
+    Args:
+        device: Type of the device.
+
+    Raises:
+        MissingBackend: There is no DeepSpeed, or no ninja.
+        PlatformUnsupported: There is no C++ compiler, and one is needed.
+    """
+    if not is_installed("deepspeed"):
+        raise MissingBackend(
+            f"zero_stage needs DeepSpeed, which is not installed for {sys.executable}: workers on "
+            f'{device} could not shard anything. Install it: pip install "nbaccel[deepspeed]"',
+            name="deepspeed",
+        )
+    path_with_ninja()
+    if device == "cpu":
+        check_compiler()
 
 
 def path_with_ninja() -> str | None:
@@ -121,6 +144,19 @@ def check_compiler() -> None:
     environ = env.snapshot()
     if compiler_of(environ) is None and not _is_built(_CPU_OPERATION, environ):
         raise PlatformUnsupported(no_compiler(environ, [_CPU_OPERATION]))
+
+
+def not_built(operations: Sequence[str]) -> tuple[str, ...]:
+    """Those of DeepSpeed's operations that are compiled when they are first used.
+
+    Args:
+        operations: Their names.
+
+    Returns:
+        The names of those that are not there yet.
+    """
+    environ = env.snapshot()
+    return tuple(name for name in operations if not _is_built(name, environ))
 
 
 def remove_forgotten_locks() -> tuple[Path, ...]:

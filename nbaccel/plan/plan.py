@@ -86,6 +86,8 @@ class Plan:
         ]
         if self.config.mixed_precision != "no":
             parts.append(self.config.mixed_precision)
+        if self.config.zero_stage:
+            parts.append(f"ZeRO-{self.config.zero_stage}")
         parts.append(start_method_row(self.start_method).headline)
         if self.config.num_nodes > 1:
             parts.append(f"node {self.config.node_rank} of {self.config.num_nodes}")

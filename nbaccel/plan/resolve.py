@@ -64,7 +64,7 @@ def resolve(config: RunConfig, inventory: Inventory | None = None) -> Plan:
     _check_rendezvous(config, say)
     port = _port(config if not say.mistakes else RunConfig())
     precision = _precision(config, found, device, count, say)
-    _check_zero(config, say)
+    zero = _zero(config, precision, say)
     _check_memory(found, count, method, say)
     _refuse(say, _platform_problem(found, method))
     return Plan(
@@ -78,7 +78,7 @@ def resolve(config: RunConfig, inventory: Inventory | None = None) -> Plan:
         process_group_backend=str(backend.value),
         master_addr=config.rdzv_endpoint.rpartition(":")[0].strip("[]") or config.master_addr,
         port=port.value if isinstance(port.value, int) else None,
-        choices=(device, count, method, threads, precision, backend, port),
+        choices=(device, count, method, threads, precision, *zero, backend, port),
         warnings=tuple(say.warnings),
     )
 
@@ -249,15 +249,20 @@ def _check_architecture(value: str, gpus: tuple[Gpu, ...], say: _Findings) -> No
         )
 
 
-def _check_zero(config: RunConfig, say: _Findings) -> None:
+def _zero(config: RunConfig, precision: Choice, say: _Findings) -> tuple[Choice, ...]:
+    """How DeepSpeed shards, where it was asked to."""
+    if not config.zero_stage:
+        return ()
     row = strategy_row("deepspeed")
-    if config.zero_stage and not row.path:
+    if precision.value not in row.precisions:
         say.mistakes.append(
-            f"zero_stage={config.zero_stage} cannot be had: it needs {row.needs}. "
-            "Every worker would hold the whole model all the same. Leave it out, or shard with "
-            "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()), which does what stage 3 "
-            "does."
+            f"zero_stage={config.zero_stage} cannot be had with "
+            f"mixed_precision={precision.value!r}: DeepSpeed's engine casts models to "
+            f"{', '.join(row.precisions[1:])} alone. Use 'bf16', or leave zero_stage out."
         )
+    what = {1: "the optimizer", 2: "optimizer and gradients", 3: "all, weights too,"}
+    reason = f"asked for: {what[config.zero_stage]} in shards, by DeepSpeed"
+    return (Choice("zero_stage", config.zero_stage, reason),)
 
 
 def _check_memory(found: Inventory, count: Choice, method: Choice, say: _Findings) -> None:

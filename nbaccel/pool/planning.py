@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from nbaccel import _catalog
 from nbaccel.capabilities import start_method_row
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError, PlatformUnsupported
@@ -24,6 +25,7 @@ def plan_pool(config: RunConfig) -> Plan:
     Raises:
         ConfigError: The settings do not fit this machine, or not a pool.
         PlatformUnsupported: This operating system has no live workers.
+        MissingBackend: `zero_stage` is given, and there is no DeepSpeed.
     """
     if not sys.platform.startswith("linux"):
         raise PlatformUnsupported(
@@ -49,6 +51,8 @@ def plan_pool(config: RunConfig) -> Plan:
     if mistakes:
         raise ConfigError(*mistakes)
     plan = resolve(config)
+    if config.zero_stage:
+        _catalog.check_strategy("deepspeed", plan.device)
     if start_method_row(plan.start_method).separate_processes:
         return plan
     reason = "live workers are processes of their own, whatever their number"

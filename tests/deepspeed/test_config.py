@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -11,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbaccel.deepspeed.config import ZERO, ZERO_KEYS, ZeroConfig
+from nbaccel.deepspeed.schema import deepspeed_schema
 from nbaccel.deepspeed.section import Section, kind_of, section_of
 from nbaccel.deepspeed.sections import Fp16, OffloadOptimizer, OffloadParam
 from nbaccel.errors import ConfigError
+from tests.deepspeed import needs
 
 
 def sections(model=ZeroConfig, path=""):
@@ -70,6 +73,62 @@ def test_every_key_says_what_it_means_and_refuses_what_is_no_value(model):
         assert len(entry.description) > 8
         with pytest.raises(ConfigError, match=f"^{name} must be {kind_of(entry).must}: got"):
             model(**{name: object()})
+
+
+# ------------------------------------------------------------- every key of DeepSpeed itself
+EXAMPLES = (True, 7, 3, 0.5, "fp32", "cpu", "mean", "words", ["a.B"], {"lr": 0.001})
+
+
+def nested(path, value):
+    for part in reversed(path):
+        value = {part: value}
+    return value
+
+
+def leaf(found):
+    """The path and the value of the one setting in it."""
+    path = []
+    while isinstance(found, dict) and found not in EXAMPLES:
+        ((key, found),) = found.items()
+        path.append(key)
+    return path, found
+
+
+def came_back(path):
+    """What came out of JSON for the first example that this key takes, and came back as it was."""
+    found = []
+    for value in EXAMPLES:
+        with contextlib.suppress(ConfigError):
+            out = ZeroConfig.from_dict(nested(path, value)).to_dict()
+            assert ZeroConfig.from_json(json.dumps(out)).to_dict() == out
+            if leaf(out)[1] == value:
+                found.append(leaf(out)[0])
+    return found[0]
+
+
+@needs.DEEPSPEED
+@pytest.mark.filterwarnings("ignore")  # of the import of DeepSpeed
+def test_every_key_that_deepspeed_knows_comes_back_from_json():
+    """Under its name, or under the present one where it was an old form of it."""
+    schema = deepspeed_schema()
+    walked, renamed = 0, set()
+    for section, keys in schema.sections.items():
+        for key in keys:
+            path = [*filter(None, section.split(".")), key]
+            if ".".join(path) in schema.sections:
+                continue  # a section: its own keys are walked
+            walked += 1
+            if (new := came_back(path)) != path:
+                renamed.add((".".join(path), ".".join(new)))
+    assert walked > 250
+    for old, new in renamed:
+        section, _, name = new.rpartition(".")
+        assert (
+            old.startswith("bfloat16.")
+            or name == f"stage3_{old.rpartition('.')[2]}"
+            or ("fp16_weights" in old and "16bit_weights" in new)
+        ), (old, new)
+        assert name in schema.sections[section]
 
 
 # ------------------------------------------------------------------ any configuration at all

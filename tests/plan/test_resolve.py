@@ -233,11 +233,17 @@ def test_fp8_needs_hardware():
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_is_refused_with_a_way_out(stage):
-    (message,) = mistakes_of(zero_stage=stage)
-    assert message.startswith(f"zero_stage={stage} cannot be had")
-    assert "later version" in message
-    assert "FullyShardedDataParallelPlugin()" in message
+def test_a_zero_stage_is_a_choice_with_its_reason(stage):
+    plan = plan_of(zero_stage=stage)
+    (choice,) = [choice for choice in plan.choices if choice.name == "zero_stage"]
+    assert choice.value == stage
+    assert "by DeepSpeed" in choice.reason
+    assert f"ZeRO-{stage}" in plan.headline()
+
+
+def test_a_zero_stage_and_a_precision_that_deepspeed_has_not():
+    (message,) = mistakes_of(with_gpus(1, (8, 9)), zero_stage=2, mixed_precision="fp8")
+    assert "zero_stage=2 cannot be had with mixed_precision='fp8'" in message
 
 
 @pytest.mark.parametrize("stage", [0, None])

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from nbaccel.deepspeed.strategy.swapping import Claim
 from nbaccel.deepspeed.strategy.taking_back import Remembered, take_back
 from nbaccel.deepspeed.strategy.troubles import Troubles
 from nbaccel.errors import ConfigError
@@ -29,6 +30,7 @@ class Drive:
 
     Args:
         engine: Made by ``deepspeed.initialize``.
+        claimed: Where it swaps to.
         troubles: Watches what comes of it.
         clipping: The norm that a configuration names itself; None where it was filled in.
 
@@ -37,13 +39,16 @@ class Drive:
         ran: Whether a forward pass is waiting for its backward pass.
     """
 
-    def __init__(self, engine: Any, troubles: Troubles, clipping: float | None) -> None:
+    def __init__(
+        self, engine: Any, claimed: Claim, troubles: Troubles, clipping: float | None
+    ) -> None:
         self.engine = engine
         self.ran = False
         self._hooks = [
             engine.register_forward_pre_hook(lambda *_: self.step()),
             engine.register_forward_hook(self._note_run),
         ]
+        self._claimed = claimed
         self._troubles = troubles
         self._clipping = clipping
         self._forced: bool | None = None
@@ -126,10 +131,11 @@ class Drive:
         """
         for hook in self._hooks:
             hook.remove()
-        if before is not None:
-            take_back(self.engine.module, before)
-        else:
-            self.engine.destroy()
+        if before is None:
+            self.engine.destroy()  # its files stay: weights that are on disk are still to come home
+            return
+        take_back(self.engine.module, before)
+        self._claimed.release()
 
     @property
     def _clips_itself(self) -> bool:

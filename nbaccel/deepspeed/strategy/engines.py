@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from nbaccel._optional import require
 from nbaccel.abc.standins import DummyOptim, DummyScheduler
+from nbaccel.deepspeed import library
 from nbaccel.deepspeed.config import ZERO
 from nbaccel.deepspeed.strategy import on_disk
 from nbaccel.deepspeed.strategy.settling import stage_of
@@ -56,7 +56,7 @@ def make_engine(
     Raises:
         ConfigError: The model has no layers of these names.
     """
-    deepspeed = require("deepspeed", extra="deepspeed", why="Training with DeepSpeed")
+    deepspeed = library.load("deepspeed", why="Training with DeepSpeed")
     settings = dict(settings)
     settings.setdefault("steps_per_print", math.inf)
     arguments: dict[str, Any] = {"model": model, "config": settings}

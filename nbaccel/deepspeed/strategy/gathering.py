@@ -38,7 +38,7 @@ def gather(module: nn.Module, *, keep: bool) -> dict[str, Any]:
     whole: dict[int, torch.Tensor] = {}
     on_disk.free_buffers(module)
     for some in _by_size(tensors.values()):
-        cut = [tensor for tensor in some if pieces.is_placeholder(tensor)]
+        cut = [tensor for tensor in some if pieces.is_partitioned(tensor)]
         with GatheredParameters(cut, enabled=bool(cut)):
             if keep:
                 # Of flattened groups: a view would drag all of the group into a file.

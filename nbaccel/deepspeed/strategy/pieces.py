@@ -17,22 +17,22 @@ import torch
 from nbaccel.abc.shards import Piece
 from nbaccel.deepspeed.strategy import on_disk
 
-__all__ = ["assign", "hold", "is_cut", "is_placeholder", "local_pieces", "shape_of", "whole_shape"]
+__all__ = ["assign", "hold", "is_cut", "is_partitioned", "local_pieces", "shape_of", "whole_shape"]
 
 
-def is_placeholder(tensor: torch.Tensor) -> bool:
-    """Whether ZeRO-3 has the values elsewhere."""
+def is_partitioned(tensor: torch.Tensor) -> bool:
+    """Whether ZeRO-3 has it in parts; gathered at the moment or not."""
     return hasattr(tensor, "ds_id")
 
 
 def is_cut(tensor: torch.Tensor) -> bool:
     """See :meth:`ShardReader.is_cut`."""
-    return is_placeholder(tensor) or hasattr(tensor, "_hp_mapping")
+    return is_partitioned(tensor) or hasattr(tensor, "_hp_mapping")
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """See :meth:`ShardReader.whole_shape`."""
-    return tuple(tensor.ds_shape) if is_placeholder(tensor) else None  # type: ignore[attr-defined]
+    return tuple(tensor.ds_shape) if is_partitioned(tensor) else None  # type: ignore[attr-defined]
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -43,7 +43,7 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def local_pieces(tensor: torch.Tensor, held: Any = None) -> list[Piece]:
     """See :meth:`ShardReader.local_pieces`; empty where this process has nothing of it."""
-    if is_placeholder(tensor):
+    if is_partitioned(tensor):
         return _of_placeholder(tensor)
     mapping = getattr(tensor, "_hp_mapping", None)
     if mapping is not None:
@@ -64,7 +64,7 @@ def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     flat = whole.reshape(-1)
     for start, values in local_pieces(tensor):
         values.copy_(flat[start : start + values.numel()])
-    if not is_placeholder(tensor):
+    if not is_partitioned(tensor):
         tensor.data.copy_(whole)
         return
     part: Any = tensor.ds_tensor  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nbaccel.deepspeed.strategy.pieces import assign, hold, is_cut, local_pieces, whole_shape
+from nbaccel.deepspeed.strategy.swapping import leave
 from nbaccel.deepspeed.strategy.taking_back import remember, take_back
 from nbaccel.deepspeed.teardown import observe, tear_down
 
@@ -10,6 +11,7 @@ __all__ = [
     "assign",
     "hold",
     "is_cut",
+    "leave",
     "local_pieces",
     "observe",
     "remember",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
@@ -18,11 +19,14 @@ from nbaccel.abc.bundle import Bundle
 from nbaccel.abc.place import Place
 from nbaccel.abc.standins import DummyOptim
 from nbaccel.abc.strategy import Strategy
+from nbaccel.deepspeed.config import ZeroConfig
+from nbaccel.deepspeed.ops import needed_ops, offloads_optimizer
 from nbaccel.deepspeed.strategy import (
     checkpoints,
     gathering,
     lease,
     on_disk,
+    swapping,
     troubles,
     zero_init,
 )
@@ -33,6 +37,7 @@ from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
 from nbaccel.deepspeed.strategy.proxies import EngineOptimizer, EngineScheduler
 from nbaccel.deepspeed.strategy.settling import check_parts, settle, stage_of
 from nbaccel.deepspeed.strategy.taking_back import Remembered, remember
+from nbaccel.deepspeed.toolchain import not_built
 from nbaccel.errors import ConfigError
 from nbaccel.plan.training import Asked
 
@@ -87,10 +92,15 @@ class DeepSpeedStrategy(Strategy):
         optimizers = _owners(bundle)
         self._lease.take()
         models, drives = [], []
-        for number, model in enumerate(bundle.models):
-            made = self._engine_for(model, optimizers.get(number), bundle)
-            models.append(made.engine if made else model)
-            drives.append(made)
+        try:
+            for number, model in enumerate(bundle.models):
+                made = self._engine_for(model, optimizers.get(number), bundle)
+                models.append(made.engine if made else model)
+                drives.append(made)
+        except BaseException:  # an interrupt, too, leaves no environment without engines
+            if not self._drives and self._announced is None:
+                self._lease.give_up()
+            raise
         by_optimizer = {id(o): drives[n] for n, o in optimizers.items()}
         return replace(
             bundle,
@@ -121,20 +131,23 @@ class DeepSpeedStrategy(Strategy):
                 local_world_size=self.place.local_world_size,
                 num_nodes=max(1, self.place.world_size // self.place.local_world_size),
             )
+            _tell_of_building(settled.settings, optimizer, self.place.device.type)
         own_clipping = self._plugin.get_value("gradient_clipping")
         self._plugin.deepspeed_config = settled.settings
         self.choices += settled.choices
         before, made_in = remember(model), troubles.made_in(model)
+        settings, claimed = swapping.claim(settled.settings, self.place.rank)
         engine = make_engine(
             model,
             optimizer,
             scheduler,
-            settled.settings,
+            settings,
             moe_layers=self._plugin.transformer_moe_cls_names,
             several=not self.place.is_alone,
         )
         drive = Drive(
             engine,
+            claimed,
             troubles.Troubles(engine, made_in),
             float(own_clipping) if isinstance(own_clipping, (int, float)) else None,
         )
@@ -271,6 +284,18 @@ class DeepSpeedStrategy(Strategy):
             checkpoints.load(drive.engine, Path(folder))
         else:
             checkpoints.load_plain(model, Path(folder))
+
+
+def _tell_of_building(settings: dict[str, Any], optimizer: Any, device: str) -> None:
+    """A minute in which nothing seems to happen is better announced."""
+    config = ZeroConfig.from_dict(settings)
+    operations = set(needed_ops(config, device=device))
+    if offloads_optimizer(config) and isinstance(optimizer, torch.optim.Optimizer):
+        operations.add("cpu_adam")
+    if missing := not_built(sorted(operations)):
+        sys.stderr.write(
+            f"nbaccel: DeepSpeed compiles {', '.join(missing)} now, once: a minute or two\n"
+        )
 
 
 def _end(drives: dict[int, Drive], before: dict[int, Remembered], *, alone: bool) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "given_back",
     "is_dtensor",
     "is_sharded",
+    "leave",
     "pieces",
     "put",
     "whole_shape",
@@ -154,6 +155,14 @@ def given_back(modules: Iterable[nn.Module]) -> Iterator[None]:
                 for module, was in zip(modules, remembered, strict=True):
                     reader.take_back(module, was)
                 reader.tear_down(process)
+
+
+def leave() -> None:
+    """Remove what libraries keep on disk for this process, which ends."""
+    for row in STRATEGIES:
+        if row.shards and row.library in sys.modules:
+            reader: ShardReader = _catalog.load(row.shards)
+            reader.leave()
 
 
 class Held:

@@ -1,0 +1,214 @@
+"""`DeepSpeedPlugin`: what was said in several places becomes one configuration, or a refusal."""
+
+from __future__ import annotations
+
+import base64
+import json
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from nbaccel import Accelerator, DeepSpeedPlugin, RunConfig
+from nbaccel.config.handlers import FullyShardedDataParallelPlugin
+from nbaccel.deepspeed.config import ZeroConfig
+from nbaccel.deepspeed.strategy.troubles import check_host_memory
+from nbaccel.errors import ConfigError, PlatformUnsupported
+from nbaccel.plan import inspect_machine
+from tests.deepspeed import needs
+
+pytestmark = needs.DEEPSPEED
+STAGE_2 = {"zero_optimization": {"stage": 2}}
+
+
+def test_nothing_said_is_stage_2_with_open_sizes():
+    plugin = DeepSpeedPlugin()
+    assert plugin.deepspeed_config == {
+        "zero_optimization": {"stage": 2},
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+    }
+    assert plugin.is_auto("train_batch_size")
+    assert plugin.get_value("zero_optimization.stage") == plugin.zero_stage == 2
+    assert plugin.get_value("zero_optimization.stge", 7) == 7
+
+
+def test_arguments_become_keys():
+    plugin = DeepSpeedPlugin(
+        zero_stage=3,
+        offload_optimizer_device="cpu",
+        offload_param_device="nvme",
+        offload_param_nvme_path="/fast",
+        gradient_clipping=0.5,
+        gradient_accumulation_steps=4,
+        zero3_save_16bit_model=True,
+    )
+    assert plugin.deepspeed_config["zero_optimization"] == {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "nvme", "nvme_path": "/fast"},
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    assert plugin.accumulation_steps == 4
+    assert plugin.get_value("gradient_clipping") == 0.5
+
+
+@pytest.mark.parametrize(
+    "form", ["dict", "file", "json", "base64", "ZeroConfig", "HfDeepSpeedConfig"]
+)
+def test_a_configuration_comes_in_many_forms(form, tmp_path):
+    given = {"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 3}
+    text = json.dumps(given)
+    (tmp_path / "ds.json").write_text(text)
+    forms = {
+        "dict": given,
+        "file": str(tmp_path / "ds.json"),
+        "json": text,
+        "base64": base64.urlsafe_b64encode(text.encode()).decode(),
+        "ZeroConfig": ZeroConfig.from_dict(given),
+        "HfDeepSpeedConfig": SimpleNamespace(config=given),
+    }
+    plugin = DeepSpeedPlugin(hf_ds_config=forms[form])
+    assert (plugin.zero_stage, plugin.accumulation_steps) == (1, 3)
+    assert given == {"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 3}
+
+
+def test_arguments_fill_what_the_file_leaves_open_and_contradict_the_rest():
+    config = {"zero_optimization": {"stage": "auto"}, "gradient_clipping": 1.0}
+    plugin = DeepSpeedPlugin(hf_ds_config=config, zero_stage=3, offload_optimizer_device="cpu")
+    assert plugin.zero_stage == 3
+    assert plugin.get_value("zero_optimization.offload_optimizer.device") == "cpu"
+    with pytest.raises(ConfigError) as error:
+        DeepSpeedPlugin(
+            hf_ds_config={**STAGE_2, **config, **STAGE_2}, zero_stage=3, gradient_clipping=0.1
+        )
+    assert len(error.value.mistakes) == 2
+    assert "zero_stage=3) contradicts" in str(error.value)
+    assert "gradient_clipping is 1.0" in str(error.value)
+
+
+def test_variables_of_the_launcher_are_read_and_arguments_win(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.3")
+    assert DeepSpeedPlugin().zero_stage == 3
+    assert DeepSpeedPlugin(zero_stage=1).zero_stage == 1
+    assert DeepSpeedPlugin(hf_ds_config=STAGE_2).zero_stage == 2
+    assert DeepSpeedPlugin().get_value("gradient_clipping") == 0.3
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "two")
+    with pytest.raises(ConfigError, match=r"ACCELERATE_DEEPSPEED_ZERO_STAGE='two'.*zero_stage"):
+        DeepSpeedPlugin()
+
+
+def test_what_cannot_be_read_or_served():
+    with pytest.raises(ConfigError, match=r"is no JSON"):
+        DeepSpeedPlugin(hf_ds_config='{"zero_optimization": ')
+    with pytest.raises(ConfigError, match=r"/no/such"):
+        DeepSpeedPlugin(hf_ds_config="/no/such.json")
+    with pytest.raises(PlatformUnsupported, match=r"enable_msamp=True"):
+        DeepSpeedPlugin(enable_msamp=True)
+
+
+# ---------------------------------------------------------------------- with an Accelerator
+def test_the_plan_says_deepspeed_and_nothing_is_begun():
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=1), cpu=True)
+    assert accelerator.plan.strategy == "deepspeed"
+    assert accelerator.distributed_type == "DEEPSPEED"
+    assert accelerator.state.deepspeed_plugin is accelerator.deepspeed_plugin
+    assert "ds_config: " in repr(accelerator.state)
+    assert accelerator.deepspeed_config["zero_optimization"] == {"stage": 1}
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_run_config_and_the_environment_ask_for_it_too(monkeypatch):
+    config = RunConfig(zero_stage=2, device="cpu")
+    assert Accelerator(config=config).deepspeed_plugin.zero_stage == 2
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    assert Accelerator(cpu=True).deepspeed_plugin.zero_stage == 2
+
+
+def test_several_plugins_by_name_are_taken_and_the_first_is_used():
+    plugins = {"a": DeepSpeedPlugin(zero_stage=1), "b": DeepSpeedPlugin(zero_stage=2)}
+    for accelerator in (
+        Accelerator(deepspeed_plugins=plugins, cpu=True),
+        Accelerator(deepspeed_plugin=plugins, cpu=True),
+    ):
+        assert accelerator.deepspeed_plugin is plugins["a"]
+
+
+def test_a_file_says_precision_and_accumulation_where_nobody_else_does():
+    config = {**STAGE_2, "bf16": {"enabled": True}, "gradient_accumulation_steps": 4}
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), cpu=True)
+    assert accelerator.mixed_precision == "bf16"
+    assert accelerator.gradient_accumulation_steps == 4
+
+
+def test_precision_of_file_and_call_contradict_each_other():
+    plugin = DeepSpeedPlugin(hf_ds_config={**STAGE_2, "bf16": {"enabled": True}})
+    with pytest.raises(ConfigError, match=r"mixed_precision='fp16' contradicts.*'bf16'"):
+        Accelerator(deepspeed_plugin=plugin, mixed_precision="fp16", cpu=True)
+
+
+def test_accumulation_of_file_and_call_contradict_each_other_before_an_engine_is_made():
+    plugin = DeepSpeedPlugin(hf_ds_config={**STAGE_2, "gradient_accumulation_steps": 4})
+    accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2, cpu=True)
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"is 4 in the file and 2 by the run"):
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert not torch.distributed.is_initialized()
+
+
+def test_two_ways_to_shard_are_one_too_many():
+    with pytest.raises(ConfigError, match=r"each shards models in its own way"):
+        Accelerator(
+            deepspeed_plugin=DeepSpeedPlugin(),
+            fsdp_plugin=FullyShardedDataParallelPlugin(),
+            cpu=True,
+        )
+
+
+# ----------------------------------------------------------------------------- host memory
+def machine(total: int, available: int):
+    return replace(inspect_machine(), host_total_bytes=total, host_available_bytes=available)
+
+
+def test_too_little_host_memory_is_said_before_the_system_kills_anybody():
+    model = nn.Linear(1000, 1000, device="meta")  # 1 001 000 parameters
+    settings = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+
+    def check(total: int, available: int) -> None:
+        check_host_memory(
+            model,
+            settings,
+            device="cuda",
+            local_world_size=2,
+            num_nodes=1,
+            inventory=machine(total, available),
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(1 << 30, 1 << 30)
+    with pytest.warns(UserWarning, match=r"may kill it.*offload_optimizer\.device"):
+        check(1 << 30, 1 << 20)
+    with pytest.raises(
+        ConfigError, match=r"about .* MiB of host memory for 2 process.*nbaccel\.advise"
+    ):
+        check(2 << 20, 1 << 20)
+
+
+def test_a_launch_at_a_stage_is_refused_where_the_tools_are_missing(monkeypatch):
+    import sys
+
+    from nbaccel import notebook_launcher
+    from nbaccel.errors import MissingBackend
+
+    monkeypatch.setattr(sys, "executable", "/nowhere/bin/python")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")
+    with pytest.raises(MissingBackend, match=r"needs ninja"):
+        notebook_launcher(print, config=RunConfig(num_processes=2, zero_stage=2))
