@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbaccel.deepspeed.strategy import pieces, on_disk
+from nbaccel.deepspeed.strategy import on_disk, pieces
 from nbaccel.errors import ConfigError
 
 __all__ = ["gather", "scatter"]
