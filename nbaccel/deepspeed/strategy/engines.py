@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from nbaccel.abc.standins import DummyOptim, DummyScheduler
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.config import ZERO
+from nbaccel.deepspeed.strategy import on_disk
 from nbaccel.deepspeed.strategy.settling import stage_of
 from nbaccel.errors import ConfigError
 from nbaccel.precision.native import as_float32
@@ -75,6 +76,7 @@ def make_engine(
     with _quiet(settings):
         engine, *_ = deepspeed.initialize(**arguments)
     _convert(engine)
+    on_disk.skip_repeated_reads(engine.module)
     if several and stage_of(settings) == 3:
         _keep_in_step(engine.module)
     return engine
@@ -151,7 +153,7 @@ def begin_comm(settings: Mapping[str, Any]) -> None:
     Args:
         settings: Of the engine to come.
     """
-    deepspeed = require("deepspeed", extra="deepspeed", why="Training with DeepSpeed")
+    deepspeed = library.load("deepspeed", why="Training with DeepSpeed")
     # It prints a line for the operation it loads.
     with _quiet(settings), contextlib.redirect_stdout(io.StringIO()):
         deepspeed.init_distributed(dist_init_required=False)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nbaccel.abc.shards import Piece
+from nbaccel.deepspeed.strategy import on_disk
 
 __all__ = ["assign", "hold", "is_cut", "is_partitioned", "local_pieces", "shape_of", "whole_shape"]
 
@@ -68,7 +69,10 @@ def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
         return
     part: Any = tensor.ds_tensor  # type: ignore[attr-defined]
     start, count = _span(tensor)
-    part.data.view(-1)[:count].copy_(flat[start : start + count])
+    if on_disk.is_on_disk(tensor):
+        on_disk.write_part(tensor, flat[start : start + count])
+    else:
+        part.data.view(-1)[:count].copy_(flat[start : start + count])
     if tensor.data.numel() == tensor.ds_numel:  # type: ignore[attr-defined]
         tensor.data.copy_(whole)  # small ones are whole everywhere, besides
 
@@ -107,7 +111,4 @@ def _span(tensor: Any) -> tuple[int, int]:
 def _at_hand(tensor: Any) -> torch.Tensor:
     """This process's part of the weights, read from disk if it lies there."""
     part: torch.Tensor = tensor.ds_tensor
-    if part.numel() == 0 and tensor.nvme_swapper is not None:
-        tensor.nvme_swapper.swap_in([tensor], async_op=False)
-        part = tensor.ds_tensor
-    return part
+    return on_disk.read_part(tensor) if on_disk.is_on_disk(tensor) else part

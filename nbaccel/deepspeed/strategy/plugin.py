@@ -129,6 +129,8 @@ class DeepSpeedPlugin(Settings):
         self.deepspeed_config = settings
         for name, key in _KEYS.items():
             setattr(self, name, self.get_value(key, getattr(self, name)))
+        if self.zero_stage is None:
+            self.zero_stage = 0  # DeepSpeed's default; without one nobody would use DeepSpeed
         if self.zero3_init_flag is None:
             chosen = env.flag("ACCELERATE_DEEPSPEED_ZERO3_INIT")
             # To import it would cost seconds, for models that may be nobody's but the user's.

@@ -25,6 +25,7 @@ from nbaccel.deepspeed.strategy import (
     checkpoints,
     gathering,
     lease,
+    on_disk,
     orphans,
     swapping,
     troubles,
@@ -152,7 +153,7 @@ class DeepSpeedStrategy(Strategy):
             plugin.deepspeed_config = settled.settings
             self._open[id(plugin)] = (settled.settings, given)
         self.choices += settled.choices
-        self._tell_before(model, optimizer, settled)
+        self._tell_before(model, optimizer, settled, trains=trains)
         if not self.place.is_alone:
             begin_comm(settled.settings)
             take_back_together(model, self.place.device)
@@ -174,15 +175,19 @@ class DeepSpeedStrategy(Strategy):
         self._before[id(engine)] = before
         return drive
 
-    def _tell_before(self, model: nn.Module, optimizer: Any, settled: Settled) -> None:
+    def _tell_before(
+        self, model: nn.Module, optimizer: Any, settled: Settled, *, trains: bool
+    ) -> None:
         """What is better known before an engine is made; some of it ends the attempt."""
         for text in settled.warnings:
             warnings.warn(text, stacklevel=2)
+        on_disk.check_buffers(model, settled.settings, self.place.world_size)
         if not self.place.is_local_main:
             return
         troubles.check_host_memory(
             model,
             settled.settings,
+            trains=trains,
             device=self.place.device.type,
             local_world_size=self.place.local_world_size,
             num_nodes=max(1, self.place.world_size // self.place.local_world_size),

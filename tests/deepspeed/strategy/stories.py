@@ -292,6 +292,9 @@ def wrong(folder: Path) -> dict[str, str]:
     plain = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2), cpu=True)
     found["no optimizer"] = refusal(plain.prepare, model, DummyOptim(model.parameters()))
     found["optimizer alone"] = refusal(plain.prepare, real)
+    typos = {"zero_optimization": {"stge": 3}, "gradient_cliping": 0.5}
+    mistaken = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=typos), cpu=True)
+    found["typos"] = refusal(mistaken.prepare, model, real)
     found["schedule"] = refusal(plain.prepare, model, real, DummyScheduler(real))
     ddp = Accelerator(cpu=True)
     found["stand-in without DeepSpeed"] = refusal(ddp.prepare, DummyOptim(model.parameters()))

@@ -124,6 +124,7 @@ def test_generate_keeps_ranks_in_step(told):
     [
         ("two optimizers", r"has an optimizer \(AdamW\), and prepare got one of torch"),
         ("no optimizer", r"no optimizer that it could stand for"),
+        ("typos", r"optimization.stge .*'stage'.*gradient_cliping .*'gradient_clipping'"),
         ("optimizer alone", r"prepare got 1 optimizer\(s\) and no model"),
         ("schedule", r"no schedule that it could stand for"),
         ("stand-in without DeepSpeed", r"DummyOptim with strategy 'ddp'"),
