@@ -98,7 +98,7 @@ class StrategyRow:
         devices: What it can compute on.
         precisions: The precisions it can train in.
         distributed_type: What Accelerate calls it; empty where that depends on the device.
-        settings: ``module:Class`` of its plugin, where the launcher's request makes one.
+        settings: Module of its plugin, where the launcher's request makes one.
         check: ``module:function`` that refuses what its library lacks on a machine.
         library: What must be imported for its shards to exist.
         shards: Module that reads them, a :class:`~nbaccel.abc.shards.ShardReader`.
@@ -231,7 +231,7 @@ STRATEGIES: tuple[StrategyRow, ...] = (
         devices=("cpu", "cuda"),
         precisions=_NATIVE,
         distributed_type="DEEPSPEED",
-        settings="nbaccel.deepspeed.strategy.plugin:DeepSpeedPlugin",
+        settings="nbaccel.deepspeed.strategy.plugin",
         check="nbaccel.deepspeed.toolchain:check_tools",
         library="deepspeed",
         shards="nbaccel.deepspeed.strategy.reader",

@@ -114,7 +114,7 @@ class AcceleratorState(PartialState):
         distributed_type: How they train.
         mixed_precision: In which format.
         fsdp_plugin: How torch shards models, if it does.
-        deepspeed_plugin: How DeepSpeed shards them, if it does.
+        deepspeed_plugins: How DeepSpeed shards them, if it does.
 
     Raises:
         ConfigError: It was not an `Accelerator` that made it.
@@ -128,7 +128,7 @@ class AcceleratorState(PartialState):
         distributed_type: DistributedType = DistributedType.NO,
         mixed_precision: str = "no",
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
-        deepspeed_plugin: Any = None,
+        deepspeed_plugins: Any = None,
     ) -> None:
         if place is None or collectives is None:
             raise ConfigError(
@@ -140,7 +140,41 @@ class AcceleratorState(PartialState):
         self._distributed_type = distributed_type
         self.mixed_precision = mixed_precision
         self.fsdp_plugin = fsdp_plugin
-        self.deepspeed_plugin = deepspeed_plugin
+        self._deepspeed = deepspeed_plugins
+
+    @property
+    def deepspeed_plugins(self) -> dict[str, Any]:
+        """DeepSpeed's plugins by name; empty where something else trains."""
+        return {} if self._deepspeed is None else dict(self._deepspeed.by_name)
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The plugin that the next `prepare` goes by; None where DeepSpeed is not used."""
+        return None if self._deepspeed is None else self._deepspeed.active
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """A plugin by its name.
+
+        Raises:
+            ConfigError: There is none of that name.
+        """
+        return self._named().get(name)
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Let the next `prepare` go by another plugin.
+
+        Raises:
+            ConfigError: There is none of that name.
+        """
+        self._named().select(name)
+
+    def _named(self) -> Any:
+        if self._deepspeed is None:
+            raise ConfigError(
+                f"There are no DeepSpeed plugins in a run of type {self.distributed_type.value}: "
+                "none can be named. Give Accelerator(deepspeed_plugins={...})."
+            )
+        return self._deepspeed
 
     @property
     def distributed_type(self) -> DistributedType:

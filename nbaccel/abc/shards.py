@@ -37,6 +37,12 @@ class ShardReader(Protocol):
     def assign(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
         """Put the values of the whole in this process's pieces."""
 
+    def inner_module(self, module: nn.Module) -> nn.Module | None:
+        """The user's module, if this is an engine around it."""
+
+    def plain_state(self, module: nn.Module) -> dict[str, Any] | None:
+        """The attributes of a module without the library's; None if it put none there."""
+
     def remember(self, module: nn.Module) -> Any:
         """What :meth:`take_back` must know of a module, before the library has it."""
 
@@ -46,6 +52,12 @@ class ShardReader(Protocol):
         Returns:
             Whether it had been taken apart.
         """
+
+    def leave(self) -> None:
+        """Remove what the library keeps on disk for this process, which ends."""
+
+    def forget_groups(self) -> None:
+        """Torch's process groups are gone: forget those that the library made from them."""
 
     def observe(self) -> Any:
         """What :meth:`tear_down` must know of this process, before the library is used."""

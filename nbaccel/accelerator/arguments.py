@@ -6,7 +6,7 @@ some variables win over arguments without a word).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -122,9 +122,10 @@ class Request:
         )
         precision, said_by = _precision(mixed_precision, config)
         if deepspeed is not None:
-            precision, said_by = _precision_of_plugin(deepspeed, precision, said_by)
-            if source == "default" and deepspeed.accumulation_steps is not None:
-                steps, source = deepspeed.accumulation_steps, "config"
+            first = deepspeed.active
+            precision, said_by = _precision_of_plugin(first, precision, said_by)
+            if source == "default" and first.accumulation_steps is not None:
+                steps, source = first.accumulation_steps, "config"
                 plugin = replace(plugin, num_steps=steps)
         project = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and project.project_dir is None:
@@ -136,7 +137,7 @@ class Request:
             accumulation_steps=steps,
             accumulation_source=source,
             fsdp=fsdp_plugin is not None,
-            zero_stage=None if deepspeed is None else deepspeed.zero_stage,
+            zero_stage=None if deepspeed is None else deepspeed.active.zero_stage,
             cpu=arrival.wants_cpu(cpu) or config_says_cpu,
             split_batches=data.split_batches,
         )
@@ -209,21 +210,21 @@ def _precision(given: str | None, config: RunConfig | None) -> tuple[str, Any]:
 def _deepspeed(
     plugin: Any, plugins: Any, fsdp: FullyShardedDataParallelPlugin | None, config: RunConfig | None
 ) -> Any:
-    """The plugin by which DeepSpeed trains; None where something else does."""
-    if isinstance(plugin, Mapping):
-        plugins, plugin = plugin, None
-    if plugin is None and plugins:
-        plugin = next(iter(plugins.values())) if isinstance(plugins, Mapping) else plugins[0]
+    """The plugins by which DeepSpeed trains; None where something else does."""
+    given = plugin if plugin is not None else plugins
     stage = config.zero_stage if config is not None else None
-    if plugin is None and (stage or (not fsdp and env.flag("ACCELERATE_USE_DEEPSPEED"))):
-        make = _catalog.load(strategy_row("deepspeed").settings)
-        plugin = make(zero_stage=stage) if stage else make()
-    if plugin is not None and fsdp is not None:
+    asked = stage or (not fsdp and env.flag("ACCELERATE_USE_DEEPSPEED"))
+    if given is None and not asked:
+        return None
+    if given is not None and fsdp is not None:
         raise ConfigError(
-            f"Accelerator got {plugin} and {fsdp}: each shards models in its own way, and only one "
+            f"Accelerator got {given} and {fsdp}: each shards models in its own way, and only one "
             "can. Give one of them."
         )
-    return plugin
+    module = _catalog.load(strategy_row("deepspeed").settings)
+    if given is None:
+        given = module.DeepSpeedPlugin(zero_stage=stage or None)
+    return module.Plugins(given)
 
 
 def _precision_of_plugin(plugin: Any, value: str, source: Any) -> tuple[str, Any]:

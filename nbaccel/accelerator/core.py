@@ -78,7 +78,8 @@ class Accelerator(Preparing, Keeping, Comforts):
         gradient_accumulation_plugin: More about accumulation.
         step_scheduler_with_optimizer: Whether schedulers step only when optimizers do.
         kwargs_handlers: Further settings, one object per class.
-        deepspeed_plugins: Several by name; the first is used.
+        deepspeed_plugins: Several by name; `prepare` goes by the first, until
+            ``accelerator.state.select_deepspeed_plugin(name)`` says another.
         dynamo_backend: Backend of ``torch.compile`` for prepared models, ``no`` for none; None
             takes what the launcher asked (``ACCELERATE_DYNAMO_BACKEND``).
         config: A `RunConfig`; arguments win over it.

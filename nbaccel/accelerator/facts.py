@@ -100,7 +100,7 @@ class Facts(Processes):
             distributed_type=self.distributed_type,
             mixed_precision=self.mixed_precision,
             fsdp_plugin=self._request.fsdp,
-            deepspeed_plugin=self._request.deepspeed,
+            deepspeed_plugins=self._request.deepspeed,
         )
 
     @property
@@ -131,12 +131,13 @@ class Facts(Processes):
     @property
     def deepspeed_plugin(self) -> Any:
         """How DeepSpeed shards models; None where it does not."""
-        return self._request.deepspeed
+        plugins = self._request.deepspeed
+        return None if plugins is None else plugins.active
 
     @property
     def deepspeed_config(self) -> dict[str, Any] | None:
         """DeepSpeed's configuration, without ``"auto"`` once a model is prepared."""
-        plugin = self._request.deepspeed
+        plugin = self.deepspeed_plugin
         return None if plugin is None else dict(plugin.deepspeed_config)
 
     @property

@@ -138,7 +138,8 @@ class Keeping(Facts):
         Returns:
             Names and tensors.
         """
-        if not unwrap and not hasattr(model, "_orig_mod"):
+        # An engine's own may hold placeholders, and its names are those of the module anyway.
+        if not unwrap and not hasattr(model, "_orig_mod") and not self._strategy.owns_precision:
             return dict(model.state_dict())
         state = self._strategy.model_state(getattr(model, "_orig_mod", model))
         # What was compiled before `prepare` sits deeper, and shows in the names.

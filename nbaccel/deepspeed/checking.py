@@ -16,9 +16,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from nbaccel._optional import require
 from nbaccel.config import RunConfig
 from nbaccel.config.mistakes import closest, shown
+from nbaccel.deepspeed import library
 from nbaccel.deepspeed.auto import AUTO_KEYS
 from nbaccel.deepspeed.combinations import (
     batch_mistakes,
@@ -228,7 +228,7 @@ def _refused(config: ZeroConfig) -> Iterator[str]:
     for key in ("train_batch_size", "gradient_accumulation_steps"):
         settings.pop(key, None)
     settings.setdefault("train_micro_batch_size_per_gpu", 1)
-    reader = require("deepspeed.runtime.config", extra="deepspeed", why="DeepSpeed")
+    reader = library.load("deepspeed.runtime.config", why="DeepSpeed")
     try:
         with quiet():
             reader.DeepSpeedConfig(settings)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from nbaccel._optional import require
 from nbaccel.config.mistakes import closest
+from nbaccel.deepspeed import library
 from nbaccel.deepspeed.config import ZERO, ZeroConfig
 from nbaccel.deepspeed.kinds import AUTO
 from nbaccel.deepspeed.ops import offloads_optimizer
@@ -306,7 +306,7 @@ def doubts(config: ZeroConfig, *, device: str) -> Iterator[str]:
 
 def _cpu_has_fp16() -> bool:
     """What DeepSpeed asks of a CPU before it trains in float16, and before it allots weights."""
-    cpu = require("deepspeed.accelerator.cpu_accelerator", extra="deepspeed", why="float16")
+    cpu = library.load("deepspeed.accelerator.cpu_accelerator", why="float16")
     return bool(cpu.CPU_Accelerator().is_fp16_supported())
 
 

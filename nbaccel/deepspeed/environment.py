@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from importlib import import_module
@@ -23,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from nbaccel import env, ports
-from nbaccel._optional import require
-from nbaccel.deepspeed import teardown, toolchain
+from nbaccel.deepspeed import library, teardown, toolchain
 from nbaccel.deepspeed.device import Wish, check_gpu, read_wish
 from nbaccel.errors import ConfigError, UnsafeMoment
 from nbaccel.plan.inventory import inspect_machine
@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
-__all__ = ["DeepSpeedEnvironment", "deepspeed_environment"]
+__all__ = ["DeepSpeedEnvironment", "deepspeed_environment", "ignore_old_names"]
 
 _HOST = "127.0.0.1"
+_OLD_NAMES = "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
 # What these variables hold in a process that is alone.
 _ALONE = {
     "RANK": 0,
@@ -171,17 +172,26 @@ def deepspeed_environment(
     return opened
 
 
+def ignore_old_names() -> None:
+    """Leave out what torch warns of in each step, and no user of DeepSpeed can change.
+
+    DeepSpeed 0.19 calls collectives by names that torch 2.13 has given others.
+    """
+    warnings.filterwarnings("ignore", _OLD_NAMES, FutureWarning, r"torch\.distributed")
+
+
 def _open(
     wish: Wish, port: int | None, timeout_s: float, stack: contextlib.ExitStack
 ) -> DeepSpeedEnvironment:
     """Everything in its order; what was done is undone if a step fails."""
     if wish.kind == "cuda":
         _check_gpu(wish.index)
+    ignore_old_names()
     listener = stack.enter_context(ports.listen(_HOST, port, setting="port", who="DeepSpeed"))
     number = int(listener.getsockname()[1])
     stack.enter_context(env.applied(_variables(wish, number)))
     stack.callback(teardown.tear_down, teardown.observe())
-    deepspeed = require("deepspeed", extra="deepspeed", why="deepspeed_environment()")
+    deepspeed = library.load("deepspeed", why="deepspeed_environment()")
     kind = _settled_device(deepspeed, wish)
     if kind == "cpu":
         toolchain.check_compiler()

@@ -7,7 +7,7 @@ against real engines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from html import escape
 from pathlib import Path
@@ -79,7 +79,7 @@ class Bytes:
 _KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations", "total", "peak")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class MemoryEstimate:
     """What a run needs, and what this machine has.
 
@@ -153,6 +153,14 @@ class MemoryEstimate:
             for row in rows
         ]
         return "\n".join([self._head(), *table, self._verdict(), *self.notes])
+
+    def __repr__(self) -> str:
+        return f"<MemoryEstimate: {self._head()}: {self._verdict()}>"
+
+    def _repr_mimebundle_(
+        self, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
+    ) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": self._repr_html_()}
 
     def _repr_html_(self) -> str:
         head, *rows = self.rows()
@@ -352,7 +360,8 @@ def _stage_3(s: Settings, shape: Shape, world: int) -> tuple[Bytes, Bytes, Bytes
     everything, part = _part(shape.total, world), _part(shape.trainable, world)
     parameters = Bytes(parameters=s.parameter_bytes * everything)
     # Tensors that are too small to be worth it stay whole, beside their parts.
-    whole = s.reduce_bucket * s.contiguous + shape.at_most(s.persist)
+    reduced = s.reduce_bucket * s.contiguous if shape.trainable else 0
+    whole = reduced + shape.at_most(s.persist)
     device = Bytes(buckets=s.parameter_bytes * whole)
     own = s.master_bytes * part  # in fp32, too
     kept = s.gradient_bytes * part

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 
 from nbaccel import env
 from nbaccel._optional import require
-from nbaccel.deepspeed import toolchain
+from nbaccel.deepspeed import library, toolchain
 from nbaccel.deepspeed.config import ZeroConfig
 
 __all__ = ["missing_tools", "needed_ops", "offloads_optimizer"]
@@ -78,7 +78,7 @@ def missing_tools(
         A message for each thing that is missing.
     """
     environ = _as_it_will_be() if environ is None else environ
-    ready = require("deepspeed.git_version_info", extra="deepspeed", why="DeepSpeed's C++ parts")
+    ready = library.load("deepspeed.git_version_info", why="DeepSpeed's C++ parts")
     built = {name for name, there in ready.installed_ops.items() if there}
     ops = [name for name in needed_ops(config, device=device) if name not in built]
     if not ops:

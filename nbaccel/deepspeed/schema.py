@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from nbaccel._optional import require
+from nbaccel.deepspeed import library
 
 __all__ = ["Arguments", "Schema", "deepspeed_schema", "optimizer_arguments", "quiet", "required"]
 
@@ -121,8 +122,8 @@ def deepspeed_schema() -> Schema:
         MissingBackend: DeepSpeed is not installed.
     """
     why = "Checking a DeepSpeed configuration"
-    deepspeed = require("deepspeed", extra="deepspeed", why=why)
-    reader = require("deepspeed.runtime.config", extra="deepspeed", why=why)
+    deepspeed = library.load("deepspeed", why=why)
+    reader = library.load("deepspeed.runtime.config", why=why)
     models: dict[str, type[BaseModel]] = {}
     sections: dict[str, frozenset[str]] = {}
     gone = dict(getattr(reader, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {}))
@@ -213,7 +214,7 @@ def _model_behind(reader: Callable[..., Any], path: tuple[str, ...]) -> type[Bas
 
 
 def _all_models() -> Iterator[type[BaseModel]]:
-    base = require("deepspeed.runtime.config_utils", extra="deepspeed", why="A DeepSpeed model")
+    base = library.load("deepspeed.runtime.config_utils", why="A DeepSpeed model")
     waiting: list[type[BaseModel]] = list(base.DeepSpeedConfigModel.__subclasses__())
     while waiting:
         model = waiting.pop()
@@ -254,7 +255,7 @@ def _optimizers(reader: Any) -> tuple[str, ...]:
 
 
 def _schedulers() -> Iterator[tuple[str, Arguments]]:
-    own = require("deepspeed.runtime.lr_schedules", extra="deepspeed", why="A schedule")
+    own = library.load("deepspeed.runtime.lr_schedules", why="A schedule")
     torch_own = require("torch.optim.lr_scheduler", extra="", why="A schedule")
     for name in own.VALID_LR_SCHEDULES:
         yield name, _arguments(getattr(own, name))
@@ -294,7 +295,7 @@ def optimizer_arguments(
     optim = require("torch.optim", extra="", why=why)
 
     def own(module: str, made: str, *also: str) -> Arguments:
-        found = require(f"deepspeed.ops.{module}", extra="deepspeed", why=why)
+        found = library.load(f"deepspeed.ops.{module}", why=why)
         return _arguments(getattr(found, made), also=also)
 
     if low in ("adam", "adamw"):
@@ -314,7 +315,7 @@ def optimizer_arguments(
 
 
 def _muon() -> Arguments | None:
-    engine = require("deepspeed.runtime.engine", extra="deepspeed", why="The optimizer Muon")
+    engine = library.load("deepspeed.runtime.engine", why="The optimizer Muon")
     halves = [
         getattr(engine.DeepSpeedEngine, name, None)
         for name in ("_MUON_HALF_KEYS", "_ADAM_HALF_KEYS")

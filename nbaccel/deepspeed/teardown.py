@@ -17,7 +17,7 @@ from typing import Any
 from nbaccel import env
 from nbaccel.log import get_logger
 
-__all__ = ["Before", "observe", "tear_down"]
+__all__ = ["Before", "forget_groups", "forget_modules", "observe", "tear_down"]
 
 _log = get_logger(__name__)
 # Variables by which libraries talk to themselves: `TrainingArguments(deepspeed=...)` sets
@@ -66,7 +66,7 @@ def tear_down(before: Before) -> None:
         steps.callback(_forget_transformers, before)
         steps.callback(_forget_accelerate, before)
         steps.callback(_end_groups)
-        steps.callback(_forget_modules)
+        steps.callback(forget_modules)
         steps.callback(_destroy_engines)
 
 
@@ -84,7 +84,7 @@ def _destroy_engines() -> None:
             _log.warning("an engine could not be destroyed: %r", error)
 
 
-def _forget_modules() -> None:
+def forget_modules() -> None:
     """Empty what keeps the modules of a ZeRO-3 run alive after its engine is gone."""
     offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
     if offload is not None:
@@ -122,8 +122,17 @@ def _end_groups() -> None:
             destroy = comm.destroy_process_group  # it also forgets the groups made from it
         destroy()
         del backends
+    forget_groups()
+
+
+def forget_groups() -> None:
+    """Let DeepSpeed make its groups anew where torch's, from which it made them, are gone."""
+    comm: Any = sys.modules.get("deepspeed.comm.comm")
     if comm is not None:
         comm.cdb = None  # it wraps the group that is gone, and would be taken for the next one
+    groups: Any = sys.modules.get("deepspeed.utils.groups")
+    if groups is not None:
+        groups._release_process_group_references()  # noqa: SLF001 - only its own `destroy` does it
 
 
 def _backends(distributed: Any) -> list[Any]:

@@ -31,6 +31,7 @@ __all__ = [
     "holder_of",
     "ninja_beside_python",
     "no_compiler",
+    "not_built",
     "path_with_ninja",
     "remove_forgotten_locks",
 ]
@@ -143,6 +144,19 @@ def check_compiler() -> None:
     environ = env.snapshot()
     if compiler_of(environ) is None and not _is_built(_CPU_OPERATION, environ):
         raise PlatformUnsupported(no_compiler(environ, [_CPU_OPERATION]))
+
+
+def not_built(operations: Sequence[str]) -> tuple[str, ...]:
+    """Those of DeepSpeed's operations that are compiled when they are first used.
+
+    Args:
+        operations: Their names.
+
+    Returns:
+        The names of those that are not there yet.
+    """
+    environ = env.snapshot()
+    return tuple(name for name in operations if not _is_built(name, environ))
 
 
 def remove_forgotten_locks() -> tuple[Path, ...]:

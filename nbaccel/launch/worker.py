@@ -31,7 +31,7 @@ from torch import nn
 from nbaccel import _catalog, env
 from nbaccel.errors import InputRefused, InternalError
 from nbaccel.launch import display, failure, precision, process_groups, remains, wire
-from nbaccel.launch.sharing import arena, memory, parcel
+from nbaccel.launch.sharing import arena, memory, parcel, shards
 from nbaccel.launch.sharing.home import Homebound, Manifest
 from nbaccel.topology import Topology
 
@@ -95,6 +95,8 @@ def main(ends: Ends, parent: int, inheritance: Inheritance | None = None) -> NoR
     except BaseException:  # nobody is left to raise to: say it and leave
         sys.excepthook(*sys.exc_info())
     finally:
+        with contextlib.suppress(Exception):  # whatever it is, this process ends
+            shards.leave()
         flush()
         os._exit(status)
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from nbaccel.config.handlers import InitProcessGroupKwargs
 from nbaccel.errors import ConfigError
 from nbaccel.launch import process_groups
+from nbaccel.launch.sharing import shards
 from nbaccel.pool.messages import GroupWanted
 from nbaccel.topology import Topology
 from nbaccel.train import arrival
@@ -88,6 +89,7 @@ class Groups:
             destroyed(group)
             if not dist.is_initialized():
                 self._close_sockets()
+                shards.forget_groups()
 
         c10d._get_default_group = default_group
         c10d._new_process_group_helper = make
@@ -153,6 +155,7 @@ class Groups:
             self.left_for = reason
             with contextlib.suppress(RuntimeError, ValueError):  # they are broken: that is why
                 dist.destroy_process_group()
+            shards.forget_groups()
         self._close_sockets()
 
     def _close_sockets(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import difflib
 import linecache
 import sys
@@ -142,13 +143,18 @@ class _HomeReducer(Reducer):
         self.pieces = 0
 
     def __call__(self, obj: Any) -> Any:
-        if isinstance(obj, DistributedDataParallel):
-            return _as_it_is, (obj.module,)
-        if isinstance(obj, torch.Tensor):
-            if not shards.is_dtensor(obj):  # a placeholder has nothing of the whole
-                self.pieces += shards.whole_shape(obj) != tuple(obj.shape)
-            if shards.is_dtensor(obj) or obj.device.type not in ("cpu", "meta"):
-                return _as_it_is, (self._at_hand(obj),)
+        if isinstance(obj, nn.Module):
+            inner = obj.module if isinstance(obj, DistributedDataParallel) else None
+            inner = inner or shards.inner_module(obj)
+            state = shards.plain_state(obj)
+            if inner is not None:
+                return _as_it_is, (inner,)
+            if state is not None:
+                return copyreg.__newobj__, (type(obj),), state  # type: ignore[attr-defined]
+        if isinstance(obj, torch.Tensor) and (
+            shards.is_sharded(obj) or obj.device.type not in ("cpu", "meta")
+        ):
+            return _as_it_is, (self._at_hand(obj),)
         return super().__call__(obj)
 
     def _at_hand(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -156,6 +162,12 @@ class _HomeReducer(Reducer):
         if shards.is_dtensor(tensor):
             self.pieces += not all(p.is_replicate() for p in values.placements)
             values = values.to_local()
+        elif shards.whole_shape(tensor) != tuple(tensor.shape):
+            self.pieces += 1
+            parts = [part.detach().cpu() for _, part in shards.pieces(tensor)]
+            values = torch.cat(parts) if parts else values
+        elif shards.is_sharded(tensor):
+            values = values.clone()  # of a flat buffer: all of that would come along
         values = values.cpu()
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(values, tensor.requires_grad)

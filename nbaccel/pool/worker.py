@@ -169,14 +169,19 @@ class _Worker:
     def _explain(self, error: BaseException) -> None:
         """Say what an object that outlived its process group suffers from."""
         text = str(error)
-        about_groups = isinstance(error, (RuntimeError, ValueError)) and any(
-            word in text for word in ("process group", "Process group", "Connection closed", "c10d")
+        about_groups = isinstance(error, (RuntimeError, ValueError, AssertionError)) and any(
+            word in text
+            for word in (
+                *("process group", "Process group", "Connection closed", "c10d"),
+                "DeepSpeed backend not set",
+            )
         )
         if about_groups and self._groups.left_for and hasattr(error, "add_note"):
             error.add_note(
                 f"The process groups from before were left because {self._groups.left_for}. "
-                "Objects that hold one (a DDP model, an Accelerator) are of no more use: run the "
-                "cells again that make them. Models, optimizers and variables are as they were."
+                "Objects that hold one (a DDP model, an engine, an Accelerator) are of no more "
+                "use: run the cells again that make them. Models, optimizers and variables are as "
+                "they were."
             )
 
     def _on_interrupt(self, signum: int, frame: Any) -> None:

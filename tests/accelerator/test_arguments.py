@@ -51,8 +51,6 @@ def test_wrong_arguments_are_refused_with_what_was_given(
 @pytest.mark.parametrize(
     "name",
     [
-        "deepspeed_plugin",
-        "deepspeed_plugins",
         "torch_tp_plugin",
         "megatron_lm_plugin",
         "parallelism_config",

@@ -205,7 +205,11 @@ def test_the_table_has_a_line_for_each_kind_of_content():
 
 
 def test_a_cell_shows_a_table():
-    html = estimate(zero(3))._repr_html_()
+    found = estimate(zero(3))
+    html = found._repr_html_()
+    assert found._repr_mimebundle_() == {"text/plain": str(found), "text/html": html}
+    assert repr(found).startswith("<MemoryEstimate: ")
+    assert len(repr(found)) < 200
     assert html.count("<tr>") == 9
     assert "ZeRO-3" in html
 

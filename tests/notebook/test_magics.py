@@ -29,7 +29,7 @@ def refused(kernel: Kernel, code: str) -> str:
     ("code", "said"),
     [
         ("%%accelerate -n 0\n1", ("1 %%accelerate -n 0", "num_processes must be", "got '0'")),
-        ("%%accelerate --zero 2\n1", ("zero_stage=2 cannot be had", "FullySharded")),
+        ("%%accelerate --zero 4\n1", ("zero_stage must be one of 0, 1, 2, 3",)),
         ("%%accelerate\n", ("no code below %%accelerate", "%accelerate restart")),
         ("%%accelerate -n 2\n\n  \n", ("no code below %%accelerate",)),
         ("%%accelerate --ranks 2 -n 2\n1", ("rank 2: there are 2 workers",)),
@@ -42,8 +42,7 @@ def refused(kernel: Kernel, code: str) -> str:
         ("%accelerate pull loss", ("cannot be pulled from workers: there are none",)),
         ("%accelerate push x", ("cannot be pushed to workers: there are none",)),
         ("%accelerate config -n 0", ("num_processes must be",)),
-        ("%accelerate config --zero 2", ("zero_stage=2 cannot be had",)),
-        ("%accelerate restart --zero 2", ("zero_stage=2 cannot be had",)),
+        ("%accelerate config --zero 2 --precision fp8", ("cannot be had",)),
     ],
 )
 def test_a_refusal_shows_the_line_and_the_way_out(
@@ -67,7 +66,11 @@ def test_the_settings_of_the_next_start_are_kept_and_explained(kernel: Kernel) -
     assert "2 CPU workers, 1 thread each, bf16, started from the template" in told
     assert "mixed_precision" in told
     refused(kernel, "%accelerate config -n 0")
-    kernel.run("%accelerate config --precision no").check()
+    told = kernel.run("%accelerate config --zero 3").check().stdout
+    assert "RunConfig(num_processes=2, mixed_precision='bf16', zero_stage=3)\n" in told
+    assert "2 CPU workers, 1 thread each, bf16, ZeRO-3, started from the template" in told
+    assert "weights too, in shards, by DeepSpeed" in " ".join(told.split())
+    kernel.run("%accelerate config --precision no --zero none").check()
     assert "RunConfig(num_processes=2)\n" in kernel.run("%accelerate config").check().stdout
     assert "starts 2 CPU workers" in kernel.run("%accelerate status").check().stdout
     assert kernel.run("%accelerate stop").check().stdout == "There are no workers to stop.\n"

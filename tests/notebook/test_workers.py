@@ -80,7 +80,7 @@ def test_options_that_the_workers_have_pass(live: Kernel, options: str) -> None:
         ("--no-share-back", ("share_back=True: got False", "restart --no-share-back ")),
         ("--dist", ("dist=False", "%accelerate restart --dist ")),
         ("--ranks 2", ("there are 2 workers, ranks 0-1",)),
-        ("--zero 2", ("zero_stage=2 cannot be had",)),
+        ("--zero 2", ("zero_stage=None: got 2", "%accelerate restart --zero 2 ")),
     ],
 )
 def test_options_that_the_workers_do_not_have_are_refused(

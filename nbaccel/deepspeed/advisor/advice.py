@@ -196,18 +196,12 @@ class Advice:
         return {"text/plain": self.explain(), "text/html": self._repr_html_()}
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{escape(text)}</th>" for text in (*_HEAD, "why"))
+        rows = [(*rung.cells(is_chosen=rung is self.chosen), rung.reason) for rung in self.rungs]
+        used = [0] + [c for c in range(1, len(_HEAD) + 1) if {row[c] for row in rows} - {"", "-"}]
+        head = "".join(_cell("th", (*_HEAD, "why")[column], column) for column in used)
         body = "".join(
-            "<tr>"
-            + "".join(
-                f"<td style='text-align:{'right' if 2 <= column <= 6 else 'left'}'>"
-                f"{escape(text)}</td>"
-                for column, text in enumerate(
-                    (*rung.cells(is_chosen=rung is self.chosen), rung.reason)
-                )
-            )
-            + "</tr>"
-            for rung in self.rungs
+            "<tr>" + "".join(_cell("td", row[column], column) for column in used) + "</tr>"
+            for row in rows
         )
         remarks = "".join(f"<p>{escape(text)}</p>" for text in self._remarks())
         return (
@@ -234,6 +228,12 @@ def _missing(rung: Rung) -> str:
     words = {"device": "on each device", "host": "of host memory", "nvme": "of disk"}
     lacking = rung.estimate.lacking if rung.estimate is not None else {}
     return " and ".join(f"{format_bytes(size)} {words[name]}" for name, size in lacking.items())
+
+
+def _cell(tag: str, text: str, column: int) -> str:
+    side = "right" if 2 <= column <= 6 else "left"
+    wrap = "" if column == len(_HEAD) else ";white-space:nowrap"  # reasons are long
+    return f"<{tag} style='text-align:{side}{wrap}'>{escape(text)}</{tag}>"
 
 
 def _aligned(text: str, width: int, column: int) -> str:

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from nbaccel.deepspeed.strategy.taking_back import Remembered, take_back
+from nbaccel.deepspeed.strategy.swapping import Claim
+from nbaccel.deepspeed.strategy.taking_back import Remembered, take_back, unhook
 from nbaccel.deepspeed.strategy.troubles import Troubles
 from nbaccel.errors import ConfigError
 
@@ -29,6 +30,7 @@ class Drive:
 
     Args:
         engine: Made by ``deepspeed.initialize``.
+        claimed: Where it swaps to.
         troubles: Watches what comes of it.
         clipping: The norm that a configuration names itself; None where it was filled in.
 
@@ -37,19 +39,34 @@ class Drive:
         ran: Whether a forward pass is waiting for its backward pass.
     """
 
-    def __init__(self, engine: Any, troubles: Troubles, clipping: float | None) -> None:
+    def __init__(
+        self, engine: Any, claimed: Claim, troubles: Troubles, clipping: float | None
+    ) -> None:
         self.engine = engine
         self.ran = False
         self._hooks = [
             engine.register_forward_pre_hook(lambda *_: self.step()),
             engine.register_forward_hook(self._note_run),
         ]
+        self._claimed = claimed
         self._troubles = troubles
         self._clipping = clipping
         self._forced: bool | None = None
         self._due = False
         self._norm: Any = None
         self.was_skipped = False
+
+    def __reduce__(self) -> Any:
+        """Refused, for all that refers to it: an engine is this process's part of a whole.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            f"what holds a {type(self.engine).__name__} (an engine's optimizer, its schedule, an "
+            "Accelerator) cannot leave its process. Take accelerator.get_state_dict(model), or "
+            "numbers such as optimizer.param_groups[0]['lr']"
+        )
 
     @property
     def can_train(self) -> bool:
@@ -126,10 +143,12 @@ class Drive:
         """
         for hook in self._hooks:
             hook.remove()
-        if before is not None:
-            take_back(self.engine.module, before)
-        else:
-            self.engine.destroy()
+        if before is None:
+            unhook(self.engine)
+            self.engine.destroy()  # its files stay: weights that are on disk are still to come home
+            return
+        take_back(self.engine.module, before)
+        self._claimed.release()
 
     @property
     def _clips_itself(self) -> bool:

@@ -20,14 +20,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from nbaccel._optional import require
 from nbaccel.abc.standins import DummyOptim, DummyScheduler
+from nbaccel.deepspeed import library
 from nbaccel.deepspeed.config import ZERO
+from nbaccel.deepspeed.strategy import on_disk
 from nbaccel.deepspeed.strategy.settling import stage_of
 from nbaccel.errors import ConfigError
 from nbaccel.precision.native import as_float32
 
-__all__ = ["make_engine"]
+__all__ = ["begin_comm", "is_engines", "make_engine"]
 
 
 def make_engine(
@@ -55,7 +56,7 @@ def make_engine(
     Raises:
         ConfigError: The model has no layers of these names.
     """
-    deepspeed = require("deepspeed", extra="deepspeed", why="Training with DeepSpeed")
+    deepspeed = library.load("deepspeed", why="Training with DeepSpeed")
     settings = dict(settings)
     settings.setdefault("steps_per_print", math.inf)
     arguments: dict[str, Any] = {"model": model, "config": settings}
@@ -71,10 +72,11 @@ def make_engine(
         arguments["lr_scheduler"] = scheduler
     if moe_layers and stage_of(settings) == 3:
         _fetch_together(model, moe_layers)
+    begin_comm(settings)
     with _quiet(settings):
-        _begin_comm(deepspeed)
         engine, *_ = deepspeed.initialize(**arguments)
     _convert(engine)
+    on_disk.skip_repeated_reads(engine.module)
     if several and stage_of(settings) == 3:
         _keep_in_step(engine.module)
     return engine
@@ -145,9 +147,15 @@ def _quiet(settings: Mapping[str, Any]) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _begin_comm(deepspeed: Any) -> None:
-    """Let DeepSpeed take up the process group; it prints a line for the operation it loads."""
-    with contextlib.redirect_stdout(io.StringIO()):
+def begin_comm(settings: Mapping[str, Any]) -> None:
+    """Let DeepSpeed take up the process group, without which it cannot even destroy an engine.
+
+    Args:
+        settings: Of the engine to come.
+    """
+    deepspeed = library.load("deepspeed", why="Training with DeepSpeed")
+    # It prints a line for the operation it loads.
+    with _quiet(settings), contextlib.redirect_stdout(io.StringIO()):
         deepspeed.init_distributed(dist_init_required=False)
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbaccel.deepspeed.strategy import pieces
+from nbaccel.deepspeed.strategy import on_disk, pieces
 from nbaccel.errors import ConfigError
 
 __all__ = ["gather", "scatter"]
@@ -36,8 +36,9 @@ def gather(module: nn.Module, *, keep: bool) -> dict[str, Any]:
     state = module.state_dict(keep_vars=True)
     tensors = {id(t): t for t in state.values() if isinstance(t, torch.Tensor)}
     whole: dict[int, torch.Tensor] = {}
+    on_disk.free_buffers(module)
     for some in _by_size(tensors.values()):
-        cut = [tensor for tensor in some if pieces.is_placeholder(tensor)]
+        cut = [tensor for tensor in some if pieces.is_partitioned(tensor)]
         with GatheredParameters(cut, enabled=bool(cut)):
             if keep:
                 # Of flattened groups: a view would drag all of the group into a file.
@@ -122,7 +123,9 @@ def _by_size(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     nbytes = 0
     for tensor in tensors:
         count = int(getattr(tensor, "ds_numel", tensor.numel()))
-        if some and nbytes + count * tensor.element_size() > _AT_A_TIME_BYTES:
+        # Each that is on disk takes one of the few buffers.
+        alone = on_disk.is_on_disk(tensor) or any(map(on_disk.is_on_disk, some))
+        if some and (alone or nbytes + count * tensor.element_size() > _AT_A_TIME_BYTES):
             yield some
             some, nbytes = [], 0
         some.append(tensor)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
-import warnings
 
 import torch
 import torch.distributed as dist
 
 from nbaccel import env
 from nbaccel.deepspeed import toolchain
-from nbaccel.deepspeed.environment import DeepSpeedEnvironment, deepspeed_environment
+from nbaccel.deepspeed.environment import (
+    DeepSpeedEnvironment,
+    deepspeed_environment,
+    ignore_old_names,
+)
 
 __all__ = ["Lease"]
 
@@ -40,8 +43,6 @@ class _Shared:
 
 
 _SHARED = _Shared()
-_OLD_NAMES = "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
-"""DeepSpeed calls collectives by names that torch has given others: nothing a user can change."""
 
 
 class Lease:
@@ -62,7 +63,7 @@ class Lease:
         """Claim it; a second time does nothing."""
         if self._taken:
             return
-        warnings.filterwarnings("ignore", _OLD_NAMES, FutureWarning, r"torch\.distributed")
+        ignore_old_names()
         gc.collect()  # what a cell left behind when it was run again still has its claim
         if dist.is_initialized() and not _SHARED.is_open:
             self._put_right()

@@ -15,23 +15,24 @@ from typing import Any
 import torch
 
 from nbaccel.abc.shards import Piece
+from nbaccel.deepspeed.strategy import on_disk
 
-__all__ = ["assign", "hold", "is_cut", "is_placeholder", "local_pieces", "shape_of", "whole_shape"]
+__all__ = ["assign", "hold", "is_cut", "is_partitioned", "local_pieces", "shape_of", "whole_shape"]
 
 
-def is_placeholder(tensor: torch.Tensor) -> bool:
-    """Whether ZeRO-3 has the values elsewhere."""
-    return hasattr(tensor, "ds_id")
+def is_partitioned(tensor: torch.Tensor) -> bool:
+    """Whether ZeRO-3 has it in parts; gathered at the moment or not."""
+    return hasattr(tensor, "ds_shape")  # flat groups of its own have a `ds_id`, too
 
 
 def is_cut(tensor: torch.Tensor) -> bool:
     """See :meth:`ShardReader.is_cut`."""
-    return is_placeholder(tensor) or hasattr(tensor, "_hp_mapping")
+    return is_partitioned(tensor) or hasattr(tensor, "_hp_mapping")
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """See :meth:`ShardReader.whole_shape`."""
-    return tuple(tensor.ds_shape) if is_placeholder(tensor) else None  # type: ignore[attr-defined]
+    return tuple(tensor.ds_shape) if is_partitioned(tensor) else None  # type: ignore[attr-defined]
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -42,7 +43,7 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def local_pieces(tensor: torch.Tensor, held: Any = None) -> list[Piece]:
     """See :meth:`ShardReader.local_pieces`; empty where this process has nothing of it."""
-    if is_placeholder(tensor):
+    if is_partitioned(tensor):
         return _of_placeholder(tensor)
     mapping = getattr(tensor, "_hp_mapping", None)
     if mapping is not None:
@@ -66,12 +67,15 @@ def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     else:
         for start, values in local_pieces(tensor):
             values.copy_(flat[start : start + values.numel()])
-    if not is_placeholder(tensor):
+    if not is_partitioned(tensor):
         tensor.data.copy_(whole)
         return
-    if not _is_swapped(tensor):
-        start, count = _span(tensor)
-        _at_hand(tensor).data.view(-1)[:count].copy_(flat[start : start + count])
+    part: Any = tensor.ds_tensor  # type: ignore[attr-defined]
+    start, count = _span(tensor)
+    if on_disk.is_on_disk(tensor):
+        on_disk.write_part(tensor, flat[start : start + count])
+    else:
+        part.data.view(-1)[:count].copy_(flat[start : start + count])
     if tensor.data.numel() == tensor.ds_numel:  # type: ignore[attr-defined]
         tensor.data.copy_(whole)  # small ones are whole everywhere, besides
 
@@ -86,7 +90,7 @@ def _is_swapped(tensor: Any) -> bool:
 
 
 def _write_to_disk(tensor: Any, flat: torch.Tensor) -> None:
-    """Change the float32 copy where it is kept; the weights follow as they do after a step.
+    """Change the float32 copy where it is kept.
 
     What DeepSpeed lets one look at is a buffer that it has given up by then.
     """
@@ -94,7 +98,6 @@ def _write_to_disk(tensor: Any, flat: torch.Tensor) -> None:
     start, count = _span(tensor)
     values, group = optimizer._get_fp32_opt_state_partition(tensor, release_swap_buffers=False)
     values.detach().view(-1)[:count].copy_(flat[start : start + count])
-    optimizer._reassign_or_swap_out_partitioned_parameters(group)
     optimizer._optimizer_states_and_gradient_swap_out(group)
 
 
@@ -132,7 +135,4 @@ def _span(tensor: Any) -> tuple[int, int]:
 def _at_hand(tensor: Any) -> torch.Tensor:
     """This process's part of the weights, read from disk if it lies there."""
     part: torch.Tensor = tensor.ds_tensor
-    if part.numel() == 0 and tensor.nvme_swapper is not None:
-        tensor.nvme_swapper.swap_in([tensor], async_op=False)
-        part = tensor.ds_tensor
-    return part
+    return on_disk.read_part(tensor) if on_disk.is_on_disk(tensor) else part

@@ -23,7 +23,7 @@ from nbaccel.deepspeed.kinds import AUTO
 from nbaccel.deepspeed.reading import load_settings
 from nbaccel.errors import ConfigError, PlatformUnsupported
 
-__all__ = ["DeepSpeedPlugin"]
+__all__ = ["DeepSpeedPlugin", "Plugins"]
 
 _KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -129,6 +129,8 @@ class DeepSpeedPlugin(Settings):
         self.deepspeed_config = settings
         for name, key in _KEYS.items():
             setattr(self, name, self.get_value(key, getattr(self, name)))
+        if self.zero_stage is None:
+            self.zero_stage = 0  # DeepSpeed's default; without one nobody would use DeepSpeed
         if self.zero3_init_flag is None:
             chosen = env.flag("ACCELERATE_DEEPSPEED_ZERO3_INIT")
             # To import it would cost seconds, for models that may be nobody's but the user's.
@@ -244,6 +246,63 @@ class DeepSpeedPlugin(Settings):
                 f"{shown(there)}. One of them would be ignored. Leave one out."
             )
         return ""
+
+
+class Plugins:
+    """One plugin or several by name, of which one is in force.
+
+    Args:
+        given: A plugin, a mapping of names to plugins, or a sequence of them.
+
+    Attributes:
+        by_name: The plugins; one alone is called ``default``.
+
+    Raises:
+        ConfigError: Something is no plugin, or there is none.
+    """
+
+    def __init__(self, given: Any) -> None:
+        named = given if isinstance(given, Mapping) else {"default": given}
+        if isinstance(given, (list, tuple)):
+            named = {str(number): plugin for number, plugin in enumerate(given)}
+        wrong = {
+            name: item for name, item in named.items() if not isinstance(item, DeepSpeedPlugin)
+        }
+        if wrong or not named:
+            raise ConfigError(
+                f"deepspeed_plugin got {shown(wrong or given)}, which is no DeepSpeedPlugin. "
+                "Nothing says how to shard. Give DeepSpeedPlugin(...), or a dictionary of names "
+                "and such."
+            )
+        self.by_name: dict[str, DeepSpeedPlugin] = dict(named)
+        self._selected = next(iter(self.by_name))
+
+    @property
+    def active(self) -> DeepSpeedPlugin:
+        """The one that the next `prepare` goes by."""
+        return self.by_name[self._selected]
+
+    def get(self, name: str) -> DeepSpeedPlugin:
+        """A plugin by its name.
+
+        Raises:
+            ConfigError: There is none of that name.
+        """
+        if name not in self.by_name:
+            raise ConfigError(
+                f"There is no DeepSpeed plugin named {name!r}: models would be sharded by another "
+                f"one. There are {', '.join(map(repr, self.by_name))}."
+            )
+        return self.by_name[name]
+
+    def select(self, name: str) -> None:
+        """Let the next `prepare` go by another one.
+
+        Raises:
+            ConfigError: There is none of that name.
+        """
+        self.get(name)
+        self._selected = name
 
 
 def _text(given: str) -> Any:

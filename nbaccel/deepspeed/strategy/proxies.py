@@ -109,6 +109,10 @@ class EngineOptimizer(Optimizer):
             "DeepSpeed lays its shards out when the model is prepared. Add it before `prepare`."
         )
 
+    def __reduce__(self) -> Any:
+        """Refused; see :meth:`Drive.__reduce__`."""
+        return self._drive.__reduce__()
+
     def __getattr__(self, name: str) -> Any:
         if name in ("_drive", "given"):
             raise AttributeError(f"{type(self).__name__} has no {name!r} before it is made")

@@ -41,6 +41,7 @@ class Settled:
 
 
 def settle(
+    config: dict[str, Any],
     plugin: DeepSpeedPlugin,
     asked: Asked,
     place: Place,
@@ -52,7 +53,8 @@ def settle(
     """Fill in and check a configuration.
 
     Args:
-        plugin: What the user asked of DeepSpeed.
+        config: A DeepSpeed configuration, with ``"auto"`` values.
+        plugin: What else the user asked of DeepSpeed.
         asked: What he asked of the Accelerator.
         place: This process among the others.
         model: The model.
@@ -74,7 +76,7 @@ def settle(
         mixed_precision=asked.mixed_precision,
         total_steps=_total_steps(scheduler, place, asked),
     )
-    settings, choices = _with_a_batch_size(_with_gathering(plugin.deepspeed_config), micro)
+    settings, choices = _with_a_batch_size(_with_gathering(config), micro)
     resolved = resolve_auto(
         settings,
         facts=facts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
@@ -18,14 +19,30 @@ from nbaccel.abc.bundle import Bundle
 from nbaccel.abc.place import Place
 from nbaccel.abc.standins import DummyOptim
 from nbaccel.abc.strategy import Strategy
-from nbaccel.deepspeed.strategy import checkpoints, gathering, lease, troubles, zero_init
+from nbaccel.deepspeed.config import ZeroConfig
+from nbaccel.deepspeed.ops import needed_ops, offloads_optimizer
+from nbaccel.deepspeed.strategy import (
+    checkpoints,
+    gathering,
+    lease,
+    on_disk,
+    orphans,
+    swapping,
+    troubles,
+    zero_init,
+)
 from nbaccel.deepspeed.strategy.drive import Drive
-from nbaccel.deepspeed.strategy.engines import is_engines, make_engine
+from nbaccel.deepspeed.strategy.engines import begin_comm, is_engines, make_engine
 from nbaccel.deepspeed.strategy.finding import drive_of_loss, drive_of_parameters
-from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
+from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin, Plugins
 from nbaccel.deepspeed.strategy.proxies import EngineOptimizer, EngineScheduler
-from nbaccel.deepspeed.strategy.settling import check_parts, settle, stage_of
-from nbaccel.deepspeed.strategy.taking_back import Remembered, remember
+from nbaccel.deepspeed.strategy.settling import Settled, check_parts, settle, stage_of
+from nbaccel.deepspeed.strategy.taking_back import (
+    Remembered,
+    remember,
+    take_back_together,
+)
+from nbaccel.deepspeed.toolchain import not_built
 from nbaccel.errors import ConfigError
 from nbaccel.plan.training import Asked
 
@@ -37,7 +54,7 @@ class DeepSpeedStrategy(Strategy):
 
     Args:
         place: This process among the others.
-        plugin: What to shard, and where to keep it.
+        plugins: What to shard, and where to keep it.
         asked: What else the Accelerator was asked.
     """
 
@@ -45,9 +62,10 @@ class DeepSpeedStrategy(Strategy):
     owns_precision: ClassVar[bool] = True
     shard_kind: ClassVar[str] = "deepspeed"
 
-    def __init__(self, place: Place, plugin: DeepSpeedPlugin, asked: Asked) -> None:
+    def __init__(self, place: Place, plugins: Plugins, asked: Asked) -> None:
         super().__init__(place)
-        self._plugin = plugin
+        self._plugins = plugins
+        self._open: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._asked = asked
         self._drives: dict[int, Drive] = {}
         self._before: dict[int, Remembered] = {}
@@ -56,7 +74,11 @@ class DeepSpeedStrategy(Strategy):
             # A cell that is run again forgets its Accelerator; the notebook's modules stay.
             end = weakref.finalize(self, _end_all, self._drives, self._before, self._lease)
             end.atexit = False
+        else:
+            leave = weakref.finalize(self, orphans.add, self._drives)
+            leave.atexit = False
         self._announced: Any = None
+        plugin = plugins.active
         if plugin.is_zero3_init_enabled():
             self._lease.take()  # DeepSpeed builds in shards with a process group alone
             # Kept: transformers has a weak reference to it.
@@ -74,15 +96,15 @@ class DeepSpeedStrategy(Strategy):
         """
         if not (bundle.models or bundle.optimizers):
             return bundle
-        check_parts(
-            self._plugin.deepspeed_config, bundle.models, bundle.optimizers, bundle.schedulers
-        )
+        plugin = self._plugins.active
+        given = self._as_given(plugin)
+        check_parts(given, bundle.models, bundle.optimizers, bundle.schedulers)
         optimizers = _owners(bundle)
         self._lease.take()
         models, drives = [], []
         try:
             for number, model in enumerate(bundle.models):
-                made = self._engine_for(model, optimizers.get(number), bundle)
+                made = self._engine_for(model, optimizers.get(number), bundle, plugin, given)
                 models.append(made.engine if made else model)
                 drives.append(made)
         except BaseException:  # an interrupt, too, leaves no environment without engines
@@ -97,46 +119,80 @@ class DeepSpeedStrategy(Strategy):
             schedulers=tuple(_schedule(drives, s) for s in bundle.schedulers),
         )
 
-    def _engine_for(self, model: nn.Module, optimizer: Any, bundle: Bundle) -> Drive | None:
+    def _as_given(self, plugin: DeepSpeedPlugin) -> dict[str, Any]:
+        """Its configuration with the "auto" values that an earlier `prepare` has filled in."""
+        settled, given = self._open.get(id(plugin), (None, {}))
+        return given if plugin.deepspeed_config is settled else plugin.deepspeed_config
+
+    def _engine_for(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        bundle: Bundle,
+        plugin: DeepSpeedPlugin,
+        given: dict[str, Any],
+    ) -> Drive | None:
         schedulers = [s for s in bundle.schedulers if _is_of(s, optimizer) and is_engines(s)]
         scheduler = schedulers[0] if schedulers else None
+        trains = optimizer is not None or _is_trained_by_file(model, given, bundle)
+        config = given if trains else {k: v for k, v in given.items() if k not in _TRAINING}
         settled = settle(
-            self._plugin, self._asked, self.place, model, optimizer, scheduler, bundle.loaders
+            config,
+            plugin,
+            self._asked,
+            self.place,
+            model,
+            optimizer,
+            scheduler,
+            bundle.loaders,
         )
-        trains = optimizer is not None or "optimizer" in settled.settings
         if not trains and stage_of(settled.settings) < 3:
             model.to(self.place.device)
             return None
-        for text in settled.warnings:
-            warnings.warn(text, stacklevel=2)
-        if self.place.is_local_main:
-            troubles.check_host_memory(
-                model,
-                settled.settings,
-                device=self.place.device.type,
-                local_world_size=self.place.local_world_size,
-                num_nodes=max(1, self.place.world_size // self.place.local_world_size),
-            )
-        own_clipping = self._plugin.get_value("gradient_clipping")
-        self._plugin.deepspeed_config = settled.settings
+        if trains or id(plugin) not in self._open:
+            plugin.deepspeed_config = settled.settings
+            self._open[id(plugin)] = (settled.settings, given)
         self.choices += settled.choices
+        self._tell_before(model, optimizer, settled, trains=trains)
+        if not self.place.is_alone:
+            begin_comm(settled.settings)
+            take_back_together(model, self.place.device)
+            orphans.end()
         before, made_in = remember(model), troubles.made_in(model)
+        settings, claimed = swapping.claim(settled.settings, self.place.rank)
         engine = make_engine(
             model,
             optimizer,
             scheduler,
-            settled.settings,
-            moe_layers=self._plugin.transformer_moe_cls_names,
+            settings,
+            moe_layers=plugin.transformer_moe_cls_names,
             several=not self.place.is_alone,
         )
-        drive = Drive(
-            engine,
-            troubles.Troubles(engine, made_in),
-            float(own_clipping) if isinstance(own_clipping, (int, float)) else None,
-        )
+        clipping = given.get("gradient_clipping")
+        own_clipping = float(clipping) if isinstance(clipping, (int, float)) else None
+        drive = Drive(engine, claimed, troubles.Troubles(engine, made_in), own_clipping)
         self._drives[id(engine)] = drive
         self._before[id(engine)] = before
         return drive
+
+    def _tell_before(
+        self, model: nn.Module, optimizer: Any, settled: Settled, *, trains: bool
+    ) -> None:
+        """What is better known before an engine is made; some of it ends the attempt."""
+        for text in settled.warnings:
+            warnings.warn(text, stacklevel=2)
+        on_disk.check_buffers(model, settled.settings, self.place.world_size)
+        if not self.place.is_local_main:
+            return
+        troubles.check_host_memory(
+            model,
+            settled.settings,
+            trains=trains,
+            device=self.place.device.type,
+            local_world_size=self.place.local_world_size,
+            num_nodes=max(1, self.place.world_size // self.place.local_world_size),
+        )
+        _tell_of_building(settled.settings, optimizer, self.place.device.type)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """See :meth:`Strategy.unwrap`."""
@@ -269,6 +325,18 @@ class DeepSpeedStrategy(Strategy):
             checkpoints.load_plain(model, Path(folder))
 
 
+def _tell_of_building(settings: dict[str, Any], optimizer: Any, device: str) -> None:
+    """A minute in which nothing seems to happen is better announced."""
+    config = ZeroConfig.from_dict(settings)
+    operations = set(needed_ops(config, device=device))
+    if offloads_optimizer(config) and isinstance(optimizer, torch.optim.Optimizer):
+        operations.add("cpu_adam")
+    if missing := not_built(sorted(operations)):
+        sys.stderr.write(
+            f"nbaccel: DeepSpeed compiles {', '.join(missing)} now, once: a minute or two\n"
+        )
+
+
 def _end(drives: dict[int, Drive], before: dict[int, Remembered], *, alone: bool) -> None:
     for key, drive in drives.items():
         was = before.pop(key)
@@ -278,6 +346,15 @@ def _end(drives: dict[int, Drive], before: dict[int, Remembered], *, alone: bool
 def _end_all(drives: dict[int, Drive], before: dict[int, Remembered], held: lease.Lease) -> None:
     _end(drives, before, alone=True)
     held.give_up()
+
+
+_TRAINING = ("optimizer", "scheduler")
+
+
+def _is_trained_by_file(model: nn.Module, given: dict[str, Any], bundle: Bundle) -> bool:
+    """Whether the file's optimizer is meant for a model that was prepared without one."""
+    has_one = bool(given.get("optimizer")) and not bundle.optimizers
+    return has_one and any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _shards_only(kind: str) -> ConfigError:

@@ -13,12 +13,14 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from nbaccel.deepspeed.estimate import estimate_memory
+from nbaccel.deepspeed.shape import measure
 from nbaccel.errors import ConfigError, TrainingDiverged
 from nbaccel.plan.inventory import Inventory, inspect_machine
 from nbaccel.units import format_bytes
@@ -138,8 +140,10 @@ def made_in(model: nn.Module) -> torch.dtype | None:
     Args:
         model: For example one of transformers.
     """
-    config = getattr(model, "config", None)
-    found = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    config: Any = getattr(model, "config", None)
+    found = getattr(config, "dtype", None)
+    if found is None and "torch_dtype" in getattr(config, "__dict__", {}):
+        found = config.torch_dtype  # before transformers 5, which warns whoever asks for it
     if isinstance(found, str):
         found = getattr(torch, found.removeprefix("torch."), None)
     return found if isinstance(found, torch.dtype) else None
@@ -149,6 +153,7 @@ def check_host_memory(
     model: nn.Module,
     settings: Mapping[str, Any],
     *,
+    trains: bool = True,
     device: str,
     local_world_size: int,
     num_nodes: int,
@@ -159,6 +164,7 @@ def check_host_memory(
     Args:
         model: The model, built already.
         settings: Without ``"auto"``.
+        trains: Whether there is an optimizer; without one there are the parameters alone.
         device: Type of the device.
         local_world_size: Processes on this node.
         num_nodes: Nodes.
@@ -168,8 +174,9 @@ def check_host_memory(
         ConfigError: The machine has not that much memory at all.
     """
     machine = inventory or inspect_machine()
+    shape = measure(model)
     estimate = estimate_memory(
-        model,
+        shape if trains else replace(shape, trainable=0),
         settings,
         num_processes=local_world_size,
         num_nodes=num_nodes,

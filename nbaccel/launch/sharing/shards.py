@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nbaccel import _catalog
 from nbaccel.abc.shards import ShardReader
@@ -24,10 +25,14 @@ __all__ = [
     "Held",
     "assign",
     "fill",
+    "forget_groups",
     "given_back",
+    "inner_module",
     "is_dtensor",
     "is_sharded",
+    "leave",
     "pieces",
+    "plain_state",
     "put",
     "whole_shape",
 ]
@@ -131,6 +136,22 @@ def fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
             values.copy_(whole[spot])
 
 
+def inner_module(module: nn.Module) -> nn.Module | None:
+    """The user's module in an engine of a library that cuts parameters up; None for any other."""
+    return next((m for r in _readers() if (m := r.inner_module(module)) is not None), None)
+
+
+def plain_state(module: nn.Module) -> dict[str, Any] | None:
+    """What a module consists of without what such a library put on it; None if it did not."""
+    return next((s for r in _readers() if (s := r.plain_state(module)) is not None), None)
+
+
+def forget_groups() -> None:
+    """Torch's process groups are gone: no library may go on with groups made from them."""
+    for reader in _readers():
+        reader.forget_groups()
+
+
 @contextlib.contextmanager
 def given_back(modules: Iterable[nn.Module]) -> Iterator[None]:
     """A block after which libraries that cut parameters up have left this process, modules whole.
@@ -156,11 +177,19 @@ def given_back(modules: Iterable[nn.Module]) -> Iterator[None]:
                 reader.tear_down(process)
 
 
+def leave() -> None:
+    """Remove what libraries keep on disk for this process, which ends."""
+    for row in STRATEGIES:
+        if row.shards and row.library in sys.modules:
+            reader: ShardReader = _catalog.load(row.shards)
+            reader.leave()
+
+
 class Held:
     """Keeps what is needed to read parts after their engine is gone."""
 
     def __init__(self) -> None:
-        self._found: dict[int, object] = {}
+        self._found: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._seen: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def hold_for(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
@@ -177,17 +206,20 @@ class Held:
             reader = _reader_of(tensor)
             found = reader.hold(tensor) if reader is not None else None
             if found is not None:
-                self._found[id(tensor)] = found
+                self._found[tensor] = found
 
     def of(self, tensor: torch.Tensor) -> object:
         """What was kept of a tensor; None if nothing was."""
-        return self._found.get(id(tensor))
+        found: object = self._found.get(tensor)  # type: ignore[no-untyped-call]
+        return found
 
 
 def _reader_of(tensor: torch.Tensor) -> ShardReader | None:
+    return next((reader for reader in _readers() if reader.is_cut(tensor)), None)
+
+
+def _readers() -> Iterator[ShardReader]:
+    """Those of the libraries that have been imported."""
     for row in STRATEGIES:
         if row.shards and row.library in sys.modules:
-            reader: ShardReader = _catalog.load(row.shards)
-            if reader.is_cut(tensor):
-                return reader
-    return None
+            yield _catalog.load(row.shards)

@@ -30,7 +30,7 @@ class Row:
     accumulate: int = 1
     clip: float | None = 0.5
     optimizer: str = "AdamW"
-    scheduler: str = "StepLR"
+    cpu: bool = True
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def plugin(self) -> DeepSpeedPlugin | None:
@@ -75,7 +75,7 @@ def train(model: nn.Module, row: Row, steps: int = 6) -> dict[str, Any]:
         deepspeed_plugin=row.plugin(),
         mixed_precision=row.precision,
         gradient_accumulation_steps=row.accumulate,
-        cpu=True,
+        cpu=row.cpu,
     )
     optimizer = getattr(torch.optim, row.optimizer)(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)

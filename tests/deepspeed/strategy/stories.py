@@ -135,6 +135,33 @@ def two_models(folder: Path) -> dict[str, Any]:
     }
 
 
+def teacher(folder: Path) -> dict[str, Any]:
+    """A teacher sharded for inference beside a student in training, by two plugins."""
+    trained = zero(2, optimizer={"type": "AdamW", "params": {"lr": "auto"}})
+    plugins = {
+        "student": DeepSpeedPlugin(hf_ds_config=trained),
+        "teacher": DeepSpeedPlugin(hf_ds_config=zero(3)),
+    }
+    accelerator = Accelerator(deepspeed_plugins=plugins, cpu=True)
+    model, wise = net(0), net(1).requires_grad_(False).eval()
+    expected = wise(next(iter(loader()))[0])
+    model, optimizer = accelerator.prepare(model, DummyOptim(model.parameters(), lr=0.01))
+    accelerator.state.select_deepspeed_plugin("teacher")
+    wise = accelerator.prepare(wise)
+    losses = []
+    for values, _ in list(loader())[:3]:
+        with torch.no_grad():
+            answers = wise(values)
+        if not losses:
+            error = float((answers - expected).abs().max())
+        loss = F.mse_loss(model(values), answers)
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    shapes = [tuple(next(m.parameters()).shape) for m in (model, wise)]
+    return {"losses": losses, "error": error, "shapes": shapes}
+
+
 def stand_ins(folder: Path) -> dict[str, Any]:
     """A configuration full of "auto", with its optimizer and schedule."""
     config = zero(
@@ -265,6 +292,9 @@ def wrong(folder: Path) -> dict[str, str]:
     plain = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2), cpu=True)
     found["no optimizer"] = refusal(plain.prepare, model, DummyOptim(model.parameters()))
     found["optimizer alone"] = refusal(plain.prepare, real)
+    typos = {"zero_optimization": {"stge": 3}, "gradient_cliping": 0.5}
+    mistaken = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=typos), cpu=True)
+    found["typos"] = refusal(mistaken.prepare, model, real)
     found["schedule"] = refusal(plain.prepare, model, real, DummyScheduler(real))
     ddp = Accelerator(cpu=True)
     found["stand-in without DeepSpeed"] = refusal(ddp.prepare, DummyOptim(model.parameters()))
@@ -288,6 +318,7 @@ STORIES = {
         checkpoints,
         weights_alone,
         two_models,
+        teacher,
         stand_ins,
         left_to_the_engine,
         by_hand,

@@ -16,7 +16,7 @@ from tests.deepspeed import needs
 from tests.deepspeed.strategy.bare import ORDER
 from tests.isolation import ROOT
 
-pytestmark = needs.ENGINE
+pytestmark = [*needs.ENGINE, pytest.mark.timeout(300)]  # one process for all of them
 
 
 @pytest.fixture(scope="module")

@@ -131,13 +131,23 @@ def test_a_run_config_and_the_environment_ask_for_it_too(monkeypatch):
     assert Accelerator(cpu=True).deepspeed_plugin.zero_stage == 2
 
 
-def test_several_plugins_by_name_are_taken_and_the_first_is_used():
+def test_several_plugins_by_name_and_one_in_force():
     plugins = {"a": DeepSpeedPlugin(zero_stage=1), "b": DeepSpeedPlugin(zero_stage=2)}
     for accelerator in (
         Accelerator(deepspeed_plugins=plugins, cpu=True),
         Accelerator(deepspeed_plugin=plugins, cpu=True),
     ):
         assert accelerator.deepspeed_plugin is plugins["a"]
+        assert accelerator.state.deepspeed_plugins == plugins
+        accelerator.state.select_deepspeed_plugin("b")
+        assert accelerator.deepspeed_plugin is accelerator.state.deepspeed_plugin is plugins["b"]
+        assert accelerator.state.get_deepspeed_plugin("a") is plugins["a"]
+        with pytest.raises(ConfigError, match=r"no DeepSpeed plugin named 'c'.*'a', 'b'"):
+            accelerator.state.select_deepspeed_plugin("c")
+    with pytest.raises(ConfigError, match=r"deepspeed_plugin got \{'default': 3\}"):
+        Accelerator(deepspeed_plugin=3, cpu=True)
+    with pytest.raises(ConfigError, match=r"no DeepSpeed plugins in a run of type NO"):
+        Accelerator(cpu=True).state.select_deepspeed_plugin("a")
 
 
 def test_a_file_says_precision_and_accumulation_where_nobody_else_does():
@@ -204,7 +214,8 @@ def test_too_little_host_memory_is_said_before_the_system_kills_anybody():
 def test_a_launch_at_a_stage_is_refused_where_the_tools_are_missing(monkeypatch):
     import sys
 
-    from nbaccel import MissingBackend, notebook_launcher
+    from nbaccel import notebook_launcher
+    from nbaccel.errors import MissingBackend
 
     monkeypatch.setattr(sys, "executable", "/nowhere/bin/python")
     monkeypatch.setenv("PATH", "/nowhere")

@@ -16,7 +16,11 @@ from tests.deepspeed.strategy import stories
 from tests.deepspeed.strategy.runs import net
 from tests.deepspeed.strategy.test_training import distance
 
-pytestmark = [*needs.ENGINE, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    *needs.ENGINE,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),  # one launch for all of them
+]
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +73,13 @@ def test_several_models_each_have_an_engine(told):
     assert found["frozen"] == "Linear"
 
 
+def test_a_teacher_in_shards_beside_a_student_in_training(told):
+    found = told[0]["teacher"]
+    assert found["shapes"] == [(33, 64), (0,)]
+    assert found["error"] < 1e-6
+    assert found["losses"][-1] < found["losses"][0]
+
+
 def test_stand_ins_become_what_the_file_describes(told):
     found = told[0]["stand_ins"]
     settled = found["settled"]
@@ -113,6 +124,7 @@ def test_generate_keeps_ranks_in_step(told):
     [
         ("two optimizers", r"has an optimizer \(AdamW\), and prepare got one of torch"),
         ("no optimizer", r"no optimizer that it could stand for"),
+        ("typos", r"optimization.stge .*'stage'.*gradient_cliping .*'gradient_clipping'"),
         ("optimizer alone", r"prepare got 1 optimizer\(s\) and no model"),
         ("schedule", r"no schedule that it could stand for"),
         ("stand-in without DeepSpeed", r"DummyOptim with strategy 'ddp'"),

@@ -11,7 +11,11 @@ from nbaccel import notebook_launcher
 from tests.deepspeed import needs
 from tests.deepspeed.strategy.runs import Row, net, train_all
 
-pytestmark = [*needs.ENGINE, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    *needs.ENGINE,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),  # one launch for all of them
+]
 
 STAGES = [
     (stage, precision, offload)

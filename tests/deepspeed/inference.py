@@ -1,0 +1,179 @@
+"""ZeRO-Inference, as transformers' guide has it without Trainer: `generate` with a sharded T5.
+
+Run as a module it does so in one process, and tells what became of it as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
+
+from nbaccel import Accelerator, DeepSpeedPlugin, deepspeed_environment
+from nbaccel.errors import NbaccelError
+from tests.deepspeed import operations
+from tests.deepspeed.engines import changes, world
+
+REVIEWS = (
+    "Is this review positive or negative? Review: the best skillet you will ever buy",
+    "Is this review positive or negative? Review: not worth it",
+)
+# A matrix of these is 4 MiB in bfloat16: DeepSpeed leaves in memory what is less than 1 MiB of one
+# process. Eight of them, and three buffers to read them with.
+WIDTH, INNER, LAYERS, BUFFERS = 512, 2048, 2, 3
+
+
+def t5(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Untrained, and yet it does not say the same byte all the time."""
+    torch.manual_seed(seed)
+    config = T5Config(
+        vocab_size=259, d_model=WIDTH, d_kv=16, num_heads=4, d_ff=INNER, num_layers=LAYERS,
+        decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = T5ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        model.shared.weight.mul_(0.02)
+    return model.to(dtype)
+
+
+def config(place: str, folder: Path | None = None, **more: Any) -> dict[str, Any]:
+    section: dict[str, Any] = {"device": place}
+    if place == "nvme":
+        section |= {
+            "nvme_path": str(folder),
+            "buffer_count": BUFFERS,
+            "buffer_size": WIDTH * INNER,
+        }
+    return {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": section,
+            # Otherwise parameters this small stay whole, and ZeRO-3 would be tested in name only.
+            "stage3_param_persistence_threshold": 0,
+        },
+        "bf16": {"enabled": place == "nvme"},
+        **more,
+    }
+
+
+def answer(model: Any, rank: int) -> list[int]:
+    """What it says to a rank's own prompt, at a length of the rank's own."""
+    prompt = ByT5Tokenizer()(REVIEWS[rank], return_tensors="pt").input_ids
+    said = model.generate(
+        prompt, max_new_tokens=12 - 5 * rank, do_sample=False, no_repeat_ngram_size=2
+    )
+    return said[0].tolist()
+
+
+def accelerator_for(settings: dict[str, Any]) -> Accelerator:
+    return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings), cpu=True)
+
+
+def infer(place: str, folder: Path, model: nn.Module) -> dict[str, Any]:
+    """Everything that can be asked of a model that is only used."""
+    dtype = torch.bfloat16 if place == "nvme" else torch.float32
+    plain, other = t5(0, dtype), t5(1, dtype)
+    accelerator = accelerator_for(config(place, folder))
+    rank = accelerator.process_index
+    engine = accelerator.prepare(model)
+    inner = accelerator.unwrap_model(engine)
+    found: dict[str, Any] = {
+        "expected": [answer(plain, rank), answer(other, rank)],
+        "said": [answer(inner, rank)],
+        "shape": list(next(engine.parameters()).shape),
+        "files": [path.stat().st_size for path in sorted(folder.rglob(f"rank{rank}/*.swp"))],
+        "same": same(accelerator.get_state_dict(engine), plain),
+    }
+    accelerator._strategy.load_model_state(engine, other.state_dict())
+    found["said"].append(answer(inner, rank))
+    found["same after loading"] = same(accelerator.get_state_dict(engine), other)
+    accelerator.free_memory()
+    return found
+
+
+def same(state: dict[str, Any], model: nn.Module) -> bool | None:
+    """Whether the state is the model's; None where there is none."""
+    if not state:
+        return None
+    return all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+def infer_all(models: dict[str, nn.Module], folder: Path) -> dict[str, Any]:
+    return {place: infer(place, folder, model) for place, model in models.items()}
+
+
+def raw() -> list[list[int]]:
+    """The guide's script with nothing but the environment."""
+    import deepspeed
+
+    model = t5()
+    expected = answer(model, 0)
+    with deepspeed_environment():
+        settings = config("cpu", train_micro_batch_size_per_gpu=1)
+        engine, *_ = deepspeed.initialize(model=model, config=settings)
+        said = answer(engine.module, 0)
+    return [expected, said]
+
+
+def taken_back(place: str, folder: Path) -> dict[str, Any]:
+    """In one process, and the notebook's module afterwards."""
+    model = t5(dtype=torch.bfloat16 if place == "nvme" else torch.float32)
+    found = infer(place, folder, model)
+    return {**found, "after": answer(model, 0), "whole": list(next(model.parameters()).shape)}
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    """The last thing in a process: its CPU answers DeepSpeed like one without float16 from here."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    CPU_Accelerator.is_fp16_supported = lambda _: False
+    small = config("nvme", folder)
+    small["zero_optimization"]["offload_param"]["buffer_size"] = WIDTH * INNER - 1
+    found = {}
+    for name, settings in {
+        "fp16": {**config("cpu"), "fp16": {"enabled": True}},
+        "buffers": small,
+    }.items():
+        try:
+            accelerator_for(settings).prepare(t5())
+        except NbaccelError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def lost(folder: Path) -> str:
+    """The files are removed while the weights are in them."""
+    accelerator = accelerator_for(config("nvme", folder))
+    engine = accelerator.prepare(t5(dtype=torch.bfloat16))
+    for path in folder.rglob("*.swp"):
+        path.unlink()
+    try:
+        accelerator.free_memory()
+    except NbaccelError as error:
+        return f"{type(error).__name__}: {error}"
+    return f"{type(engine).__name__} ended"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        before = world()
+        told: dict[str, Any] = {"raw": raw(), "cpu": taken_back("cpu", folder)}
+        if not operations.not_built(operations.DISK):
+            told["nvme"] = taken_back("nvme", folder)
+        gc.collect()
+        told["left"] = changes(before, world())
+        if "nvme" in told:
+            told["lost"] = lost(folder)
+            told["refusals"] = refusals(folder)
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
