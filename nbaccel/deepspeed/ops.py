@@ -16,6 +16,7 @@ from nbaccel import env
 from nbaccel._optional import require
 from nbaccel.deepspeed import library, toolchain
 from nbaccel.deepspeed.config import ZeroConfig
+from nbaccel.errors import UnsafeMoment
 
 __all__ = ["missing_tools", "needed_ops", "offloads_optimizer"]
 
@@ -148,7 +149,12 @@ def _links_aio(compiler: list[str], environ: Mapping[str, str]) -> bool:
 def _stale_locks(ops: list[str], environ: Mapping[str, str]) -> Iterator[str]:
     for name in ops:
         lock = toolchain.extensions_folder(environ) / name / "lock"
-        if lock.exists() and toolchain.holder_of(lock) is None:
+        try:
+            forgotten = toolchain.is_forgotten(lock)
+        except UnsafeMoment as error:
+            yield str(error)
+            continue
+        if forgotten:
             yield (
                 f"A build of {name} was cut short and left its lock {str(lock)!r}. "
                 "The next process that needs it would wait there for ever, without a word. "

@@ -29,6 +29,7 @@ __all__ = [
     "compiler_of",
     "extensions_folder",
     "holder_of",
+    "is_forgotten",
     "ninja_beside_python",
     "no_compiler",
     "not_built",
@@ -171,19 +172,31 @@ def remove_forgotten_locks() -> tuple[Path, ...]:
     Raises:
         UnsafeMoment: Nobody here holds a lock, but somebody elsewhere may.
     """
-    return tuple(lock for lock in _locks() if _is_forgotten(lock) and _removed(lock))
+    return tuple(lock for lock in _locks() if is_forgotten(lock) and _removed(lock))
 
 
-def _is_forgotten(lock: Path) -> bool:
-    if not lock.exists():
-        return False  # the build ended while we looked
-    holder = holder_of(lock)
-    if holder is not None:
-        _log.info("%s is being built by process %s: DeepSpeed waits for it", lock.parent, holder)
-        return False
-    time.sleep(0.05)  # a build that ends closes its lock first and removes it then
-    if not lock.exists():
-        return False
+def is_forgotten(lock: Path) -> bool:
+    """Whether whoever made a lock is gone.
+
+    Operations that were built long ago are locked for a moment, too, by each process that loads
+    them, so one look is not enough: the lock must be the same one, and nobody's, all the while.
+
+    Args:
+        lock: The file.
+
+    Raises:
+        UnsafeMoment: Nobody here holds it, but somebody elsewhere may.
+    """
+    seen = _identity(lock)
+    for _ in range(3):
+        if seen is None:
+            return False  # the build ended while we looked
+        if (holder := holder_of(lock)) is not None:
+            _log.info("%s is being built by process %s: DeepSpeed waits", lock.parent, holder)
+            return False
+        time.sleep(0.05)  # a build that ends closes its lock first and removes it then
+        if _identity(lock) != seen:
+            return False
     if not _would_be_seen(lock):
         raise UnsafeMoment(
             f"{lock} says that somebody builds the operation {lock.parent.name}, and no process "
@@ -191,6 +204,15 @@ def _is_forgotten(lock: Path) -> bool:
             f"another machine or as another user, remove it: rm {shlex.quote(str(lock))}"
         )
     return True
+
+
+def _identity(lock: Path) -> tuple[int, int] | None:
+    """Tells a file from another one of the same name, made later; None where there is none."""
+    try:
+        found = lock.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_ctime_ns
 
 
 def _removed(lock: Path) -> bool:
