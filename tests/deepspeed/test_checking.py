@@ -354,7 +354,8 @@ def test_a_gpu_takes_fp16_and_needs_no_part_for_it():
 # -------------------------------------------------------------------------------- tools
 def test_missing_tools_are_told_with_what_to_install(tmp_path):
     config = ZeroConfig(stage=3, offload_optimizer={"device": "nvme", "nvme_path": "/x"})
-    told = list(missing_tools(config, device="cpu", environ={"PATH": str(tmp_path)}))
+    environ = {"PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    told = list(missing_tools(config, device="cpu", environ=environ))
     assert [text.split(". ")[0] for text in told] == [
         "The C++ compiler 'c++' is not on PATH",
         "The program 'ninja' is not on PATH",

@@ -14,8 +14,9 @@ there: no private pages, and nothing to copy at the end. This is done only where
 is about to be trained; otherwise the kernel's table of private pages tells what was written.
 
 A tensor that left the arena (moved to a device, given another dtype) is copied into its slot, cast
-to the dtype the notebook has, as `load_state_dict` would. Of a sharded tensor (DTensor, ZeRO) every
-rank writes its own piece, so that no one ever holds the whole; see `shards`.
+to the dtype the notebook has, as `load_state_dict` would; one that is but the notebook's own,
+rounded to a shorter format, was not trained and stays as it is there. Of a sharded tensor (DTensor,
+ZeRO) every rank writes its own piece, so that no one ever holds the whole; see `shards`.
 """
 
 from __future__ import annotations
@@ -221,9 +222,9 @@ class Homebound:
             into = slot.view(
                 memory.Mapping(self._staging[key], self._mappings[key].nbytes, private=False)
             )
-            whole = current[slot.name]
+            whole, before = current[slot.name], slot.view(self._mappings[key])
             for spot, values in shards.pieces(whole if sharded else tensor, self._held.of(whole)):
-                shards.put(into, spot, values.detach())
+                shards.put(into, spot, shards.unrounded(values.detach(), before, spot, whole.dtype))
             if key not in self._in_place:
                 report.written.setdefault(key, []).append((slot.start, slot.start + slot.nbytes))
 

@@ -34,6 +34,7 @@ __all__ = [
     "pieces",
     "plain_state",
     "put",
+    "unrounded",
     "whole_shape",
 ]
 
@@ -110,6 +111,34 @@ def put(into: torch.Tensor, spot: Spot, values: torch.Tensor) -> None:
             part = values[begin : begin + _CHUNK]
             numbers = torch.arange(spot + begin, spot + begin + part.numel())
             into[torch.unravel_index(numbers, into.shape)] = part.to(into)
+
+
+def unrounded(
+    values: torch.Tensor, before: torch.Tensor, spot: Spot, dtype: torch.dtype
+) -> torch.Tensor:
+    """The notebook's own values, where a piece is nothing but these in a shorter format.
+
+    Engines cast whole models: what is frozen, or was not trained yet, would come home with fewer
+    digits than it has.
+
+    Args:
+        values: The piece.
+        before: The whole, as the notebook has it.
+        spot: Where the piece lies in it.
+        dtype: The format that the model computes in.
+    """
+    if dtype == before.dtype or not (dtype.is_floating_point and before.is_floating_point()):
+        return values
+    own = _part(before, spot, values.numel())
+    return own if torch.equal(own.to(dtype).to(values), values) else values
+
+
+def _part(whole: torch.Tensor, spot: Spot, count: int) -> torch.Tensor:
+    if not isinstance(spot, int):
+        return whole[spot]
+    if whole.is_contiguous():
+        return whole.view(-1)[spot : spot + count]
+    return whole[torch.unravel_index(torch.arange(spot, spot + count), whole.shape)]
 
 
 def assign(into: torch.Tensor, values: torch.Tensor) -> None:

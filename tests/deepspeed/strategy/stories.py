@@ -361,6 +361,7 @@ def raw(models: dict[str, nn.Module]) -> None:
 def launched(model: nn.Module) -> tuple[str, int]:
     """Nothing but the launch says that DeepSpeed is to be used."""
     accelerator = Accelerator()
-    prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=1e-2))
     some_steps(accelerator, prepared, optimizer)
     return accelerator.distributed_type.value, accelerator.deepspeed_plugin.zero_stage

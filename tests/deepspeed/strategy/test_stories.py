@@ -162,7 +162,13 @@ def test_weights_of_deepspeeds_own_engines_come_home_even_of_destroyed_ones():
 # ------------------------------------------------------------------------- the launch says it
 def test_the_launchs_zero_stage_is_taken_up():
     model = net()
-    before = model.state_dict()["0.weight"].clone()
-    config = RunConfig(num_processes=2, zero_stage=3)
+    model[4].requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    config = RunConfig(num_processes=2, zero_stage=3, mixed_precision="bf16")
     assert notebook_launcher(stories.launched, (model,), config=config)[0] == ("DEEPSPEED", 3)
-    assert not torch.equal(model.state_dict()["0.weight"], before)
+    after = model.state_dict()
+    assert not torch.equal(after["0.weight"], before["0.weight"])
+    # What is frozen was cast with the rest, and has all its digits again.
+    assert not torch.equal(before["4.weight"], before["4.weight"].bfloat16().float())
+    for name in ("4.weight", "4.bias", "scale"):
+        assert torch.equal(after[name], before[name])
