@@ -15,9 +15,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from nbaccel.abc.place import Place
+from nbaccel.bars import Bar
 from nbaccel.train.trees import find_batch_size
 
 __all__ = ["Progress"]
@@ -25,12 +25,6 @@ __all__ = ["Progress"]
 _POST_S = 0.5
 _Batch = TypeVar("_Batch")
 _COUNT = itertools.count()  # of bars in this process: so that processes mean the same one
-
-
-class _Bar(tqdm):  # type: ignore[type-arg]
-    """A bar without tqdm's watching thread, which would stay after it and be there at a fork."""
-
-    monitor_interval = 0
 
 
 class Progress(Generic[_Batch]):
@@ -59,7 +53,7 @@ class Progress(Generic[_Batch]):
             total = len(loader)  # type: ignore[arg-type]
         except TypeError:  # an iterable dataset has no length
             total = None
-        self.bar = _Bar(
+        self.bar = Bar(
             total=total, desc=description or None, disable=not place.is_main, unit="batch"
         )
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
+from nbaccel.bars import Bar
 from nbaccel.deepspeed.weights.layout import read_layout
 from nbaccel.deepspeed.weights.reading import Reader
 from nbaccel.deepspeed.weights.writing import Written, plan, publishing, write_shard
@@ -54,7 +53,7 @@ def zero_to_fp32(
     shards = plan(layout.weights, layout.tied, max_shard_size)
     folder = Path(output_dir).expanduser()
     total = sum(shard.nbytes for shard in shards)
-    bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=not progress)
+    bar = Bar(total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=not progress)
     with bar, publishing(folder, shards) as workshop, Reader() as reader:
         for shard in shards:
             bar.set_description(shard.filename)
