@@ -67,9 +67,11 @@ def check_tools(device: str) -> None:
 
 
 def path_with_ninja() -> str | None:
-    """What PATH must be for ninja to be found.
+    """What PATH must be for ninja to be found, and always the same one.
 
-    A kernel that was started as ``venv/bin/python`` does not have ``venv/bin`` on its PATH.
+    A kernel that was started as ``venv/bin/python`` does not have ``venv/bin`` on its PATH. If it
+    took the system's ninja, and a shell with the environment activated its own, each would build
+    anew what the other has built: versions of ninja remember commands in different ways.
 
     Returns:
         The PATH; None where it is unset and not needed.
@@ -78,9 +80,9 @@ def path_with_ninja() -> str | None:
         MissingBackend: There is no ninja.
     """
     path = env.read("PATH")
-    if shutil.which("ninja", path=path):
+    found, first = ninja_beside_python(), shutil.which("ninja", path=path)
+    if first is not None and (found is None or Path(first) == found):
         return path
-    found = ninja_beside_python()
     if found is None:
         raise MissingBackend(
             f"DeepSpeed needs ninja to load its C++ operations, also those already built: none is "

@@ -17,12 +17,12 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from nbaccel.deepspeed.toolchain import path_with_ninja
 from tests.deepspeed import compiler
 
 FOLDER = Path(sys.prefix) / "torch_extensions"
@@ -41,6 +41,8 @@ def use_those_of_the_environment() -> None:
     """Let DeepSpeed, in this process and its children, find what was built for the tests."""
     if folder().is_dir():
         os.environ["TORCH_EXTENSIONS_DIR"] = str(folder())
+        # Another version of ninja would build all of it again: it remembers commands otherwise.
+        os.environ["PATH"] = path_with_ninja() or ""
 
 
 def not_built(names: tuple[str, ...]) -> list[str]:
@@ -116,7 +118,7 @@ def prepare() -> None:
     """What building and loading needs of this process's environment."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder())
-    os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    os.environ["PATH"] = path_with_ninja() or ""
     folder().mkdir(parents=True, exist_ok=True)
 
 

@@ -160,6 +160,23 @@ def test_ninja_beside_python_is_found_by_a_kernel_without_it_on_path(monkeypatch
     assert toolchain.path_with_ninja() == f"{ninja.parent}{os.pathsep}/nowhere"
 
 
+def test_ninja_beside_python_goes_before_the_systems(monkeypatch, tmp_path):
+    for name in ("system", "bin"):
+        program = tmp_path / name / "ninja"
+        program.parent.mkdir()
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "system"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert toolchain.path_with_ninja() == str(tmp_path / "system")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    both = os.pathsep.join([str(tmp_path / "bin"), str(tmp_path / "system")])
+    assert toolchain.path_with_ninja() == both
+    monkeypatch.setenv("PATH", both)
+    assert toolchain.path_with_ninja() == both
+
+
 def test_a_missing_ninja_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path))
