@@ -99,7 +99,7 @@ def test_two_hundred_cells_do_not_grow(alive: Kernel) -> None:
     before = [(p.num_fds(), p.num_threads(), p.memory_info().rss) for p in processes]
     cells(200)
     for process, (fds, threads, rss) in zip(processes, before, strict=True):
-        assert process.num_fds() == fds
+        assert process.num_fds() <= fds  # one that was about to go may be gone
         assert process.num_threads() == threads
         assert process.memory_info().rss < rss + 12 * 2**20
 

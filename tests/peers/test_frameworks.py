@@ -110,6 +110,15 @@ def tiny_llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, **heads))
 
 
+@pytest.fixture(autouse=True)
+def no_state_of_accelerate() -> None:
+    """A test that ran before in this process may have left Accelerate's; a fork would inherit it."""
+    import sys
+
+    if "accelerate.state" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(True)
+
+
 @METHODS
 def test_raw_torch_and_ddp(start_method: str) -> None:
     model = nn.Linear(8, 4)
