@@ -112,7 +112,7 @@ def tiny_llama() -> nn.Module:
 
 @pytest.fixture(autouse=True)
 def no_state_of_accelerate() -> None:
-    """A test that ran before in this process may have left Accelerate's; a fork would inherit it."""
+    """A test before may have left Accelerate's in this process; a fork would inherit it."""
     import sys
 
     if "accelerate.state" in sys.modules:
