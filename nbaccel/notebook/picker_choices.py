@@ -1,0 +1,474 @@
+"""Every choice that a picker offers: its meaning, its unit, and where it lands.
+
+Nothing is listed twice: settings of a run come from `RunConfig`, those of FP8 from `Fp8Config`,
+DeepSpeed's from `ZeroConfig`, each with its own description. What stands here is which come first,
+what they are called in plain words, and the unit of a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from nbaccel.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS, START_METHODS
+from nbaccel.config import Fp8Config, RunConfig
+from nbaccel.deepspeed import kinds
+from nbaccel.deepspeed.auto import AUTO_KEYS
+from nbaccel.deepspeed.config import ZERO, ZERO_KEYS, ZeroConfig
+from nbaccel.deepspeed.section import kind_of, section_of
+from nbaccel.plan.matrix import markdown_table
+
+__all__ = [
+    "PANELS",
+    "README_BEGIN",
+    "README_END",
+    "Option",
+    "Setting",
+    "by_name",
+    "readme_choices",
+    "settings",
+]
+
+PANELS = ("precision", "zero", "launch")
+README_BEGIN = "<!-- choices:begin -->"
+README_END = "<!-- choices:end -->"
+
+OPTIMIZER_PLACE = f"{ZERO}.offload_optimizer.device"
+PARAM_PLACE = f"{ZERO}.offload_param.device"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One of the values of a choice.
+
+    Attributes:
+        value: What the configuration holds; None leaves it to the plan or to DeepSpeed.
+        label: How it is called.
+        meaning: What it does, in one line.
+    """
+
+    value: Any
+    label: str
+    meaning: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One choice.
+
+    Attributes:
+        name: Its name among all choices; for a key of DeepSpeed that key, with dots.
+        label: How it is called.
+        meaning: What it does, in one line.
+        unit: Of a number: ``elements``, ``samples``; empty where it counts nothing.
+        panel: ``precision``, ``zero`` or ``launch``.
+        section: Its heading among the advanced; empty where it is shown at once.
+        kind: ``one-of``, ``whole``, ``number``, ``truth``, ``text``, ``words`` or ``table``.
+        options: The values of ``one-of``.
+        run_field: Where it lands in `RunConfig`, with dots.
+        deepspeed_key: Where it lands in DeepSpeed's JSON, with dots; empty where it does not.
+        default: What is in force where nothing is chosen; None where that depends.
+        takes_auto: Whether ``"auto"`` may stand there.
+    """
+
+    name: str
+    label: str
+    meaning: str
+    panel: str
+    kind: str
+    run_field: str
+    unit: str = ""
+    section: str = ""
+    options: tuple[Option, ...] = ()
+    deepspeed_key: str = ""
+    default: Any = None
+    takes_auto: bool = False
+
+
+# Names of the choices that come first, in the order in which they are shown.
+_COMMON = {
+    "precision": ("mixed_precision",),
+    "zero": (
+        "zero_stage",
+        OPTIMIZER_PLACE,
+        f"{ZERO}.offload_optimizer.nvme_path",
+        PARAM_PLACE,
+        f"{ZERO}.offload_param.nvme_path",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "activation_checkpointing",
+        f"{ZERO}.overlap_comm",
+        f"{ZERO}.reduce_bucket_size",
+        f"{ZERO}.allgather_bucket_size",
+        f"{ZERO}.stage3_prefetch_bucket_size",
+        "optimizer.type",
+        "scheduler.type",
+    ),
+    "launch": (
+        "device",
+        "num_processes",
+        "start_method",
+        "num_nodes",
+        "node_rank",
+        "master_addr",
+        "use_port",
+    ),
+}
+_LABELS = {
+    "mixed_precision": "Precision",
+    "zero_stage": "ZeRO stage",
+    OPTIMIZER_PLACE: "Optimizer state on",
+    PARAM_PLACE: "Parameters on",
+    f"{ZERO}.offload_optimizer.nvme_path": "Folder for optimizer state",
+    f"{ZERO}.offload_param.nvme_path": "Folder for parameters",
+    "train_micro_batch_size_per_gpu": "Batch per process",
+    "gradient_accumulation_steps": "Accumulation",
+    "gradient_clipping": "Gradient clipping",
+    "activation_checkpointing": "Activation checkpointing",
+    f"{ZERO}.overlap_comm": "Overlap communication",
+    f"{ZERO}.reduce_bucket_size": "Reduce bucket",
+    f"{ZERO}.allgather_bucket_size": "All-gather bucket",
+    f"{ZERO}.stage3_prefetch_bucket_size": "Prefetch bucket",
+    "optimizer.type": "Optimizer",
+    "scheduler.type": "Scheduler",
+    "device": "Device",
+    "num_processes": "Processes",
+    "start_method": "Start method",
+    "num_nodes": "Nodes",
+    "node_rank": "This node's number",
+    "master_addr": "Address of node 0",
+    "use_port": "Port",
+    "fp8.backend": "FP8 backend",
+    "fp8.opt_level": "MS-AMP level",
+    "fp8.fp8_format": "Format",
+    "fp8.amax_history_len": "Amax history",
+    "fp8.amax_compute_algo": "Amax algorithm",
+    "fp8.use_autocast_during_eval": "FP8 in evaluation",
+}
+_SECTIONS = {
+    "": "Engine",
+    ZERO: "ZeRO",
+    f"{ZERO}.offload_optimizer": "Optimizer offload",
+    f"{ZERO}.offload_param": "Parameter offload",
+    f"{ZERO}.leaf_module": "Leaf modules",
+    "optimizer": "Optimizer",
+    "scheduler": "Scheduler",
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "torch_autocast": "torch.autocast",
+    "data_types": "Number formats",
+    "aio": "Disk access (aio)",
+    "activation_checkpointing": "Activation checkpointing by DeepSpeed",
+    "checkpoint": "Checkpoints",
+    "checkpoint.parallel_write": "Checkpoints",
+    "checkpoint.writer": "Checkpoints",
+    "flops_profiler": "Profiler",
+    "comms_logger": "Communication log",
+    "tensorboard": "TensorBoard",
+    "csv_monitor": "CSV files",
+    "wandb": "Weights & Biases",
+    "comet": "Comet",
+    "timers.throughput": "Timers",
+}
+# Of numbers that count something else than what their meaning begins with.
+_UNITS = {
+    "bytes": ("aio.block_size", "checkpoint.writer.io_buffer_size"),
+    "samples": (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "comet.samples_log_interval",
+    ),
+    "batches": ("gradient_accumulation_steps",),
+    "steps": (
+        "steps_per_print",
+        "flops_profiler.profile_step",
+        "fp16.loss_scale_window",
+        "fp8.interval",
+        "fp8.amax_history_len",
+    ),
+    "powers of two": ("fp8.margin", "fp16.initial_scale_power"),
+    "norm": ("gradient_clipping",),
+    "processes": ("num_processes",),
+    "machines": ("num_nodes",),
+    "restarts": ("max_restarts",),
+    "threads": ("threads_per_process", "aio.intra_op_parallelism"),
+    "s": ("timeout", "monitor_interval"),
+    "requests": ("aio.queue_depth",),
+    "buffers": (
+        f"{ZERO}.offload_optimizer.buffer_count",
+        f"{ZERO}.offload_param.buffer_count",
+    ),
+    "ranks": (f"{ZERO}.zero_hpz_partition_size", "sequence_parallel_size"),
+}
+_UNIT_OF = {name: unit for unit, names in _UNITS.items() for name in names}
+# DeepSpeed's own, for what a user is likely to look at; a test holds them against the library.
+_DEFAULTS = {
+    "gradient_clipping": 1.0,
+    f"{ZERO}.overlap_comm": None,
+    f"{ZERO}.reduce_bucket_size": 500_000_000,
+    f"{ZERO}.allgather_bucket_size": 500_000_000,
+    f"{ZERO}.stage3_prefetch_bucket_size": 50_000_000,
+    f"{ZERO}.stage3_param_persistence_threshold": 100_000,
+    f"{ZERO}.stage3_max_live_parameters": 1_000_000_000,
+    f"{ZERO}.stage3_max_reuse_distance": 1_000_000_000,
+    f"{ZERO}.sub_group_size": 1_000_000_000,
+    f"{ZERO}.contiguous_gradients": True,
+    f"{ZERO}.reduce_scatter": True,
+    f"{ZERO}.offload_optimizer.buffer_count": 4,
+    f"{ZERO}.offload_param.buffer_count": 5,
+    f"{ZERO}.offload_param.buffer_size": 100_000_000,
+}
+_KINDS = {
+    id(get_args(alias)[-1]): name
+    for name, aliases in {
+        "whole": (kinds.Whole, kinds.WholeFromOne, kinds.Steps, kinds.Depth),
+        "number": (kinds.Number, kinds.Fraction),
+        "truth": (kinds.Truth,),
+        "text": (kinds.Text,),
+        "words": (kinds.Words,),
+        "table": (kinds.Table,),
+    }.items()
+    for alias in aliases
+}
+_STAGES = (
+    Option(None, "off", "Every process holds the whole model: plain data-parallel training."),
+    Option(0, "0", "DeepSpeed's engine, nothing in shards."),
+    Option(1, "1", "Shards the optimizer."),
+    Option(2, "2", "Shards optimizer and gradients."),
+    Option(3, "3", "Shards optimizer, gradients and weights."),
+)
+_PLACES = (
+    Option(None, "device", "On the device that computes."),
+    Option("cpu", "CPU", "In host memory: slower, and room on the device."),
+    Option("nvme", "NVMe", "In files on a fast disk: slowest, and the most room (stage 3)."),
+)
+_OPTIMIZERS = ("AdamW", "Adam", "Lion", "Adagrad", "Muon", "SGD")
+_SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+_YOURS = Option(None, "yours", "The one that your code makes.")
+_PASSES = {
+    "fprop": "forward",
+    "dgrad": "input gradient",
+    "wgrad": "weight gradient",
+}
+
+
+@cache
+def settings(panel: str) -> tuple[Setting, ...]:
+    """The choices of a panel: the common ones first, then the rest by section.
+
+    Args:
+        panel: One of `PANELS`.
+
+    Returns:
+        All of them.
+    """
+    makers = {"precision": _of_precision, "zero": _of_zero, "launch": _of_launch}
+    found = {setting.name: setting for setting in makers[panel]()}
+    first = [found.pop(name) for name in _COMMON[panel]]
+    sections: dict[str, list[Setting]] = {}
+    for setting in found.values():
+        sections.setdefault(setting.section, []).append(setting)
+    return (*first, *(setting for group in sections.values() for setting in group))
+
+
+@cache
+def by_name() -> dict[str, Setting]:
+    """Name → choice, of all panels."""
+    return {setting.name: setting for panel in PANELS for setting in settings(panel)}
+
+
+def _of_precision() -> Iterator[Setting]:
+    field = RunConfig.model_fields["mixed_precision"]
+    labels = {"no": "fp32"}
+    yield Setting(
+        name="mixed_precision",
+        label=_LABELS["mixed_precision"],
+        meaning=field.description or "",
+        panel="precision",
+        kind="one-of",
+        options=tuple(
+            Option(row.name, labels.get(row.name, row.name), _sentence(row.meaning))
+            for row in PRECISIONS
+        ),
+        run_field="mixed_precision",
+        deepspeed_key="bf16.enabled, fp16.enabled",
+        default="no",
+    )
+    for name, entry in Fp8Config.model_fields.items():
+        if name == "override_linear_precision":
+            yield from _overrides()
+            continue
+        setting = _of_model("fp8." + name, entry, panel="precision", section="FP8")
+        if name == "backend":
+            rows = (Option(r.name, r.name, _sentence(r.meaning)) for r in FP8_BACKENDS)
+            auto = Option("auto", "auto", "What is installed.")
+            setting = replace(setting, options=(auto, *rows))
+        yield setting
+
+
+def _overrides() -> Iterator[Setting]:
+    for name, what in _PASSES.items():
+        yield Setting(
+            name=f"fp8.override_{name}",
+            label=f"Higher precision: {what}",
+            meaning=f"Whether the product of the {what} is computed in higher precision.",
+            panel="precision",
+            section="FP8",
+            kind="truth",
+            run_field="fp8.override_linear_precision",
+            default=False,
+        )
+
+
+def _of_launch() -> Iterator[Setting]:
+    elsewhere = {"mixed_precision", "fp8", "deepspeed", "zero_stage"}
+    elsewhere |= {"gradient_accumulation_steps", "activation_checkpointing"}
+    rows = {
+        "device": [(row.name, row.meaning) for row in DEVICES],
+        "start_method": [(row.name, row.meaning) for row in START_METHODS],
+    }
+    for name, entry in RunConfig.model_fields.items():
+        if name in elsewhere:
+            continue
+        section = "" if name in _COMMON["launch"] else "Launch"
+        setting = _of_model(name, entry, panel="launch", section=section)
+        if name in rows:
+            options = (Option(word, word, _sentence(meaning)) for word, meaning in rows[name])
+            auto = Option("auto", "auto", "What the plan chooses.")
+            setting = replace(setting, options=(auto, *options))
+        yield setting
+
+
+def _of_model(name: str, entry: FieldInfo, *, panel: str, section: str) -> Setting:
+    """A setting of `RunConfig` or `Fp8Config`, by its type."""
+    wide = get_origin(entry.annotation) in (Union, UnionType)
+    kinds_ = [
+        kind
+        for kind in (get_args(entry.annotation) if wide else (entry.annotation,))
+        if kind is not type(None)
+    ]
+    words = get_args(kinds_[0]) if get_origin(kinds_[0]) is Literal else ()
+    plain = {bool: "truth", int: "whole", float: "number", str: "text"}
+    return Setting(
+        name=name,
+        label=_label(name),
+        meaning=entry.description or "",
+        unit=_UNIT_OF.get(name, ""),
+        panel=panel,
+        section=section,
+        kind="one-of" if words else plain.get(kinds_[0], "table"),
+        options=tuple(Option(word, str(word)) for word in words),
+        run_field=name,
+        default=entry.default,
+    )
+
+
+def _of_zero() -> Iterator[Setting]:
+    stage = RunConfig.model_fields["zero_stage"]
+    yield Setting(
+        name="zero_stage",
+        label=_LABELS["zero_stage"],
+        meaning=stage.description or "",
+        panel="zero",
+        kind="one-of",
+        options=_STAGES,
+        run_field="zero_stage",
+        deepspeed_key=f"{ZERO}.stage",
+    )
+    for name, key in (("activation_checkpointing", ""), ("gradient_accumulation_steps",) * 2):
+        entry = RunConfig.model_fields[name]
+        setting = _of_model(name, entry, panel="zero", section="")
+        yield replace(setting, deepspeed_key=key)
+    yield from _of_section(ZeroConfig, "")
+
+
+def _of_section(model: type[BaseModel], path: str) -> Iterator[Setting]:
+    said = {f"{ZERO}.stage", "gradient_accumulation_steps", "fp16.enabled", "bf16.enabled"}
+    for name, entry in model.model_fields.items():
+        place = ZERO if not path and name in ZERO_KEYS else path
+        key = f"{place}.{name}" if place else name
+        inner = section_of(entry)
+        if inner is not None:
+            yield from _of_section(inner, key)
+        elif name != "extra" and key not in said:
+            yield _of_key(key, place, entry)
+
+
+def _of_key(key: str, place: str, entry: FieldInfo) -> Setting:
+    kind = kind_of(entry)
+    words = kind.allowed if kind is not None else ()
+    special = {
+        OPTIMIZER_PLACE: _PLACES,
+        PARAM_PLACE: _PLACES,
+        "optimizer.type": (_YOURS, *(Option(name, name) for name in _OPTIMIZERS)),
+        "scheduler.type": (_YOURS, *(Option(name, name) for name in _SCHEDULES)),
+    }
+    options = special.get(key, ())
+    if words and not options:
+        options = (Option(None, "default"), *(Option(word, word) for word in words))
+    meaning = entry.description or ""
+    named = "elements" if "element" in meaning.lower() else ""
+    return Setting(
+        name=key,
+        label=_label(key),
+        meaning=meaning,
+        unit=_UNIT_OF.get(key, named),
+        panel="zero",
+        section="" if key in _COMMON["zero"] else _SECTIONS[place],
+        kind="one-of" if options else _KINDS[id(kind)],
+        options=options,
+        run_field="deepspeed",
+        deepspeed_key=key,
+        default=_DEFAULTS.get(key),
+        takes_auto=key in AUTO_KEYS,
+    )
+
+
+def _label(name: str) -> str:
+    last = name.rpartition(".")[2]
+    return _LABELS.get(name, last.replace("_", " ").capitalize())
+
+
+def _sentence(meaning: str) -> str:
+    return meaning[:1].upper() + meaning[1:].replace("`", "") + "."
+
+
+# ------------------------------------------------------------------------------ README
+def readme_choices() -> str:
+    """The table of the README: each choice, and where it lands.
+
+    Returns:
+        What stands between the two markers, without them.
+    """
+    everything = list(by_name().values())
+    common = [setting for setting in everything if not setting.section]
+    rest = [setting for setting in everything if setting.section]
+    head = ("Choice", "Meaning", "`RunConfig` field", "DeepSpeed key")
+    more = f"<details><summary>The other {len(rest)}, under “Advanced”</summary>"
+    return "\n\n".join(
+        [
+            markdown_table(head, [_row(setting) for setting in common]),
+            more,
+            markdown_table(head, [_row(setting) for setting in rest]),
+            "</details>",
+        ]
+    )
+
+
+def _row(setting: Setting) -> tuple[str, str, str, str]:
+    unit = f" [{setting.unit}]" if setting.unit else ""
+    keys = setting.deepspeed_key.split(", ") if setting.deepspeed_key else []
+    where = f"{setting.section}: " if setting.section else ""
+    return (
+        f"{where}{setting.label}{unit}",
+        setting.meaning.replace("|", "\\|"),
+        f"`{setting.run_field}`",
+        ", ".join(f"`{key}`" for key in keys),
+    )
