@@ -12,6 +12,8 @@ from nbaccel.config import RunConfig
 from nbaccel.config.engine import engine_config
 from nbaccel.deepspeed.decided import nearest_folder
 from nbaccel.deepspeed.estimate import Bytes, MemoryEstimate, estimate_memory
+from nbaccel.deepspeed.shape import Shape, measure
+from nbaccel.notebook.picker_opens import filled_in
 from nbaccel.plan import Inventory, Plan
 from nbaccel.units import format_bytes
 
@@ -103,6 +105,8 @@ class Yardstick:
     sample_batch: Any
     inventory: Inventory
     _activations: dict[tuple[int, str, bool], int] = field(default_factory=dict)
+    _shape: Shape | None = None
+    _bytes: tuple[int, int] | None = None
 
     def need(self, config: RunConfig, plan: Plan) -> Need:
         """What a run needs.
@@ -120,21 +124,33 @@ class Yardstick:
         machine = self.inventory
         if plan.device != "cuda":
             machine = replace(machine, gpus=())
-        settings = engine_config(config)
+        settings = filled_in(
+            engine_config(config), config, plan, self.model, self.sample_batch
+        ).config
         activations = self.activation_bytes(config, settings or {})
+        if self._shape is None:
+            self._shape = measure(self.model)  # once: walking through a large model takes a while
         estimate = estimate_memory(
-            self.model,
+            self._shape,
             settings,
             num_processes=plan.num_processes,
             num_nodes=config.num_nodes,
             activation_bytes=activations,
-            run=config if settings is not None else None,
             inventory=machine,
         )
         if settings is None:
             world = plan.num_processes * config.num_nodes
-            estimate = _plain(estimate, self.model, world, activations)
+            estimate = _plain(estimate, self._plain_bytes(), world, activations)
         return Need(estimate=estimate, bars=bars_of(estimate, machine, settings or {}))
+
+    def _plain_bytes(self) -> tuple[int, int]:
+        """Bytes of the parameters in their own format, and of those that are trained."""
+        if self._bytes is None:
+            each = [
+                (p.numel() * p.element_size(), p.requires_grad) for p in self.model.parameters()
+            ]
+            self._bytes = sum(size for size, _ in each), sum(size for size, own in each if own)
+        return self._bytes
 
     def activation_bytes(self, config: RunConfig, settings: Mapping[str, Any]) -> int:
         """What activations need on a device: measured once for each batch and precision.
@@ -152,9 +168,8 @@ class Yardstick:
 
         size = settings.get("train_micro_batch_size_per_gpu")
         samples = size if isinstance(size, int) else num_samples(self.sample_batch)
-        precision = {"no": "fp32", "fp8": "bf16"}.get(
-            config.mixed_precision, config.mixed_precision
-        )
+        # What is kept for the backward pass is in 16 bits in all but float32.
+        precision = "fp32" if config.mixed_precision == "no" else "bf16"
         key = (samples, precision, config.activation_checkpointing)
         if key not in self._activations:
             from nbaccel.deepspeed.activations import measure_activations
@@ -168,15 +183,16 @@ class Yardstick:
         return self._activations[key]
 
 
-def _plain(estimate: MemoryEstimate, model: Any, world: int, activations: int) -> MemoryEstimate:
+def _plain(
+    estimate: MemoryEstimate, sizes: tuple[int, int], world: int, activations: int
+) -> MemoryEstimate:
     """Data-parallel training without DeepSpeed: weights, gradients and Adam in the model's format.
 
     Among several processes DDP keeps gradients twice, the second time in the buckets that it
     reduces (torch's documentation of ``gradient_as_bucket_view``). Mixed precision changes what
     activations need, and leaves weights in their own format.
     """
-    trainable = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    parameters, trainable = sizes
     device = Bytes(
         parameters=parameters,
         gradients=trainable,
