@@ -80,7 +80,7 @@ def edited(
     Raises:
         ConfigError: The value is wrong, or cannot go with the others.
     """
-    name = setting.name
+    name, value = setting.name, _as_typed(setting, value)
     if name.startswith(_FP8):
         return Edit(_with_fp8(config, name.removeprefix(_FP8), value))
     if name == "zero_stage":
@@ -125,6 +125,18 @@ def without_key(settings: dict[str, Any], key: str) -> None:
         without_key(inner, rest)
         if not inner:
             del settings[first]
+
+
+def _as_typed(setting: Setting, value: Any) -> Any:
+    """A number for what people type as one: ``5e8``, ``500_000_000``, ``500,000,000``."""
+    if not isinstance(value, str) or setting.kind not in ("whole", "number"):
+        return value
+    text = value.strip().replace("_", "").replace(",", "")
+    try:
+        number = float(text)
+    except ValueError:
+        return value.strip()  # "auto", or something for the validator to refuse
+    return int(number) if number.is_integer() and setting.kind == "whole" else number
 
 
 def _or_default(setting: Setting, value: Any) -> Any:
