@@ -22,10 +22,28 @@ from nbaccel.deepspeed import kinds
 from nbaccel.deepspeed.auto import AUTO_KEYS
 from nbaccel.deepspeed.config import ZERO, ZERO_KEYS, ZeroConfig
 from nbaccel.deepspeed.section import kind_of, section_of
+from nbaccel.notebook.picker_words import (
+    COMMON,
+    DEFAULTS,
+    LABELS,
+    OPTIMIZER_PLACE,
+    OPTIMIZERS,
+    PARAM_PLACE,
+    PASSES,
+    PLACES,
+    SCHEDULES,
+    SECTIONS,
+    STAGES,
+    UNIT_OF,
+    YOURS,
+    Option,
+)
 from nbaccel.plan.matrix import markdown_table
 
 __all__ = [
+    "OPTIMIZER_PLACE",
     "PANELS",
+    "PARAM_PLACE",
     "README_BEGIN",
     "README_END",
     "Option",
@@ -38,24 +56,6 @@ __all__ = [
 PANELS = ("precision", "zero", "launch")
 README_BEGIN = "<!-- choices:begin -->"
 README_END = "<!-- choices:end -->"
-
-OPTIMIZER_PLACE = f"{ZERO}.offload_optimizer.device"
-PARAM_PLACE = f"{ZERO}.offload_param.device"
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One of the values of a choice.
-
-    Attributes:
-        value: What the configuration holds; None leaves it to the plan or to DeepSpeed.
-        label: How it is called.
-        meaning: What it does, in one line.
-    """
-
-    value: Any
-    label: str
-    meaning: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,140 +91,6 @@ class Setting:
     takes_auto: bool = False
 
 
-# Names of the choices that come first, in the order in which they are shown.
-_COMMON = {
-    "precision": ("mixed_precision",),
-    "zero": (
-        "zero_stage",
-        OPTIMIZER_PLACE,
-        f"{ZERO}.offload_optimizer.nvme_path",
-        PARAM_PLACE,
-        f"{ZERO}.offload_param.nvme_path",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "activation_checkpointing",
-        f"{ZERO}.overlap_comm",
-        f"{ZERO}.reduce_bucket_size",
-        f"{ZERO}.allgather_bucket_size",
-        f"{ZERO}.stage3_prefetch_bucket_size",
-        "optimizer.type",
-        "scheduler.type",
-    ),
-    "launch": (
-        "device",
-        "num_processes",
-        "start_method",
-        "num_nodes",
-        "node_rank",
-        "master_addr",
-        "use_port",
-    ),
-}
-_LABELS = {
-    "mixed_precision": "Precision",
-    "zero_stage": "ZeRO stage",
-    OPTIMIZER_PLACE: "Optimizer state on",
-    PARAM_PLACE: "Parameters on",
-    f"{ZERO}.offload_optimizer.nvme_path": "Folder for optimizer state",
-    f"{ZERO}.offload_param.nvme_path": "Folder for parameters",
-    "train_micro_batch_size_per_gpu": "Batch per process",
-    "gradient_accumulation_steps": "Accumulation",
-    "gradient_clipping": "Gradient clipping",
-    "activation_checkpointing": "Activation checkpointing",
-    f"{ZERO}.overlap_comm": "Overlap communication",
-    f"{ZERO}.reduce_bucket_size": "Reduce bucket",
-    f"{ZERO}.allgather_bucket_size": "All-gather bucket",
-    f"{ZERO}.stage3_prefetch_bucket_size": "Prefetch bucket",
-    "optimizer.type": "Optimizer",
-    "scheduler.type": "Scheduler",
-    "device": "Device",
-    "num_processes": "Processes",
-    "start_method": "Start method",
-    "num_nodes": "Nodes",
-    "node_rank": "This node's number",
-    "master_addr": "Address of node 0",
-    "use_port": "Port",
-    "fp8.backend": "FP8 backend",
-    "fp8.opt_level": "MS-AMP level",
-    "fp8.fp8_format": "Format",
-    "fp8.amax_history_len": "Amax history",
-    "fp8.amax_compute_algo": "Amax algorithm",
-    "fp8.use_autocast_during_eval": "FP8 in evaluation",
-}
-_SECTIONS = {
-    "": "Engine",
-    ZERO: "ZeRO",
-    f"{ZERO}.offload_optimizer": "Optimizer offload",
-    f"{ZERO}.offload_param": "Parameter offload",
-    f"{ZERO}.leaf_module": "Leaf modules",
-    "optimizer": "Optimizer",
-    "scheduler": "Scheduler",
-    "fp16": "fp16",
-    "bf16": "bf16",
-    "torch_autocast": "torch.autocast",
-    "data_types": "Number formats",
-    "aio": "Disk access (aio)",
-    "activation_checkpointing": "Activation checkpointing by DeepSpeed",
-    "checkpoint": "Checkpoints",
-    "checkpoint.parallel_write": "Checkpoints",
-    "checkpoint.writer": "Checkpoints",
-    "flops_profiler": "Profiler",
-    "comms_logger": "Communication log",
-    "tensorboard": "TensorBoard",
-    "csv_monitor": "CSV files",
-    "wandb": "Weights & Biases",
-    "comet": "Comet",
-    "timers.throughput": "Timers",
-}
-# Of numbers that count something else than what their meaning begins with.
-_UNITS = {
-    "bytes": ("aio.block_size", "checkpoint.writer.io_buffer_size"),
-    "samples": (
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "comet.samples_log_interval",
-    ),
-    "batches": ("gradient_accumulation_steps",),
-    "steps": (
-        "steps_per_print",
-        "flops_profiler.profile_step",
-        "fp16.loss_scale_window",
-        "fp8.interval",
-        "fp8.amax_history_len",
-    ),
-    "powers of two": ("fp8.margin", "fp16.initial_scale_power"),
-    "norm": ("gradient_clipping",),
-    "processes": ("num_processes",),
-    "machines": ("num_nodes",),
-    "restarts": ("max_restarts",),
-    "threads": ("threads_per_process", "aio.intra_op_parallelism"),
-    "s": ("timeout", "monitor_interval"),
-    "requests": ("aio.queue_depth",),
-    "buffers": (
-        f"{ZERO}.offload_optimizer.buffer_count",
-        f"{ZERO}.offload_param.buffer_count",
-    ),
-    "ranks": (f"{ZERO}.zero_hpz_partition_size", "sequence_parallel_size"),
-}
-_UNIT_OF = {name: unit for unit, names in _UNITS.items() for name in names}
-# DeepSpeed's own, for what a user is likely to look at; a test holds them against the library.
-_DEFAULTS = {
-    "gradient_clipping": 1.0,
-    f"{ZERO}.overlap_comm": None,
-    f"{ZERO}.reduce_bucket_size": 500_000_000,
-    f"{ZERO}.allgather_bucket_size": 500_000_000,
-    f"{ZERO}.stage3_prefetch_bucket_size": 50_000_000,
-    f"{ZERO}.stage3_param_persistence_threshold": 100_000,
-    f"{ZERO}.stage3_max_live_parameters": 1_000_000_000,
-    f"{ZERO}.stage3_max_reuse_distance": 1_000_000_000,
-    f"{ZERO}.sub_group_size": 1_000_000_000,
-    f"{ZERO}.contiguous_gradients": True,
-    f"{ZERO}.reduce_scatter": True,
-    f"{ZERO}.offload_optimizer.buffer_count": 4,
-    f"{ZERO}.offload_param.buffer_count": 5,
-    f"{ZERO}.offload_param.buffer_size": 100_000_000,
-}
 _KINDS = {
     id(get_args(alias)[-1]): name
     for name, aliases in {
@@ -236,26 +102,6 @@ _KINDS = {
         "table": (kinds.Table,),
     }.items()
     for alias in aliases
-}
-_STAGES = (
-    Option(None, "off", "Every process holds the whole model: plain data-parallel training."),
-    Option(0, "0", "DeepSpeed's engine, nothing in shards."),
-    Option(1, "1", "Shards the optimizer."),
-    Option(2, "2", "Shards optimizer and gradients."),
-    Option(3, "3", "Shards optimizer, gradients and weights."),
-)
-_PLACES = (
-    Option(None, "device", "On the device that computes."),
-    Option("cpu", "CPU", "In host memory: slower, and room on the device."),
-    Option("nvme", "NVMe", "In files on a fast disk: slowest, and the most room (stage 3)."),
-)
-_OPTIMIZERS = ("AdamW", "Adam", "Lion", "Adagrad", "Muon", "SGD")
-_SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
-_YOURS = Option(None, "yours", "The one that your code makes.")
-_PASSES = {
-    "fprop": "forward",
-    "dgrad": "input gradient",
-    "wgrad": "weight gradient",
 }
 
 
@@ -271,7 +117,7 @@ def settings(panel: str) -> tuple[Setting, ...]:
     """
     makers = {"precision": _of_precision, "zero": _of_zero, "launch": _of_launch}
     found = {setting.name: setting for setting in makers[panel]()}
-    first = [found.pop(name) for name in _COMMON[panel]]
+    first = [found.pop(name) for name in COMMON[panel]]
     sections: dict[str, list[Setting]] = {}
     for setting in found.values():
         sections.setdefault(setting.section, []).append(setting)
@@ -289,7 +135,7 @@ def _of_precision() -> Iterator[Setting]:
     labels = {"no": "fp32"}
     yield Setting(
         name="mixed_precision",
-        label=_LABELS["mixed_precision"],
+        label=LABELS["mixed_precision"],
         meaning=field.description or "",
         panel="precision",
         kind="one-of",
@@ -314,7 +160,7 @@ def _of_precision() -> Iterator[Setting]:
 
 
 def _overrides() -> Iterator[Setting]:
-    for name, what in _PASSES.items():
+    for name, what in PASSES.items():
         yield Setting(
             name=f"fp8.override_{name}",
             label=f"Higher precision: {what}",
@@ -337,7 +183,7 @@ def _of_launch() -> Iterator[Setting]:
     for name, entry in RunConfig.model_fields.items():
         if name in elsewhere:
             continue
-        section = "" if name in _COMMON["launch"] else "Launch"
+        section = "" if name in COMMON["launch"] else "Launch"
         setting = _of_model(name, entry, panel="launch", section=section)
         if name in rows:
             options = (Option(word, word, _sentence(meaning)) for word, meaning in rows[name])
@@ -360,7 +206,7 @@ def _of_model(name: str, entry: FieldInfo, *, panel: str, section: str) -> Setti
         name=name,
         label=_label(name),
         meaning=entry.description or "",
-        unit=_UNIT_OF.get(name, ""),
+        unit=UNIT_OF.get(name, ""),
         panel=panel,
         section=section,
         kind="one-of" if words else plain.get(kinds_[0], "table"),
@@ -374,11 +220,11 @@ def _of_zero() -> Iterator[Setting]:
     stage = RunConfig.model_fields["zero_stage"]
     yield Setting(
         name="zero_stage",
-        label=_LABELS["zero_stage"],
+        label=LABELS["zero_stage"],
         meaning=stage.description or "",
         panel="zero",
         kind="one-of",
-        options=_STAGES,
+        options=STAGES,
         run_field="zero_stage",
         deepspeed_key=f"{ZERO}.stage",
     )
@@ -405,10 +251,10 @@ def _of_key(key: str, place: str, entry: FieldInfo) -> Setting:
     kind = kind_of(entry)
     words = kind.allowed if kind is not None else ()
     special = {
-        OPTIMIZER_PLACE: _PLACES,
-        PARAM_PLACE: _PLACES,
-        "optimizer.type": (_YOURS, *(Option(name, name) for name in _OPTIMIZERS)),
-        "scheduler.type": (_YOURS, *(Option(name, name) for name in _SCHEDULES)),
+        OPTIMIZER_PLACE: PLACES,
+        PARAM_PLACE: PLACES,
+        "optimizer.type": (YOURS, *(Option(name, name) for name in OPTIMIZERS)),
+        "scheduler.type": (YOURS, *(Option(name, name) for name in SCHEDULES)),
     }
     options = special.get(key, ())
     if words and not options:
@@ -419,21 +265,21 @@ def _of_key(key: str, place: str, entry: FieldInfo) -> Setting:
         name=key,
         label=_label(key),
         meaning=meaning,
-        unit=_UNIT_OF.get(key, named),
+        unit=UNIT_OF.get(key, named),
         panel="zero",
-        section="" if key in _COMMON["zero"] else _SECTIONS[place],
+        section="" if key in COMMON["zero"] else SECTIONS[place],
         kind="one-of" if options else _KINDS[id(kind)],
         options=options,
         run_field="deepspeed",
         deepspeed_key=key,
-        default=_DEFAULTS.get(key),
+        default=DEFAULTS.get(key),
         takes_auto=key in AUTO_KEYS,
     )
 
 
 def _label(name: str) -> str:
     last = name.rpartition(".")[2]
-    return _LABELS.get(name, last.replace("_", " ").capitalize())
+    return LABELS.get(name, last.replace("_", " ").capitalize())
 
 
 def _sentence(meaning: str) -> str:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
@@ -74,7 +73,7 @@ def test_all_mistakes_are_told_each_beside_its_choice(picker):
 )
 def test_what_cannot_be_read_is_told(picker, source, told):
     before = picker.config
-    with pytest.raises(ConfigError, match=".") as caught:
+    with pytest.raises(ConfigError) as caught:
         picker.load(source)
     assert told in str(caught.value)
     assert picker.config == before
@@ -92,6 +91,6 @@ def test_saving_is_whole_or_not_at_all(picker, tmp_path):
     picker.choose("zero_stage", 3)
     picker.save(tmp_path / "ds.json", "DeepSpeed JSON")
     assert json.loads((tmp_path / "ds.json").read_text())["zero_optimization"] == {"stage": 3}
-    assert sorted(os.listdir(tmp_path)) == ["ds.json", "run.yaml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ds.json", "run.yaml"]
     with pytest.raises(ConfigError, match="cannot be written"):
         picker.save(tmp_path / "no" / "folder" / "run.yaml")

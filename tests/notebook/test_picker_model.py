@@ -91,7 +91,7 @@ def test_what_is_chosen_again_is_no_change():
 def test_a_refused_choice_changes_nothing_and_says_why(name, value, told):
     picker = PickerModel(RunConfig(zero_stage=2), inventory=WITHOUT_GPU)
     before = picker.config
-    with pytest.raises(ConfigError, match=".") as caught:
+    with pytest.raises(ConfigError) as caught:
         picker.choose(name, value)
     assert told in str(caught.value)
     assert picker.config == before
