@@ -26,6 +26,7 @@ from nbaccel.notebook.picker_words import (
     COMMON,
     DEFAULTS,
     LABELS,
+    MEANINGS,
     OPTIMIZER_PLACE,
     OPTIMIZERS,
     PARAM_PLACE,
@@ -136,7 +137,7 @@ def _of_precision() -> Iterator[Setting]:
     yield Setting(
         name="mixed_precision",
         label=LABELS["mixed_precision"],
-        meaning=field.description or "",
+        meaning=_meaning("mixed_precision", field),
         panel="precision",
         kind="one-of",
         options=tuple(
@@ -205,7 +206,7 @@ def _of_model(name: str, entry: FieldInfo, *, panel: str, section: str) -> Setti
     return Setting(
         name=name,
         label=_label(name),
-        meaning=entry.description or "",
+        meaning=_meaning(name, entry),
         unit=UNIT_OF.get(name, ""),
         panel=panel,
         section=section,
@@ -221,7 +222,7 @@ def _of_zero() -> Iterator[Setting]:
     yield Setting(
         name="zero_stage",
         label=LABELS["zero_stage"],
-        meaning=stage.description or "",
+        meaning=_meaning("zero_stage", stage),
         panel="zero",
         kind="one-of",
         options=STAGES,
@@ -259,7 +260,7 @@ def _of_key(key: str, place: str, entry: FieldInfo) -> Setting:
     options = special.get(key, ())
     if words and not options:
         options = (Option(None, "default"), *(Option(word, word) for word in words))
-    meaning = entry.description or ""
+    meaning = _meaning(key, entry)
     named = "elements" if "element" in meaning.lower() else ""
     return Setting(
         name=key,
@@ -275,6 +276,11 @@ def _of_key(key: str, place: str, entry: FieldInfo) -> Setting:
         default=DEFAULTS.get(key),
         takes_auto=key in AUTO_KEYS,
     )
+
+
+def _meaning(name: str, entry: FieldInfo) -> str:
+    """Its description; where that speaks of Python's None, a form has an empty field."""
+    return MEANINGS.get(name) or (entry.description or "").replace("; None ", "; empty ")
 
 
 def _label(name: str) -> str:

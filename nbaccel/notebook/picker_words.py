@@ -11,6 +11,7 @@ __all__ = [
     "COMMON",
     "DEFAULTS",
     "LABELS",
+    "MEANINGS",
     "OPTIMIZERS",
     "OPTIMIZER_PLACE",
     "PARAM_PLACE",
@@ -103,6 +104,13 @@ LABELS = {
     "fp8.amax_history_len": "Amax history",
     "fp8.amax_compute_algo": "Amax algorithm",
     "fp8.use_autocast_during_eval": "FP8 in evaluation",
+}
+# Where a description says how to write the value, and a form has the values to choose from.
+MEANINGS = {
+    "mixed_precision": "Number format of the forward and backward pass.",
+    "zero_stage": "What each process holds only a shard of.",
+    "optimizer.type": "Who makes the optimizer, and which.",
+    "scheduler.type": "Who makes the learning rate schedule, and which.",
 }
 SECTIONS = {
     "": "Engine",
