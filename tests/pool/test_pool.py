@@ -292,11 +292,12 @@ def test_a_killed_worker_breaks_the_pool_and_the_next_cell_starts_anew(
     assert fresh.state is PoolState.IDLE
 
 
-def test_a_worker_that_dies_between_cells_is_noticed_by_the_next(fresh: Pool) -> None:
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGSEGV"])  # the latter leaves its stack unread
+def test_a_worker_that_dies_between_cells_is_noticed_by_the_next(fresh: Pool, end: str) -> None:
     victim = pids(fresh)[1]
-    os.kill(victim, signal.SIGKILL)
+    os.kill(victim, signal.Signals[end])
     psutil.wait_procs([psutil.Process(victim)] if lives(victim) else [], timeout=10)
-    with pytest.raises(WorkerDied, match="SIGKILL"):
+    with pytest.raises(WorkerDied, match=end):
         fresh.run("1 + 1")
     fresh.run("1 + 1")
 
