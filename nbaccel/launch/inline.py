@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nbaccel import env
+from nbaccel import _accelerate, env
 from nbaccel.config.variables import run_variables
 from nbaccel.plan import Plan
 from nbaccel.topology import Topology
@@ -55,24 +55,16 @@ def _own_libraries(args: tuple[Any, ...]) -> contextlib.AbstractContextManager[N
 @contextlib.contextmanager
 def _tidy() -> Iterator[None]:
     """Take down what the function set up and left: a process group, Accelerate's shared state."""
-    group_before, state_before = _has_group(), _accelerate_state()
+    group_before, state_before = _has_group(), _accelerate.is_set_up()
     try:
         yield
     finally:
         if _has_group() and not group_before:
             sys.modules["torch.distributed"].destroy_process_group()
-        state = _accelerate_state()
-        if state is not None and not state_before:
-            sys.modules["accelerate.state"].AcceleratorState._reset_state(True)
-            sys.modules["accelerate.state"].GradientState._reset_state()
+        if not state_before:
+            _accelerate.forget()
 
 
 def _has_group() -> bool:
     distributed = sys.modules.get("torch.distributed")
     return bool(distributed and distributed.is_available() and distributed.is_initialized())
-
-
-def _accelerate_state() -> dict[str, Any] | None:
-    """Accelerate's process-wide state, if it has been set up."""
-    module = sys.modules.get("accelerate.state")
-    return module.PartialState._shared_state or None if module is not None else None
