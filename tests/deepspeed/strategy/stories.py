@@ -255,6 +255,35 @@ def two_norms(folder: Path) -> list[str]:
     return said
 
 
+def once_clipped(folder: Path) -> dict[str, list[float]]:
+    """How far three steps go: by the file's norm, by the call's, by the file's."""
+
+    def weights() -> torch.Tensor:
+        state = accelerator.get_state_dict(model)  # empty but on rank 0
+        tied = "3.weight"
+        return torch.cat([torch.zeros(1), *(v.flatten() for k, v in state.items() if k != tied)])
+
+    found = {}
+    for stage in (0, 1, 2, 3):
+        config = zero(stage, gradient_clipping=0.125)
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), cpu=True)
+        model = net()
+        given = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = accelerator.prepare(model, given)
+        went = []
+        for number, (values, labels) in enumerate(list(loader())[:3]):
+            before = weights()
+            accelerator.backward(F.cross_entropy(model(values), labels))
+            if number == 1:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    accelerator.clip_grad_norm_(model.parameters(), 0.25)
+            optimizer.step()
+            went.append(float((weights() - before).norm()))
+        found[str(stage)] = went
+    return found
+
+
 def generation(folder: Path) -> dict[str, Any]:
     """Ranks whose texts end at different lengths, with weights in shards."""
     from transformers import T5Config, T5ForConditionalGeneration
@@ -323,6 +352,7 @@ STORIES = {
         left_to_the_engine,
         by_hand,
         two_norms,
+        once_clipped,
         generation,
         wrong,
     )

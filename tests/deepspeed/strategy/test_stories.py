@@ -110,6 +110,11 @@ def test_two_norms_are_told_once(told):
     assert "clip_grad_norm_(max_norm=0.5) goes before gradient_clipping=0.1" in said
 
 
+@pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
+def test_a_step_without_the_call_is_clipped_as_the_file_says(told, stage):
+    assert told[0]["once_clipped"][stage] == pytest.approx([0.125, 0.25, 0.125], rel=1e-3)
+
+
 def test_generate_keeps_ranks_in_step(told):
     for rank in told:
         found = rank["generation"]
