@@ -17,7 +17,7 @@ from typing import Any
 from nbaccel import _accelerate, env
 from nbaccel.log import get_logger
 
-__all__ = ["Before", "forget_groups", "forget_modules", "observe", "tear_down"]
+__all__ = ["Before", "forget_groups", "forget_modules", "live_engines", "observe", "tear_down"]
 
 _log = get_logger(__name__)
 # Variables by which libraries talk to themselves: `TrainingArguments(deepspeed=...)` sets
@@ -73,16 +73,21 @@ def tear_down(before: Before) -> None:
 
 def _destroy_engines() -> None:
     """Take the hooks and buffers of every engine, also of those that a variable still names."""
-    module = sys.modules.get("deepspeed.runtime.engine")
-    if module is None:
-        return
-    kind = module.DeepSpeedEngine
-    # By its type: `isinstance` would ask the object, and some objects of torch warn when asked.
-    for engine in [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]:
+    for engine in live_engines():
         try:
             engine.destroy()
         except Exception as error:  # a half-made engine must not keep the rest alive
             _log.warning("an engine could not be destroyed: %r", error)
+
+
+def live_engines() -> list[Any]:
+    """All engines of this process, also those that no Accelerator knows."""
+    module = sys.modules.get("deepspeed.runtime.engine")
+    if module is None:
+        return []
+    kind = module.DeepSpeedEngine
+    # By its type: `isinstance` would ask the object, and some objects of torch warn when asked.
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 
 def forget_modules() -> None:

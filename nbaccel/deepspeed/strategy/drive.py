@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from nbaccel.abc.shards import Remembered
 from nbaccel.deepspeed.strategy.swapping import Claim
-from nbaccel.deepspeed.strategy.taking_back import Remembered, take_back, unhook
+from nbaccel.deepspeed.strategy.taking_back import take_back, unhook
 from nbaccel.deepspeed.strategy.troubles import Troubles
 from nbaccel.errors import ConfigError
 
