@@ -135,6 +135,38 @@ def two_models(folder: Path) -> dict[str, Any]:
     }
 
 
+def two_schedules(folder: Path) -> list[list[float]]:
+    """Two models, each with stand-ins of its own: the learning rates that each schedule says."""
+    config = zero(
+        2,
+        optimizer={"type": "AdamW", "params": {"lr": "auto"}},
+        scheduler={
+            "type": "WarmupLR",
+            "params": {
+                "warmup_min_lr": 0,
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "warmup_type": "linear",
+            },
+        },
+    )
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), cpu=True)
+    models = [net(0), net(1)]
+    optimizers = [
+        DummyOptim(m.parameters(), lr=lr) for m, lr in zip(models, (0.01, 0.05), strict=True)
+    ]
+    schedules = [DummyScheduler(optimizer, warmup_num_steps=4) for optimizer in optimizers]
+    *ready, one, two = accelerator.prepare(*models, *optimizers, *schedules)
+    models, optimizers = ready[:2], ready[2:]
+    rates = []
+    for number, (values, labels) in enumerate(list(loader())[:6]):
+        for model, optimizer in zip(models[: 2 - number % 2], optimizers, strict=False):
+            accelerator.backward(F.cross_entropy(model(values), labels))
+            optimizer.step()
+        rates.append([round(schedule.get_last_lr()[0], 6) for schedule in (one, two)])
+    return rates
+
+
 def teacher(folder: Path) -> dict[str, Any]:
     """A teacher sharded for inference beside a student in training, by two plugins."""
     trained = zero(2, optimizer={"type": "AdamW", "params": {"lr": "auto"}})
@@ -347,6 +379,7 @@ STORIES = {
         checkpoints,
         weights_alone,
         two_models,
+        two_schedules,
         teacher,
         stand_ins,
         left_to_the_engine,

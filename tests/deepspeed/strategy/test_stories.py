@@ -73,6 +73,14 @@ def test_several_models_each_have_an_engine(told):
     assert found["frozen"] == "Linear"
 
 
+def test_several_models_each_have_the_schedule_of_their_optimizer(told):
+    # The second is trained with every other batch; both reach their own rate after four steps.
+    first, second = zip(*told[0]["two_schedules"], strict=True)
+    assert max(first) == 0.01
+    assert max(second) < 0.05
+    assert len(set(second)) == 3
+
+
 def test_a_teacher_in_shards_beside_a_student_in_training(told):
     found = told[0]["teacher"]
     assert found["shapes"] == [(33, 64), (0,)]
