@@ -20,6 +20,7 @@ from nbaccel.abc.shards import Remembered
 from nbaccel.abc.standins import DummyOptim
 from nbaccel.abc.strategy import Strategy
 from nbaccel.deepspeed.config import ZeroConfig
+from nbaccel.deepspeed.facts import made_in
 from nbaccel.deepspeed.ops import needed_ops, offloads_optimizer
 from nbaccel.deepspeed.strategy import (
     checkpoints,
@@ -154,7 +155,7 @@ class DeepSpeedStrategy(Strategy):
         if not self.place.is_alone:
             take_back_together(model, self.place.device)
             orphans.end()
-        before, made_in = remember(model), troubles.made_in(model)
+        before, made_as = remember(model), made_in(model)
         settings, claimed = swapping.claim(settled.settings, self.place.rank)
         try:
             engine = make_engine(
@@ -170,7 +171,7 @@ class DeepSpeedStrategy(Strategy):
             raise
         clipping = given.get("gradient_clipping")
         own_clipping = float(clipping) if isinstance(clipping, (int, float)) else None
-        drive = Drive(engine, claimed, troubles.Troubles(engine, made_in), own_clipping)
+        drive = Drive(engine, claimed, troubles.Troubles(engine, made_as), own_clipping)
         self._drives[id(engine)] = drive
         self._before[id(engine)] = before
         return drive
