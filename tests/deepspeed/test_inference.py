@@ -67,6 +67,7 @@ def test_whole_weights_come_out_and_go_in_though_there_are_few_buffers(launched,
     assert BUFFERS < FILES
     results, _ = launched
     assert [rank[place]["same"] for rank in results] == [True, None]
+    assert [rank[place]["same in fp32"] for rank in results] == [True, None]
     assert [rank[place]["same after loading"] for rank in results] == [True, None]
     assert alone[place]["same"]
     assert alone[place]["same after loading"]

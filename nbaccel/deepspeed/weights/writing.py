@@ -198,8 +198,9 @@ def publishing(folder: Path, shards: Iterable[Shard]) -> Iterator[Path]:
         CheckpointFailed: The disk was full, or failed.
     """
     shards = list(shards)
-    made = _make(folder)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
+        _make(folder)
         _check_room(folder, shards)
         with atomic.workshop(folder, "model") as workshop:
             yield workshop
@@ -219,14 +220,12 @@ def publishing(folder: Path, shards: Iterable[Shard]) -> Iterator[Path]:
         raise
 
 
-def _make(folder: Path) -> list[Path]:
+def _make(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(
             f"{folder} is a file: weights and their index need a folder. Give a folder's name."
         )
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    return missing
 
 
 def _check_room(folder: Path, shards: list[Shard]) -> None:
