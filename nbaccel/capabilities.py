@@ -118,6 +118,8 @@ class StrategyRow:
         check: ``module:function`` that refuses what its library lacks on a machine.
         library: What must be imported for its shards to exist.
         shards: Module that reads them, a :class:`~nbaccel.abc.shards.ShardReader`.
+        observe: ``module:function`` that looks at a process before the library is in it, for the
+            reader's ``tear_down``; called where nobody may ever use the library, so it is light.
     """
 
     name: str
@@ -131,6 +133,7 @@ class StrategyRow:
     check: str = ""
     library: str = ""
     shards: str = ""
+    observe: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,6 +288,7 @@ STRATEGIES: tuple[StrategyRow, ...] = (
         check="nbaccel.deepspeed.toolchain:check_tools",
         library="deepspeed",
         shards="nbaccel.deepspeed.strategy.reader",
+        observe="nbaccel.deepspeed.teardown:observe",
     ),
 )
 
