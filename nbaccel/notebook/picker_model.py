@@ -282,8 +282,8 @@ class PickerModel:
 
     def _become(self, config: RunConfig, remarks: tuple[str, ...]) -> None:
         if config != self._config:
-            if self._config.deepspeed:
-                self._shelf = dict(self._config.deepspeed)
+            if self._config.uses_deepspeed:
+                self._shelf = dict(self._config.deepspeed or {})
             self._past = [*self._past[1 - _MAX_UNDO :], self._config]
         self._settle(config, remarks)
 

@@ -129,6 +129,10 @@ def test_engine_choices_are_kept_while_it_is_off():
     assert picker.config == RunConfig()
     picker.choose("zero_stage", 2)
     assert picker.value(OPTIMIZER_PLACE) == "cpu"
+    picker.choose(OPTIMIZER_PLACE, None)
+    picker.choose("zero_stage", None)
+    picker.choose("zero_stage", 2)
+    assert picker.value(OPTIMIZER_PLACE) is None
 
 
 def test_a_lower_stage_takes_with_it_what_needs_the_higher_one(tmp_path, monkeypatch):
@@ -468,4 +472,7 @@ def test_static_faces_hold_choices_and_estimate():
         assert part in html
     assert "<script>" not in html
     assert "2 processes" in text
+    alone = static_text(picker, ["launch"])
+    assert "2 processes" in alone
+    assert "Precision  " not in alone
     assert "1 machine " in text
