@@ -51,8 +51,8 @@ def plan_pool(config: RunConfig) -> Plan:
     if mistakes:
         raise ConfigError(*mistakes)
     plan = resolve(config)
-    if config.zero_stage:
-        _catalog.check_strategy("deepspeed", plan.device)
+    if config.uses_deepspeed:
+        _catalog.check_strategy("deepspeed", plan.device, config)
     if start_method_row(plan.start_method).separate_processes:
         return plan
     reason = "live workers are processes of their own, whatever their number"
