@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         advise,
     )
     from nbaccel.config import (
+        Fp8Config,
         RunConfig,
     )
     from nbaccel.config.handlers import (
@@ -68,6 +69,13 @@ if TYPE_CHECKING:
         notebook_launcher,
         shutdown,
     )
+    from nbaccel.notebook.pickers import (
+        LaunchPicker,
+        Picker,
+        PrecisionPicker,
+        ZeroPicker,
+        configure,
+    )
     from nbaccel.plan.inventory import Inventory, inspect_machine
     from nbaccel.plan.plan import Choice, Plan
     from nbaccel.plan.resolve import resolve
@@ -105,17 +113,21 @@ __all__ = [
     "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "Fp8Config",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "Inventory",
+    "LaunchPicker",
     "LaunchTimeout",
     "NbaccelError",
     "PartialState",
+    "Picker",
     "Plan",
     "Pool",
     "PrecisionMismatch",
+    "PrecisionPicker",
     "ProfileKwargs",
     "ProjectConfiguration",
     "RunConfig",
@@ -124,8 +136,10 @@ __all__ = [
     "TrainingPlan",
     "WorkerDied",
     "WorkerFailed",
+    "ZeroPicker",
     "__version__",
     "advise",
+    "configure",
     "debug_launcher",
     "deepspeed_environment",
     "estimate_memory",
@@ -146,7 +160,7 @@ __all__ = [
 _HOMES = {
     "nbaccel.accelerator": ("Accelerator",),
     "nbaccel.advising": ("advise",),
-    "nbaccel.config": ("RunConfig",),
+    "nbaccel.config": ("Fp8Config", "RunConfig"),
     "nbaccel.config.handlers": (
         "AutocastKwargs",
         "DDPCommunicationHookType",
@@ -181,6 +195,13 @@ _HOMES = {
         "debug_launcher",
         "notebook_launcher",
         "shutdown",
+    ),
+    "nbaccel.notebook.pickers": (
+        "LaunchPicker",
+        "Picker",
+        "PrecisionPicker",
+        "ZeroPicker",
+        "configure",
     ),
     "nbaccel.plan": (
         "Choice",

@@ -12,6 +12,12 @@ import nbaccel
 from tests.house.source import ROOT
 
 PUBLIC = {
+    "Fp8Config",
+    "LaunchPicker",
+    "Picker",
+    "PrecisionPicker",
+    "ZeroPicker",
+    "configure",
     "Accelerator",
     "AutocastKwargs",
     "CheckpointFailed",
