@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from traitlets import HasTraits, Instance, observe
 
-from nbaccel.config import RunConfig
+from nbaccel.config import RunConfig, run_config_of
 from nbaccel.notebook.picker_choices import PANELS
 from nbaccel.notebook.picker_model import PickerModel
 from nbaccel.notebook.picker_showing import Showing
@@ -149,6 +149,10 @@ class Picker(HasTraits):
     # ---------------------------------------------------------------- how it looks
     def __repr__(self) -> str:
         return f"{type(self).__name__}(config={self.config!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In a worker it is what it stands for: forms stay where somebody can see them."""
+        return run_config_of, (self.config,)
 
     def __str__(self) -> str:
         with self._lock:

@@ -75,3 +75,48 @@ def test_the_settings_of_the_next_start_are_kept_and_explained(kernel: Kernel) -
     assert "starts 2 CPU workers" in kernel.run("%accelerate status").check().stdout
     assert kernel.run("%accelerate stop").check().stdout == "There are no workers to stop.\n"
     kernel.run("%accelerate config -n none").check()
+
+
+PICKED = """
+from nbaccel.notebook import extension
+picker = next(iter(extension._Slot.loaded.values())).session._picker
+"""
+
+
+def test_config_alone_opens_a_picker_for_the_next_start(kernel: Kernel) -> None:
+    shown = kernel.run("%accelerate config").check()
+    kinds = {kind for data in shown.displays for kind in data}
+    assert "application/vnd.jupyter.widget-view+json" in kinds
+    assert any("ZeRO stage" in data.get("text/html", "") for data in shown.displays)
+
+    kernel.run(PICKED + "picker.choose('num_processes', 2)").check()
+    assert "starts 2 CPU workers" in kernel.run("%accelerate status").check().stdout
+    kernel.run("%accelerate config -n 3 --precision bf16").check()
+    assert kernel.run("print(picker.config)").check().stdout == (
+        "RunConfig(num_processes=3, mixed_precision='bf16')\n"
+    ), "a form that is open follows"
+    kernel.run("%accelerate config -n none --precision no").check()
+
+
+def test_config_takes_the_model_for_the_memory_that_it_shows(kernel: Kernel) -> None:
+    kernel.run("import torch; net, batch = torch.nn.Linear(8, 2), torch.ones(4, 8)").check()
+    shown = kernel.run("%accelerate config net batch").check()
+    table = next(data["text/html"] for data in shown.displays if "text/html" in data)
+    assert "activations" in table
+    assert "no variable 'nett'" in refused(kernel, "%accelerate config nett")
+    assert "names are for the memory" in refused(kernel, "%accelerate config net -n 2")
+    assert "a model and a batch at most" in refused(kernel, "%accelerate config net batch net")
+    assert "is no module" in refused(kernel, "%accelerate config batch")
+
+
+def test_a_picker_is_taken_by_name_and_read_in_workers(kernel: Kernel) -> None:
+    kernel.run(
+        "import nbaccel\nmine = nbaccel.Picker(nbaccel.RunConfig(num_processes=2))\n"
+        "mine.choose('mixed_precision', 'bf16')"
+    ).check()
+    cell = "%%accelerate --config mine\nprint(type(mine).__name__, mine)"
+    assert kernel.run(cell).check().stdout == (
+        "[0-1] RunConfig RunConfig(num_processes=2, mixed_precision='bf16')\n"
+    )
+    kernel.run("%accelerate stop").check()
+    kernel.run("%accelerate config --config nothing_said").check()
