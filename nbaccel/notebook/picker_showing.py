@@ -62,7 +62,7 @@ class Showing:
         self._shown_in = _moment(shell)
         missing = _missing(shell)
         if missing:
-            print(f"{static_text(self._model)}\n\n{missing}")
+            print(f"{static_text(self._model, self._panels)}\n\n{missing}")
         else:
             self._show_widgets()
 
@@ -100,10 +100,10 @@ class Showing:
         return self._view
 
     def _table(self) -> dict[str, str]:
-        html = static_html(self._model)
+        html = static_html(self._model, self._panels)
         return {
             "text/html": f'<div class="nbaccel-static {self._css_class}">{html}</div>',
-            "text/plain": static_text(self._model),
+            "text/plain": static_text(self._model, self._panels),
         }
 
     # ---------------------------------------------------------------- keeping the table up to date

@@ -156,7 +156,7 @@ class Picker(HasTraits):
 
     def __str__(self) -> str:
         with self._lock:
-            return static_text(self._model)
+            return static_text(self._model, self._panels)
 
     def _ipython_display_(self) -> None:
         self._showing.show_once()

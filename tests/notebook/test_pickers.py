@@ -309,6 +309,8 @@ def test_a_picker_of_one_panel_shows_that_alone(show, kind, has, lacks):
     assert shown.all(_css(has))
     assert not shown.all(_css(lacks))
     assert not shown.all("nbaccel-suggest")
+    labels = [shown.view._model.setting(name).label for name in (has, lacks)]
+    assert [f"  {label}  " in str(shown.picker) for label in labels] == [True, False]
 
 
 # ------------------------------------------------------------------------------ what it comes to
