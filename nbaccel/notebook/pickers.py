@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from traitlets import HasTraits, Instance, observe
 
 from nbaccel.config import RunConfig, run_config_of
-from nbaccel.notebook.picker_choices import PANELS
-from nbaccel.notebook.picker_model import PickerModel
-from nbaccel.notebook.picker_showing import Showing
-from nbaccel.notebook.picker_texts import static_text
+from nbaccel.notebook.picker.choices import PANELS
+from nbaccel.notebook.picker.model import PickerModel
+from nbaccel.notebook.picker.showing import Showing
+from nbaccel.notebook.picker.texts import static_text
 
 if TYPE_CHECKING:
     from nbaccel.plan import Inventory

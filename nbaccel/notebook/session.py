@@ -10,7 +10,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
 from nbaccel.notebook.line import Line, check_ranks, missing_names, told_ranks
-from nbaccel.notebook.picker_texts import flag
+from nbaccel.notebook.picker.texts import flag
 from nbaccel.plan import Plan
 from nbaccel.pool.planning import plan_pool
 from nbaccel.pool.source import Source

@@ -15,7 +15,7 @@ from traitlets import TraitError
 
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
-from nbaccel.notebook.picker_widgets import PickerView
+from nbaccel.notebook.picker.widgets import PickerView
 from nbaccel.notebook.pickers import LaunchPicker, Picker, PrecisionPicker, ZeroPicker
 from tests.isolation import ROOT
 from tests.kernel.kernel import Kernel

@@ -11,7 +11,7 @@ from nbaccel.deepspeed.auto import resolve_auto
 from nbaccel.deepspeed.facts import TrainingFacts
 from nbaccel.deepspeed.reading import auto_keys
 from nbaccel.errors import ConfigError
-from nbaccel.notebook.picker_edits import without_key
+from nbaccel.notebook.picker.edits import without_key
 from nbaccel.plan import Plan
 from nbaccel.plan.plan import Choice
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel.config import RunConfig
 from nbaccel.notebook.options import settings as options
-from nbaccel.notebook.picker_choices import PANELS
+from nbaccel.notebook.picker.choices import PANELS
 from nbaccel.plan.plan import Choice, table
 
 if TYPE_CHECKING:
-    from nbaccel.notebook.picker_model import PickerModel
+    from nbaccel.notebook.picker.model import PickerModel
 
 __all__ = ["Face", "faces_of", "flag", "static_html", "static_text"]
 

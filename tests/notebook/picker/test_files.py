@@ -6,7 +6,7 @@ import pytest
 
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
-from nbaccel.notebook.picker_model import PickerModel
+from nbaccel.notebook.picker.model import PickerModel
 from tests.deepspeed import needs
 from tests.notebook.machines import WITHOUT_GPU
 

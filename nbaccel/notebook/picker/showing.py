@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbaccel._optional import is_installed
-from nbaccel.notebook.picker_texts import static_html, static_text
+from nbaccel.notebook.picker.texts import static_html, static_text
 
 if TYPE_CHECKING:
-    from nbaccel.notebook.picker_model import PickerModel
-    from nbaccel.notebook.picker_widgets import PickerView
+    from nbaccel.notebook.picker.model import PickerModel
+    from nbaccel.notebook.picker.widgets import PickerView
 
 __all__ = ["Showing"]
 
@@ -86,7 +86,7 @@ class Showing:
 
     def _live_view(self) -> PickerView:
         if self._view is None:
-            from nbaccel.notebook.picker_widgets import PickerView
+            from nbaccel.notebook.picker.widgets import PickerView
 
             self._view = PickerView(
                 self._model,

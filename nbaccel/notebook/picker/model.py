@@ -20,14 +20,14 @@ from nbaccel.config.engine import engine_config
 from nbaccel.config.mistakes import closest
 from nbaccel.deepspeed.estimate import MemoryEstimate
 from nbaccel.errors import ConfigError, NbaccelError
-from nbaccel.notebook import picker_greying as greying
-from nbaccel.notebook.picker_choices import Option, Setting, by_name, settings
-from nbaccel.notebook.picker_edits import edited, value_of
-from nbaccel.notebook.picker_files import mistakes_by_setting, read_source
-from nbaccel.notebook.picker_memory import Bar, Need, Segment, Yardstick
-from nbaccel.notebook.picker_opens import Opens, filled_in
-from nbaccel.notebook.picker_suggesting import Suggester, refusal_of
-from nbaccel.notebook.picker_texts import Face, faces_of
+from nbaccel.notebook.picker import greying
+from nbaccel.notebook.picker.choices import Option, Setting, by_name, settings
+from nbaccel.notebook.picker.edits import edited, value_of
+from nbaccel.notebook.picker.files import mistakes_by_setting, read_source
+from nbaccel.notebook.picker.memory import Bar, Need, Segment, Yardstick
+from nbaccel.notebook.picker.opens import Opens, filled_in
+from nbaccel.notebook.picker.suggesting import Suggester, refusal_of
+from nbaccel.notebook.picker.texts import Face, faces_of
 from nbaccel.plan import Inventory, Plan, inspect_machine, resolve
 from nbaccel.plan.plan import Choice
 from nbaccel.units import format_bytes

@@ -12,7 +12,7 @@ from nbaccel.config.engine import engine_config
 from nbaccel.deepspeed.combinations import combination_mistakes
 from nbaccel.deepspeed.config import ZERO, ZeroConfig
 from nbaccel.errors import ConfigError
-from nbaccel.notebook.picker_choices import OPTIMIZER_PLACE, PARAM_PLACE, Setting
+from nbaccel.notebook.picker.choices import OPTIMIZER_PLACE, PARAM_PLACE, Setting
 
 __all__ = ["Edit", "edited", "has_key", "value_of", "without_key"]
 

@@ -13,7 +13,7 @@ from nbaccel.config import RunConfig
 from nbaccel.deepspeed.advisor.ladder import Step, ladder
 from nbaccel.deepspeed.config import ZERO
 from nbaccel.errors import ConfigError
-from nbaccel.notebook.picker_memory import Yardstick
+from nbaccel.notebook.picker.memory import Yardstick
 from nbaccel.plan import Plan, resolve
 from nbaccel.units import format_bytes
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets as w
 
-from nbaccel.notebook.picker_drawing import error_html, title_html
-from nbaccel.notebook.picker_fields import Shared
-from nbaccel.notebook.picker_sections import Section
+from nbaccel.notebook.picker.drawing import error_html, title_html
+from nbaccel.notebook.picker.fields import Shared
+from nbaccel.notebook.picker.sections import Section
 
 if TYPE_CHECKING:
-    from nbaccel.notebook.picker_model import PickerModel
+    from nbaccel.notebook.picker.model import PickerModel
 
 __all__ = ["Actions", "CarryOut", "Files"]
 

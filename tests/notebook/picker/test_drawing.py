@@ -7,10 +7,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from nbaccel.notebook import picker_drawing as drawing
-from nbaccel.notebook.picker_memory import Bar, Segment
-from nbaccel.notebook.picker_model import Verdict
-from nbaccel.notebook.picker_texts import Face
+from nbaccel.notebook.picker import drawing
+from nbaccel.notebook.picker.memory import Bar, Segment
+from nbaccel.notebook.picker.model import Verdict
+from nbaccel.notebook.picker.texts import Face
 from nbaccel.plan.plan import Choice
 
 GIB = 2**30
@@ -122,7 +122,7 @@ def test_where_it_does_not_fit_the_capacity_is_marked_and_told_in_words():
 
 
 def test_every_kind_of_memory_has_a_colour():
-    from nbaccel.notebook.picker_memory import KINDS
+    from nbaccel.notebook.picker.memory import KINDS
 
     style = Reader(drawing.front_html("x")).words[0]
     for kind in (*KINDS, "others", "free"):

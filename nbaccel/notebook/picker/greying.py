@@ -10,8 +10,8 @@ from nbaccel.capabilities import FP8_BACKENDS, strategy_row
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.deepspeed.config import ZERO
 from nbaccel.errors import ConfigError, NbaccelError
-from nbaccel.notebook.picker_choices import OPTIMIZER_PLACE, PARAM_PLACE, Option, Setting
-from nbaccel.notebook.picker_edits import value_of
+from nbaccel.notebook.picker.choices import OPTIMIZER_PLACE, PARAM_PLACE, Option, Setting
+from nbaccel.notebook.picker.edits import value_of
 from nbaccel.plan import Inventory, resolve
 
 __all__ = ["View", "is_shown", "option_refusal", "setting_refusal"]

@@ -13,7 +13,7 @@ from nbaccel.capabilities import strategy_row
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed.config import ZeroConfig
 from nbaccel.errors import ConfigError
-from nbaccel.notebook.picker_choices import by_name
+from nbaccel.notebook.picker.choices import by_name
 from nbaccel.plan import Inventory
 
 __all__ = ["mistakes_by_setting", "read_source"]

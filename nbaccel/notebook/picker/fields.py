@@ -18,11 +18,11 @@ from ipywidgets.widgets.widget_bool import ToggleButtonStyle
 from ipywidgets.widgets.widget_description import DescriptionStyle
 from ipywidgets.widgets.widget_string import HTMLStyle, TextStyle
 
-from nbaccel.notebook.picker_drawing import css_name, error_html, label_html, note_html
+from nbaccel.notebook.picker.drawing import css_name, error_html, label_html, note_html
 
 if TYPE_CHECKING:
-    from nbaccel.notebook.picker_choices import Option, Setting
-    from nbaccel.notebook.picker_model import PickerModel
+    from nbaccel.notebook.picker.choices import Option, Setting
+    from nbaccel.notebook.picker.model import PickerModel
 
 __all__ = [
     "Choose",

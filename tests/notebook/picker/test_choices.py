@@ -7,7 +7,7 @@ import pytest
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.deepspeed.config import ZeroConfig
 from nbaccel.deepspeed.section import section_of
-from nbaccel.notebook.picker_choices import (
+from nbaccel.notebook.picker.choices import (
     PANELS,
     README_BEGIN,
     README_END,
@@ -17,7 +17,7 @@ from nbaccel.notebook.picker_choices import (
 )
 from tests.deepspeed import needs
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[3] / "README.md"
 
 
 def keys(model=ZeroConfig, path=""):

@@ -9,9 +9,9 @@ from nbaccel.config import RunConfig
 from nbaccel.config.engine import engine_config
 from nbaccel.deepspeed.estimate import estimate_memory
 from nbaccel.errors import ConfigError
-from nbaccel.notebook.picker_choices import OPTIMIZER_PLACE, PARAM_PLACE
-from nbaccel.notebook.picker_model import PickerModel
-from nbaccel.notebook.picker_texts import static_html, static_text
+from nbaccel.notebook.picker.choices import OPTIMIZER_PLACE, PARAM_PLACE
+from nbaccel.notebook.picker.model import PickerModel
+from nbaccel.notebook.picker.texts import static_html, static_text
 from tests.notebook.machines import GIB, WITHOUT_GPU, with_gpus
 
 BUCKET = "zero_optimization.reduce_bucket_size"
@@ -375,9 +375,9 @@ def test_suggest_takes_the_fastest_that_fits_as_one_change():
 
 
 def test_suggest_by_estimates_where_deepspeed_is_not_there(monkeypatch):
-    from nbaccel.notebook import picker_suggesting
+    from nbaccel.notebook.picker import suggesting
 
-    monkeypatch.setattr(picker_suggesting, "is_installed", lambda name: False)
+    monkeypatch.setattr(suggesting, "is_installed", lambda name: False)
     picker = PickerModel(RunConfig(num_processes=2), model=big(), inventory=with_gpus(2))
     headline = picker.suggest()
     assert "by estimate" in headline
@@ -424,7 +424,7 @@ def test_faces_say_the_same():
 
 def test_the_line_carries_every_setting():
     from nbaccel.notebook.line import read
-    from nbaccel.notebook.picker_texts import faces_of
+    from nbaccel.notebook.picker.texts import faces_of
 
     config = RunConfig(
         mixed_precision="fp8",

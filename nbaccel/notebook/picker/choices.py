@@ -22,7 +22,7 @@ from nbaccel.deepspeed import kinds
 from nbaccel.deepspeed.auto import AUTO_KEYS
 from nbaccel.deepspeed.config import ZERO, ZERO_KEYS, ZeroConfig
 from nbaccel.deepspeed.section import kind_of, section_of
-from nbaccel.notebook.picker_words import (
+from nbaccel.notebook.picker.words import (
     COMMON,
     DEFAULTS,
     LABELS,

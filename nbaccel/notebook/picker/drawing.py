@@ -13,9 +13,9 @@ from nbaccel.plan.plan import Choice
 from nbaccel.units import format_bytes
 
 if TYPE_CHECKING:
-    from nbaccel.notebook.picker_memory import Bar, Segment
-    from nbaccel.notebook.picker_model import Verdict
-    from nbaccel.notebook.picker_texts import Face
+    from nbaccel.notebook.picker.memory import Bar, Segment
+    from nbaccel.notebook.picker.model import Verdict
+    from nbaccel.notebook.picker.texts import Face
 
 __all__ = [
     "bars_html",
@@ -71,7 +71,7 @@ def front_html(hides: str) -> str:
 
 @cache
 def _front() -> tuple[str, str]:
-    folder = files("nbaccel.notebook") / "front"
+    folder = files("nbaccel.notebook.picker")
     style, script = (
         (folder / name).read_text(encoding="utf-8") for name in ("picker.css", "picker.js")
     )

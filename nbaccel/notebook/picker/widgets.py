@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets as w
 
 from nbaccel.errors import ConfigError
-from nbaccel.notebook.picker_actions import Actions, Files
-from nbaccel.notebook.picker_drawing import error_html, front_html, heading_html, remarks_html
-from nbaccel.notebook.picker_fields import Field, Shared, field_for
-from nbaccel.notebook.picker_outlook import Faces, Memory
-from nbaccel.notebook.picker_sections import Section
+from nbaccel.notebook.picker.actions import Actions, Files
+from nbaccel.notebook.picker.drawing import error_html, front_html, heading_html, remarks_html
+from nbaccel.notebook.picker.fields import Field, Shared, field_for
+from nbaccel.notebook.picker.outlook import Faces, Memory
+from nbaccel.notebook.picker.sections import Section
 
 if TYPE_CHECKING:
-    from nbaccel.notebook.picker_choices import Setting
-    from nbaccel.notebook.picker_model import PickerModel
+    from nbaccel.notebook.picker.choices import Setting
+    from nbaccel.notebook.picker.model import PickerModel
 
 __all__ = ["PickerView"]
 

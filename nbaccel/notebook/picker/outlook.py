@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import ipywidgets as w
 
-from nbaccel.notebook.picker_drawing import (
+from nbaccel.notebook.picker.drawing import (
     bars_html,
     css_name,
     face_html,
@@ -15,10 +15,10 @@ from nbaccel.notebook.picker_drawing import (
     resolved_html,
     verdict_html,
 )
-from nbaccel.notebook.picker_fields import Shared
+from nbaccel.notebook.picker.fields import Shared
 
 if TYPE_CHECKING:
-    from nbaccel.notebook.picker_model import PickerModel
+    from nbaccel.notebook.picker.model import PickerModel
 
 __all__ = ["Faces", "Memory"]
 

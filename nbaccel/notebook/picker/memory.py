@@ -13,7 +13,7 @@ from nbaccel.config.engine import engine_config
 from nbaccel.deepspeed.decided import nearest_folder
 from nbaccel.deepspeed.estimate import Bytes, MemoryEstimate, estimate_memory
 from nbaccel.deepspeed.shape import Shape, measure
-from nbaccel.notebook.picker_opens import filled_in
+from nbaccel.notebook.picker.opens import filled_in
 from nbaccel.plan import Inventory, Plan
 from nbaccel.units import format_bytes
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import ipywidgets as w
 
-from nbaccel.notebook.picker_drawing import css_name
-from nbaccel.notebook.picker_fields import Shared, toggle_class
+from nbaccel.notebook.picker.drawing import css_name
+from nbaccel.notebook.picker.fields import Shared, toggle_class
 
 if TYPE_CHECKING:
-    from nbaccel.notebook.picker_choices import Setting
-    from nbaccel.notebook.picker_model import PickerModel
+    from nbaccel.notebook.picker.choices import Setting
+    from nbaccel.notebook.picker.model import PickerModel
 
 __all__ = ["Section"]
 
