@@ -14,6 +14,7 @@ from typing import Any
 from nbaccel.errors import LaunchInterrupted, StartupFailed
 from nbaccel.launch import publish, store, system, verdict, wire, worker
 from nbaccel.launch.console import Console
+from nbaccel.launch.dashboard.following import Following
 from nbaccel.launch.fork import ForkStarter
 from nbaccel.launch.hiring import Surroundings, dismiss, hire, posts, topologies
 from nbaccel.launch.member import Member
@@ -107,14 +108,14 @@ class Crew:
         tasks: Tasks,
         *,
         timeout_s: float | None = None,
-        on_tick: Callable[[Turn], float] | None = None,
+        following: Following | None = None,
     ) -> Account:
         """Give some workers a task each, and watch until all of them are through.
 
         Args:
             tasks: The tasks by rank.
             timeout_s: Seconds after which the turn is ended; None for no limit.
-            on_tick: See `Turn`.
+            following: Shows how the ranks get on; None for nobody.
 
         Returns:
             What became of it.
@@ -128,7 +129,9 @@ class Crew:
                     task = messages.Task(number=number, body=body)
                     self.members[rank].channel.send(task, fds)
 
-        return self._watch(list(tasks), begin, number=number, timeout_s=timeout_s, on_tick=on_tick)
+        return self._watch(
+            list(tasks), begin, number=number, timeout_s=timeout_s, following=following
+        )
 
     def everyone(self, body: Any, fds: Sequence[int] = ()) -> Account:
         """Give all workers the same task."""

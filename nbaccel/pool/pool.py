@@ -235,7 +235,9 @@ class Pool:
             crew = self._ready()
             with calling.prepared(self.plan, function, args) as call, uninterrupted():
                 account = crew.turn(
-                    {rank: call.task() for rank in asked}, timeout_s=self.config.timeout
+                    {rank: call.task() for rank in asked},
+                    timeout_s=self.config.timeout,
+                    following=ending.CellFollowing(asked, device=self.plan.device),
                 )
                 self._note_lost(account)
                 try:
@@ -310,12 +312,11 @@ class Pool:
             directory=self._footsteps.directory(),
             environment=self._footsteps.environment(),
         )
-        show = ending.StatusShow(ranks)
-        account = crew.turn(
-            dict.fromkeys(ranks, (body, ())), timeout_s=self.config.timeout, on_tick=show.tick
+        return crew.turn(
+            dict.fromkeys(ranks, (body, ())),
+            timeout_s=self.config.timeout,
+            following=ending.CellFollowing(ranks, device=self.plan.device),
         )
-        show.end(account)
-        return account
 
     def _after_cell(self, account: Account) -> None:
         """What holds for good and bad endings: who owns which name, weights, process groups."""
