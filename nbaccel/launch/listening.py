@@ -117,6 +117,8 @@ class Listener:
                 register(member.channel, selectors.EVENT_READ, member)
                 for fd in member.pipes:
                     register(fd, selectors.EVENT_READ, member)
+            if self._show is not None:
+                self._show.look(self)  # from now on it can be stopped
             try:
                 yield
             finally:

@@ -169,8 +169,8 @@ def reserved(device: str) -> int | None:
 
 def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in values.items():
-        # Reading a tensor of a GPU would wait for the GPU; one of the CPU is there.
-        if isinstance(value, numbers.Real) or (
-            type(value) is torch.Tensor and value.device.type == "cpu" and value.numel() == 1
-        ):
+        if isinstance(value, numbers.Real):
             yield str(name)[:_NAME_CHARS], float(value)
+        # Reading a tensor of a GPU would wait for the GPU; one of the CPU is there.
+        elif type(value) is torch.Tensor and value.device.type == "cpu" and value.numel() == 1:
+            yield str(name)[:_NAME_CHARS], float(value.detach())

@@ -19,8 +19,12 @@ from nbaccel.units import counted, format_bytes, format_seconds, spans
 __all__ = ["live_html", "live_text", "sparkline", "static_html", "summary"]
 
 MOST_ROWS = 8  # a cluster's worth of ranks that all do something else is no longer read
-CURVE_CHARS = 24
+CURVE_CHARS = 20
 LINE_CHARS = 72
+_SAME_S = 2.0
+_LOGARITHMIC = 8.0
+"""From this ratio of highest to lowest on, a curve shows factors: a loss falls fast at first, and
+the rest of the run would be a flat line."""
 BY_HAND = "Stop: interrupt the cell (■)"
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -65,7 +69,7 @@ def _training(board: Board) -> list[str]:
     parts = []
     if leading is not None and leading.steps is not None:
         rate = leading.pace.overall
-        speed = f" ({_number(rate)}/s)" if rate is not None else ""
+        speed = f" ({_speed_of(rate)}/s)" if rate is not None else ""
         parts.append(f"step {leading.steps:,}{speed}")
     told = [facts for facts in board.ranks.values() if facts.loss.last is not None]
     if told:
@@ -101,6 +105,8 @@ def live_text(board: Board) -> str:
     """
     groups: dict[str, list[RankFacts]] = {}
     for facts in board.ranks.values():
+        if not facts.state:
+            continue  # nobody has looked at it yet
         groups.setdefault(facts.doing or facts.state, []).append(facts)
     lines = [
         f"[{spans([facts.rank for facts in same])}] {doing} · {_held(same)}"
@@ -155,13 +161,13 @@ def static_html(board: Board) -> str:
 @dataclass(frozen=True)
 class _Column:
     name: str
-    of: Callable[[RankFacts, float], str]
+    of: Callable[[RankFacts, Board], str]
     style: str = _NUMBER
 
 
 def _table(board: Board, columns: Sequence[_Column]) -> str:
     shown, others = _shown(board)
-    cells = {c.name: [c.of(facts, board.now) for facts in shown] for c in columns}
+    cells = {c.name: [c.of(facts, board) for facts in shown] for c in columns}
     kept = [c for c in columns if any(cells[c.name])]
     names = "".join(
         f'<th scope="col" style="{_CELL};{_QUIET}">{html.escape(name)}</th>'
@@ -180,7 +186,8 @@ def _table(board: Board, columns: Sequence[_Column]) -> str:
             f"{html.escape(_rest(others))}</td></tr>"
         )
     return (
-        f'<table style="{_TABLE}"><thead><tr style="background:none">{names}</tr></thead>'
+        f'<table style="{_TABLE}"><thead style="border:none">'
+        f'<tr style="background:none">{names}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table>"
     )
 
@@ -214,36 +221,39 @@ def _rest(ranks: Sequence[RankFacts]) -> str:
 # ------------------------------------------------------------------------- columns
 
 
-def _state(facts: RankFacts, now: float) -> str:
+def _state(facts: RankFacts, board: Board) -> str:
     return facts.state
 
 
-def _for_how_long(facts: RankFacts, now: float) -> str:
-    return format_seconds(max(0.0, now - facts.since)) if facts.state else ""
+def _for_how_long(facts: RankFacts, board: Board) -> str:
+    """Where that is not the whole run, which the first line tells of."""
+    if facts.since < board.began + _SAME_S:
+        return ""
+    return format_seconds(max(0.0, board.now - facts.since))
 
 
-def _step(facts: RankFacts, now: float) -> str:
+def _step(facts: RankFacts, board: Board) -> str:
     return "" if facts.steps is None else f"{facts.steps:,}"
 
 
-def _speed(facts: RankFacts, now: float) -> str:
-    rate = facts.pace.recent(now)
-    return "" if rate is None else _number(rate)
+def _speed(facts: RankFacts, board: Board) -> str:
+    rate = facts.pace.recent(board.now)
+    return "" if rate is None else _speed_of(rate)
 
 
-def _mean_speed(facts: RankFacts, now: float) -> str:
+def _mean_speed(facts: RankFacts, board: Board) -> str:
     rate = facts.pace.overall
-    return "" if rate is None else _number(rate)
+    return "" if rate is None else _speed_of(rate)
 
 
-def _loss(facts: RankFacts, now: float) -> str:
+def _loss(facts: RankFacts, board: Board) -> str:
     last = facts.loss.last
     if last is None:
         return ""
     return f"{sparkline(facts.loss.values())} {_named(facts)}{_number(last)}"
 
 
-def _loss_from_to(facts: RankFacts, now: float) -> str:
+def _loss_from_to(facts: RankFacts, board: Board) -> str:
     first, last = facts.loss.first, facts.loss.last
     if first is None or last is None:
         return ""
@@ -254,32 +264,32 @@ def _named(facts: RankFacts) -> str:
     return "" if facts.loss_name == "loss" else f"{plain(facts.loss_name, 24)} "
 
 
-def _other_metrics(facts: RankFacts, now: float) -> str:
+def _other_metrics(facts: RankFacts, board: Board) -> str:
     others = [(name, v) for name, v in facts.metrics.items() if name != facts.loss_name]
     return plain(", ".join(f"{name} {_number(v)}" for name, v in others[:3]), LINE_CHARS)
 
 
-def _rss(facts: RankFacts, now: float) -> str:
+def _rss(facts: RankFacts, board: Board) -> str:
     return format_bytes(facts.rss_bytes) if facts.rss_bytes else ""
 
 
-def _peak_rss(facts: RankFacts, now: float) -> str:
+def _peak_rss(facts: RankFacts, board: Board) -> str:
     return format_bytes(facts.peak_rss_bytes) if facts.peak_rss_bytes else ""
 
 
-def _device(facts: RankFacts, now: float) -> str:
+def _device(facts: RankFacts, board: Board) -> str:
     return "" if facts.device_bytes is None else format_bytes(facts.device_bytes)
 
 
-def _peak_device(facts: RankFacts, now: float) -> str:
+def _peak_device(facts: RankFacts, board: Board) -> str:
     return "" if facts.peak_device_bytes is None else format_bytes(facts.peak_device_bytes)
 
 
-def _doing(facts: RankFacts, now: float) -> str:
+def _doing(facts: RankFacts, board: Board) -> str:
     return plain(facts.doing, LINE_CHARS)
 
 
-def _last_line(facts: RankFacts, now: float) -> str:
+def _last_line(facts: RankFacts, board: Board) -> str:
     return plain(facts.last_line, LINE_CHARS)
 
 
@@ -326,6 +336,9 @@ def sparkline(values: Sequence[float], chars: int = CURVE_CHARS) -> str:
         points = [mean(points[a:b]) or 0.0 for a, b in itertools.pairwise(edges)]
     finite = [value for value in points if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
+    if low > 0 and high / low >= _LOGARITHMIC:
+        points = [math.log(v) if math.isfinite(v) else v for v in points]
+        low, high = math.log(low), math.log(high)
     return "".join(_block(value, low, high) for value in points)
 
 
@@ -348,6 +361,10 @@ def plain(text: str, chars: int) -> str:
     """
     told = _CONTROL.sub("", text[: 8 * chars]).strip()
     return told if len(told) <= chars else f"{told[: chars - 1]}…"
+
+
+def _speed_of(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _number(value: float | None) -> str:

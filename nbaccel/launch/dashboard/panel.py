@@ -58,6 +58,8 @@ class Panel:
         self._button.add_class("nbaccel-stop")
         self._button.on_click(lambda _: on_click())
         self._box = widgets.VBox([self._facts, self._button])
+        self._box.layout.align_items = "flex-start"
+        self._button.layout.width = "auto"
         _keep_its_way(self._button)
 
     @property
@@ -81,7 +83,6 @@ class Panel:
         """
         self._facts.value = facts
         self._button.description = "Stopping… press again to end at once" if is_stopping else "Stop"
-        self._button.layout.width = "auto"
 
     def close(self) -> None:
         """Let go of it, here and in the front end."""

@@ -62,8 +62,9 @@ class Dashboard:
         self._say = say or _say
         self._in_place = publish.has_cells()
         self._is_wanted = is_wanted and env.flag("NBACCEL_DASHBOARD") is not False
-        self._looks = _every_second() if self._in_place else _less_and_less()
-        self._next = self.board.began + next(self._looks)
+        self._next = self.board.began + FIRST_S
+        self._lines = _less_and_less()
+        self._next_line = next(self._lines)
         self._id = uuid.uuid4().hex
         self._panel: Panel | None = None
         self._shows_panel = False
@@ -85,9 +86,10 @@ class Dashboard:
         return self._clock() >= self._next
 
     def _news_due(self) -> float:
-        if not (self._has_news and self._told and self._in_place):
+        """A panel is changed in little; a whole output that is replaced may flicker."""
+        if not (self._has_news and self._shows_panel):
             return float("inf")
-        return self._drawn_at + (NEWS_S if self._shows_panel else EVERY_S)
+        return self._drawn_at + NEWS_S
 
     # ---- what is known
 
@@ -105,8 +107,7 @@ class Dashboard:
         now = self._clock()
         if now < self._next:
             return
-        while self._next <= now:
-            self._next = self.board.began + next(self._looks)
+        self._next += EVERY_S * (1 + (now - self._next) // EVERY_S)  # what was missed is gone
         self.board.now = now
         self.board.see(rows)
         if not self._is_wanted:
@@ -114,8 +115,15 @@ class Dashboard:
         if self._in_place:
             self._draw()
         else:
-            self._say(_told(drawing.live_text(self.board)))
+            self._add_line()
         self._told = True
+
+    def _add_line(self) -> None:
+        if self.board.seconds < self._next_line:
+            return
+        while self._next_line <= self.board.seconds:
+            self._next_line = next(self._lines)
+        self._say(_told(drawing.live_text(self.board)))
 
     def refresh(self) -> None:
         """Show what has been heard since the last look, if it is time."""
@@ -205,10 +213,6 @@ class Dashboard:
             self._say(_told(drawing.summary(board)))
         if panel is not None:
             panel.close()
-
-
-def _every_second() -> Iterator[float]:
-    return (FIRST_S + i * EVERY_S for i in itertools.count())
 
 
 def _less_and_less() -> Iterator[float]:
