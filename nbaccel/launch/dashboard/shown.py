@@ -155,13 +155,19 @@ class Dashboard:
             return False
         if self._panel is None:
             if not self._told and may_be_heard():
-                self._panel = Panel(self._on_click)
+                self._panel = self._new_panel()
         elif self._panel.is_heard:
             self._shows_panel = True
         elif self.board.seconds > FIRST_S + _PANEL_S:
             self._panel.close()
             self._panel = self._stop = None
         return self._shows_panel
+
+    def _new_panel(self) -> Panel | None:
+        try:
+            return Panel(self._on_click)
+        except Exception:  # widgets of another age, or half of them: no training ends for a button
+            return None
 
     def _on_click(self) -> None:
         self._clicked = self._has_news = True

@@ -13,14 +13,14 @@ class Seen:
     """What the dashboards of a test were told; they work as ever."""
 
     def __init__(self) -> None:
-        self.followings: list[Following] = []
+        self.shows: list[Following] = []
         self.watched: list[Watched] = []
         self.heard: list[tuple[int, wire.Metrics]] = []
 
     @property
     def board(self) -> Board:
         """The newest one."""
-        return self.followings[-1]._dashboard.board
+        return self.shows[-1]._dashboard.board
 
     def messages_of(self, rank: int) -> list[wire.Metrics]:
         return [message for who, message in self.heard if who == rank]
@@ -33,7 +33,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
     def noting_begin(self: Following, *args: object, **more: object) -> None:
         begin(self, *args, **more)
-        found.followings.append(self)
+        found.shows.append(self)
 
     def noting_hear(self: Following, rank: int, message: wire.Metrics) -> None:
         found.heard.append((rank, message))

@@ -32,7 +32,7 @@ class Clicker:
             said += os.read(self.reads, 8)
         self.clicked = time.monotonic()
         for _ in range(self._clicks):
-            self._seen.followings[-1]._interrupt()
+            self._seen.shows[-1]._interrupt()
             time.sleep(0.3)
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ def test_a_click_that_comes_late_stops_nothing(seen: Seen) -> None:
     assert list(notebook_launcher(workers.rank, (), 2)) == [0, 1]
     (watched,) = seen.watched
     for _ in range(3):
-        seen.followings[-1]._interrupt()
+        seen.shows[-1]._interrupt()
         watched.interrupt()
     assert list(notebook_launcher(workers.rank, (), 2)) == [0, 1]
     time.sleep(0.01)  # where an interrupt that was left behind would be raised
