@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["publish", "sync", "sync_tree", "workshop"]
+__all__ = ["publish", "sync", "sync_tree", "workshop", "write_text"]
 
 _INDEX = ".index.json"
 
@@ -32,6 +32,24 @@ def workshop(parent: Path, name: str) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in one step: readers see the old one or the new one.
+
+    Args:
+        path: The file.
+        text: What is to be in it.
+
+    Raises:
+        OSError: It cannot be written; what was there is still there.
+    """
+    with workshop(path.parent, path.name) as folder:
+        made = folder / path.name
+        made.write_text(text, encoding="utf-8")
+        sync(made)
+        made.replace(path)
+    sync(path.parent)
 
 
 def publish(made: Path, folder: Path, family: str) -> None:

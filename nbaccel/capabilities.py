@@ -7,7 +7,6 @@ README and the contract tests are made from them. To add a backend is to add a r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,27 +14,23 @@ from nbaccel.errors import InternalError
 
 __all__ = [
     "DEVICES",
+    "FP8_BACKENDS",
     "PRECISIONS",
-    "README_BEGIN",
-    "README_END",
     "START_METHODS",
     "STRATEGIES",
     "DeviceRow",
+    "Fp8Row",
     "PrecisionRow",
     "StartMethodRow",
     "StrategyRow",
     "device_row",
     "group_backend",
     "precision_row",
-    "readme_matrix",
     "start_method_row",
     "strategy_row",
 ]
 
 _Row = TypeVar("_Row")
-
-README_BEGIN = "<!-- capabilities:begin -->"
-README_END = "<!-- capabilities:end -->"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +79,27 @@ class PrecisionRow:
     path: str = ""
     refused_below: tuple[int, int] = (0, 0)
     imitated_below: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Row:
+    """A library that computes in 8 bits.
+
+    Attributes:
+        name: As in ``Fp8Config.backend``.
+        meaning: What it does, for people.
+        needs: What must be there.
+        package: The module that must be installed for it.
+        devices: What it can compute on.
+        settings: Those of ``Fp8Config`` that it reads.
+    """
+
+    name: str
+    meaning: str
+    needs: str
+    package: str
+    devices: tuple[str, ...]
+    settings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,6 +208,40 @@ PRECISIONS: tuple[PrecisionRow, ...] = (
         needs="a GPU of compute capability 8.9 (Ada, Hopper) or newer; `Accelerator` takes it up "
         "in a later version",
         refused_below=(8, 9),
+    ),
+)
+
+FP8_BACKENDS: tuple[Fp8Row, ...] = (
+    Fp8Row(
+        name="te",
+        meaning="TransformerEngine: fused layers with delayed scaling",
+        needs="the package transformer-engine, and a GPU of compute capability 8.9 or newer",
+        package="transformer_engine",
+        devices=("cuda",),
+        settings=(
+            "fp8_format",
+            "margin",
+            "interval",
+            "amax_history_len",
+            "amax_compute_algo",
+            "override_linear_precision",
+            "use_autocast_during_eval",
+        ),
+    ),
+    Fp8Row(
+        name="msamp",
+        meaning="MS-AMP: weight gradients and optimizer states in 8 bits, too",
+        needs="the package msamp, built from its sources, and a GPU of capability 8.9 or newer",
+        package="msamp",
+        devices=("cuda",),
+        settings=("opt_level",),
+    ),
+    Fp8Row(
+        name="ao",
+        meaning="torchao: scales found anew in each step",
+        needs="the package torchao, and a GPU of compute capability 8.9 or newer",
+        package="torchao",
+        devices=("cuda",),
     ),
 )
 
@@ -337,59 +387,6 @@ def group_backend(row: DeviceRow, *, num_local: int, num_devices: int) -> str:
     """
     # NCCL refuses two ranks on one GPU ("Duplicate GPU detected").
     return row.group_backend if num_local <= num_devices else row.shared_group_backend
-
-
-def readme_matrix() -> str:
-    """The tables of the README, in Markdown.
-
-    Returns:
-        What stands between the two markers, without them.
-    """
-    precisions = [row.name for row in PRECISIONS]
-    methods = [row.name for row in START_METHODS]
-    matrix = [
-        [
-            f"`{row.name}`: {row.meaning}",
-            *(_mark(row, name) for name in precisions),
-            *("yes" if name in row.start_methods else "" for name in methods),
-        ]
-        for row in DEVICES
-    ]
-    devices = [row.name for row in DEVICES]
-    strategies = [
-        [
-            f"`{row.name}`: {row.meaning}",
-            *("yes" if name in row.devices else "" for name in devices),
-            *("yes" if name in row.precisions else "" for name in precisions),
-        ]
-        for row in STRATEGIES
-    ]
-    rows = [("precision", row.name, row.meaning, row.needs) for row in PRECISIONS]
-    rows += [("strategy", row.name, row.meaning, row.needs) for row in STRATEGIES]
-    rows += [("start", row.name, row.meaning, row.needs) for row in START_METHODS]
-    needs = [[kind, f"`{name}`", meaning, text] for kind, name, meaning, text in rows]
-    return "\n\n".join(
-        [
-            _table(["Device", *_quoted(precisions), *_quoted(methods)], matrix),
-            _table(["Strategy", *_quoted(devices), *_quoted(precisions)], strategies),
-            _table(["Kind", "Name", "Meaning", "Needs"], needs),
-        ]
-    )
-
-
-def _quoted(names: Sequence[str]) -> list[str]:
-    return [f"`{name}`" for name in names]
-
-
-def _mark(row: DeviceRow, precision: str) -> str:
-    if precision not in row.precisions:
-        return ""
-    return "slow" if precision in dict(row.slow) else "yes"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _found(name: str, row: _Row | None) -> _Row:

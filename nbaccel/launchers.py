@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from nbaccel import _catalog
-from nbaccel.config import RunConfig
+from nbaccel.config import RunConfig, run_config_of
 from nbaccel.errors import ConfigError
 from nbaccel.launch import warmup
 from nbaccel.plan import Plan, resolve
@@ -91,7 +91,7 @@ def notebook_launcher(
         monitor_interval: Taken for compatibility: workers are watched without polling.
         log_line_prefix_template: Prefix of output lines (`${rank}`, `${local_rank}`,
             `${role_name}`). None: `[rank]`, with lines that all ranks print shown once.
-        config: All of the above as one object; then give none of them.
+        config: All of the above as one object, a `RunConfig` or a picker; then give none of them.
         start_method: `"auto"`, `"template"`, `"fork"` or `"inline"`.
         timeout: Seconds after which the launch is ended with `LaunchTimeout`.
         share_back: Whether trained weights come back into the notebook's modules.
@@ -164,14 +164,14 @@ def _config(config: RunConfig | None, asked: dict[str, Any]) -> RunConfig:
             f"config and {', '.join(both)} were both given, and one would silently beat the other. "
             f"Use config.changed({', '.join(f'{name}=…' for name in both)}) or leave config out."
         )
-    return config
+    return run_config_of(config)
 
 
 def _launch(function: Callable[..., Any], args: tuple[Any, ...], config: RunConfig) -> Results:
     __tracebackhide__ = True
     _check_call(function, args)
     plan = resolve(config)
-    if config.zero_stage:
+    if config.uses_deepspeed:
         _catalog.check_strategy("deepspeed", plan.device)
     for text in plan.warnings:
         sys.stderr.write(f"nbaccel: {text}\n")
@@ -195,7 +195,7 @@ def _launch_in(
     """Call the function in live workers, whose settings must be those that were asked for."""
     __tracebackhide__ = True
     _check_call(function, args)
-    given = asked if config is None else config.model_dump()
+    given = asked if config is None else run_config_of(config).model_dump()
     defaults = RunConfig().model_dump()
     have = pool.config.model_dump() | {"num_processes": pool.num_processes}
     other = [k for k, v in given.items() if v != defaults[k] and v != have[k]]

@@ -97,7 +97,6 @@ class Topology:
         self,
         *,
         mixed_precision: str = "no",
-        zero_stage: int | None = None,
         device: str = "cpu",
         environ: Mapping[str, str] | None = None,
     ) -> dict[str, str]:
@@ -108,7 +107,6 @@ class Topology:
 
         Args:
             mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``.
-            zero_stage: ZeRO stage at which DeepSpeed shards; 0 or None leaves DeepSpeed out.
             device: ``cpu``, ``cuda`` or ``tpu``.
             environ: The user's environment, whose network interfaces are respected; this
                 process's own where not given.
@@ -131,9 +129,6 @@ class Topology:
             # The launcher serves the store itself, so rank 0 must not try to bind the port.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        if zero_stage:
-            found["ACCELERATE_USE_DEEPSPEED"] = "true"
-            found["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(zero_stage)
         if device == "cpu":
             found["ACCELERATE_USE_CPU"] = "true"
         return found | self._interfaces(env.snapshot() if environ is None else environ)

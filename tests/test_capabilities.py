@@ -10,6 +10,8 @@ from nbaccel.abc.device import Device
 from nbaccel.abc.precision import Precision
 from nbaccel.abc.strategy import Strategy
 from nbaccel.config import run
+from nbaccel.config.fp8 import Fp8Config
+from nbaccel.plan import matrix
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -20,6 +22,11 @@ def test_there_is_a_row_for_every_word_of_the_configuration():
     assert {row.name for row in capabilities.PRECISIONS} == set(get_args(run.PrecisionName))
     methods = {row.name for row in capabilities.START_METHODS}
     assert methods == set(get_args(run.StartMethodName)) - {"auto"}
+    backends = get_args(Fp8Config.model_fields["backend"].annotation)
+    assert {row.name for row in capabilities.FP8_BACKENDS} == set(backends) - {"auto"}
+    for row in capabilities.FP8_BACKENDS:
+        assert set(row.settings) <= set(Fp8Config.model_fields) - {"backend"}
+        assert set(row.devices) <= {other.name for other in capabilities.DEVICES}
 
 
 @pytest.mark.parametrize("row", capabilities.DEVICES, ids=lambda row: row.name)
@@ -71,9 +78,10 @@ def test_nccl_is_for_workers_with_a_gpu_each():
 
 
 def test_the_matrix_names_every_row():
-    text = capabilities.readme_matrix()
+    text = matrix.readme_matrix()
     tables = (
         capabilities.DEVICES,
+        capabilities.FP8_BACKENDS,
         capabilities.PRECISIONS,
         capabilities.STRATEGIES,
         capabilities.START_METHODS,
@@ -88,8 +96,8 @@ def test_the_matrix_names_every_row():
 
 def test_the_readme_shows_the_matrix():
     text = README.read_text(encoding="utf-8")
-    if capabilities.README_BEGIN not in text:
+    if matrix.README_BEGIN not in text:
         pytest.skip("the README has no capability block")
-    _, _, rest = text.partition(capabilities.README_BEGIN)
-    block, _, _ = rest.partition(capabilities.README_END)
-    assert block.strip() == capabilities.readme_matrix()
+    _, _, rest = text.partition(matrix.README_BEGIN)
+    block, _, _ = rest.partition(matrix.README_END)
+    assert block.strip() == matrix.readme_matrix()

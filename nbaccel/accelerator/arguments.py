@@ -12,7 +12,8 @@ from typing import Any
 
 from nbaccel import _catalog, env
 from nbaccel.capabilities import strategy_row
-from nbaccel.config import RunConfig
+from nbaccel.config import RunConfig, run_config_of
+from nbaccel.config.engine import engine_config
 from nbaccel.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -25,6 +26,7 @@ from nbaccel.config.handlers import (
     ProfileKwargs,
     ProjectConfiguration,
 )
+from nbaccel.config.variables import ACTIVATION_CHECKPOINTING
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.plan.training import Asked
 from nbaccel.train import arrival
@@ -84,6 +86,7 @@ class Request:
     project: ProjectConfiguration
     fsdp: FullyShardedDataParallelPlugin | None
     deepspeed: Any = None
+    activation_checkpointing: bool = False
 
     @property
     def writes_shards(self) -> bool:
@@ -115,10 +118,11 @@ class Request:
         """
         if fsdp_plugin is None and env.flag("ACCELERATE_USE_FSDP"):
             fsdp_plugin = FullyShardedDataParallelPlugin()
+        config = None if config is None else run_config_of(config)
         deepspeed = _deepspeed(deepspeed_plugin, deepspeed_plugins, fsdp_plugin, config)
         data = _data(dataloader_config, split_batches)
         steps, source, plugin = _accumulation(
-            gradient_accumulation_steps, gradient_accumulation_plugin
+            gradient_accumulation_steps, gradient_accumulation_plugin, config
         )
         precision, said_by = _precision(mixed_precision, config)
         if deepspeed is not None:
@@ -149,6 +153,7 @@ class Request:
             project=project,
             fsdp=fsdp_plugin,
             deepspeed=deepspeed,
+            activation_checkpointing=_activation_checkpointing(config),
         )
 
 
@@ -169,7 +174,7 @@ def _data(
 
 
 def _accumulation(
-    steps: int | None, plugin: GradientAccumulationPlugin | None
+    steps: int | None, plugin: GradientAccumulationPlugin | None, config: RunConfig | None
 ) -> tuple[int, Any, GradientAccumulationPlugin]:
     if steps is not None and steps < 1:
         raise ConfigError(
@@ -187,6 +192,9 @@ def _accumulation(
     plugin = plugin or GradientAccumulationPlugin()
     if steps is not None:
         return steps, "argument", replace(plugin, num_steps=steps)
+    if config is not None and config.gradient_accumulation_steps is not None:
+        steps = config.gradient_accumulation_steps
+        return steps, "config", replace(plugin, num_steps=steps)
     text = env.read("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "") or ""
     if not text.strip():
         return 1, "default", replace(plugin, num_steps=1)
@@ -196,6 +204,11 @@ def _accumulation(
             "number of at least 1: so many batches make one optimizer step. Correct or unset it."
         )
     return int(text), "environment", replace(plugin, num_steps=int(text))
+
+
+def _activation_checkpointing(config: RunConfig | None) -> bool:
+    said = bool(env.flag(ACTIVATION_CHECKPOINTING))
+    return said if config is None else config.activation_checkpointing
 
 
 def _precision(given: str | None, config: RunConfig | None) -> tuple[str, Any]:
@@ -212,8 +225,8 @@ def _deepspeed(
 ) -> Any:
     """The plugins by which DeepSpeed trains; None where something else does."""
     given = plugin if plugin is not None else plugins
-    stage = config.zero_stage if config is not None else None
-    asked = stage or (not fsdp and env.flag("ACCELERATE_USE_DEEPSPEED"))
+    asks = config is not None and config.uses_deepspeed
+    asked = asks or (not fsdp and env.flag("ACCELERATE_USE_DEEPSPEED"))
     if given is None and not asked:
         return None
     if given is not None and fsdp is not None:
@@ -223,7 +236,9 @@ def _deepspeed(
         )
     module = _catalog.load(strategy_row("deepspeed").settings)
     if given is None:
-        given = module.DeepSpeedPlugin(zero_stage=stage or None)
+        file = None if config is None or config.deepspeed is None else engine_config(config)
+        stage = config.zero_stage if config is not None and asks else None
+        given = module.DeepSpeedPlugin(file, zero_stage=stage)
     return module.Plugins(given)
 
 

@@ -15,6 +15,7 @@ from nbaccel.abc.bundle import Bundle
 from nbaccel.abc.standins import DummyOptim, DummyScheduler
 from nbaccel.accelerator.facts import Facts
 from nbaccel.errors import ConfigError
+from nbaccel.strategies.gradient_checkpointing import enable_gradient_checkpointing
 from nbaccel.train.loader import PreparedLoader
 from nbaccel.train.loading import prepare_data_loader
 from nbaccel.train.optimizer import PreparedOptimizer
@@ -174,7 +175,12 @@ class Preparing(Facts):
 
     def _steps(self, moves: Sequence[bool]) -> tuple[Callable[[Bundle], Bundle], ...]:
         """What is done to a bundle, in order."""
-        wrap = (self._wrap, self._compile, self._wrap_optimizers)
+        wrap = (
+            self._checkpoint_activations,
+            self._wrap,
+            self._compile,
+            self._wrap_optimizers,
+        )
         if self._strategy.owns_precision:
             return wrap
         return (
@@ -183,6 +189,12 @@ class Preparing(Facts):
             self._wrap_forward,
             *wrap,
         )
+
+    def _checkpoint_activations(self, bundle: Bundle) -> Bundle:
+        if self._request.activation_checkpointing:
+            for model in bundle.models:
+                enable_gradient_checkpointing(model)
+        return bundle
 
     def _wrap(self, bundle: Bundle) -> Bundle:
         before = len(self._strategy.choices)

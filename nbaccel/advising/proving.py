@@ -14,11 +14,11 @@ from typing import Any
 from nbaccel.advising.trial import Progress, Search, Trial, run_trial
 from nbaccel.deepspeed.advisor.advice import Measured, Rung
 from nbaccel.deepspeed.advisor.walking import Walk
-from nbaccel.deepspeed.checkpointing import checkpoints_gradients
 from nbaccel.deepspeed.decided import nearest_folder
 from nbaccel.errors import WorkerFailed
 from nbaccel.launchers import notebook_launcher
 from nbaccel.plan import Plan
+from nbaccel.strategies.gradient_checkpointing import checkpoints_gradients
 from nbaccel.units import format_bytes
 
 __all__ = ["Prover", "is_out_of_memory"]

@@ -19,8 +19,8 @@ from torch import nn
 from nbaccel import env
 from nbaccel.deepspeed import toolchain
 from nbaccel.deepspeed.batches import call, loss_of, mapped, resized
-from nbaccel.deepspeed.checkpointing import enable_gradient_checkpointing
 from nbaccel.deepspeed.live import LiveBytes, storage_key
+from nbaccel.strategies.gradient_checkpointing import enable_gradient_checkpointing
 from nbaccel.units import format_bytes
 
 __all__ = ["Progress", "Search", "Trial", "run_trial"]

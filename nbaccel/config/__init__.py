@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from nbaccel.config.run import RunConfig
+from nbaccel.config.fp8 import Fp8Config
+from nbaccel.config.run import RunConfig, run_config_of
 
-__all__ = ["RunConfig"]
+__all__ = ["Fp8Config", "RunConfig", "run_config_of"]

@@ -7,12 +7,15 @@ why it matters and what to do. Here they meet. Nothing in this file knows which 
 from __future__ import annotations
 
 import difflib
+import itertools
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+
+from nbaccel.errors import ConfigError
 
 __all__ = ["Hint", "closest", "explain", "hint_of", "shown"]
 
@@ -48,13 +51,20 @@ def explain(model: type[BaseModel], error: ValidationError) -> tuple[str, ...]:
     Returns:
         Messages in the order in which the mistakes were found.
     """
-    found: dict[str, str] = {}
+    found: dict[str, tuple[str, ...]] = {}
     for detail in error.errors(include_url=False):
         name = str(detail["loc"][0]) if detail["loc"] else model.__name__
         # A union reports each of its branches; the user made one mistake.
-        if name not in found:
-            found[name] = _message(model, name, detail)
-    return tuple(found.values())
+        if name in found:
+            continue
+        inner = detail.get("ctx", {}).get("error")
+        if isinstance(inner, ConfigError):  # the setting is a group with settings of its own
+            found[name] = tuple(
+                f"{name}{': ' if text[0].isupper() else '.'}{text}" for text in inner.mistakes
+            )
+        else:
+            found[name] = (_message(model, name, detail),)
+    return tuple(itertools.chain.from_iterable(found.values()))
 
 
 def hint_of(model: type[BaseModel], name: str) -> Hint:

@@ -7,15 +7,16 @@ serve are refused there.
 
 from __future__ import annotations
 
-import json
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
-from nbaccel._optional import require
+from nbaccel.config import engine
 from nbaccel.config.contradictions import contradictions
-from nbaccel.config.mistakes import Hint, explain
+from nbaccel.config.exchange import Exchangeable
+from nbaccel.config.fp8 import Fp8Config
+from nbaccel.config.mistakes import Hint, explain, shown
 from nbaccel.config.plain import number, plain, port, truth, whole, word
 from nbaccel.errors import ConfigError
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["RunConfig"]
+__all__ = ["RunConfig", "run_config_of"]
 
 DeviceName = Literal["auto", "cpu", "cuda", "tpu"]
 PrecisionName = Literal["no", "fp16", "bf16", "fp8"]
@@ -35,7 +36,7 @@ _Number = BeforeValidator(number)
 _Word = BeforeValidator(word)
 
 
-class RunConfig(BaseModel):
+class RunConfig(Exchangeable):
     """How a training function is to be run.
 
     All settings are keyword-only and have a default; wrong ones raise
@@ -251,29 +252,93 @@ class RunConfig(BaseModel):
             do="Leave it out and every worker holds the whole model",
         ),
     ] = None
+    deepspeed: Annotated[
+        dict[str, JsonValue] | None,
+        Field(description="DeepSpeed's configuration: a mapping, JSON text or a file."),
+        BeforeValidator(engine.read),
+        Hint(
+            must="a DeepSpeed configuration, as a dictionary, JSON text or the path of a JSON file",
+            why="The engine of each worker is made by it",
+            do='Give for example {"gradient_clipping": 1.0}, or leave it out',
+        ),
+    ] = None
+    gradient_accumulation_steps: Annotated[
+        int | None,
+        Field(ge=1, description="Batches that make one optimizer step; None leaves it open."),
+        _Number,
+        Hint(
+            must="a whole number of at least 1, or None",
+            why="So many batches make one optimizer step",
+            do="Give 1 to step after every batch",
+        ),
+    ] = None
+    activation_checkpointing: Annotated[
+        bool,
+        Field(
+            description="Compute activations again in the backward pass: less memory, about a "
+            "third more time. For models with gradient_checkpointing_enable()."
+        ),
+        BeforeValidator(truth),
+        Hint(
+            must="True or False",
+            why="It decides whether activations are kept or computed again",
+            do="Leave it at False where memory suffices",
+        ),
+    ] = False
+    fp8: Annotated[
+        Fp8Config | None,
+        Field(description="Backend and recipe of FP8; None takes the defaults."),
+        BeforeValidator(Fp8Config.read),
+        Hint(
+            must="an Fp8Config, a dictionary of its settings, or the name of a backend",
+            why="It decides which library computes in 8 bits, and how it scales",
+            do='Give for example {"backend": "te"}, or leave it out',
+        ),
+    ] = None
 
     if not TYPE_CHECKING:  # a checker must see the keywords, not **settings
 
         def __init__(self, **settings: Any) -> None:
             settings = {name: plain(value) for name, value in settings.items()}
-            mistakes: tuple[str, ...] = ()
+            mistakes: list[str] = []
             cause: ValidationError | None = None
             bad: set[str] = set()
             try:
                 super().__init__(**settings)
             except ValidationError as error:
-                cause, mistakes = error, explain(type(self), error)
+                cause, mistakes = error, [*explain(type(self), error)]
                 bad = {str(detail["loc"][0]) for detail in error.errors()}
                 # What is right alone is still compared with each other, so that the user
                 # hears everything in one go. The object itself is never handed out.
-                rest = {name: value for name, value in settings.items() if name not in bad}
-                super().__init__(**rest)
+                settings = {name: value for name, value in settings.items() if name not in bad}
+                super().__init__(**settings)
+            mistakes += self._settle(settings, bad)
             mistakes += contradictions(self, ignoring=bad)
             if mistakes:
                 raise ConfigError(*mistakes) from cause
 
+    def _settle(self, settings: dict[str, Any], bad: set[str]) -> list[str]:
+        """Take out of a DeepSpeed configuration what has a setting of its own."""
+        if self.deepspeed is None:
+            return []
+        changes, mistakes = engine.settled(self)
+        changes = {name: value for name, value in changes.items() if name not in bad}
+        try:
+            super().__init__(**{**settings, **changes})
+        except ValidationError as error:  # the file has what no run can
+            mistakes += [f"DeepSpeed configuration: {text}" for text in explain(type(self), error)]
+        return mistakes
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        """Whether DeepSpeed is to train: at a stage above 0, or with a configuration of its own."""
+        return self.deepspeed is not None or bool(self.zero_stage)
+
     def changed(self, **settings: Any) -> Self:
         """A copy with other values, validated like a new one.
+
+        A DeepSpeed configuration among them decides what it speaks of (stage, precision,
+        accumulation), unless that is given beside it.
 
         Args:
             **settings: The settings to change.
@@ -284,89 +349,11 @@ class RunConfig(BaseModel):
         Raises:
             ConfigError: The new settings are wrong or contradict the others.
         """
-        return type(self)(**{**dict(self), **settings})
-
-    def to_json(self) -> str:
-        """All settings as one JSON object, defaults included: a worker needs no other source.
-
-        Returns:
-            Text that :meth:`from_json` reads.
-        """
-        return self.model_dump_json()
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote, or any JSON object of settings.
-
-        Args:
-            text: A JSON object.
-
-        Returns:
-            The configuration.
-
-        Raises:
-            ConfigError: The text is no JSON object, or its settings are wrong.
-        """
-        try:
-            settings = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"A RunConfig cannot be read from JSON: {error}. "
-                "A setting half read would train something else. Correct the text there."
-            ) from error
-        return cls._from_mapping(settings, "JSON")
-
-    def to_yaml(self) -> str:
-        """The settings that differ from the defaults as YAML, for a file that people read.
-
-        Returns:
-            Text that :meth:`from_yaml` reads.
-        """
-        yaml = require("yaml", extra="", why="Writing a configuration file")
-        settings = json.loads(self.model_dump_json(exclude_defaults=True))
-        return str(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
-
-    @classmethod
-    def from_yaml(cls, text: str) -> Self:
-        """Read what :meth:`to_yaml` wrote, or any YAML mapping of settings.
-
-        Args:
-            text: A YAML mapping; an empty text gives the defaults.
-
-        Returns:
-            The configuration.
-
-        Raises:
-            ConfigError: The text is no YAML mapping, or its settings are wrong.
-        """
-        yaml = require("yaml", extra="", why="Reading a configuration file")
-        try:
-            settings = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(
-                f"A RunConfig cannot be read from YAML: {error}. "
-                "A setting half read would train something else. Correct the text there."
-            ) from error
-        return cls._from_mapping({} if settings is None else settings, "YAML")
-
-    @classmethod
-    def json_schema(cls) -> dict[str, Any]:
-        """The JSON schema, for editors and forms: type, range, meaning and unit of each setting.
-
-        Returns:
-            A JSON schema as a dictionary.
-        """
-        return cls.model_json_schema()
-
-    @classmethod
-    def _from_mapping(cls, settings: object, language: str) -> Self:
-        if not isinstance(settings, dict):
-            raise ConfigError(
-                f"A RunConfig cannot be read from {language} of {type(settings).__name__}: got "
-                f"{str(settings)[:60]!r}. Settings need names. "
-                "Write names and values: num_processes and 2, for example."
-            )
-        return cls(**{str(name): value for name, value in settings.items()})
+        kept = dict(self)
+        if settings.get("deepspeed") is not None:
+            file = engine.attempted(settings["deepspeed"])
+            kept = {name: value for name, value in kept.items() if name not in file}
+        return type(self)(**{**kept, **settings})
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, field in type(self).model_fields.items():
@@ -380,6 +367,29 @@ class RunConfig(BaseModel):
     def __hash__(self) -> int:
         # rdzv_conf is a dictionary, which the hash of a frozen model cannot digest.
         return hash(self.to_json())
+
+
+def run_config_of(value: Any) -> RunConfig:
+    """The settings that somebody gave as ``config=``.
+
+    Args:
+        value: A `RunConfig`, or what has one as its ``config``, as a picker does.
+
+    Returns:
+        The settings as they are now.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if isinstance(value, RunConfig):
+        return value
+    inner = getattr(value, "config", None)
+    if isinstance(inner, RunConfig):
+        return inner
+    raise ConfigError(
+        f"config must be a RunConfig, or a picker: got {shown(value)}. All settings are taken from "
+        "it. Make one: RunConfig(num_processes=2), for example."
+    )
 
 
 def _tidy_signature() -> Signature:

@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from nbaccel.deepspeed.batches import call, loss_of, mapped
-from nbaccel.deepspeed.checkpointing import enable_gradient_checkpointing
 from nbaccel.deepspeed.live import LiveBytes, storage_key
 from nbaccel.errors import ConfigError
 from nbaccel.plan.inventory import inspect_machine
+from nbaccel.strategies.gradient_checkpointing import enable_gradient_checkpointing
 from nbaccel.units import format_bytes
 
 __all__ = ["Activations", "measure_activations"]

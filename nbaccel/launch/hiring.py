@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nbaccel import env
+from nbaccel.config.variables import run_variables
 from nbaccel.errors import StartupFailed
 from nbaccel.launch import wire, worker
 from nbaccel.launch.ending import kill_all
@@ -97,10 +98,9 @@ def _post(
 ) -> tuple[wire.Post, list[int]]:
     own = place.variables(
         mixed_precision=plan.config.mixed_precision,
-        zero_stage=plan.config.zero_stage,
         device=plan.device,
         environ=surroundings.environment,
-    )
+    ) | run_variables(plan.config)
     # Accelerate, and OpenMP libraries loaded later, go by this variable unless the user set it.
     defaults = {"OMP_NUM_THREADS": str(plan.threads_per_process)}
     served = listener if place.rank == 0 else None

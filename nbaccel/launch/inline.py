@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from nbaccel import env
+from nbaccel.config.variables import run_variables
 from nbaccel.plan import Plan
 from nbaccel.topology import Topology
 
@@ -23,11 +24,8 @@ def run(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> list
     with _reserved_port(plan.config.master_addr, plan.port) as port, _tidy():
         topology = Topology(master_addr=plan.config.master_addr, master_port=port)
         variables: dict[str, str | None] = dict(
-            topology.variables(
-                mixed_precision=plan.config.mixed_precision,
-                zero_stage=plan.config.zero_stage,
-                device=plan.device,
-            )
+            topology.variables(mixed_precision=plan.config.mixed_precision, device=plan.device)
+            | run_variables(plan.config)
         )
         # Nobody serves a store here: rank 0 has to.
         variables |= {"TORCHELASTIC_USE_AGENT_STORE": None, "FORK_LAUNCHED": None}

@@ -12,6 +12,8 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from pydantic import BaseModel
+
 from nbaccel.config import RunConfig
 
 __all__ = ["OWN", "SUBCOMMANDS", "Option", "Subcommand", "find", "options_of", "settings"]
@@ -177,7 +179,7 @@ def _setting(name: str) -> Option:
     kinds = _kinds(field.annotation)
     kebab = name.replace("_", "-")
     is_truth = kinds == (bool,)
-    is_json = any(get_origin(kind) is dict for kind in kinds)
+    is_json = any(get_origin(kind) is dict or _is_group(kind) for kind in kinds)
     lists = [get_args(kind) for kind in kinds if get_origin(kind) is Literal]
     words = tuple(str(word) for words in lists for word in words)
     meaning = field.description or ""
@@ -193,6 +195,11 @@ def _setting(name: str) -> Option:
         none=type(None) in _all_kinds(field.annotation),
         is_json=is_json,
     )
+
+
+def _is_group(kind: Any) -> bool:
+    """Whether a setting holds settings of its own."""
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _all_kinds(annotation: Any) -> tuple[Any, ...]:

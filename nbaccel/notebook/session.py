@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +10,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
 from nbaccel.notebook.line import Line, check_ranks, missing_names, told_ranks
-from nbaccel.notebook.options import settings
+from nbaccel.notebook.picker_texts import flag
 from nbaccel.plan import Plan
 from nbaccel.pool.planning import plan_pool
 from nbaccel.pool.source import Source
@@ -178,7 +176,7 @@ class Session:
                 "at their start."
             )
         if mistakes:
-            flags = " ".join([*(_flag(line.wanted, n) for n in differing), *["--dist"] * line.dist])
+            flags = " ".join([*(flag(line.wanted, n) for n in differing), *["--dist"] * line.dist])
             mistakes[-1] += (
                 f" %accelerate restart {flags} starts others, without the variables of these; or "
                 "leave it out here."
@@ -220,13 +218,3 @@ def _effective(plan: Plan, name: str) -> Any:
     """What a setting comes to be in a plan."""
     decided = {choice.name: choice.value for choice in plan.choices}
     return decided.get(name, getattr(plan.config, name))
-
-
-def _flag(config: RunConfig, name: str) -> str:
-    """An option as the user would write it."""
-    value = getattr(config, name)
-    option = next(option for option in settings() if option.name == name)
-    if isinstance(value, bool):
-        return option.flag if value else option.negative
-    text = json.dumps(value) if option.is_json else "none" if value is None else str(value)
-    return f"{option.flags[0]} {shlex.quote(text)}"

@@ -86,7 +86,7 @@ class Plan:
         ]
         if self.config.mixed_precision != "no":
             parts.append(self.config.mixed_precision)
-        if self.config.zero_stage:
+        if self.config.uses_deepspeed:
             parts.append(f"ZeRO-{self.config.zero_stage}")
         parts.append(start_method_row(self.start_method).headline)
         if self.config.num_nodes > 1:

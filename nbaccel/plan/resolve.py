@@ -251,7 +251,7 @@ def _check_architecture(value: str, gpus: tuple[Gpu, ...], say: _Findings) -> No
 
 def _zero(config: RunConfig, precision: Choice, say: _Findings) -> tuple[Choice, ...]:
     """How DeepSpeed shards, where it was asked to."""
-    if not config.zero_stage:
+    if not config.uses_deepspeed:
         return ()
     row = strategy_row("deepspeed")
     if precision.value not in row.precisions:
@@ -260,9 +260,10 @@ def _zero(config: RunConfig, precision: Choice, say: _Findings) -> tuple[Choice,
             f"mixed_precision={precision.value!r}: DeepSpeed's engine casts models to "
             f"{', '.join(row.precisions[1:])} alone. Use 'bf16', or leave zero_stage out."
         )
-    what = {1: "the optimizer", 2: "optimizer and gradients", 3: "all, weights too,"}
-    reason = f"asked for: {what[config.zero_stage]} in shards, by DeepSpeed"
-    return (Choice("zero_stage", config.zero_stage, reason),)
+    what = {0: "nothing", 1: "the optimizer", 2: "optimizer and gradients", 3: "all, weights too,"}
+    stage = config.zero_stage or 0
+    reason = f"asked for: {what[stage]} in shards, by DeepSpeed"
+    return (Choice("zero_stage", stage, reason),)
 
 
 def _check_memory(found: Inventory, count: Choice, method: Choice, say: _Findings) -> None:

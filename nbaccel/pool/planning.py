@@ -51,7 +51,7 @@ def plan_pool(config: RunConfig) -> Plan:
     if mistakes:
         raise ConfigError(*mistakes)
     plan = resolve(config)
-    if config.zero_stage:
+    if config.uses_deepspeed:
         _catalog.check_strategy("deepspeed", plan.device)
     if start_method_row(plan.start_method).separate_processes:
         return plan

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.config import RunConfig
+from nbaccel.config import RunConfig, run_config_of
 from nbaccel.errors import ConfigError, LaunchInterrupted, UnsafeMoment
 from nbaccel.launch import verdict
 from nbaccel.launch.outcome import Outcome
@@ -97,7 +97,7 @@ class Pool:
                 f"config and {', '.join(settings)} were both given, and one would silently beat "
                 "the other. Use config.changed(...) or leave config out."
             )
-        self.config = config or RunConfig(**settings)
+        self.config = RunConfig(**settings) if config is None else run_config_of(config)
         self.plan = plan_pool(self.config)
         self.reason = ""
         """Why the pool is broken or stopped, if so."""
@@ -145,7 +145,7 @@ class Pool:
         Args:
             config: Other settings for the new ones.
         """
-        plan = plan_pool(config) if config is not None else self.plan
+        plan = self.plan if config is None else plan_pool(run_config_of(config))
         self.stop()
         with self._turn_of_mine():
             self.config, self.plan = plan.config, plan

@@ -12,7 +12,7 @@ import torch
 from nbaccel import env
 from nbaccel.advising.trial import _step
 from nbaccel.deepspeed import toolchain
-from nbaccel.deepspeed.checkpointing import enable_gradient_checkpointing
+from nbaccel.strategies.gradient_checkpointing import enable_gradient_checkpointing
 from tests.deepspeed.advisor.models import WIDTH, Blocks
 
 

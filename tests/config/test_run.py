@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from nbaccel.config import RunConfig
+from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.mistakes import hint_of
 from nbaccel.errors import ConfigError
 
@@ -35,6 +35,10 @@ EVERYTHING = {
     "share_back": False,
     "threads_per_process": 2,
     "zero_stage": 2,
+    "deepspeed": {"zero_optimization": {"overlap_comm": True}, "gradient_clipping": 1.0},
+    "gradient_accumulation_steps": 4,
+    "activation_checkpointing": True,
+    "fp8": {"backend": "te", "margin": 1, "override_linear_precision": (True, False, False)},
 }
 
 
@@ -58,7 +62,7 @@ def test_round_trips(settings):
     assert RunConfig.from_yaml(config.to_yaml()) == config
     assert pickle.loads(pickle.dumps(config)) == config
     assert copy.deepcopy(config) == config
-    assert eval(repr(config)) == config
+    assert eval(repr(config), {"RunConfig": RunConfig, "Fp8Config": Fp8Config}) == config
     assert hash(config.changed()) == hash(config)
 
 

@@ -11,9 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from nbaccel.deepspeed.activations import measure_activations
-from nbaccel.deepspeed.checkpointing import checkpoints_gradients
 from nbaccel.deepspeed.estimate import estimate_memory
 from nbaccel.errors import ConfigError
+from nbaccel.strategies.gradient_checkpointing import checkpoints_gradients
 
 WIDTH, ROWS = 64, 32
 

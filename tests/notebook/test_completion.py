@@ -26,7 +26,10 @@ def prepared(kernel: Kernel) -> Kernel:
     [
         ("%%accelerate --num-p‸\nx = 1", ["%%accelerate --num-processes"]),
         ("%%accelerate -n 2 --prec‸", ["%%accelerate -n 2 --precision"]),
-        ("%%accelerate --no-‸", ["%%accelerate --no-share-back"]),
+        (
+            "%%accelerate --no-‸",
+            ["%%accelerate --no-activation-checkpointing", "%%accelerate --no-share-back"],
+        ),
         (
             "%%accelerate --precision ‸\nx",
             [f"%%accelerate --precision {word}" for word in ("no", "fp16", "bf16", "fp8")],

@@ -12,10 +12,13 @@ from nbaccel.deepspeed.advisor.configs import Recipe
 from nbaccel.deepspeed.advisor.ladder import Step, halvings, ladder
 from nbaccel.deepspeed.batches import resized
 from nbaccel.deepspeed.checking import check_config
-from nbaccel.deepspeed.checkpointing import can_checkpoint_gradients, checkpoints_gradients
 from nbaccel.deepspeed.estimate import MemoryEstimate, estimate_memory
 from nbaccel.errors import ConfigError
 from nbaccel.plan.inventory import Inventory
+from nbaccel.strategies.gradient_checkpointing import (
+    can_checkpoint_gradients,
+    checkpoints_gradients,
+)
 from nbaccel.units import format_bytes
 
 __all__ = ["Budget", "Walk", "climb"]

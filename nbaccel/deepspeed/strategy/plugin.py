@@ -310,12 +310,19 @@ def _text(given: str) -> Any:
     text = given.strip()
     if text.startswith("{"):
         return _parsed(text, given)
-    if not Path(given).exists():
+    if not _is_path(given):
         with contextlib.suppress(ValueError):
             decoded = base64.urlsafe_b64decode(text).decode()
             if decoded.lstrip().startswith("{"):
                 return _parsed(decoded, given)
     return given
+
+
+def _is_path(given: str) -> bool:
+    try:
+        return Path(given).exists()
+    except OSError:  # no path has so many characters
+        return False
 
 
 def _parsed(text: str, given: str) -> Any:

@@ -1,0 +1,102 @@
+"""A configuration as text: JSON for workers, YAML for people, a schema for editors."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from nbaccel._optional import require
+from nbaccel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Exchangeable"]
+
+
+class Exchangeable(BaseModel):
+    """A model that goes to text and comes back."""
+
+    def to_json(self) -> str:
+        """All settings as one JSON object, defaults included: a worker needs no other source.
+
+        Returns:
+            Text that :meth:`from_json` reads.
+        """
+        return self.model_dump_json()
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what :meth:`to_json` wrote, or any JSON object of settings.
+
+        Args:
+            text: A JSON object.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ConfigError: The text is no JSON object, or its settings are wrong.
+        """
+        try:
+            settings = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"A {cls.__name__} cannot be read from JSON: {error}. "
+                "A setting half read would train something else. Correct the text there."
+            ) from error
+        return cls._from_mapping(settings, "JSON")
+
+    def to_yaml(self) -> str:
+        """The settings that differ from the defaults as YAML, for a file that people read.
+
+        Returns:
+            Text that :meth:`from_yaml` reads.
+        """
+        yaml = require("yaml", extra="", why="Writing a configuration file")
+        settings = json.loads(self.model_dump_json(exclude_defaults=True))
+        return str(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+
+    @classmethod
+    def from_yaml(cls, text: str) -> Self:
+        """Read what :meth:`to_yaml` wrote, or any YAML mapping of settings.
+
+        Args:
+            text: A YAML mapping; an empty text gives the defaults.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ConfigError: The text is no YAML mapping, or its settings are wrong.
+        """
+        yaml = require("yaml", extra="", why="Reading a configuration file")
+        try:
+            settings = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(
+                f"A {cls.__name__} cannot be read from YAML: {error}. "
+                "A setting half read would train something else. Correct the text there."
+            ) from error
+        return cls._from_mapping({} if settings is None else settings, "YAML")
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """The JSON schema, for editors and forms: type, range, meaning and unit of each setting.
+
+        Returns:
+            A JSON schema as a dictionary.
+        """
+        return cls.model_json_schema()
+
+    @classmethod
+    def _from_mapping(cls, settings: object, language: str) -> Self:
+        if not isinstance(settings, dict):
+            raise ConfigError(
+                f"A {cls.__name__} cannot be read from {language} of {type(settings).__name__}: "
+                f"got {str(settings)[:60]!r}. Settings need names. "
+                "Write names and values: num_processes and 2, for example."
+            )
+        return cls(**{str(name): value for name, value in settings.items()})

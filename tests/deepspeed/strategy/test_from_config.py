@@ -1,0 +1,78 @@
+"""A `RunConfig` with a DeepSpeed configuration reaches the engine, however it is given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nbaccel import Accelerator, RunConfig, notebook_launcher
+from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
+from tests.deepspeed import needs
+
+pytestmark = [*needs.ENGINE, pytest.mark.timeout(300)]
+
+CONFIG = RunConfig(
+    num_processes=2,
+    device="cpu",
+    mixed_precision="bf16",
+    zero_stage=2,
+    gradient_accumulation_steps=2,
+    deepspeed={
+        "zero_optimization": {"offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 4096},
+        "gradient_clipping": 0.25,
+    },
+)
+
+
+def train(model, config):
+    """With `config`, or by what the launcher has said in the environment."""
+    accelerator = Accelerator() if config is None else Accelerator(config=config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=2)
+    engine, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        with accelerator.accumulate(engine):
+            accelerator.backward(engine(batch.bfloat16()).float().square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    settings = accelerator.deepspeed_config
+    return {
+        "stage": engine.zero_optimization_stage(),
+        "steps": (accelerator.gradient_accumulation_steps, engine.global_steps),
+        "offload": settings["zero_optimization"]["offload_optimizer"]["device"],
+        "bucket": engine.zero_reduce_bucket_size(),
+        "clipping": engine.gradient_clipping(),
+        "precision": accelerator.mixed_precision,
+    }
+
+
+@pytest.mark.parametrize("given", [None, CONFIG], ids=["by the launcher", "by the argument"])
+def test_the_engine_has_what_was_picked(given):
+    results = notebook_launcher(train, (torch.nn.Linear(4, 2), given), config=CONFIG)
+
+    assert results[0] == results[1]
+    assert results[0] == {
+        "stage": 2,
+        "steps": (2, 1),
+        "offload": "cpu",
+        "bucket": 4096,
+        "clipping": 0.25,
+        "precision": "bf16",
+    }
+
+
+def test_accelerate_reads_the_same(monkeypatch):
+    """The peer's plugin, from the variables that a worker has."""
+    from accelerate import DeepSpeedPlugin as Peer
+
+    from nbaccel.config.variables import run_variables
+
+    for name, value in run_variables(CONFIG).items():
+        monkeypatch.setenv(name, value)
+    ours, theirs = DeepSpeedPlugin(), Peer()
+    assert (
+        ours.deepspeed_config["zero_optimization"] == (theirs.deepspeed_config["zero_optimization"])
+    )
+    assert ours.zero_stage == theirs.zero_stage == 2
+    assert theirs.deepspeed_config["gradient_clipping"] == 0.25
+    assert theirs.gradient_accumulation_steps == ours.gradient_accumulation_steps == 2

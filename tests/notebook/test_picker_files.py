@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from nbaccel.config import RunConfig
+from nbaccel.errors import ConfigError
+from nbaccel.notebook.picker_model import PickerModel
+from tests.deepspeed import needs
+from tests.notebook.machines import WITHOUT_GPU
+
+FILE = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "gradient_clipping": 0.5}
+
+
+@pytest.fixture
+def picker():
+    return PickerModel(RunConfig(num_processes=2), inventory=WITHOUT_GPU)
+
+
+@needs.DEEPSPEED
+@pytest.mark.parametrize("form", ["mapping", "text", "file"])
+def test_deepspeeds_file_is_laid_over_the_run(picker, form, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(FILE))
+    picker.load({"mapping": FILE, "text": json.dumps(FILE), "file": path}[form])
+
+    assert picker.config == RunConfig(num_processes=2, deepspeed=FILE)
+    picker.undo()
+    assert picker.config == RunConfig(num_processes=2)
+
+
+@pytest.mark.parametrize("form", ["yaml", "json", "path"])
+def test_a_run_is_taken_as_it_is(picker, form, tmp_path):
+    wanted = RunConfig(num_processes=1, mixed_precision="bf16", fp8="ao")
+    path = tmp_path / "run.yaml"
+    path.write_text(wanted.to_yaml())
+    picker.load({"yaml": wanted.to_yaml(), "json": wanted.to_json(), "path": str(path)}[form])
+    assert picker.config == wanted
+
+
+@needs.DEEPSPEED
+def test_all_mistakes_are_told_each_beside_its_choice(picker):
+    wrong = {
+        "zero_optimization": {"stge": 2, "reduce_bucket_size": -1},
+        "gradient_cliping": 1.0,
+        "train_batch_size": "many",
+    }
+    before = picker.config
+    with pytest.raises(ConfigError) as caught:
+        picker.load(wrong)
+
+    beside = picker.mistakes_of(caught.value)
+    assert picker.config == before
+    assert "got -1" in beside["zero_optimization.reduce_bucket_size"][0]
+    assert "got 'many'" in beside["train_batch_size"][0]
+    assert any("Did you mean 'stage'?" in text for text in beside[""])
+    assert any("Did you mean 'gradient_clipping'?" in text for text in beside[""])
+    assert sum(map(len, beside.values())) == len(caught.value.mistakes)
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ('{"zero_optimization": {', "is no JSON"),
+        ("a: b: c\nd", "neither JSON nor YAML"),
+        ("[1, 2]", "holds no settings"),
+        ("hello", "holds no settings"),
+        ("no/such/file.json", "cannot be read"),
+        ("   ", "is empty"),
+        ("num_processes: 0\n", "num_processes must be"),
+    ],
+)
+def test_what_cannot_be_read_is_told(picker, source, told):
+    before = picker.config
+    with pytest.raises(ConfigError) as caught:
+        picker.load(source)
+    assert told in str(caught.value)
+    assert picker.config == before
+
+
+def test_saving_is_whole_or_not_at_all(picker, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("what was there")
+    with pytest.raises(ConfigError, match="There is no 'DeepSpeed JSON' to save"):
+        picker.save(path, "DeepSpeed JSON")
+    assert path.read_text() == "what was there"
+
+    picker.save(path)
+    assert RunConfig.from_yaml(path.read_text()) == picker.config
+    picker.choose("zero_stage", 3)
+    picker.save(tmp_path / "ds.json", "DeepSpeed JSON")
+    assert json.loads((tmp_path / "ds.json").read_text())["zero_optimization"] == {"stage": 3}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ds.json", "run.yaml"]
+    with pytest.raises(ConfigError, match="cannot be written"):
+        picker.save(tmp_path / "no" / "folder" / "run.yaml")

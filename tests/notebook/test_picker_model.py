@@ -1,0 +1,471 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from nbaccel.config import RunConfig
+from nbaccel.config.engine import engine_config
+from nbaccel.deepspeed.estimate import estimate_memory
+from nbaccel.errors import ConfigError
+from nbaccel.notebook.picker_choices import OPTIMIZER_PLACE, PARAM_PLACE
+from nbaccel.notebook.picker_model import PickerModel
+from nbaccel.notebook.picker_texts import static_html, static_text
+from tests.notebook.machines import GIB, WITHOUT_GPU, with_gpus
+
+BUCKET = "zero_optimization.reduce_bucket_size"
+
+
+def net(width: int = 8) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, 2))
+
+
+def big() -> torch.nn.Module:
+    """Six gigaparameters in no memory."""
+    with torch.device("meta"):
+        return torch.nn.Sequential(*(torch.nn.Linear(16384, 16384) for _ in range(22)))
+
+
+def reasons(picker: PickerModel, name: str) -> dict[str, str]:
+    return {offer.option.label: offer.reason for offer in picker.offers(name)}
+
+
+# ------------------------------------------------------------------------------ choosing
+def test_a_choice_makes_a_new_configuration():
+    picker = PickerModel(inventory=with_gpus(2))
+    first = picker.config
+    calls = []
+    end = picker.observe(lambda: calls.append(picker.config))
+
+    picker.choose("mixed_precision", "bf16")
+    picker.choose("zero_stage", 3)
+    picker.choose(OPTIMIZER_PLACE, "cpu")
+    picker.choose("num_processes", 2)
+
+    assert first == RunConfig()
+    assert picker.config == RunConfig(
+        num_processes=2,
+        mixed_precision="bf16",
+        zero_stage=3,
+        deepspeed={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+    )
+    assert len(calls) == 4
+    assert calls[-1] == picker.config
+    end()
+    picker.choose("num_processes", 1)
+    assert len(calls) == 4
+
+
+def test_undo_walks_back_to_the_start():
+    picker = PickerModel(inventory=with_gpus(1))
+    states = [picker.config]
+    for name, value in [("zero_stage", 2), (BUCKET, "5e7"), ("mixed_precision", "bf16")]:
+        picker.choose(name, value)
+        states.append(picker.config)
+    for expected in reversed(states[:-1]):
+        picker.undo()
+        assert picker.config == expected
+    assert not picker.can_undo
+    picker.undo()
+    assert picker.config == states[0]
+
+
+def test_what_is_chosen_again_is_no_change():
+    picker = PickerModel(inventory=WITHOUT_GPU)
+    picker.choose("mixed_precision", "no")
+    assert not picker.can_undo
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("num_processes", 0, "num_processes must be a whole number of at least 1"),
+        (BUCKET, -3, "must be a whole number of at least 1: got -3"),
+        ("gradient_clipping", "much", "gradient_clipping must be a number"),
+        ("mixed_precision", "fp8", "cannot be had on cpu"),
+        (PARAM_PLACE, "cpu", "needs ZeRO stage 3: the stage is 2"),
+        ("num_proceses", 2, "Did you mean 'num_processes'?"),
+    ],
+)
+def test_a_refused_choice_changes_nothing_and_says_why(name, value, told):
+    picker = PickerModel(RunConfig(zero_stage=2), inventory=WITHOUT_GPU)
+    before = picker.config
+    with pytest.raises(ConfigError) as caught:
+        picker.choose(name, value)
+    assert told in str(caught.value)
+    assert picker.config == before
+    assert not picker.can_undo
+
+
+@pytest.mark.parametrize(
+    ("typed", "kept"),
+    [("5e7", 50_000_000), ("500_000", 500_000), ("1,000", 1000), (" 7 ", 7), ("auto", "auto")],
+)
+def test_numbers_are_read_as_people_type_them(typed, kept):
+    picker = PickerModel(RunConfig(zero_stage=2), inventory=WITHOUT_GPU)
+    picker.choose(BUCKET, typed)
+    assert picker.value(BUCKET) == kept
+    picker.choose("gradient_clipping", "0.5")
+    assert picker.config.deepspeed["gradient_clipping"] == 0.5
+    picker.choose("num_processes", "2")
+    assert picker.config.num_processes == 2
+
+
+def test_an_empty_field_is_the_default():
+    picker = PickerModel(RunConfig(num_processes=2, zero_stage=2), inventory=WITHOUT_GPU)
+    picker.choose(BUCKET, 1000)
+    picker.choose(BUCKET, None)
+    picker.choose("num_processes", "")
+    picker.choose("master_addr", "")
+    assert picker.config == RunConfig(zero_stage=2, deepspeed={})
+
+
+def test_engine_choices_are_kept_while_it_is_off():
+    picker = PickerModel(inventory=with_gpus(1))
+    picker.choose("zero_stage", 3)
+    picker.choose(OPTIMIZER_PLACE, "cpu")
+    picker.choose("zero_stage", None)
+    assert picker.config == RunConfig()
+    picker.choose("zero_stage", 2)
+    assert picker.value(OPTIMIZER_PLACE) == "cpu"
+
+
+def test_a_lower_stage_takes_with_it_what_needs_the_higher_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    picker = PickerModel(RunConfig(zero_stage=3), inventory=with_gpus(1))
+    picker.choose(PARAM_PLACE, "cpu")
+    picker.choose(OPTIMIZER_PLACE, "nvme")
+    folder = picker.value("zero_optimization.offload_optimizer.nvme_path")
+    assert folder == str(tmp_path / "nvme_offload")
+    assert folder in picker.remarks[0]
+
+    picker.choose("zero_stage", 2)
+
+    assert picker.value(PARAM_PLACE) is None
+    assert picker.value(OPTIMIZER_PLACE) == "cpu"
+    assert len(picker.remarks) == 2
+    picker.choose("zero_stage", 0)
+    assert picker.config == RunConfig(zero_stage=0, deepspeed={})
+    assert engine_config(picker.config)["zero_optimization"] == {"stage": 0}
+
+
+def test_an_optimizer_of_deepspeed_needs_a_stand_in():
+    picker = PickerModel(RunConfig(zero_stage=2), inventory=with_gpus(1))
+    picker.choose("optimizer.type", "AdamW")
+    assert picker.config.deepspeed == {"optimizer": {"type": "AdamW"}}
+    assert "DummyOptim" in picker.remarks[0]
+    picker.choose("optimizer.type", None)
+    assert picker.config.deepspeed == {}
+
+
+def test_fp8_opens_its_recipe(monkeypatch):
+    picker = PickerModel(inventory=with_gpus(1))
+    assert not picker.is_shown("fp8.backend")
+    picker.choose("mixed_precision", "fp8")
+    assert picker.is_shown("fp8.backend")
+    picker.replace(picker.config.changed(fp8="te"))
+    shown = {s.name for s in picker.settings("precision") if picker.is_shown(s.name)}
+    assert {"fp8.fp8_format", "fp8.margin", "fp8.interval", "fp8.amax_history_len"} <= shown
+    assert {"fp8.amax_compute_algo", "fp8.override_dgrad", "fp8.use_autocast_during_eval"} <= shown
+    assert "fp8.opt_level" not in shown
+    picker.choose("fp8.margin", 2)
+    picker.choose("fp8.override_dgrad", True)
+    assert picker.config.fp8.margin == 2
+    assert picker.config.fp8.override_linear_precision == (False, True, False)
+    picker.replace(picker.config.changed(fp8="msamp"))
+    assert picker.is_shown("fp8.opt_level")
+    assert not picker.is_shown("fp8.margin")
+
+
+# ------------------------------------------------------------------------------ greying
+def test_options_are_greyed_by_the_machine():
+    without, old, new = (
+        PickerModel(inventory=WITHOUT_GPU),
+        PickerModel(inventory=with_gpus(1, capability=(8, 0))),
+        PickerModel(inventory=with_gpus(1)),
+    )
+    assert "capability 8.9" in reasons(without, "mixed_precision")["fp8"]
+    assert "capability 8.9" in reasons(old, "mixed_precision")["fp8"]
+    assert reasons(new, "mixed_precision") == {"fp32": "", "fp16": "", "bf16": "", "fp8": ""}
+    assert "needs a GPU" in reasons(without, "device")["cuda"]
+    assert reasons(new, "device")["cuda"] == ""
+    assert "cannot be served" in reasons(new, "device")["tpu"]
+
+
+def test_options_are_greyed_by_other_choices():
+    picker = PickerModel(RunConfig(num_processes=2), inventory=with_gpus(2))
+    assert "cannot run num_processes=2" in reasons(picker, "start_method")["inline"]
+    assert picker.refusal(BUCKET) == "choose a ZeRO stage first"
+    picker.choose("zero_stage", 2)
+    assert picker.refusal(BUCKET) == ""
+    places = reasons(picker, PARAM_PLACE)
+    assert places == {
+        "device": "",
+        "CPU": "needs ZeRO stage 3: the stage is 2",
+        "NVMe": "needs ZeRO stage 3: the stage is 2",
+    }
+    assert picker.refusal("zero_optimization.stage3_prefetch_bucket_size") == (
+        "for stage 3 only: the stage is 2"
+    )
+    assert picker.refusal("aio.block_size") == "nothing is on NVMe"
+    picker.choose("zero_stage", None)
+    picker.choose("mixed_precision", "fp8")
+    assert "does not train in fp8" in reasons(picker, "zero_stage")["3"]
+
+
+def test_activation_checkpointing_needs_a_switch():
+    picker = PickerModel(model=net(), inventory=WITHOUT_GPU)
+    assert "Sequential has no gradient_checkpointing_enable()" in picker.refusal(
+        "activation_checkpointing"
+    )
+    assert PickerModel(inventory=WITHOUT_GPU).refusal("activation_checkpointing") == ""
+
+
+def test_every_option_that_is_offered_can_be_chosen_and_no_other():
+    """Over all stages: what is greyed is refused, what is not is taken."""
+    for stage in (None, 0, 1, 2, 3):
+        start = RunConfig(num_processes=2, zero_stage=stage)
+        if stage == 0:
+            start = start.changed(deepspeed={})
+        for panel in ("precision", "zero", "launch"):
+            picker = PickerModel(start, inventory=with_gpus(2))
+            for setting in picker.settings(panel):
+                if picker.refusal(setting.name) or not picker.is_shown(setting.name):
+                    continue
+                for offer in picker.offers(setting.name):
+                    fresh = PickerModel(start, inventory=with_gpus(2))
+                    if offer.reason:
+                        with pytest.raises(ConfigError):
+                            fresh.choose(setting.name, offer.option.value)
+                    else:
+                        fresh.choose(setting.name, offer.option.value)
+                        assert fresh.plan is not None, (setting.name, offer, fresh.problems)
+
+
+# ------------------------------------------------------------------------------ memory
+def test_bars_are_the_estimate_against_the_machine():
+    model = big()
+    picker = PickerModel(RunConfig(num_processes=2), model=model, inventory=with_gpus(2))
+    picker.choose("zero_stage", 3)
+    picker.choose("mixed_precision", "bf16")
+    picker.choose(OPTIMIZER_PLACE, "cpu")
+
+    estimate = estimate_memory(
+        model, engine_config(picker.config), num_processes=2, inventory=with_gpus(2)
+    )
+    first, second, host = picker.bars()
+    assert first.label == "cuda:0 · NVIDIA H100"
+    assert second.needed == first.needed == estimate.device.peak
+    assert host.needed == estimate.host.peak
+    for bar in (first, second, host):
+        assert sum(part.bytes for part in bar.segments) == max(
+            bar.capacity, bar.capacity + bar.lacking
+        )
+    sizes = {part.kind: part.bytes for part in first.segments}
+    assert sizes["others"] == 2 * GIB
+    assert sizes["parameters"] == estimate.device.parameters
+    assert picker.verdict.fits is estimate.fits
+
+
+def test_what_does_not_fit_says_how_much_and_what_would():
+    picker = PickerModel(RunConfig(num_processes=2), model=big(), inventory=with_gpus(2))
+
+    verdict = picker.verdict
+
+    assert verdict.fits is False
+    assert "GiB too little on cuda:0" in verdict.text
+    assert verdict.remedy == "ZeRO-2, optimizer on CPU would fit: press Suggest."
+    picker.choose("zero_stage", 2)
+    picker.choose(OPTIMIZER_PLACE, "cpu")
+    assert picker.verdict.fits is True
+
+
+def test_plain_training_counts_ddps_buckets():
+    model = net(64)
+    numel = sum(p.numel() for p in model.parameters())
+    one, two = (
+        PickerModel(RunConfig(num_processes=n), model=model, inventory=with_gpus(2)) for n in (1, 2)
+    )
+    assert one.estimate.device.peak == 16 * numel
+    assert two.estimate.device.peak == 20 * numel
+    half = PickerModel(model=net(64).bfloat16(), inventory=with_gpus(1))
+    assert half.estimate.device.peak == 8 * numel
+
+
+def test_processes_beyond_the_cards_share_them():
+    model = net(64)
+    picker = PickerModel(RunConfig(num_processes=3), model=model, inventory=with_gpus(2))
+    first, second, _ = picker.bars()
+    assert first.needed == 2 * second.needed
+
+
+def test_activations_follow_batch_and_precision():
+    model, batch = net(256), torch.randn(64, 256)
+    picker = PickerModel(model=model, sample_batch=batch, inventory=WITHOUT_GPU)
+    fp32 = picker.estimate.device.activations
+    picker.choose("mixed_precision", "bf16")
+    bf16 = picker.estimate.device.activations
+    assert 0 < bf16 < fp32
+    picker.choose("zero_stage", 1)
+    picker.choose("train_micro_batch_size_per_gpu", 128)
+    assert picker.estimate.device.activations > 1.2 * bf16
+
+
+def test_without_a_model_nothing_is_claimed():
+    picker = PickerModel(inventory=WITHOUT_GPU)
+    assert picker.bars() == ()
+    assert picker.estimate is None
+    assert picker.verdict.fits is None
+    assert "configure(model" in picker.verdict.remedy
+    with pytest.raises(ConfigError, match="give the model"):
+        picker.suggest()
+
+
+def test_a_model_that_cannot_be_rehearsed_is_told():
+    class Stubborn(torch.nn.Linear):
+        def forward(self, x):
+            raise RuntimeError("not today")
+
+    with torch.device("meta"):
+        model = Stubborn(4, 4)
+    picker = PickerModel(model=model, sample_batch=torch.randn(2, 4), inventory=WITHOUT_GPU)
+    assert picker.verdict.fits is None
+    assert "not today" in picker.verdict.remedy
+
+
+def test_what_this_machine_cannot_serve_is_told_and_can_be_left():
+    picker = PickerModel(RunConfig(device="cuda"), model=net(), inventory=WITHOUT_GPU)
+    assert picker.plan is None
+    assert "needs a GPU" in picker.problems[0]
+    assert picker.verdict.fits is None
+    picker.choose("device", "auto")
+    assert picker.verdict.fits is True
+
+
+@pytest.mark.parametrize("wrong", ["gpt2", 7])
+def test_what_is_no_model_is_refused(wrong):
+    with pytest.raises(ConfigError, match="is no module"):
+        PickerModel(model=wrong)
+    with pytest.raises(ConfigError, match="without a model"):
+        PickerModel(sample_batch=wrong)
+
+
+# ------------------------------------------------------------------------------ suggesting
+def test_suggest_takes_the_fastest_that_fits_as_one_change():
+    picker = PickerModel(
+        RunConfig(num_processes=2, mixed_precision="bf16"), model=big(), inventory=with_gpus(2)
+    )
+    before = picker.config
+
+    headline = picker.suggest()
+
+    assert picker.config.uses_deepspeed
+    assert picker.verdict.fits is True
+    assert picker.config.mixed_precision == "bf16", "what was chosen is kept"
+    assert picker.config.num_processes == 2
+    assert headline in picker.remarks
+    assert "optimizer" not in picker.config.deepspeed
+    picker.undo()
+    assert picker.config == before
+
+
+def test_suggest_by_estimates_where_deepspeed_is_not_there(monkeypatch):
+    from nbaccel.notebook import picker_suggesting
+
+    monkeypatch.setattr(picker_suggesting, "is_installed", lambda name: False)
+    picker = PickerModel(RunConfig(num_processes=2), model=big(), inventory=with_gpus(2))
+    headline = picker.suggest()
+    assert "by estimate" in headline
+    assert picker.verdict.fits is True
+    assert any("pip install" in remark for remark in picker.remarks)
+
+
+def test_suggest_says_when_nothing_fits():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(65536, 65536) for _ in range(40)))
+    picker = PickerModel(RunConfig(num_processes=1), model=model, inventory=WITHOUT_GPU)
+    before = picker.config
+    with pytest.raises(ConfigError, match="Nothing fits"):
+        picker.suggest()
+    assert picker.config == before
+    assert "Nothing on the ladder fits" in picker.verdict.remedy
+
+
+# ------------------------------------------------------------------------------ faces
+def test_faces_say_the_same():
+    picker = PickerModel(
+        RunConfig(
+            num_processes=2,
+            mixed_precision="bf16",
+            zero_stage=3,
+            deepspeed={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        ),
+        model=net(),
+        sample_batch=torch.randn(4, 8),
+        inventory=with_gpus(2),
+    )
+    faces = {face.name: face.text for face in picker.faces()}
+
+    assert RunConfig.from_yaml(faces["YAML"]) == picker.config
+    assert RunConfig(num_processes=2, deepspeed=faces["DeepSpeed JSON"]).zero_stage == 3
+    names: dict = {}
+    exec(faces["Python"].partition("notebook_launcher(train")[0], names)
+    assert names["config"] == picker.config
+    from nbaccel.notebook.line import read
+
+    line = faces["Command line"].removeprefix("%%accelerate")
+    assert read(line, base=RunConfig(), namespace={}).wanted == picker.config
+
+
+def test_the_line_carries_every_setting():
+    from nbaccel.notebook.line import read
+    from nbaccel.notebook.picker_texts import faces_of
+
+    config = RunConfig(
+        mixed_precision="fp8",
+        fp8={"backend": "te", "override_linear_precision": [True, False, False]},
+        share_back=False,
+        log_line_prefix_template="[${rank}] ",
+        gradient_accumulation_steps=3,
+        activation_checkpointing=True,
+        timeout=5,
+    )
+    line = {f.name: f.text for f in faces_of(config, None)}["Command line"]
+    wanted = read(line.removeprefix("%%accelerate"), base=RunConfig(), namespace={}).wanted
+    assert wanted == config
+
+
+def test_auto_is_shown_resolved_with_reasons():
+    picker = PickerModel(
+        RunConfig(num_processes=2, zero_stage=2, deepspeed={"gradient_clipping": "auto"}),
+        model=net(),
+        sample_batch=torch.randn(4, 8),
+        inventory=with_gpus(2),
+    )
+    told = {choice.name: choice for choice in picker.resolved()}
+    assert told["train_batch_size"].value == 8
+    assert "4 per process * 1 accumulated * 2 processes" in told["train_batch_size"].reason
+    assert told["gradient_clipping"].reason == "Accelerate's default"
+    settings = json.loads({f.name: f.text for f in picker.faces()}["DeepSpeed JSON"])
+    assert settings["train_batch_size"] == 8
+
+    open_ = PickerModel(RunConfig(zero_stage=2), inventory=with_gpus(1))
+    told = {choice.name: choice for choice in open_.resolved()}
+    assert told["train_micro_batch_size_per_gpu"].value == "auto"
+    assert "data loader" in told["train_micro_batch_size_per_gpu"].reason
+
+
+def test_static_faces_hold_choices_and_estimate():
+    picker = PickerModel(
+        RunConfig(num_processes=2, zero_stage=3, master_addr="<script>"),
+        model=net(),
+        inventory=with_gpus(2),
+    )
+    text, html = static_text(picker), static_html(picker)
+    for part in ("ZeRO stage", "cuda:1 · NVIDIA H100", "Fits:", "zero_stage: 3"):
+        assert part in text
+        assert part in html
+    assert "<script>" not in html
+    assert "2 processes" in text
+    assert "1 machine " in text
