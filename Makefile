@@ -29,7 +29,7 @@ help:  ## show this list
 demo: $(VENV)/.demo  ## train the quickstart notebook on two CPU workers; prints its accuracy and the time
 	@$(BIN)/python notebooks/run.py notebooks/01_quickstart.ipynb --label demo
 
-test: $(VENV)/.dev $(VENV)/.deepspeed  ## run all tests, and the notebooks in real kernels
+test: $(VENV)/.dev $(VENV)/.deepspeed $(VENV)/.browser  ## run all tests, and the notebooks in real kernels
 	@$(BIN)/python -m pytest --nbval-lax --nbval-current-env \
 	  --numprocesses $(JOBS) --dist loadfile tests notebooks $(PYTEST_ARGS)
 
@@ -73,3 +73,7 @@ $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/.created
 # Written when all are built. What the machine lacks for one is said, and only its tests are skipped.
 $(VENV)/.deepspeed: $(VENV)/.dev tests/deepspeed/operations.py
 	@if $(BIN)/python -m tests.deepspeed.operations; then touch $@; fi
+
+# Written when Chromium is there; where it cannot be installed without asking, tests that need it are skipped aloud.
+$(VENV)/.browser: $(VENV)/.dev tests/browser/chromium.py
+	@if $(BIN)/python -m tests.browser.chromium; then touch $@; fi

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.browser import chromium
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,9 +43,7 @@ def missing_tpu() -> str | None:
 @functools.cache
 def missing_browser() -> str | None:
     """Why browser-marked tests cannot run, or None."""
-    if any(shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome")):
-        return None
-    return "needs Chromium on the PATH: apt install chromium"
+    return None if chromium.path() else "needs Chromium on the PATH: apt install chromium"
 
 
 WHY_NOT: dict[str, Callable[[], str | None]] = {

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nbaccel.deepspeed.toolchain import path_with_ninja
+from tests import apt
 from tests.deepspeed import compiler
 
 FOLDER = Path(sys.prefix) / "torch_extensions"
@@ -75,16 +76,7 @@ def _has_libaio() -> bool:
 
 def install(packages: list[str]) -> list[str]:
     """Install system packages where we may without asking; return those still missing."""
-    prefix = [] if os.geteuid() == 0 else ["sudo", "--non-interactive"]
-    if not all(shutil.which(program) for program in ["apt-get", *prefix[:1]]):
-        return packages
-    environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    command = [*prefix, "apt-get", "install", "--yes", "--no-install-recommends", *packages]
-    for step in (command, [*prefix, "apt-get", "update"], command):
-        done = subprocess.run(step, env=environ, capture_output=True, text=True, check=False)
-        if done.returncode == 0 and step is command:
-            break
-    return missing_packages()
+    return missing_packages() if apt.install(packages) else packages
 
 
 # ---------------------------------------------------------------- building

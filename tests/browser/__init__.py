@@ -1,0 +1,1 @@
+"""What a person sees: notebooks in JupyterLab and Notebook 7, in Chromium."""
