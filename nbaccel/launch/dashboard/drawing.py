@@ -48,23 +48,24 @@ _WORST = ("failed", "gone", "ended", "stopping", "starting", "running")
 # ------------------------------------------------------------------------- one line
 
 
-def summary(board: Board) -> str:
+def summary(board: Board, *, with_curve: bool = False) -> str:
     """All ranks in one line: `2 ranks · 12.0 s · step 840 (70/s) · loss 0.41 · up to 1.2 GiB each`.
 
     Args:
         board: The facts.
+        with_curve: Whether the loss is drawn, too.
     """
     how = f"{board.ending} after " if board.ending else ""
     parts = [
         counted(len(board.ranks), "rank"),
         f"{how}{format_seconds(board.seconds)}",
-        *_training(board),
+        *_training(board, with_curve=with_curve),
         *_memory(board),
     ]
     return " · ".join(parts)
 
 
-def _training(board: Board) -> list[str]:
+def _training(board: Board, *, with_curve: bool) -> list[str]:
     leading = _leading(board)
     parts = []
     if leading is not None and leading.steps is not None:
@@ -75,7 +76,8 @@ def _training(board: Board) -> list[str]:
     if told:
         same = [f.loss.last for f in told if f.loss_name == told[0].loss_name]
         now = mean(value for value in same if value is not None)
-        parts.append(f"{plain(told[0].loss_name, 24)} {_number(now)}")
+        curve = f" {sparkline(told[0].loss.values())}" if with_curve else ""
+        parts.append(f"{plain(told[0].loss_name, 24)} {_number(now)}{curve}")
     return parts
 
 
@@ -150,11 +152,8 @@ def static_html(board: Board) -> str:
     Args:
         board: The facts.
     """
-    curve = ""
-    leading = next((f for f in board.ranks.values() if f.loss.last is not None), None)
-    if leading is not None:
-        curve = f" <span>{sparkline(leading.loss.values())}</span>"
-    head = f'<summary style="cursor:pointer">{html.escape(summary(board))}{curve}</summary>'
+    told = html.escape(summary(board, with_curve=True))
+    head = f'<summary style="cursor:pointer">{told}</summary>'
     return f'<div style="{_ALL}"><details>{head}{_table(board, _STATIC)}</details></div>'
 
 

@@ -154,8 +154,8 @@ def test_what_stays_opens_with_the_summary_and_a_curve() -> None:
     board = board_of(2, state="done", last_line="saved")
     told(board, 0, 1000, 4.0, 2.0, 1.0)
     page = Page(drawing.static_html(board))
-    assert page.text.startswith("2 ranks · 12.0 s · step 1,002 (1/s) · loss 1 · up to 1.0 GiB each")
-    assert "█" in page.text
+    words = "2 ranks · 12.0 s · step 1,002 (1/s) · loss 1 █▃▁ · up to 1.0 GiB each"
+    assert page.text.startswith(words)
     assert page.column("loss")[0].endswith("4 → 1")
     assert page.column("state") == ["done", "done"]
     assert {"details", "summary"} <= page.kinds
