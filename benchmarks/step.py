@@ -10,7 +10,6 @@ Read benchmarks/README.md for what each row means.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import re
@@ -23,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.report import Report, verdict, versions
 from harness.samples import Results, say
-from harness.table import put_into
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -234,7 +233,7 @@ def render(results: Results) -> tuple[str, bool]:
         lines.append(
             f"| {name.removeprefix('step ')} | {rates['raw']:.0f} | {rates['nbaccel']:.0f} "
             f"({mine:.2f}x) | {rates['accelerate']:.0f} ({theirs:.2f}x) "
-            f"| {'pass' if good else '**FAIL**'} (at least {BARS[model_name]}) |"
+            f"| {verdict(good)} (at least {BARS[model_name]}) |"
         )
     found = results.of("import nbaccel", "nbaccel")
     milliseconds = found.median or 0.0
@@ -244,33 +243,25 @@ def render(results: Results) -> tuple[str, bool]:
     facts = results.sections["step"]
     lines += [
         f"| `import nbaccel`, ms | | {milliseconds:.1f}, "
-        f"{'without' if clean else '**with**'} torch | | {'pass' if good else '**FAIL**'} "
+        f"{'without' if clean else '**with**'} torch | | {verdict(good)} "
         f"(below {IMPORT_BAR_MS:.0f}, without torch) |",
         "",
         f"Taken {facts['taken']}, {facts['launches']} launches of {facts['blocks']} blocks each; "
         f"load {facts['load']}; {facts['num_cores']} cores, {facts['memory_gib']} GiB; "
-        + ", ".join(f"{name} {found}" for name, found in facts["versions"].items())
+        + versions(facts)
         + ".",
     ]
     return "\n".join(lines), holds
 
 
+REPORT = Report("step", render, mark="step")
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = REPORT.parser(__doc__)
     parser.add_argument("--launches", type=int, default=5, metavar="N")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "step.json")
-    parser.add_argument("--no-readme", action="store_true", help="leave README.md as it is")
-    parser.add_argument("--render", action="store_true", help="measure nothing")
-    parser.add_argument("--check", action="store_true", help="fail when a bar does not hold")
     options = parser.parse_args()
-    results = Results(options.output)
-    if not options.render:
-        measure(results, options.launches)
-    text, holds = render(results)
-    print(text)
-    if not options.no_readme:
-        put_into(HERE / "README.md", text, "<!-- step:begin -->", "<!-- step:end -->")
-    return 0 if holds or not options.check else 1
+    return REPORT.run(options, lambda results: measure(results, options.launches))
 
 
 if __name__ == "__main__":

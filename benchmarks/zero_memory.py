@@ -9,15 +9,14 @@ Read benchmarks/README.md for what each row means.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent)]  # the engines are those of the tests
 
+from harness.report import Report, verdict, versions  # noqa: E402
 from harness.samples import Results, say  # noqa: E402 - the line above must come first
-from harness.table import put_into  # noqa: E402
 from harness.zero_memory import Case, estimated, measured  # noqa: E402
 
 CASES = (
@@ -74,34 +73,23 @@ def render(results: Results) -> tuple[str, bool]:
             row = f"memory {kind}: {case.name}"
             sizes = (results.median(row, who) or 0.0 for who in ("measured", "estimated"))
             cells += [*(f"{size / 1024:,.0f}" for size in sizes), f"{found:.3f}"]
-        lines.append(f"| {' | '.join(cells)} | {'pass' if good else '**FAIL**'} |")
+        lines.append(f"| {' | '.join(cells)} | {verdict(good)} |")
     facts = results.sections["memory"]
     lines += [
         "",
         f"Bars: at the step within {WITHIN:.0%}; the peak never estimated below "
         f"{LEAST_OF_PEAK:.0%}. Bytes of one process. Taken {facts['taken']}; "
-        + ", ".join(f"{name} {found}" for name, found in facts["versions"].items())
+        + versions(facts)
         + ".",
     ]
     return "\n".join(lines), holds
 
 
+REPORT = Report("zero_memory", render, mark="zero_memory")
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "zero_memory.json")
-    parser.add_argument("--no-readme", action="store_true", help="leave README.md as it is")
-    parser.add_argument("--render", action="store_true", help="measure nothing")
-    parser.add_argument("--check", action="store_true", help="fail when a bar does not hold")
-    options = parser.parse_args()
-    results = Results(options.output)
-    if not options.render:
-        measure(results)
-    text, holds = render(results)
-    print(text)
-    if not options.no_readme:
-        begin, end = "<!-- zero_memory:begin -->", "<!-- zero_memory:end -->"
-        put_into(HERE / "README.md", text, begin, end)
-    return 0 if holds or not options.check else 1
+    return REPORT.run(REPORT.parser(__doc__).parse_args(), measure)
 
 
 if __name__ == "__main__":

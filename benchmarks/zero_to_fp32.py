@@ -10,7 +10,6 @@ Read benchmarks/README.md for what each row means.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -24,8 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.report import Report, verdict, versions
 from harness.samples import Results, say
-from harness.table import put_into
 
 HERE = Path(__file__).resolve().parent
 WIDTH, LAYERS = 4096, 32  # 2 GiB of parameters, counted as fp32
@@ -235,7 +234,7 @@ def render(results: Results) -> tuple[str, bool]:
             found = paired(results, f"zero{stage} {what}")
             holds &= found <= bar
             bars.append(
-                f"- {'pass' if found <= bar else '**FAIL**'} ZeRO-{stage}: {what} at most {bar} of "
+                f"- {verdict(found <= bar)} ZeRO-{stage}: {what} at most {bar} of "
                 f"DeepSpeed's, found {found:.3f}"
             )
         equal = results.of(f"zero{stage} equal", NBACCEL).facts[-1]
@@ -253,30 +252,26 @@ def provenance(results: Results, stage: int, facts: dict[str, Any]) -> str:
     return (
         f"ZeRO-{stage}: taken {facts['taken']}, {rounds} rounds, {facts['parameters']:,} "
         f"parameters; load {facts['load']}; {facts['num_cores']} cores, {facts['memory_gib']} GiB; "
-        + ", ".join(f"{name} {found}" for name, found in facts["versions"].items())
+        + versions(facts)
         + ".\n"
     )
 
 
+REPORT = Report("zero_to_fp32", render, mark="zero")
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = REPORT.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=5, metavar="N")
     parser.add_argument("--stages", type=int, nargs="+", default=STAGES, choices=STAGES)
     parser.add_argument("--place", type=Path, help="folder on a disk with 20 GiB free")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "zero_to_fp32.json")
-    parser.add_argument("--no-readme", action="store_true", help="leave README.md as it is")
-    parser.add_argument("--render", action="store_true", help="measure nothing")
-    parser.add_argument("--check", action="store_true", help="fail when a bar does not hold")
     options = parser.parse_args()
-    results = Results(options.output)
-    if not options.render:
+
+    def measured(results: Results) -> None:
         with tempfile.TemporaryDirectory(dir=options.place) as place:
             measure(results, options.repeats, options.stages, Path(place))
-    text, holds = render(results)
-    print(text)
-    if not options.no_readme:
-        put_into(HERE / "README.md", text, "<!-- zero:begin -->", "<!-- zero:end -->")
-    return 0 if holds or not options.check else 1
+
+    return REPORT.run(options, measured)
 
 
 if __name__ == "__main__":

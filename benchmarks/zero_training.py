@@ -9,7 +9,6 @@ Read benchmarks/README.md for what each row means. The table stands in docs/deep
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -23,12 +22,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent)]  # the operations are those of the tests
 
+from harness.report import Report, verdict, versions  # noqa: E402
 from harness.samples import Results, say  # noqa: E402 - the line above must come first
-from harness.table import put_into  # noqa: E402
 from harness.zero_training import BLOCKS, STEPS, Case, cases, net, ratio, train_all  # noqa: E402
 
-GUIDE = HERE.parent / "docs" / "deepspeed.md"
-BEGIN, END = "<!-- zero_training:begin -->", "<!-- zero_training:end -->"
 PROCESSES = (1, 2)
 TO_DDP, TO_PEER = 1e-5, 0.0
 BF16_TO_DDP = 0.1
@@ -151,10 +148,7 @@ def render(results: Results) -> tuple[str, bool]:
         f"{_all_times(results):.2f}x.",
         "",
         f"Taken {facts['taken']}; load {facts['load']}; {facts['num_cores']} cores; "
-        + ", ".join(
-            f"{name} {facts['versions'][name]}"
-            for name in ("python", "nbaccel", "torch", "deepspeed", "accelerate")
-        )
+        + versions(facts, ("python", "nbaccel", "torch", "deepspeed", "accelerate"))
         + ".",
     ]
     return "\n".join(lines), holds
@@ -182,7 +176,7 @@ def _row(results: Results, count: int, case: Case) -> tuple[str, bool]:
         _off(to_peer),
         "yes" if home else "**no**",
         f"{ratio(peer.facts[0]['times']):.2f}x",
-        "pass" if good else "**FAIL**",
+        verdict(good),
     ]
     return f"| {' | '.join(cells)} |", good
 
@@ -212,21 +206,13 @@ def distance(left: list[float], right: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(left, right, strict=True))
 
 
+REPORT = Report(
+    "zero_training", render, mark="zero_training", paper=HERE.parent / "docs" / "deepspeed.md"
+)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "zero_training.json")
-    parser.add_argument("--no-guide", action="store_true", help="leave docs/deepspeed.md as it is")
-    parser.add_argument("--render", action="store_true", help="measure nothing")
-    parser.add_argument("--check", action="store_true", help="fail when a bar does not hold")
-    options = parser.parse_args()
-    results = Results(options.output)
-    if not options.render:
-        measure(results)
-    text, holds = render(results)
-    print(text)
-    if not options.no_guide:
-        put_into(GUIDE, text, BEGIN, END)
-    return 0 if holds or not options.check else 1
+    return REPORT.run(REPORT.parser(__doc__).parse_args(), measure)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from nbaccel.abc.device import Device
 from nbaccel.abc.precision import Precision
 from nbaccel.abc.strategy import Strategy
 from nbaccel.capabilities import DEVICES, PRECISIONS, device_row, precision_row, strategy_row
+from nbaccel.config import RunConfig
 from nbaccel.errors import InternalError, PlatformUnsupported
 
 __all__ = ["check_strategy", "device", "load", "precision", "strategy"]
@@ -78,20 +79,24 @@ def strategy(name: str) -> type[Strategy]:
     return kind
 
 
-def check_strategy(name: str, device: str) -> None:
-    """Refuse, before a process starts, what a strategy's library lacks on this machine.
+def check_strategy(name: str, device: str, run: RunConfig | None = None) -> None:
+    """Refuse, before a process starts, what cannot train in it.
 
     Args:
         name: As in its capability row.
         device: Type of the device.
+        run: What was asked, for mistakes in what it says to the strategy's library.
 
     Raises:
+        ConfigError: The run's configuration of the library holds mistakes.
         MissingBackend: The library, or something that it needs, is not installed.
         PlatformUnsupported: The machine lacks a tool.
     """
     row = strategy_row(name)
     if row.check:
         load(row.check)(device)
+    if row.judge and run is not None:
+        load(row.judge)(run, device)
 
 
 def _class(path: str, contract: type[object]) -> Any:

@@ -116,8 +116,11 @@ class StrategyRow:
         distributed_type: What Accelerate calls it; empty where that depends on the device.
         settings: Module of its plugin, where the launcher's request makes one.
         check: ``module:function`` that refuses what its library lacks on a machine.
+        judge: ``module:function`` that refuses mistakes in a run's configuration of it.
         library: What must be imported for its shards to exist.
         shards: Module that reads them, a :class:`~nbaccel.abc.shards.ShardReader`.
+        observe: ``module:function`` that looks at a process before the library is in it, for the
+            reader's ``tear_down``; called where nobody may ever use the library, so it is light.
     """
 
     name: str
@@ -129,8 +132,10 @@ class StrategyRow:
     distributed_type: str = ""
     settings: str = ""
     check: str = ""
+    judge: str = ""
     library: str = ""
     shards: str = ""
+    observe: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -283,8 +288,10 @@ STRATEGIES: tuple[StrategyRow, ...] = (
         distributed_type="DEEPSPEED",
         settings="nbaccel.deepspeed.strategy.plugin",
         check="nbaccel.deepspeed.toolchain:check_tools",
+        judge="nbaccel.deepspeed.checking:check_run",
         library="deepspeed",
         shards="nbaccel.deepspeed.strategy.reader",
+        observe="nbaccel.deepspeed.teardown:observe",
     ),
 )
 

@@ -172,7 +172,7 @@ def _launch(function: Callable[..., Any], args: tuple[Any, ...], config: RunConf
     _check_call(function, args)
     plan = resolve(config)
     if config.uses_deepspeed:
-        _catalog.check_strategy("deepspeed", plan.device)
+        _catalog.check_strategy("deepspeed", plan.device, config)
     for text in plan.warnings:
         sys.stderr.write(f"nbaccel: {text}\n")
     if plan.start_method == "inline":

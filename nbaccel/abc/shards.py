@@ -7,16 +7,38 @@ that trained weights come home from wherever they are.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Piece", "ShardReader"]
+__all__ = ["Piece", "Remembered", "ShardReader", "remember"]
 
 Piece = tuple[int, "torch.Tensor"]
 """Number of the first element in the flattened whole, and the values, of shape ``[n]``."""
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """What a module was.
+
+    Attributes:
+        tensors: Format and attributes of each parameter and buffer, by name.
+    """
+
+    tensors: dict[str, tuple[torch.dtype, frozenset[str]]]
+
+
+def remember(module: nn.Module) -> Remembered:
+    """What a module is now, for one that no library has.
+
+    Args:
+        module: The module.
+    """
+    named = (*module.named_parameters(), *module.named_buffers())
+    return Remembered({name: (t.dtype, frozenset(vars(t))) for name, t in named})
 
 
 class ShardReader(Protocol):
@@ -43,10 +65,10 @@ class ShardReader(Protocol):
     def plain_state(self, module: nn.Module) -> dict[str, Any] | None:
         """The attributes of a module without the library's; None if it put none there."""
 
-    def remember(self, module: nn.Module) -> Any:
-        """What :meth:`take_back` must know of a module, before the library has it."""
+    def remember(self, module: nn.Module) -> Remembered:
+        """What a module was before the library had it, if it has it."""
 
-    def take_back(self, module: nn.Module, remembered: Any) -> bool:
+    def take_back(self, module: nn.Module, remembered: Remembered) -> bool:
         """Make a module that the library took apart in this one process what it was.
 
         Returns:
@@ -59,8 +81,9 @@ class ShardReader(Protocol):
     def forget_groups(self) -> None:
         """Torch's process groups are gone: forget those that the library made from them."""
 
-    def observe(self) -> Any:
-        """What :meth:`tear_down` must know of this process, before the library is used."""
-
     def tear_down(self, before: Any) -> None:
-        """End the library's part of this process: engines, groups, variables."""
+        """End the library's part of this process: engines, groups, variables.
+
+        Args:
+            before: What the ``observe`` of the capability row saw.
+        """

@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from nbaccel.config import RunConfig
+from nbaccel.config.engine import engine_config
 from nbaccel.config.mistakes import closest, shown
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.auto import AUTO_KEYS
@@ -34,7 +35,7 @@ from nbaccel.deepspeed.schema import Schema, deepspeed_schema, quiet
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Inventory, inspect_machine
 
-__all__ = ["Checked", "check_config"]
+__all__ = ["Checked", "check_config", "check_run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,24 @@ def check_config(
     if mistakes:
         raise ConfigError(*mistakes)
     return Checked(checked, (*notes, *doubts(checked, device=device)))
+
+
+def check_run(run: RunConfig, device: str) -> None:
+    """Check what a run says to DeepSpeed beside the stage, before any process starts.
+
+    Args:
+        run: What was asked. One that names a stage alone is right by its making, and DeepSpeed
+            need not be imported for it.
+        device: What the processes compute on.
+
+    Raises:
+        ConfigError: Mistakes, all of them.
+        MissingBackend: DeepSpeed is not installed.
+    """
+    settings = engine_config(run)
+    if run.deepspeed and settings is not None:
+        on_device = run.changed(device=device)
+        check_config(settings, run=on_device, allow_auto=True, check_tools=False)
 
 
 def _device(run: RunConfig | None, inventory: Inventory | None) -> str:

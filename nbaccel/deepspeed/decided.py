@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from nbaccel.config import RunConfig
 from nbaccel.deepspeed.auto import AUTO_KEYS, resolve_auto
 from nbaccel.deepspeed.facts import TrainingFacts, hidden_size
 from nbaccel.deepspeed.reading import auto_keys
+from nbaccel.disk import free_bytes, nearest_folder
 from nbaccel.errors import ConfigError
 
 __all__ = ["decided", "free_on_disk", "memory_part", "nearest_folder"]
@@ -100,21 +100,7 @@ def free_on_disk(settings: Mapping[str, Any]) -> int | None:
         for section in sections
         if isinstance(section, Mapping) and section.get("nvme_path") not in (None, "auto")
     ]
-    free = (shutil.disk_usage(nearest_folder(folder)).free for folder in folders)
-    return min(free, default=None)
-
-
-def nearest_folder(folder: Path) -> Path:
-    """The folder, or the nearest above it that is there: DeepSpeed makes what is missing.
-
-    Args:
-        folder: Any path.
-
-    Returns:
-        A path that exists, on the disk that the folder is or will be on.
-    """
-    absolute = folder.expanduser().absolute()
-    return next(place for place in (absolute, *absolute.parents) if place.exists())
+    return min(map(free_bytes, folders), default=None)
 
 
 def _holder(settings: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:

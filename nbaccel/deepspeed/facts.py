@@ -9,7 +9,7 @@ from typing import Any
 from nbaccel.config import RunConfig
 from nbaccel.config.plain import plain
 
-__all__ = ["TrainingFacts", "gathered", "hidden_size"]
+__all__ = ["TrainingFacts", "gathered", "hidden_size", "made_in"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +104,19 @@ def _of_optimizer(optimizer: object) -> dict[str, Any]:
         own |= {key: getattr(optimizer, key, None) for key in ("lr", "weight_decay")}
     names = {"lr": "learning_rate", "weight_decay": "weight_decay", "betas": "betas", "eps": "eps"}
     return {name: plain(own[key]) for key, name in names.items() if own.get(key) is not None}
+
+
+def made_in(model: Any) -> str | None:
+    """The format in which a model's weights were made: ``bfloat16``; None where nothing says it.
+
+    Args:
+        model: For example one of transformers, whose configuration says it.
+    """
+    config = getattr(model, "config", None)
+    found = getattr(config, "dtype", None)
+    if found is None:  # its name before transformers 5, which warns whoever asks for it
+        found = getattr(config, "__dict__", {}).get("torch_dtype")
+    return None if found is None else str(found).removeprefix("torch.")
 
 
 def hidden_size(model: object) -> tuple[int | None, str]:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel import env
+from nbaccel import _accelerate, env
 from nbaccel.log import get_logger
 
-__all__ = ["Before", "forget_groups", "forget_modules", "observe", "tear_down"]
+__all__ = ["Before", "forget_groups", "forget_modules", "live_engines", "observe", "tear_down"]
 
 _log = get_logger(__name__)
 # Variables by which libraries talk to themselves: `TrainingArguments(deepspeed=...)` sets
@@ -47,7 +47,7 @@ def observe() -> Before:
         What :func:`tear_down` needs to know.
     """
     return Before(
-        environ=_library_variables(), accelerate=_has_accelerate(), hf_config=_hf_config()
+        environ=_library_variables(), accelerate=_accelerate.is_set_up(), hf_config=_hf_config()
     )
 
 
@@ -64,7 +64,8 @@ def tear_down(before: Before) -> None:
         steps.callback(gc.collect)
         steps.callback(_restore_variables, before)
         steps.callback(_forget_transformers, before)
-        steps.callback(_forget_accelerate, before)
+        if not before.accelerate:
+            steps.callback(_accelerate.forget)
         steps.callback(_end_groups)
         steps.callback(forget_modules)
         steps.callback(_destroy_engines)
@@ -72,16 +73,21 @@ def tear_down(before: Before) -> None:
 
 def _destroy_engines() -> None:
     """Take the hooks and buffers of every engine, also of those that a variable still names."""
-    module = sys.modules.get("deepspeed.runtime.engine")
-    if module is None:
-        return
-    kind = module.DeepSpeedEngine
-    # By its type: `isinstance` would ask the object, and some objects of torch warn when asked.
-    for engine in [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]:
+    for engine in live_engines():
         try:
             engine.destroy()
         except Exception as error:  # a half-made engine must not keep the rest alive
             _log.warning("an engine could not be destroyed: %r", error)
+
+
+def live_engines() -> list[Any]:
+    """All engines of this process, also those that no Accelerator knows."""
+    module = sys.modules.get("deepspeed.runtime.engine")
+    if module is None:
+        return []
+    kind = module.DeepSpeedEngine
+    # By its type: `isinstance` would ask the object, and some objects of torch warn when asked.
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 
 def forget_modules() -> None:
@@ -149,19 +155,6 @@ def _backends(distributed: Any) -> list[Any]:
         if hasattr(group, "_device_types")
         for device in group._device_types  # noqa: SLF001 - the same
     ]
-
-
-def _has_accelerate() -> bool:
-    module = sys.modules.get("accelerate.state")
-    return module is not None and bool(module.PartialState._shared_state)  # noqa: SLF001 - its only mark
-
-
-def _forget_accelerate(before: Before) -> None:
-    if before.accelerate or not _has_accelerate():
-        return
-    state = sys.modules["accelerate.state"]
-    state.AcceleratorState._reset_state(True)  # noqa: SLF001 - Accelerate's own tests do it so
-    state.GradientState._reset_state()  # noqa: SLF001 - the same
 
 
 def _hf_config() -> Any:

@@ -10,12 +10,17 @@ import contextlib
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nbaccel import env
+from nbaccel import _accelerate, _catalog, env
+from nbaccel.abc.shards import Remembered, ShardReader, remember
+from nbaccel.capabilities import STRATEGIES, StrategyRow
 from nbaccel.config.variables import run_variables
 from nbaccel.plan import Plan
 from nbaccel.topology import Topology
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def run(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
@@ -42,37 +47,61 @@ def _reserved_port(host: str, port: int | None) -> Iterator[int]:
         yield int(sock.getsockname()[1])
 
 
-def _own_libraries(args: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]:
-    """What shards models is taken down after the call, unless it was up before it."""
-    if _has_group():
-        return contextlib.nullcontext()
-    from nbaccel.launch.sharing.find import find_modules
-    from nbaccel.launch.sharing.shards import given_back
+@contextlib.contextmanager
+def _own_libraries(args: tuple[Any, ...]) -> Iterator[None]:
+    """What shards models is taken down after the call, modules whole, unless it was up before it.
 
-    return given_back(module for _, module in find_modules(args))
+    Nothing is imported for a function that has no use for it: torch alone is a second.
+    """
+    if _has_group():
+        yield
+        return
+    modules = _modules(args)
+    before = [
+        (row, _catalog.load(row.observe)(), [_remember(row, module) for module in modules])
+        for row in STRATEGIES
+        if row.shards
+    ]
+    try:
+        yield
+    finally:
+        for row, process, remembered in before:
+            if row.library in sys.modules:
+                reader: ShardReader = _catalog.load(row.shards)
+                for module, was in zip(modules, remembered, strict=True):
+                    reader.take_back(module, was)
+                reader.tear_down(process)
+
+
+def _modules(args: tuple[Any, ...]) -> list[nn.Module]:
+    if "torch" not in sys.modules:
+        return []
+    from nbaccel.launch.sharing.find import find_modules
+
+    return [module for _, module in find_modules(args)]
+
+
+def _remember(row: StrategyRow, module: nn.Module) -> Remembered:
+    """What a module is; a library that has been imported may have it, and knows what it was."""
+    if row.library not in sys.modules:
+        return remember(module)
+    reader: ShardReader = _catalog.load(row.shards)
+    return reader.remember(module)
 
 
 @contextlib.contextmanager
 def _tidy() -> Iterator[None]:
     """Take down what the function set up and left: a process group, Accelerate's shared state."""
-    group_before, state_before = _has_group(), _accelerate_state()
+    group_before, state_before = _has_group(), _accelerate.is_set_up()
     try:
         yield
     finally:
         if _has_group() and not group_before:
             sys.modules["torch.distributed"].destroy_process_group()
-        state = _accelerate_state()
-        if state is not None and not state_before:
-            sys.modules["accelerate.state"].AcceleratorState._reset_state(True)
-            sys.modules["accelerate.state"].GradientState._reset_state()
+        if not state_before:
+            _accelerate.forget()
 
 
 def _has_group() -> bool:
     distributed = sys.modules.get("torch.distributed")
     return bool(distributed and distributed.is_available() and distributed.is_initialized())
-
-
-def _accelerate_state() -> dict[str, Any] | None:
-    """Accelerate's process-wide state, if it has been set up."""
-    module = sys.modules.get("accelerate.state")
-    return module.PartialState._shared_state or None if module is not None else None

@@ -138,7 +138,7 @@ class Listener:
             elif key.fileobj is key.data.channel:
                 if not key.data.hung_up:
                     self._hear_message(key.data)
-            elif key.fd in key.data.pipes:  # a death earlier in this batch may have closed it
+            elif key.fd in self._selector.get_map():  # no death earlier in this batch has ended it
                 self._hear_output(key.data, key.fd)
         self._console.tick()
         if self._show is not None:

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from nbaccel import _catalog, env
+from nbaccel import _accelerate, _catalog, env
 from nbaccel.errors import InputRefused, InternalError
 from nbaccel.launch import display, failure, precision, process_groups, remains, reporting, wire
 from nbaccel.launch.sharing import arena, memory, parcel, shards
@@ -85,6 +85,8 @@ def main(ends: Ends, parent: int, inheritance: Inheritance | None = None) -> NoR
     status = 1
     try:
         _settle_in(ends, parent)
+        if inheritance is not None:
+            _accelerate.forget()  # it says that the notebook is alone, and is believed here, too
         channel = wire.Channel.from_fd(ends.channel)
         channel.send(wire.Alive(time.monotonic()))
         message, fds = channel.receive()

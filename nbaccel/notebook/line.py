@@ -233,7 +233,7 @@ class _Reader:
             return
 
     def _name(self, word: str) -> None:
-        takes = self.subcommand in ("pull", "push")
+        takes = self.subcommand in ("pull", "push", "config")
         name, equals, value = word.partition("=")
         if takes and all(part.isidentifier() for part in word.strip(",").split(",")):
             self.names += word.strip(",").split(",")

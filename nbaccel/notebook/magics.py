@@ -130,6 +130,16 @@ def _push(session: Session, line: Line) -> None:
 
 
 def _config(session: Session, line: Line) -> None:
+    if not (line.given or line.dist):
+        picker = session.open_picker(line.names)
+        print(session.told_settings())
+        picker.show()
+        return
+    if line.names:
+        raise ConfigError(
+            f"%accelerate config got {', '.join(line.names)} beside options: names are for the "
+            "memory that its form shows, and with options it shows none. Leave one of them out."
+        )
     session.configure(line)
     print(session.told_config())
 

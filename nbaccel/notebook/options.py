@@ -137,8 +137,10 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
     ),
     Subcommand(
         name="config",
-        meaning="Show the settings for the next start; with options, change them.",
+        meaning="Pick the settings for the next start; NAMES are a model, and a batch, for the "
+        "memory that is shown. With options, change them.",
         options=("*", *_START),
+        names=True,
     ),
 )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nbaccel.config import RunConfig
 from nbaccel.notebook.options import settings as options
 from nbaccel.notebook.picker_choices import PANELS
-from nbaccel.plan.plan import Choice
+from nbaccel.plan.plan import Choice, table
 
 if TYPE_CHECKING:
     from nbaccel.notebook.picker_model import PickerModel
@@ -114,6 +114,8 @@ def static_text(model: PickerModel) -> str:
         values = max(len(row[1]) for row in rows)
         lines += [_TITLES[panel], *(f"  {a:<{width}}  {b:<{values}}  {c}" for a, b, c in rows), ""]
     lines += ["Memory", *(f"  {line}" for line in _memory(model)), ""]
+    if reasons := model.resolved():
+        lines += [table("What is left open comes to", reasons, ()), ""]
     for face in model.faces():
         lines += [face.name, *(f"  {line}" for line in face.text.splitlines()), ""]
     return "\n".join(line.rstrip() for line in lines).rstrip()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -18,6 +18,7 @@ from nbaccel.pool.states import PoolState
 from nbaccel.units import format_bytes
 
 if TYPE_CHECKING:
+    from nbaccel.notebook.pickers import Picker
     from nbaccel.pool.pool import Pool
 
 __all__ = ["Session"]
@@ -33,17 +34,28 @@ class Session:
     Attributes:
         shell: The notebook's shell.
         pool: The workers, once a cell has asked for some.
-        config: The settings for the next start.
         dist: Whether the next workers join their process group at once.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:
         self.shell = shell
         self.pool: Pool | None = None
-        self.config = RunConfig()
+        self._config = RunConfig()
+        self._picker: Picker | None = None
         self.dist = False
         self._reloads = False
         self._reloading: Pool | None = None
+
+    @property
+    def config(self) -> RunConfig:
+        """The settings for the next start."""
+        return self._config
+
+    @config.setter
+    def config(self, config: RunConfig) -> None:
+        self._config = config
+        if self._picker is not None:
+            self._picker.config = config  # a form that shows them follows
 
     def is_live(self) -> bool:
         """Whether there are workers."""
@@ -121,15 +133,52 @@ class Session:
         plan_pool(line.wanted)
         self.config, self.dist = line.wanted, self.dist or line.dist
 
+    def open_picker(self, names: Sequence[str]) -> Picker:
+        """A form for the settings of the next start.
+
+        Args:
+            names: The notebook's model, and a batch, for the memory that it shows; may be empty.
+
+        Returns:
+            The form. What is picked in it is what the next start uses.
+
+        Raises:
+            ConfigError: There is no such variable, or it is no model.
+        """
+        from nbaccel.notebook.pickers import Picker
+
+        missing_names(names, self.shell.user_ns)
+        if len(names) > 2:
+            raise ConfigError(
+                f"%accelerate config takes a model and a batch at most: got {', '.join(names)}. "
+                "Nothing says what the others are for. Write %accelerate config model batch."
+            )
+        model, batch, *_ = (*(self.shell.user_ns[name] for name in names), None, None)
+        picker = Picker(self._config, model=model, sample_batch=batch)
+        if self._picker is not None:
+            self._picker.unobserve(self._picked, "config")
+        picker.observe(self._picked, "config")
+        self._picker = picker
+        return picker
+
+    def _picked(self, change: Mapping[str, Any]) -> None:
+        self._config = change["new"]
+
     def told_config(self) -> str:
         """The settings for the next start, and the plan of the workers there are or would be."""
+        is_live = self.pool is not None and self.is_live()
+        plan = self.pool.plan if self.pool is not None and is_live else plan_pool(self.config)
+        return f"{self.told_settings()}\n\n{plan.explain()}"
+
+    def told_settings(self) -> str:
+        """The settings for the next start, and in what those of the workers there are differ."""
         told = [f"Next start: {self.config!r}{', process group joined' if self.dist else ''}"]
         if self.pool is None or not self.is_live():
-            return "\n".join([*told, "", plan_pool(self.config).explain()])
+            return told[0]
         if differing := self._differing(self.pool, self.config, tuple(RunConfig.model_fields)):
             now = ", ".join(f"{name}={_effective(self.pool.plan, name)!r}" for name in differing)
             told.append(f"The workers run with {now} until %accelerate restart.")
-        return "\n".join([*told, "", self.pool.plan.explain()])
+        return "\n".join(told)
 
     def told_absence(self) -> str:
         """What there is to say where there are no workers."""

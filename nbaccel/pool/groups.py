@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -33,6 +34,7 @@ from nbaccel.train import arrival
 
 __all__ = ["Groups"]
 
+_CLOSING_S = 1.0  # gloo takes less than a millisecond to close what was shut down
 _Wanted = Callable[[GroupWanted], None]
 
 
@@ -161,8 +163,18 @@ class Groups:
     def _close_sockets(self) -> None:
         """Close what gloo leaves open: `process_groups.keep` keeps its objects, not their ports.
 
-        The numbers stay taken, by the null device, so that gloo's threads touch nothing else.
+        Connections are shut down, and gloo's own threads close them. One that finds the null device
+        where its peer has just hung up would end this process; see `docs/upstream.md`. The numbers
+        of the rest stay taken, by the null device, so that these threads touch nothing else.
         """
+        shut = {
+            inode
+            for inode, fd in _sockets().items()
+            if inode in self._sockets and _shut(fd, spared_port=self._place.master_port)
+        }
+        deadline = time.monotonic() + _CLOSING_S
+        while shut & _sockets().keys() and time.monotonic() < deadline:
+            time.sleep(0.001)
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for inode, fd in _sockets().items():
             if inode in self._sockets:
@@ -203,11 +215,20 @@ def _sockets() -> dict[int, int]:
     return found
 
 
-def _shut(fd: int, *, spared_port: int) -> None:
-    """Shut a TCP connection down, unless this process serves the store over it."""
-    with contextlib.suppress(OSError):  # closed meanwhile, or only listening
+def _shut(fd: int, *, spared_port: int) -> bool:
+    """Shut a TCP connection down, unless this process serves the store over it.
+
+    Returns:
+        Whether it is, or was, such a connection.
+    """
+    with contextlib.suppress(OSError):  # closed meanwhile
         sock = socket.socket(fileno=os.dup(fd))
         with sock:
             internet = sock.family in (socket.AF_INET, socket.AF_INET6)
-            if internet and sock.getsockname()[1] != spared_port and sock.getpeername():
+            listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if not internet or listens or sock.getsockname()[1] == spared_port:
+                return False
+            with contextlib.suppress(OSError):  # shut already, by either side
                 sock.shutdown(socket.SHUT_RDWR)
+            return True
+    return False

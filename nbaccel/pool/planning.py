@@ -52,7 +52,7 @@ def plan_pool(config: RunConfig) -> Plan:
         raise ConfigError(*mistakes)
     plan = resolve(config)
     if config.uses_deepspeed:
-        _catalog.check_strategy("deepspeed", plan.device)
+        _catalog.check_strategy("deepspeed", plan.device, config)
     if start_method_row(plan.start_method).separate_processes:
         return plan
     reason = "live workers are processes of their own, whatever their number"

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 
 from nbaccel import Accelerator, DeepSpeedPlugin, deepspeed_environment
+from nbaccel.deepspeed.weights.live import fp32_state_dict
 from nbaccel.errors import NbaccelError
 from tests.deepspeed import operations
 from tests.deepspeed.engines import changes, world
@@ -89,6 +90,7 @@ def infer(place: str, folder: Path, model: nn.Module) -> dict[str, Any]:
         "shape": list(next(engine.parameters()).shape),
         "files": [path.stat().st_size for path in sorted(folder.rglob(f"rank{rank}/*.swp"))],
         "same": same(accelerator.get_state_dict(engine), plain),
+        "same in fp32": same(fp32_state_dict(engine), t5(0, dtype).float()),
     }
     accelerator._strategy.load_model_state(engine, other.state_dict())
     found["said"].append(answer(inner, rank))

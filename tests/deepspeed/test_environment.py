@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -24,7 +23,7 @@ from nbaccel.errors import (
 from nbaccel.plan.gpus import Gpu
 from tests.deepspeed import needs
 from tests.deepspeed.engines import SWAPPED_WIDTH, world
-from tests.isolation import ROOT
+from tests.deepspeed.programs import told_by
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -227,27 +226,13 @@ def locked(root: Path) -> Path:
 @pytest.fixture(scope="module")
 def runs():
     """What became of real engines, one after another in one process."""
-    return told_by("engines")
+    return told_by("tests.deepspeed.engines", timeout_s=110)
 
 
 @pytest.fixture(scope="module")
 def hf_runs():
     """The same for transformers' way to use them."""
-    return told_by("transformers_runs")
-
-
-def told_by(module):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"tests.deepspeed.{module}"],
-        cwd=ROOT,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return told_by("tests.deepspeed.transformers_runs", timeout_s=110)
 
 
 @marked

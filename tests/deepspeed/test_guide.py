@@ -59,8 +59,8 @@ def test_the_guide_shows_the_table_of_the_stored_result(monkeypatch: pytest.Monk
     benchmark = _module(folder / "zero_training.py")
     results = benchmark.Results(folder / "results" / "zero_training.json")
     table, holds = benchmark.render(results)
-    _, _, rest = GUIDE.partition(benchmark.BEGIN)
-    shown, _, _ = rest.partition(benchmark.END)
+    _, _, rest = GUIDE.partition(benchmark.REPORT.begin)
+    shown, _, _ = rest.partition(benchmark.REPORT.end)
     assert shown.strip() == table.strip()
     assert holds
 

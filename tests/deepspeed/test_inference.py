@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,7 @@ from nbaccel.errors import ConfigError
 from nbaccel.plan.inventory import Inventory
 from tests.deepspeed import needs, operations
 from tests.deepspeed.inference import BUFFERS, INNER, LAYERS, WIDTH, config, infer_all, t5
-from tests.isolation import ROOT
+from tests.deepspeed.programs import told_by
 
 pytestmark = [*needs.ENGINE, pytest.mark.filterwarnings("ignore")]
 
@@ -44,17 +40,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], dict[
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
     """What one process tells, in which no launcher was."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.deepspeed.inference"],
-        cwd=ROOT,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return told_by("tests.deepspeed.inference", timeout_s=240)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -81,6 +67,7 @@ def test_whole_weights_come_out_and_go_in_though_there_are_few_buffers(launched,
     assert BUFFERS < FILES
     results, _ = launched
     assert [rank[place]["same"] for rank in results] == [True, None]
+    assert [rank[place]["same in fp32"] for rank in results] == [True, None]
     assert [rank[place]["same after loading"] for rank in results] == [True, None]
     assert alone[place]["same"]
     assert alone[place]["same after loading"]

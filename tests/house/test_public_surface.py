@@ -111,6 +111,12 @@ def test_planning_imports_no_torch():
     assert not {"torch", "IPython", "ipywidgets", "numpy"} & loaded
 
 
+def test_a_launch_of_one_process_imports_nothing_that_its_function_does_not_use():
+    loaded = loaded_by("import os, nbaccel\nassert nbaccel.notebook_launcher(os.getppid, (), 1)")
+    assert not {"torch", "numpy", "deepspeed", "accelerate"} & loaded
+    assert "nbaccel.deepspeed.strategy.reader" not in loaded
+
+
 def loaded_by(code):
     """The modules that a fresh process has loaded after running the code."""
     script = f"import json, sys\n{code}\nprint(json.dumps(sorted(sys.modules)))"

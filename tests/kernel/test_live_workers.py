@@ -85,6 +85,8 @@ def test_stop_ends_the_cell_and_the_workers_go_on(alive: Kernel) -> None:
 
 
 def test_two_hundred_cells_do_not_grow(alive: Kernel) -> None:
+    # A thread of IPython's writes each cell to the history: a journal is open now and then.
+    alive.run("get_ipython().history_manager.enabled = False").check()
     alive.run("import torch; model, lr = torch.nn.Linear(64, 64), 0.1").check()
     processes = [psutil.Process(pid) for pid in (alive.pid, *workers_of(alive))]
 
@@ -99,7 +101,7 @@ def test_two_hundred_cells_do_not_grow(alive: Kernel) -> None:
     before = [(p.num_fds(), p.num_threads(), p.memory_info().rss) for p in processes]
     cells(200)
     for process, (fds, threads, rss) in zip(processes, before, strict=True):
-        assert process.num_fds() <= fds  # one that was about to go may be gone
+        assert process.num_fds() == fds
         assert process.num_threads() == threads
         assert process.memory_info().rss < rss + 12 * 2**20
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nbaccel import PrecisionMismatch, WorkerFailed, notebook_launcher
+from tests.isolation import isolated
 
 pytestmark = pytest.mark.timeout(300)  # a cold import of transformers takes most of a minute
 
@@ -110,15 +111,6 @@ def tiny_llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, **heads))
 
 
-@pytest.fixture(autouse=True)
-def no_state_of_accelerate() -> None:
-    """A test before may have left Accelerate's in this process; a fork would inherit it."""
-    import sys
-
-    if "accelerate.state" in sys.modules:
-        sys.modules["accelerate.state"].AcceleratorState._reset_state(True)
-
-
 @METHODS
 def test_raw_torch_and_ddp(start_method: str) -> None:
     model = nn.Linear(8, 4)
@@ -139,6 +131,19 @@ def test_accelerate(start_method: str, precision: str) -> None:
         assert result["ranks"] == [0, 1]
     assert sorted(results[0]["seen"] + results[1]["seen"]) == list(range(32))
     assert model.weight.sum().item() == results[0]["weight"] == results[1]["weight"]
+
+
+@isolated(timeout_s=120)
+def test_a_fork_of_a_kernel_that_has_used_accelerate() -> None:
+    from accelerate import Accelerator
+
+    alone = Accelerator(cpu=True)
+    assert (alone.distributed_type.value, alone.num_processes) == ("NO", 1)
+    results = notebook_launcher(with_accelerate, (nn.Linear(8, 4),), 2, start_method="fork")
+    for result in results:
+        assert (result["type"], result["world"]) == ("MULTI_CPU", 2)
+        assert result["ranks"] == [0, 1]
+    assert (alone.distributed_type.value, alone.num_processes) == ("NO", 1)
 
 
 # A forked worker has pytest's filters; the Trainer asks for pinned memory, which a CPU has not.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbaccel.capabilities import precision_row
+from nbaccel.deepspeed.facts import made_in
 from nbaccel.errors import ConfigError
 from nbaccel.plan.inventory import Gpu
 
@@ -92,13 +93,11 @@ def _cpu_has_bf16() -> bool:
 
 
 def _warned(chosen: Precision, model: Any) -> Precision:
-    config = getattr(model, "config", None)
-    # transformers renamed it, and says so to whoever asks for the old name.
-    before = getattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", None)
-    if chosen.name != "fp16" or not str(before).endswith("bfloat16"):
+    before = made_in(model)
+    if chosen.name != "fp16" or before != "bfloat16":
         return chosen
     warning = (
-        f"The model was trained in bfloat16 ({before}) and will be trained in fp16, whose largest "
+        f"The model was trained in {before} and will be trained in fp16, whose largest "
         "number is 65504: losses may become NaN. Where they do, train in fp32, or on a GPU of "
         "compute capability 8.0 or newer in bf16."
     )

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from nbaccel.abc.shards import Remembered
 from nbaccel.deepspeed.strategy.swapping import Claim
-from nbaccel.deepspeed.strategy.taking_back import Remembered, take_back, unhook
+from nbaccel.deepspeed.strategy.taking_back import take_back, unhook
 from nbaccel.deepspeed.strategy.troubles import Troubles
 from nbaccel.errors import ConfigError
 
@@ -124,13 +125,13 @@ class Drive:
         if self._due:
             self._tell_of_two_norms(max_norm)
             if self._clips_itself:
-                self._set_clipping(max_norm)
-                self.step()
+                with self._clipping_at(max_norm):
+                    self.step()
             else:
                 parameters = self.engine.module.parameters()
                 norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-                self._set_clipping(0.0)
-                self.step()
+                with self._clipping_at(0.0):
+                    self.step()
                 self._norm = norm
         device = self.engine.device
         return torch.as_tensor(0.0 if self._norm is None else self._norm, device=device).float()
@@ -155,11 +156,21 @@ class Drive:
         """Whether its optimizer clips, and says by which norm; torch's own does neither."""
         return hasattr(self.engine.optimizer, "clip_grad")
 
-    def _set_clipping(self, max_norm: float) -> None:
+    @contextlib.contextmanager
+    def _clipping_at(self, max_norm: float) -> Iterator[None]:
+        """A block in which steps clip at this norm; those of a loop without the call do not."""
         # DeepSpeed has no public way: the engine reads its configuration, optimizers a copy.
-        self.engine._config.gradient_clipping = max_norm
+        places = [(self.engine._config, "gradient_clipping")]
         if self._clips_itself:
-            self.engine.optimizer.clip_grad = max_norm
+            places.append((self.engine.optimizer, "clip_grad"))
+        before = [getattr(*place) for place in places]
+        try:
+            for place in places:
+                setattr(*place, max_norm)
+            yield
+        finally:
+            for place, value in zip(places, before, strict=True):
+                setattr(*place, value)
 
     def _tell_of_two_norms(self, max_norm: float) -> None:
         said, self._clipping = self._clipping, None

@@ -40,7 +40,7 @@ def make_engine(
     moe_layers: str | None,
     several: bool,
 ) -> Any:
-    """Make an engine.
+    """Make an engine, where :func:`begin_comm` has been called.
 
     Args:
         model: The model; it is changed: cast, and at stage 3 taken apart.
@@ -72,7 +72,6 @@ def make_engine(
         arguments["lr_scheduler"] = scheduler
     if moe_layers and stage_of(settings) == 3:
         _fetch_together(model, moe_layers)
-    begin_comm(settings)
     with _quiet(settings):
         engine, *_ = deepspeed.initialize(**arguments)
     _convert(engine)

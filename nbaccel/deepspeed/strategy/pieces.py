@@ -2,10 +2,10 @@
 
     stage 3       a placeholder; this process's part of the weights, and of their float32 copy
     stages 1, 2   whole weights, and this process's part of their float32 copy
-    stage 0       whole weights; with bf16 or fp16 a whole float32 copy
+    stage 0       whole weights; nothing is cut, and they come home as any module's
 
 The float32 copy is what was trained, so that it comes home, and no process ever holds all of it.
-This is the launch's :class:`~nbaccel.abc.shards.ShardReader`.
+What a launch and a pool ask, :mod:`~nbaccel.deepspeed.strategy.reader`, begins here.
 """
 
 from __future__ import annotations

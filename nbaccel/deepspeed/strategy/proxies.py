@@ -14,21 +14,35 @@ if TYPE_CHECKING:
 __all__ = ["EngineOptimizer", "EngineScheduler"]
 
 
-class EngineOptimizer(Optimizer):
-    """An engine's optimizer: a step of it is a step of the engine.
+class _OfEngine:
+    """What an engine has of a kind, in place of what was prepared.
 
     Args:
         drive: Drives the engine.
-        given: The optimizer, or what stood for it, that was prepared.
+        given: What was prepared, or stood for it.
 
     Attributes:
         given: As given.
     """
 
     def __init__(self, drive: Drive, given: Any) -> None:
-        # Without the base class's constructor: it would make a second state and second groups.
+        # Without the constructor of `Optimizer`: it would make a second state and second groups.
         self._drive = drive
         self.given = given
+
+    @property
+    def _inner(self) -> Any:
+        """Whose attributes it has, besides its own."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_drive", "given"):
+            raise AttributeError(f"{type(self).__name__} has no {name!r} before it is made")
+        return getattr(self._inner, name)
+
+
+class EngineOptimizer(_OfEngine, Optimizer):
+    """An engine's optimizer: a step of it is a step of the engine."""
 
     @property
     def model(self) -> Any:
@@ -78,7 +92,7 @@ class EngineOptimizer(Optimizer):
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """Of the torch optimizer inside."""
-        found: dict[str, Any] = self._drive.engine.basic_optimizer.defaults
+        found: dict[str, Any] = self._inner.defaults
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,34 +127,20 @@ class EngineOptimizer(Optimizer):
         """Refused; see :meth:`Drive.__reduce__`."""
         return self._drive.__reduce__()
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_drive", "given"):
-            raise AttributeError(f"{type(self).__name__} has no {name!r} before it is made")
-        return getattr(self._drive.engine.basic_optimizer, name)
+    @property
+    def _inner(self) -> Any:
+        return self._drive.engine.basic_optimizer
 
     def __repr__(self) -> str:
-        own = self._own
-        inner = type(self._drive.engine.basic_optimizer).__name__
-        return f"{type(self).__name__}({type(own).__name__} over {inner})"
+        names = (type(found).__name__ for found in (self, self._own, self._inner))
+        return "{}({} over {})".format(*names)
 
 
-class EngineScheduler:
-    """A schedule that the engine advances with its steps.
-
-    Args:
-        drive: Drives the engine.
-        given: The schedule, or what stood for it, that was prepared.
-
-    Attributes:
-        given: As given.
-    """
-
-    def __init__(self, drive: Drive, given: Any) -> None:
-        self._drive = drive
-        self.given = given
+class EngineScheduler(_OfEngine):
+    """A schedule that the engine advances with its steps."""
 
     @property
-    def _own(self) -> Any:
+    def _inner(self) -> Any:
         return self._drive.engine.lr_scheduler
 
     def step(self, *_: Any, **__: Any) -> None:
@@ -152,17 +152,12 @@ class EngineScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """The schedule's own."""
-        found: dict[str, Any] = self._own.state_dict()
+        found: dict[str, Any] = self._inner.state_dict()
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave."""
-        self._own.load_state_dict(state_dict)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_drive", "given"):
-            raise AttributeError(f"{type(self).__name__} has no {name!r} before it is made")
-        return getattr(self._own, name)
+        self._inner.load_state_dict(state_dict)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._own!r})"
+        return f"{type(self).__name__}({self._inner!r})"

@@ -6,7 +6,7 @@ from nbaccel.deepspeed.strategy.pieces import assign, hold, is_cut, local_pieces
 from nbaccel.deepspeed.strategy.stripping import inner_module, plain_state
 from nbaccel.deepspeed.strategy.swapping import leave
 from nbaccel.deepspeed.strategy.taking_back import remember, take_back
-from nbaccel.deepspeed.teardown import forget_groups, observe, tear_down
+from nbaccel.deepspeed.teardown import forget_groups, tear_down
 
 __all__ = [
     "assign",
@@ -16,7 +16,6 @@ __all__ = [
     "is_cut",
     "leave",
     "local_pieces",
-    "observe",
     "plain_state",
     "remember",
     "take_back",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import warnings
 import weakref
@@ -17,9 +16,11 @@ from torch import nn
 
 from nbaccel.abc.bundle import Bundle
 from nbaccel.abc.place import Place
+from nbaccel.abc.shards import Remembered
 from nbaccel.abc.standins import DummyOptim
 from nbaccel.abc.strategy import Strategy
 from nbaccel.deepspeed.config import ZeroConfig
+from nbaccel.deepspeed.facts import made_in
 from nbaccel.deepspeed.ops import needed_ops, offloads_optimizer
 from nbaccel.deepspeed.strategy import (
     checkpoints,
@@ -37,11 +38,7 @@ from nbaccel.deepspeed.strategy.finding import drive_of_loss, drive_of_parameter
 from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin, Plugins
 from nbaccel.deepspeed.strategy.proxies import EngineOptimizer, EngineScheduler
 from nbaccel.deepspeed.strategy.settling import Settled, check_parts, settle, stage_of
-from nbaccel.deepspeed.strategy.taking_back import (
-    Remembered,
-    remember,
-    take_back_together,
-)
+from nbaccel.deepspeed.strategy.taking_back import remember, take_back_together
 from nbaccel.deepspeed.toolchain import not_built
 from nbaccel.errors import ConfigError
 from nbaccel.plan.training import Asked
@@ -116,7 +113,7 @@ class DeepSpeedStrategy(Strategy):
             bundle,
             models=tuple(models),
             optimizers=tuple(_proxy(by_optimizer[id(o)], o) for o in bundle.optimizers),
-            schedulers=tuple(_schedule(drives, s) for s in bundle.schedulers),
+            schedulers=tuple(_schedule(drives, by_optimizer, s) for s in bundle.schedulers),
         )
 
     def _as_given(self, plugin: DeepSpeedPlugin) -> dict[str, Any]:
@@ -154,23 +151,27 @@ class DeepSpeedStrategy(Strategy):
             self._open[id(plugin)] = (settled.settings, given)
         self.choices += settled.choices
         self._tell_before(model, optimizer, settled, trains=trains)
+        begin_comm(settled.settings)
         if not self.place.is_alone:
-            begin_comm(settled.settings)
             take_back_together(model, self.place.device)
             orphans.end()
-        before, made_in = remember(model), troubles.made_in(model)
+        before, made_as = remember(model), made_in(model)
         settings, claimed = swapping.claim(settled.settings, self.place.rank)
-        engine = make_engine(
-            model,
-            optimizer,
-            scheduler,
-            settings,
-            moe_layers=plugin.transformer_moe_cls_names,
-            several=not self.place.is_alone,
-        )
+        try:
+            engine = make_engine(
+                model,
+                optimizer,
+                scheduler,
+                settings,
+                moe_layers=plugin.transformer_moe_cls_names,
+                several=not self.place.is_alone,
+            )
+        except BaseException:  # an interrupt, too: nobody would ever release it
+            claimed.release()
+            raise
         clipping = given.get("gradient_clipping")
         own_clipping = float(clipping) if isinstance(clipping, (int, float)) else None
-        drive = Drive(engine, claimed, troubles.Troubles(engine, made_in), own_clipping)
+        drive = Drive(engine, claimed, troubles.Troubles(engine, made_as), own_clipping)
         self._drives[id(engine)] = drive
         self._before[id(engine)] = before
         return drive
@@ -401,14 +402,13 @@ def _proxy(drive: Drive | None, optimizer: Any) -> Any:
     return EngineOptimizer(drive, optimizer) if drive is not None else optimizer
 
 
-def _schedule(drives: list[Drive | None], scheduler: Any) -> Any:
+def _schedule(
+    drives: list[Drive | None], by_optimizer: dict[int, Drive | None], scheduler: Any
+) -> Any:
     """What steps a schedule: the engine, or, for one of torch, the loop as ever."""
     if not is_engines(scheduler):
         return scheduler
-    for drive in drives:
-        if drive is not None and drive.engine.lr_scheduler is not None:
-            with contextlib.suppress(AttributeError):
-                if scheduler.optimizer is drive.engine.client_optimizer:
-                    return EngineScheduler(drive, scheduler)
-    its = next(drive for drive in drives if drive is not None)
-    return EngineScheduler(its, scheduler)
+    drive = by_optimizer.get(id(scheduler.optimizer))
+    if drive is None:  # of an optimizer that only the file names: one engine has it
+        drive = next(found for found in drives if found is not None)
+    return EngineScheduler(drive, scheduler)

@@ -6,8 +6,10 @@ its states in it, and leaves the files there when the process ends.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,12 +33,15 @@ class Claim:
     def __init__(self, folders: frozenset[Path], rank: int) -> None:
         self.folders = folders
         self._rank = rank
+        self._pid = os.getpid()
 
     def release(self) -> None:
         """Remove this process's files; a second time does nothing."""
         if self not in _CLAIMS:
             return
         _CLAIMS.remove(self)
+        if os.getpid() != self._pid:
+            return  # a forked child's copy; the files are its parent's
         for folder in self.folders:
             for own in folder.glob(f"zero_stage_3/*/rank{self._rank}"):
                 shutil.rmtree(own, ignore_errors=True)
@@ -85,3 +90,8 @@ def leave() -> None:
     """Release all: this process ends."""
     for held in tuple(_CLAIMS):
         held.release()
+
+
+# Now, so that it is done after all that is registered later: an environment's end takes its engines
+# down first. A worker leaves without it, and is told to.
+atexit.register(leave)

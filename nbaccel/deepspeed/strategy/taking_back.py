@@ -10,10 +10,7 @@ there after training, and is to be looked at, saved, or trained in another way.
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,22 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nbaccel.abc import shards
+from nbaccel.abc.shards import Remembered
 from nbaccel.deepspeed.strategy import pieces
-from nbaccel.deepspeed.teardown import forget_modules
+from nbaccel.deepspeed.teardown import forget_modules, live_engines
 from nbaccel.errors import ConfigError
 
-__all__ = ["Remembered", "remember", "take_back", "take_back_together", "unhook"]
-
-
-@dataclass(frozen=True)
-class Remembered:
-    """What a module was.
-
-    Attributes:
-        tensors: Format and attributes of each parameter and buffer, by name.
-    """
-
-    tensors: dict[str, tuple[torch.dtype, frozenset[str]]]
+__all__ = ["remember", "take_back", "take_back_together", "unhook"]
 
 
 # What a module was before its first engine is a fact of this process: in a live worker it outlives
@@ -48,8 +36,7 @@ def remember(module: nn.Module) -> Remembered:
     """See :meth:`ShardReader.remember`; of a module that is taken apart, what it was before."""
     cut = any(map(pieces.is_cut, module.parameters()))
     if not cut or module not in _WAS:
-        named = (*module.named_parameters(), *module.named_buffers())
-        _WAS[module] = Remembered({name: (t.dtype, frozenset(vars(t))) for name, t in named})
+        _WAS[module] = shards.remember(module)
     return _WAS[module]
 
 
@@ -150,13 +137,7 @@ def _restore(
 
 
 def _engines_of(module: nn.Module) -> list[Any]:
-    loaded = sys.modules.get("deepspeed.runtime.engine")
-    if loaded is None:
-        return []
-    kind = loaded.DeepSpeedEngine
-    # By its type: `isinstance` would ask the object, and some objects of torch warn when asked.
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
-    return [engine for engine in found if vars(engine).get("module") is module]
+    return [engine for engine in live_engines() if vars(engine).get("module") is module]
 
 
 def unhook(engine: Any) -> None:

@@ -41,7 +41,7 @@ class Troubles:
         made_in: Format in which the model's weights were made, where the model says it.
     """
 
-    def __init__(self, engine: Any, made_in: torch.dtype | None) -> None:
+    def __init__(self, engine: Any, made_in: str | None) -> None:
         self._engine = engine
         self._made_in = made_in
         self._in_fp16 = bool(engine.fp16_enabled())
@@ -101,7 +101,7 @@ class Troubles:
     def _nan_text(self, *, skipped: bool) -> str:
         step = self._engine.global_steps
         found = f"The loss is no number after optimizer step {step}."
-        if self._in_fp16 and self._made_in is torch.bfloat16:
+        if self._in_fp16 and self._made_in == "bfloat16":
             return (
                 f"{found} The model's weights were made in bfloat16 and train in float16, whose "
                 f"largest number is 65504: activations overflow. Set {_BF16_KEYS}, or leave both "
@@ -124,7 +124,7 @@ class Troubles:
         scale = getattr(floor, "cur_scale", "?")
         hint = (
             " Its weights were made in bfloat16, whose range float16 does not have."
-            if self._made_in is torch.bfloat16
+            if self._made_in == "bfloat16"
             else ""
         )
         return (
@@ -132,21 +132,6 @@ class Troubles:
             f"(fp16.min_loss_scale), after {self._engine.skipped_steps} skipped steps, so that "
             f"nothing is trained.{hint} Set {_BF16_KEYS}, or a lower optimizer.params.lr."
         )
-
-
-def made_in(model: nn.Module) -> torch.dtype | None:
-    """The format in which a model's weights were made, where its configuration says it.
-
-    Args:
-        model: For example one of transformers.
-    """
-    config: Any = getattr(model, "config", None)
-    found = getattr(config, "dtype", None)
-    if found is None and "torch_dtype" in getattr(config, "__dict__", {}):
-        found = config.torch_dtype  # before transformers 5, which warns whoever asks for it
-    if isinstance(found, str):
-        found = getattr(torch, found.removeprefix("torch."), None)
-    return found if isinstance(found, torch.dtype) else None
 
 
 def check_host_memory(

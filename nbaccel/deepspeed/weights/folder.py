@@ -158,7 +158,7 @@ def _latest(root: Path, tags: list[str]) -> str:
     if tags:
         raise ConfigError(
             f"{root} has no file `latest`, which would tell the tag of the last save. "
-            f"{_listed(tags).capitalize()}. Say which: tag={tags[-1]!r}."
+            f"T{_listed(tags)[1:]}. Say which: tag={tags[-1]!r}."
         )
     names = sorted(path.name for path in root.iterdir())
     weights = sorted([*root.glob("*.safetensors"), *root.glob("*.bin")])

@@ -254,8 +254,9 @@ class _Masters(_Parameters):
 
     def gather(self, live: _Live) -> torch.Tensor | None:
         tensor = live.tensor
-        if tensor.requires_grad and hasattr(tensor, "ds_id"):
-            whole: torch.Tensor = tensor._z3_optimizer.get_full_hp_param(tensor)  # type: ignore[attr-defined]
+        optimizer: Any = getattr(tensor, "_z3_optimizer", None)  # none where it only infers
+        if tensor.requires_grad and optimizer is not None:
+            whole: torch.Tensor = optimizer.get_full_hp_param(tensor)
             return whole if dist.get_rank() == 0 else None
         if hasattr(tensor, "_hp_mapping"):
             return _sum_of_fragments(tensor)

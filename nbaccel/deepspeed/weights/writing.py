@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from nbaccel import atomic
 from nbaccel.deepspeed.weights.stored import DTYPES, Weight
+from nbaccel.disk import free_bytes
 from nbaccel.errors import CheckpointFailed, ConfigError
 from nbaccel.units import format_bytes, parse_bytes
 
@@ -198,8 +198,9 @@ def publishing(folder: Path, shards: Iterable[Shard]) -> Iterator[Path]:
         CheckpointFailed: The disk was full, or failed.
     """
     shards = list(shards)
-    made = _make(folder)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
+        _make(folder)
         _check_room(folder, shards)
         with atomic.workshop(folder, "model") as workshop:
             yield workshop
@@ -213,30 +214,23 @@ def publishing(folder: Path, shards: Iterable[Shard]) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise CheckpointFailed(
                 f"Writing weights to {folder} failed: {error}. What was written is gone, and what "
-                f"was there before is as it was; {format_bytes(_free(folder))} are free. Mend the "
-                "cause, or give a folder on another disk."
+                f"was there before is as it was; {format_bytes(free_bytes(folder))} are free. Mend "
+                "the cause, or give a folder on another disk."
             ) from error
         raise
 
 
-def _make(folder: Path) -> list[Path]:
+def _make(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(
             f"{folder} is a file: weights and their index need a folder. Give a folder's name."
         )
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    return missing
-
-
-def _free(folder: Path) -> int:
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return shutil.disk_usage(there).free
 
 
 def _check_room(folder: Path, shards: list[Shard]) -> None:
     needed = sum(shard.nbytes for shard in shards)
-    free = _free(folder)
+    free = free_bytes(folder)
     if needed > free:
         raise ConfigError(
             f"{folder}: {format_bytes(needed)} of weights are to be written, and its disk has "

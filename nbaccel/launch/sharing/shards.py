@@ -7,7 +7,6 @@ library has been imported.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -26,7 +25,6 @@ __all__ = [
     "assign",
     "fill",
     "forget_groups",
-    "given_back",
     "inner_module",
     "is_dtensor",
     "is_sharded",
@@ -181,37 +179,10 @@ def forget_groups() -> None:
         reader.forget_groups()
 
 
-@contextlib.contextmanager
-def given_back(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """A block after which libraries that cut parameters up have left this process, modules whole.
-
-    Args:
-        modules: Those that the notebook will look at.
-    """
-    readers: list[tuple[str, ShardReader]] = [
-        (row.library, _catalog.load(row.shards)) for row in STRATEGIES if row.shards
-    ]
-    modules = list(modules)
-    before = [
-        (library, reader, reader.observe(), [reader.remember(module) for module in modules])
-        for library, reader in readers
-    ]
-    try:
-        yield
-    finally:
-        for library, reader, process, remembered in before:
-            if library in sys.modules:
-                for module, was in zip(modules, remembered, strict=True):
-                    reader.take_back(module, was)
-                reader.tear_down(process)
-
-
 def leave() -> None:
     """Remove what libraries keep on disk for this process, which ends."""
-    for row in STRATEGIES:
-        if row.shards and row.library in sys.modules:
-            reader: ShardReader = _catalog.load(row.shards)
-            reader.leave()
+    for reader in _readers():
+        reader.leave()
 
 
 class Held:

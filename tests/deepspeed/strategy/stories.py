@@ -135,6 +135,38 @@ def two_models(folder: Path) -> dict[str, Any]:
     }
 
 
+def two_schedules(folder: Path) -> list[list[float]]:
+    """Two models, each with stand-ins of its own: the learning rates that each schedule says."""
+    config = zero(
+        2,
+        optimizer={"type": "AdamW", "params": {"lr": "auto"}},
+        scheduler={
+            "type": "WarmupLR",
+            "params": {
+                "warmup_min_lr": 0,
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "warmup_type": "linear",
+            },
+        },
+    )
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), cpu=True)
+    models = [net(0), net(1)]
+    optimizers = [
+        DummyOptim(m.parameters(), lr=lr) for m, lr in zip(models, (0.01, 0.05), strict=True)
+    ]
+    schedules = [DummyScheduler(optimizer, warmup_num_steps=4) for optimizer in optimizers]
+    *ready, one, two = accelerator.prepare(*models, *optimizers, *schedules)
+    models, optimizers = ready[:2], ready[2:]
+    rates = []
+    for number, (values, labels) in enumerate(list(loader())[:6]):
+        for model, optimizer in zip(models[: 2 - number % 2], optimizers, strict=False):
+            accelerator.backward(F.cross_entropy(model(values), labels))
+            optimizer.step()
+        rates.append([round(schedule.get_last_lr()[0], 6) for schedule in (one, two)])
+    return rates
+
+
 def teacher(folder: Path) -> dict[str, Any]:
     """A teacher sharded for inference beside a student in training, by two plugins."""
     trained = zero(2, optimizer={"type": "AdamW", "params": {"lr": "auto"}})
@@ -255,6 +287,35 @@ def two_norms(folder: Path) -> list[str]:
     return said
 
 
+def once_clipped(folder: Path) -> dict[str, list[float]]:
+    """How far three steps go: by the file's norm, by the call's, by the file's."""
+
+    def weights() -> torch.Tensor:
+        state = accelerator.get_state_dict(model)  # empty but on rank 0
+        tied = "3.weight"
+        return torch.cat([torch.zeros(1), *(v.flatten() for k, v in state.items() if k != tied)])
+
+    found = {}
+    for stage in (0, 1, 2, 3):
+        config = zero(stage, gradient_clipping=0.125)
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), cpu=True)
+        model = net()
+        given = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = accelerator.prepare(model, given)
+        went = []
+        for number, (values, labels) in enumerate(list(loader())[:3]):
+            before = weights()
+            accelerator.backward(F.cross_entropy(model(values), labels))
+            if number == 1:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    accelerator.clip_grad_norm_(model.parameters(), 0.25)
+            optimizer.step()
+            went.append(float((weights() - before).norm()))
+        found[str(stage)] = went
+    return found
+
+
 def generation(folder: Path) -> dict[str, Any]:
     """Ranks whose texts end at different lengths, with weights in shards."""
     from transformers import T5Config, T5ForConditionalGeneration
@@ -318,11 +379,13 @@ STORIES = {
         checkpoints,
         weights_alone,
         two_models,
+        two_schedules,
         teacher,
         stand_ins,
         left_to_the_engine,
         by_hand,
         two_norms,
+        once_clipped,
         generation,
         wrong,
     )

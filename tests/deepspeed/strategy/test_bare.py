@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from nbaccel.deepspeed.strategy.troubles import PATIENCE
 from tests.deepspeed import needs
+from tests.deepspeed.programs import told_by
 from tests.deepspeed.strategy.bare import ORDER
-from tests.isolation import ROOT
 
 pytestmark = [*needs.ENGINE, pytest.mark.timeout(300)]  # one process for all of them
 
@@ -22,17 +18,7 @@ pytestmark = [*needs.ENGINE, pytest.mark.timeout(300)]  # one process for all of
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:
     """What a process of its own tells: DeepSpeed is imported for good."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.deepspeed.strategy.bare"],
-        cwd=ROOT,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return told_by("tests.deepspeed.strategy.bare", timeout_s=240)
 
 
 @pytest.mark.parametrize("number", range(len(ORDER)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ from torch import nn
 from nbaccel import Accelerator, DeepSpeedPlugin, notebook_launcher, zero_to_fp32
 from nbaccel.deepspeed.strategy import swapping
 from tests.deepspeed import needs
+from tests.deepspeed.programs import told_by
 from tests.deepspeed.strategy.test_training import distance
 
+PROGRAM = "tests.deepspeed.strategy.disk"
 ON_DISK = {"nothing": (), "state": ("optimizer",), "all": ("optimizer", "param")}
 
 
@@ -25,17 +29,22 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.Linear(1024, 10))
 
 
+def swapped_to(folder: str, parts: Sequence[str] = ("optimizer", "param")) -> dict[str, Any]:
+    """A configuration with these parts on disk."""
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "sub_group_size": 100_000,
+    }
+    for part in parts:
+        zero[f"offload_{part}"] = {"device": "nvme", "nvme_path": folder}
+    return {"zero_optimization": zero}
+
+
 def train(models: dict[str, nn.Module], folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, what in ON_DISK.items():
-        zero: dict[str, Any] = {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,
-            "sub_group_size": 100_000,
-        }
-        for part in what:
-            zero[f"offload_{part}"] = {"device": "nvme", "nvme_path": str(folder / "swap")}
-        plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": zero})
+        plugin = DeepSpeedPlugin(hf_ds_config=swapped_to(str(folder / "swap"), what))
         accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="bf16", cpu=True)
         model = models[name]
         engine, optimizer = accelerator.prepare(
@@ -126,6 +135,38 @@ def test_a_claim_leaves_what_others_have_in_the_folder(tmp_path):
     third.release()
     other.release()
     assert [path.name for path in tmp_path.rglob("*")] == ["mine.txt"]
+
+
+def test_a_forked_process_leaves_the_files_of_its_parent(tmp_path):
+    _, claimed = swapping.claim(settings(tmp_path), rank=0)
+    mine = tmp_path / "zero_stage_3" / "bfloat16params" / "rank0" / "0.swp"
+    mine.parent.mkdir(parents=True)
+    mine.touch()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            swapping.leave()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert mine.exists()
+    claimed.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(300)
+class TestWithoutLauncher:
+    pytestmark = needs.DISK
+
+    def test_no_files_stay_when_python_exits_with_an_engine(self, tmp_path):
+        told = told_by(PROGRAM, str(tmp_path), "Linear", timeout_s=110)
+        assert told == {"refused": "", "claims": 1}
+        assert list(tmp_path.iterdir()) == []
+
+    def test_an_engine_that_cannot_be_made_holds_no_folder(self, tmp_path):
+        told = told_by(PROGRAM, str(tmp_path), "Expert", timeout_s=110)
+        assert "transformer_moe_cls_names='Expert'" in told["refused"]
+        assert told["claims"] == 0
 
 
 def test_what_does_not_swap_claims_nothing(tmp_path):

@@ -76,3 +76,25 @@ def test_accelerate_reads_the_same(monkeypatch):
     assert ours.zero_stage == theirs.zero_stage == 2
     assert theirs.deepspeed_config["gradient_clipping"] == 0.25
     assert theirs.gradient_accumulation_steps == ours.gradient_accumulation_steps == 2
+
+
+@pytest.mark.parametrize("start", ["launch", "pool"])
+def test_mistakes_are_told_before_any_process_starts(start, monkeypatch):
+    from nbaccel import ConfigError, Pool
+    from nbaccel.launch import run as launching
+
+    monkeypatch.setattr(launching, "launch", lambda *_: pytest.fail("a process was started"))
+    wrong = RunConfig(
+        num_processes=2,
+        device="cpu",
+        zero_stage=2,
+        deepspeed={"gradient_cliping": 1.0, "zero_optimization": {"offload_param": "cpu"}},
+    )
+    begin = {
+        "launch": lambda: notebook_launcher(train, (torch.nn.Linear(4, 2), None), config=wrong),
+        "pool": lambda: Pool(config=wrong),
+    }
+    with pytest.raises(ConfigError) as caught:
+        begin[start]()
+    assert "Did you mean 'gradient_clipping'?" in str(caught.value)
+    assert "needs stage 3: got stage 2" in str(caught.value)

@@ -73,6 +73,14 @@ def test_several_models_each_have_an_engine(told):
     assert found["frozen"] == "Linear"
 
 
+def test_several_models_each_have_the_schedule_of_their_optimizer(told):
+    # The second is trained with every other batch; both reach their own rate after four steps.
+    first, second = zip(*told[0]["two_schedules"], strict=True)
+    assert max(first) == 0.01
+    assert max(second) < 0.05
+    assert len(set(second)) == 3
+
+
 def test_a_teacher_in_shards_beside_a_student_in_training(told):
     found = told[0]["teacher"]
     assert found["shapes"] == [(33, 64), (0,)]
@@ -108,6 +116,11 @@ def test_no_sync_by_hand(told):
 def test_two_norms_are_told_once(told):
     (said,) = told[0]["two_norms"]
     assert "clip_grad_norm_(max_norm=0.5) goes before gradient_clipping=0.1" in said
+
+
+@pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
+def test_a_step_without_the_call_is_clipped_as_the_file_says(told, stage):
+    assert told[0]["once_clipped"][stage] == pytest.approx([0.125, 0.25, 0.125], rel=1e-3)
 
 
 def test_generate_keeps_ranks_in_step(told):

@@ -7,6 +7,7 @@ those of one rank in its own process.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import sys
 from pathlib import Path
@@ -194,6 +195,7 @@ def main(folder: Path) -> None:
     with deepspeed_environment():
         make_all(folder / "one", ALONE)
     by_their_script(folder)
+    print(json.dumps(str(folder)))
 
 
 if __name__ == "__main__":

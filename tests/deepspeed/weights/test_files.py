@@ -201,6 +201,12 @@ def test_an_output_that_is_a_file_is_refused(tmp_path):
         nbaccel.zero_to_fp32(source, source / "latest")
 
 
+def test_an_output_that_cannot_be_made_is_told_like_any_failure_to_write(tmp_path):
+    source = four_layers(tmp_path / "in")
+    with pytest.raises(CheckpointFailed, match=r"latest/out failed: .*Not a directory"):
+        nbaccel.zero_to_fp32(source, source / "latest" / "out")
+
+
 def test_too_small_a_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
     import shutil
 

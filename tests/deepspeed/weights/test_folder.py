@@ -57,6 +57,9 @@ def test_a_checkpoint_without_latest_lists_its_tags(copied):
     folder = copied("2-fp32")
     (folder / "latest").unlink()
     refused(folder, r"no file `latest`.*There is step3\. Say which: tag='step3'")
+    (folder / "step3").rename(folder / "Best")
+    refused(folder, r"There is Best\. Say which: tag='Best'")
+    (folder / "Best").rename(folder / "step3")
     assert nbaccel.load_fp32_state_dict(folder, "step3")
 
 

@@ -1,0 +1,30 @@
+"""What a disk has left, also for a folder that is still to be made."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+__all__ = ["free_bytes", "nearest_folder"]
+
+
+def free_bytes(folder: Path) -> int:
+    """What is free on the disk that a folder is, or will be, on.
+
+    Args:
+        folder: Any path.
+    """
+    return shutil.disk_usage(nearest_folder(folder)).free
+
+
+def nearest_folder(folder: Path) -> Path:
+    """The folder, or the nearest above it that is there.
+
+    Args:
+        folder: Any path.
+
+    Returns:
+        A path that exists, on the disk that the folder is or will be on.
+    """
+    absolute = folder.expanduser().absolute()
+    return next(place for place in (absolute, *absolute.parents) if place.exists())

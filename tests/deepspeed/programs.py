@@ -1,0 +1,29 @@
+"""Modules of these tests run as programs, in a process of their own: DeepSpeed is there for good.
+
+What they have to tell is one line of JSON, the last that they print.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from tests.isolation import ROOT
+
+
+def told_by(module: str, *arguments: str, timeout_s: float) -> Any:
+    """What a module tells; the test fails if it does not come to its end."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
