@@ -237,7 +237,7 @@ class Pool:
                 account = crew.turn(
                     {rank: call.task() for rank in asked},
                     timeout_s=self.config.timeout,
-                    following=ending.CellFollowing(asked, device=self.plan.device),
+                    is_shown=True,
                 )
                 self._note_lost(account)
                 try:
@@ -313,9 +313,7 @@ class Pool:
             environment=self._footsteps.environment(),
         )
         return crew.turn(
-            dict.fromkeys(ranks, (body, ())),
-            timeout_s=self.config.timeout,
-            following=ending.CellFollowing(ranks, device=self.plan.device),
+            dict.fromkeys(ranks, (body, ())), timeout_s=self.config.timeout, is_shown=True
         )
 
     def _after_cell(self, account: Account) -> None:
