@@ -193,13 +193,14 @@ def install(child_too):
 TEMPLATE_ALONE = FAKE_TEMPLATE + "\ndef test():\n    install(child_too=False)\n"
 TEMPLATE_WITH_WORKER = FAKE_TEMPLATE + "\ndef test():\n    install(child_too=True)\n"
 STRANGER = f"police-stranger-{os.getpid()}"
-# Another process of the same user makes a segment while our test runs, and keeps it open.
+# Another process of the same user makes a segment while our test runs, and keeps it open until we
+# end it: to the police of the test worker beside us a segment that nobody has open is a leak.
 # setsid and an emptied environment: nothing ties it to this session.
 STRANGERS_SEGMENT = (
     "import subprocess, sys, pathlib\n"
     "def test():\n"
     f"    subprocess.run(['sh', '-c', 'env -i setsid sh -c \"exec 9>/dev/shm/{STRANGER}; "
-    "exec sleep 4\" >/dev/null 2>&1 &'], check=True)\n"
+    "exec sleep 66\" >/dev/null 2>&1 &'], check=True)\n"
     f"    while not pathlib.Path('/dev/shm/{STRANGER}').exists(): continue\n"
 )
 BESIDE = [HELD, UNWATCHED, ON_A_GPU, STRANGERS_SEGMENT, TEMPLATE_ALONE]
@@ -211,6 +212,9 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verdicts]:
     sources = [source + NEXT for source, _ in LEAKS.values()] + BESIDE
     yield run_pytest(tmp_path_factory.mktemp("police"), sources)
     (Path("/dev/shm") / STRANGER).unlink(missing_ok=True)
+    for process in psutil.process_iter(["cmdline"]):
+        if process.info["cmdline"] == ["sleep", "66"]:
+            process.kill()
 
 
 @pytest.mark.parametrize("leak", LEAKS)
