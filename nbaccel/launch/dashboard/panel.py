@@ -25,6 +25,8 @@ __all__ = ["VIEW", "Panel", "may_be_heard"]
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 
+_STOP = "■ Stop"
+_STOPPING = "■ Stopping… press again to end at once"
 _TIP = "Interrupts all ranks, as interrupting the cell does. Pressed again, it ends them at once."
 
 
@@ -52,9 +54,8 @@ class Panel:
     def __init__(self, on_click: Callable[[], None]) -> None:
         widgets = importlib.import_module("ipywidgets")
         self._facts = widgets.HTML()
-        self._button = widgets.Button(
-            description="Stop", icon="stop", button_style="danger", tooltip=_TIP
-        )
+        # No icon: a server refuses Notebook 7 the font of its icons.
+        self._button = widgets.Button(description=_STOP, button_style="danger", tooltip=_TIP)
         self._button.add_class("nbaccel-stop")
         self._button.on_click(lambda _: on_click())
         self._box = widgets.VBox([self._facts, self._button])
@@ -82,7 +83,7 @@ class Panel:
             is_stopping: Whether Stop has been pressed.
         """
         self._facts.value = facts
-        self._button.description = "Stopping… press again to end at once" if is_stopping else "Stop"
+        self._button.description = _STOPPING if is_stopping else _STOP
 
     def close(self) -> None:
         """Let go of it, here and in the front end."""
