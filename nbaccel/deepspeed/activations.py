@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -145,6 +146,11 @@ def _check_small(model: nn.Module, error: Exception) -> None:
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
     """Random numbers are drawn as if nothing had been; warnings of a rehearsal are nobody's."""
+    before = logging.root.manager.disable
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
+        logging.disable(logging.WARNING)  # transformers warns in a way of its own
+        try:
+            yield
+        finally:
+            logging.disable(before)

@@ -156,7 +156,7 @@ def _backend_refusal(name: str) -> str:
     row = {row.name: row for row in FP8_BACKENDS}.get(name)
     if row is None or is_installed(row.package):
         return ""
-    return f"{row.package} is not installed: it needs {row.needs}"
+    return f"{row.package} is not installed"
 
 
 def _switch_refusal(view: View) -> str:

@@ -8,7 +8,8 @@ the rows of ``nbaccel.capabilities``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -282,8 +283,8 @@ class PickerModel:
 
     def _become(self, config: RunConfig, remarks: tuple[str, ...]) -> None:
         if config != self._config:
-            if self._config.deepspeed:
-                self._shelf = dict(self._config.deepspeed)
+            if self._config.uses_deepspeed:
+                self._shelf = dict(self._config.deepspeed or {})
             self._past = [*self._past[1 - _MAX_UNDO :], self._config]
         self._settle(config, remarks)
 
@@ -329,12 +330,16 @@ class PickerModel:
             return Verdict(None, "Memory cannot be estimated.", self._known["unmeasured"])
         short = [bar for bar in self.bars() if bar.lacking]
         if short:
-            told = ", ".join(f"{format_bytes(bar.lacking)} too little {_at(bar)}" for bar in short)
+            told = ", ".join(
+                _together(short, lambda bar: f"{format_bytes(bar.lacking)} too little")
+            )
             return Verdict(False, f"Does not fit: {told}.", self._suggester().remedy(self._config))
+        needed = [bar for bar in self.bars() if bar.needed]
         told = ", ".join(
-            f"{format_bytes(bar.needed)} of {format_bytes(bar.capacity)} {_at(bar)}"
-            for bar in self.bars()
-            if bar.needed
+            _together(
+                needed,
+                lambda bar: f"{format_bytes(bar.needed)} of {format_bytes(bar.capacity)}",
+            )
         )
         more = "" if self._yardstick.sample_batch is not None else _NO_BATCH
         return Verdict(True, f"Fits: {told}.", more)
@@ -413,8 +418,12 @@ def _variants(model: PickerModel) -> Iterator[RunConfig]:
                 )
 
 
-def _at(bar: Bar) -> str:
-    return f"on {bar.label.partition(' · ')[0]}" if bar.capacity else "there"
+def _together(bars: Sequence[Bar], tell: Callable[[Bar], str]) -> Iterator[str]:
+    """What is to be told of each place; of several of which the same is told, once."""
+    for told, same in itertools.groupby(bars, key=tell):
+        places = [bar.label.partition(" · ")[0] for bar in same]
+        where = places[0] if len(places) == 1 else f"each of {places[0]} to {places[-1]}"
+        yield f"{told} on {where}"
 
 
 def _check(model: Any, sample_batch: Any) -> None:

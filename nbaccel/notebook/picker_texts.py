@@ -99,17 +99,18 @@ def _python(config: RunConfig) -> str:
 
 
 # ---------------------------------------------------------------------- the table for everywhere
-def static_text(model: PickerModel) -> str:
+def static_text(model: PickerModel, panels: Sequence[str] = PANELS) -> str:
     """The picker for a terminal: what is chosen, what it needs, what it comes to.
 
     Args:
         model: The picker's model.
+        panels: The panels that it has.
 
     Returns:
         Text for a fixed-width font.
     """
     lines: list[str] = []
-    for panel, rows in _rows(model):
+    for panel, rows in _rows(model, panels):
         width = max(len(row[0]) for row in rows)
         values = max(len(row[1]) for row in rows)
         lines += [_TITLES[panel], *(f"  {a:<{width}}  {b:<{values}}  {c}" for a, b, c in rows), ""]
@@ -121,17 +122,18 @@ def static_text(model: PickerModel) -> str:
     return "\n".join(line.rstrip() for line in lines).rstrip()
 
 
-def static_html(model: PickerModel) -> str:
+def static_html(model: PickerModel, panels: Sequence[str] = PANELS) -> str:
     """The same for a saved notebook: plain tables, no script, no style that a filter would miss.
 
     Args:
         model: The picker's model.
+        panels: The panels that it has.
 
     Returns:
         HTML.
     """
     parts = []
-    for panel, rows in _rows(model):
+    for panel, rows in _rows(model, panels):
         parts.append(f"<p><b>{escape(_TITLES[panel])}</b></p>{_table(rows)}")
     memory = "".join(f"<li>{escape(line)}</li>" for line in _memory(model))
     parts.append(f"<p><b>Memory</b></p><ul>{memory}</ul>")
@@ -143,9 +145,11 @@ def static_html(model: PickerModel) -> str:
     return "".join(parts)
 
 
-def _rows(model: PickerModel) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+def _rows(
+    model: PickerModel, panels: Sequence[str]
+) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
     """Per panel, the common choices and of the others those that were made."""
-    for panel in PANELS:
+    for panel in panels:
         rows = [
             (setting.label, _shown(model, setting.name), _meaning(model, setting.name))
             for setting in model.settings(panel)

@@ -129,6 +129,10 @@ def test_engine_choices_are_kept_while_it_is_off():
     assert picker.config == RunConfig()
     picker.choose("zero_stage", 2)
     assert picker.value(OPTIMIZER_PLACE) == "cpu"
+    picker.choose(OPTIMIZER_PLACE, None)
+    picker.choose("zero_stage", None)
+    picker.choose("zero_stage", 2)
+    assert picker.value(OPTIMIZER_PLACE) is None
 
 
 def test_a_lower_stage_takes_with_it_what_needs_the_higher_one(tmp_path, monkeypatch):
@@ -274,7 +278,7 @@ def test_what_does_not_fit_says_how_much_and_what_would():
     verdict = picker.verdict
 
     assert verdict.fits is False
-    assert "GiB too little on cuda:0" in verdict.text
+    assert verdict.text.endswith("GiB too little on each of cuda:0 to cuda:1.")
     assert verdict.remedy == "ZeRO-2, optimizer on CPU would fit: press Suggest."
     picker.choose("zero_stage", 2)
     picker.choose(OPTIMIZER_PLACE, "cpu")
@@ -468,4 +472,7 @@ def test_static_faces_hold_choices_and_estimate():
         assert part in html
     assert "<script>" not in html
     assert "2 processes" in text
+    alone = static_text(picker, ["launch"])
+    assert "2 processes" in alone
+    assert "Precision  " not in alone
     assert "1 machine " in text

@@ -1,0 +1,123 @@
+"""A picker in a real kernel, pressed as a front end does: by a message to a widget.
+
+benchmark ── comm_msg: this button is on ──► kernel: busy ... widgets' new values ... idle
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from jupyter_client.manager import KernelManager
+from typing_extensions import Self
+
+WAIT_S = 120.0
+# Llama-2-7B's shape, without memory: what the issue's "7B-parameter meta model" is for a user.
+SHOW = """
+import json, time, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from nbaccel.notebook.pickers import configure
+with torch.device("meta"):
+    model = LlamaForCausalLM(LlamaConfig())
+batch = {"input_ids": torch.zeros(1, 512, dtype=torch.long)}
+begun = time.perf_counter()
+picker = configure(model, batch)
+shown_s = time.perf_counter() - begun
+"""
+BUTTONS = """
+def below(widget):
+    for child in getattr(widget, "children", ()):
+        yield child
+        yield from below(child)
+
+found = {}
+root = picker._showing._view.root
+for setting in below(root):
+    names = [c.removeprefix("nbaccel-") for c in setting._dom_classes]
+    if "setting" in names:
+        for widget in below(setting):
+            for c in widget._dom_classes:
+                if c.startswith("nbaccel-option-"):
+                    found[f"{names[-1]} {c.removeprefix('nbaccel-option-')}"] = widget.model_id
+print(json.dumps({
+    "buttons": found,
+    "widgets": sum(1 for _ in below(root)) + 1,
+    "parameters": sum(p.numel() for p in model.parameters()),
+    "shown_s": shown_s,
+}))
+"""
+
+
+@dataclass(frozen=True)
+class Took:
+    kernel_ms: float
+    """From the message's arrival to the last one sent, by the kernel's clock."""
+    client_ms: float
+    """From sending it to having them all."""
+    num_messages: int
+    num_bytes: int
+
+
+class Form:
+    """The picker; a context manager, which ends the kernel."""
+
+    def __init__(self) -> None:
+        self.manager = KernelManager()
+        self.client: Any = None
+
+    def __enter__(self) -> Self:
+        self.manager.start_kernel()
+        self.client = self.manager.blocking_client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=WAIT_S)
+        self._run(SHOW)
+        facts = json.loads(self._run(BUTTONS))
+        self._buttons: dict[str, str] = facts["buttons"]
+        self.num_widgets: int = facts["widgets"]
+        self.num_parameters: int = facts["parameters"]
+        self.shown_s: float = facts["shown_s"]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+    def press(self, setting: str, option: str) -> Took:
+        """Press a button; returns when all that follows has come."""
+        content = {
+            "comm_id": self._buttons[f"{setting} {option}"],
+            "data": {"method": "update", "state": {"value": True}, "buffer_paths": []},
+        }
+        begun = time.perf_counter()
+        message = self.client.session.msg("comm_msg", content)
+        self.client.shell_channel.send(message)
+        answers = self._until_idle(message["header"]["msg_id"])
+        client_ms = (time.perf_counter() - begun) * 1000
+        states = {m["content"]["execution_state"]: m for m in answers if m["msg_type"] == "status"}
+        took = states["idle"]["header"]["date"] - states["busy"]["header"]["date"]
+        sent = [m for m in answers if m["msg_type"] == "comm_msg"]
+        # The table beside it is renewed a moment later: not in the middle of the next one.
+        self._run("import asyncio; await asyncio.sleep(0.5)")
+        size = sum(len(json.dumps(m["content"])) for m in sent)
+        return Took(took.total_seconds() * 1000, client_ms, len(sent), size)
+
+    def _run(self, code: str) -> str:
+        request = self.client.execute(code)
+        answers = self._until_idle(request)
+        for answer in answers:
+            if answer["msg_type"] == "error":
+                raise RuntimeError("\n".join(answer["content"]["traceback"]))
+        self.client.get_shell_msg(timeout=WAIT_S)
+        return "".join(a["content"]["text"] for a in answers if a["msg_type"] == "stream")
+
+    def _until_idle(self, request: str) -> list[dict[str, Any]]:
+        """All that the kernel publishes because of a request."""
+        found: list[dict[str, Any]] = []
+        while True:
+            message = self.client.get_iopub_msg(timeout=WAIT_S)
+            if message["parent_header"].get("msg_id") == request:
+                found.append(message)
+                if message["content"].get("execution_state") == "idle":
+                    return found
