@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
+from nbaccel import notebook_launcher
 from nbaccel.launch import publish
 from nbaccel.launch.dashboard.board import RankStatus
 from nbaccel.launch.dashboard.shown import Dashboard
@@ -244,3 +250,24 @@ def test_what_stays_is_folded_away(cell: Cell, clock: Clock) -> None:
     assert cell.html.index("<summary") < cell.html.index("</summary>") < cell.html.index("<table")
     for told in ("done", "failed", "4 → 2", "1.0 GiB", "saved"):
         assert told in cell.html
+
+
+def test_a_launch_whose_output_goes_to_a_file_adds_nothing_to_it(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    notebook_launcher(time.sleep, (1.6,), 2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_launch_in_a_terminal_is_told_of_there() -> None:
+    code = "import time; from nbaccel import notebook_launcher as go; go(time.sleep, (1.6,), 2)"
+    ours, theirs = pty.openpty()
+    done = subprocess.run([sys.executable, "-c", code], stderr=theirs, timeout=100, check=True)
+    os.close(theirs)
+    text = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert done.returncode == 0
+    lines = text.splitlines()
+    assert lines[0].startswith("nbaccel: 2 ranks · 1.")
+    assert lines[1].startswith("nbaccel: [0-1] running · ")
+    assert len(lines) == 3
