@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from nbaccel import env
 from nbaccel.accelerator.facts import Facts
 from nbaccel.errors import ConfigError
+from nbaccel.launch import reporting
 from nbaccel.train import checkpoint
 from nbaccel.train.trackers import GeneralTracker, start_trackers
 
@@ -214,13 +215,14 @@ class Keeping(Facts):
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Tell every tracker some metrics.
+        """Tell every tracker some metrics; in a launch, its dashboard shows the numbers among them.
 
         Args:
             values: Name → number or text.
             step: Number of the training step.
             log_kwargs: Tracker's name → further arguments of its `log`.
         """
+        reporting.log(values, step)
         for tracker in self.trackers:
             tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
 

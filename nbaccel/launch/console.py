@@ -166,6 +166,10 @@ class Console:
         """The last lines of each rank."""
         return {rank: list(tail) for rank, tail in self._tails.items()}
 
+    def last_lines(self) -> dict[int, str]:
+        """The last line of each rank that has printed one."""
+        return {rank: tail[-1] for rank, tail in self._tails.items() if tail}
+
     def due_in(self) -> float | None:
         """Seconds until `tick` has something to do; None if nothing is waiting."""
         waiting = any(self._queues.values()) or self._bar() != (self._drawn, self._drawn_on)

@@ -3,10 +3,11 @@
 pipes ─────► Console ─────► the cell
 channels ──► messages ──► `on_message`
 sentinels ─► deaths ────► `on_death`
-wake pipe ─► an interrupt of the notebook ──► `on_interrupt`
+wake pipe ─► an interrupt of the notebook, or a click on Stop ──► `on_interrupt`
 
-Nothing is polled and no thread is started. What it means is decided by who listens: the supervisor
-of a launch, or the watch over a turn of a pool.
+Nothing is polled and no thread is started. Beside it stands who shows how the work goes on: it is
+told of metrics, and looks whenever it wants to. What it all means is decided by who listens: the
+supervisor of a launch, or the watch over a turn of a pool.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from nbaccel.launch import failure, system, wire
 from nbaccel.launch.console import Console
@@ -27,18 +28,36 @@ from nbaccel.launch.member import Member
 _CHUNK_BYTES = 1 << 16
 
 
+class Show(Protocol):
+    """Who shows how the work goes on."""
+
+    def due_in(self) -> float:
+        """Seconds until it wants to look."""
+
+    def hear(self, rank: int, message: wire.Metrics) -> None:
+        """A rank has told of its training."""
+
+    def look(self, watched: Any) -> None:
+        """Look at a listener and what it knows; called often, and cheap if it is not time yet."""
+
+
 class Listener:
     """Listens to some workers.
 
     Args:
         members: The workers, by rank.
         console: Where their output goes.
+        show: Who shows how they get on; None for nobody.
     """
 
-    def __init__(self, members: Sequence[Member], console: Console) -> None:
+    def __init__(
+        self, members: Sequence[Member], console: Console, show: Show | None = None
+    ) -> None:
         self.members = list(members)
         self._console = console
+        self._show = show
         self._selector = selectors.DefaultSelector()
+        self._wake = _Wake()
 
     # ---- what a listener decides
 
@@ -54,6 +73,28 @@ class Listener:
         """The notebook was interrupted."""
         raise NotImplementedError
 
+    # ---- from outside
+
+    def interrupt(self) -> None:
+        """Do what interrupting the notebook does; from any thread.
+
+        It has no effect unless this listens just now: one who comes late stops nothing else.
+        """
+        self._wake.ring()
+
+    @property
+    def clears(self) -> int:
+        """How often the cell's output has been cleared."""
+        return self._console.clears
+
+    def last_lines(self) -> dict[int, str]:
+        """What each rank has printed last."""
+        return self._console.last_lines()
+
+    def notice(self, text: str) -> None:
+        """Show a line that is no worker's, after what has been printed so far."""
+        self._console.notice(text)
+
     # ---- listening
 
     def tails(self) -> dict[int, list[str]]:
@@ -67,7 +108,7 @@ class Listener:
         Args:
             sentinels: Descriptors that become readable when a worker may have ended.
         """
-        with _wakeable() as woken:
+        with self._wake.open() as woken:
             register = self._selector.register
             register(woken, selectors.EVENT_READ, woken)
             for fd in sentinels:
@@ -76,6 +117,8 @@ class Listener:
                 register(member.channel, selectors.EVENT_READ, member)
                 for fd in member.pipes:
                     register(fd, selectors.EVENT_READ, member)
+            if self._show is not None:
+                self._show.look(self)  # from now on it can be stopped
             try:
                 yield
             finally:
@@ -83,6 +126,9 @@ class Listener:
 
     def hear(self, patience_s: float | None) -> None:
         """Wait until something happens, at most so long, and let it be decided."""
+        if self._show is not None:
+            due = self._show.due_in()
+            patience_s = due if patience_s is None else min(patience_s, due)
         for key, _ in self._selector.select(patience_s):
             if key.data is None:
                 self.on_sentinel()
@@ -95,6 +141,8 @@ class Listener:
             elif key.fd in self._selector.get_map():  # no death earlier in this batch has ended it
                 self._hear_output(key.data, key.fd)
         self._console.tick()
+        if self._show is not None:
+            self._show.look(self)
 
     def drain(self, member: Member) -> None:
         """Read what the worker left behind; a grandchild may hold the pipes open for ever."""
@@ -120,6 +168,9 @@ class Listener:
         if isinstance(message, (wire.Display, wire.ClearOutput)):
             self.drain_output(member)  # what it printed before comes before
             self._console.feed_display(member.rank, message)
+        elif isinstance(message, wire.Metrics):
+            if self._show is not None:
+                self._show.hear(member.rank, message)
         else:
             self.on_message(member, message, fds)
 
@@ -165,24 +216,41 @@ def death_of(member: Member, ended: wire.Ended, oom_kills: int) -> failure.Recor
     )
 
 
-@contextlib.contextmanager
-def _wakeable() -> Iterator[int]:
-    """Let an interrupt of the notebook wake `select` instead of raising in the middle."""
-    woken, waker = os.pipe()
-    os.set_blocking(woken, False)
-    main = threading.current_thread() is threading.main_thread()
+class _Wake:
+    """A pipe whose one end is in the `select`: whoever writes to the other one interrupts it."""
 
-    def on_interrupt(signum: int, frame: Any) -> None:
-        os.write(waker, b"i")
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ringer: int | None = None
 
-    before = signal.signal(signal.SIGINT, on_interrupt) if main else None
-    try:
-        yield woken
-    finally:
-        if main:
-            signal.signal(signal.SIGINT, before)
-        os.close(woken)
-        os.close(waker)
+    def ring(self) -> None:
+        """Interrupt, if somebody listens."""
+        with self._lock:
+            if self._ringer is not None:
+                os.write(self._ringer, b"i")
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[int]:
+        """Let an interrupt of the notebook wake `select` instead of raising in the middle."""
+        woken, waker = os.pipe()
+        os.set_blocking(woken, False)
+        os.set_blocking(waker, False)  # nobody rings so often, and a handler must not hang
+        main = threading.current_thread() is threading.main_thread()
+
+        def on_interrupt(signum: int, frame: Any) -> None:
+            os.write(waker, b"i")  # without the lock: this may come while it is held here
+
+        before = signal.signal(signal.SIGINT, on_interrupt) if main else None
+        self._ringer = waker
+        try:
+            yield woken
+        finally:
+            with self._lock:
+                self._ringer = None
+            if main:
+                signal.signal(signal.SIGINT, before)
+            os.close(woken)
+            os.close(waker)
 
 
 def _is_readable(fd: int) -> bool:

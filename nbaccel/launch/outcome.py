@@ -59,14 +59,12 @@ def conclude(
     state_dicts = {k: v for report in reports for k, v in report.state_dicts.items()}
     if lost:
         more = f", and so did {counted(len(lost) - 1, 'more rank')}" if len(lost) > 1 else ""
-        warnings.warn(
-            f"{lost[0]}{more}. The results say so in its place.", stacklevel=stacklevel + 1
-        )
+        warnings.warn(f"{lost[0]}{more}. The results say so in its place.", stacklevel=stacklevel)
     for report in reports:
         for path, why in report.stranded.items():
             warnings.warn(
                 f"The trained weights of {path} do not fit the notebook's module ({why}), so it is "
                 f"as it was. They are in the results: results.state_dicts[{path!r}].",
-                stacklevel=stacklevel + 1,
+                stacklevel=stacklevel,
             )
     return Outcome(values=values, plan=plan, state_dicts=state_dicts)

@@ -50,6 +50,11 @@ def has_cells() -> bool:
     return getattr(_shell(), "kernel", None) is not None
 
 
+def is_watched() -> bool:
+    """Whether somebody reads what appears as it appears: no file, and no other program."""
+    return _shell() is not None or sys.stderr.isatty()
+
+
 def _shell() -> Any:
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None else None

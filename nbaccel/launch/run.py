@@ -19,6 +19,7 @@ from typing import Any
 from nbaccel.errors import LaunchTimeout, PlatformUnsupported, StartupFailed, WorkerFailed
 from nbaccel.launch import store, wire, worker
 from nbaccel.launch.console import Console
+from nbaccel.launch.dashboard.following import Following
 from nbaccel.launch.fork import ForkStarter
 from nbaccel.launch.hiring import Surroundings, dismiss, hire, posts, topologies
 from nbaccel.launch.member import Member
@@ -118,7 +119,13 @@ def _start(
     if listener is not None:
         listener.close()
     console = Console([p.rank for p in places], template=plan.config.log_line_prefix_template)
-    return Supervisor(starter, members, console=console, timeout_s=plan.config.timeout)
+    return Supervisor(
+        starter,
+        members,
+        console=console,
+        timeout_s=plan.config.timeout,
+        following=Following([p.rank for p in places], device=plan.device),
+    )
 
 
 def _starter(packed: Packed) -> Starter:

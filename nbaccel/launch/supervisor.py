@@ -11,6 +11,7 @@ from typing import Any
 
 from nbaccel.launch import system, wire
 from nbaccel.launch.console import Console
+from nbaccel.launch.dashboard.following import Following
 from nbaccel.launch.ending import GRACE_S, Ending
 from nbaccel.launch.lingering import Lingering
 from nbaccel.launch.listening import Listener, death_of
@@ -28,6 +29,7 @@ class Supervisor(Listener):
         members: The workers of this node, by rank.
         console: Where their output goes.
         timeout_s: Seconds after which the launch is ended; None for no limit.
+        following: Shows how the launch goes on; None for nobody.
     """
 
     def __init__(
@@ -37,8 +39,10 @@ class Supervisor(Listener):
         *,
         console: Console,
         timeout_s: float | None,
+        following: Following | None = None,
     ) -> None:
-        super().__init__(members, console)
+        super().__init__(members, console, following)
+        self._following = following
         self._starter = starter
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._ending: Ending | None = None
@@ -52,6 +56,19 @@ class Supervisor(Listener):
 
     def run(self) -> None:
         """Wait until every worker has ended; what became of them stands in `members`."""
+        try:
+            self._watch()
+        finally:
+            if self._following is not None:
+                with system.uninterrupted():  # a front end must not be left with half of it
+                    self._following.end(
+                        self,
+                        failed=any(m.returned is None for m in self.members),
+                        interrupted=self.interrupted,
+                        timed_out=self.timed_out,
+                    )
+
+    def _watch(self) -> None:
         with self.listening(self._starter.sentinels()):
             while not all(m.has_ended for m in self.members):
                 if self._given_up():

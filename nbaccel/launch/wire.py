@@ -67,6 +67,22 @@ class Channel:
             memory.write_at(spill, memoryview(body), 0)
             socket.send_fds(self._sock, [_IN_FILE], [*fds, spill])
 
+    def try_send(self, message: Any) -> bool:
+        """Send a short message unless that would mean to wait.
+
+        Returns:
+            Whether it is on its way; if not, the other end has not read what it was sent before.
+
+        Raises:
+            OSError: If the other end is gone.
+        """
+        body = _IN_PACKET + pickle.dumps(message, protocol=5)
+        try:
+            self._sock.send(body, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        return True
+
     def receive(self) -> tuple[Any, list[int]]:
         """Wait for the next message; the descriptors are the caller's to close.
 
@@ -215,6 +231,18 @@ class ClearOutput:
     """`IPython.display.clear_output`."""
 
     wait: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """What the training loop has told of itself; see `launch.reporting`."""
+
+    time: float
+    steps: int
+    values: tuple[tuple[str, float], ...]
+    """The latest value of each metric, in the order in which they were first told."""
+    device_bytes: int | None
+    """What torch holds on this worker's device; None on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from torch import nn
 
 from nbaccel import _accelerate, _catalog, env
 from nbaccel.errors import InputRefused, InternalError
-from nbaccel.launch import display, failure, precision, process_groups, remains, wire
+from nbaccel.launch import display, failure, precision, process_groups, remains, reporting, wire
 from nbaccel.launch.sharing import arena, memory, parcel, shards
 from nbaccel.launch.sharing.home import Homebound, Manifest
 from nbaccel.topology import Topology
@@ -169,6 +169,7 @@ def serve_job(
     try:
         seat = settle(job.post, fds)
         display.forward(channel.send)
+        reporting.begin(channel, seat.device)
         process_groups.separate(process_groups.counted())
     except BaseException as error:  # a device that cannot be had: the notebook is told
         report(channel, error, Topology.from_json(job.post.topology).rank)
@@ -375,7 +376,8 @@ def restore_random_states(states: bytes) -> None:
 
 
 def flush() -> None:
-    """Push out what has been printed so far."""
+    """Push out what has been printed, and told of the training, so far."""
+    reporting.flush()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

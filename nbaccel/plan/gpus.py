@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from nbaccel._optional import require
 from nbaccel.errors import MissingBackend
 
-__all__ = ["Card", "Gpu", "find_cards", "visible"]
+__all__ = ["Card", "Gpu", "Meter", "find_cards", "visible"]
 
 _T = TypeVar("_T")
 _LEADING_NUMBER = re.compile(r"\s*([+-]?\d+)")
@@ -98,6 +98,43 @@ def find_cards() -> tuple[tuple[Card, ...], str]:
         return (), str(error)
     finally:
         nvml.nvmlShutdown()
+
+
+class Meter:
+    """Says what each process holds on the machine's GPUs, as the driver counts it.
+
+    Args:
+        nvml: The library, initialised.
+    """
+
+    def __init__(self, nvml: ModuleType) -> None:
+        self._nvml = nvml
+
+    @classmethod
+    def open(cls) -> Meter | None:
+        """A meter to be closed after use; None where there is no driver to ask."""
+        try:
+            nvml = require("pynvml", extra="", why="Weighing what workers hold on GPUs")
+            nvml.nvmlInit()
+        except Exception:  # without the library or a driver, nobody holds anything on a GPU
+            return None
+        return cls(nvml)
+
+    def read(self) -> dict[int, int]:
+        """Process id → bytes on all cards; only of processes that the driver tells of."""
+        held: dict[int, int] = {}
+        nvml = self._nvml
+        for index in range(_ask(nvml, 0, nvml.nvmlDeviceGetCount)):
+            card = _ask(nvml, None, nvml.nvmlDeviceGetHandleByIndex, index)
+            found = _ask(nvml, (), nvml.nvmlDeviceGetComputeRunningProcesses, card) if card else ()
+            for process in found:
+                if process.usedGpuMemory:  # None where the driver must not tell
+                    held[process.pid] = held.get(process.pid, 0) + process.usedGpuMemory
+        return held
+
+    def close(self) -> None:
+        """Let go of the driver."""
+        _ask(self._nvml, None, self._nvml.nvmlShutdown)
 
 
 def _by_number(cards: Sequence[Card], setting: str) -> list[Gpu]:

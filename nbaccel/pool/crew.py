@@ -22,6 +22,7 @@ from nbaccel.launch.starter import Starter
 from nbaccel.launch.template import TemplateStarter
 from nbaccel.plan import Plan
 from nbaccel.pool import messages
+from nbaccel.pool.ending import CellFollowing
 from nbaccel.pool.halting import tell
 from nbaccel.pool.turn import Account, Turn
 
@@ -107,14 +108,14 @@ class Crew:
         tasks: Tasks,
         *,
         timeout_s: float | None = None,
-        on_tick: Callable[[Turn], float] | None = None,
+        is_shown: bool = False,
     ) -> Account:
         """Give some workers a task each, and watch until all of them are through.
 
         Args:
             tasks: The tasks by rank.
             timeout_s: Seconds after which the turn is ended; None for no limit.
-            on_tick: See `Turn`.
+            is_shown: Whether a dashboard shows how the ranks get on.
 
         Returns:
             What became of it.
@@ -128,7 +129,9 @@ class Crew:
                     task = messages.Task(number=number, body=body)
                     self.members[rank].channel.send(task, fds)
 
-        return self._watch(list(tasks), begin, number=number, timeout_s=timeout_s, on_tick=on_tick)
+        ranks = list(tasks)
+        following = CellFollowing(ranks, device=self.plan.device) if is_shown else None
+        return self._watch(ranks, begin, number=number, timeout_s=timeout_s, following=following)
 
     def everyone(self, body: Any, fds: Sequence[int] = ()) -> Account:
         """Give all workers the same task."""

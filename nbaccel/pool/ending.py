@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
-
-import psutil
+from dataclasses import replace
+from typing import cast
 
 from nbaccel.config.mistakes import closest
 from nbaccel.launch import failure
+from nbaccel.launch.dashboard.following import Following, Watched
+from nbaccel.launch.dashboard.weighing import resident
 from nbaccel.launch.member import Member
 from nbaccel.plan import Plan
 from nbaccel.pool import messages, status
@@ -21,7 +22,7 @@ from nbaccel.units import counted
 __all__ = [
     "ALIVE",
     "LOST",
-    "StatusShow",
+    "CellFollowing",
     "anew",
     "status_table",
     "stays_behind",
@@ -122,44 +123,46 @@ def stays_behind(path: str, why: str) -> str:
     )
 
 
-class StatusShow:
-    """The line about each rank while a cell runs.
+class CellFollowing(Following):
+    """The dashboard of a cell, or of a call in live workers: it also tells where each rank is.
 
     Args:
-        ranks: The ranks that run it.
+        ranks: The ranks that have the task.
+        device: What the workers compute on.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._line = status.StatusLine(ranks, say=self._say)
-        self._turn: Turn | None = None
-        self._clears = 0
+    def __init__(self, ranks: Sequence[int], *, device: str) -> None:
+        super().__init__(ranks, device=device, always=True)
 
-    def tick(self, turn: Turn) -> float:
-        """Show the ranks, and ask where they are for the next time."""
-        account, self._turn = turn.account, turn
-        rows = [
-            rank_status(m, turn.seconds, account.places.get(m.rank), is_open=m.rank in turn.open)
-            for m in account.members
-        ]
-        if turn.clears != self._clears:
-            self._clears = turn.clears
-            self._line.cleared()
-        self._line.update(rows)
-        for member in account.members:
+    def row(
+        self, watched: Watched, member: Member, *, last_line: str, device_bytes: int | None
+    ) -> status.RankStatus:
+        """One rank, as it is now, with what it is doing."""
+        turn = cast("Turn", watched)
+        place = turn.account.places.get(member.rank)
+        is_open = member.rank in turn.open
+        found = rank_status(member, turn.seconds, place, is_open=is_open)
+        return replace(
+            found,
+            state=found.state if is_open else _how_it_is_through(member),
+            device_bytes=found.device_bytes if device_bytes is None else device_bytes,
+            last_line=last_line,
+        )
+
+    def looked(self, watched: Watched) -> None:
+        """Ask the ranks where they are, for the next time."""
+        turn = cast("Turn", watched)
+        for member in turn.account.members:
             if member.rank in turn.open:
                 tell(member, messages.Look())
-        return time.monotonic() + 1.0
 
-    def _say(self, text: str) -> None:
-        if self._turn is not None:
-            self._turn.notice(text)
 
-    def end(self, account: Account) -> None:
-        """Leave one line, if there has been anything to see."""
-        failed = any(m.returned is None for m in account.members)
-        self._line.finish(
-            failed=failed and not account.interrupted, interrupted=account.interrupted
-        )
+def _how_it_is_through(member: Member) -> str:
+    if member.has_ended:
+        return "gone"
+    if member.record is None:
+        return "done"
+    return "stopped" if member.record.doing else "failed"
 
 
 def rank_status(
@@ -174,7 +177,7 @@ def rank_status(
         rank=member.rank,
         state=state.name.lower(),
         seconds=seconds,
-        rss_bytes=_rss(member.pid),
+        rss_bytes=resident(member.pid),
         device_bytes=place.device_bytes if place is not None else None,
         doing=doing,
     )
@@ -197,9 +200,3 @@ def status_table(
     workers = plan.headline() if members else f"The next cell starts {plan.headline()}"
     headline = f"{state.name.lower()}{told}. {workers}"
     return status.StatusTable(rows, headline=headline)
-
-
-def _rss(pid: int) -> int:
-    with contextlib.suppress(psutil.Error):
-        return int(psutil.Process(pid).memory_info().rss)
-    return 0

@@ -235,7 +235,9 @@ class Pool:
             crew = self._ready()
             with calling.prepared(self.plan, function, args) as call, uninterrupted():
                 account = crew.turn(
-                    {rank: call.task() for rank in asked}, timeout_s=self.config.timeout
+                    {rank: call.task() for rank in asked},
+                    timeout_s=self.config.timeout,
+                    is_shown=True,
                 )
                 self._note_lost(account)
                 try:
@@ -310,12 +312,9 @@ class Pool:
             directory=self._footsteps.directory(),
             environment=self._footsteps.environment(),
         )
-        show = ending.StatusShow(ranks)
-        account = crew.turn(
-            dict.fromkeys(ranks, (body, ())), timeout_s=self.config.timeout, on_tick=show.tick
+        return crew.turn(
+            dict.fromkeys(ranks, (body, ())), timeout_s=self.config.timeout, is_shown=True
         )
-        show.end(account)
-        return account
 
     def _after_cell(self, account: Account) -> None:
         """What holds for good and bad endings: who owns which name, weights, process groups."""

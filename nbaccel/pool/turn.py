@@ -14,6 +14,7 @@ from typing import Any
 
 from nbaccel.launch import failure, wire
 from nbaccel.launch.console import Console
+from nbaccel.launch.dashboard.following import Following
 from nbaccel.launch.listening import Listener, death_of
 from nbaccel.launch.member import Member, State
 from nbaccel.launch.reaping import end_group
@@ -85,8 +86,7 @@ class Turn(Listener):
         collect: Tells of workers that have ended; see `launch.starter.Starter`.
         oom_kills: How often the system had run out of memory when the workers were started.
         timeout_s: Seconds after which the turn is ended; None for no limit.
-        on_tick: Called with this turn when about a second has passed; returns when it wants to be
-            called again (CLOCK_MONOTONIC).
+        following: Shows how the ranks get on; None for nobody.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class Turn(Listener):
         collect: Callable[[], Sequence[wire.Ended]],
         oom_kills: int,
         timeout_s: float | None = None,
-        on_tick: Callable[[Turn], float] | None = None,
+        following: Following | None = None,
     ) -> None:
-        super().__init__(crew, console)
+        super().__init__(crew, console, following)
         ranks = set(active)
         self._open = {m.rank for m in crew if m.rank in ranks and not m.has_ended}
         self.account = Account([m for m in crew if m.rank in ranks], console)
@@ -115,8 +115,7 @@ class Turn(Listener):
         self._group_wanted: messages.GroupWanted | None = None
         self._began = time.monotonic()
         self._deadline = None if timeout_s is None else self._began + timeout_s
-        self._on_tick = on_tick
-        self._next_tick = self._began + 1.0
+        self._following = following
         self._oom_kills = oom_kills
         for member in self.account.members:
             _reset(member)
@@ -125,15 +124,6 @@ class Turn(Listener):
     def seconds(self) -> float:
         """How long it has taken so far."""
         return time.monotonic() - self._began
-
-    @property
-    def clears(self) -> int:
-        """How often the cell's output has been cleared."""
-        return self._console.clears
-
-    def notice(self, text: str) -> None:
-        """Show a line of the pool's own, after what has been printed so far."""
-        self._console.notice(text)
 
     @property
     def open(self) -> frozenset[int]:
@@ -147,6 +137,24 @@ class Turn(Listener):
             sentinels: Rank → descriptor that becomes readable when that worker has ended.
             begin: Gives out the tasks. From then on an interrupt is the workers' business.
         """
+        try:
+            self._watch(sentinels, begin)
+        finally:
+            if self._following is not None:
+                self._following.end(self, **self._how_it_ended())
+        if self._halting is not None:
+            self.account.was_cut = self._halting.was_cut
+        return self.account
+
+    def _how_it_ended(self) -> dict[str, bool]:
+        account = self.account
+        return {
+            "failed": any(m.returned is None for m in account.members),
+            "interrupted": account.interrupted,
+            "timed_out": account.timed_out,
+        }
+
+    def _watch(self, sentinels: Mapping[int, int], begin: Callable[[], None]) -> None:
         with self.listening(list(sentinels.values())):
             begin()
             while self._unfinished():
@@ -158,9 +166,6 @@ class Turn(Listener):
                     self.drain_output(member)
                     self._console.close(member.rank)
         self._console.tick(final=True)
-        if self._halting is not None:
-            self.account.was_cut = self._halting.was_cut
-        return self.account
 
     def _unfinished(self) -> bool:
         if self._doomed_at is not None:
@@ -182,15 +187,11 @@ class Turn(Listener):
             yield self._doomed_at
         if self._deadline is not None and self._halting is None:
             yield self._deadline
-        if self._on_tick is not None:
-            yield self._next_tick
         yield from (m.born + _BORN_S for m in self.members if m.state is State.BORN)
 
     def _advance(self) -> bool:
         """Do what is due; returns False where a worker cannot even be killed."""
         now = time.monotonic()
-        if self._on_tick is not None and now >= self._next_tick:
-            self._next_tick = self._on_tick(self)
         if self._doomed_at is not None and now >= self._doomed_at:
             if self._ended_all:
                 return False

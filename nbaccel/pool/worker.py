@@ -20,7 +20,7 @@ import torch
 
 from nbaccel import env, frames
 from nbaccel.frames import Frame
-from nbaccel.launch import precision, wire
+from nbaccel.launch import precision, reporting, wire
 from nbaccel.launch.sharing import arena, memory
 from nbaccel.launch.worker import Work, flush, report, restore_random_states, settle
 from nbaccel.pool import messages
@@ -120,6 +120,7 @@ class _Worker:
             os.chdir(task.directory)
         env.update(task.environment)
         self._names.begin()
+        reporting.begin(self._channel, self._seat.device)
         self._busy = True
         try:
             return self._shell.run(task.source)
@@ -129,6 +130,7 @@ class _Worker:
             return None  # sys.exit() is how a script ends well
 
     def _run_job(self, task: messages.RunJob, fds: list[int]) -> None:
+        reporting.begin(self._channel, self._seat.device)
         self._busy = True
         Work(self._channel, self._seat, task.job, fds, None).run()
 
@@ -213,15 +215,8 @@ class _Worker:
             found.pop()
         mine = frames.user_frame(found)
         return messages.Whereabouts(
-            stack=tuple(found) if mine else (), device_bytes=_reserved(self._seat.device)
+            stack=tuple(found) if mine else (), device_bytes=reporting.reserved(self._seat.device)
         )
-
-
-def _reserved(device: str) -> int | None:
-    """Bytes of the device that this process's allocator holds."""
-    if not device.startswith("cuda") or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return None
-    return int(torch.cuda.memory_reserved(device))
 
 
 _ACTS: Mapping[type, Callable[[_Worker, Any, list[int]], Any]] = {

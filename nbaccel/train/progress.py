@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from nbaccel.abc.place import Place
 from nbaccel.bars import Bar
+from nbaccel.launch import reporting
 from nbaccel.train.trees import find_batch_size
 
 __all__ = ["Progress"]
@@ -62,11 +63,13 @@ class Progress(Generic[_Batch]):
 
     def __iter__(self) -> Iterator[_Batch]:
         self._start = time.time()
+        reporting.loop_begins()
         try:
             for batch in self._loader:
                 self.samples += find_batch_size(batch) or 0
                 yield batch
                 self.bar.update(1)
+                reporting.step_done()
                 if time.monotonic() - self._posted >= _POST_S:
                     self._report()
             self._report()
@@ -80,6 +83,8 @@ class Progress(Generic[_Batch]):
     def _report(self) -> None:
         self._posted = time.monotonic()
         loss = None if self._loss is None else float(self._loss.float().mean())
+        if loss is not None:
+            reporting.loss_is(loss)
         mine: dict[str, Any] = {"samples": self.samples, "loss": loss, "since": self._start}
         everybody = [mine] if self._place.is_alone else self._exchange(mine)
         if not self._place.is_main:

@@ -9,6 +9,13 @@ import pytest
 from tests.kernel.conftest import SETUP
 from tests.kernel.kernel import Kernel, wait_for
 
+
+@pytest.fixture(autouse=True, scope="module")
+def without_a_dashboard(kernel: Kernel) -> None:
+    """What a cell shows is compared to its last output, and a dashboard comes after a second."""
+    kernel.run("os.environ['NBACCEL_DASHBOARD'] = '0'").check()
+
+
 TRAIN = """
 class Net(nn.Module):
     def __init__(self):

@@ -8,14 +8,15 @@ from tests.kernel.kernel import Kernel
 def test_the_status_of_a_cell_is_one_output_that_is_changed(kernel: Kernel) -> None:
     cell = kernel.run(
         """
-        from nbaccel.pool.status import RankStatus, StatusLine
+        from nbaccel.launch.dashboard.board import RankStatus
+        from nbaccel.launch.dashboard.shown import Dashboard
         now = [0.0]
-        line = StatusLine([0, 1], clock=lambda: now[0])
+        board = Dashboard([0, 1], clock=lambda: now[0])
         for _ in range(2):
             now[0] += 1
-            line.update([RankStatus(rank=r, state="running", seconds=1, rss_bytes=2**30)
+            board.update([RankStatus(rank=r, state="running", seconds=1, rss_bytes=2**30)
                          for r in (0, 1)])
-        line.finish()
+        board.finish()
         """
     ).check()
     assert [data["text/plain"].splitlines()[0] for data in cell.displays] == [

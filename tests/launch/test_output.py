@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import linecache
 import logging
 import os
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nbaccel import notebook_launcher
+from nbaccel import Pool, notebook_launcher
 from tests import workers
 
 Show = Callable[..., tuple[str, str]]
@@ -196,3 +197,18 @@ def test_a_program_that_outlives_its_worker_does_not_hold_up_the_launch(show: Sh
         subprocess.Popen(["sleep", "600"])  # the police would find it, if it lived
 
     show(start)
+
+
+def test_a_warning_about_results_names_the_line_that_launched() -> None:
+    def generate() -> Any:
+        return (number for number in range(3))
+
+    def source_of_the_warning(launch: Callable[[], Any]) -> str:
+        with pytest.warns(UserWarning, match="cannot be sent to the notebook") as found:
+            launch()
+        return linecache.getline(found[0].filename, found[0].lineno)
+
+    assert "(generate, (), 2)" in source_of_the_warning(lambda: notebook_launcher(generate, (), 2))
+    with Pool(2, namespace={}) as pool:
+        told = source_of_the_warning(lambda: notebook_launcher(generate, (), pool=pool))
+        assert "(generate, (), pool=pool)" in told

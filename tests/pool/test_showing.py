@@ -94,8 +94,9 @@ def test_showing_needs_neither_torch_nor_ipython() -> None:
     code = (
         "import sys\n"
         "from nbaccel.pool import showing, status\n"
+        "from nbaccel.launch.dashboard.shown import Dashboard\n"
         "showing.show_results({0: {'data': {'text/plain': 'x'}, 'metadata': {}}})\n"
-        "status.StatusLine([0]).finish()\n"
+        "Dashboard([0]).finish()\n"
         "print(sorted({'torch', 'IPython'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

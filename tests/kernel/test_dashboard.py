@@ -1,0 +1,279 @@
+"""The dashboard in real kernels: what stays in a notebook, and what a click on its button does.
+
+The front end here sends what JupyterLab sends: `subshell_id` in the head of its requests, and a
+click as a message to the subshell that it has opened for widgets, while the cell runs.
+"""
+
+from __future__ import annotations
+
+import queue
+import textwrap
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from traitlets.config import Config
+
+from tests.kernel.kernel import WAIT_S, Kernel, wait_for
+
+VIEW = "application/vnd.jupyter.widget-view+json"
+BOUND_S = 5.0
+
+TRAIN = """
+import os, time
+from nbaccel import Accelerator, notebook_launcher
+def train(seconds):
+    accelerator = Accelerator()
+    start = time.monotonic()
+    print("running", flush=True)
+    while time.monotonic() < start + seconds:
+        time.sleep(0.01)
+        accelerator.log({"loss": 1.0 / (1 + time.monotonic() - start)})
+"""
+LAUNCH = "notebook_launcher(train, (600,), 2)"
+LIVE = "%load_ext nbaccel"
+START = """\
+%%accelerate -n 2
+from nbaccel import Accelerator
+Accelerator().wait_for_everyone()  # the ports of process groups are open from here on
+"""
+CELL = "%%accelerate\ntrain(600)"
+
+CALM = """
+import gc, signal, threading
+def state():
+    widgets = __import__("sys").modules.get("ipywidgets.widgets.widget")
+    comms = get_ipython().kernel.comm_manager.comms
+    return (sorted(t.name for t in threading.enumerate() if not t.name.startswith("subshell")),
+            signal.getsignal(signal.SIGINT), len(widgets._instances) if widgets else 0, len(comms))
+"""
+
+
+class FrontEnd:
+    """One that knows of subshells.
+
+    Args:
+        kernel: The kernel it speaks to.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self._subshell: str | None = None
+
+    def begin(self, code: str) -> Run:
+        client = self.kernel.client
+        content = {"code": textwrap.dedent(code), "silent": False, "store_history": True}
+        message = client.session.msg("execute_request", content)
+        message["header"]["subshell_id"] = None
+        client.shell_channel.send(message)
+        return Run(self, message["header"]["msg_id"])
+
+    def open_subshell(self) -> None:
+        client = self.kernel.client
+        client.control_channel.send(client.session.msg("create_subshell_request", {}))
+        reply = client.get_control_msg(timeout=WAIT_S)
+        self._subshell = reply["content"]["subshell_id"]
+
+    def click(self, comm_id: str) -> None:
+        client = self.kernel.client
+        data = {"method": "custom", "content": {"event": "click"}}
+        message = client.session.msg("comm_msg", {"comm_id": comm_id, "data": data})
+        message["header"]["subshell_id"] = self._subshell
+        client.shell_channel.send(message)
+
+    def close_subshell(self) -> None:
+        client = self.kernel.client
+        content = {"subshell_id": self._subshell}
+        client.control_channel.send(client.session.msg("delete_subshell_request", content))
+        client.get_control_msg(timeout=WAIT_S)
+
+
+@dataclass
+class Run:
+    """A running cell, and what the front end has before it."""
+
+    front_end: FrontEnd
+    ident: str
+    open: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Comm → its widget's state."""
+    outputs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Display → its content now."""
+    text: str = ""
+    error: str = ""
+    done: bool = False
+
+    def until(self, condition: Any) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not condition(self):
+            assert time.monotonic() < deadline, self
+            try:
+                message = self.front_end.kernel.client.get_iopub_msg(timeout=1)
+            except queue.Empty:
+                continue
+            self._note(message)
+
+    def _note(self, message: dict[str, Any]) -> None:
+        kind, content = message["msg_type"], message["content"]
+        if kind == "comm_open":
+            self.open[content["comm_id"]] = content["data"]["state"]
+        elif kind == "comm_msg" and content["data"].get("method") == "update":
+            self.open[content["comm_id"]].update(content["data"]["state"])
+        elif kind == "comm_close":
+            del self.open[content["comm_id"]]
+        elif message["parent_header"].get("msg_id") != self.ident:
+            return
+        elif kind in ("display_data", "update_display_data"):
+            self.outputs[content["transient"]["display_id"]] = content["data"]
+        elif kind == "stream":
+            self.text += content["text"]
+        elif kind == "error":
+            self.error = content["ename"]
+        elif kind == "status":
+            self.done = content["execution_state"] == "idle"
+
+    def finish(self) -> Run:
+        self.until(lambda run: run.done)
+        client = self.front_end.kernel.client
+        while client.get_shell_msg(timeout=WAIT_S)["parent_header"].get("msg_id") != self.ident:
+            continue
+        return self
+
+    @property
+    def button(self) -> str:
+        (found,) = (
+            comm for comm, state in self.open.items() if state.get("_model_name") == "ButtonModel"
+        )
+        return found
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        (found,) = self.outputs.values()
+        return found
+
+    def facts(self) -> str:
+        (found,) = (
+            state["value"]
+            for state in self.open.values()
+            if state.get("_model_name") == "HTMLModel"
+        )
+        return str(found)
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Kernel]:
+    """A kernel with two live workers, that has launched, too."""
+    found = Kernel()
+    try:
+        for code in (TRAIN, CALM, LIVE, START, "notebook_launcher(os.getpid, (), 2);"):
+            found.run(code).check()
+        yield found
+    finally:
+        found.close()
+
+
+@pytest.mark.parametrize("code", [LAUNCH, CELL], ids=["launch", "cell"])
+def test_the_button_stops_and_leaves_nothing_but_the_summary(live: Kernel, code: str) -> None:
+    live.run("before = state(); import ipywidgets").check()
+    processes = {p.pid for p in live.descendants()}
+    front_end = FrontEnd(live)
+    run = front_end.begin(code)
+    run.until(lambda r: any(s.get("_model_name") == "ButtonModel" for s in r.open.values()))
+    assert all(VIEW not in data for data in run.outputs.values()), "not before it would be heard"
+    front_end.open_subshell()
+    run.until(lambda r: r.outputs and VIEW in r.shown)
+    assert "Stop: interrupt the cell" in run.shown["text/html"], "for who cannot show widgets"
+    first = run.facts()
+    run.until(lambda r: r.facts() != first and "loss" in r.facts())
+    pressed = time.monotonic()
+    front_end.click(run.button)
+    run.finish()
+    assert time.monotonic() - pressed < BOUND_S
+    assert run.error == "KeyboardInterrupt"
+    run.until(lambda r: not r.open)  # each widget is closed at the front end
+    assert VIEW not in run.shown
+    assert "stopped after" in run.shown["text/plain"]
+    assert "<details>" in run.shown["text/html"]
+    front_end.close_subshell()
+    assert wait_for(lambda: {p.pid for p in live.descendants()} == processes, timeout_s=10)
+    found = live.run("after = state(); print(before == after, before, after)").check().stdout
+    assert found.startswith("True"), found
+
+
+def test_a_front_end_that_opens_no_way_for_clicks_gets_no_button(live: Kernel) -> None:
+    front_end = FrontEnd(live)
+    run = front_end.begin("notebook_launcher(train, (13,), 2)").finish()
+    assert run.error == ""
+    assert VIEW not in run.shown
+    run.until(lambda r: not r.open)
+
+
+def test_a_click_that_is_late_stops_nothing(live: Kernel) -> None:
+    front_end = FrontEnd(live)
+    front_end.open_subshell()
+    run = front_end.begin("notebook_launcher(train, (4,), 2)")
+    run.until(lambda r: r.outputs and VIEW in r.shown)
+    button = run.button
+    run.finish()
+    for _ in range(3):
+        front_end.click(button)
+    assert live.run("time.sleep(0.5); print('unharmed')").check().stdout == "unharmed\n"
+    assert front_end.begin("notebook_launcher(train, (0,), 2)").finish().error == ""
+    front_end.close_subshell()
+
+
+def test_a_short_launch_leaves_nothing_behind(live: Kernel) -> None:
+    cell = live.run("notebook_launcher(os.getpid, (), 2);").check()
+    assert cell.displays == []
+
+
+def test_a_failure_is_what_the_summary_says(live: Kernel) -> None:
+    cell = live.run(
+        """
+        def diverges():
+            train(2.0)
+            if int(os.environ["RANK"]) == 1: raise ValueError("diverged")
+            time.sleep(600)
+        notebook_launcher(diverges, (), 2)
+        """
+    )
+    assert "ValueError" in cell.error
+    last = cell.displays[-1]
+    assert "failed after" in last["text/plain"]
+    assert "loss" in last["text/plain"]
+
+
+def test_it_comes_back_after_a_worker_has_cleared_the_cell(live: Kernel) -> None:
+    cell = live.run(
+        """
+        %%accelerate
+        from IPython.display import clear_output
+        train(2.5)
+        clear_output()
+        train(2.5)
+        """
+    ).check()
+    assert "<details>" in cell.displays[-1]["text/html"]
+
+
+def test_an_executed_notebook_keeps_the_summary_and_no_widget(tmp_path: Path) -> None:
+    cells = [TRAIN, "notebook_launcher(train, (2.5,), 2)", LIVE, START, "%%accelerate\ntrain(2.5)"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+    client = NotebookClient(
+        notebook,
+        timeout=WAIT_S,
+        kernel_name="python3",
+        config=Config(KernelManager={"transport": "ipc", "ip": f"{tmp_path}/k"}),
+        resources={"metadata": {"path": str(tmp_path)}},
+    )
+    client.execute()
+    assert "widgets" not in notebook.metadata
+    for number in (1, 4):
+        (shown,) = (o for o in notebook.cells[number].outputs if o.output_type == "display_data")
+        assert shown.data.keys() == {"text/plain", "text/html"}
+        assert "step" in shown.data["text/plain"]
+        assert shown.data["text/html"].count('<th scope="row"') == 2

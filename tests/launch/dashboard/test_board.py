@@ -1,0 +1,161 @@
+"""The facts by rank: histories that span a whole run, speeds by the worker's clock."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nbaccel.launch.dashboard.board import Board, History, Pace, RankStatus, loss_name, mean
+from nbaccel.launch.wire import Metrics
+
+GIB = 2**30
+
+
+def metrics(time: float, steps: int, device_bytes: int | None = None, **values: float) -> Metrics:
+    return Metrics(time=time, steps=steps, values=tuple(values.items()), device_bytes=device_bytes)
+
+
+def row(state: str = "running", **more: object) -> RankStatus:
+    settled = {"rank": 0, "seconds": 0.0, "rss_bytes": GIB} | more
+    return RankStatus(state=state, **settled)
+
+
+# ------------------------------------------------------------------------- history
+
+
+@given(st.integers(min_value=1, max_value=3000), st.integers(min_value=2, max_value=40))
+def test_a_history_is_bounded_even_and_spans_the_run(count: int, most: int) -> None:
+    history = History(most)
+    for i in range(count):
+        history.add(float(i))
+    values = history.values()
+    assert len(values) <= most + 1
+    assert (values[0], values[-1]) == (0.0, count - 1.0)
+    gaps = {b - a for a, b in itertools.pairwise(values[:-1])}
+    assert len(gaps) <= 1, "thinned out evenly"
+    assert len(values) >= min(count, most // 2), "and not more than needed"
+
+
+def test_an_empty_history_has_nothing() -> None:
+    history = History()
+    assert (history.first, history.last, history.values()) == (None, None, [])
+
+
+# ------------------------------------------------------------------------- speed
+
+
+def test_speed_is_of_the_last_seconds_and_of_all() -> None:
+    pace = Pace(window_s=10)
+    for second in range(101):
+        pace.add(second, min(second, 50) * 2 + max(0, second - 50) * 8)
+    assert pace.recent(100.0) == pytest.approx(8.0)
+    assert pace.overall == pytest.approx((50 * 2 + 50 * 8) / 100)
+
+
+def test_one_moment_has_no_speed() -> None:
+    pace = Pace()
+    assert (pace.overall, pace.recent(1.0)) == (None, None)
+    pace.add(1.0, 5)
+    assert (pace.overall, pace.recent(1.0)) == (None, None)
+
+
+def test_a_loop_that_stands_still_has_no_speed_and_a_slow_one_has() -> None:
+    quick, slow = Pace(), Pace()
+    for i in range(10):
+        quick.add(i * 0.25, i)
+        slow.add(i * 20.0, i)
+    assert quick.recent(60.0) == 0.0
+    assert slow.recent(180.0 + 25.0) == pytest.approx(1 / 20)
+
+
+def test_who_counts_anew_is_timed_anew() -> None:
+    pace = Pace()
+    pace.add(0.0, 0)
+    pace.add(10.0, 100)
+    pace.add(20.0, 0)
+    pace.add(21.0, 5)
+    assert pace.overall == pytest.approx(5.0)
+
+
+# ------------------------------------------------------------------------- what is heard
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        (["lr", "loss"], "loss"),
+        (["lr", "eval_loss", "train_loss"], "eval_loss"),
+        (["accuracy", "lr"], "accuracy"),
+        (["Loss", "loss_scale"], "Loss"),
+        ([], None),
+    ],
+)
+def test_the_loss_is_what_is_called_so(names: list[str], chosen: str | None) -> None:
+    assert loss_name(dict.fromkeys(names, 1.0)) == chosen
+
+
+def test_a_better_name_that_comes_later_begins_a_history_of_its_own() -> None:
+    board = Board([0], began=0.0)
+    board.hear(0, metrics(1.0, 1, lr=0.1))
+    board.hear(0, metrics(2.0, 2, lr=0.1, loss=5.0))
+    board.hear(0, metrics(3.0, 3, lr=0.1, loss=4.0))
+    facts = board.ranks[0]
+    assert (facts.loss_name, facts.loss.values()) == ("loss", [5.0, 4.0])
+    assert facts.metrics == {"lr": 0.1, "loss": 4.0}
+
+
+def test_a_rank_that_is_not_shown_is_not_heard() -> None:
+    board = Board([0], began=0.0)
+    board.hear(7, metrics(1.0, 1, loss=1.0))
+    assert list(board.ranks) == [0]
+
+
+# ------------------------------------------------------------------------- what is seen
+
+
+def test_peaks_stay_and_a_rank_that_has_gone_keeps_its_last_weight() -> None:
+    board = Board([0], began=0.0)
+    for held in (1, 4, 2):
+        board.see([row(rss_bytes=held * GIB, device_bytes=held * GIB)])
+    board.see([row("done", rss_bytes=0, device_bytes=None)])
+    facts = board.ranks[0]
+    assert (facts.rss_bytes, facts.peak_rss_bytes) == (2 * GIB, 4 * GIB)
+    assert (facts.device_bytes, facts.peak_device_bytes) == (2 * GIB, 4 * GIB)
+
+
+def test_the_driver_knows_better_than_the_worker() -> None:
+    board = Board([0], began=0.0)
+    board.hear(0, metrics(0.5, 1, device_bytes=GIB))
+    assert board.ranks[0].device_bytes == GIB
+    board.see([row(device_bytes=3 * GIB)])
+    board.hear(0, metrics(1.0, 2, device_bytes=GIB))
+    assert board.ranks[0].device_bytes == 3 * GIB
+
+
+def test_a_state_is_as_old_as_when_it_was_first_seen() -> None:
+    board = Board([0], began=0.0)
+    board.now = 3.0
+    board.see([row("starting", seconds=3.0)])
+    board.now = 5.0
+    board.see([row("running", seconds=5.0)])
+    board.now = 9.0
+    board.see([row("running", seconds=9.0)])
+    assert board.ranks[0].since == 5.0
+
+
+def test_the_last_line_stays_when_nothing_new_is_printed() -> None:
+    board = Board([0], began=0.0)
+    board.see([row(last_line="epoch 1")])
+    board.see([row()])
+    assert board.ranks[0].last_line == "epoch 1"
+
+
+def test_a_mean_shows_what_is_no_number() -> None:
+    assert mean([1.0, 3.0]) == 2.0
+    assert mean([]) is None
+    assert math.isnan(mean([1.0, math.nan]) or 0.0)
+    assert mean([1.0, -math.inf]) == -math.inf

@@ -1,0 +1,224 @@
+"""From facts to HTML and text: what a worker printed stays text, and a cluster stays readable."""
+
+from __future__ import annotations
+
+import html as html_module
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nbaccel.launch.dashboard import drawing
+from nbaccel.launch.dashboard.board import Board, RankStatus
+from nbaccel.launch.wire import Metrics
+
+GIB = 2**30
+NASTY = '</td><script>alert(1)</script> & \x1b[31mred\x1b[0m \x07"quoted"'
+
+
+class Page(HTMLParser):
+    """Reads HTML as a browser would, and holds it to what a front end lets through."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.kinds: set[str] = set()
+        self.rows: list[list[str]] = []
+        self.scopes: list[str] = []
+        self.text = ""
+        self.feed(text)
+        assert self.open == []
+        assert self.kinds <= {
+            *("div", "span", "table", "thead", "tbody", "tr", "th", "td"),
+            *("details", "summary"),
+        }
+        assert not re.search(r"color\s*:|#[0-9a-f]{3}|rgb|background:(?!none)|url", text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+        self.kinds.add(tag)
+        assert {name for name, _ in attrs} <= {"style", "scope", "colspan"}
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+            self.scopes += [value or "" for name, value in attrs if name == "scope"]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+    def column(self, name: str) -> list[str]:
+        return [row[self.rows[0].index(name)] for row in self.rows[1:] if len(row) > 1]
+
+
+def board_of(num_ranks: int, **more: object) -> Board:
+    board = Board(range(num_ranks), began=0.0)
+    board.now = 12.0
+    settled = {"state": "running", "seconds": 12.0, "rss_bytes": GIB} | more
+    board.see([RankStatus(rank=rank, **settled) for rank in range(num_ranks)])
+    return board
+
+
+def told(board: Board, rank: int, steps: int, *losses: float, name: str = "loss") -> None:
+    for i, loss in enumerate(losses):
+        message = Metrics(
+            time=1.0 + i, steps=steps + i, values=((name, loss), ("lr", 0.5)), device_bytes=None
+        )
+        board.hear(rank, message)
+
+
+def both(board: Board) -> list[str]:
+    return [drawing.live_html(board, by_hand=True), drawing.static_html(board)]
+
+
+# ------------------------------------------------------------------------- HTML
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_whatever_a_worker_says_is_text(which: int) -> None:
+    board = board_of(1, last_line=NASTY, doing=NASTY)
+    told(board, 0, 1, 3.0, name=NASTY)
+    text = both(board)[which]
+    page = Page(text)
+    assert "<script" not in text
+    assert '</td><script>alert(1)</script> & red "quoted"' in page.column("last line")
+    assert "\x1b" not in text
+    assert "\x07" not in text
+
+
+@given(st.text(max_size=400))
+def test_no_line_breaks_the_table(line: str) -> None:
+    page = Page(drawing.live_html(board_of(2, last_line=f"x{line}"), by_hand=False))
+    assert len(page.rows) == 3
+    assert all(len(cell) <= drawing.LINE_CHARS for cell in page.column("last line"))
+
+
+def test_a_long_line_is_cut_with_a_sign_of_it() -> None:
+    (found, _) = Page(both(board_of(2, last_line="y" * 500))[0]).column("last line")
+    assert found == "y" * (drawing.LINE_CHARS - 1) + "…"
+
+
+def test_a_table_for_screen_readers() -> None:
+    page = Page(both(board_of(2))[0])
+    assert page.scopes.count("col") == len(page.rows[0])
+    assert page.scopes.count("row") == 2
+
+
+def test_columns_that_nobody_fills_are_left_out() -> None:
+    bare = Page(both(board_of(2))[0])
+    assert bare.rows[0] == ["rank", "state", "memory"]
+    board = board_of(2, device_bytes=GIB, last_line="x", doing="waiting in all_reduce")
+    told(board, 0, 1, 4.0, 2.0)
+    full = Page(both(board)[0])
+    assert full.rows[0] == [
+        *("rank", "state", "step", "steps/s", "loss", "metrics", "memory", "on device"),
+        *("at", "last line"),
+    ]
+    assert full.column("step") == ["2", "-"], "rank 1 has told nothing"
+    assert full.column("loss")[0].endswith(" 2")
+    assert full.column("metrics")[0] == "lr 0.5"
+
+
+def test_how_long_in_a_state_is_told_where_it_is_not_the_whole_run() -> None:
+    board = board_of(2)
+    board.see([RankStatus(rank=1, state="done", seconds=0.0, rss_bytes=GIB)])
+    board.now = 72.0
+    assert Page(both(board)[0]).column("for") == ["-", "1 min 0 s"]
+
+
+def test_of_many_ranks_the_worst_have_rows_and_the_rest_share_one() -> None:
+    board = board_of(64)
+    for rank in range(64):
+        told(board, rank, 500 + rank % 3, 1.0)
+    told(board, 40, 100, 1.0)  # a straggler
+    board.see([RankStatus(rank=63, state="failed", seconds=0.0, rss_bytes=GIB)])
+    page = Page(both(board)[0])
+    assert [row[0] for row in page.rows[1:3]] == ["63", "40"]
+    assert len(page.rows) == 1 + drawing.MOST_ROWS + 1
+    assert page.rows[-1] == ["and 56 more ranks: running · steps 500 to 502 · 1.0 GiB"]
+
+
+def test_eight_ranks_have_a_row_each() -> None:
+    assert len(Page(both(board_of(8))[0]).rows) == 9
+
+
+def test_what_stays_opens_with_the_summary_and_a_curve() -> None:
+    board = board_of(2, state="done", last_line="saved")
+    told(board, 0, 1000, 4.0, 2.0, 1.0)
+    page = Page(drawing.static_html(board))
+    words = "2 ranks · 12.0 s · step 1,002 (1/s) · loss 1 █▃▁ · up to 1.0 GiB each"
+    assert page.text.startswith(words)
+    assert page.column("loss")[0].endswith("4 → 1")
+    assert page.column("state") == ["done", "done"]
+    assert {"details", "summary"} <= page.kinds
+
+
+def test_losses_that_are_no_numbers_are_said_to_be() -> None:
+    board = board_of(2)
+    told(board, 0, 1, 1.0, math.nan)
+    told(board, 1, 1, 1.0, math.inf)
+    page = Page(both(board)[0])
+    assert [cell.split()[-1] for cell in page.column("loss")] == ["nan", "inf"]
+    assert "loss nan" in page.text
+
+
+# ------------------------------------------------------------------------- one line
+
+
+def test_the_mean_loss_is_of_ranks_that_mean_the_same() -> None:
+    board = board_of(3)
+    told(board, 0, 1, 1.0)
+    told(board, 1, 1, 3.0)
+    told(board, 2, 1, 100.0, name="eval_loss")
+    assert "loss 2 " in drawing.summary(board)
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds", "words"),
+    [(1000, 2.0, "500/s"), (10, 4.0, "2.5/s"), (1, 8.0, "0.125/s"), (90_000, 1.0, "90,000/s")],
+)
+def test_speeds_are_read_at_a_glance(steps: int, seconds: float, words: str) -> None:
+    board = board_of(1)
+    for time, count in ((0.0, 0), (seconds, steps)):
+        board.hear(0, Metrics(time=time, steps=count, values=(), device_bytes=None))
+    assert f"step {steps:,} ({words})" in drawing.summary(board)
+
+
+# ------------------------------------------------------------------------- curves
+
+
+def test_a_curve_has_a_block_for_each_value() -> None:
+    assert drawing.sparkline([11, 12, 13, 14, 15, 16, 17, 18]) == "▁▂▃▄▅▆▇█"
+    assert drawing.sparkline([]) == ""
+    assert drawing.sparkline([3.0, 3.0]) == "▄▄"
+
+
+def test_a_long_curve_is_of_groups_and_spans_all() -> None:
+    curve = drawing.sparkline([10.0] * 500 + [20.0] * 500)
+    assert curve == "▁" * (drawing.CURVE_CHARS // 2) + "█" * (drawing.CURVE_CHARS // 2)
+
+
+def test_a_loss_that_falls_by_factors_is_a_slope_and_not_a_cliff() -> None:
+    curve = drawing.sparkline([1000.0, 100.0, 10.0, 1.0])
+    assert len(set(curve)) == 4
+
+
+def test_what_is_no_number_is_marked() -> None:
+    assert drawing.sparkline([1.0, math.nan, 2.0, math.inf]) == "▁!█!"
+    assert drawing.sparkline([math.nan]) == "!"
+
+
+@given(st.lists(st.floats(), max_size=200))
+def test_any_values_have_a_curve(values: list[float]) -> None:
+    curve = drawing.sparkline(values)
+    assert len(curve) == min(len(values), drawing.CURVE_CHARS)
+    assert set(curve) <= set("▁▂▃▄▅▆▇█!")
+    assert html_module.escape(curve) == curve

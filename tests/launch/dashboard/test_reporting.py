@@ -1,0 +1,236 @@
+"""What a training loop tells, through real launches: by `log` and `progress`, and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nbaccel import Accelerator, Pool, WorkerFailed, notebook_launcher
+from nbaccel.launch import reporting, wire
+from tests.launch.dashboard.conftest import Seen
+
+Launch = Callable[..., Any]
+
+
+@pytest.fixture(params=["template", "fork"])
+def launch(request: pytest.FixtureRequest) -> Launch:
+    def two(function: Callable[..., Any], *args: Any) -> Any:
+        return notebook_launcher(function, args, 2, start_method=request.param)
+
+    return two
+
+
+def test_what_is_logged_is_told_without_a_tracker_and_the_last_is_never_lost(
+    launch: Launch, seen: Seen
+) -> None:
+    def train() -> None:
+        accelerator = Accelerator()
+        assert accelerator.trackers == []
+        for i in range(1, 101):
+            accelerator.log({"loss": 1 / i + accelerator.process_index, "lr": 0.5})
+
+    launch(train)
+    for rank in (0, 1):
+        facts = seen.board.ranks[rank]
+        assert facts.steps == 100
+        assert facts.metrics == {"loss": 0.01 + rank, "lr": 0.5}
+        assert facts.loss.last == 0.01 + rank
+        messages = seen.messages_of(rank)
+        assert 1 < len(messages) < 20, "a hundred calls are not a hundred messages"
+        assert messages[0].steps == 1
+
+
+def test_messages_are_a_quarter_of_a_second_apart(seen: Seen) -> None:
+    def train() -> float:
+        accelerator = Accelerator()
+        start = time.monotonic()
+        while time.monotonic() < start + 1.2:
+            accelerator.log({"loss": 1.0})
+            time.sleep(0.001)
+        return start
+
+    notebook_launcher(train, (), 2)
+    for rank in (0, 1):
+        times = [message.time for message in seen.messages_of(rank)]
+        assert 3 <= len(times) <= 6
+        gaps = [b - a for a, b in itertools.pairwise(times[:-1])]  # the last one may come at once
+        assert min(gaps) >= reporting.EVERY_S
+
+
+def test_the_step_that_is_given_is_the_one_that_is_told(launch: Launch, seen: Seen) -> None:
+    def train() -> None:
+        accelerator = Accelerator()
+        for step in (100, 200, 300):
+            accelerator.log({"loss": 1.0}, step=step)
+
+    launch(train)
+    assert [facts.steps for facts in seen.board.ranks.values()] == [300, 300]
+
+
+def test_progress_tells_batches_and_losses(launch: Launch, seen: Seen) -> None:
+    def train() -> list[float]:
+        accelerator = Accelerator()
+        net = accelerator.prepare_model(nn.Linear(2, 1))
+        losses = []
+        for _ in range(2):
+            for batch in accelerator.progress([torch.ones(3, 2)] * 4):
+                loss = net(batch).square().mean() * (1 + accelerator.process_index)
+                accelerator.backward(loss)
+                losses.append(float(loss.detach()))
+        return losses
+
+    results = launch(train)
+    for rank, losses in enumerate(results):
+        facts = seen.board.ranks[rank]
+        assert facts.steps == 8
+        assert facts.metrics == {"loss": pytest.approx(losses[-1])}
+        assert seen.messages_of(rank)[0].steps == 0, "the speed is reckoned from the start"
+        assert facts.pace.overall is not None
+        assert facts.pace.overall > 0
+
+
+def test_in_a_progress_loop_a_step_is_a_batch_and_the_loss_is_the_one_that_is_logged(
+    seen: Seen,
+) -> None:
+    def train() -> None:
+        accelerator = Accelerator()
+        net = accelerator.prepare_model(nn.Linear(2, 1))
+        for batch in accelerator.progress([torch.ones(3, 2)] * 6):
+            accelerator.backward(net(batch).square().mean())
+            accelerator.log({"train_loss": 7.0}, step=1000)
+            accelerator.log({"other": 1.0}, step=2000)
+
+    notebook_launcher(train, (), 2)
+    for facts in seen.board.ranks.values():
+        assert facts.steps == 6
+        assert (facts.loss_name, facts.loss.last) == ("train_loss", 7.0)
+
+
+def test_only_numbers_are_told_and_no_device_is_waited_for(launch: Launch, seen: Seen) -> None:
+    def train() -> None:
+        accelerator = Accelerator()
+        accelerator.log(
+            {
+                "loss": torch.tensor(2.5, requires_grad=True),
+                "elsewhere": torch.ones((), device="meta"),  # reading it raises
+                "many": torch.ones(2),
+                "text": "abc",
+                "nothing": None,
+                "yes": True,
+                "nan": math.nan,
+                "inf": torch.tensor(math.inf),
+            }
+        )
+
+    launch(train)
+    (first, *_) = seen.messages_of(0)
+    told = dict(first.values)
+    assert math.isnan(told.pop("nan"))
+    assert told == {"loss": 2.5, "yes": 1.0, "inf": math.inf}
+
+
+def test_thousands_of_metrics_and_endless_names_are_cut(seen: Seen) -> None:
+    def train() -> None:
+        accelerator = Accelerator()
+        accelerator.log({f"{i}" * 500: float(i) for i in range(1, 3000)})
+
+    notebook_launcher(train, (), 2)
+    (first, *_) = seen.messages_of(0)
+    assert len(first.values) == 16
+    assert max(len(name) for name, _ in first.values) <= 60
+
+
+def test_a_rank_that_fails_has_told_its_last_loss(seen: Seen) -> None:
+    def train() -> None:
+        accelerator = Accelerator()
+        accelerator.log({"loss": 1.0})
+        accelerator.log({"loss": math.nan})
+        raise ValueError("diverged")
+
+    with pytest.raises(WorkerFailed, match="diverged"):
+        notebook_launcher(train, (), 2)
+    losses = [facts.loss.last for facts in seen.board.ranks.values() if facts.loss.last is not None]
+    assert losses
+    assert any(math.isnan(loss) for loss in losses)
+    assert seen.board.ending == "failed"
+
+
+def test_a_process_that_a_rank_forks_is_not_the_rank(seen: Seen) -> None:
+    def train() -> None:
+        accelerator = Accelerator()
+        accelerator.log({"loss": 1.0}, step=5)
+        child = os.fork()
+        if child == 0:
+            accelerator.log({"loss": 99.0}, step=99)
+            reporting.flush()
+            os._exit(0)
+        os.waitpid(child, 0)
+
+    notebook_launcher(train, (), 2)
+    assert {message.steps for _, message in seen.heard} == {5}
+
+
+def test_in_live_workers_each_cell_counts_from_its_start(seen: Seen) -> None:
+    with Pool(2, namespace={}) as pool:
+        pool.run(
+            "from nbaccel import Accelerator\n"
+            "accelerator = Accelerator()\n"
+            "for i in range(30): accelerator.log({'loss': i})"
+        )
+        assert [facts.steps for facts in seen.board.ranks.values()] == [30, 30]
+        pool.run("for i in range(3): accelerator.log({'loss': i})")
+        assert [facts.steps for facts in seen.board.ranks.values()] == [3, 3]
+        assert [facts.loss.last for facts in seen.board.ranks.values()] == [2.0, 2.0]
+
+        def train() -> None:
+            Accelerator().log({"loss": 0.5}, step=77)
+
+        pool.call(train)
+        assert [facts.steps for facts in seen.board.ranks.values()] == [77, 77]
+
+
+# ------------------------------------------------------------------------- without a launch
+
+
+def test_without_a_launch_nobody_is_told() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.log({"loss": 1.0})
+    assert list(accelerator.progress([torch.ones(1)])) == [torch.ones(1)]
+    assert reporting._reporter is None
+
+
+def test_a_notebook_that_does_not_listen_holds_no_worker_up() -> None:
+    ours, theirs = wire.Channel.pair()
+    reporter = reporting.Reporter(theirs, "cpu")
+    while theirs.try_send("filled"):
+        pass
+    began = time.monotonic()
+    for i in range(10):
+        reporter._next = 0.0
+        reporter.log({"loss": float(i)}, None)
+    assert time.monotonic() - began < 1.0
+    while True:
+        message, _ = ours.receive()
+        if not theirs.try_send("end"):
+            continue
+        break
+    while message != "end":
+        message, _ = ours.receive()
+    reporter.flush()
+    message, _ = ours.receive()
+    assert message.steps == 10
+    assert message.values == (("loss", 9.0),)
+    reporter.flush()  # nothing new: nothing is sent
+    theirs.close()
+    with pytest.raises(EOFError):
+        ours.receive()
+    reporter.log({"loss": 1.0}, None)  # the notebook is gone: no failure of the training
+    ours.close()

@@ -1,0 +1,273 @@
+"""What a running cell shows of its ranks, where and when, and what stays of it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from nbaccel import notebook_launcher
+from nbaccel.launch import publish
+from nbaccel.launch.dashboard.board import RankStatus
+from nbaccel.launch.dashboard.shown import Dashboard
+from nbaccel.launch.wire import Metrics
+
+GIB = 2**30
+
+
+def row(rank: int, doing: str = "", **more: Any) -> RankStatus:
+    settled = {"state": "running", "seconds": 2.0, "rss_bytes": GIB} | more
+    return RankStatus(rank=rank, doing=doing, **settled)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Cell:
+    """The notebook's end: what was published, and what stands in the cell by its handle."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(publish, "has_cells", lambda: True)
+        monkeypatch.setattr(publish, "display", self.take)
+        self.outputs: dict[str, Mapping[str, str]] = {}
+        self.taken = 0
+
+    def take(self, content: Mapping[str, Any]) -> None:
+        self.taken += 1
+        handle = content["transient"]["display_id"]
+        assert content.get("update", False) == (handle in self.outputs)
+        self.outputs[handle] = content["data"]
+
+    @property
+    def text(self) -> str:
+        (found,) = self.outputs.values()
+        return found["text/plain"]
+
+    @property
+    def html(self) -> str:
+        (found,) = self.outputs.values()
+        return found["text/html"]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def cell(monkeypatch: pytest.MonkeyPatch) -> Cell:
+    return Cell(monkeypatch)
+
+
+def test_a_short_cell_shows_nothing(cell: Cell, clock: Clock) -> None:
+    board = Dashboard([0, 1], clock=clock)
+    clock.now += 0.9
+    assert board.due_in() == pytest.approx(0.1)
+    board.update([row(0), row(1)])
+    board.finish()
+    assert cell.taken == 0
+
+
+def test_a_longer_one_is_told_in_place_once_a_second(cell: Cell, clock: Clock) -> None:
+    board = Dashboard([0, 1], clock=clock)
+    for _ in range(30):
+        clock.now += 0.1
+        board.update([row(0), row(1)])
+    assert cell.taken in {2, 3}, "30 times 0.1 may be less than 3"
+    assert len(cell.outputs) == 1
+    clock.now += 10
+    assert board.due_in() == 0
+    board.update([row(0), row(1)])
+    assert 0 < board.due_in() <= 1, "what was missed is not made up for"
+
+
+def test_ranks_that_do_the_same_are_one_line(cell: Cell, clock: Clock) -> None:
+    board = Dashboard(range(4), clock=clock)
+    clock.now += 12
+    waiting = "waiting in all_reduce (Cell In[3], line 5)"
+    board.update([row(0, waiting), row(2, waiting), row(1, waiting), row(3, rss_bytes=2 * GIB)])
+    assert cell.text == (
+        "4 ranks · 12.0 s · up to 2.0 GiB each\n"
+        "[0-2] waiting in all_reduce (Cell In[3], line 5) · 1.0 GiB\n"
+        "[3] running · 2.0 GiB"
+    )
+
+
+def test_many_that_do_different_things_are_cut(cell: Cell, clock: Clock) -> None:
+    board = Dashboard(range(64), clock=clock)
+    clock.now += 2
+    board.update([row(i, f"thing {i}") for i in range(64)])
+    assert cell.text.count("\n") == 9
+    assert cell.text.endswith("… and 56 more")
+
+
+def test_afterwards_one_line_stays_with_the_peak(cell: Cell, clock: Clock) -> None:
+    board = Dashboard([0], clock=clock)
+    clock.now += 2
+    board.update([row(0, rss_bytes=3 * GIB, device_bytes=5 * GIB)])
+    clock.now += 2
+    board.update([row(0, rss_bytes=GIB)])
+    clock.now += 8.3
+    board.finish()
+    assert cell.text == "1 rank · 12.3 s · up to 3.0 GiB (on the device 5.0 GiB)"
+
+
+@pytest.mark.parametrize(
+    ("how", "word"), [({"failed": True}, "failed"), ({"interrupted": True}, "stopped")]
+)
+def test_a_cell_that_did_not_end_well_says_so(
+    cell: Cell, clock: Clock, how: dict[str, bool], word: str
+) -> None:
+    board = Dashboard([0, 1], clock=clock)
+    clock.now += 3
+    board.update([row(0), row(1)])
+    board.finish(**how)
+    assert cell.text == f"2 ranks · {word} after 3.0 s · up to 1.0 GiB each"
+
+
+def test_after_the_cell_was_cleared_it_is_shown_anew(cell: Cell, clock: Clock) -> None:
+    board = Dashboard([0], clock=clock)
+    clock.now += 1
+    board.update([row(0)])
+    board.cleared()
+    cell.outputs.clear()
+    board.finish()
+    assert cell.text.startswith("1 rank")
+
+
+def test_a_terminal_gets_a_line_now_and_then(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board = Dashboard([0, 1], clock=clock)
+    at = []
+    for second in range(700):
+        board.update([row(0, "reading")])
+        if "reading" in capsys.readouterr().err:
+            at.append(second)
+        clock.now += 1
+    assert at == [1, 5, 15, 60, 120, 240, 480]
+    board.finish(failed=True)
+    assert capsys.readouterr().err == (
+        "nbaccel: 2 ranks · failed after 11 min 40 s · up to 1.0 GiB each\n"
+    )
+
+
+def test_what_ranks_hold_is_told_from_least_to_most(clock: Clock) -> None:
+    said: list[str] = []
+    board = Dashboard([0, 1], say=said.append, clock=clock)
+    clock.now += 1
+    board.update([row(0, device_bytes=GIB), row(1, rss_bytes=2 * GIB, device_bytes=3 * GIB)])
+    assert "[0-1] running · 1.0 GiB to 2.0 GiB, on the device 1.0 GiB to 3.0 GiB" in said[0]
+
+
+def test_the_lines_of_a_terminal_go_where_they_are_told(clock: Clock) -> None:
+    said: list[str] = []
+    board = Dashboard([0], say=said.append, clock=clock)
+    clock.now += 1
+    board.update([row(0, "reading")])
+    assert said == ["nbaccel: 1 rank · 1.0 s · up to 1.0 GiB\nnbaccel: [0] reading · 1.0 GiB"]
+
+
+def test_memory_is_looked_at_more_often_than_a_terminal_is_told(clock: Clock) -> None:
+    said: list[str] = []
+    board = Dashboard([0], say=said.append, clock=clock)
+    for gib in (1, 7, 2, 1):
+        clock.now += 1
+        board.update([row(0, rss_bytes=gib * GIB)])
+    board.finish()
+    assert said[1:] == ["nbaccel: 1 rank · 4.0 s · up to 7.0 GiB"]
+
+
+def test_it_can_be_turned_off(cell: Cell, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBACCEL_DASHBOARD", "0")
+    said: list[str] = []
+    board = Dashboard([0], clock=clock, say=said.append)
+    clock.now += 5
+    board.update([row(0)])
+    board.finish()
+    assert (cell.taken, said) == (0, [])
+
+
+def metrics(time: float, steps: int, loss: float = 1.0) -> Metrics:
+    return Metrics(time=time, steps=steps, values=(("loss", loss),), device_bytes=None)
+
+
+def test_a_whole_output_is_not_replaced_for_each_message(cell: Cell, clock: Clock) -> None:
+    board = Dashboard([0], clock=clock)
+    clock.now += 1
+    board.update([row(0)])
+    for i in range(110):
+        clock.now += 0.03
+        board.hear(0, metrics(clock.now, i))
+        board.refresh()
+        if board.wants_a_look:
+            board.update([row(0)])
+    assert cell.taken == 1 + 3
+    assert "step 109" not in cell.text
+    board.finish()
+    assert "step 109" in cell.text
+
+
+def test_a_board_without_news_waits_for_the_next_second(cell: Cell, clock: Clock) -> None:
+    board = Dashboard([0], clock=clock)
+    clock.now += 1
+    board.update([row(0)])
+    clock.now += 0.5
+    board.refresh()
+    assert cell.taken == 1
+    assert board.due_in() == pytest.approx(0.5)
+
+
+def test_where_no_click_would_be_heard_the_words_say_how_to_stop(cell: Cell, clock: Clock) -> None:
+    board = Dashboard([0], stop=lambda: None, clock=clock)
+    clock.now += 1
+    board.update([row(0)])
+    assert "Stop: interrupt the cell" in cell.html
+    board.finish()
+    assert "Stop" not in cell.html
+
+
+def test_what_stays_is_folded_away(cell: Cell, clock: Clock) -> None:
+    board = Dashboard([0, 1], clock=clock)
+    clock.now += 1
+    board.update([row(0, last_line="saved"), row(1)])
+    board.hear(0, metrics(100.5, 0, 4.0))
+    board.hear(0, metrics(101.0, 50, 2.0))
+    board.finish([row(0, state="done", rss_bytes=0), row(1, state="failed")], failed=True)
+    assert cell.text == (
+        "2 ranks · failed after 1.0 s · step 50 (100/s) · loss 2 · up to 1.0 GiB each"
+    )
+    assert cell.html.index("<summary") < cell.html.index("</summary>") < cell.html.index("<table")
+    for told in ("done", "failed", "4 → 2", "1.0 GiB", "saved"):
+        assert told in cell.html
+
+
+def test_a_launch_whose_output_goes_to_a_file_adds_nothing_to_it(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    notebook_launcher(time.sleep, (1.6,), 2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_launch_in_a_terminal_is_told_of_there() -> None:
+    code = "import time; from nbaccel import notebook_launcher as go; go(time.sleep, (1.6,), 2)"
+    ours, theirs = pty.openpty()
+    done = subprocess.run([sys.executable, "-c", code], stderr=theirs, timeout=100, check=True)
+    os.close(theirs)
+    text = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert done.returncode == 0
+    lines = text.splitlines()
+    assert lines[0].startswith("nbaccel: 2 ranks · 1.")
+    assert lines[1].startswith("nbaccel: [0-1] running · ")
+    assert len(lines) == 3

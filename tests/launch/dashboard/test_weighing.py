@@ -1,0 +1,70 @@
+"""What workers hold, looked at from outside."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nbaccel import Accelerator, notebook_launcher
+from nbaccel.launch.dashboard.weighing import Scales, resident
+from nbaccel.plan.gpus import Meter, find_cards
+from tests.launch.dashboard.conftest import Seen
+
+MIB = 2**20
+
+
+def test_a_process_weighs_what_it_holds_and_nothing_once_it_has_gone() -> None:
+    code = "held = bytearray(200 << 20); print('ready', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        assert 200 * MIB < resident(child.pid) < 300 * MIB
+        child.kill()
+    assert resident(child.pid) == 0
+
+
+def test_where_no_gpu_is_used_the_driver_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Meter, "open", lambda: pytest.fail("asked"))
+    scales = Scales(uses_gpus=False)
+    assert scales.on_gpus([os.getpid()]) == {}
+    scales.close()
+
+
+@pytest.mark.skipif(bool(find_cards()[0]), reason="this machine has a GPU")
+def test_without_a_driver_nobody_holds_anything_and_it_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert Meter.open() is None
+    scales = Scales(uses_gpus=True)
+    assert scales.on_gpus([os.getpid()]) == {}
+    monkeypatch.setattr(Meter, "open", lambda: pytest.fail("asked again"))
+    assert scales.on_gpus([os.getpid()]) == {}
+    scales.close()
+
+
+@pytest.mark.gpu
+def test_the_memory_of_a_gpu_is_on_the_board_and_no_context_in_the_notebook(seen: Seen) -> None:
+    def train() -> None:
+        accelerator = Accelerator()
+        held = torch.ones(64 * MIB, dtype=torch.uint8, device=accelerator.device)
+        accelerator.log({"loss": 1.0, "on device": held})
+
+    notebook_launcher(train, (), 1, start_method="template")
+    (facts,) = seen.board.ranks.values()
+    assert facts.peak_device_bytes is not None
+    assert facts.peak_device_bytes >= 64 * MIB
+    assert not torch.cuda.is_initialized()
+
+
+@pytest.mark.gpu
+def test_a_meter_reads_and_lets_go() -> None:
+    meter = Meter.open()
+    assert meter is not None
+    assert all(held > 0 for held in meter.read().values())
+    meter.close()
