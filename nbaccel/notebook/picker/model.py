@@ -101,7 +101,7 @@ class PickerModel:
         self._shelf: dict[str, Any] = {}
         self._observers: list[Callable[[], None]] = []
         self._known: dict[str, Any] = {}  # what follows from the present state, found when asked
-        self._rehearse()
+        self._settle(self._config, ())
 
     # ------------------------------------------------------------------- the state
 
@@ -393,9 +393,12 @@ class PickerModel:
             raise ConfigError(f"Nothing can be suggested for model={self._module}: give a model.")
         return Suggester(self._yardstick)
 
-    def _rehearse(self) -> None:
-        """Measure activations of all precisions now, so that no later choice waits for it."""
-        self._settle(self._config, ())
+    def rehearse(self) -> None:
+        """Measure activations of all precisions now, so that no later choice waits for it.
+
+        Each is a forward and backward pass without memory: seconds for a large model. A second
+        time it costs nothing.
+        """
         if self._yardstick is None or self._yardstick.sample_batch is None:
             return
         for config in _variants(self):

@@ -83,6 +83,7 @@ class Showing:
             }
             display(bundle, raw=True)  # type: ignore[no-untyped-call]
             display(self._table(), raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
+            self._model.rehearse()  # while the form is read; what is clicked meanwhile comes after
 
     def _live_view(self) -> PickerView:
         if self._view is None:

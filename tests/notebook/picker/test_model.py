@@ -316,6 +316,31 @@ def test_activations_follow_batch_and_precision():
     assert picker.estimate.device.activations > 1.2 * bf16
 
 
+def test_a_rehearsal_measures_what_may_be_chosen(monkeypatch):
+    from nbaccel.deepspeed import activations
+
+    model, batch = net(64), torch.randn(8, 64)
+    picker = PickerModel(model=model, sample_batch=batch, inventory=WITHOUT_GPU)
+    picker.rehearse()
+    monkeypatch.setattr(activations, "measure_activations", None)  # nobody measures any more
+    picker.rehearse()
+    for precision in ("bf16", "fp16", "no"):
+        picker.choose("mixed_precision", precision)
+        assert picker.estimate.device.activations > 0
+
+
+def test_plain_training_holds_what_is_estimated():
+    """Every tensor of a model in training, counted, but for Adam's step counters."""
+    model = net(64)
+    picker = PickerModel(RunConfig(num_processes=1), model=model, inventory=WITHOUT_GPU)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    held = list(model.parameters()) + [p.grad for p in model.parameters()]
+    held += [t for s in optimizer.state.values() for name, t in s.items() if name != "step"]
+    assert picker.estimate.device.model_states == sum(t.nbytes for t in held)
+
+
 def test_without_a_model_nothing_is_claimed():
     picker = PickerModel(inventory=WITHOUT_GPU)
     assert picker.bars() == ()
