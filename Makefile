@@ -4,7 +4,7 @@
 #   VENV=.venv               where the environment lives
 #   CONSTRAINTS=             an empty value lets pip choose the versions (needed on Python 3.10)
 #   TORCH_INDEX=URL          one more package index, e.g. the one with torch's CPU wheels
-#   JOBS=2                   test files that run at the same time; 0 for one after another, in one process
+#   JOBS=3                   test files that run at the same time (they often wait); 0 for one after another, in one process
 #   PYTEST_ARGS='-k arena'   more arguments for pytest
 
 SHELL         := bash
@@ -17,7 +17,7 @@ VENV        ?= .venv
 CONSTRAINTS ?= constraints/cpu.txt
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
-JOBS        ?= 2
+JOBS        ?= 3
 
 BIN     := $(VENV)/bin
 INSTALL  = $(BIN)/python -m pip install --quiet \
@@ -31,7 +31,7 @@ demo: $(VENV)/.demo  ## train the quickstart notebook on two CPU workers; prints
 
 test: $(VENV)/.dev $(VENV)/.deepspeed $(VENV)/.browser  ## run all tests, and the notebooks in real kernels
 	@$(BIN)/python -m pytest --nbval-lax --nbval-current-env \
-	  --numprocesses $(JOBS) --dist loadfile tests notebooks $(PYTEST_ARGS)
+	  --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder notebooks tests $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev  ## style, types, import direction, spelling
 	$(BIN)/ruff check .

@@ -191,9 +191,16 @@ class Console:
 
     def notice(self, text: str, *, stream: str = "stderr") -> None:
         """Show a line of the launcher's own, after what has been printed so far."""
+        self.make_room()
+        _write(stream, text + "\n")
+
+    def make_room(self) -> None:
+        """Show what is waiting and take a bar away, before something else is shown in the cell.
+
+        What has another output below it cannot be drawn over: it would stay for good.
+        """
         self.tick(final=True)
         self._erase()
-        _write(stream, text + "\n")
 
     def _ready(self, now: float, final: bool) -> Iterator[tuple[list[int], _Item]]:
         while any(self._queues.values()):

@@ -95,6 +95,10 @@ class Listener:
         """Show a line that is no worker's, after what has been printed so far."""
         self._console.notice(text)
 
+    def make_room(self) -> None:
+        """Take away what is drawn over, before something else is shown."""
+        self._console.make_room()
+
     # ---- listening
 
     def tails(self) -> dict[int, list[str]]:

@@ -44,6 +44,16 @@ Accelerator().wait_for_everyone()  # the ports of process groups are open from h
 """
 CELL = "%%accelerate\ntrain(600)"
 
+BAR = """
+def draw(seconds):
+    import sys
+    for step in range(int(seconds * 50)):
+        time.sleep(0.02)
+        sys.stdout.write(f"\\r half of {step}")
+        sys.stdout.flush()
+notebook_launcher(draw, (2.5,), 2)
+"""
+
 CALM = """
 import gc, signal, threading
 def state():
@@ -261,7 +271,8 @@ def test_it_comes_back_after_a_worker_has_cleared_the_cell(live: Kernel) -> None
 
 
 def test_an_executed_notebook_keeps_the_summary_and_no_widget(tmp_path: Path) -> None:
-    cells = [TRAIN, "notebook_launcher(train, (2.5,), 2)", LIVE, START, "%%accelerate\ntrain(2.5)"]
+    launch = "notebook_launcher(train, (2.5,), 2)"
+    cells = [TRAIN, launch, LIVE, START, "%%accelerate\ntrain(2.5)", BAR]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
     client = NotebookClient(
         notebook,
@@ -277,3 +288,8 @@ def test_an_executed_notebook_keeps_the_summary_and_no_widget(tmp_path: Path) ->
         assert shown.data.keys() == {"text/plain", "text/html"}
         assert "step" in shown.data["text/plain"]
         assert shown.data["text/html"].count('<th scope="row"') == 2
+    outputs = notebook.cells[5].outputs
+    place = next(i for i, o in enumerate(outputs) if o.output_type == "display_data")
+    above = "".join(output.text for output in outputs[:place])
+    assert "half" in above
+    assert above.endswith("\r"), "a bar that cannot be drawn over has been erased"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.kernel.kernel import Kernel
@@ -77,6 +79,13 @@ def test_the_settings_of_the_next_start_are_kept_and_explained(kernel: Kernel) -
     kernel.run("%accelerate config -n none").check()
 
 
+@pytest.fixture(autouse=True)
+def leaves_its_names_to_nobody(kernel: Kernel) -> Iterator[None]:
+    """Another file's tests use the same kernel."""
+    yield
+    kernel.run("for _ in ('net', 'batch', 'picker', 'my_form'): globals().pop(_, None)").check()
+
+
 PICKED = """
 from nbaccel.notebook import extension
 picker = next(iter(extension._Slot.loaded.values())).session._picker
@@ -111,10 +120,10 @@ def test_config_takes_the_model_for_the_memory_that_it_shows(kernel: Kernel) -> 
 
 def test_a_picker_is_taken_by_name_and_read_in_workers(kernel: Kernel) -> None:
     kernel.run(
-        "import nbaccel\nmine = nbaccel.Picker(nbaccel.RunConfig(num_processes=2))\n"
-        "mine.choose('mixed_precision', 'bf16')"
+        "import nbaccel\nmy_form = nbaccel.Picker(nbaccel.RunConfig(num_processes=2))\n"
+        "my_form.choose('mixed_precision', 'bf16')"
     ).check()
-    cell = "%%accelerate --config mine\nprint(type(mine).__name__, mine)"
+    cell = "%%accelerate --config my_form\nprint(type(my_form).__name__, my_form)"
     assert kernel.run(cell).check().stdout == (
         "[0-1] RunConfig RunConfig(num_processes=2, mixed_precision='bf16')\n"
     )

@@ -37,6 +37,9 @@ class Watched(Protocol):
     def notice(self, text: str) -> None:
         """Show lines after what has been printed so far."""
 
+    def make_room(self) -> None:
+        """Take away what is drawn over, before something else is shown."""
+
     def interrupt(self) -> None:
         """Do what interrupting the cell does; from any thread."""
 
@@ -52,7 +55,13 @@ class Following:
 
     def __init__(self, ranks: Sequence[int], *, device: str, always: bool = False) -> None:
         is_wanted = always or publish.has_cells() or publish.is_watched()
-        self._dashboard = Dashboard(ranks, stop=self._interrupt, say=self._say, is_wanted=is_wanted)
+        self._dashboard = Dashboard(
+            ranks,
+            stop=self._interrupt,
+            say=self._say,
+            make_room=self._make_room,
+            is_wanted=is_wanted,
+        )
         self._ranks = frozenset(ranks)
         self._scales = Scales(uses_gpus=device == "cuda")
         self._watched: Watched | None = None
@@ -130,6 +139,10 @@ class Following:
     def _say(self, text: str) -> None:
         if self._watched is not None:
             self._watched.notice(text)
+
+    def _make_room(self) -> None:
+        if self._watched is not None:
+            self._watched.make_room()
 
     def _interrupt(self) -> None:
         watched = self._watched

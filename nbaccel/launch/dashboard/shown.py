@@ -43,6 +43,7 @@ class Dashboard:
         ranks: The ranks.
         stop: What the Stop button does, from any thread; None for no button.
         say: Prints lines where there is no notebook; by default to stderr.
+        make_room: Called before a new output is shown.
         is_wanted: Whether anything is shown at all.
         clock: Seconds of a clock that never goes back.
     """
@@ -53,6 +54,7 @@ class Dashboard:
         *,
         stop: Callable[[], None] | None = None,
         say: Callable[[str], None] | None = None,
+        make_room: Callable[[], None] | None = None,
         is_wanted: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,6 +62,7 @@ class Dashboard:
         self.board = Board(ranks, began=clock())
         self._stop = stop
         self._say = say or _say
+        self._make_room = make_room
         self._in_place = publish.has_cells()
         self._is_wanted = is_wanted and env.flag("NBACCEL_DASHBOARD") is not False
         self._next = self.board.began + FIRST_S
@@ -185,6 +188,8 @@ class Dashboard:
         }
         if self._stands:
             content["update"] = True
+        elif self._make_room is not None:
+            self._make_room()
         publish.display(content)
         self._stands = True
 

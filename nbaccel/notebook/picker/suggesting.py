@@ -117,11 +117,15 @@ class Suggester:
                 "Use a smaller batch, more devices, or a smaller model."
             )
         settings = copy.deepcopy(dict(chosen.config))
+        beside_the_point = ["Activations are not in it"]  # the verdict says it
         if "optimizer" not in (config.deepspeed or {}):
             settings.pop("optimizer", None)  # it is the code's own
+            beside_the_point.append("torch_adam")
         batch, steps = chosen.batch_size, chosen.accumulation_steps
         settings = {key: value for key, value in settings.items() if key not in _SIZES}
-        remarks = [text for text in advice.warnings if "Activations are not" not in text]
+        remarks = [
+            text for text in advice.warnings if not any(part in text for part in beside_the_point)
+        ]
         if steps > 1 and steps != (config.gradient_accumulation_steps or 1):
             remarks.append(f"Give your data loader batch_size={batch}: {steps} make a step.")
         headline = f"Suggested: {advice.headline()}"
