@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from nbaccel import _catalog
-from nbaccel.config import RunConfig, run_config_of
+from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.errors import ConfigError
 from nbaccel.launch import warmup
 from nbaccel.plan import Plan, resolve
@@ -59,7 +59,7 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
     *,
-    config: RunConfig | None = None,
+    config: RunConfig | Configured | None = None,
     start_method: str = "auto",
     timeout: float | None = None,
     share_back: bool = True,
@@ -154,7 +154,7 @@ def shutdown() -> None:
     warmup.stop()
 
 
-def _config(config: RunConfig | None, asked: dict[str, Any]) -> RunConfig:
+def _config(config: RunConfig | Configured | None, asked: dict[str, Any]) -> RunConfig:
     if config is None:
         return RunConfig(**asked)
     defaults = RunConfig().model_dump()
@@ -189,7 +189,7 @@ def _launch_in(
     pool: Pool,
     function: Callable[..., Any],
     args: tuple[Any, ...],
-    config: RunConfig | None,
+    config: RunConfig | Configured | None,
     asked: dict[str, Any],
 ) -> Results:
     """Call the function in live workers, whose settings must be those that were asked for."""

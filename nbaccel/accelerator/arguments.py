@@ -12,7 +12,7 @@ from typing import Any
 
 from nbaccel import _catalog, env
 from nbaccel.capabilities import strategy_row
-from nbaccel.config import RunConfig, run_config_of
+from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.config.engine import engine_config
 from nbaccel.config.handlers import (
     AutocastKwargs,
@@ -109,7 +109,7 @@ class Request:
         deepspeed_plugin: Any,
         deepspeed_plugins: Any,
         kwargs_handlers: Sequence[Handler] | None,
-        config: RunConfig | None,
+        config: RunConfig | Configured | None,
     ) -> Request:
         """Put together what was said in several places.
 
@@ -118,13 +118,13 @@ class Request:
         """
         if fsdp_plugin is None and env.flag("ACCELERATE_USE_FSDP"):
             fsdp_plugin = FullyShardedDataParallelPlugin()
-        config = None if config is None else run_config_of(config)
-        deepspeed = _deepspeed(deepspeed_plugin, deepspeed_plugins, fsdp_plugin, config)
+        run = None if config is None else run_config_of(config)
+        deepspeed = _deepspeed(deepspeed_plugin, deepspeed_plugins, fsdp_plugin, run)
         data = _data(dataloader_config, split_batches)
         steps, source, plugin = _accumulation(
-            gradient_accumulation_steps, gradient_accumulation_plugin, config
+            gradient_accumulation_steps, gradient_accumulation_plugin, run
         )
-        precision, said_by = _precision(mixed_precision, config)
+        precision, said_by = _precision(mixed_precision, run)
         if deepspeed is not None:
             first = deepspeed.active
             precision, said_by = _precision_of_plugin(first, precision, said_by)
@@ -134,7 +134,7 @@ class Request:
         project = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and project.project_dir is None:
             project.set_directories(project_dir)
-        config_says_cpu = config is not None and config.device == "cpu"
+        config_says_cpu = run is not None and run.device == "cpu"
         asked = Asked(
             mixed_precision=precision,
             precision_source=said_by,
@@ -153,7 +153,7 @@ class Request:
             project=project,
             fsdp=fsdp_plugin,
             deepspeed=deepspeed,
-            activation_checkpointing=_activation_checkpointing(config),
+            activation_checkpointing=_activation_checkpointing(run),
         )
 
 

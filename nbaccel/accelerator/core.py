@@ -22,7 +22,7 @@ from nbaccel.accelerator.arguments import Request, dynamo_backend_of, refuse_uns
 from nbaccel.accelerator.comforts import Comforts
 from nbaccel.accelerator.keeping import Keeping
 from nbaccel.accelerator.preparing import Preparing
-from nbaccel.config import RunConfig
+from nbaccel.config import Configured, RunConfig
 from nbaccel.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -82,7 +82,7 @@ class Accelerator(Preparing, Keeping, Comforts):
             ``accelerator.state.select_deepspeed_plugin(name)`` says another.
         dynamo_backend: Backend of ``torch.compile`` for prepared models, ``no`` for none; None
             takes what the launcher asked (``ACCELERATE_DYNAMO_BACKEND``).
-        config: A `RunConfig`; arguments win over it.
+        config: A `RunConfig`, or a picker; arguments win over it.
 
     Raises:
         ConfigError: Arguments are wrong or contradict each other.
@@ -113,7 +113,7 @@ class Accelerator(Preparing, Keeping, Comforts):
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
         *,
-        config: RunConfig | None = None,
+        config: RunConfig | Configured | None = None,
     ) -> None:
         refuse_unserved(
             torch_tp_plugin=torch_tp_plugin,

@@ -8,7 +8,7 @@ serve are refused there.
 from __future__ import annotations
 
 from inspect import Parameter, Signature
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["RunConfig", "run_config_of"]
+__all__ = ["Configured", "RunConfig", "run_config_of"]
 
 DeviceName = Literal["auto", "cpu", "cuda", "tpu"]
 PrecisionName = Literal["no", "fp16", "bf16", "fp8"]
@@ -367,6 +367,14 @@ class RunConfig(Exchangeable):
     def __hash__(self) -> int:
         # rdzv_conf is a dictionary, which the hash of a frozen model cannot digest.
         return hash(self.to_json())
+
+
+class Configured(Protocol):
+    """What has a configuration: a picker, for example."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The settings as they are now."""
 
 
 def run_config_of(value: Any) -> RunConfig:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.config import RunConfig, run_config_of
+from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.errors import ConfigError, LaunchInterrupted, UnsafeMoment
 from nbaccel.launch import verdict
 from nbaccel.launch.outcome import Outcome
@@ -67,7 +67,7 @@ class Pool:
 
     Args:
         num_processes: Workers. None: one per GPU, or one without GPUs.
-        config: All settings as one object; then give none of the others but `dist`.
+        config: All settings as one object, or a picker; then give none of the others but `dist`.
         namespace: Where names come from and go to; by default the notebook's own.
         dist: Join the process group at once rather than at the first collective.
         **settings: Further settings of `RunConfig`.
@@ -85,7 +85,7 @@ class Pool:
         self,
         num_processes: int | None = None,
         *,
-        config: RunConfig | None = None,
+        config: RunConfig | Configured | None = None,
         namespace: dict[str, Any] | None = None,
         dist: bool = False,
         **settings: Any,
@@ -139,7 +139,7 @@ class Pool:
         with self._turn_of_mine():
             self._ready()
 
-    def restart(self, config: RunConfig | None = None) -> None:
+    def restart(self, config: RunConfig | Configured | None = None) -> None:
         """End the workers and start new ones; variables in the workers are lost.
 
         Args:
