@@ -12,13 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from traitlets import HasTraits, Instance, observe
-
+from nbaccel._optional import require
 from nbaccel.config import RunConfig, run_config_of
 from nbaccel.notebook.picker.choices import PANELS
 from nbaccel.notebook.picker.model import PickerModel
 from nbaccel.notebook.picker.showing import Showing
 from nbaccel.notebook.picker.texts import static_text
+
+require("traitlets", extra="notebook", why="A picker")  # says what to install
+from traitlets import HasTraits, Instance, observe  # noqa: E402 - see above
 
 if TYPE_CHECKING:
     from nbaccel.plan import Inventory

@@ -506,3 +506,36 @@ def test_the_table_beside_it_follows_at_the_latest_when_the_cell_ends(kernel: Ke
     assert len(told) == 1, "two changes in a moment renew it once"
     assert "bf16" in told[0]["text/html"]
     assert "bf16" in told[0]["text/plain"]
+
+
+SCRIPT = """
+import sys
+blocked = sys.argv[1:]
+sys.modules.update(dict.fromkeys(blocked))
+import nbaccel
+try:
+    picker = nbaccel.configure(config=nbaccel.RunConfig(num_processes=2))
+    print(picker.config, "2 processes" in str(picker), "IPython" in sys.modules)
+except nbaccel.NbaccelError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("blocked", "told"),
+    [
+        ([], "RunConfig(num_processes=2) True False"),
+        (["ipywidgets", "IPython"], "RunConfig(num_processes=2) True True"),
+        (["traitlets"], "MissingBackend A picker needs traitlets: traitlets is not installed"),
+    ],
+)
+def test_in_a_script_it_needs_no_notebook(blocked, told):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *blocked],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+        timeout=60,
+    )
+    assert told in done.stdout

@@ -9,6 +9,7 @@ The table is renewed a moment after a change, or at the end of the cell that mad
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -135,9 +136,8 @@ class Showing:
 
 def _shell() -> Any:
     """The shell that runs cells; None in a script."""
-    from IPython.core.getipython import get_ipython
-
-    return get_ipython()
+    ipython = sys.modules.get("IPython")  # where nobody has imported it, no cell runs
+    return None if ipython is None else ipython.get_ipython()
 
 
 def _moment(shell: Any) -> object:
