@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel.config import RunConfig
+from nbaccel.config.dotted import put, value_at
 from nbaccel.config.mistakes import shown
 from nbaccel.deepspeed.config import ZERO, ZeroConfig, old_forms
 from nbaccel.deepspeed.facts import TrainingFacts, gathered, hidden_size
@@ -60,7 +61,7 @@ class _Known:
 
     @property
     def stage(self) -> int:
-        found = _value(self.settings, f"{ZERO}.stage")
+        found = value_at(self.settings, f"{ZERO}.stage")
         return found if isinstance(found, int) else 0
 
 
@@ -87,7 +88,7 @@ def _micro(known: _Known) -> _Answer:
     facts = known.facts
     if facts.micro_batch_size is not None:
         return facts.micro_batch_size, "the run's batch size per process"
-    total = _value(known.settings, "train_batch_size")
+    total = value_at(known.settings, "train_batch_size")
     steps, _ = _steps(known)
     if isinstance(total, int) and total % (steps * facts.world_size) == 0:
         share = total // (steps * facts.world_size)
@@ -99,7 +100,7 @@ def _micro(known: _Known) -> _Answer:
 
 
 def _steps(known: _Known) -> _Answer:
-    given = _value(known.settings, "gradient_accumulation_steps")
+    given = value_at(known.settings, "gradient_accumulation_steps")
     if isinstance(given, int):
         return given, "the file's value"
     if known.facts.accumulation_steps is not None:
@@ -108,7 +109,7 @@ def _steps(known: _Known) -> _Answer:
 
 
 def _total(known: _Known) -> _Answer:
-    given = _value(known.settings, "train_micro_batch_size_per_gpu")
+    given = value_at(known.settings, "train_micro_batch_size_per_gpu")
     micro = given if isinstance(given, int) else _micro(known)[0]
     steps, world = _steps(known)[0], known.facts.world_size
     return micro * steps * world, f"{micro} per process * {steps} accumulated * {world} processes"
@@ -247,7 +248,7 @@ def resolve_auto(
                 "default or fail. Or write a value in its place."
             )
             continue
-        _set(settings, key, value)
+        put(settings, key, value)
         choices.append(Choice(key, _plain(value), reason))
     mistakes += [
         f'{key}="auto" is filled in by nobody. transformers and Accelerate do not take it there. '
@@ -275,7 +276,7 @@ def _added(known: _Known) -> Iterator[Choice]:
 
 def _contradictions(known: _Known) -> Iterator[str]:
     for key, (rule, name) in _RULES.items():
-        mine = _value(known.settings, key)
+        mine = value_at(known.settings, key)
         if not name or mine is None or mine == "auto" or getattr(known.facts, name) is None:
             continue
         if name == "warmup_steps" and known.facts.total_steps is None and _is_share(known):
@@ -297,20 +298,6 @@ def _open_sizes(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _is_share(known: _Known) -> bool:
     return known.facts.warmup_steps is not None and 0 < known.facts.warmup_steps < 1
-
-
-def _value(settings: Mapping[str, Any], path: str) -> Any:
-    found: Any = settings
-    for step in path.split("."):
-        found = found.get(step) if isinstance(found, Mapping) else None
-    return found
-
-
-def _set(settings: dict[str, Any], path: str, value: Any) -> None:
-    *holders, key = path.split(".")
-    for holder in holders:
-        settings = settings[holder]
-    settings[key] = value
 
 
 def _plain(value: Any) -> str | int:

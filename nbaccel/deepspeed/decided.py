@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel.config import RunConfig
+from nbaccel.config.dotted import drop, put
 from nbaccel.deepspeed.auto import AUTO_KEYS, resolve_auto
 from nbaccel.deepspeed.facts import TrainingFacts, hidden_size
 from nbaccel.deepspeed.reading import auto_keys
@@ -74,13 +75,11 @@ def decided(
         return part
     rest = copy.deepcopy(part)
     for key in open_keys:
-        holder, name = _holder(rest, key)
-        del holder[name]
+        drop(rest, key)
     facts = TrainingFacts(world_size=world_size)
     found = resolve_auto(rest, facts=facts, run=run, model=model).config.to_dict()
     for key in open_keys:
-        holder, name = _holder(found, key)
-        holder[name] = "auto"
+        put(found, key, "auto")
     return found
 
 
@@ -101,13 +100,6 @@ def free_on_disk(settings: Mapping[str, Any]) -> int | None:
         if isinstance(section, Mapping) and section.get("nvme_path") not in (None, "auto")
     ]
     return min(map(free_bytes, folders), default=None)
-
-
-def _holder(settings: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    *path, name = key.split(".")
-    for step in path:
-        settings = settings.setdefault(step, {})
-    return settings, name
 
 
 def _mapping(config: Any) -> Mapping[str, Any]:

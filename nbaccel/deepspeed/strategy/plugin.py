@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel import env
+from nbaccel.config.dotted import value_at
 from nbaccel.config.handlers import Settings
 from nbaccel.config.mistakes import shown
 from nbaccel.deepspeed.config import ZERO, ZeroConfig, old_forms
@@ -146,12 +147,7 @@ class DeepSpeedPlugin(Settings):
             key: For example ``zero_optimization.stage``.
             default: What to answer where it has nothing.
         """
-        found: Any = self.deepspeed_config
-        for step in key.split("."):
-            if not isinstance(found, Mapping) or step not in found:
-                return default
-            found = found[step]
-        return found
+        return value_at(self.deepspeed_config, key, default)
 
     def is_auto(self, key: str) -> bool:
         """Whether a dotted key is still to be filled in."""

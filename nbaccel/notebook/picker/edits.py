@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nbaccel.config import Fp8Config, RunConfig
+from nbaccel.config import Fp8Config, RunConfig, dotted
 from nbaccel.config.engine import engine_config
 from nbaccel.deepspeed.combinations import combination_mistakes
 from nbaccel.deepspeed.config import ZERO, ZeroConfig
 from nbaccel.errors import ConfigError
 from nbaccel.notebook.picker.choices import OPTIMIZER_PLACE, PARAM_PLACE, Setting
 
-__all__ = ["Edit", "edited", "has_key", "value_of", "without_key"]
+__all__ = ["Edit", "edited", "value_of"]
 
 _FP8 = "fp8."
 _PASSES = ("fprop", "dgrad", "wgrad")
@@ -56,9 +56,7 @@ def value_of(config: RunConfig, setting: Setting) -> Any:
         return config.zero_stage if config.uses_deepspeed else None
     if setting.run_field != "deepspeed":
         return getattr(config, setting.run_field)
-    found: Any = config.deepspeed
-    for step in setting.deepspeed_key.split("."):
-        found = found.get(step) if isinstance(found, Mapping) else None
+    found = dotted.value_at(config.deepspeed, setting.deepspeed_key)
     return None if name in _PLACES and found == "none" else found
 
 
@@ -99,34 +97,6 @@ def edited(
     return edit
 
 
-def has_key(settings: Mapping[str, Any] | None, key: str) -> bool:
-    """Whether a DeepSpeed configuration says something under a dotted key."""
-    found: Any = settings
-    for step in key.split("."):
-        if not isinstance(found, Mapping) or step not in found:
-            return False
-        found = found[step]
-    return True
-
-
-def without_key(settings: dict[str, Any], key: str) -> None:
-    """Take a dotted key out, and the sections that it leaves empty.
-
-    Args:
-        settings: A DeepSpeed configuration; changed.
-        key: The key.
-    """
-    first, dot, rest = key.partition(".")
-    if not dot:
-        settings.pop(first, None)
-        return
-    inner = settings.get(first)
-    if isinstance(inner, dict):
-        without_key(inner, rest)
-        if not inner:
-            del settings[first]
-
-
 def _as_typed(setting: Setting, value: Any) -> Any:
     """A number for what people type as one: ``5e8``, ``500_000_000``, ``500,000,000``."""
     if not isinstance(value, str) or setting.kind not in ("whole", "number"):
@@ -162,15 +132,15 @@ def _with_stage(config: RunConfig, stage: int | None, shelf: Mapping[str, Any]) 
     if not config.uses_deepspeed:
         settings = copy.deepcopy(dict(shelf))
     edit = Edit(config)
-    if stage < 3 and has_key(settings, PARAM_PLACE):
-        without_key(settings, f"{ZERO}.offload_param")
+    if stage < 3 and dotted.has(settings, PARAM_PLACE):
+        dotted.drop(settings, f"{ZERO}.offload_param")
         edit.remarks += (f"Parameters stay on the device: stage {stage} cannot offload them.",)
-    if stage == 0 and has_key(settings, OPTIMIZER_PLACE):
-        without_key(settings, f"{ZERO}.offload_optimizer")
+    if stage == 0 and dotted.has(settings, OPTIMIZER_PLACE):
+        dotted.drop(settings, f"{ZERO}.offload_optimizer")
         edit.remarks += ("Optimizer state stays on the device: stage 0 cannot offload it.",)
-    elif stage < 3 and _at(settings, OPTIMIZER_PLACE) == "nvme":
-        _put(settings, OPTIMIZER_PLACE, "cpu")
-        without_key(settings, f"{ZERO}.offload_optimizer.nvme_path")
+    elif stage < 3 and dotted.value_at(settings, OPTIMIZER_PLACE) == "nvme":
+        dotted.put(settings, OPTIMIZER_PLACE, "cpu")
+        dotted.drop(settings, f"{ZERO}.offload_optimizer.nvme_path")
         edit.remarks += (f"Optimizer state goes to the CPU: stage {stage} cannot use NVMe.",)
     edit.config = config.changed(zero_stage=stage, deepspeed=settings)
     return edit
@@ -180,19 +150,19 @@ def _with_key(config: RunConfig, key: str, value: Any) -> Edit:
     settings = copy.deepcopy(dict(config.deepspeed or {}))
     remarks: tuple[str, ...] = ()
     if value in (None, ""):
-        without_key(settings, key)
+        dotted.drop(settings, key)
     else:
-        _put(settings, key, value)
+        dotted.put(settings, key, value)
     if key in _PLACES:
         section = key.rpartition(".")[0]
         if value in (None, "none"):
-            without_key(settings, section)
-        elif value == "nvme" and not _at(settings, f"{section}.nvme_path"):
+            dotted.drop(settings, section)
+        elif value == "nvme" and not dotted.value_at(settings, f"{section}.nvme_path"):
             folder = str(Path.cwd() / "nvme_offload")
-            _put(settings, f"{section}.nvme_path", folder)
+            dotted.put(settings, f"{section}.nvme_path", folder)
             remarks += (f"Files of {_PLACES[key]} go to {folder}: change it to a fast disk.",)
         elif value == "cpu":
-            without_key(settings, f"{section}.nvme_path")
+            dotted.drop(settings, f"{section}.nvme_path")
     if key in ("optimizer.type", "scheduler.type") and value is not None:
         kind = key.partition(".")[0]
         dummy = {"optimizer": "DummyOptim", "scheduler": "DummyScheduler"}[kind]
@@ -210,17 +180,3 @@ def _check(config: RunConfig, device: str) -> None:
     mistakes = [*combination_mistakes(settings, device="cuda" if device == "cpu" else device)]
     if mistakes:
         raise ConfigError(*mistakes)
-
-
-def _at(settings: Mapping[str, Any], key: str) -> Any:
-    found: Any = settings
-    for step in key.split("."):
-        found = found.get(step) if isinstance(found, Mapping) else None
-    return found
-
-
-def _put(settings: dict[str, Any], key: str, value: Any) -> None:
-    *path, last = key.split(".")
-    for step in path:
-        settings = settings.setdefault(step, {})
-    settings[last] = value

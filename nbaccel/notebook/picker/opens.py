@@ -6,12 +6,11 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.config import RunConfig
+from nbaccel.config import RunConfig, dotted
 from nbaccel.deepspeed.auto import resolve_auto
 from nbaccel.deepspeed.facts import TrainingFacts
 from nbaccel.deepspeed.reading import auto_keys
 from nbaccel.errors import ConfigError
-from nbaccel.notebook.picker.edits import without_key
 from nbaccel.plan import Plan
 from nbaccel.plan.plan import Choice
 
@@ -73,13 +72,13 @@ def filled_in(
             if not undecided:
                 return Opens(settings, (Choice("DeepSpeed", "refused", error.mistakes[0]),))
             for key in undecided:
-                without_key(rest, key)
+                dotted.drop(rest, key)
                 later[key] = _LATER.get(key, _reason(key, error))
     config = copy.deepcopy(settings)
     decided = found.config.to_dict()
     for key in auto_keys(settings):
         if key not in later:
-            _put(config, key, _get(decided, key))
+            dotted.put(config, key, dotted.value_at(decided, key))
     more = tuple(Choice(key, "auto", reason) for key, reason in later.items())
     return Opens(config, (*found.choices, *more))
 
@@ -100,17 +99,3 @@ def _reason(key: str, error: ConfigError) -> str:
     """What decides it later: the clause between the colon and the stop."""
     text = next(text for text in error.mistakes if text.startswith(f'{key}="auto"'))
     return text.partition(": ")[2].partition(". ")[0] or text
-
-
-def _get(settings: dict[str, Any], key: str) -> Any:
-    found: Any = settings
-    for step in key.split("."):
-        found = found[step]
-    return found
-
-
-def _put(settings: dict[str, Any], key: str, value: Any) -> None:
-    *path, last = key.split(".")
-    for step in path:
-        settings = settings[step]
-    settings[last] = value
