@@ -46,12 +46,19 @@ def train(model, config):
     }
 
 
-@pytest.mark.parametrize("given", [None, CONFIG], ids=["by the launcher", "by the argument"])
-def test_the_engine_has_what_was_picked(given):
-    results = notebook_launcher(train, (torch.nn.Linear(4, 2), given), config=CONFIG)
+def train_in_both_ways(models):
+    """As the launcher said, and as an argument says."""
+    return [train(model, given) for model, given in zip(models, (None, CONFIG), strict=True)]
 
+
+def test_the_engine_has_what_was_picked():
+    models = (torch.nn.Linear(4, 2), torch.nn.Linear(4, 2))
+    results = notebook_launcher(train_in_both_ways, (models,), config=CONFIG)
+
+    by_launcher, by_argument = results[0]
     assert results[0] == results[1]
-    assert results[0] == {
+    assert by_argument == by_launcher
+    assert by_launcher == {
         "stage": 2,
         "steps": (2, 1),
         "offload": "cpu",
