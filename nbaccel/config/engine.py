@@ -14,15 +14,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbaccel.config.exchange import each_once
+
 if TYPE_CHECKING:
     from nbaccel.config.run import RunConfig
 
-__all__ = ["attempted", "engine_config", "read", "settled", "taken_out"]
+__all__ = ["BATCH_SIZES", "attempted", "engine_config", "read", "settled", "taken_out"]
 
 _ZERO = "zero_optimization"
 _AUTO = "auto"
 _HALF = ("fp16", "bf16")
-_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _AUTO_STAGE = 2
 """What Accelerate makes of ``"auto"``."""
 
@@ -43,10 +45,10 @@ def read(value: Any) -> Any:
     if callable(getattr(value, "to_dict", None)):
         value = value.to_dict()
     if isinstance(value, str) and value.lstrip().startswith("{"):
-        return json.loads(value)
+        return _parsed(value)
     if isinstance(value, (str, Path)):
         try:
-            return json.loads(Path(value).read_text(encoding="utf-8"))
+            return _parsed(Path(value).read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"{value!r} cannot be read: {error}") from error
     return _plain(value) if isinstance(value, Mapping) else value
@@ -157,9 +159,13 @@ def engine_config(run: RunConfig) -> dict[str, Any] | None:
     whole |= config
     if run.gradient_accumulation_steps is not None:
         whole["gradient_accumulation_steps"] = run.gradient_accumulation_steps
-    for name in (*_SIZES, "gradient_clipping"):
+    for name in (*BATCH_SIZES, "gradient_clipping"):
         whole.setdefault(name, _AUTO)
     return whole
+
+
+def _parsed(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=each_once("A DeepSpeed configuration"))
 
 
 def _plain(value: Any) -> Any:

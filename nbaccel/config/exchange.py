@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
@@ -13,10 +14,60 @@ from nbaccel.errors import ConfigError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Exchangeable"]
+__all__ = ["Exchangeable", "Plain", "each_once", "unreadable"]
 
 
-class Exchangeable(BaseModel):
+def unreadable(what: str, language: str, error: Exception) -> ConfigError:
+    """What is told of a text that is no JSON, or no YAML.
+
+    Args:
+        what: What the text describes.
+        language: ``JSON`` or ``YAML``.
+        error: What its reader said.
+    """
+    return ConfigError(
+        f"{what} cannot be read from {language}: {error}. "
+        "A setting half read would train something else. Correct the text there."
+    )
+
+
+def each_once(what: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """An ``object_pairs_hook`` for JSON in which a key that stands twice is a mistake.
+
+    Args:
+        what: What the text describes, for the message.
+
+    Returns:
+        The hook; it raises :class:`ConfigError`.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigError(
+                f"{what} names {', '.join(twice)} more than once. "
+                "One of the values would be lost. Remove one of them."
+            )
+        return dict(pairs)
+
+    return once
+
+
+class Plain(BaseModel):
+    """A model whose `repr` is code with what was said, and not the defaults."""
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if value != field.default:
+                yield name, value
+
+    def __str__(self) -> str:
+        return repr(self)
+
+
+class Exchangeable(Plain):
     """A model that goes to text and comes back."""
 
     def to_json(self) -> str:
@@ -43,10 +94,7 @@ class Exchangeable(BaseModel):
         try:
             settings = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"A {cls.__name__} cannot be read from JSON: {error}. "
-                "A setting half read would train something else. Correct the text there."
-            ) from error
+            raise unreadable(f"A {cls.__name__}", "JSON", error) from error
         return cls._from_mapping(settings, "JSON")
 
     def to_yaml(self) -> str:
@@ -76,10 +124,7 @@ class Exchangeable(BaseModel):
         try:
             settings = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ConfigError(
-                f"A {cls.__name__} cannot be read from YAML: {error}. "
-                "A setting half read would train something else. Correct the text there."
-            ) from error
+            raise unreadable(f"A {cls.__name__}", "YAML", error) from error
         return cls._from_mapping({} if settings is None else settings, "YAML")
 
     @classmethod

@@ -6,11 +6,12 @@ variables can carry them to whatever reads them in a worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
+from nbaccel.config.exchange import Plain
 from nbaccel.config.mistakes import Hint, explain
 from nbaccel.config.plain import number, plain, truth
 from nbaccel.errors import ConfigError
@@ -38,7 +39,7 @@ def _three(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-class Fp8Config(BaseModel):
+class Fp8Config(Plain):
     """How products are computed in 8 bits, where ``mixed_precision="fp8"``.
 
     All settings are keyword-only; wrong ones raise :class:`~nbaccel.errors.ConfigError`, which
@@ -210,12 +211,3 @@ class Fp8Config(BaseModel):
         }
         named |= {} if self.backend == _ANY else {"BACKEND": self.backend.upper()}
         return {f"ACCELERATE_FP8_{name}": str(value) for name, value in named.items()}
-
-    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
-            if value != field.default:
-                yield name, value
-
-    def __str__(self) -> str:
-        return repr(self)

@@ -21,8 +21,6 @@ from nbaccel.config.plain import number, plain, port, truth, whole, word
 from nbaccel.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from typing_extensions import Self
 
 __all__ = ["Configured", "RunConfig", "run_config_of"]
@@ -354,15 +352,6 @@ class RunConfig(Exchangeable):
             file = engine.attempted(settings["deepspeed"])
             kept = {name: value for name, value in kept.items() if name not in file}
         return type(self)(**{**kept, **settings})
-
-    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
-            if value != field.default:
-                yield name, value
-
-    def __str__(self) -> str:
-        return repr(self)
 
     def __hash__(self) -> int:
         # rdzv_conf is a dictionary, which the hash of a frozen model cannot digest.

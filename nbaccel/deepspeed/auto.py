@@ -15,6 +15,7 @@ from typing import Any
 
 from nbaccel.config import RunConfig
 from nbaccel.config.dotted import put, value_at
+from nbaccel.config.engine import BATCH_SIZES
 from nbaccel.config.mistakes import shown
 from nbaccel.deepspeed.config import ZERO, ZeroConfig, old_forms
 from nbaccel.deepspeed.facts import TrainingFacts, gathered, hidden_size
@@ -292,8 +293,7 @@ def _contradictions(known: _Known) -> Iterator[str]:
 
 def _open_sizes(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings in which the run alone decides the batch."""
-    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    return {key: value for key, value in settings.items() if key not in sizes}
+    return {key: value for key, value in settings.items() if key not in BATCH_SIZES}
 
 
 def _is_share(known: _Known) -> bool:

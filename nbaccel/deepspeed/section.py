@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+from nbaccel.config.exchange import each_once, unreadable
 from nbaccel.config.mistakes import closest, shown
 from nbaccel.deepspeed.kinds import Kind, table
 from nbaccel.errors import ConfigError
@@ -207,24 +208,10 @@ def read_object(text: str, what: str) -> dict[str, Any]:
     Raises:
         ConfigError: It is no JSON object, or a key stands twice in it.
     """
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ConfigError(
-                f"{what} names {', '.join(twice)} more than once. "
-                "One of the values would be lost. Remove one of them."
-            )
-        return dict(pairs)
-
     try:
-        found = json.loads(text, object_pairs_hook=once)
+        found = json.loads(text, object_pairs_hook=each_once(what))
     except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{what} cannot be read from JSON: {error}. "
-            "A setting half read would train something else. Correct the text there."
-        ) from error
+        raise unreadable(what, "JSON", error) from error
     if not isinstance(found, dict):
         raise ConfigError(
             f"{what} cannot be read from JSON of {type(found).__name__}: got {text[:60]!r}. "

@@ -75,6 +75,8 @@ def test_contradictions_are_told_before_anything_starts():
     assert "zero_stage=2 contradicts the DeepSpeed configuration, which says 3" in str(caught.value)
     with pytest.raises(ConfigError, match="zero_stage must be one of 0, 1, 2, 3"):
         RunConfig(deepspeed={"zero_optimization": {"stage": 7}})
+    with pytest.raises(ConfigError, match="names train_batch_size more than once"):
+        RunConfig(deepspeed='{"train_batch_size": 8, "train_batch_size": 16}')
     with pytest.raises(ConfigError, match="deepspeed must be a DeepSpeed configuration"):
         RunConfig(deepspeed="no/such/file.json")
 

@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbaccel.config.engine import BATCH_SIZES
 from nbaccel.deepspeed.advisor.ladder import Step
 from nbaccel.deepspeed.auto import resolve_auto
 from nbaccel.deepspeed.facts import TrainingFacts, hidden_size
@@ -15,7 +16,6 @@ from nbaccel.errors import ConfigError
 __all__ = ["Recipe", "batch_of"]
 
 _ZERO = "zero_optimization"
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _ALIGNED = 2**20  # elements: swap buffers are a multiple of it
 _SMALLEST_BUCKET = 2**16
 
@@ -58,7 +58,7 @@ class Recipe:
         Raises:
             ConfigError: The base has an ``"auto"`` that nothing decides.
         """
-        settings = {k: copy.deepcopy(v) for k, v in self.base.items() if k not in _BATCH}
+        settings = {k: copy.deepcopy(v) for k, v in self.base.items() if k not in BATCH_SIZES}
         settings["train_micro_batch_size_per_gpu"] = batch_size
         settings["gradient_accumulation_steps"] = accumulation_steps
         settings.setdefault("optimizer", {"type": self.optimizer})
@@ -131,7 +131,8 @@ def batch_of(base: dict[str, Any], *, samples: int | None, world_size: int) -> t
         ConfigError: The sizes do not multiply out.
     """
     total, micro, steps = (
-        value if isinstance(value := base.get(key), int) and value > 0 else None for key in _BATCH
+        value if isinstance(value := base.get(key), int) and value > 0 else None
+        for key in BATCH_SIZES
     )
     if micro is not None and samples is not None and micro != samples:
         raise ConfigError(

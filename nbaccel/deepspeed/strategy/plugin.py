@@ -17,6 +17,7 @@ from typing import Any
 
 from nbaccel import env
 from nbaccel.config.dotted import value_at
+from nbaccel.config.engine import BATCH_SIZES
 from nbaccel.config.handlers import Settings
 from nbaccel.config.mistakes import shown
 from nbaccel.deepspeed.config import ZERO, ZeroConfig, old_forms
@@ -61,7 +62,6 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     ),
     "hf_ds_config": ("ACCELERATE_DEEPSPEED_CONFIG_FILE", str),
 }
-_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 @dataclass
@@ -124,7 +124,7 @@ class DeepSpeedPlugin(Settings):
         ]
         if mistakes:
             raise ConfigError(*mistakes)
-        for name in _SIZES:
+        for name in BATCH_SIZES:
             settings.setdefault(name, AUTO)
         settings.setdefault("gradient_clipping", AUTO)
         self.deepspeed_config = settings

@@ -11,6 +11,7 @@ from typing import Any
 from nbaccel._optional import is_installed, require
 from nbaccel.capabilities import strategy_row
 from nbaccel.config import RunConfig
+from nbaccel.config.exchange import each_once
 from nbaccel.deepspeed.config import ZeroConfig
 from nbaccel.errors import ConfigError
 from nbaccel.notebook.picker.choices import by_name
@@ -37,7 +38,7 @@ def read_source(
     """
     settings = source if isinstance(source, Mapping) else _parsed(source)
     names = set(RunConfig.model_fields)
-    if set(settings) <= names and not _is_engine(settings, names):
+    if set(settings) <= names and not _is_engine(settings):
         return RunConfig(**{str(name): value for name, value in settings.items()}), ()
     remarks: tuple[str, ...] = ()
     if is_installed(strategy_row("deepspeed").library):
@@ -63,9 +64,8 @@ def mistakes_by_setting(error: ConfigError) -> dict[str, list[str]]:
     Returns:
         Name of a choice → messages; under ``""`` those that name none.
     """
-    keys = {key: name for name in by_name() for key in (name, by_name()[name].deepspeed_key)}
-    # What people call it, and what a section's own messages leave out.
-    keys |= {name.rpartition(".")[2]: name for name in reversed(by_name()) if "." in name}
+    # What a section's own messages leave out goes behind whole names.
+    keys = {name.rpartition(".")[2]: name for name in reversed(by_name()) if "." in name}
     keys |= {key: name for name in by_name() for key in (name, by_name()[name].deepspeed_key)}
     found: dict[str, list[str]] = {}
     for text in error.mistakes:
@@ -74,9 +74,9 @@ def mistakes_by_setting(error: ConfigError) -> dict[str, list[str]]:
     return found
 
 
-def _is_engine(settings: Mapping[str, Any], names: set[str]) -> bool:
+def _is_engine(settings: Mapping[str, Any]) -> bool:
     """Whether what could be either is DeepSpeed's: its one shared key, all alone."""
-    return set(settings) == {"gradient_accumulation_steps"} and names >= set(settings)
+    return set(settings) == {"gradient_accumulation_steps"}
 
 
 def _parsed(source: str | Path) -> Mapping[str, Any]:
@@ -87,7 +87,7 @@ def _parsed(source: str | Path) -> Mapping[str, Any]:
             "configuration or a RunConfig, as JSON or YAML."
         )
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=each_once(what))
     except json.JSONDecodeError as error:
         if text.lstrip().startswith("{"):
             raise ConfigError(

@@ -9,7 +9,8 @@ from typing import Any
 
 from nbaccel._optional import is_installed
 from nbaccel.capabilities import strategy_row
-from nbaccel.config import RunConfig
+from nbaccel.config import RunConfig, dotted
+from nbaccel.config.engine import BATCH_SIZES
 from nbaccel.deepspeed.advisor.ladder import Step, ladder
 from nbaccel.deepspeed.config import ZERO
 from nbaccel.errors import ConfigError
@@ -18,9 +19,6 @@ from nbaccel.plan import Plan, resolve
 from nbaccel.units import format_bytes
 
 __all__ = ["Suggester", "Suggestion", "refusal_of"]
-
-_PLACES = (f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param")
-_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +120,7 @@ class Suggester:
             settings.pop("optimizer", None)  # it is the code's own
             beside_the_point.append("torch_adam")
         batch, steps = chosen.batch_size, chosen.accumulation_steps
-        settings = {key: value for key, value in settings.items() if key not in _SIZES}
+        settings = {key: value for key, value in settings.items() if key not in BATCH_SIZES}
         remarks = [
             text for text in advice.warnings if not any(part in text for part in beside_the_point)
         ]
@@ -197,12 +195,8 @@ class Suggester:
     def _base(self, config: RunConfig) -> dict[str, Any]:
         """What was chosen beside what the ladder decides."""
         settings: dict[str, Any] = copy.deepcopy(dict(config.deepspeed or {}))
-        zero = settings.get(ZERO)
-        if isinstance(zero, dict):
-            for name in ("offload_optimizer", "offload_param"):
-                zero.pop(name, None)
-            if not zero:
-                del settings[ZERO]
+        for name in ("offload_optimizer", "offload_param"):
+            dotted.drop(settings, f"{ZERO}.{name}")
         return settings
 
 

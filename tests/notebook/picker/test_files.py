@@ -68,6 +68,7 @@ def test_all_mistakes_are_told_each_beside_its_choice(picker):
         ("hello", "holds no settings"),
         ("no/such/file.json", "cannot be read"),
         ("   ", "is empty"),
+        ('{"gradient_clipping": 1, "gradient_clipping": 2}', "more than once"),
         ("num_processes: 0\n", "num_processes must be"),
     ],
 )
