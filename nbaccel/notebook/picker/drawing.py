@@ -9,6 +9,7 @@ from importlib.resources import files
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from nbaccel.notebook.picker.memory import NAMES
 from nbaccel.plan.plan import Choice
 from nbaccel.units import format_bytes
 
@@ -42,16 +43,6 @@ _COPY = (
     "if (navigator.clipboard) {"
     "navigator.clipboard.writeText(text.textContent).then(done, select)} else select();"
 )
-_WORDS = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-    "buckets": "buckets",
-    "activations": "activations",
-    "moment": "for a moment",
-    "others": "in use by others",
-    "free": "free",
-}
 
 
 def front_html(hides: str) -> str:
@@ -209,7 +200,7 @@ def _head(bar: Bar) -> str:
 
 
 def _segment(part: Segment, scale: int) -> str:
-    told = escape(f"{_WORDS.get(part.kind, part.kind)} {format_bytes(part.bytes)}")
+    told = escape(f"{NAMES.get(part.kind, part.kind)} {format_bytes(part.bytes)}")
     return (
         f'<span class="nbaccel-segment nbaccel-{css_name(part.kind)}" title="{told}" '
         f'style="width:{100 * part.bytes / scale:.3f}%"></span>'
@@ -219,7 +210,7 @@ def _segment(part: Segment, scale: int) -> str:
 def _legend(part: Segment) -> str:
     return (
         f'<li><span class="nbaccel-swatch nbaccel-{css_name(part.kind)}"></span>'
-        f"{escape(_WORDS.get(part.kind, part.kind))} <b>{escape(format_bytes(part.bytes))}</b></li>"
+        f"{escape(NAMES.get(part.kind, part.kind))} <b>{escape(format_bytes(part.bytes))}</b></li>"
     )
 
 

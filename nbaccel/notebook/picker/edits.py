@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,16 @@ from nbaccel.deepspeed.combinations import combination_mistakes
 from nbaccel.deepspeed.config import ZERO, ZeroConfig
 from nbaccel.errors import ConfigError
 from nbaccel.notebook.picker.choices import OPTIMIZER_PLACE, PARAM_PLACE, Setting
+from nbaccel.notebook.picker.words import PASSES
 
 __all__ = ["Edit", "edited", "value_of"]
 
 _FP8 = "fp8."
-_PASSES = ("fprop", "dgrad", "wgrad")
+_PASSES = tuple(PASSES)
 _PLACES = {OPTIMIZER_PLACE: "optimizer state", PARAM_PLACE: "parameters"}
 
 
+@dataclass(slots=True)
 class Edit:
     """A configuration in the making.
 
@@ -29,9 +32,8 @@ class Edit:
         remarks: What was changed beside what was asked for.
     """
 
-    def __init__(self, config: RunConfig, remarks: tuple[str, ...] = ()) -> None:
-        self.config = config
-        self.remarks = remarks
+    config: RunConfig
+    remarks: tuple[str, ...] = ()
 
 
 def value_of(config: RunConfig, setting: Setting) -> Any:

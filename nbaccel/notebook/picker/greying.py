@@ -7,27 +7,31 @@ from typing import Any
 
 from nbaccel._optional import is_installed
 from nbaccel.capabilities import FP8_BACKENDS, strategy_row
-from nbaccel.config import Fp8Config, RunConfig
+from nbaccel.config import Fp8Config, RunConfig, dotted
 from nbaccel.deepspeed.config import ZERO
 from nbaccel.errors import ConfigError, NbaccelError
 from nbaccel.notebook.picker.choices import OPTIMIZER_PLACE, PARAM_PLACE, Option, Setting
 from nbaccel.notebook.picker.edits import value_of
 from nbaccel.plan import Inventory, resolve
 
-__all__ = ["View", "is_shown", "option_refusal", "setting_refusal"]
+__all__ = ["View", "is_shown", "option_refusal", "problems_of", "setting_refusal"]
 
 _NODES = ("node_rank", "master_addr", "rdzv_endpoint", "rdzv_conf", "rdzv_id", "rdzv_backend")
-_WHERE = {OPTIMIZER_PLACE: "offload_optimizer", PARAM_PLACE: "offload_param"}
+_WHERE = (OPTIMIZER_PLACE, PARAM_PLACE)
 _STAGE_3 = (f"{ZERO}.stage3_", f"{ZERO}.offload_param.", f"{ZERO}.leaf_module.")
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is looked at: the configuration, the machine, the model (which may be None)."""
+    """What is looked at: the configuration, the machine, the model (which may be None).
+
+    `problems` is what the plan has against the configuration already.
+    """
 
     config: RunConfig
     inventory: Inventory
     module: Any
+    problems: tuple[str, ...] = ()
 
     @property
     def stage(self) -> int | None:
@@ -36,10 +40,8 @@ class View:
 
     def place(self, key: str) -> str | None:
         """Where something is offloaded to; None where it is not."""
-        deepspeed = self.config.deepspeed or {}
-        zero: Any = deepspeed.get(ZERO) or {}
-        section = zero.get(_WHERE[key]) or {}
-        return section.get("device") if section.get("device") != "none" else None
+        found: str | None = dotted.value_at(self.config.deepspeed, key)
+        return None if found == "none" else found
 
     @property
     def fp8_backend(self) -> str:
@@ -171,16 +173,24 @@ def _switch_refusal(view: View) -> str:
 
 def _plan_refusal(view: View, name: str, value: Any) -> str:
     """What the plan says to it that it does not say now."""
-    before = set(_mistakes(view.config, view.inventory))
     try:
         changed = view.config.changed(**{name: value})
     except ConfigError as error:
         return _clause(error.mistakes[0], name)
-    new = [text for text in _mistakes(changed, view.inventory) if text not in before]
+    new = [text for text in problems_of(changed, view.inventory) if text not in view.problems]
     return _clause(new[0], name) if new else ""
 
 
-def _mistakes(config: RunConfig, inventory: Inventory) -> tuple[str, ...]:
+def problems_of(config: RunConfig, inventory: Inventory) -> tuple[str, ...]:
+    """Why a machine cannot serve a configuration.
+
+    Args:
+        config: The configuration.
+        inventory: The machine.
+
+    Returns:
+        The plan's mistakes; nothing where it can.
+    """
     try:
         resolve(config, inventory)
     except ConfigError as error:

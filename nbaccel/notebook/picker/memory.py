@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel.config import RunConfig
-from nbaccel.config.engine import engine_config
 from nbaccel.deepspeed.decided import nearest_folder
 from nbaccel.deepspeed.estimate import Bytes, MemoryEstimate, estimate_memory
 from nbaccel.deepspeed.shape import Shape, measure
-from nbaccel.notebook.picker.opens import filled_in
 from nbaccel.plan import Inventory, Plan
 from nbaccel.units import format_bytes
 
@@ -23,7 +21,7 @@ _ZERO = "zero_optimization"
 KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations", "moment")
 """What memory holds, in the order in which bars show it; ``moment`` is what lives shortly."""
 
-NAMES = {"others": "in use already", "moment": "for a moment in each step"}
+NAMES = {"others": "in use by others", "moment": "for a moment"}
 """How people call those that need more than their kind's name."""
 
 
@@ -108,12 +106,13 @@ class Yardstick:
     _shape: Shape | None = None
     _bytes: tuple[int, int] | None = None
 
-    def need(self, config: RunConfig, plan: Plan) -> Need:
+    def need(self, config: RunConfig, plan: Plan, settings: Mapping[str, Any] | None) -> Need:
         """What a run needs.
 
         Args:
             config: The settings.
             plan: What they come to on this machine.
+            settings: DeepSpeed's configuration, filled in (`opens`); None without DeepSpeed.
 
         Returns:
             The need.
@@ -124,9 +123,6 @@ class Yardstick:
         machine = self.inventory
         if plan.device != "cuda":
             machine = replace(machine, gpus=())
-        settings = filled_in(
-            engine_config(config), config, plan, self.model, self.sample_batch
-        ).config
         activations = self.activation_bytes(config, settings or {})
         if self._shape is None:
             self._shape = measure(self.model)  # once: walking through a large model takes a while

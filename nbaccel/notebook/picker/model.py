@@ -125,13 +125,7 @@ class PickerModel:
         """Why this machine cannot serve what is chosen; nothing where it can."""
         if self.plan is not None:
             return ()
-        try:
-            resolve(self._config, self.inventory)
-        except ConfigError as error:
-            return error.mistakes
-        except NbaccelError as error:
-            return (str(error),)
-        return ()
+        return greying.problems_of(self._config, self.inventory)
 
     def settings(self, panel: str) -> tuple[Setting, ...]:
         """The choices of a panel: ``precision``, ``zero`` or ``launch``."""
@@ -195,7 +189,12 @@ class PickerModel:
         return greying.is_shown(self._view(), self.setting(name))
 
     def _view(self) -> greying.View:
-        return greying.View(self._config, self.inventory, self._module)
+        if "view" not in self._known:
+            self._known["view"] = greying.View(
+                self._config, self.inventory, self._module, self.problems
+            )
+        found: greying.View = self._known["view"]
+        return found
 
     # ------------------------------------------------------------------- changing
 
@@ -304,7 +303,9 @@ class PickerModel:
             self._known["need"], self._known["unmeasured"] = None, ""
             if self._yardstick is not None and self.plan is not None:
                 try:
-                    self._known["need"] = self._yardstick.need(self._config, self.plan)
+                    self._known["need"] = self._yardstick.need(
+                        self._config, self.plan, self._opens().config
+                    )
                 except ConfigError as error:
                     self._known["unmeasured"] = error.mistakes[0]
         found: Need | None = self._known["need"]
@@ -322,6 +323,12 @@ class PickerModel:
     @property
     def verdict(self) -> Verdict:
         """Whether it fits, with what to do if it does not."""
+        if "verdict" not in self._known:
+            self._known["verdict"] = self._judge()
+        found: Verdict = self._known["verdict"]
+        return found
+
+    def _judge(self) -> Verdict:
         if self.plan is None:
             return Verdict(None, "This machine cannot serve what is chosen.", self.problems[0])
         if self._yardstick is None:
@@ -348,7 +355,10 @@ class PickerModel:
 
     def faces(self) -> tuple[Face, ...]:
         """The configuration in all languages."""
-        return faces_of(self._config, self._opens().config)
+        if "faces" not in self._known:
+            self._known["faces"] = faces_of(self._config, self._opens().config)
+        found: tuple[Face, ...] = self._known["faces"]
+        return found
 
     def resolved(self) -> tuple[Choice, ...]:
         """What is left open, as the plan decides it and as ``"auto"`` is filled in."""

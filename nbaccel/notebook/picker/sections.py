@@ -20,7 +20,7 @@ __all__ = ["Section"]
 class Section:
     """Settings below a heading.
 
-    An accordion of ipywidgets cannot be opened with the keyboard; a button can.
+    The heading is a button, which the keyboard reaches and opens in every front end.
 
     Args:
         title: The heading.

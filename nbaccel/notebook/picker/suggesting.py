@@ -10,11 +10,12 @@ from typing import Any
 from nbaccel._optional import is_installed
 from nbaccel.capabilities import strategy_row
 from nbaccel.config import RunConfig, dotted
-from nbaccel.config.engine import BATCH_SIZES
+from nbaccel.config.engine import BATCH_SIZES, engine_config
 from nbaccel.deepspeed.advisor.ladder import Step, ladder
 from nbaccel.deepspeed.config import ZERO
 from nbaccel.errors import ConfigError
 from nbaccel.notebook.picker.memory import Yardstick
+from nbaccel.notebook.picker.opens import filled_in
 from nbaccel.plan import Plan, resolve
 from nbaccel.units import format_bytes
 
@@ -162,7 +163,11 @@ class Suggester:
 
     def _lacking(self, config: RunConfig) -> int:
         plan = resolve(config, self._yardstick.inventory)
-        return self._yardstick.need(config, plan).lacking
+        yardstick = self._yardstick
+        settings = filled_in(
+            engine_config(config), config, plan, yardstick.model, yardstick.sample_batch
+        ).config
+        return yardstick.need(config, plan, settings).lacking
 
     def _with(
         self, config: RunConfig, step: Step, settings: dict[str, Any], accumulation: int | None

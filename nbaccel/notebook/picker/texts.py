@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nbaccel.config import RunConfig
 from nbaccel.notebook.options import settings as options
 from nbaccel.notebook.picker.choices import PANELS
+from nbaccel.notebook.picker.words import TITLES
 from nbaccel.plan.plan import Choice, table
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["Face", "faces_of", "flag", "static_html", "static_text"]
 
 _SINGULAR = {"processes": "process", "batches": "batch", "powers of two": "power of two"}
-_TITLES = {"precision": "Precision", "zero": "ZeRO and DeepSpeed", "launch": "Launch"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def static_text(model: PickerModel, panels: Sequence[str] = PANELS) -> str:
     for panel, rows in _rows(model, panels):
         width = max(len(row[0]) for row in rows)
         values = max(len(row[1]) for row in rows)
-        lines += [_TITLES[panel], *(f"  {a:<{width}}  {b:<{values}}  {c}" for a, b, c in rows), ""]
+        lines += [TITLES[panel], *(f"  {a:<{width}}  {b:<{values}}  {c}" for a, b, c in rows), ""]
     lines += ["Memory", *(f"  {line}" for line in _memory(model)), ""]
     if reasons := model.resolved():
         lines += [table("What is left open comes to", reasons, ()), ""]
@@ -134,7 +134,7 @@ def static_html(model: PickerModel, panels: Sequence[str] = PANELS) -> str:
     """
     parts = []
     for panel, rows in _rows(model, panels):
-        parts.append(f"<p><b>{escape(_TITLES[panel])}</b></p>{_table(rows)}")
+        parts.append(f"<p><b>{escape(TITLES[panel])}</b></p>{_table(rows)}")
     memory = "".join(f"<li>{escape(line)}</li>" for line in _memory(model))
     parts.append(f"<p><b>Memory</b></p><ul>{memory}</ul>")
     if reasons := model.resolved():

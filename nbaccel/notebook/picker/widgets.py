@@ -21,6 +21,7 @@ from nbaccel.notebook.picker.drawing import error_html, front_html, heading_html
 from nbaccel.notebook.picker.fields import Field, Shared, field_for
 from nbaccel.notebook.picker.outlook import Faces, Memory
 from nbaccel.notebook.picker.sections import Section
+from nbaccel.notebook.picker.words import TITLES
 
 if TYPE_CHECKING:
     from nbaccel.notebook.picker.choices import Setting
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PickerView"]
 
-_TITLES = {"precision": "Precision", "zero": "ZeRO and DeepSpeed", "launch": "Launch"}
 _FEW_SECTIONS = 2  # more of them lie below one "Advanced"
 
 
@@ -177,7 +177,7 @@ class PickerView:
     def _panel(self, name: str) -> w.Widget:
         settings = self._model.settings(name)
         heading = self._shared.new_html()
-        heading.value = heading_html(_TITLES[name])
+        heading.value = heading_html(TITLES[name])
         sections: dict[str, list[Setting]] = {}
         for setting in settings:
             sections.setdefault(setting.section, []).append(setting)
@@ -201,7 +201,7 @@ class PickerView:
         return [advanced.box]
 
     def _section(self, name: str, settings: Sequence[Setting]) -> Section:
-        title = name if name not in _TITLES.values() else "Advanced"
+        title = name if name not in TITLES.values() else "Advanced"
         section = Section(title, settings, self._model, self._shared, lambda: self._made(settings))
         self._sections.append(section)
         return section

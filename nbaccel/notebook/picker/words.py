@@ -20,6 +20,7 @@ __all__ = [
     "SCHEDULES",
     "SECTIONS",
     "STAGES",
+    "TITLES",
     "UNIT_OF",
     "YOURS",
     "Option",
@@ -44,6 +45,7 @@ class Option:
     meaning: str = ""
 
 
+TITLES = {"precision": "Precision", "zero": "ZeRO and DeepSpeed", "launch": "Launch"}
 # Names of the choices that come first, in the order in which they are shown.
 COMMON = {
     "precision": ("mixed_precision",),
