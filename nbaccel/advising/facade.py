@@ -13,6 +13,7 @@ from nbaccel.deepspeed.advisor.precision import Precision, choose_precision
 from nbaccel.deepspeed.advisor.walking import Budget, Walk, climb
 from nbaccel.deepspeed.batches import num_samples
 from nbaccel.deepspeed.checking import check_config
+from nbaccel.deepspeed.decided import nvme_folders
 from nbaccel.deepspeed.reading import load_settings
 from nbaccel.deepspeed.shape import measure
 from nbaccel.errors import ConfigError
@@ -88,6 +89,7 @@ def advise(
     if config is not None:  # its mistakes are the user's, and not a rung's
         check_config(base, inventory=machine, allow_auto=True, check_tools=False)
     gpus = machine.gpus[: plan.num_processes] if plan.device == "cuda" else ()
+    folders = nvme_folders(base) if nvme_path is None else [nvme_path]
     format_ = choose_precision(precision, config=base, model=model, gpus=gpus)
     recipe = Recipe(
         model=model,
@@ -96,7 +98,7 @@ def advise(
         optimizer=optimizer,
         world_size=world,
         base=base,
-        nvme_path=_nvme_path(nvme_path, base),
+        nvme_path=next(map(str, folders), None),
         pin_memory=plan.device == "cuda",
     )
     walk = Walk(
@@ -188,14 +190,3 @@ def _check(model: Any, sample_batch: Any, *, try_it: bool, num_nodes: int, max_t
 
 def _bytes(size: int | str | None) -> int | None:
     return None if size is None else parse_bytes(size)
-
-
-def _nvme_path(asked: str | Path | None, base: Mapping[str, Any]) -> str | None:
-    if asked is not None:
-        return str(asked)
-    zero = base.get("zero_optimization") or {}
-    for name in ("offload_optimizer", "offload_param"):
-        section = zero.get(name)
-        if isinstance(section, Mapping) and section.get("nvme_path") not in (None, "auto"):
-            return str(section["nvme_path"])
-    return None

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel.config import RunConfig
-from nbaccel.config.dotted import drop, put
+from nbaccel.config.dotted import drop, put, value_at
 from nbaccel.deepspeed.auto import AUTO_KEYS, resolve_auto
 from nbaccel.deepspeed.facts import TrainingFacts, hidden_size
 from nbaccel.deepspeed.reading import auto_keys
 from nbaccel.disk import free_bytes, nearest_folder
 from nbaccel.errors import ConfigError
 
-__all__ = ["decided", "free_on_disk", "memory_part", "nearest_folder"]
+__all__ = ["decided", "free_on_disk", "memory_part", "nearest_folder", "nvme_folders"]
 
 _ZERO = "zero_optimization"
 _SECTIONS = (_ZERO, "fp16", "bf16", "bfloat16", "data_types")
@@ -92,14 +92,20 @@ def free_on_disk(settings: Mapping[str, Any]) -> int | None:
     Returns:
         Bytes on the fullest of those disks; None where no folder is named.
     """
-    zero = settings.get(_ZERO)
-    sections = (zero.get(name) for name in ("offload_optimizer", "offload_param")) if zero else ()
-    folders = [
-        Path(section["nvme_path"])
-        for section in sections
-        if isinstance(section, Mapping) and section.get("nvme_path") not in (None, "auto")
-    ]
-    return min(map(free_bytes, folders), default=None)
+    return min(map(free_bytes, nvme_folders(settings)), default=None)
+
+
+def nvme_folders(settings: Mapping[str, Any] | None) -> list[Path]:
+    """The folders that parameters or the optimizer are swapped to.
+
+    Args:
+        settings: A DeepSpeed configuration, or None.
+
+    Returns:
+        Those that are named, the optimizer's first; ``"auto"`` names none.
+    """
+    found = (value_at(settings, key) for key in _PATHS)
+    return [Path(folder) for folder in found if folder not in (None, "", "auto")]
 
 
 def _mapping(config: Any) -> Mapping[str, Any]:

@@ -16,7 +16,17 @@ from pydantic import BaseModel
 
 from nbaccel.config import RunConfig
 
-__all__ = ["OWN", "SUBCOMMANDS", "Option", "Subcommand", "find", "options_of", "settings"]
+__all__ = [
+    "OWN",
+    "SUBCOMMANDS",
+    "Option",
+    "Subcommand",
+    "find",
+    "kinds_of",
+    "options_of",
+    "settings",
+    "words_of",
+]
 
 # Short or usual names beside the setting's own.
 _ALIASES = {
@@ -178,12 +188,11 @@ def find(options: Iterable[Option], flag: str) -> Option | None:
 
 def _setting(name: str) -> Option:
     field = RunConfig.model_fields[name]
-    kinds = _kinds(field.annotation)
+    kinds = kinds_of(field.annotation)
     kebab = name.replace("_", "-")
     is_truth = kinds == (bool,)
     is_json = any(get_origin(kind) is dict or _is_group(kind) for kind in kinds)
-    lists = [get_args(kind) for kind in kinds if get_origin(kind) is Literal]
-    words = tuple(str(word) for words in lists for word in words)
+    words = tuple(map(str, words_of(field.annotation)))
     meaning = field.description or ""
     value = "|".join(words) or _metavar(kinds, is_json=is_json, meaning=meaning)
     return Option(
@@ -204,14 +213,29 @@ def _is_group(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
+def kinds_of(annotation: Any) -> tuple[Any, ...]:
+    """The types that a field may have, None left out.
+
+    Args:
+        annotation: The field's.
+    """
+    return tuple(kind for kind in _all_kinds(annotation) if kind is not type(None))
+
+
+def words_of(annotation: Any) -> tuple[Any, ...]:
+    """The values of a field that takes one of a list; nothing for others.
+
+    Args:
+        annotation: The field's.
+    """
+    lists = [get_args(kind) for kind in kinds_of(annotation) if get_origin(kind) is Literal]
+    return tuple(word for words in lists for word in words)
+
+
 def _all_kinds(annotation: Any) -> tuple[Any, ...]:
     if get_origin(annotation) in (Union, UnionType):
         return get_args(annotation)
     return (annotation,)
-
-
-def _kinds(annotation: Any) -> tuple[Any, ...]:
-    return tuple(kind for kind in _all_kinds(annotation) if kind is not type(None))
 
 
 def _metavar(kinds: tuple[Any, ...], *, is_json: bool, meaning: str) -> str:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -22,6 +21,7 @@ from nbaccel.deepspeed import kinds
 from nbaccel.deepspeed.auto import AUTO_KEYS
 from nbaccel.deepspeed.config import ZERO, ZERO_KEYS, ZeroConfig
 from nbaccel.deepspeed.section import kind_of, section_of
+from nbaccel.notebook.options import kinds_of, words_of
 from nbaccel.notebook.picker.words import (
     COMMON,
     DEFAULTS,
@@ -195,13 +195,7 @@ def _of_launch() -> Iterator[Setting]:
 
 def _of_model(name: str, entry: FieldInfo, *, panel: str, section: str) -> Setting:
     """A setting of `RunConfig` or `Fp8Config`, by its type."""
-    wide = get_origin(entry.annotation) in (Union, UnionType)
-    kinds_ = [
-        kind
-        for kind in (get_args(entry.annotation) if wide else (entry.annotation,))
-        if kind is not type(None)
-    ]
-    words = get_args(kinds_[0]) if get_origin(kinds_[0]) is Literal else ()
+    words = words_of(entry.annotation)
     plain = {bool: "truth", int: "whole", float: "number", str: "text"}
     return Setting(
         name=name,
@@ -210,7 +204,7 @@ def _of_model(name: str, entry: FieldInfo, *, panel: str, section: str) -> Setti
         unit=UNIT_OF.get(name, ""),
         panel=panel,
         section=section,
-        kind="one-of" if words else plain.get(kinds_[0], "table"),
+        kind="one-of" if words else plain.get(kinds_of(entry.annotation)[0], "table"),
         options=tuple(Option(word, str(word)) for word in words),
         run_field=name,
         default=entry.default,

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nbaccel.config import RunConfig
-from nbaccel.deepspeed.decided import nearest_folder
+from nbaccel.deepspeed.decided import nearest_folder, nvme_folders
 from nbaccel.deepspeed.estimate import Bytes, MemoryEstimate, estimate_memory
 from nbaccel.deepspeed.shape import Shape, measure
 from nbaccel.plan import Inventory, Plan
 from nbaccel.units import format_bytes
 
-__all__ = ["KINDS", "NAMES", "Bar", "Need", "Segment", "Yardstick", "bars_of"]
+__all__ = ["KINDS", "NAMES", "Bar", "Need", "Segment", "Yardstick", "bars_of", "told_together"]
 
-_ZERO = "zero_optimization"
 KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations", "moment")
 """What memory holds, in the order in which bars show it; ``moment`` is what lives shortly."""
 
@@ -227,7 +227,7 @@ def bars_of(
         label += f" · {count} processes" if count > 1 else ""
     bars.append(_bar(label, host, machine.host_total_bytes, machine.host_available_bytes))
     if estimate.nvme.total:
-        folder = _folder(settings)
+        folder = next(iter(nvme_folders(settings)), Path())
         disk = shutil.disk_usage(nearest_folder(folder))
         bars.append(_bar(f"disk · {folder}", estimate.nvme, disk.total, disk.free))
     return tuple(bars)
@@ -248,8 +248,17 @@ def _bar(label: str, content: Bytes, capacity: int, free: int) -> Bar:
     )
 
 
-def _folder(settings: Mapping[str, Any]) -> Path:
-    zero = settings.get(_ZERO) or {}
-    sections = (zero.get(name) or {} for name in ("offload_optimizer", "offload_param"))
-    named = [section["nvme_path"] for section in sections if section.get("nvme_path")]
-    return Path(named[0]) if named else Path()
+def told_together(bars: Sequence[Bar], tell: Callable[[Bar], str]) -> Iterator[str]:
+    """What is to be told of each place; of several of which the same is told, once.
+
+    Args:
+        bars: The places.
+        tell: What is to be told of one.
+
+    Yields:
+        A clause for each run of places.
+    """
+    for told, same in itertools.groupby(bars, key=tell):
+        places = [bar.label.partition(" · ")[0] for bar in same]
+        where = places[0] if len(places) == 1 else f"each of {places[0]} to {places[-1]}"
+        yield f"{told} on {where}"

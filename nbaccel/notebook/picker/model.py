@@ -8,11 +8,10 @@ the rows of ``nbaccel.capabilities``.
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nbaccel import atomic
 from nbaccel.config import RunConfig, run_config_of
@@ -24,7 +23,7 @@ from nbaccel.notebook.picker import greying
 from nbaccel.notebook.picker.choices import Option, Setting, by_name, settings
 from nbaccel.notebook.picker.edits import edited, value_of
 from nbaccel.notebook.picker.files import mistakes_by_setting, read_source
-from nbaccel.notebook.picker.memory import Bar, Need, Segment, Yardstick
+from nbaccel.notebook.picker.memory import Bar, Need, Segment, Yardstick, told_together
 from nbaccel.notebook.picker.opens import Opens, filled_in
 from nbaccel.notebook.picker.suggesting import Suggester, refusal_of
 from nbaccel.notebook.picker.texts import Face, faces_of
@@ -35,6 +34,7 @@ from nbaccel.units import format_bytes
 __all__ = ["Bar", "Face", "Offer", "Option", "PickerModel", "Segment", "Setting", "Verdict"]
 
 _MAX_UNDO = 100
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +113,19 @@ class PickerModel:
     @property
     def plan(self) -> Plan | None:
         """What it comes to on this machine; None where this machine cannot serve it."""
-        if "plan" not in self._known:
-            self._known["plan"] = None
-            with contextlib.suppress(NbaccelError):  # told by `problems`
-                self._known["plan"] = resolve(self._config, self.inventory)
-        found: Plan | None = self._known["plan"]
+        return self._once("plan", self._resolve)
+
+    def _resolve(self) -> Plan | None:
+        try:
+            return resolve(self._config, self.inventory)
+        except NbaccelError:  # told by `problems`
+            return None
+
+    def _once(self, name: str, make: Callable[[], _T]) -> _T:
+        """What follows from the present state, found when it is first asked for."""
+        if name not in self._known:
+            self._known[name] = make()
+        found: _T = self._known[name]
         return found
 
     @property
@@ -170,15 +178,14 @@ class PickerModel:
 
     def offers(self, name: str) -> tuple[Offer, ...]:
         """The options of a choice, those that cannot be chosen with the reason."""
-        key = f"offers {name}"
-        if key not in self._known:
-            setting = self.setting(name)
-            self._known[key] = tuple(
-                Offer(option, greying.option_refusal(self._view(), setting, option))
-                for option in setting.options
-            )
-        found: tuple[Offer, ...] = self._known[key]
-        return found
+        return self._once(f"offers {name}", lambda: self._find_offers(self.setting(name)))
+
+    def _find_offers(self, setting: Setting) -> tuple[Offer, ...]:
+        view = self._view()
+        return tuple(
+            Offer(option, greying.option_refusal(view, setting, option))
+            for option in setting.options
+        )
 
     def refusal(self, name: str) -> str:
         """Why a whole choice is greyed; empty where it can be made."""
@@ -189,12 +196,10 @@ class PickerModel:
         return greying.is_shown(self._view(), self.setting(name))
 
     def _view(self) -> greying.View:
-        if "view" not in self._known:
-            self._known["view"] = greying.View(
-                self._config, self.inventory, self._module, self.problems
-            )
-        found: greying.View = self._known["view"]
-        return found
+        return self._once(
+            "view",
+            lambda: greying.View(self._config, self.inventory, self._module, self.problems),
+        )
 
     # ------------------------------------------------------------------- changing
 
@@ -299,17 +304,16 @@ class PickerModel:
     @property
     def need(self) -> Need | None:
         """What the run needs; None without a model, or where this machine cannot serve it."""
-        if "need" not in self._known:
-            self._known["need"], self._known["unmeasured"] = None, ""
-            if self._yardstick is not None and self.plan is not None:
-                try:
-                    self._known["need"] = self._yardstick.need(
-                        self._config, self.plan, self._opens().config
-                    )
-                except ConfigError as error:
-                    self._known["unmeasured"] = error.mistakes[0]
-        found: Need | None = self._known["need"]
-        return found
+        return self._once("need", self._measured)[0]
+
+    def _measured(self) -> tuple[Need | None, str]:
+        """The need, or why it cannot be told."""
+        if self._yardstick is None or self.plan is None:
+            return None, ""
+        try:
+            return self._yardstick.need(self._config, self.plan, self._opens().config), ""
+        except ConfigError as error:
+            return None, error.mistakes[0]
 
     @property
     def estimate(self) -> MemoryEstimate | None:
@@ -323,10 +327,7 @@ class PickerModel:
     @property
     def verdict(self) -> Verdict:
         """Whether it fits, with what to do if it does not."""
-        if "verdict" not in self._known:
-            self._known["verdict"] = self._judge()
-        found: Verdict = self._known["verdict"]
-        return found
+        return self._once("verdict", self._judge)
 
     def _judge(self) -> Verdict:
         if self.plan is None:
@@ -334,16 +335,18 @@ class PickerModel:
         if self._yardstick is None:
             return Verdict(None, "Memory is not shown.", "Give the model: configure(model, batch).")
         if self.need is None:
-            return Verdict(None, "Memory cannot be estimated.", self._known["unmeasured"])
+            return Verdict(
+                None, "Memory cannot be estimated.", self._once("need", self._measured)[1]
+            )
         short = [bar for bar in self.bars() if bar.lacking]
         if short:
             told = ", ".join(
-                _together(short, lambda bar: f"{format_bytes(bar.lacking)} too little")
+                told_together(short, lambda bar: f"{format_bytes(bar.lacking)} too little")
             )
             return Verdict(False, f"Does not fit: {told}.", self._suggester().remedy(self._config))
         needed = [bar for bar in self.bars() if bar.needed]
         told = ", ".join(
-            _together(
+            told_together(
                 needed,
                 lambda bar: f"{format_bytes(bar.needed)} of {format_bytes(bar.capacity)}",
             )
@@ -355,10 +358,7 @@ class PickerModel:
 
     def faces(self) -> tuple[Face, ...]:
         """The configuration in all languages."""
-        if "faces" not in self._known:
-            self._known["faces"] = faces_of(self._config, self._opens().config)
-        found: tuple[Face, ...] = self._known["faces"]
-        return found
+        return self._once("faces", lambda: faces_of(self._config, self._opens().config))
 
     def resolved(self) -> tuple[Choice, ...]:
         """What is left open, as the plan decides it and as ``"auto"`` is filled in."""
@@ -366,13 +366,13 @@ class PickerModel:
         return (*plan, *self._opens().choices)
 
     def _opens(self) -> Opens:
-        if "opens" not in self._known:
-            batch = None if self._yardstick is None else self._yardstick.sample_batch
-            self._known["opens"] = filled_in(
+        batch = None if self._yardstick is None else self._yardstick.sample_batch
+        return self._once(
+            "opens",
+            lambda: filled_in(
                 engine_config(self._config), self._config, self.plan, self._module, batch
-            )
-        found: Opens = self._known["opens"]
-        return found
+            ),
+        )
 
     # ------------------------------------------------------------------- suggesting
 
@@ -429,14 +429,6 @@ def _variants(model: PickerModel) -> Iterator[RunConfig]:
                 yield model.config.changed(
                     mixed_precision=offer.option.value, activation_checkpointing=again
                 )
-
-
-def _together(bars: Sequence[Bar], tell: Callable[[Bar], str]) -> Iterator[str]:
-    """What is to be told of each place; of several of which the same is told, once."""
-    for told, same in itertools.groupby(bars, key=tell):
-        places = [bar.label.partition(" · ")[0] for bar in same]
-        where = places[0] if len(places) == 1 else f"each of {places[0]} to {places[-1]}"
-        yield f"{told} on {where}"
 
 
 def _check(model: Any, sample_batch: Any) -> None:

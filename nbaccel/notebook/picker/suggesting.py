@@ -13,6 +13,7 @@ from nbaccel.config import RunConfig, dotted
 from nbaccel.config.engine import BATCH_SIZES, engine_config
 from nbaccel.deepspeed.advisor.ladder import Step, ladder
 from nbaccel.deepspeed.config import ZERO
+from nbaccel.deepspeed.decided import nvme_folders
 from nbaccel.errors import ConfigError
 from nbaccel.notebook.picker.memory import Yardstick
 from nbaccel.notebook.picker.opens import filled_in
@@ -212,12 +213,7 @@ def _is_on(model: Any) -> bool:
 
 
 def _folder(config: RunConfig) -> str | None:
-    zero: Any = (config.deepspeed or {}).get(ZERO) or {}
-    for name in ("offload_optimizer", "offload_param"):
-        path = (zero.get(name) or {}).get("nvme_path")
-        if path:
-            return str(path)
-    return None
+    return next(map(str, nvme_folders(config.deepspeed)), None)
 
 
 def _name(step: Step) -> str:
