@@ -18,6 +18,7 @@ from nbaccel.errors import ConfigError
 from nbaccel.notebook.picker.memory import Yardstick
 from nbaccel.notebook.picker.opens import filled_in
 from nbaccel.plan import Plan, resolve
+from nbaccel.strategies import gradient_checkpointing
 from nbaccel.units import format_bytes
 
 __all__ = ["Suggester", "Suggestion", "refusal_of"]
@@ -62,6 +63,8 @@ class Suggester:
 
     def __init__(self, yardstick: Yardstick) -> None:
         self._yardstick = yardstick
+        # Asked once: the answer is looked for in all modules.
+        self._recomputes = gradient_checkpointing.checkpoints_gradients(yardstick.model)
 
     def suggest(self, config: RunConfig) -> Suggestion:
         """The fastest settings that fit, with the precision and processes that are chosen.
@@ -149,10 +152,8 @@ class Suggester:
 
     def _steps(self, config: RunConfig) -> Iterator[tuple[Step, RunConfig | None]]:
         """The ladder, each rung as settings; None for one that cannot be had."""
-        from nbaccel.strategies import gradient_checkpointing as switch
-
-        model = self._yardstick.model
-        can, on = switch.can_checkpoint_gradients(model), switch.checkpoints_gradients(model)
+        on = self._recomputes
+        can = gradient_checkpointing.can_checkpoint_gradients(self._yardstick.model)
         for step in ladder(has_switch=can, is_on=on):
             if (step.gradient_checkpointing and not (can or on)) or (
                 step.uses_nvme and _folder(config) is None
@@ -173,7 +174,7 @@ class Suggester:
     def _with(
         self, config: RunConfig, step: Step, settings: dict[str, Any], accumulation: int | None
     ) -> RunConfig:
-        model_has_it = step.gradient_checkpointing and not _is_on(self._yardstick.model)
+        model_has_it = step.gradient_checkpointing and not self._recomputes
         changes: dict[str, Any] = {"activation_checkpointing": model_has_it}
         if accumulation is not None:
             changes["gradient_accumulation_steps"] = accumulation
@@ -204,12 +205,6 @@ class Suggester:
         for name in ("offload_optimizer", "offload_param"):
             dotted.drop(settings, f"{ZERO}.{name}")
         return settings
-
-
-def _is_on(model: Any) -> bool:
-    from nbaccel.strategies.gradient_checkpointing import checkpoints_gradients
-
-    return checkpoints_gradients(model)
 
 
 def _folder(config: RunConfig) -> str | None:
