@@ -87,7 +87,7 @@ class Crew:
             for (post, fds), member in zip(tasks, crew.members, strict=True):
                 member.control, theirs = wire.Channel.pair()
                 with contextlib.closing(theirs):
-                    enlist = messages.Enlist(post=post)
+                    enlist = messages.Enlist(post=post, share_back=plan.config.share_back)
                     member.channel.send(enlist, [*fds, theirs.fileno()])
             crew._see_them_in()
             undo.pop_all()

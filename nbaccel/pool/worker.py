@@ -66,6 +66,7 @@ class _Worker:
             rank=place.local_rank,
             device=self._seat.device,
             num_nodes=place.num_nodes,
+            share_back=enlist.share_back,
         )
         restore_random_states(enlist.post.random_states)
         precision.watch(enlist.post.mixed_precision)
@@ -110,7 +111,7 @@ class _Worker:
             number=number,
             shown=shown,
             bound=self._names.bound() if isinstance(task, messages.RunCell) else (),
-            dirty=self._names.dirty() if isinstance(task, messages.RunCell) else False,
+            dirty=self._names.dirty() if isinstance(task, messages.RunCell) else (),
             sequence=self._groups.sequence() if ran_code else (),
             in_groups=torch.distributed.is_initialized(),
         )
@@ -145,8 +146,11 @@ class _Worker:
             self._channel.send(wire.Returned(time.monotonic(), parcel, None, None), [fd])
 
     def _go_home(self, task: messages.GoHome, fds: list[int]) -> None:
-        home = self._names.write_home()
-        self._channel.send(wire.Returned(time.monotonic(), None, None, home))
+        self._busy = True  # gigabytes may be written: an interrupt ends it, and nothing is lost
+        report, whole = self._names.write_home(dict(zip(task.arenas, fds, strict=True)))
+        self._busy = False
+        message = messages.Staged(report=report, whole=tuple(whole))
+        self._channel.send(message, list(whole.values()))
 
     def _settle(self, task: messages.Settle, fds: list[int]) -> None:
         self._names.settle()
