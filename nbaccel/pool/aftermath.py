@@ -112,16 +112,14 @@ class Aftermath:
                 written = self._crew.everyone(messages.GoHome(arenas=tuple(arenas)), files)
                 try:
                     if not written.went_well:
-                        told = ending.on_the_way(paths, has_arrived=False)
+                        told = ending.on_the_way(paths)
                         return Trouble(told=told, account=written)
                     self._apply(records, homecoming, written)
                 finally:
                     dispose(written.take_files())
         except OSError as error:  # no memory or no descriptors: nothing has been written yet
-            return Trouble(told=ending.on_the_way(paths, has_arrived=False), no_room=error)
-        settled = self._crew.everyone(messages.Settle())
-        if settled.lost or settled.interrupted:
-            return Trouble(told=ending.on_the_way(paths, has_arrived=True), account=settled)
+            return Trouble(told=ending.on_the_way(paths), no_room=error)
+        self._crew.post(messages.Settle())
         return None
 
     def _apply(

@@ -137,6 +137,12 @@ class Crew:
         """Give all workers the same task."""
         return self.turn({m.rank: (body, fds) for m in self.members})
 
+    def post(self, body: Any) -> None:
+        """Give all workers a task that nobody waits for; it is done before the next one."""
+        for member in self.members:
+            with contextlib.suppress(OSError):  # it has gone: the next turn tells
+                member.channel.send(messages.Task(number=0, body=body))
+
     def look(self) -> dict[int, messages.Whereabouts]:
         """Ask all workers where they are; those that do not answer at once are left out."""
         found: dict[int, messages.Whereabouts] = {}

@@ -107,16 +107,13 @@ def stopped(account: Account) -> str:
     return "\n".join(lines)
 
 
-def on_the_way(paths: Sequence[str], *, has_arrived: bool) -> str:
+def on_the_way(paths: Sequence[str]) -> str:
     """What became of weights when the workers failed after the cell had ended.
 
     Args:
         paths: The modules, as the user would write them.
-        has_arrived: Whether the notebook has the weights.
     """
     names = " and ".join([", ".join(paths[:-1]), paths[-1]] if len(paths) > 1 else paths)
-    if has_arrived:
-        return f"This was after the cell: the weights that it trained in {names} have come back."
     return (
         f"This was after the cell, while the weights that it trained in {names} were written back: "
         f"in the notebook {names} {'are' if len(paths) > 1 else 'is'} as before the cell, all of "

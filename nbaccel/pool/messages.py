@@ -124,7 +124,7 @@ class GoHome:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """The notebook has the weights: share again what is equal in its memory."""
+    """The notebook has the weights: share again what is equal to them. Nobody waits for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class _Worker:
     def _do(self, task: Any, fds: list[int]) -> Any:
         """Carry a task out; what it raises goes to the notebook."""
         shown, error = self._try(task, fds)
-        if error is not None and not isinstance(task, messages.JoinGroup):  # the others will tell
+        if error is not None and not isinstance(task, _UNHEARD):
             self._explain(error)
             report(self._channel, error, self._seat.place.rank)
         flush()
@@ -153,6 +153,7 @@ class _Worker:
         self._channel.send(message, list(whole.values()))
 
     def _settle(self, task: messages.Settle, fds: list[int]) -> None:
+        self._busy = True  # it can be given up for an interrupt of the next task
         self._names.settle()
 
     def _join_all(self, task: messages.JoinAll, fds: list[int]) -> None:
@@ -222,6 +223,9 @@ class _Worker:
             stack=tuple(found) if mine else (), device_bytes=reporting.reserved(self._seat.device)
         )
 
+
+_UNHEARD = (messages.JoinGroup, messages.Settle)
+"""Tasks that nobody waits for: of a failed join the others tell, and settling can be put off."""
 
 _ACTS: Mapping[type, Callable[[_Worker, Any, list[int]], Any]] = {
     messages.RunCell: _Worker._run_cell,
