@@ -25,8 +25,9 @@ from nbaccel.launch.hiring import Surroundings, dismiss, hire, posts, topologies
 from nbaccel.launch.member import Member
 from nbaccel.launch.outcome import Outcome, conclude
 from nbaccel.launch.packing import Packed, pack
-from nbaccel.launch.sharing import arena, home
+from nbaccel.launch.sharing import arena
 from nbaccel.launch.sharing.find import find_modules
+from nbaccel.launch.sharing.homecoming import Homecoming
 from nbaccel.launch.starter import Starter
 from nbaccel.launch.supervisor import Supervisor
 from nbaccel.launch.template import TemplateStarter, dispose
@@ -75,7 +76,7 @@ def _attempts(plan: Plan, packed: Packed, sharing: arena.Sharing) -> Outcome:
 
 def _attempt(plan: Plan, packed: Packed, sharing: arena.Sharing, attempt: int) -> Outcome:
     with contextlib.ExitStack() as stack:
-        homecoming = home.Homecoming(sharing, packed.arenas if plan.config.share_back else {})
+        homecoming = Homecoming(sharing, packed.arenas if plan.config.share_back else {})
         stack.callback(homecoming.close, dispose)
         listener = None
         if plan.config.node_rank == 0:
@@ -94,7 +95,7 @@ def _start(
     stack: contextlib.ExitStack,
     plan: Plan,
     packed: Packed,
-    homecoming: home.Homecoming,
+    homecoming: Homecoming,
     listener: socket.socket | None,
     attempt: int,
 ) -> Supervisor:
@@ -141,7 +142,7 @@ def _starter(packed: Packed) -> Starter:
 
 
 def job_of(
-    plan: Plan, packed: Packed, homecoming: home.Homecoming, post: wire.Post | None
+    plan: Plan, packed: Packed, homecoming: Homecoming, post: wire.Post | None
 ) -> tuple[wire.Job, list[int]]:
     """The call as a worker gets it, with the descriptors that belong to it.
 

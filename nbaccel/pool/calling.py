@@ -15,8 +15,9 @@ from typing import Any
 from nbaccel.launch.outcome import Outcome, conclude
 from nbaccel.launch.packing import Packed, pack_for_the_living
 from nbaccel.launch.run import job_of
-from nbaccel.launch.sharing import arena, home
+from nbaccel.launch.sharing import arena
 from nbaccel.launch.sharing.find import find_modules
+from nbaccel.launch.sharing.homecoming import Homecoming
 from nbaccel.launch.template import dispose
 from nbaccel.plan import Plan
 from nbaccel.pool import messages
@@ -34,7 +35,7 @@ class Call:
 
     plan: Plan
     packed: Packed
-    homecoming: home.Homecoming
+    homecoming: Homecoming
 
     def task(self) -> tuple[messages.RunJob, Sequence[int]]:
         """What each rank is given, with its descriptors."""
@@ -67,6 +68,6 @@ def prepared(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) ->
         packed = pack_for_the_living(function, args, sharing)
         if packed.fd is not None:
             stack.callback(os.close, packed.fd)
-        homecoming = home.Homecoming(sharing, packed.arenas if plan.config.share_back else {})
+        homecoming = Homecoming(sharing, packed.arenas if plan.config.share_back else {})
         stack.callback(homecoming.close, dispose)
         yield Call(plan=plan, packed=packed, homecoming=homecoming)
