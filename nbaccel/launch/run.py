@@ -57,26 +57,26 @@ def launch(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> O
         packed, plan = pack(plan, function, args, sharing)
         if packed.fd is not None:
             stack.callback(os.close, packed.fd)
-        return _attempts(plan, packed, sharing)
+        return _attempts(plan, packed)
 
 
-def _attempts(plan: Plan, packed: Packed, sharing: arena.Sharing) -> Outcome:
+def _attempts(plan: Plan, packed: Packed) -> Outcome:
     """Launch, and launch anew after a failure as often as allowed."""
     allowed = plan.config.max_restarts
     for attempt in range(allowed):
         try:
-            return _attempt(plan, packed, sharing, attempt)
+            return _attempt(plan, packed, attempt)
         except (LaunchTimeout, StartupFailed):
             raise  # the same would happen again, after the same wait
         except WorkerFailed as error:
             first = str(error).partition("\n")[0]
             sys.stderr.write(f"nbaccel: {first}. Restart {attempt + 1} of {allowed}.\n")
-    return _attempt(plan, packed, sharing, allowed)
+    return _attempt(plan, packed, allowed)
 
 
-def _attempt(plan: Plan, packed: Packed, sharing: arena.Sharing, attempt: int) -> Outcome:
+def _attempt(plan: Plan, packed: Packed, attempt: int) -> Outcome:
     with contextlib.ExitStack() as stack:
-        homecoming = Homecoming(sharing, packed.arenas if plan.config.share_back else {})
+        homecoming = Homecoming(packed.sharing, packed.arenas if plan.config.share_back else {})
         stack.callback(homecoming.close, dispose)
         listener = None
         if plan.config.node_rank == 0:

@@ -68,6 +68,6 @@ def prepared(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) ->
         packed = pack_for_the_living(function, args, sharing)
         if packed.fd is not None:
             stack.callback(os.close, packed.fd)
-        homecoming = Homecoming(sharing, packed.arenas if plan.config.share_back else {})
+        homecoming = Homecoming(packed.sharing, packed.arenas if plan.config.share_back else {})
         stack.callback(homecoming.close, dispose)
         yield Call(plan=plan, packed=packed, homecoming=homecoming)

@@ -159,6 +159,12 @@ class Sharing:
     stand_ins: dict[int, tuple[Arena, int]] = field(default_factory=dict)
     """Device address of a storage → arena and first byte of its host copy."""
 
+    def joined(self, other: Sharing) -> Sharing:
+        """The modules of both."""
+        return Sharing(
+            modules=(*self.modules, *other.modules), stand_ins=self.stand_ins | other.stand_ins
+        )
+
     def arenas(self) -> list[Arena]:
         """Every arena that holds a tensor of these modules, once."""
         return list({id(arena): arena for m in self.modules for arena, _ in m.slots}.values())
