@@ -20,6 +20,7 @@ from nbaccel.errors import LaunchTimeout, PlatformUnsupported, StartupFailed, Wo
 from nbaccel.launch import store, wire, worker
 from nbaccel.launch.console import Console
 from nbaccel.launch.dashboard.following import Following
+from nbaccel.launch.edited import tell_of_edits
 from nbaccel.launch.fork import ForkStarter
 from nbaccel.launch.hiring import Surroundings, dismiss, hire, posts, topologies
 from nbaccel.launch.member import Member
@@ -53,6 +54,8 @@ def launch(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> O
             "Use num_processes=1, which runs in the notebook itself."
         )
     with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
+        if plan.start_method != "fork":
+            tell_of_edits()
         sharing = arena.share(find_modules(args))
         packed, plan = pack(plan, function, args, sharing)
         if packed.fd is not None:

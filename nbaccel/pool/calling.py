@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nbaccel.launch.edited import tell_of_edits
 from nbaccel.launch.outcome import Outcome, conclude
 from nbaccel.launch.packing import Packed, pack_for_the_living
 from nbaccel.launch.run import job_of
@@ -63,6 +64,7 @@ def prepared(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) ->
     Raises:
         ModelNotShareable, NotSendable: Nothing has been sent.
     """
+    tell_of_edits()
     sharing = arena.share(find_modules(args))
     with contextlib.ExitStack() as stack:
         packed = pack_for_the_living(function, args, sharing)
