@@ -31,7 +31,8 @@ def marks(tensors):
     return sorted({{v for t in tensors for v in t.detach().flatten().unique().tolist()}})
 
 def digest(m):
-    return xxhash.xxh3_64(b''.join(p.detach().numpy().tobytes() for p in m.parameters())).hexdigest()
+    data = (p.detach().numpy().tobytes() for p in m.parameters())
+    return xxhash.xxh3_64(b''.join(data)).hexdigest()
 
 def train(m, by_hand=False):
     for p in m.parameters(): p.grad = torch.ones_like(p)
