@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Results", "debug_launcher", "notebook_launcher", "shutdown"]
 
 if "ipykernel" in sys.modules:
-    warmup.start()  # so that its imports are done by the time the first cell launches
+    warmup.start_ahead()  # so that its imports are done by the time the first cell launches
 
 
 class Results(list[Any]):

@@ -10,9 +10,30 @@ import psutil
 
 from nbaccel.errors import PortTaken
 
-__all__ = ["listen"]
+__all__ = ["LOOPBACK", "listen", "loopback"]
+
+LOOPBACK = ("127.0.0.1", "::1")
+"""Addresses that lead to this machine alone: version 4, version 6."""
 
 _BACKLOG = 4096
+
+
+def loopback(host: str) -> str:
+    """The address to use for one: version 6's where this machine has no other.
+
+    Args:
+        host: Any address; one that is not 127.0.0.1 is given back as it is.
+    """
+    if host != LOOPBACK[0]:
+        return host
+    for address, family in zip(LOOPBACK, (socket.AF_INET, socket.AF_INET6), strict=True):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as sock:
+                sock.bind((address, 0))
+        except OSError:  # there is no such address here, or no such family
+            continue
+        return address
+    return host
 
 
 def listen(

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from nbaccel import _accelerate, _catalog, env
+from nbaccel import _accelerate, _catalog, env, ports
 from nbaccel.abc.shards import Remembered, ShardReader, remember
 from nbaccel.capabilities import STRATEGIES, StrategyRow
 from nbaccel.config.variables import run_variables
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 def run(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
     """Call the function here with the environment of a worker, and tidy up after it."""
     __tracebackhide__ = True  # so that what the function raises shows the user's frames
-    with _reserved_port(plan.config.master_addr, plan.port) as port, _tidy():
-        topology = Topology(master_addr=plan.config.master_addr, master_port=port)
+    address = ports.loopback(plan.config.master_addr)
+    with _reserved_port(address, plan.port) as port, _tidy():
+        topology = Topology(master_addr=address, master_port=port)
         variables: dict[str, str | None] = dict(
             topology.variables(mixed_precision=plan.config.mixed_precision, device=plan.device)
             | run_variables(plan.config)
@@ -41,7 +42,8 @@ def run(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> list
 @contextlib.contextmanager
 def _reserved_port(host: str, port: int | None) -> Iterator[int]:
     """A port that is bound but not listened on: ours, and the store can still listen there."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port or 0))
         yield int(sock.getsockname()[1])

@@ -16,8 +16,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from nbaccel.errors import LaunchTimeout, PlatformUnsupported, StartupFailed, WorkerFailed
-from nbaccel.launch import store, wire, worker
+from nbaccel.errors import LaunchTimeout, StartupFailed, WorkerFailed
+from nbaccel.launch import required, store, wire, worker
 from nbaccel.launch.console import Console
 from nbaccel.launch.dashboard.following import Following
 from nbaccel.launch.edited import tell_of_edits
@@ -44,15 +44,12 @@ def launch(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> O
     """Run `function(*args)` in the workers of a plan.
 
     Raises:
+        PlatformUnsupported: This machine lacks something that several workers need.
         ModelNotShareable, NotSendable, UnsafeFork, PortTaken: Before any process is started.
         WorkerFailed: If a worker raised or died; of the worker's exception type too.
         KeyboardInterrupt: If the notebook was interrupted; all workers have ended.
     """
-    if not sys.platform.startswith("linux"):
-        raise PlatformUnsupported(
-            f"Several workers need Linux (memfd, pidfd): this is {sys.platform}. "
-            "Use num_processes=1, which runs in the notebook itself."
-        )
+    plan = required.prepared(plan)
     with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
         if plan.start_method != "fork":
             tell_of_edits()

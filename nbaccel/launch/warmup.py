@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import socket
 import subprocess
@@ -68,8 +69,8 @@ def start() -> Boot:
     if boot is not None and boot.is_running():
         return boot
     stop()
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     errors = os.memfd_create("nbaccel-template-errors", os.MFD_CLOEXEC)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     code = _BOOT.format(
         path=[os.path.abspath(entry) for entry in sys.path],
         fd=theirs.fileno(),
@@ -88,6 +89,16 @@ def start() -> Boot:
     _Slot.boot = Boot(process=process, socket=ours, errors=errors, owner=os.getpid())
     atexit.register(stop)
     return _Slot.boot
+
+
+def start_ahead() -> None:
+    """Start the template process before it is needed, where that can be done.
+
+    Where it cannot (a system without memory files, no room for a process), importing nbaccel must
+    work all the same: a launch says what is missing, and one process needs none of it.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        start()
 
 
 def stop() -> None:

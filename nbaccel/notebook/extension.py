@@ -32,7 +32,7 @@ class Extension:
     def load(self) -> None:
         """Give it."""
         self._started_template = warmup.current() is None
-        warmup.start()  # so that its imports are done by the time the first cell is run
+        warmup.start_ahead()  # so that its imports are done by the time the first cell is run
         register = self.shell.magics_manager.register_function
         register(cell_magic(self.session, self._cells), "cell", NAME)
         register(line_magic(self.session, self._cells), "line", NAME)

@@ -95,6 +95,16 @@ class Inventory:
             ) from error
 
 
+def _host_memory() -> tuple[int, int]:
+    """Bytes of main memory: all, and what can be had now."""
+    try:
+        memory = psutil.virtual_memory()
+    except OSError:  # no /proc: the C library still knows, though it counts no caches as free
+        page = os.sysconf("SC_PAGE_SIZE")
+        return page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
+    return memory.total, memory.available
+
+
 def inspect_machine() -> Inventory:
     """Look at this machine and this process.
 
@@ -103,15 +113,15 @@ def inspect_machine() -> Inventory:
     """
     environ = env.snapshot()
     limits = read_limits()
-    memory = psutil.virtual_memory()
+    total_bytes, available_bytes = _host_memory()
     cards, gpu_note = find_cards()
     gpus = visible(cards, environ.get("CUDA_VISIBLE_DEVICES"))
     if cards and not gpus:
         gpu_note = _hidden(len(cards), environ.get("CUDA_VISIBLE_DEVICES"))
     return Inventory(
         cpu_cores=_cpu_cores(limits),
-        host_total_bytes=_least(memory.total, limits.memory_bytes),
-        host_available_bytes=_least(memory.available, limits.memory_free_bytes),
+        host_total_bytes=_least(total_bytes, limits.memory_bytes),
+        host_available_bytes=_least(available_bytes, limits.memory_free_bytes),
         shm_bytes=_size_of(Path("/dev/shm")),
         gpus=gpus,
         gpu_note=gpu_note,

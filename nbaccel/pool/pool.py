@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.errors import ConfigError, LaunchInterrupted, UnsafeMoment
-from nbaccel.launch import verdict
+from nbaccel.launch import required, verdict
 from nbaccel.launch.edited import tell_of_edits
 from nbaccel.launch.outcome import Outcome
 from nbaccel.launch.system import uninterrupted
@@ -420,7 +420,7 @@ class Pool:
             if self._state is PoolState.BROKEN:
                 sys.stderr.write(ending.anew(self.num_processes, self.reason))
             self._state = PoolState.STARTING
-            self._crew = crew = Crew.start(self.plan)
+            self._crew = crew = Crew.start(required.prepared(self.plan, live=True))
             self._end = weakref.finalize(self, crew.end)
             self._flow = Flow(self._namespace, range(self.num_processes))
             self._aftermath = Aftermath(crew, self._flow, share_back=self.config.share_back)
