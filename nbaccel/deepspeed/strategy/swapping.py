@@ -17,7 +17,7 @@ from typing import Any
 
 from nbaccel.deepspeed.config import ZERO
 
-__all__ = ["Claim", "claim", "leave"]
+__all__ = ["Claim", "claim", "folders_in_use", "leave"]
 
 _SECTIONS = ("offload_optimizer", "offload_param")
 
@@ -68,7 +68,7 @@ def claim(settings: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], Claim
         The configuration with these folders, and the claim; it is released when the engine ends.
     """
     found = copy.deepcopy(dict(settings))
-    used = {folder for other in _CLAIMS for folder in other.folders}
+    used = folders_in_use()
     mine = set()
     for name in _SECTIONS:
         section = found.get(ZERO, {}).get(name) or {}
@@ -84,6 +84,11 @@ def claim(settings: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], Claim
     if mine:
         _CLAIMS.append(made)
     return found, made
+
+
+def folders_in_use() -> set[Path]:
+    """Those in which engines of this process have files."""
+    return {folder for other in _CLAIMS for folder in other.folders}
 
 
 def leave() -> None:
