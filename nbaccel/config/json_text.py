@@ -143,7 +143,7 @@ def plain_object(settings: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 def _constant(name: str) -> float:
     if name == "NaN":
-        raise ValueError("NaN is no number, and JSON has no word for it")
+        raise ValueError(f"{name} is no number, and JSON has no word for it")
     return float(name)
 
 

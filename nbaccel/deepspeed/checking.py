@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from nbaccel.deepspeed.kinds import AUTO
 from nbaccel.deepspeed.ops import missing_tools
 from nbaccel.deepspeed.reading import auto_keys, load_settings
 from nbaccel.deepspeed.schema import Schema, deepspeed_schema, quiet
+from nbaccel.deepspeed.shared_memory import shortage
 from nbaccel.deepspeed.swap_space import folder_mistakes
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Inventory, inspect_machine
@@ -119,6 +121,8 @@ def check_run(run: RunConfig, device: str) -> None:
     if run.deepspeed and settings is not None:
         on_device = run.changed(device=device)
         check_config(settings, run=on_device, allow_auto=True)
+    if device == "cpu" and run.num_nodes == 1 and (lacking := shortage(run.num_processes or 1)):
+        warnings.warn(lacking, stacklevel=2)
 
 
 def _device(run: RunConfig | None, inventory: Inventory | None) -> str:

@@ -77,7 +77,7 @@ def test_contradictions_are_told_before_anything_starts():
         RunConfig(deepspeed={"zero_optimization": {"stage": 7}})
     with pytest.raises(ConfigError, match="names train_batch_size more than once"):
         RunConfig(deepspeed='{"train_batch_size": 8, "train_batch_size": 16}')
-    with pytest.raises(ConfigError, match="deepspeed must be a DeepSpeed configuration.*got 3"):
+    with pytest.raises(ConfigError, match=r"deepspeed must be a .*got 3"):
         RunConfig(deepspeed=3)
 
 
