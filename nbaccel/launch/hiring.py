@@ -101,6 +101,8 @@ def dismiss(starter: Starter, members: Sequence[Member]) -> None:
         for member in members:
             member.state = State.GONE
     for member in members:
+        for leftover in member.leftovers:
+            leftover.remove()
         member.close()
 
 

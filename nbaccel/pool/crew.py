@@ -155,6 +155,8 @@ class Crew:
                     continue
                 if isinstance(message, messages.Whereabouts):
                     found[waiting.pop(fd).rank] = message
+                elif isinstance(message, wire.Leaves):
+                    waiting[fd].note(message)
                 elif isinstance(message, (wire.Display, wire.ClearOutput)):
                     publish.show(message)  # of a thread that a cell has left behind
         return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel import Accelerator, ConfigError, DeepSpeedPlugin, notebook_launcher
+from nbaccel import Accelerator, ConfigError, DeepSpeedPlugin, Pool, notebook_launcher
 from nbaccel.config import RunConfig
+from nbaccel.errors import WorkerDied
 from nbaccel.utils import DummyOptim, DummyScheduler
 from tests.deepspeed import needs
 from tests.deepspeed.strategy.test_disk import net, swapped_to
@@ -76,11 +79,19 @@ class TestInWorkers:
         assert found["own"][2] == 0.25, "the code's own optimizer's"
 
 
-def train_on(folder: Path) -> None:
+def train_on(folder: Path, end: str = "") -> int:
     plugin = DeepSpeedPlugin(hf_ds_config=swapped_to(str(folder)))
     accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="bf16", cpu=True)
     model = net()
-    accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    engine, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    accelerator.backward(engine(torch.randn(4, 64)).sum())
+    optimizer.step()
+    swapped = len(list(folder.rglob("*.swp")))
+    accelerator.wait_for_everyone()
+    if end and accelerator.process_index == 1:
+        os.kill(os.getpid(), getattr(signal, end))
+    accelerator.wait_for_everyone()
+    return swapped
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -91,3 +102,18 @@ class TestOnASmallDisk:
         with pytest.raises(ConfigError, match=r"too little room: DeepSpeed will write about \d+"):
             notebook_launcher(train_on, (small_disk,), num_processes=2)
         assert not list(small_disk.rglob("*.swp"))
+
+    def test_workers_that_are_killed_leave_no_file(self, tmp_path):
+        kept = tmp_path / "swap" / "zero_stage_3" / "of the user"
+        kept.mkdir(parents=True)
+        with pytest.raises(WorkerDied):
+            notebook_launcher(train_on, (tmp_path / "swap", "SIGKILL"), num_processes=2)
+        assert not list(tmp_path.rglob("*.swp"))
+        assert [*(tmp_path / "swap" / "zero_stage_3").iterdir()] == [kept]
+
+    def test_a_pool_leaves_no_file(self, tmp_path):
+        with Pool(num_processes=2) as pool:
+            assert min(pool.launch(train_on, (tmp_path,)).values) > 0
+            with pytest.raises(WorkerDied):
+                pool.launch(train_on, (tmp_path, "SIGKILL"))
+            assert not list(tmp_path.rglob("*.swp"))
