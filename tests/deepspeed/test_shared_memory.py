@@ -32,6 +32,8 @@ def files() -> list[str]:
 def add_up(ends: str = "") -> tuple[list[float], int]:
     import deepspeed
 
+    if ends == "lacks room":
+        os.environ["LOCAL_SIZE"] = "0"
     deepspeed.init_distributed("gloo")
     rank = deepspeed.comm.get_rank()
     values = torch.full((1000,), float(rank + 1))
@@ -59,6 +61,12 @@ class TestInWorkers:
         with pytest.raises(error):
             notebook_launcher(add_up, (ends,), num_processes=2)
         assert not files()
+
+    def test_a_crash_for_want_of_it_is_explained(self):
+        with pytest.raises(WorkerDied, match="SIGSEGV") as caught:
+            notebook_launcher(add_up, ("lacks room",), num_processes=2)
+        assert "DeepSpeed adds up through shared memory" in str(caught.value)
+        assert "--shm-size" in str(caught.value)
 
     def test_a_pool_leaves_nothing(self):
         with Pool(num_processes=2) as pool:
