@@ -11,11 +11,26 @@ from typing import Any
 from nbaccel.abc.device import Device
 from nbaccel.abc.precision import Precision
 from nbaccel.abc.strategy import Strategy
-from nbaccel.capabilities import DEVICES, PRECISIONS, device_row, precision_row, strategy_row
+from nbaccel.capabilities import (
+    DEVICES,
+    PRECISIONS,
+    STRATEGIES,
+    device_row,
+    precision_row,
+    strategy_row,
+)
 from nbaccel.config import RunConfig
 from nbaccel.errors import InternalError, PlatformUnsupported
 
-__all__ = ["check_strategy", "device", "load", "precision", "strategy"]
+__all__ = [
+    "check_strategy",
+    "device",
+    "enter_worker",
+    "load",
+    "precision",
+    "shared_memories",
+    "strategy",
+]
 
 
 def device(name: str) -> Device:
@@ -97,6 +112,22 @@ def check_strategy(name: str, device: str, run: RunConfig | None = None) -> None
         load(row.check)(device)
     if row.judge and run is not None:
         load(row.judge)(run, device)
+
+
+def enter_worker(device: str) -> None:
+    """Let the libraries of all strategies prepare this worker for their use.
+
+    Args:
+        device: Type of the device that it computes on.
+    """
+    for row in STRATEGIES:
+        if row.enter:
+            load(row.enter)(device)
+
+
+def shared_memories() -> list[Any]:
+    """The modules that know the shared memory which strategies' libraries make in workers."""
+    return [load(row.memory) for row in STRATEGIES if row.memory]
 
 
 def _class(path: str, contract: type[object]) -> Any:

@@ -119,8 +119,12 @@ class StrategyRow:
         judge: ``module:function`` that refuses mistakes in a run's configuration of it.
         library: What must be imported for its shards to exist.
         shards: Module that reads them, a :class:`~nbaccel.abc.shards.ShardReader`.
+        memory: Module that knows the shared memory that the workers' library makes: the variables
+            for it, and the files to remove.
+        enter: ``module:function`` that prepares a worker for it, told the type of its device.
         observe: ``module:function`` that looks at a process before the library is in it, for the
-            reader's ``tear_down``; called where nobody may ever use the library, so it is light.
+            reader's ``tear_down``. This one, ``enter`` and ``memory`` are asked where nobody may
+            ever use the library, so they are light.
     """
 
     name: str
@@ -135,6 +139,8 @@ class StrategyRow:
     judge: str = ""
     library: str = ""
     shards: str = ""
+    memory: str = ""
+    enter: str = ""
     observe: str = ""
 
 
@@ -176,7 +182,7 @@ DEVICES: tuple[DeviceRow, ...] = (
         meaning="NVIDIA GPUs",
         needs="a GPU, its driver and a CUDA build of PyTorch",
         path="nbaccel.devices.cuda:CudaDevice",
-        precisions=("no", "fp16", "bf16", "fp8"),
+        precisions=("no", "fp16", "bf16"),
         start_methods=_ALL_METHODS,
         group_backend="nccl",
     ),
@@ -210,8 +216,7 @@ PRECISIONS: tuple[PrecisionRow, ...] = (
     PrecisionRow(
         name="fp8",
         meaning="8-bit matrix products",
-        needs="a GPU of compute capability 8.9 (Ada, Hopper) or newer; `Accelerator` takes it up "
-        "in a later version",
+        needs="a later version: nothing computes in it yet, and it is refused",
         refused_below=(8, 9),
     ),
 )
@@ -291,6 +296,8 @@ STRATEGIES: tuple[StrategyRow, ...] = (
         judge="nbaccel.deepspeed.checking:check_run",
         library="deepspeed",
         shards="nbaccel.deepspeed.strategy.reader",
+        memory="nbaccel.deepspeed.shared_memory",
+        enter="nbaccel.deepspeed.on_cpu:enter_worker",
         observe="nbaccel.deepspeed.teardown:observe",
     ),
 )

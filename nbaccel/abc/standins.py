@@ -12,6 +12,24 @@ from typing import Any
 __all__ = ["DummyOptim", "DummyScheduler"]
 
 
+class _Unsaid(float):
+    """A default, which can be told from the same number given by its type."""
+
+
+class _UnsaidSteps(int):
+    """The same of a whole number."""
+
+
+_LR = _Unsaid(0.001)
+_WEIGHT_DECAY = _Unsaid(0)
+_WARMUP = _UnsaidSteps(0)
+
+
+def _given(arguments: dict[str, Any]) -> frozenset[str]:
+    defaults = (_Unsaid, _UnsaidSteps)
+    return frozenset(name for name, value in arguments.items() if not isinstance(value, defaults))
+
+
 class DummyOptim:
     """Stands for the optimizer of a DeepSpeed configuration.
 
@@ -26,15 +44,22 @@ class DummyOptim:
         lr: As given.
         weight_decay: As given.
         kwargs: As given.
+        given: What was given of these, by name. A default was said by nobody, so it contradicts no
+            file; it fills in ``"auto"`` all the same.
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any
+        self,
+        params: Iterable[Any],
+        lr: float = _LR,
+        weight_decay: float = _WEIGHT_DECAY,
+        **kwargs: Any,
     ) -> None:
         self.params = list(params)  # a generator could be read once only
         self.lr = lr
         self.weight_decay = weight_decay
         self.kwargs = kwargs
+        self.given = _given({"lr": lr, "weight_decay": weight_decay, **kwargs})
 
 
 class DummyScheduler:
@@ -54,13 +79,14 @@ class DummyScheduler:
         warmup_num_steps: As given.
         lr_scheduler_callable: As given.
         kwargs: As given.
+        given: ``warmup_num_steps``, where it was given.
     """
 
     def __init__(
         self,
         optimizer: Any,
         total_num_steps: int | None = None,
-        warmup_num_steps: int = 0,
+        warmup_num_steps: int = _WARMUP,
         lr_scheduler_callable: Callable[[Any], Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -69,3 +95,4 @@ class DummyScheduler:
         self.warmup_num_steps = warmup_num_steps
         self.lr_scheduler_callable = lr_scheduler_callable
         self.kwargs = kwargs
+        self.given = _given({"warmup_num_steps": warmup_num_steps})

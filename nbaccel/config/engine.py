@@ -9,28 +9,38 @@ business; this file knows no more of them than these.
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.config.exchange import each_once
+from nbaccel.config.json_text import plain_object, read_file, read_object
+from nbaccel.config.mistakes import shown
+from nbaccel.config.plain import whole
+from nbaccel.errors import ConfigError
 
 if TYPE_CHECKING:
     from nbaccel.config.run import RunConfig
 
-__all__ = ["BATCH_SIZES", "attempted", "engine_config", "read", "settled", "taken_out"]
+__all__ = ["BATCH_SIZES", "attempted", "engine_config", "read", "settled", "taken_out", "tidied"]
 
 _ZERO = "zero_optimization"
 _AUTO = "auto"
 _HALF = ("fp16", "bf16")
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_WHAT = "A DeepSpeed configuration"
+_SECTIONS = {
+    _ZERO: 'It holds the stage and what goes with it. Write for example {"stage": 2}.',
+    "fp16": 'It turns float16 on or off. Write for example {"enabled": true}.',
+    "bf16": 'It turns bfloat16 on or off. Write for example {"enabled": true}.',
+}
+"""Sections that are taken apart here, and what to write there."""
 _AUTO_STAGE = 2
 """What Accelerate makes of ``"auto"``."""
 
 
 def read(value: Any) -> Any:
-    """A DeepSpeed configuration as plain JSON values.
+    """A DeepSpeed configuration as plain JSON values, in today's form.
 
     Args:
         value: A mapping, an object with ``to_dict`` (``ZeroConfig``), JSON text, or the path of a
@@ -40,25 +50,100 @@ def read(value: Any) -> Any:
         A mapping, or the value for a validator to refuse.
 
     Raises:
-        ValueError: The file cannot be read, or it or the text holds no JSON.
+        ConfigError: The file cannot be read, it or the text holds no JSON object, or what a run
+            has settings for (stage, precision) is wrong in it.
     """
     if callable(getattr(value, "to_dict", None)):
         value = value.to_dict()
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        return _parsed(value)
-    if isinstance(value, (str, Path)):
-        try:
-            return _parsed(Path(value).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"{value!r} cannot be read: {error}") from error
-    return _plain(value) if isinstance(value, Mapping) else value
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        value = read_object(value, _WHAT)
+    elif isinstance(value, (str, Path)):
+        value = read_file(value)
+    if not isinstance(value, Mapping):
+        return value
+    found = tidied(plain_object(value, _WHAT))
+    if endless := [*_endless(found)]:
+        raise ConfigError(
+            f"{endless[0]} is infinite, and workers get the configuration as JSON, which has no "
+            "word for it. They would be told something else. Give a large number: 1000000000."
+        )
+    return found
+
+
+def _endless(value: Any, path: str = "") -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _endless(entry, f"{path}.{key}" if path else key)
+    elif isinstance(value, list):
+        for entry in value:
+            yield from _endless(entry, path)
+    elif isinstance(value, float) and math.isinf(value):
+        yield path
+
+
+def tidied(settings: dict[str, Any]) -> dict[str, Any]:
+    """A configuration in which the stage and the precision are written as they are meant.
+
+    DeepSpeed takes ``"true"`` for true, and has older words for some sections; who looks for
+    ``True`` would pass over them, and train something else.
+
+    Args:
+        settings: Plain values; changed and returned.
+
+    Returns:
+        The same configuration.
+
+    Raises:
+        ConfigError: What stands there cannot be meant; every mistake.
+    """
+    if "bfloat16" in settings:
+        old = settings.pop("bfloat16")
+        settings.setdefault("bf16", old)
+    if isinstance(settings.get(_ZERO), bool):
+        settings[_ZERO] = {"stage": int(settings[_ZERO])}
+    for holder, name in ((settings.get(_ZERO), "stage"), (settings, BATCH_SIZES[-1])):
+        if isinstance(holder, dict) and isinstance(text := holder.get(name), (str, float)):
+            holder[name] = whole(text)
+    mistakes = [
+        f"{name} must be a section: got {shown(settings[name])}. {meaning}"
+        for name, meaning in _SECTIONS.items()
+        if not isinstance(settings.get(name, {}), (dict, type(None)))
+    ]
+    mistakes += filter(None, [_read_enabled(settings.get(name), name) for name in _HALF])
+    if all(_is_on(settings.get(name)) for name in _HALF):
+        mistakes.append(
+            "fp16.enabled and bf16.enabled are both true. Training has one number format, and "
+            "DeepSpeed refuses two. Turn one of them off."
+        )
+    if mistakes:
+        raise ConfigError(*mistakes)
+    return settings
+
+
+def _read_enabled(section: Any, name: str) -> str:
+    """Make the text of a truth value one; what is wrong where it is none."""
+    if not isinstance(section, dict) or (value := section.get("enabled")) in (None, _AUTO):
+        return ""
+    word = value.strip().lower() if isinstance(value, str) else value
+    if word in ("true", "false"):
+        section["enabled"] = word = word == "true"
+    if isinstance(word, bool):
+        return ""
+    return (
+        f"{name}.enabled must be true or false: got {shown(value)}. It decides in which number "
+        "format the model is trained. Give one of them."
+    )
+
+
+def _is_on(section: Any) -> bool:
+    return isinstance(section, dict) and section.get("enabled") is True
 
 
 def taken_out(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a DeepSpeed configuration says of settings that a run has, too.
 
     Args:
-        config: A DeepSpeed configuration.
+        config: A DeepSpeed configuration, as :func:`read` gives it.
 
     Returns:
         The configuration without them, and the settings: only those that it decides, ``"auto"``
@@ -128,11 +213,26 @@ def settled(run: RunConfig) -> tuple[dict[str, Any], list[str]]:
                 f"{name}={mine!r} contradicts the DeepSpeed configuration, which says {value!r}. "
                 'One of them would be ignored. Leave one out, or write "auto" there.'
             )
+    mistakes += _turned_off(run, given) if "mixed_precision" not in said else []
     if run.zero_stage is None and "zero_stage" not in changes:
         zero = given.get(_ZERO)
         is_auto = isinstance(zero, Mapping) and zero.get("stage") == _AUTO
         changes["zero_stage"] = _AUTO_STAGE if is_auto else 0
     return changes, mistakes
+
+
+def _turned_off(run: RunConfig, given: Mapping[str, Any]) -> list[str]:
+    """The precision of a run that its file turns off."""
+    name = run.mixed_precision
+    section = given.get(name)
+    if "mixed_precision" not in run.model_fields_set or not isinstance(section, Mapping):
+        return []
+    if section.get("enabled") is not False:
+        return []
+    return [
+        f"mixed_precision={name!r} contradicts the DeepSpeed configuration, where {name}.enabled "
+        'is False. One of them would be ignored. Leave one out, or write "auto" there.'
+    ]
 
 
 def engine_config(run: RunConfig) -> dict[str, Any] | None:
@@ -162,15 +262,3 @@ def engine_config(run: RunConfig) -> dict[str, Any] | None:
     for name in (*BATCH_SIZES, "gradient_clipping"):
         whole.setdefault(name, _AUTO)
     return whole
-
-
-def _parsed(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=each_once("A DeepSpeed configuration"))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
-    return str(value) if isinstance(value, Path) else value

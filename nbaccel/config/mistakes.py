@@ -112,7 +112,10 @@ def shown(value: object) -> str:
     """
     short = reprlib.Repr()
     short.maxstring = short.maxother = _MAX_SHOWN_CHARS
-    return " ".join(short.repr(value).split())
+    try:
+        return " ".join(short.repr(value).split())
+    except ValueError:  # Python writes no number of thousands of digits
+        return f"a {type(value).__name__} too large to show"
 
 
 def _message(model: type[BaseModel], name: str, detail: Mapping[str, Any]) -> str:

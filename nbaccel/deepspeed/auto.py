@@ -18,7 +18,7 @@ from nbaccel.config.dotted import put, value_at
 from nbaccel.config.engine import BATCH_SIZES
 from nbaccel.config.mistakes import shown
 from nbaccel.deepspeed.config import ZERO, ZeroConfig, old_forms
-from nbaccel.deepspeed.facts import TrainingFacts, gathered, hidden_size
+from nbaccel.deepspeed.facts import TrainingFacts, defaults_of, gathered, hidden_size
 from nbaccel.deepspeed.reading import auto_keys, load_settings
 from nbaccel.errors import ConfigError
 from nbaccel.plan.plan import Choice, table
@@ -59,6 +59,8 @@ class _Known:
     facts: TrainingFacts
     model: object | None
     settings: dict[str, Any] = field(default_factory=dict)
+    defaults: frozenset[str] = frozenset()
+    """Facts that nobody said: what stands for an optimizer has them as defaults."""
 
     @property
     def stage(self) -> int:
@@ -142,6 +144,14 @@ def _from_width(formula: Callable[[int], int], text: str) -> Callable[[_Known], 
     return rule
 
 
+def _peak_rate(known: _Known) -> _Answer:
+    """What a warm-up ends at: the file's own learning rate before a default that nobody said."""
+    own = value_at(known.settings, "optimizer.params.lr")
+    if isinstance(own, float) and "learning_rate" in known.defaults:
+        return own, "the file's learning rate"
+    return _said("learning_rate", "learning rate")(known)
+
+
 def _warmup_steps(known: _Known) -> _Answer:
     asked, total = known.facts.warmup_steps, known.facts.total_steps
     if asked is None:
@@ -198,7 +208,7 @@ _RULES: dict[str, tuple[Callable[[_Known], _Answer], str]] = {
         "weight_decay",
     ),
     "scheduler.params.warmup_min_lr": (_from_nothing, ""),
-    "scheduler.params.warmup_max_lr": (_said("learning_rate", "learning rate"), "learning_rate"),
+    "scheduler.params.warmup_max_lr": (_peak_rate, "learning_rate"),
     "scheduler.params.total_num_steps": (_said("total_steps", "number of steps"), "total_steps"),
     "scheduler.params.warmup_num_steps": (_warmup_steps, "warmup_steps"),
     "fp16.enabled": (_precision("fp16"), "mixed_precision"),
@@ -235,7 +245,10 @@ def resolve_auto(
         ConfigError: Values that nothing decides, and contradictions, all of them.
     """
     settings, _ = old_forms(load_settings(config))
-    known = _Known(gathered(facts, run, optimizer, scheduler), model, settings)
+    unsaid = {
+        name for name in defaults_of(optimizer, scheduler) if getattr(facts, name, None) is None
+    }
+    known = _Known(gathered(facts, run, optimizer, scheduler), model, settings, frozenset(unsaid))
     mistakes = list(_contradictions(known))
     choices: list[Choice] = []
     waiting = set(auto_keys(settings))
@@ -279,6 +292,8 @@ def _contradictions(known: _Known) -> Iterator[str]:
     for key, (rule, name) in _RULES.items():
         mine = value_at(known.settings, key)
         if not name or mine is None or mine == "auto" or getattr(known.facts, name) is None:
+            continue
+        if name in known.defaults:
             continue
         if name == "warmup_steps" and known.facts.total_steps is None and _is_share(known):
             continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ from nbaccel.deepspeed.kinds import AUTO
 from nbaccel.deepspeed.ops import missing_tools
 from nbaccel.deepspeed.reading import auto_keys, load_settings
 from nbaccel.deepspeed.schema import Schema, deepspeed_schema, quiet
+from nbaccel.deepspeed.shared_memory import shortage
+from nbaccel.deepspeed.swap_space import folder_mistakes
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Inventory, inspect_machine
 
@@ -68,7 +71,8 @@ def check_config(
         run: How it will be run; decides the device.
         inventory: The machine; this one where left out.
         allow_auto: Whether ``"auto"`` may stand where ``resolve_auto`` fills it in.
-        check_tools: Whether this machine must be able to build what it needs.
+        check_tools: Whether this machine must be able to build what it needs, and to write
+            where it swaps to.
 
     Returns:
         The configuration with warnings.
@@ -93,6 +97,7 @@ def check_config(
     mistakes += maker_mistakes(checked, schema, device=device)
     if check_tools:
         mistakes += missing_tools(checked, device=device)
+        mistakes += folder_mistakes(checked)
     if not mistakes:
         mistakes += _refused(checked)
     if mistakes:
@@ -115,7 +120,9 @@ def check_run(run: RunConfig, device: str) -> None:
     settings = engine_config(run)
     if run.deepspeed and settings is not None:
         on_device = run.changed(device=device)
-        check_config(settings, run=on_device, allow_auto=True, check_tools=False)
+        check_config(settings, run=on_device, allow_auto=True)
+    if device == "cpu" and run.num_nodes == 1 and (lacking := shortage(run.num_processes or 1)):
+        warnings.warn(lacking, stacklevel=2)
 
 
 def _device(run: RunConfig | None, inventory: Inventory | None) -> str:

@@ -11,6 +11,7 @@ from nbaccel.deepspeed.config import ZERO, ZeroConfig
 from nbaccel.deepspeed.kinds import AUTO
 from nbaccel.deepspeed.ops import offloads_optimizer
 from nbaccel.deepspeed.schema import Arguments, Schema, optimizer_arguments, required
+from nbaccel.deepspeed.values import value_mistakes
 
 __all__ = ["batch_mistakes", "combination_mistakes", "doubts", "maker_mistakes"]
 
@@ -212,6 +213,7 @@ def _optimizer_mistakes(config: ZeroConfig, schema: Schema, device: str) -> Iter
             "optimizer any more. DeepSpeed refuses it. Set gradient_clipping at the top level."
         )
         params = {key: value for key, value in params.items() if key != "max_grad_norm"}
+    yield from value_mistakes("optimizer", params)
     takes = optimizer_arguments(name, params, offloaded=host)
     if takes is not None:
         yield from _argument_mistakes("optimizer", name, params, takes)
@@ -252,12 +254,7 @@ def _scheduler_mistakes(config: ZeroConfig, schema: Schema) -> Iterator[str]:
             f"scheduler.params.{key} is missing: got {sorted(params)}. {name} has no default for "
             f"it. Give {key}."
         )
-    steps = params.get("warmup_num_steps")
-    if isinstance(steps, (int, float)) and (not isinstance(steps, int) or steps <= 0):
-        yield (
-            f"scheduler.params.warmup_num_steps must be a whole number above 0: got {steps!r}. "
-            "DeepSpeed refuses anything else. Give 1 for no warm-up."
-        )
+    yield from value_mistakes("scheduler", params)
 
 
 def _typeless(section: str, found: Any, example: str) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from nbaccel.config.json_text import plain_object, read_file
 from nbaccel.config.mistakes import shown
 from nbaccel.config.plain import whole
 from nbaccel.deepspeed.kinds import (
@@ -26,9 +27,8 @@ from nbaccel.deepspeed.kinds import (
     Truth,
     Whole,
     WholeFromOne,
-    json_like,
 )
-from nbaccel.deepspeed.section import Holds, Section, merged, read_file
+from nbaccel.deepspeed.section import Holds, Section, merged
 from nbaccel.deepspeed.sections import (
     ActivationCheckpointing,
     Aio,
@@ -286,13 +286,7 @@ class ZeroConfig(_Zero):
         Raises:
             ConfigError: Values are wrong, all of them listed.
         """
-        try:
-            settings, _ = old_forms(json_like(settings))
-        except ValueError as error:
-            raise ConfigError(
-                f"A ZeroConfig cannot be read from {shown(settings)}: {error}. "
-                "DeepSpeed reads JSON. Give plain values."
-            ) from error
+        settings, _ = old_forms(plain_object(settings, "A ZeroConfig"))
         flat = {key: value for key, value in settings.items() if key != ZERO}
         # A setting of `zero_optimization` at the top level is not one: DeepSpeed ignores it there.
         extra = {key: flat.pop(key) for key in tuple(flat) if key in ZERO_KEYS}

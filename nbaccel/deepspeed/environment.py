@@ -48,7 +48,13 @@ _ALONE = {
     "MV2_COMM_WORLD_SIZE": 1,
 }
 # They would make torch or Accelerate look for a launcher that is not there.
-_UNSET = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "FORK_LAUNCHED")
+_UNSET: tuple[str, ...] = (
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RUN_ID",
+    "FORK_LAUNCHED",
+)
+# Here DeepSpeed would make shared memory of 66 MiB, and leave it there: see `shared_memory`.
+_UNSET += ("LOCAL_SIZE",)
 
 
 class DeepSpeedEnvironment:

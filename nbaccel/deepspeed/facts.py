@@ -9,7 +9,7 @@ from typing import Any
 from nbaccel.config import RunConfig
 from nbaccel.config.plain import plain
 
-__all__ = ["TrainingFacts", "gathered", "hidden_size", "made_in"]
+__all__ = ["TrainingFacts", "defaults_of", "gathered", "hidden_size", "made_in"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +85,29 @@ def gathered(
     missing = {name: found[name] for name, value in said.items() if value is None and name in found}
     # Facts that leave the number of processes at one say nothing about it.
     return replace(facts, **missing, world_size=world if world > 1 else found.get("world_size", 1))
+
+
+def defaults_of(*standins: object) -> frozenset[str]:
+    """The facts that a stand-in's defaults tell: they fill in what is open, and contradict nobody.
+
+    Args:
+        *standins: A dummy optimizer, a dummy schedule, or anything else.
+
+    Returns:
+        Names of facts.
+    """
+    names = {
+        "lr": "learning_rate",
+        "weight_decay": "weight_decay",
+        "warmup_num_steps": "warmup_steps",
+    }
+    return frozenset(
+        fact
+        for standin in standins
+        if hasattr(standin, "given")
+        for name, fact in names.items()
+        if hasattr(standin, name) and name not in standin.given
+    )
 
 
 def _of_run(run: RunConfig) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from nbaccel.config.mistakes import shown
+from nbaccel.config.json_text import json_like
 from nbaccel.config.plain import plain
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "Whole",
     "WholeFromOne",
     "Words",
-    "json_like",
     "table",
 ]
 
@@ -123,32 +122,6 @@ def _word(allowed: tuple[str, ...]) -> Callable[[Any], Any]:
         return word.lower()
 
     return read
-
-
-def json_like(value: Any) -> Any:
-    """A value as JSON holds it: lists for tuples, plain numbers for NumPy's, text for paths.
-
-    Args:
-        value: A value of a configuration.
-
-    Returns:
-        A copy of plain values.
-
-    Raises:
-        ValueError: JSON cannot hold it.
-    """
-    value = plain(value)
-    if isinstance(value, Mapping):
-        return {str(key): json_like(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_like(entry) for entry in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
-    if isinstance(value, float) and not math.isnan(value):  # "never print" is Infinity
-        return value
-    raise ValueError(f"JSON cannot hold {shown(value)}")
 
 
 def table(value: Any) -> Any:

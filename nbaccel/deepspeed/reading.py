@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from nbaccel.config.json_text import plain_object, read_file, read_object
 from nbaccel.config.mistakes import shown
 from nbaccel.deepspeed.config import ZeroConfig
 from nbaccel.deepspeed.kinds import AUTO
-from nbaccel.deepspeed.section import read_file
 from nbaccel.errors import ConfigError
 
 __all__ = ["auto_keys", "load_settings"]
@@ -20,21 +19,23 @@ _OWN_AUTO = frozenset({"data_types.keep_in_fp32_modules", "pipeline.stages"})
 
 
 def load_settings(config: Mapping[str, Any] | str | Path | ZeroConfig) -> dict[str, Any]:
-    """The settings as they stand, nothing converted.
+    """The settings as they stand, as plain values.
 
     Args:
-        config: A dictionary, the path of a JSON file, or a :class:`ZeroConfig`.
+        config: A dictionary, the path of a JSON file, JSON text, or a :class:`ZeroConfig`.
 
     Returns:
         A copy.
 
     Raises:
-        ConfigError: The file cannot be read, or holds no JSON object.
+        ConfigError: The file cannot be read, or it or the dictionary is nothing that JSON holds.
     """
     if isinstance(config, ZeroConfig):
         return config.to_dict()
     if isinstance(config, Mapping):
-        return copy.deepcopy(dict(config))
+        return plain_object(config, "A DeepSpeed configuration")
+    if isinstance(config, str) and config.lstrip().startswith("{"):
+        return read_object(config, "A DeepSpeed configuration")
     if not isinstance(config, (str, Path)):
         raise ConfigError(
             f"A DeepSpeed configuration cannot be a {type(config).__name__}: got {shown(config)}. "

@@ -6,13 +6,12 @@ import copy
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from nbaccel.config.exchange import each_once, unreadable
+from nbaccel.config.json_text import read_object
 from nbaccel.config.mistakes import closest, shown
 from nbaccel.deepspeed.kinds import Kind, table
 from nbaccel.errors import ConfigError
@@ -20,7 +19,7 @@ from nbaccel.errors import ConfigError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Holds", "Section", "kind_of", "merged", "read_file", "read_object", "section_of"]
+__all__ = ["Holds", "Section", "kind_of", "merged", "section_of"]
 
 _EXTRA = "extra"
 
@@ -193,54 +192,6 @@ def merged(first: dict[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
         else:
             first[key] = copy.deepcopy(value)
     return first
-
-
-def read_object(text: str, what: str) -> dict[str, Any]:
-    """Read a JSON object in which no key stands twice.
-
-    Args:
-        text: JSON.
-        what: What it describes, for messages.
-
-    Returns:
-        The object.
-
-    Raises:
-        ConfigError: It is no JSON object, or a key stands twice in it.
-    """
-    try:
-        found = json.loads(text, object_pairs_hook=each_once(what))
-    except json.JSONDecodeError as error:
-        raise unreadable(what, "JSON", error) from error
-    if not isinstance(found, dict):
-        raise ConfigError(
-            f"{what} cannot be read from JSON of {type(found).__name__}: got {text[:60]!r}. "
-            'Settings need names. Write names and values: {"train_batch_size": 8}, for example.'
-        )
-    return found
-
-
-def read_file(path: str | Path) -> dict[str, Any]:
-    """Read a file with a DeepSpeed configuration.
-
-    Args:
-        path: A JSON file.
-
-    Returns:
-        The object in it.
-
-    Raises:
-        ConfigError: There is no such file, or it holds no JSON object.
-    """
-    what = f"The DeepSpeed configuration {str(path)!r}"
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{what} cannot be read: {error}. "
-            "Training would run without it. Give the path of a JSON file."
-        ) from error
-    return read_object(text, what)
 
 
 def section_of(entry: FieldInfo) -> type[Section] | None:

@@ -185,6 +185,9 @@ def _called(stack: Sequence[Frame], mine: Frame | None) -> str:
 # ------------------------------------------------------------------------- exits
 
 
+_ADDS_UP = "inference_all_reduce"
+"""DeepSpeed's function that ends a worker without shared memory, and says nothing."""
+
 _SIGNALS: dict[int, tuple[str, str]] = {
     signal.SIGKILL: (
         "Nothing in Python can catch this signal. Most often the system ran out of memory and "
@@ -237,6 +240,12 @@ def explain_exit(record: Record) -> list[str]:
         cause, remedy = (
             "On a TPU host this usually means that host memory ran out.",
             "Build the model in a cell and pass it in args, so that all workers share one copy.",
+        )
+    if status == -signal.SIGSEGV and any(f.function == _ADDS_UP for f in record.stack):
+        cause, remedy = (
+            "DeepSpeed adds up through shared memory, and this worker has none: /dev/shm lacks "
+            "66 MiB for each worker, or it was forked after DeepSpeed had run in the notebook.",
+            "Enlarge /dev/shm (docker run --shm-size=1g), and leave start_method at 'auto'.",
         )
     used = (
         f"It had used up to {format_bytes(record.max_rss_bytes)}." if record.max_rss_bytes else ""

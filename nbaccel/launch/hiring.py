@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from nbaccel import env
+from nbaccel import _catalog, env
 from nbaccel.config.variables import run_variables
 from nbaccel.errors import StartupFailed
 from nbaccel.launch import wire, worker
@@ -20,7 +21,7 @@ from nbaccel.launch.starter import Starter
 from nbaccel.plan import Plan
 from nbaccel.topology import Topology
 
-__all__ = ["Surroundings", "dismiss", "hire", "posts", "topologies"]
+__all__ = ["Surroundings", "dismiss", "hire", "libraries_memory", "posts", "topologies"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,26 @@ def hire(starter: Starter, rank: int, members: list[Member]) -> Member:
     return member
 
 
+@contextlib.contextmanager
+def libraries_memory(places: Sequence[Topology]) -> Iterator[None]:
+    """Remove the shared memory that libraries make in workers: what is there before, and theirs.
+
+    Args:
+        places: The workers' places; they live within the block.
+    """
+    _forget_memory(places)
+    try:
+        yield
+    finally:
+        _forget_memory(places)
+
+
+def _forget_memory(places: Sequence[Topology]) -> None:
+    for memory_of in _catalog.shared_memories():
+        memory_of.remove(places)
+        memory_of.remove_orphans()
+
+
 def dismiss(starter: Starter, members: Sequence[Member]) -> None:
     """Kill what is left of the workers, and close all connections."""
     try:
@@ -80,6 +101,8 @@ def dismiss(starter: Starter, members: Sequence[Member]) -> None:
         for member in members:
             member.state = State.GONE
     for member in members:
+        for leftover in member.leftovers:
+            leftover.remove()
         member.close()
 
 
@@ -101,6 +124,8 @@ def _post(
         device=plan.device,
         environ=surroundings.environment,
     ) | run_variables(plan.config)
+    for memory_of in _catalog.shared_memories():
+        own |= memory_of.variables(place, plan.device)
     # Accelerate, and OpenMP libraries loaded later, go by this variable unless the user set it.
     defaults = {"OMP_NUM_THREADS": str(plan.threads_per_process)}
     served = listener if place.rank == 0 else None

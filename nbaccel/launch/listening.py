@@ -175,6 +175,8 @@ class Listener:
         elif isinstance(message, wire.Metrics):
             if self._show is not None:
                 self._show.hear(member.rank, message)
+        elif isinstance(message, wire.Leaves):
+            member.note(message)
         else:
             self.on_message(member, message, fds)
 

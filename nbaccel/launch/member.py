@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from nbaccel import frames
 from nbaccel.launch import failure, wire
 from nbaccel.launch.worker import Ends
+from nbaccel.leftovers import Leftover
 
 
 class State(enum.Enum):
@@ -49,6 +50,8 @@ class Member:
     """It answers `STACK_SIGNAL`; to a process that does not, the signal would be deadly."""
     hung_up: bool = False
     """Its end of the channel is closed, or it is gone."""
+    leftovers: set[Leftover] = field(default_factory=set)
+    """What it would leave on disk if it were killed."""
     told: bool = False
     """We have sent it a signal: its death says nothing about its own doings."""
 
@@ -65,6 +68,13 @@ class Member:
     def stack(self) -> tuple[frames.Frame, ...]:
         """Its main thread's stack by the latest dump, innermost call first."""
         return failure.parse_stack(self.stack_text)
+
+    def note(self, message: wire.Leaves) -> None:
+        """Note what it would leave on disk, or would no more."""
+        if message.is_there:
+            self.leftovers.add(message.leftover)
+        else:
+            self.leftovers.discard(message.leftover)
 
     def close(self) -> None:
         """Close every descriptor that is left."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from nbaccel import leftovers
 from nbaccel.launch import wire
 
 __all__ = ["begin", "flush", "log", "loop_begins", "loss_is", "reserved", "step_done"]
@@ -112,6 +113,12 @@ def begin(channel: wire.Channel, device: str) -> None:
     """
     global _reporter  # noqa: PLW0603 - a worker has one notebook, and user code has no handle on it
     _reporter = Reporter(channel, device)
+
+    def leave(leftover: leftovers.Leftover, is_there: bool) -> None:
+        with contextlib.suppress(OSError):  # the notebook is gone, and nobody is left to tell
+            channel.send(wire.Leaves(leftover, is_there))
+
+    leftovers.told_to(leave)
 
 
 def log(values: Mapping[str, Any], step: int | None = None) -> None:

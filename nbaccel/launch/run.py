@@ -22,7 +22,7 @@ from nbaccel.launch.console import Console
 from nbaccel.launch.dashboard.following import Following
 from nbaccel.launch.edited import tell_of_edits
 from nbaccel.launch.fork import ForkStarter
-from nbaccel.launch.hiring import Surroundings, dismiss, hire, posts, topologies
+from nbaccel.launch.hiring import Surroundings, dismiss, hire, libraries_memory, posts, topologies
 from nbaccel.launch.member import Member
 from nbaccel.launch.outcome import Outcome, conclude
 from nbaccel.launch.packing import Packed, pack
@@ -99,11 +99,12 @@ def _start(
     listener: socket.socket | None,
     attempt: int,
 ) -> Supervisor:
+    places = topologies(plan, listener)
+    stack.enter_context(libraries_memory(places))
     starter = _starter(packed)
     stack.callback(starter.close)
     members: list[Member] = []
     stack.callback(dismiss, starter, members)
-    places = topologies(plan, listener)
     for place in places:
         hire(starter, place.rank, members)
     surroundings = Surroundings.here(

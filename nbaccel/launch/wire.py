@@ -19,6 +19,7 @@ from typing import Any
 
 from nbaccel.launch.sharing import memory
 from nbaccel.launch.sharing.parcel import Parcel
+from nbaccel.leftovers import Leftover
 
 _PACKET_BYTES = 32 * 1024  # well under the kernel's limit for one packet (net.core.wmem_default)
 _MAX_FDS = 250  # SCM_MAX_FD is 253
@@ -257,6 +258,15 @@ class Warned:
     """Something the user should read once."""
 
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """What the worker would leave on disk if it were killed."""
+
+    leftover: Leftover
+    is_there: bool
+    """False: it has removed it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,7 @@ def settle(post: wire.Post, fds: list[int]) -> Seat:
     torch.set_num_threads(post.threads)
     device = _catalog.device(post.device)
     device.enter_worker(place.local_rank)
+    _catalog.enter_worker(post.device)
     process_groups.keep()
     _refuse_questions(place.rank)
     store = process_groups.serve_store(place, fds.pop()) if post.serves_store else None

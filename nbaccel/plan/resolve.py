@@ -217,7 +217,9 @@ def _precision(
 ) -> Choice:
     name, value = "mixed_precision", config.mixed_precision
     row, precision = device_row(str(device.value)), precision_row(value)
-    if row.path and value not in row.precisions:
+    if not precision.path:
+        say.mistakes.append(_no_such_precision(value))
+    elif row.path and value not in row.precisions:
         say.mistakes.append(
             f'mixed_precision="{value}" cannot be had on {row.name}: it needs {precision.needs}. '
             "Training would fail in its first step. Give "
@@ -228,9 +230,18 @@ def _precision(
             f'mixed_precision="{value}" on {row.name} is slow: {slow[value]}. '
             '"bf16" is faster there, "no" is exact.'
         )
-    if row.name == "cuda":
+    if row.name == "cuda" and precision.path:
         _check_architecture(value, found.gpus[: int(count.value)], say)
     return Choice(name, value, "float32, as nothing was asked" if value == "no" else _ASKED)
+
+
+def _no_such_precision(value: str) -> str:
+    return (
+        f'mixed_precision="{value}" cannot be had in this version, which computes nothing in it. '
+        'Training would go on in float32 without a word. Give "bf16"; layers that your function '
+        "converts itself, with TransformerEngine or torchao, compute in 8 bits under it, and "
+        f'Accelerate\'s own Accelerator can be told mixed_precision="{value}" in the function.'
+    )
 
 
 def _check_architecture(value: str, gpus: tuple[Gpu, ...], say: _Findings) -> None:
@@ -254,7 +265,8 @@ def _zero(config: RunConfig, precision: Choice, say: _Findings) -> tuple[Choice,
     if not config.uses_deepspeed:
         return ()
     row = strategy_row("deepspeed")
-    if precision.value not in row.precisions:
+    known = bool(precision_row(str(precision.value)).path)  # else it has been refused by now
+    if known and precision.value not in row.precisions:
         say.mistakes.append(
             f"zero_stage={config.zero_stage} cannot be had with "
             f"mixed_precision={precision.value!r}: DeepSpeed's engine casts models to "

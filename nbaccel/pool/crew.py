@@ -15,7 +15,7 @@ from nbaccel.errors import LaunchInterrupted, StartupFailed
 from nbaccel.launch import publish, store, system, verdict, wire, worker
 from nbaccel.launch.console import Console
 from nbaccel.launch.fork import ForkStarter
-from nbaccel.launch.hiring import Surroundings, dismiss, hire, posts, topologies
+from nbaccel.launch.hiring import Surroundings, dismiss, hire, libraries_memory, posts, topologies
 from nbaccel.launch.member import Member
 from nbaccel.launch.packing import judge_fork
 from nbaccel.launch.starter import Starter
@@ -54,6 +54,7 @@ class Crew:
         self._numbers = itertools.count(1)
         self._oom_kills = system.oom_kills()
         self._orphaned = ""
+        self._memory = contextlib.ExitStack()
 
     @classmethod
     def start(cls, plan: Plan) -> Crew:
@@ -78,6 +79,7 @@ class Crew:
             crew = cls(plan, starter, [], {})
             undo.callback(crew.end)
             places = topologies(plan, listener)
+            crew._memory.enter_context(libraries_memory(places))
             for place in places:
                 member = hire(starter, place.rank, crew.members)
                 crew._sentinels[place.rank] = os.pidfd_open(member.pid)
@@ -159,6 +161,8 @@ class Crew:
                     continue
                 if isinstance(message, messages.Whereabouts):
                     found[waiting.pop(fd).rank] = message
+                elif isinstance(message, wire.Leaves):
+                    waiting[fd].note(message)
                 elif isinstance(message, (wire.Display, wire.ClearOutput)):
                     publish.show(message)  # of a thread that a cell has left behind
         return found
@@ -200,6 +204,7 @@ class Crew:
     def end(self) -> None:
         """End all workers, wait until they are reaped, and close every connection."""
         dismiss(self._starter, self.members)
+        self._memory.close()
         self._starter.close()
         while self._sentinels:
             os.close(self._sentinels.popitem()[1])

@@ -77,8 +77,52 @@ def test_contradictions_are_told_before_anything_starts():
         RunConfig(deepspeed={"zero_optimization": {"stage": 7}})
     with pytest.raises(ConfigError, match="names train_batch_size more than once"):
         RunConfig(deepspeed='{"train_batch_size": 8, "train_batch_size": 16}')
-    with pytest.raises(ConfigError, match="deepspeed must be a DeepSpeed configuration"):
-        RunConfig(deepspeed="no/such/file.json")
+    with pytest.raises(ConfigError, match=r"deepspeed must be a .*got 3"):
+        RunConfig(deepspeed=3)
+
+
+@pytest.mark.parametrize("on", [True, "true", "True", " TRUE "])
+@pytest.mark.parametrize("name", ["bf16", "bfloat16"])
+def test_a_precision_is_taken_however_deepspeed_lets_it_be_written(name, on):
+    config = RunConfig(deepspeed={name: {"enabled": on}})
+    assert config.mixed_precision == "bf16"
+    assert engine_config(config)["bf16"] == {"enabled": True}
+    assert "bfloat16" not in engine_config(config)
+
+
+def test_older_forms_of_a_stage_are_read():
+    assert RunConfig(deepspeed={"zero_optimization": {"stage": "3"}}).zero_stage == 3
+    assert RunConfig(deepspeed={"zero_optimization": True}).zero_stage == 1
+    assert RunConfig(deepspeed={"zero_optimization": None, "bf16": None}).mixed_precision == "no"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"bf16": {"enabled": 1}}, "bf16.enabled must be true or false: got 1"),
+        ({"fp16": {"enabled": "yes"}}, "fp16.enabled must be true or false: got 'yes'"),
+        ({"bf16": True}, "bf16 must be a section: got True"),
+        ({"fp16": "on"}, "fp16 must be a section: got 'on'"),
+        ({"zero_optimization": [3]}, r"zero_optimization must be a section: got \[3\]"),
+        ({"zero_optimization": 3}, "zero_optimization must be a section: got 3"),
+        ({"steps_per_print": float("inf")}, "steps_per_print is infinite"),
+        (
+            {"fp16": {"enabled": True}, "bf16": {"enabled": "true"}},
+            "fp16.enabled and bf16.enabled are both true",
+        ),
+    ],
+)
+def test_what_would_train_something_else_is_refused(settings, told):
+    with pytest.raises(ConfigError, match=told):
+        RunConfig(deepspeed=settings)
+
+
+def test_a_precision_that_the_file_turns_off_contradicts_the_run():
+    off = {"bf16": {"enabled": False}}
+    with pytest.raises(ConfigError, match=r"mixed_precision='bf16' contradicts.*bf16.enabled"):
+        RunConfig(mixed_precision="bf16", deepspeed=off)
+    assert RunConfig(mixed_precision="fp16", deepspeed=off).mixed_precision == "fp16"
+    assert RunConfig(deepspeed=off).changed(mixed_precision="bf16").mixed_precision == "bf16"
 
 
 def test_a_copy_can_change_what_the_file_said():

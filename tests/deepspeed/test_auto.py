@@ -20,6 +20,7 @@ from nbaccel.deepspeed.reading import auto_keys
 from nbaccel.deepspeed.schema import quiet
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Inventory
+from nbaccel.utils import DummyOptim, DummyScheduler
 
 CPU = Inventory(cpu_cores=2, host_total_bytes=8 << 30, host_available_bytes=8 << 30)
 
@@ -220,6 +221,28 @@ def test_accelerates_dummy_optimizer_is_understood():
     assert filled.optimizer.params == {
         "lr": 0.5, "betas": [0.9, 0.999], "eps": 1e-3, "weight_decay": 0.25,
     }  # fmt: skip
+
+
+def test_defaults_of_a_stand_in_fill_in_and_contradict_nobody():
+    optimizer, said = DummyOptim([]), DummyOptim([], lr=0.001, weight_decay=0.1)
+    file = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "weight_decay": 0.1}}}
+    warm = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}}
+    filled = resolve_auto({**file, **warm}, optimizer=optimizer, scheduler=DummyScheduler(None))
+    assert filled.config.to_dict() == {**file, **warm}
+
+    with pytest.raises(ConfigError, match=r"optimizer.params.lr is 3e-05 in the file and 0.001"):
+        resolve_auto(file, optimizer=said)
+    with pytest.raises(ConfigError, match="warmup_num_steps is 100 in the file and 5"):
+        resolve_auto(warm, scheduler=DummyScheduler(None, warmup_num_steps=5))
+
+    open_file = {
+        "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "weight_decay"), AUTO)}
+    }
+    params = resolve_auto(open_file, optimizer=optimizer).config.optimizer.params
+    assert params == {"lr": 0.001, "weight_decay": 0}
+    warm["scheduler"]["params"]["warmup_max_lr"] = AUTO
+    both = resolve_auto({**file, **warm}, optimizer=optimizer).config
+    assert both.scheduler.params["warmup_max_lr"] == 3e-5, "the file's, before a default"
 
 
 def test_a_model_without_a_config_is_measured_by_its_linear_layers():

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import pytest
 
+from nbaccel.capabilities import device_row, precision_row
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.plan import Gpu, Inventory, resolve
@@ -220,15 +222,33 @@ def test_bf16_on_an_old_gpu_is_imitated():
     assert plan_of(with_gpus(1, (8, 0)), mixed_precision="bf16").warnings == ()
 
 
-def test_fp8_needs_hardware():
-    (message,) = mistakes_of(mixed_precision="fp8")
-    assert "fp8" in message
-    assert "8.9" in message
-    assert '"bf16"' in message
+@pytest.mark.parametrize("machine", [CPU, with_gpus(1, (9, 0), "H200")], ids=["cpu", "H200"])
+@pytest.mark.parametrize("more", [{}, {"zero_stage": 2}, {"fp8": "te"}], ids=str)
+def test_fp8_is_refused_while_nothing_computes_in_it(machine, more):
+    (message,) = mistakes_of(machine, mixed_precision="fp8", **more)
+    assert 'mixed_precision="fp8" cannot be had in this version' in message
+    assert "float32 without a word" in message
+    assert 'Give "bf16"' in message
 
+
+@pytest.fixture
+def fp8_from_8_9(monkeypatch):
+    """As it will be when something computes in it, on GPUs of compute capability 8.9."""
+    rows = {"fp8": dataclasses.replace(precision_row("fp8"), path="some:Class", needs="a new GPU")}
+    cuda = dataclasses.replace(device_row("cuda"), precisions=("no", "fp8"))
+    module = sys.modules["nbaccel.plan.resolve"]
+    monkeypatch.setattr(module, "precision_row", lambda name: rows.get(name, precision_row(name)))
+    monkeypatch.setattr(
+        module, "device_row", lambda name: cuda if name == "cuda" else device_row(name)
+    )
+
+
+@pytest.mark.usefixtures("fp8_from_8_9")
+def test_a_precision_needs_hardware():
+    (message,) = mistakes_of(mixed_precision="fp8")
+    assert "cannot be had on cpu: it needs a new GPU" in message
     (message,) = mistakes_of(with_gpus(2, (8, 6), "A10"), mixed_precision="fp8")
     assert "GPU 0 (A10) of 8.6, GPU 1 (A10) of 8.6" in message
-
     assert plan_of(with_gpus(1, (8, 9)), mixed_precision="fp8").warnings == ()
 
 
@@ -241,6 +261,7 @@ def test_a_zero_stage_is_a_choice_with_its_reason(stage):
     assert f"ZeRO-{stage}" in plan.headline()
 
 
+@pytest.mark.usefixtures("fp8_from_8_9")
 def test_a_zero_stage_and_a_precision_that_deepspeed_has_not():
     (message,) = mistakes_of(with_gpus(1, (8, 9)), zero_stage=2, mixed_precision="fp8")
     assert "zero_stage=2 cannot be had with mixed_precision='fp8'" in message
@@ -251,6 +272,7 @@ def test_no_zero_is_no_mistake(stage):
     assert plan_of(zero_stage=stage).config.zero_stage == stage
 
 
+@pytest.mark.usefixtures("fp8_from_8_9")
 def test_only_gpus_that_are_used_are_judged():
     mixed = dataclasses.replace(
         CPU, gpus=(*with_gpus(1).gpus, *with_gpus(2, (7, 5), "T4").gpus[1:]), torch_version="2.13"

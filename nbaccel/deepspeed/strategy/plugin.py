@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any
 
 from nbaccel import env
 from nbaccel.config.dotted import value_at
-from nbaccel.config.engine import BATCH_SIZES
+from nbaccel.config.engine import BATCH_SIZES, tidied
 from nbaccel.config.handlers import Settings
 from nbaccel.config.mistakes import shown
 from nbaccel.deepspeed.config import ZERO, ZeroConfig, old_forms
@@ -219,7 +218,7 @@ class DeepSpeedPlugin(Settings):
         if isinstance(given, str):
             given = _text(given)
         settings, _ = old_forms(load_settings(given))
-        return settings
+        return tidied(settings)
 
     def _merge(self, settings: dict[str, Any], name: str, *, said: bool) -> str:
         """Put an argument where the file has ``"auto"`` or nothing; the mistake where it cannot."""
@@ -301,31 +300,18 @@ class Plugins:
         self._selected = name
 
 
-def _text(given: str) -> Any:
-    """A path, or what JSON text holds, also in Base64 as DeepSpeed's launcher passes it."""
-    text = given.strip()
-    if text.startswith("{"):
-        return _parsed(text, given)
-    if not _is_path(given):
+def _text(given: str) -> str:
+    """A path or JSON text as it stands; decoded from Base64, as DeepSpeed's launcher passes it."""
+    if not given.lstrip().startswith("{") and not _is_path(given):
         with contextlib.suppress(ValueError):
-            decoded = base64.urlsafe_b64decode(text).decode()
+            decoded = base64.urlsafe_b64decode(given.strip()).decode()
             if decoded.lstrip().startswith("{"):
-                return _parsed(decoded, given)
+                return decoded
     return given
 
 
 def _is_path(given: str) -> bool:
     try:
         return Path(given).exists()
-    except OSError:  # no path has so many characters
+    except (OSError, ValueError):  # no path has so many characters, or a null one
         return False
-
-
-def _parsed(text: str, given: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"hf_ds_config={shown(given)} is no JSON: {error}. DeepSpeed could not be set up by "
-            "it. Correct it, or give a dictionary."
-        ) from error

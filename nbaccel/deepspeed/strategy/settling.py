@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from nbaccel.abc.place import Place
 from nbaccel.abc.standins import DummyOptim, DummyScheduler
 from nbaccel.config import RunConfig
+from nbaccel.config.dotted import value_at
 from nbaccel.deepspeed.auto import resolve_auto
 from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.config import ZERO
@@ -75,6 +76,7 @@ def settle(
         accumulation_steps=asked.accumulation_steps,
         mixed_precision=asked.mixed_precision,
         total_steps=_total_steps(scheduler, place, asked),
+        learning_rate=_peak_rate(config, optimizer),
     )
     settings, choices = _with_a_batch_size(_with_gathering(config), micro)
     resolved = resolve_auto(
@@ -106,6 +108,14 @@ def _total_steps(scheduler: Any, place: Place, asked: Asked) -> int | None:
         return None
     shared = 1 if asked.split_batches else place.world_size
     return math.ceil(scheduler.total_num_steps / shared)
+
+
+def _peak_rate(config: Mapping[str, Any], optimizer: Any) -> float | None:
+    """What the file's schedule warms up to where it leaves that to the code's own optimizer."""
+    if value_at(config, "scheduler.params.warmup_max_lr") != AUTO:
+        return None
+    found = getattr(optimizer, "defaults", {}).get("lr")
+    return None if found is None else float(found)
 
 
 def _with_gathering(settings: dict[str, Any]) -> dict[str, Any]:

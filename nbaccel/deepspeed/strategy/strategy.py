@@ -19,6 +19,7 @@ from nbaccel.abc.place import Place
 from nbaccel.abc.shards import Remembered
 from nbaccel.abc.standins import DummyOptim
 from nbaccel.abc.strategy import Strategy
+from nbaccel.deepspeed import swap_space
 from nbaccel.deepspeed.config import ZeroConfig
 from nbaccel.deepspeed.facts import made_in
 from nbaccel.deepspeed.ops import needed_ops, offloads_optimizer
@@ -185,13 +186,24 @@ class DeepSpeedStrategy(Strategy):
         on_disk.check_buffers(model, settled.settings, self.place.world_size)
         if not self.place.is_local_main:
             return
+        local = self.place.local_world_size
+        nodes = max(1, self.place.world_size // local)
+        # The others wait in their first collective, and have written nothing yet.
+        swap_space.check_room(
+            model,
+            settled.settings,
+            trains=trains,
+            local_world_size=local,
+            num_nodes=nodes,
+            in_use=swapping.folders_in_use(),
+        )
         troubles.check_host_memory(
             model,
             settled.settings,
             trains=trains,
             device=self.place.device.type,
-            local_world_size=self.place.local_world_size,
-            num_nodes=max(1, self.place.world_size // self.place.local_world_size),
+            local_world_size=local,
+            num_nodes=nodes,
         )
         _tell_of_building(settled.settings, optimizer, self.place.device.type)
 

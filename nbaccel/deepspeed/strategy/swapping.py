@@ -7,17 +7,16 @@ its states in it, and leaves the files there when the process ends.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import copy
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nbaccel.deepspeed.config import ZERO
+from nbaccel.leftovers import Leftover, tell
 
-__all__ = ["Claim", "claim", "leave"]
+__all__ = ["Claim", "claim", "folders_in_use", "leave"]
 
 _SECTIONS = ("offload_optimizer", "offload_param")
 
@@ -42,14 +41,20 @@ class Claim:
         _CLAIMS.remove(self)
         if os.getpid() != self._pid:
             return  # a forked child's copy; the files are its parent's
-        for folder in self.folders:
-            for own in folder.glob(f"zero_stage_3/*/rank{self._rank}"):
-                shutil.rmtree(own, ignore_errors=True)
-                for parent in (own.parent, own.parent.parent, folder):
-                    # Not where another rank, or the user, has something in it.
-                    with contextlib.suppress(OSError):
-                        if parent != folder or folder.name.startswith(_PREFIX):
-                            parent.rmdir()
+        for left in self.leftovers():
+            left.remove()
+            tell(left, is_there=False)
+
+    def leftovers(self) -> list[Leftover]:
+        """What is to be removed when the engine, or this process, has ended."""
+        return [
+            Leftover(
+                folder.absolute(),
+                f"zero_stage_3/*/rank{self._rank}",
+                whole=folder.name.startswith(_PREFIX),
+            )
+            for folder in sorted(self.folders)
+        ]
 
 
 _PREFIX = "engine_"
@@ -68,7 +73,7 @@ def claim(settings: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], Claim
         The configuration with these folders, and the claim; it is released when the engine ends.
     """
     found = copy.deepcopy(dict(settings))
-    used = {folder for other in _CLAIMS for folder in other.folders}
+    used = folders_in_use()
     mine = set()
     for name in _SECTIONS:
         section = found.get(ZERO, {}).get(name) or {}
@@ -83,7 +88,14 @@ def claim(settings: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], Claim
     made = Claim(frozenset(mine), rank)
     if mine:
         _CLAIMS.append(made)
+        for left in made.leftovers():
+            tell(left, is_there=True)
     return found, made
+
+
+def folders_in_use() -> set[Path]:
+    """Those in which engines of this process have files."""
+    return {folder for other in _CLAIMS for folder in other.folders}
 
 
 def leave() -> None:

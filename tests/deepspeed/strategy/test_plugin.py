@@ -105,12 +105,27 @@ def test_variables_of_the_launcher_are_read_and_arguments_win(monkeypatch):
 
 
 def test_what_cannot_be_read_or_served():
-    with pytest.raises(ConfigError, match=r"is no JSON"):
+    with pytest.raises(ConfigError, match=r"cannot be read from JSON.*cut off"):
         DeepSpeedPlugin(hf_ds_config='{"zero_optimization": ')
+    with pytest.raises(ConfigError, match="names train_batch_size more than once"):
+        DeepSpeedPlugin(hf_ds_config='{"train_batch_size": 8, "train_batch_size": 16}')
     with pytest.raises(ConfigError, match=r"/no/such"):
         DeepSpeedPlugin(hf_ds_config="/no/such.json")
     with pytest.raises(PlatformUnsupported, match=r"enable_msamp=True"):
         DeepSpeedPlugin(enable_msamp=True)
+
+
+def test_precision_and_stage_are_taken_however_deepspeed_lets_them_be_written():
+    plugin = DeepSpeedPlugin(
+        hf_ds_config={"bfloat16": {"enabled": "true"}, "zero_optimization": {"stage": "3"}}
+    )
+    assert (plugin.mixed_precision, plugin.zero_stage) == ("bf16", 3)
+    with pytest.raises(ConfigError, match="are both true"):
+        DeepSpeedPlugin(hf_ds_config={"fp16": {"enabled": True}, "bf16": {"enabled": True}})
+    with pytest.raises(ConfigError, match="bf16 must be a section"):
+        DeepSpeedPlugin(hf_ds_config={"bf16": True})
+    with pytest.raises(ConfigError, match="names settings by text"):
+        DeepSpeedPlugin(hf_ds_config={1: 2})
 
 
 # ---------------------------------------------------------------------- with an Accelerator

@@ -1,0 +1,67 @@
+"""Folders on disk that a process would leave behind if it were killed, told to whoever outlives it.
+
+A worker that ends by itself removes its own. One that is killed cannot: so it tells beforehand, and
+the notebook removes what is still there when the worker has gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Leftover", "tell", "told_to"]
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """Folders of one process.
+
+    Attributes:
+        base: The folder that holds them.
+        pattern: Which of the folders below it, as `Path.glob` reads it.
+        whole: Whether the base itself goes, too, once nothing is in it.
+    """
+
+    base: Path
+    pattern: str
+    whole: bool = False
+
+    def remove(self) -> None:
+        """Remove them, and the folders above them in which nothing is left."""
+        for own in self.base.glob(self.pattern):
+            shutil.rmtree(own, ignore_errors=True)
+            for parent in own.parents:
+                if parent == self.base:
+                    break
+                with contextlib.suppress(OSError):  # another process, or the user, has files there
+                    parent.rmdir()
+        if self.whole:
+            with contextlib.suppress(OSError):
+                self.base.rmdir()
+
+
+_LISTENERS: list[Callable[[Leftover, bool], None]] = []
+
+
+def told_to(listener: Callable[[Leftover, bool], None]) -> None:
+    """Let somebody outside of this process hear of its folders from now on.
+
+    Args:
+        listener: Called with the folders, and whether they are this process's to remove from now
+            on (or are gone).
+    """
+    _LISTENERS[:] = [listener]
+
+
+def tell(leftover: Leftover, *, is_there: bool) -> None:
+    """Say what will have to be removed if this process cannot do it.
+
+    Args:
+        leftover: The folders.
+        is_there: Whether they are about to be made; otherwise they have been removed.
+    """
+    for listener in _LISTENERS:
+        listener(leftover, is_there)

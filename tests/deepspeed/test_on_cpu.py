@@ -1,0 +1,124 @@
+"""transformers' Trainer and Accelerate, told to use DeepSpeed in CPU workers, use it: never DDP."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nbaccel import notebook_launcher
+from nbaccel._optional import is_installed
+from nbaccel.config import RunConfig
+from nbaccel.deepspeed import on_cpu
+from tests.deepspeed import needs
+
+pytestmark = [
+    *needs.ENGINE,
+    pytest.mark.skipif(not is_installed("transformers"), reason="transformers is not installed"),
+    pytest.mark.skipif(not is_installed("accelerate"), reason="accelerate is not installed"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+def fit(folder: Path, deepspeed: dict[str, Any] | None) -> dict[str, Any]:
+    """As in a user's cell: nothing says that this is a CPU, or that there are several processes."""
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        deepspeed=deepspeed,
+        max_steps=3,
+        learning_rate=0.01,
+        per_device_train_batch_size=4,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    shapes = {tuple(p.shape) for p in model.parameters()}
+    rows = [{"input_ids": [1, 2, number % 5], "labels": [1, 2, 3]} for number in range(32)]
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer.train()
+    engine = trainer.model_wrapped
+    stage = engine.zero_optimization_stage() if trainer.is_deepspeed_enabled else None
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "stage": stage,
+        "world_size": arguments.world_size,
+        "shapes": shapes,
+        "losses": losses,
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.deepspeed.transformers_runs import tiny_model
+
+    found = tmp_path_factory.mktemp("trainer")
+    tiny_model("gpt2").save_pretrained(found / "model")
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[str, Any]:
+    """The same without DeepSpeed: what every stage must compute, too."""
+    return notebook_launcher(fit, (folder, None), num_processes=2, timeout=240)[0]
+
+
+def test_a_trainer_without_deepspeed_is_as_before(plain):
+    assert (plain["stage"], plain["world_size"]) == (None, 2)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_trainer_with_a_configuration_trains_with_its_stage(stage, folder, plain):
+    from tests.deepspeed.transformers_runs import settings
+
+    found = notebook_launcher(fit, (folder, settings(stage)), num_processes=2, timeout=240)
+    for one in found:
+        assert (one["stage"], one["world_size"]) == (stage, 2)
+        assert one["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+    in_pieces = {(0,)}
+    assert (found[0]["shapes"] == in_pieces) is (stage == 3), "read in pieces, as on GPUs"
+
+
+def by_the_run(folder: Path) -> dict[str, Any]:
+    """The stage of the launch; and Accelerate's own Accelerator with a plugin."""
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+
+    found = fit(folder, None)
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=1))
+    accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
+    model = nn.Linear(4, 4)
+    engine, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(engine(torch.ones(2, 4)).sum())
+    optimizer.step()
+    found["accelerate"] = (
+        type(engine).__name__,
+        accelerator.num_processes,
+        accelerator.device.type,
+    )
+    return found
+
+
+def test_a_stage_of_the_launch_is_the_trainers_and_accelerates_plugin_means_deepspeed(folder):
+    config = RunConfig(num_processes=2, device="cpu", zero_stage=2, timeout=240)
+    found = notebook_launcher(by_the_run, (folder,), config=config)
+    for one in found:
+        assert (one["stage"], one["world_size"]) == (2, 2)
+        assert one["accelerate"] == ("DeepSpeedEngine", 2, "cpu")
+
+
+def test_nothing_is_changed_here_and_on_a_gpu(monkeypatch):
+    before = [*sys.meta_path]
+    on_cpu.enter_worker("cuda")
+    assert sys.meta_path == before
+    assert not any(type(finder).__module__ == on_cpu.__name__ for finder in before)

@@ -1,0 +1,151 @@
+"""DeepSpeed's shared memory is there for workers that add up through it, and gone after them."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nbaccel import Pool, notebook_launcher
+from nbaccel.deepspeed import shared_memory
+from nbaccel.errors import WorkerDied
+from nbaccel.topology import Topology
+from tests.deepspeed import needs
+from tests.house.source import ROOT
+
+PATTERN = f"deepspeed_allreduce_buffer_{os.getuid()}_*"
+
+
+def files() -> list[str]:
+    return sorted(path.name for path in shared_memory.FOLDER.glob(PATTERN))
+
+
+def add_up(ends: str = "") -> tuple[list[float], int]:
+    import deepspeed
+
+    if ends == "lacks room":
+        os.environ["LOCAL_SIZE"] = "0"
+    deepspeed.init_distributed("gloo")
+    rank = deepspeed.comm.get_rank()
+    values = torch.full((1000,), float(rank + 1))
+    deepspeed.comm.inference_all_reduce(values)
+    port = os.environ["MASTER_PORT"]
+    count = len([name for name in files() if f"_{port}_" in name])
+    deepspeed.comm.barrier()
+    if ends == "killed" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if ends == "raises" and rank == 1:
+        raise RuntimeError("on purpose")
+    return values.unique().tolist(), count
+
+
+@pytest.mark.filterwarnings("ignore")
+class TestInWorkers:
+    pytestmark = needs.ENGINE
+
+    def test_a_launch_adds_up_and_leaves_nothing(self):
+        assert notebook_launcher(add_up, num_processes=2) == [([3.0], 2)] * 2
+        assert not files()
+
+    @pytest.mark.parametrize(("ends", "error"), [("killed", WorkerDied), ("raises", RuntimeError)])
+    def test_a_launch_that_fails_leaves_nothing(self, ends, error):
+        with pytest.raises(error):
+            notebook_launcher(add_up, (ends,), num_processes=2)
+        assert not files()
+
+    def test_a_crash_for_want_of_it_is_explained(self):
+        with pytest.raises(WorkerDied, match="SIGSEGV") as caught:
+            notebook_launcher(add_up, ("lacks room",), num_processes=2)
+        assert "DeepSpeed adds up through shared memory" in str(caught.value)
+        assert "--shm-size" in str(caught.value)
+
+    def test_a_pool_leaves_nothing(self):
+        with Pool(num_processes=2) as pool:
+            assert pool.launch(add_up, ()).values == [([3.0], 2)] * 2
+            assert len(files()) == 2, "they live as long as the workers"
+        assert not files()
+
+    def test_where_there_is_no_room_training_goes_on_and_it_is_said(self, tmp_path):
+        """In a mount namespace of its own, where /dev/shm is as small as Docker makes it."""
+        command = f"mount -t tmpfs -o size=64m tmpfs /dev/shm && exec {sys.executable} -c '{SMALL}'"
+        unshared = ["unshare", "--mount", "sh", "-c", command]
+        if subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
+            pytest.skip("a /dev/shm of its own needs the right to mount one")
+        done = subprocess.run(unshared, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout.splitlines()[-1]) == ["0", "0"]
+        assert "too small for DeepSpeed's shared memory: 2 workers need 132" in done.stderr
+        assert "inference_all_reduce" in done.stderr
+
+
+SMALL = """
+import json, os
+from nbaccel import RunConfig, notebook_launcher
+
+def train():
+    import torch
+    from nbaccel import Accelerator
+    model = torch.nn.Linear(4, 4)
+    engine, optimizer = Accelerator().prepare(model, torch.optim.AdamW(model.parameters()))
+    engine(torch.ones(2, 4)).sum()
+    return os.environ["LOCAL_SIZE"]
+
+config = RunConfig(num_processes=2, device="cpu", deepspeed={"zero_optimization": {"stage": 2}})
+print(json.dumps(list(notebook_launcher(train, config=config))))
+"""
+
+
+# ------------------------------------------------------------------------------ files alone
+def places(port: int) -> tuple[Topology, ...]:
+    return Topology.of_node(num_processes=2, master_port=port)
+
+
+@pytest.fixture
+def made(monkeypatch, tmp_path) -> Any:
+    """Makes a file as DeepSpeed names it, in a folder of its own."""
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+
+    def make(port: int, rank: int, age_s: float = 0) -> Path:
+        name = f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}_{rank}"
+        path = tmp_path / name
+        path.write_bytes(bytes(4096))
+        then = time.time() - age_s
+        os.utime(path, (then, then))
+        return path
+
+    return make
+
+
+def test_the_files_of_a_launch_are_removed_and_no_others(made):
+    own, others = [made(1234, rank) for rank in (0, 1)], [made(1235, 0), made(1234, 2)]
+    shared_memory.remove(places(1234))
+    assert not any(path.exists() for path in own)
+    assert all(path.exists() for path in others)
+
+
+def test_what_a_killed_notebook_left_is_removed_once_nobody_has_it(made):
+    old, young, used = made(1, 0, age_s=3600), made(2, 0), made(3, 0, age_s=3600)
+    with used.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        shared_memory.remove_orphans()
+        assert [old.exists(), young.exists(), used.exists()] == [False, True, True]
+    shared_memory.remove_orphans()
+    assert not used.exists()
+
+
+def test_the_variable_counts_workers_where_they_share_a_machine_with_room(monkeypatch):
+    place = places(1)[0]
+    assert shared_memory.variables(place, "cpu") == {"LOCAL_SIZE": "2"}
+    assert shared_memory.variables(Topology(master_port=1), "cpu") == {}, "it adds up nothing"
+    monkeypatch.setattr(shared_memory, "FOLDER", Path("/no/such/folder"))
+    assert shared_memory.variables(place, "cpu") == {"LOCAL_SIZE": "0"}
+    assert shared_memory.variables(place, "cuda") == {"LOCAL_SIZE": "2"}
+    assert shared_memory.shortage(1) == ""

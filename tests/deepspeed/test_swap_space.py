@@ -1,0 +1,106 @@
+"""A disk that cannot be swapped to, or is too small, is told before anything is written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from nbaccel import ConfigError, notebook_launcher
+from nbaccel.config import RunConfig
+from nbaccel.deepspeed.config import ZeroConfig
+from nbaccel.deepspeed.swap_space import check_room, folder_mistakes
+from tests.deepspeed import needs
+
+FULL = 12 << 20
+
+
+def swapped_to(folder: Path | str) -> dict[str, object]:
+    part = {"device": "nvme", "nvme_path": str(folder)}
+    return {"zero_optimization": {"stage": 3, "offload_optimizer": part}}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 12 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={FULL}", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a disk of its own needs the right to mount one")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_folder_that_cannot_be_written_to_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path, why in (
+        ("/proc/x", "No such file"),
+        ("/sys/x", "ermi|Read-only"),
+        (tmp_path / "file" / "x", "is a file"),
+    ):
+        (told,) = folder_mistakes(ZeroConfig.from_dict(swapped_to(path)))
+        assert told.startswith("zero_optimization.offload_optimizer.nvme_path=")
+        assert any(word in told for word in why.split("|"))
+    usable = swapped_to(tmp_path / "not" / "yet")
+    assert not list(folder_mistakes(ZeroConfig.from_dict(usable)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"], "nothing is left"
+
+
+@needs.DEEPSPEED
+def test_a_launch_is_refused_before_a_process_starts(tmp_path):
+    def train() -> None:
+        (tmp_path / "ran").write_text("")
+
+    for settings, told in (
+        (swapped_to("/proc/x"), "nvme_path='/proc/x' cannot be used"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "3e-5"}}}, "without quotes"),
+    ):
+        config = RunConfig(num_processes=2, device="cpu", deepspeed=settings)
+        with pytest.raises(ConfigError, match=told):
+            notebook_launcher(train, config=config)
+    assert not (tmp_path / "ran").exists()
+
+
+@needs.DEEPSPEED
+def test_a_library_for_the_disk_that_is_missing_refuses_a_launch(tmp_path, monkeypatch):
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    config = RunConfig(num_processes=2, device="cpu", deepspeed=swapped_to(tmp_path))
+    with pytest.raises(ConfigError, match="apt-get install libaio-dev"):
+        notebook_launcher(print, config=config)
+
+
+def test_too_little_room_is_told_with_both_numbers(small_disk):
+    model = nn.Linear(1024, 1024)  # 12 MiB of weights and states in float32, and gradients
+    settings = swapped_to(small_disk / "swap")
+
+    def check() -> None:
+        check_room(model, settings, trains=True, local_world_size=2, num_nodes=1)
+
+    with pytest.raises(ConfigError, match=r"has too little room: .*\(\d+ bytes\).*2 process") as e:
+        check()
+    assert str(small_disk / "swap") in str(e.value)
+    settings["zero_optimization"]["offload_optimizer"]["device"] = "cpu"
+    check()
+
+
+def test_what_an_earlier_run_left_is_overwritten_and_counts_as_room(small_disk):
+    old = small_disk / "zero_stage_3" / "optimizer" / "rank0"
+    old.mkdir(parents=True)
+    (old / "1.tensor.swp").write_bytes(bytes(8 << 20))
+    model = nn.Linear(512, 512)  # 4 MiB, with gradients
+    settings = swapped_to(small_disk)
+
+    check_room(model, settings, trains=True, local_world_size=1, num_nodes=1)
+    (old / "1.tensor.swp").rename(small_disk / "of somebody else")
+    with pytest.raises(ConfigError, match="too little room"):
+        check_room(model, settings, trains=True, local_world_size=1, num_nodes=1)
