@@ -7,6 +7,7 @@
     writes its files                write their files
     waits for the disk              wait for the disk
         ◄── everybody says: written, or what went wrong ──►
+    notes sizes and checksums
     ckpt → .ckpt.old  (if there)
     .ckpt.partial-3f9a → ckpt
     .ckpt.old → gone                go on when process 0 is through
@@ -38,7 +39,7 @@ from nbaccel.errors import (
     ConfigError,
     UserMistake,
 )
-from nbaccel.train.checkpoint import layout
+from nbaccel.train.checkpoint import layout, manifest
 from nbaccel.train.collectives import Collectives
 from nbaccel.units import format_bytes
 
@@ -94,6 +95,7 @@ def new_checkpoint(
         except Exception as caught:  # whatever it is, the others must hear of it
             error = caught
         _all_written(site, collectives, error)
+        _note_contents(site, owns, collectives)
     except BaseException:  # an interrupt, too, leaves nothing behind
         if owns:
             shutil.rmtree(site.partial, ignore_errors=True)
@@ -170,6 +172,16 @@ def _clear_up(site: _Site, series: bool) -> None:
 
 
 # ------------------------------------------------------------------------- the step
+
+
+def _note_contents(site: _Site, owns: bool, collectives: Collectives) -> None:
+    error = None
+    try:
+        if owns:
+            manifest.write(site.partial)
+    except Exception as caught:  # whatever it is, the others must hear of it
+        error = caught
+    _all_written(site, collectives, error)
 
 
 def _publish_together(site: _Site, owns: bool, collectives: Collectives) -> None:
