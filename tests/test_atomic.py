@@ -1,4 +1,4 @@
-"""What a killed process leaves is cleared by the next one that writes there; a living one's is not."""
+"""What a killed process leaves, the next one clears away; what is being written stays."""
 
 from __future__ import annotations
 
