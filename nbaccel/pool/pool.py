@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.errors import ConfigError, LaunchInterrupted, UnsafeMoment
 from nbaccel.launch import verdict
+from nbaccel.launch.edited import tell_of_edits
 from nbaccel.launch.outcome import Outcome
 from nbaccel.launch.system import uninterrupted
 from nbaccel.pool import calling, ending, messages, showing, status
@@ -94,8 +95,8 @@ class Pool:
             settings["num_processes"] = num_processes
         if config is not None and settings:
             raise ConfigError(
-                f"config and {', '.join(settings)} were both given, and one would silently beat "
-                "the other. Use config.changed(...) or leave config out."
+                f"config and {', '.join(settings)} were both given, and one would silently win. "
+                "Use config.changed(...) or leave config out."
             )
         self.config = RunConfig(**settings) if config is None else run_config_of(config)
         self.plan = plan_pool(self.config)
@@ -197,9 +198,8 @@ class Pool:
                 account = self._cell(source, asked)
                 seconds = time.monotonic() - began
                 failed = self._judgement(account)  # before another turn makes the members forget
-                self._after_cell(account)
-            if failed is not None:
-                raise failed
+                trouble = self._after_cell(account)
+            ending.raise_first(failed, trouble)
             showing.show_results(account.shown)
             found = self._fetch(tuple(out), asked, single=ranks is not None) if out else {}
         return CellResult(shown=account.shown, out=found, seconds=seconds)
@@ -231,8 +231,7 @@ class Pool:
     ) -> Outcome:
         """What `notebook_launcher(..., pool=pool)` does: `call`, with the whole outcome."""
         with self._turn_of_mine():
-            asked = self._ranks(ranks)
-            crew = self._ready()
+            asked, crew = self._ranks(ranks), self._ready()
             with calling.prepared(self.plan, function, args) as call, uninterrupted():
                 account = crew.turn(
                     {rank: call.task() for rank in asked},
@@ -243,8 +242,9 @@ class Pool:
                 try:
                     return call.conclude(account)
                 finally:
-                    if self._aftermath is not None:
-                        self._aftermath.keep_in_step(account)
+                    left = self._aftermath.keep_in_step(account) if self._aftermath else None
+                    if left is not None:
+                        self._note_lost(left)
 
     def push(self, *names: str, ranks: Sequence[int] | None = None) -> int:
         """Send names to the workers, whether or not they have changed.
@@ -299,7 +299,9 @@ class Pool:
 
     def status(self) -> status.StatusTable:
         """What each worker is doing and what it has in memory."""
-        places = self._crew.look() if self._crew is not None and self._is_idle() else {}
+        places = (
+            self._crew.look() if self._crew is not None and self._state is PoolState.IDLE else {}
+        )
         members = self._crew.members if self._crew is not None else []
         return ending.status_table(self._state, self.reason, self.plan, members, places)
 
@@ -316,17 +318,18 @@ class Pool:
             dict.fromkeys(ranks, (body, ())), timeout_s=self.config.timeout, is_shown=True
         )
 
-    def _after_cell(self, account: Account) -> None:
-        """What holds for good and bad endings: who owns which name, weights, process groups."""
+    def _after_cell(self, account: Account) -> BaseException | None:
+        """Who owns which name, weights, process groups; returns what is to be raised for it."""
         for rank, idle in account.idle.items():
             self._flow.bound(rank, idle.bound)
-        aftermath = self._aftermath
         self._note_lost(account)
-        if aftermath is not None and not account.lost:
-            aftermath.keep_in_step(account)
-            written = aftermath.bring_home(account)
-            if written is not None:
-                self._note_lost(written)
+        if self._aftermath is None or account.lost:
+            return None
+        trouble = self._aftermath.after_cell(account)
+        failed = trouble.error(self.plan.world_size) if trouble is not None else None
+        if trouble is not None and trouble.account is not None:
+            self._note_lost(trouble.account)
+        return failed
 
     def _note_lost(self, account: Account) -> None:
         if account.lost:
@@ -354,6 +357,7 @@ class Pool:
     def _send(self, shipment: Shipment | None) -> None:
         if shipment is None or self._crew is None:
             return
+        tell_of_edits()
         with contextlib.closing(shipment):
             tasks = {
                 rank: (messages.Take(cargo=shipment.message, wanted=wanted), shipment.fds)
@@ -384,11 +388,8 @@ class Pool:
 
     # ---- inside
 
-    def _is_idle(self) -> bool:
-        return self._state is PoolState.IDLE
-
     def _ask(self, body: Any) -> Any:
-        if not self._is_idle() or not self._lock.acquire(blocking=False):
+        if self._state is not PoolState.IDLE or not self._lock.acquire(blocking=False):
             return None
         try:
             crew = self._crew
