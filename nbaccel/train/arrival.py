@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from nbaccel import _catalog, env
 from nbaccel.abc.place import Place
@@ -60,10 +61,14 @@ def arrive(*, cpu: bool = False, settings: InitProcessGroupKwargs | None = None)
 
 def _join(found: Mapping[str, int], backend: str, settings: InitProcessGroupKwargs) -> None:
     timeout = timedelta(seconds=timeout_s(settings))
-    numbers = {"rank": found["rank"], "world_size": found["world_size"]}
+    rank, world_size = found["rank"], found["world_size"]
     if settings.init_method:
         dist.init_process_group(
-            backend, init_method=settings.init_method, timeout=timeout, **numbers
+            backend,
+            init_method=settings.init_method,
+            timeout=timeout,
+            rank=rank,
+            world_size=world_size,
         )
         return
     if env.flag("FORK_LAUNCHED"):  # a launch keeps its workers' groups apart
@@ -72,11 +77,12 @@ def _join(found: Mapping[str, int], backend: str, settings: InitProcessGroupKwar
     # The store outlives a group, and torch uses the same keys in it for the next one, whose ranks
     # would wait for addresses of the first for ever (torch 2.13). So each has keys of its own; and
     # the store stays, because another process may look into it while this one makes it anew.
-    store = next(iter(dist.rendezvous("env://", timeout=timeout, **numbers)))[0]
+    met = rendezvous("env://", rank, world_size, timeout=timeout)  # type: ignore[no-untyped-call]
+    store = next(iter(met))[0]
     store.set_timeout(timeout)
     _STORES.append(store)
     own = dist.PrefixStore(f"nbaccel_{len(_STORES)}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=own, timeout=timeout, **numbers)
+    dist.init_process_group(backend, store=own, timeout=timeout, rank=rank, world_size=world_size)
 
 
 def rank() -> int:
