@@ -77,7 +77,7 @@ def _join(found: Mapping[str, int], backend: str, settings: InitProcessGroupKwar
     # The store outlives a group, and torch uses the same keys in it for the next one, whose ranks
     # would wait for addresses of the first for ever (torch 2.13). So each has keys of its own; and
     # the store stays, because another process may look into it while this one makes it anew.
-    met = rendezvous("env://", rank, world_size, timeout=timeout)  # type: ignore[no-untyped-call]
+    met = rendezvous("env://", rank, world_size, timeout=timeout)
     store = next(iter(met))[0]
     store.set_timeout(timeout)
     _STORES.append(store)
