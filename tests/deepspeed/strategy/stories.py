@@ -77,7 +77,7 @@ def sorted_names(folder: Path) -> list[str]:
 
 
 DAMAGED = {  # file and damage
-    "zero_pp_rank_1_mp_rank_00_optim_states.pt": ("truncated", "empty", "missing", "flipped"),
+    "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt": ("truncated", "empty", "missing", "flipped"),
     "zero_pp_rank_1_mp_rank_00_model_states.pt": ("truncated", "flipped"),
 }
 
