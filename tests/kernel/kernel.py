@@ -48,9 +48,13 @@ class Cell:
 
 
 class Kernel:
-    """A kernel of this interpreter in which nbaccel can be imported."""
+    """A kernel of this interpreter in which nbaccel can be imported.
 
-    def __init__(self) -> None:
+    Args:
+        **variables: Environment variables that it has besides.
+    """
+
+    def __init__(self, **variables: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="nb-")
         self.manager = KernelManager(
             kernel_name="python3", transport="ipc", ip=f"{self._folder.name}/k"
@@ -58,6 +62,7 @@ class Kernel:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         # Frames of a debugger in the kernel would be frozen modules' business, not ours.
         environment = {**os.environ, "PYTHONPATH": path, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+        environment |= variables
         self.manager.start_kernel(env=environment)
         self.client = self.manager.blocking_client()
         self.client.start_channels()
