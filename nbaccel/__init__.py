@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         save_16bit_weights,
     )
     from nbaccel.errors import (
+        CheckpointDamaged,
         CheckpointFailed,
         CollectiveMismatch,
         CollectiveTimeout,
@@ -103,6 +104,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Accelerator",
     "AutocastKwargs",
+    "CheckpointDamaged",
     "CheckpointFailed",
     "Choice",
     "CollectiveMismatch",
@@ -180,6 +182,7 @@ _HOMES = {
     "nbaccel.deepspeed.weights.converting": ("load_fp32_state_dict", "zero_to_fp32"),
     "nbaccel.deepspeed.weights.live": ("fp32_state_dict", "save_16bit_weights"),
     "nbaccel.errors": (
+        "CheckpointDamaged",
         "CheckpointFailed",
         "CollectiveMismatch",
         "CollectiveTimeout",

@@ -5,6 +5,7 @@
     NbaccelError
     ├── UserMistake              what was asked cannot be done; ask differently
     │   ├── ConfigError          (ValueError)    settings, all mistakes listed together
+    │   │   └── CheckpointDamaged    files of a checkpoint are not what was saved
     │   ├── ModelNotShareable    (ValueError)    a model that shared memory cannot hold
     │   ├── NotSendable          (TypeError)     something that cannot travel to a worker
     │   ├── PortTaken            (OSError)       the port asked for is somebody else's
@@ -39,6 +40,7 @@ import errno
 from nbaccel.rendering import render_failure, render_mistake
 
 __all__ = [
+    "CheckpointDamaged",
     "CheckpointFailed",
     "CollectiveMismatch",
     "CollectiveTimeout",
@@ -87,6 +89,8 @@ class ConfigError(UserMistake, ValueError):
         *mistakes: One message per mistake, each naming the value and the remedy.
     """
 
+    _what = "settings are wrong"
+
     def __init__(self, *mistakes: str) -> None:
         # The arguments themselves stay in `args`, so that pickling rebuilds the list.
         super().__init__(*mistakes)
@@ -100,7 +104,16 @@ class ConfigError(UserMistake, ValueError):
         if len(self.mistakes) <= 1:
             return "".join(self.mistakes)
         numbered = (f"  {number}. {text}" for number, text in enumerate(self.mistakes, start=1))
-        return "\n".join([f"{len(self.mistakes)} settings are wrong:", *numbered])
+        return "\n".join([f"{len(self.mistakes)} {self._what}:", *numbered])
+
+
+class CheckpointDamaged(ConfigError):
+    """Files of a checkpoint are truncated, changed, missing or of something else.
+
+    Nothing has been loaded then; all files that are not as they were saved are listed together.
+    """
+
+    _what = "files of the checkpoint cannot be used"
 
 
 class ModelNotShareable(UserMistake, ValueError):

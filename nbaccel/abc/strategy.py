@@ -157,6 +157,18 @@ class ShardedCheckpoints(Protocol):
             folder: A folder that all processes see.
         """
 
+    def check_sharded(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
+    ) -> None:
+        """Refuse a folder that :meth:`load_sharded` could not read into these; no collective.
+
+        Nothing is changed. Sizes and checksums of whole files have been looked at before.
+
+        Raises:
+            CheckpointDamaged: Files are missing, or not what was saved.
+            ConfigError: They are of another model, or another number of processes.
+        """
+
     def load_sharded(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
     ) -> None:

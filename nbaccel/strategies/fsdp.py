@@ -232,6 +232,17 @@ class FsdpStrategy(Strategy):
         """See :meth:`ShardedCheckpoints.save_sharded`; files of torch.distributed.checkpoint."""
         sharded_files.save(model, optimizer, Path(folder))
 
+    def check_sharded(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
+    ) -> None:
+        """See :meth:`ShardedCheckpoints.check_sharded`; nothing in the files is run.
+
+        Raises:
+            CheckpointDamaged: Files are missing, damaged or hold code.
+            ConfigError: It is of another model, or has no optimizer.
+        """
+        sharded_files.check(model, optimizer, Path(folder), self.place)
+
     def load_sharded(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
     ) -> None:

@@ -13,18 +13,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 from torch.optim import Optimizer
 
-from nbaccel.errors import ConfigError
+from nbaccel.abc.place import Place
+from nbaccel.errors import CheckpointDamaged, ConfigError
 from nbaccel.strategies import shards
+from nbaccel.strategies.shard_files import read_metadata, shard_problems
 
-__all__ = ["load", "save"]
+__all__ = ["check", "load", "save"]
 
+_MODEL = "model."
 _STATE = "optimizer.state."
 _GROUPS = "optimizer.param_groups."
 
@@ -71,6 +73,62 @@ def load(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
         )
 
 
+def check(model: nn.Module, optimizer: Optimizer | None, folder: Path, place: Place) -> None:
+    """Refuse a checkpoint that :func:`load` could not read; no collective, nothing is changed.
+
+    Args:
+        model: The model that it is to be read into.
+        optimizer: The optimizer, if its state is wanted, too.
+        folder: Where :func:`save` wrote.
+        place: This process: files are shared out over those of a node.
+
+    Raises:
+        CheckpointDamaged: Files are missing, damaged or hold code.
+        ConfigError: It is of another model, or has no optimizer.
+    """
+    metadata = read_metadata(folder)
+    problems = shard_problems(folder, metadata, place.local_rank, place.local_world_size)
+    if problems:
+        raise CheckpointDamaged(*problems)
+    there = metadata.state_dict_metadata
+    saved = {
+        key.removeprefix(_MODEL): tuple(kept.size)
+        for key, kept in there.items()
+        if key.startswith(_MODEL) and isinstance(kept, TensorStorageMetadata)
+    }
+    state = get_model_state_dict(model).items()
+    wanted = {name: tuple(v.shape) for name, v in state if isinstance(v, torch.Tensor)}
+    odd = [name for name, shape in wanted.items() if saved.get(name) != shape]
+    if odd:
+        raise ConfigError(
+            f"{folder} is of another model than the {type(model).__name__}: {odd[0]} has shape "
+            f"{list(saved.get(odd[0], ())) or 'of none'} there, and {list(wanted[odd[0]])} here "
+            f"({len(odd)} of {len(wanted)} differ). Nothing has been loaded. Load another one."
+        )
+    if optimizer is not None:
+        _check_optimizer(optimizer, folder, there)
+
+
+def _check_optimizer(optimizer: Optimizer, folder: Path, there: Mapping[str, Any]) -> None:
+    _check_has_optimizer(folder, there)
+    parameters = shards.numbered_parameters(optimizer)
+    numbers = {int(k.removeprefix(_STATE).partition(".")[0]) for k in there if k.startswith(_STATE)}
+    if max(numbers, default=-1) >= len(parameters):
+        raise ConfigError(
+            f"{folder} has the state of an optimizer of at least {max(numbers) + 1} parameters, "
+            f"and this one has {len(parameters)}. Nothing has been loaded. Build the optimizer as "
+            "when it was saved."
+        )
+
+
+def _check_has_optimizer(folder: Path, there: Mapping[str, Any]) -> None:
+    if not any(key.startswith(_GROUPS) for key in there):
+        raise ConfigError(
+            f"{folder} has no optimizer in it: it holds {len(there)} entries of a model. Training "
+            "would go on with an optimizer that remembers nothing. Load it without one."
+        )
+
+
 def _flat(prefix: str, entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     return {
         f"{prefix}{number}.{name}": value
@@ -90,12 +148,8 @@ def _nested(prefix: str, content: Mapping[str, Any]) -> dict[int, dict[str, Any]
 
 def _slots(optimizer: Optimizer, folder: Path) -> dict[str, Any]:
     """Where to read an optimizer's state into: empty tensors, sharded like its parameters."""
-    there = FileSystemReader(folder).read_metadata().state_dict_metadata
-    if not any(key.startswith(_GROUPS) for key in there):
-        raise ConfigError(
-            f"{folder} has no optimizer in it: it holds {len(there)} entries of a model. Training "
-            "would go on with an optimizer that remembers nothing. Load it without one."
-        )
+    there = read_metadata(folder).state_dict_metadata
+    _check_has_optimizer(folder, there)
     parameters = shards.numbered_parameters(optimizer)
     slots: dict[str, Any] = {}
     for key, kept in there.items():

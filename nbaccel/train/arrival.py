@@ -1,16 +1,19 @@
 """Where am I? Finds this process's place in the run, and joins the others if there are any.
 
 The facts come from the process group where one exists, else from the standard variables that every
-launcher sets (`torchrun`, `notebook_launcher`, SLURM scripts). Nothing is kept here: asking again
-gives the same answer, and a process that is alone leaves no trace.
+launcher sets (`torchrun`, `notebook_launcher`, SLURM scripts). Nothing is kept here but the stores
+where groups met: asking again gives the same answer, and a process that is alone leaves no trace.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from nbaccel import _catalog, env
 from nbaccel.abc.place import Place
@@ -19,6 +22,9 @@ from nbaccel.errors import ConfigError
 from nbaccel.train.rollcall import DEFAULT_TIMEOUT_S
 
 __all__ = ["arrive", "find_device", "local_rank", "rank", "timeout_s", "wants_cpu"]
+
+
+_STORES: list[Any] = []
 
 
 def arrive(*, cpu: bool = False, settings: InitProcessGroupKwargs | None = None) -> Place:
@@ -40,14 +46,7 @@ def arrive(*, cpu: bool = False, settings: InitProcessGroupKwargs | None = None)
     if device.type != "cpu":
         _catalog.device(device.type).enter_worker(found["local_rank"])
     if found["world_size"] > 1 and not dist.is_initialized():
-        dist.init_process_group(
-            settings.backend or _backend(device, found["local_world_size"]),
-            init_method=settings.init_method,
-            timeout=timedelta(seconds=timeout_s(settings)),
-            # With an init_method of the user's own, torch wants both numbers.
-            rank=found["rank"] if settings.init_method else -1,
-            world_size=found["world_size"] if settings.init_method else -1,
-        )
+        _join(found, settings.backend or _backend(device, found["local_world_size"]), settings)
     if not dist.is_initialized():
         return Place(device=device)
     return Place(
@@ -58,6 +57,32 @@ def arrive(*, cpu: bool = False, settings: InitProcessGroupKwargs | None = None)
         device=device,
         backend=_backend_in_use(device),
     )
+
+
+def _join(found: Mapping[str, int], backend: str, settings: InitProcessGroupKwargs) -> None:
+    timeout = timedelta(seconds=timeout_s(settings))
+    rank, world_size = found["rank"], found["world_size"]
+    if settings.init_method:
+        dist.init_process_group(
+            backend,
+            init_method=settings.init_method,
+            timeout=timeout,
+            rank=rank,
+            world_size=world_size,
+        )
+        return
+    if env.flag("FORK_LAUNCHED"):  # a launch keeps its workers' groups apart
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    # The store outlives a group, and torch uses the same keys in it for the next one, whose ranks
+    # would wait for addresses of the first for ever (torch 2.13). So each has keys of its own; and
+    # the store stays, because another process may look into it while this one makes it anew.
+    met = rendezvous("env://", rank, world_size, timeout=timeout)
+    store = next(iter(met))[0]
+    store.set_timeout(timeout)
+    _STORES.append(store)
+    own = dist.PrefixStore(f"nbaccel_{len(_STORES)}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=own, timeout=timeout, rank=rank, world_size=world_size)
 
 
 def rank() -> int:

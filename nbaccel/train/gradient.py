@@ -1,11 +1,14 @@
 """``GradientState``: whether this batch ends with an optimizer step, and where the loaders are.
 
-Each `Accelerator` has one of its own, which its optimizers, schedulers and loaders share: nothing
-is process-wide, so two accelerators in a notebook do not disturb each other.
+Each `Accelerator` has one of its own, which its optimizers, schedulers and loaders share, so two
+accelerators in a notebook do not disturb each other. Only which loaders are being iterated over is
+known to the whole process: a function that makes an accelerator of its own, to gather metrics of
+batches that another one's loader gives, must know where that loader is.
 """
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from nbaccel.config.handlers import GradientAccumulationPlugin
@@ -14,6 +17,10 @@ if TYPE_CHECKING:
     from nbaccel.train.loader import PreparedLoader
 
 __all__ = ["GradientState"]
+
+# Of all accelerators of this process, the innermost last. A forked worker iterates over none.
+_ITERATED: list[PreparedLoader] = []
+os.register_at_fork(after_in_child=_ITERATED.clear)
 
 
 class GradientState:
@@ -38,13 +45,17 @@ class GradientState:
 
     @property
     def active_dataloader(self) -> PreparedLoader | None:
-        """The innermost loader that is being iterated over, if any."""
-        return self._loaders[-1] if self._loaders else None
+        """The innermost loader that is being iterated over, if any.
+
+        Of this accelerator's; where it has none, of another one's in this process.
+        """
+        loaders = self._loaders or _ITERATED
+        return loaders[-1] if loaders else None
 
     @property
     def in_dataloader(self) -> bool:
         """Whether a prepared loader is being iterated over."""
-        return bool(self._loaders)
+        return self.active_dataloader is not None
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -76,10 +87,12 @@ class GradientState:
     def enter(self, loader: PreparedLoader) -> None:
         """A loader is being iterated over from now on."""
         self._loaders.append(loader)
+        _ITERATED.append(loader)
 
     def leave(self, loader: PreparedLoader) -> None:
         """A loader is through, or was left early; whatever began inside it may still run."""
-        for number in reversed(range(len(self._loaders))):
-            if self._loaders[number] is loader:
-                del self._loaders[number]
-                return
+        for loaders in (self._loaders, _ITERATED):
+            for number in reversed(range(len(loaders))):
+                if loaders[number] is loader:
+                    del loaders[number]
+                    break

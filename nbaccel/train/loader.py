@@ -345,6 +345,14 @@ class PreparedLoader(DataLoader[Any]):
         state["base"] = self._base_state if state["start"] is not None else None
         return state
 
+    def check_state_dict(self, state: Any) -> None:
+        """Refuse a state that :meth:`load_state_dict` would refuse; nothing is changed.
+
+        Raises:
+            ConfigError: It is something else.
+        """
+        self.position.check(state)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go back to where another run was.
 

@@ -108,18 +108,32 @@ class Position:
             "generators": self._draw_states(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a position that :meth:`state_dict` told.
+    @staticmethod
+    def check(state: Any) -> None:
+        """Refuse what is no position.
 
         Raises:
-            ConfigError: It is something else.
+            ConfigError: It was not :meth:`state_dict` that told it.
         """
+        if not isinstance(state, Mapping):
+            raise ConfigError(
+                f"No state of a prepared loader, but a {type(state).__name__}: the loader would "
+                "begin at the wrong batch. Give what its state_dict() returned."
+            )
         if not {"epoch", "batches_seen", "start", "generators", "has_begun"} <= state.keys():
             raise ConfigError(
                 f"No state of a prepared loader: it has {', '.join(map(repr, sorted(state)))}. The "
                 "loader would begin at the wrong batch. Give what its state_dict() returned; of "
                 "another library's checkpoint, load model and optimizer only."
             )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a position that :meth:`state_dict` told.
+
+        Raises:
+            ConfigError: It is something else.
+        """
+        self.check(state)
         self.epoch = int(state["epoch"])
         self.batches_seen = int(state["batches_seen"])
         self.has_begun = bool(state["has_begun"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -95,3 +96,52 @@ def test_a_killed_process_is_blamed_and_not_those_that_waited_for_it() -> None:
     for _ in range(3):
         with pytest.raises(WorkerDied, match="rank 0 of 2 was killed by SIGKILL"):
             notebook_launcher(body, num_processes=2)
+
+
+IN_A_ROW = """
+import sys
+from pathlib import Path
+
+import torch
+from nbaccel import Accelerator
+
+found = []
+for trial in range(3):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    found += accelerator.gather(torch.tensor([accelerator.process_index + 10 * trial])).tolist()
+    accelerator.end_training()
+Path(sys.argv[1], str(accelerator.process_index)).write_text(str(found))
+"""
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "none"])
+def test_accelerators_in_a_row_each_meet_the_others_anew(tmp_path: Path, launcher: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(IN_A_ROW)
+    base = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port()), "WORLD_SIZE": "2"}
+    ways = {
+        "torchrun": [(run, {})],
+        "none": [([sys.executable], {**address, "RANK": str(rank)}) for rank in (0, 1)],
+    }
+    started = [
+        subprocess.Popen([*command, str(script), str(tmp_path)], env={**base, **variables})
+        for command, variables in ways[launcher]
+    ]
+    try:
+        assert [process.wait(timeout=100) for process in started] == [0] * len(started)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    for rank in ("0", "1"):
+        assert (tmp_path / rank).read_text() == "[0, 1, 10, 11, 20, 21]"
+
+
+def unused_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])

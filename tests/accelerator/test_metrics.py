@@ -38,6 +38,28 @@ def test_metrics_have_every_sample_once(
     assert [sorted(one) for one in found] == [list(expected)] * 2
 
 
+def test_an_accelerator_of_a_helper_function_knows_where_anothers_loader_is() -> None:
+    def body(accelerator: Accelerator) -> Any:
+        loader = accelerator.prepare(numbers(23, 4))
+
+        def evaluate() -> list[int]:
+            own = Accelerator(cpu=True)
+            seen = [i for batch in loader for i in rows(own.gather_for_metrics(batch))]
+            assert not own.gradient_state.in_dataloader
+            return seen
+
+        inner = Accelerator(cpu=True)
+        its = inner.prepare(numbers(6, 3))
+        for _ in loader:  # one's own loader comes before another one's
+            assert inner.gradient_state.active_dataloader is loader
+            for _ in its:
+                assert inner.gradient_state.active_dataloader is its
+                assert accelerator.gradient_state.active_dataloader is loader
+        return evaluate()
+
+    assert [sorted(one) for one in together(body)] == [list(range(23))] * 2
+
+
 def test_metrics_of_any_shape_and_kind_are_cut_to_the_samples() -> None:
     def body(accelerator: Accelerator) -> Any:
         loader = accelerator.prepare(numbers(5, 2))

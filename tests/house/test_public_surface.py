@@ -20,6 +20,7 @@ PUBLIC = {
     "configure",
     "Accelerator",
     "AutocastKwargs",
+    "CheckpointDamaged",
     "CheckpointFailed",
     "Choice",
     "CollectiveMismatch",

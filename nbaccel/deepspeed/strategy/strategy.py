@@ -323,14 +323,25 @@ class DeepSpeedStrategy(Strategy):
         elif self.place.is_main:
             checkpoints.save_plain(model, Path(folder))
 
+    def check_sharded(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
+    ) -> None:
+        """See :meth:`ShardedCheckpoints.check_sharded`.
+
+        Raises:
+            CheckpointDamaged: Files are missing, or hold something else.
+            ConfigError: Another number of processes wrote it, or it is of another model.
+        """
+        drive = self._drives.get(id(model))
+        if drive is not None:
+            checkpoints.check(drive.engine, Path(folder))
+        else:
+            checkpoints.check_plain(model, Path(folder))
+
     def load_sharded(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
     ) -> None:
-        """See :meth:`ShardedCheckpoints.load_sharded`; as many processes as wrote.
-
-        Raises:
-            ConfigError: Another number of processes wrote it.
-        """
+        """See :meth:`ShardedCheckpoints.load_sharded`; as many processes as wrote."""
         drive = self._drives.get(id(model))
         if drive is not None:
             checkpoints.load(drive.engine, Path(folder))

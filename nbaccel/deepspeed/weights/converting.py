@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from nbaccel.bars import Bar
 from nbaccel.deepspeed.weights.layout import read_layout
-from nbaccel.deepspeed.weights.reading import Reader
+from nbaccel.deepspeed.weights.reading import Reader, check_records
 from nbaccel.deepspeed.weights.writing import Written, plan, publishing, write_shard
 
 if TYPE_CHECKING:
@@ -28,9 +28,10 @@ def zero_to_fp32(
     """Convert a checkpoint of DeepSpeed into fp32 weights that Hugging Face's libraries read.
 
     It is a stream: a few MiB are in memory at a time, whatever the model's size. Neither the model
-    nor DeepSpeed is needed, and no code that might be in the checkpoint is run. All files appear
-    together at the end, or none; weights of an earlier save in `output_dir` are replaced then, and
-    its other files stay. Of tied parameters one is written, and the file tells.
+    nor DeepSpeed is needed, and no code that might be in the checkpoint is run. What is to be read
+    is compared with the checksums that `torch.save` wrote, before anything is written. All files
+    appear together at the end, or none; weights of an earlier save in `output_dir` are replaced
+    then, and its other files stay. Of tied parameters one is written, and the file tells.
 
     Args:
         checkpoint_dir: What ``save_checkpoint`` was given, or the folder of one tag in it.
@@ -45,12 +46,14 @@ def zero_to_fp32(
         What was written.
 
     Raises:
+        CheckpointDamaged: Files are torn, or their bytes are not those that were saved.
         ConfigError: There is no such checkpoint, it cannot be converted, or the disk has too
             little room. Nothing has been written then.
         CheckpointFailed: A file could not be read or written; `output_dir` is as it was.
     """
     layout = read_layout(checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters)
     shards = plan(layout.weights, layout.tied, max_shard_size)
+    check_records(layout.weights.values())
     folder = Path(output_dir).expanduser()
     total = sum(shard.nbytes for shard in shards)
     bar = Bar(total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=not progress)
@@ -80,12 +83,14 @@ def load_fp32_state_dict(
         tied parameters are one tensor.
 
     Raises:
+        CheckpointDamaged: Files are torn, or their bytes are not those that were saved.
         ConfigError: There is no such checkpoint, or it cannot be converted.
         CheckpointFailed: A file could not be read.
     """
     import torch
 
     layout = read_layout(checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters)
+    check_records(layout.weights.values())
     state: dict[str, torch.Tensor] = {}
     with Reader() as reader:
         for name, weight in layout.weights.items():

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from nbaccel.deepspeed.weights.archive import read_outline
 from nbaccel.deepspeed.weights.stored import StoredTensor
-from nbaccel.errors import ConfigError
+from nbaccel.errors import CheckpointDamaged, ConfigError
 from nbaccel.units import counted, spans
 
 __all__ = ["Files", "find_files"]
@@ -31,6 +31,8 @@ _OPTIMIZER = re.compile(
 )
 _EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_.*")
 _ANY_STATES = "*_states.pt"
+_TAG = re.compile(r"[^/\\\x00-\x1f]+")
+_LONGEST_NAME = 255  # bytes, on the usual file systems
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ def _has_states(folder: Path) -> bool:
 def _latest(root: Path, tags: list[str]) -> str:
     latest = root / "latest"
     if latest.is_file():
-        return latest.read_text(encoding="utf-8").strip()
+        return _checked_tag(latest)
     if tags:
         raise ConfigError(
             f"{root} has no file `latest`, which would tell the tag of the last save. "
@@ -168,6 +170,20 @@ def _latest(root: Path, tags: list[str]) -> str:
         f"with *_states.pt in it, but {', '.join(names[:6]) or 'nothing at all'}. Give the folder "
         "that save_checkpoint was given."
     )
+
+
+def _checked_tag(latest: Path) -> str:
+    """The tag in a file `latest`: the name of a folder beside it, and not a way to elsewhere."""
+    with latest.open("rb") as file:
+        content = file.read(_LONGEST_NAME + 1)
+    tag = content.decode("utf-8", errors="replace").strip()
+    if len(content) > _LONGEST_NAME or tag in {"", ".", ".."} or not _TAG.fullmatch(tag):
+        raise CheckpointDamaged(
+            f"{latest} holds {tag[:60]!r}, and should hold the tag of the last save, which is the "
+            "name of a folder beside it: it is damaged, or not written by DeepSpeed. Say which "
+            "save is meant: tag=..."
+        )
+    return tag
 
 
 def _told_of_placeholders(path: Path) -> str:

@@ -32,10 +32,13 @@ from nbaccel.deepspeed.weights.folder import Files, find_files
 from nbaccel.deepspeed.weights.master import weights_of_stage_0
 from nbaccel.deepspeed.weights.stored import StoredTensor, Strip, Weight, num_elements
 from nbaccel.deepspeed.weights.swapped import swapped_in
-from nbaccel.errors import ConfigError
+from nbaccel.errors import CheckpointDamaged, ConfigError
 
 __all__ = ["Layout", "read_layout"]
 
+# What comes of entries that have another type than DeepSpeed gives them.
+_ODD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_MOST_RANKS = 2**20
 _STAGE_NAMES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
 _Shapes = Mapping[str, tuple[int, ...]]
 
@@ -73,10 +76,24 @@ def read_layout(
         The layout.
 
     Raises:
+        CheckpointDamaged: Files are torn, or not what DeepSpeed writes.
         ConfigError: There is no such checkpoint, it is not complete, or of a kind that cannot be
             put together without its model.
     """
     files = find_files(checkpoint_dir, tag)
+    try:
+        return _read(files, exclude_frozen_parameters)
+    except ConfigError:
+        raise
+    except _ODD as error:
+        raise CheckpointDamaged(
+            f"{files.folder} has files that do not tell what DeepSpeed's do "
+            f"({type(error).__name__}: {error}): they are damaged, or something else wrote them. "
+            "Convert a checkpoint that engine.save_checkpoint wrote (tag=...)."
+        ) from error
+
+
+def _read(files: Files, exclude_frozen_parameters: bool) -> Layout:
     first = files.model.get(0) or next(iter(files.model.values()))
     model = _model_states(first)
     if not files.optimizer:
@@ -157,8 +174,11 @@ def _stage(value: Any) -> int:
 
 
 def _count(state: Mapping[str, Any]) -> int:
-    count = state.get("partition_count", 1)
-    return max(count) if isinstance(count, (list, tuple)) else int(count)
+    told = state.get("partition_count", 1)
+    count = max(told) if isinstance(told, (list, tuple)) else int(told)
+    if not 0 < count <= _MOST_RANKS:
+        raise ValueError(f"partition_count is {told}")
+    return int(count)
 
 
 # ------------------------------------------------------------------------- the stages
@@ -259,7 +279,7 @@ def _frozen_of_stage_3(files: Files, model: Mapping[str, Any]) -> dict[str, Weig
     return {
         name: Weight.flat(
             name,
-            tuple(shape),
+            _shape(shape),
             _cut(
                 [(fragment[name].part(0, fragment[name].numel),) for fragment in fragments],
                 num_elements(shape),
@@ -271,9 +291,17 @@ def _frozen_of_stage_3(files: Files, model: Mapping[str, Any]) -> dict[str, Weig
 
 def _shapes(model: Mapping[str, Any]) -> list[_Shapes]:
     return [
-        {name: tuple(shape) for name, shape in group.items()}
+        {str(name): _shape(shape) for name, shape in group.items()}
         for group in model.get("param_shapes") or ()
     ]
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    """A shape of the file's; sizes below 0 would cancel out."""
+    sizes = tuple(shape)
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"{sizes} is no shape")
+    return sizes
 
 
 def _check_used(files: Files, where: str, used: int, there: int, slack: int) -> None:

@@ -7,20 +7,21 @@ wants them back, and of a model all pages would be touched.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbaccel.deepspeed.weights.stored import StoredTensor, Weight
-from nbaccel.errors import CheckpointFailed
+from nbaccel.deepspeed.weights.stored import Record, StoredTensor, Weight
+from nbaccel.errors import CheckpointDamaged, CheckpointFailed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CHUNK_BYTES", "Reader"]
+__all__ = ["CHUNK_BYTES", "Reader", "check_records"]
 
 CHUNK_BYTES = 4 * 2**20
 _MOST_OPEN = 256  # a checkpoint has a file per rank, and a process may open 1024 as a rule
@@ -31,6 +32,38 @@ _NUMPY = {
     "float16": "<f2",
     "bfloat16": "<u2",
 }
+
+
+def check_records(weights: Iterable[Weight]) -> None:
+    """Compare what will be read with its checksums: each record is read through once.
+
+    Args:
+        weights: Whose pieces will be read.
+
+    Raises:
+        CheckpointDamaged: Bytes are not what was saved; it names all files and records.
+    """
+    records = {piece.record for weight in weights for piece in weight.pieces if piece.record}
+    ordered = sorted(records, key=lambda record: (record.path, record.start))
+    damaged = [
+        f"{record.path} has flipped bits: the checksum of its record {record.name} "
+        f"({record.num_bytes:,} bytes) is wrong. Weights would be converted that nobody trained. "
+        "Copy it again, or convert another checkpoint (tag=...)."
+        for record in ordered
+        if record.crc is not None and _crc(record) != record.crc
+    ]
+    if damaged:
+        raise CheckpointDamaged(*damaged)
+
+
+def _crc(record: Record) -> int:
+    found, left, buffer = 0, record.num_bytes, memoryview(bytearray(CHUNK_BYTES))
+    with record.path.open("rb", buffering=0) as file:
+        file.seek(record.start)
+        while left and (count := file.readinto(buffer[:left])):
+            found = zlib.crc32(buffer[:count], found)
+            left -= count
+    return found
 
 
 class Reader:
@@ -80,7 +113,7 @@ class Reader:
 
     def _scattered(self, piece: StoredTensor, dtype: str) -> memoryview:
         """A tensor whose elements have gaps or another order; only buffers of modules are so."""
-        whole = piece.part(0, piece.extent)
+        whole = piece.span
         data = self._read(whole, memoryview(bytearray(whole.numel * whole.itemsize)))
         elements = np.frombuffer(data, dtype=f"V{piece.itemsize}")
         strides = [step * piece.itemsize for step in piece.stride]

@@ -15,7 +15,16 @@ from pathlib import Path
 
 from nbaccel.errors import ConfigError
 
-__all__ = ["DTYPES", "SAFETENSORS_CODES", "StoredTensor", "Strip", "Weight", "num_elements"]
+__all__ = [
+    "DTYPES",
+    "SAFETENSORS_CODES",
+    "Record",
+    "StoredTensor",
+    "Strip",
+    "Weight",
+    "misplaced",
+    "num_elements",
+]
 
 DTYPES = {
     "float64": ("F64", 8),
@@ -37,6 +46,8 @@ DTYPES = {
 
 SAFETENSORS_CODES = {code: name for name, (code, _) in DTYPES.items()}
 
+# A buffer may repeat its elements (`expand`); a file of a few bytes must not make gigabytes.
+_REPEATED, _REPEATED_BYTES = 16, 64 * 2**20
 _FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
@@ -46,8 +57,27 @@ def num_elements(shape: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Record:
+    """Bytes in an archive.
+
+    Attributes:
+        path: The archive.
+        name: What it is called there.
+        start: Its first byte in the file.
+        num_bytes: How many it has.
+        crc: Their CRC-32; None where the archive was saved without.
+    """
+
+    path: Path
+    name: str
+    start: int
+    num_bytes: int
+    crc: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file.
+    """A tensor in a file, within the record that holds its storage.
 
     Attributes:
         path: The file.
@@ -57,6 +87,7 @@ class StoredTensor:
         shape: Its shape.
         stride: Elements of the storage between neighbours, by dimension.
         ds_id: What DeepSpeed's swapper calls it; empty for most.
+        record: The record that it lies in; None where it has a file to itself.
     """
 
     path: Path
@@ -66,6 +97,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     ds_id: str = ""
+    record: Record | None = None
 
     @property
     def numel(self) -> int:
@@ -92,6 +124,11 @@ class StoredTensor:
         )
 
     @property
+    def span(self) -> StoredTensor:
+        """All elements of the storage from its first to its last, as one dimension."""
+        return replace(self, shape=(self.extent,), stride=(1,))
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether its elements lie one after the other, in their order."""
         expected = 1
@@ -102,8 +139,39 @@ class StoredTensor:
         return True
 
     def part(self, begin: int, numel: int) -> StoredTensor:
-        """Some of its elements, as a tensor of one dimension; it must have no gaps."""
+        """Some of its elements, as a tensor of one dimension.
+
+        Raises:
+            ValueError: It has gaps, or another order: its elements are not where they would be.
+        """
+        if not self.is_contiguous:
+            raise ValueError(f"a tensor of shape {self.shape} has the strides {self.stride}")
         return replace(self, offset=self.offset + begin, shape=(numel,), stride=(1,))
+
+
+def misplaced(tensor: StoredTensor, num_bytes: int) -> str:
+    """Why a tensor cannot lie in a record of some size; empty if it can.
+
+    Args:
+        tensor: What a pickle says of it, which may be anything.
+        num_bytes: The record's size.
+    """
+    numbers = (tensor.offset, *tensor.shape, *tensor.stride)
+    if len(tensor.shape) != len(tensor.stride) or not all(type(n) is int for n in numbers):
+        return f"has the shape {tensor.shape} and the strides {tensor.stride}, which fit no tensor"
+    if min(numbers) < 0:
+        return (
+            f"has a negative number in its offset, shape or strides "
+            f"({tensor.offset}, {tensor.shape}, {tensor.stride})"
+        )
+    there = num_bytes // tensor.itemsize
+    most = max(_REPEATED_BYTES, _REPEATED * num_bytes) // tensor.itemsize  # of stride 0
+    if tensor.numel and (tensor.offset + tensor.extent > there or tensor.numel > most):
+        return (
+            f"of shape {tensor.shape}, strides {tensor.stride} and offset {tensor.offset} needs "
+            f"more than the {there:,} elements that its record holds"
+        )
+    return ""
 
 
 class Strip:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -15,9 +16,10 @@ from huggingface_hub import save_torch_state_dict
 from nbaccel import atomic
 from nbaccel.config.mistakes import shown
 from nbaccel.deepspeed.weights.placeholders import check_whole
-from nbaccel.errors import ConfigError
+from nbaccel.errors import CheckpointDamaged, ConfigError
+from nbaccel.intact import OLD_TORCH_FORMAT
 
-__all__ = ["read", "save", "save_model"]
+__all__ = ["outline", "read", "save", "save_model"]
 
 _FAMILIES = {True: "model{suffix}.safetensors", False: "pytorch_model{suffix}.bin"}
 
@@ -25,19 +27,70 @@ _FAMILIES = {True: "model{suffix}.safetensors", False: "pytorch_model{suffix}.bi
 # ------------------------------------------------------------------------- reading
 
 
-def read(path: Path, **options: Any) -> Any:
+def read(path: Path, *, allowed: Iterable[Any] = (), **options: Any) -> Any:
     """Read what ``torch.save`` wrote, without running code that might be in it.
 
     Args:
         path: The file.
-        **options: Of ``torch.load``; ``weights_only=False`` allows any pickle.
+        allowed: Further classes that it may hold instances of.
+        **options: Of ``torch.load``; ``weights_only=False`` allows any pickle, which may run code.
 
     Returns:
         Tensors, numbers, text and numpy arrays in containers.
+
+    Raises:
+        CheckpointDamaged: It cannot be read, or holds something else.
     """
     options = {"weights_only": True, "map_location": "cpu", **options}
-    with torch.serialization.safe_globals(_numpy_globals()):
-        return torch.load(path, **options)
+    try:
+        # Leaving the block takes its classes off the list, those too that the user had put there.
+        known = set(torch.serialization.get_safe_globals())
+        with torch.serialization.safe_globals(list({*_numpy_globals(), *allowed} - known)):
+            return torch.load(path, **options)
+    except (MemoryError, ModuleNotFoundError):
+        raise  # the machine's fault, not the file's
+    except Exception as error:  # a damaged pickle can raise anything
+        # Without torch's own advice, which is to let the file run whatever it says.
+        raise CheckpointDamaged(_why_unreadable(path, error)) from None
+
+
+def outline(path: Path, **options: Any) -> Any:
+    """Read what ``torch.save`` wrote, but for the numbers: tensors are on ``meta``.
+
+    Args:
+        path: The file.
+        **options: As of :func:`read`.
+
+    Returns:
+        As :func:`read`; nothing of the numbers was in memory, unless torch is older than 1.6 that
+        wrote the file.
+
+    Raises:
+        CheckpointDamaged: It cannot be read, or holds something else.
+    """
+    with path.open("rb") as file:
+        is_old = file.read(len(OLD_TORCH_FORMAT)) == OLD_TORCH_FORMAT
+    return read(path, **{**options, "map_location": "cpu" if is_old else "meta"})
+
+
+def _why_unreadable(path: Path, error: Exception) -> str:
+    named = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
+    if named:
+        return (
+            f"{path} holds a {named[1]}: only numbers, text, tensors and plain containers are "
+            "read, because a pickle of anything else can run any code. Nothing of it was run or "
+            "loaded. If you wrote this file yourself and nobody could change it, "
+            "torch.serialization.add_safe_globals allows this class, and "
+            "load_state(..., load_kwargs={'weights_only': False}) all."
+        )
+    reason = str(error).partition("\n")[0][:200] or "it ends too early"
+    if "weights_only" in reason:
+        reason = "it is no pickle of plain data"
+    return (
+        f"{path} cannot be read ({type(error).__name__}: {reason}): it is truncated, damaged or "
+        "of something else. Nothing has been loaded. Load another checkpoint, or copy the file "
+        "again from where it was saved."
+    )
 
 
 def _numpy_globals() -> list[Any]:

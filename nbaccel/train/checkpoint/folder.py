@@ -7,6 +7,7 @@
     writes its files                write their files
     waits for the disk              wait for the disk
         ◄── everybody says: written, or what went wrong ──►
+    notes sizes and checksums
     ckpt → .ckpt.old  (if there)
     .ckpt.partial-3f9a → ckpt
     .ckpt.old → gone                go on when process 0 is through
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nbaccel.abc.place import Place
-from nbaccel.atomic import sync, sync_tree
+from nbaccel.atomic import claimed, clear_leftovers, sync, sync_tree
 from nbaccel.errors import (
     CheckpointFailed,
     CollectiveMismatch,
@@ -38,7 +39,7 @@ from nbaccel.errors import (
     ConfigError,
     UserMistake,
 )
-from nbaccel.train.checkpoint import layout
+from nbaccel.train.checkpoint import layout, manifest
 from nbaccel.train.collectives import Collectives
 from nbaccel.units import format_bytes
 
@@ -83,22 +84,24 @@ def new_checkpoint(
         CheckpointFailed: On every process, if any failed; what was there before is as it was.
     """
     site = _agree_on_names(target, collectives)
-    owns = _break_ground(site, place, collectives, series)
-    try:
-        error = None
+    with contextlib.ExitStack() as held:
+        owns = _break_ground(site, place, collectives, series, held)
         try:
-            yield site.partial, site.target
-            sync_tree(site.partial)
-        except _TOGETHER:
-            raise  # nobody is left to tell
-        except Exception as caught:  # whatever it is, the others must hear of it
-            error = caught
-        _all_written(site, collectives, error)
-    except BaseException:  # an interrupt, too, leaves nothing behind
-        if owns:
-            shutil.rmtree(site.partial, ignore_errors=True)
-        raise
-    _publish_together(site, owns, collectives)
+            error = None
+            try:
+                yield site.partial, site.target
+                sync_tree(site.partial)
+            except _TOGETHER:
+                raise  # nobody is left to tell
+            except Exception as caught:  # whatever it is, the others must hear of it
+                error = caught
+            _all_written(site, collectives, error)
+            _note_contents(site, owns, collectives)
+        except BaseException:  # an interrupt, too, leaves nothing behind
+            if owns:
+                shutil.rmtree(site.partial, ignore_errors=True)
+            raise
+        _publish_together(site, owns, collectives)
 
 
 def _agree_on_names(target: Path, collectives: Collectives) -> _Site:
@@ -118,26 +121,36 @@ def _old(target: Path) -> Path:
     return target.with_name(f".{target.name}.old")
 
 
-def _break_ground(site: _Site, place: Place, collectives: Collectives, series: bool) -> bool:
-    """Make the partial folder, once per file system; returns whether this process did."""
+def _break_ground(
+    site: _Site,
+    place: Place,
+    collectives: Collectives,
+    series: bool,
+    held: contextlib.ExitStack,
+) -> bool:
+    """Make the partial folder, once per file system; returns whether this process did.
+
+    Its claim on the folder is given to `held`.
+    """
     what = f"save_state({str(site.target)!r})"
     owns = place.is_main
     with all_fine(collectives, what):
         if owns:
-            _make(site, series)
+            _make(site, series, held)
     if place.world_size == place.local_world_size:
         return owns
     with all_fine(collectives, what):
         if place.is_local_main and not site.partial.exists():
             owns = True
-            _make(site, series)
+            _make(site, series, held)
     return owns
 
 
-def _make(site: _Site, series: bool) -> None:
+def _make(site: _Site, series: bool, held: contextlib.ExitStack) -> None:
     _check(site.target)
     site.target.parent.mkdir(parents=True, exist_ok=True)
     _clear_up(site, series)
+    held.enter_context(claimed(site.partial))
     site.partial.mkdir()
 
 
@@ -163,13 +176,20 @@ def _clear_up(site: _Site, series: bool) -> None:
         else:
             site.old.rename(site.target)
     stem = r"checkpoint_\d+" if series else re.escape(site.target.name)
-    pattern = re.compile(rf"\.{stem}\.partial-[0-9a-f]+")
-    for path in site.target.parent.iterdir():
-        if pattern.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+    clear_leftovers(site.target.parent, stem)
 
 
 # ------------------------------------------------------------------------- the step
+
+
+def _note_contents(site: _Site, owns: bool, collectives: Collectives) -> None:
+    error = None
+    try:
+        if owns:
+            manifest.write(site.partial)
+    except Exception as caught:  # whatever it is, the others must hear of it
+        error = caught
+    _all_written(site, collectives, error)
 
 
 def _publish_together(site: _Site, owns: bool, collectives: Collectives) -> None:

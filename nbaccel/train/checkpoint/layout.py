@@ -14,6 +14,7 @@ its documentation promises, is written here, too.
     random_states_0.pkl, …                        generators by rank, and the accumulation step
     gradients_0.bin, …                            by rank, of a save amid a group of batches
     custom_checkpoint_0.pkl, …                    registered objects
+    nbaccel_manifest.json                         sizes and checksums of all these, when saved
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ SAFE, UNSAFE = "model.safetensors", "pytorch_model.bin"
 OPTIMIZER, SCHEDULER, SCALER = "optimizer.bin", "scheduler.bin", "scaler.pt"
 SAMPLER, STATEFUL = "sampler.bin", "dl_state_dict.bin"
 CUSTOM = "custom_checkpoint_{}.pkl"
+MANIFEST = "nbaccel_manifest.json"
 SHARDED_OPTIMIZER = "optimizer_{}"
 SHARD_KINDS = {
     "fsdp": re.compile(r"pytorch_model_fsdp_(\d+)"),
@@ -41,7 +43,7 @@ _PART = re.compile(
     r"|(optimizer|scheduler)(_\d+)?\.bin|(sampler|dl_state_dict)(_\d+)?(_rank\d+)?\.bin"
     r"|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
     r"|gradients_\d+\.bin|pytorch_model_fsdp_\d+|optimizer_\d+"
-    r"|pytorch_model(_\d+)?|latest|zero_to_(fp32|torch)\.py)"
+    r"|pytorch_model(_\d+)?|latest|zero_to_(fp32|torch)\.py|nbaccel_manifest\.json)"
 )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from nbaccel import Accelerator, DeepSpeedPlugin
 from nbaccel.errors import NbaccelError
 from nbaccel.utils import DummyOptim, DummyScheduler
+from tests.damage import damaged_copy
 from tests.deepspeed.strategy.runs import loader, net
 
 
@@ -73,6 +74,36 @@ def checkpoints(folder: Path) -> dict[str, Any]:
 
 def sorted_names(folder: Path) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())
+
+
+DAMAGED = {  # file and damage
+    "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt": ("truncated", "empty", "missing", "flipped"),
+    "zero_pp_rank_1_mp_rank_00_model_states.pt": ("truncated", "flipped"),
+}
+
+
+def damaged(folder: Path) -> dict[str, tuple[str, bool]]:
+    """Checkpoints of which a shard is damaged: what is told, and whether weights stayed."""
+    first, model, optimizer = start(3, precision="bf16")
+    some_steps(first, model, optimizer)
+    saved = first.save_state(folder / "whole")
+    second, other, stepper = start(3, seed=1, precision="bf16")
+    some_steps(second, other, stepper, count=1)
+    found = {}
+    for name, damages in DAMAGED.items():
+        for damage in damages:
+            copy = folder / f"{damage} {name}"
+            if first.is_main_process:
+                damaged_copy(saved, copy, f"pytorch_model/{name}", damage)
+                if damage == "missing":  # as by an older version: only DeepSpeed's files tell
+                    (copy / "nbaccel_manifest.json").unlink()
+            first.wait_for_everyone()
+            before = second.get_state_dict(other)
+            told = refusal(second.load_state, copy)
+            after = second.get_state_dict(other)
+            same = all(torch.equal(before[key], after[key]) for key in before)
+            found[f"{damage} {name}"] = (told, same)
+    return found
 
 
 def weights_alone(folder: Path) -> dict[str, Any]:
@@ -377,6 +408,7 @@ STORIES = {
     story.__name__: story
     for story in (
         checkpoints,
+        damaged,
         weights_alone,
         two_models,
         two_schedules,

@@ -52,6 +52,20 @@ def test_a_checkpoint_of_two_processes_is_refused_by_one(told, folder):
         notebook_launcher(load, num_processes=1, start_method="template")
 
 
+def test_a_damaged_shard_is_named_to_all_before_anything_is_loaded(told):
+    first, second = (rank["damaged"] for rank in told)
+    assert len(first) == 6
+    for case, (text, is_as_before) in first.items():
+        damage, _, name = case.partition(" ")
+        assert (text, is_as_before) == second[case], "both are told the same"
+        assert text.startswith("CheckpointDamaged: "), case
+        assert is_as_before, case
+        if damage == "missing":
+            assert "saved by 2 processes, and the optimizer's states of rank 1 are missing" in text
+        else:
+            assert name in text
+
+
 def test_whole_weights_come_out_of_shards_and_go_into_them(told, folder):
     first, second = (rank["weights_alone"] for rank in told)
     assert first["files"] == ["model.safetensors"]

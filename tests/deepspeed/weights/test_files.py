@@ -250,7 +250,7 @@ def test_an_interrupt_leaves_what_was_there(tmp_path, error):
     def write():
         with publishing(out, shards) as workshop:
             for _ in write_shard(shards[0], workshop, source):
-                assert len(names(out)) == 3, "the workshop is in the folder, on the same disk"
+                assert len(names(out)) == 4, "workshop and lock are there, on the same disk"
 
     with pytest.raises(error):
         write()

@@ -55,7 +55,7 @@ def test_a_folder_of_that_name_is_replaced_and_a_users_files_stay(tmp_path):
     (target / "notes" / "mine.txt").write_text("keep")
     build(target)
     assert names(tmp_path) == ["ckpt"]
-    assert names(target) == ["notes", "optimizer.bin"]
+    assert names(target) == ["nbaccel_manifest.json", "notes", "optimizer.bin"]
     assert (target / "optimizer.bin").read_text() == "new"
     assert (target / "notes" / "mine.txt").read_text() == "keep"
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
+import re
+import shutil
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +22,13 @@ from nbaccel.config.handlers import (
     FullyShardedDataParallelPlugin,
     GradScalerKwargs,
 )
-from nbaccel.errors import ConfigError
+from nbaccel.errors import ConfigError, NbaccelError
 from nbaccel.precision.native import Fp32
 from nbaccel.strategies.fsdp import FsdpStrategy
+from nbaccel.strategies.shard_files import read_metadata
 from nbaccel.train.arrival import arrive
 from nbaccel.train.checkpoint import load_state, save_state
+from tests import damage
 from tests.train.checkpoint.training import ALONE, Training
 
 KINDS = pytest.mark.parametrize("in_shards", [True, False])
@@ -77,6 +85,104 @@ def test_a_sharded_training_comes_back(tmp_path, in_shards):
     assert loaded == saved
     by_three, *_ = debug_launcher(load_sharded, args=(str(folder),), num_processes=3)
     assert by_three == saved
+
+
+class Runs:
+    """Unpickled without care, it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def evil_entry(folder: Path, code: Path) -> None:
+    """Put an object that runs code in the place of an optimizer's setting."""
+    metadata = read_metadata(folder)
+    index = next(i for i in metadata.storage_data if i.fqn.startswith("optimizer.param_groups"))
+    info = metadata.storage_data[index]
+    path = folder / info.relative_path
+    stream = io.BytesIO()
+    torch.save(Runs(code), stream)
+    metadata.storage_data[index] = replace(
+        info, offset=path.stat().st_size, length=len(stream.getvalue())
+    )
+    with path.open("ab") as file:
+        file.write(stream.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def flip_in_a_tensor(folder: Path) -> None:
+    metadata = read_metadata(folder)
+    index = next(i for i in metadata.storage_data if i.fqn == "model.first.weight")
+    info = metadata.storage_data[index]
+    path = folder / info.relative_path
+    content = bytearray(path.read_bytes())
+    part = bytes(content[info.offset : info.offset + info.length])
+    with zipfile.ZipFile(io.BytesIO(part)) as archive:
+        record = next(n for n in archive.namelist() if "/data/0" in n)
+        begin = part.index(archive.read(record))
+    content[info.offset + begin] ^= 1
+    path.write_bytes(content)
+
+
+def damaged_shards(saved: Path, to: Path) -> dict[str, Path]:
+    """Copies of a checkpoint, each with a damage; those without a manifest are as others write."""
+    name = "pytorch_model_fsdp_0"
+    made = {}
+    for kind in ("truncated", "missing", "flipped", "evil entry", "evil metadata", "no metadata"):
+        folder = to / kind
+        shutil.copytree(saved, folder)
+        shard = next(iter(sorted((folder / name).glob("*.distcp"))))
+        code = to / f"{kind} was here"
+        {
+            "truncated": lambda path=shard: damage.truncate(path),
+            "missing": lambda path=shard: path.unlink(),
+            "flipped": lambda path=folder: flip_in_a_tensor(path / name),
+            "evil entry": lambda path=folder, code=code: evil_entry(path / name, code),
+            "evil metadata": lambda path=folder, code=code: (path / name / ".metadata").write_bytes(
+                pickle.dumps(Runs(code))
+            ),
+            "no metadata": lambda path=folder: (path / name / ".metadata").unlink(),
+        }[kind]()
+        (folder / "nbaccel_manifest.json").unlink()
+        made[kind] = folder
+    return made
+
+
+def load_damaged(folders: dict[str, str]) -> dict[str, tuple[str, bool]]:
+    training = sharded(9, in_shards=True)
+    training.step(1)
+    before = whole(training)
+    told = {}
+    for kind, folder in folders.items():
+        try:
+            load_state(folder, training.parts, training.place, training.collectives)
+            text = ""
+        except NbaccelError as error:
+            text = f"{type(error).__name__}: {error}"
+        told[kind] = (text, whole(training) == before)
+    return told
+
+
+def test_damaged_shards_are_named_to_all_before_anything_is_loaded(tmp_path):
+    debug_launcher(save_sharded, args=(str(tmp_path / "ckpt"), True))
+    folders = {k: str(v) for k, v in damaged_shards(tmp_path / "ckpt", tmp_path / "bad").items()}
+    first, second = debug_launcher(load_damaged, args=(folders,))
+    words = {
+        "truncated": r"\.distcp has [\d,]+ bytes, and its shards end at byte [\d,]+: it is trunc",
+        "missing": r"\.distcp is missing",
+        "flipped": r"\.distcp has flipped bits: the checksum of its record archive/data/0",
+        "evil entry": r"\.distcp holds something else than plain data as optimizer.param_groups",
+        "evil metadata": r"\.metadata cannot be read .*posix.mkdir, which may run code",
+        "no metadata": r"\.metadata is missing, which tells where the shards lie",
+    }
+    for kind, (text, is_as_before) in first.items():
+        assert (text, is_as_before) == second[kind]
+        assert re.search(words[kind], text), (kind, text)
+        assert is_as_before, kind
+    assert not list((tmp_path / "bad").glob("*was here")), "code was run"
 
 
 def test_a_whole_one_is_read_without_sharding(tmp_path):
