@@ -113,7 +113,7 @@ class Ending:
             end_group(member.pid)
             return _KILL_S
         if step is Step.INTERRUPT:
-            send(member, signal.SIGINT)
+            interrupt(member)
             return _ANSWER_S
         if step is Step.TERMINATE:
             send(member, signal.SIGTERM)
@@ -128,7 +128,14 @@ def _dismiss(member: Member) -> float:
     """Let a worker leave that is done; returns how many seconds it gets to do so."""
     with contextlib.suppress(OSError):  # it has gone by itself
         member.channel.send(wire.Leave())
+    send(member, signal.SIGCONT)
     return _UNWIND_S
+
+
+def interrupt(member: Member) -> None:
+    """Let a worker raise KeyboardInterrupt; one that somebody has stopped (SIGSTOP) goes on."""
+    send(member, signal.SIGINT)
+    send(member, signal.SIGCONT)
 
 
 def send(member: Member, signum: int) -> None:

@@ -28,9 +28,12 @@ class Remains:
     slots: dict[str, Any]
     """What its class keeps elsewhere: `OSError.errno`, `StopIteration.value`."""
 
-    def bare(self) -> Remains:
-        """Its type alone: for one whose parts cannot travel."""
-        return Remains(self.kind, (), {}, {})
+    def in_reserve(self) -> Iterator[Remains]:
+        """This, and what can be sent in its place if it cannot: ever less of it."""
+        yield self
+        for kind in self.kind.__mro__:
+            if issubclass(kind, Exception) and kind is not Exception:
+                yield Remains(kind, (), {}, {})
 
     def revive(self, base: type[BaseException], names: dict[str, Any]) -> BaseException:
         """A new exception that is of this type and of `base`.
@@ -43,7 +46,10 @@ class Remains:
         # The `__new__` that the joined type inherits is that of `base`, which Python refuses where
         # the other type has a memory layout of its own (OSError, UnicodeError, ExceptionGroup).
         native = next(c for c in self.kind.__mro__ if not c.__flags__ & _HEAP_TYPE)
-        found: BaseException = native.__new__(joined, *self.args)
+        try:
+            found: BaseException = native.__new__(joined, *self.args)
+        except TypeError:  # MemoryError: it has a `__new__` of its own, but the common layout
+            found = base.__new__(joined, *self.args)
         found.__dict__.update(self.attributes)
         for slot, value in self.slots.items():
             with contextlib.suppress(AttributeError, TypeError):  # some can only be read

@@ -147,6 +147,7 @@ class Supervisor(Listener):
             self._ending.hurry()
             return
         self.interrupted = True
+        self.end_is_near()
         self._ending = Ending(self.members, grace_s=0.0, ask_stacks=False)
 
     def on_sentinel(self) -> None:
@@ -170,4 +171,5 @@ class Supervisor(Listener):
     # ---- ending
 
     def _end(self, *, grace_s: float) -> None:
+        self.end_is_near()
         self._ending = Ending(self.members, grace_s=grace_s, ask_stacks=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
+import signal
 import time
 from collections.abc import Iterable, Sequence
 
@@ -25,6 +27,14 @@ def dispose(fds: Sequence[int]) -> None:
             channel.send(wire.Dispose(), fds)
         channel.close()
     memory.close_all(fds)
+
+
+def go_on() -> None:
+    """Let the template process go on if somebody has stopped it (SIGSTOP): it reaps the workers."""
+    pid = warmup.current_pid()
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 class TemplateStarter:

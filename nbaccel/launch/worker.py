@@ -310,17 +310,17 @@ def report(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     now = time.monotonic()
     record = failure.Record(rank=rank, time=now, raised=failure.describe(error))
-    flush()
-    whole = remains.take(error)
-    for part in (whole, whole.bare()):
+    for part in remains.take(error).in_reserve():
         try:
             packed, fd = pack(part)
         except BaseException:  # noqa: S112  (the user's own __reduce__ may raise anything)
             continue
         with memory.closing(fd):
             channel.send(wire.Failed(now, record, packed), [fd])
-        return
-    channel.send(wire.Failed(now, record, None))  # its description says what it was
+        break
+    else:
+        channel.send(wire.Failed(now, record, None))  # its description says what it was
+    flush()  # not before: it may have to wait until the notebook has read what was printed
 
 
 def _call(call: Call) -> Any:
