@@ -27,11 +27,12 @@ from nbaccel.launch import publish, wire
 from nbaccel.launch.folding import Folding, Item, Line, Rich, stream_of
 from nbaccel.launch.lines import Lines
 from nbaccel.launch.pacing import LINE_CHARS, WHOLE_CHARS, Amount, Pace
-from nbaccel.units import spans
+from nbaccel.units import shortened, spans
 
 TICK_S = 0.1
 HOLD_S = 0.15
 _LAST_LINES = 20
+_TAIL_CHARS = 2_000
 
 _TOO_MUCH = (
     f"more than {WHOLE_CHARS // 1_000_000} MB have been printed here. From now on, of what is "
@@ -111,7 +112,7 @@ class Console:
     def _queue(self, rank: int, stream: str, lines: Sequence[str]) -> None:
         self._waiting.add_lines(rank, time.monotonic(), stream, lines)
         last = itertools.islice(filter(str.strip, reversed(lines)), _LAST_LINES)
-        self._tails[rank].extend(reversed([*last]))
+        self._tails[rank].extend(shortened(line, _TAIL_CHARS) for line in reversed([*last]))
 
     # ---- too much of it
 

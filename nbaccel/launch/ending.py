@@ -59,12 +59,10 @@ class Ending:
     Args:
         members: Those to end.
         grace_s: Seconds before anything is done to them.
-        ask_stacks: Whether to ask each where it is first.
     """
 
-    def __init__(self, members: Iterable[Member], *, grace_s: float, ask_stacks: bool) -> None:
+    def __init__(self, members: Iterable[Member], *, grace_s: float) -> None:
         self.began = time.monotonic()
-        self._ask_stacks = ask_stacks
         self._courses = {
             id(m): _Course(Step.WAIT, self.began + grace_s) for m in members if not m.has_ended
         }
@@ -104,7 +102,7 @@ class Ending:
     def _act(self, step: Step, member: Member) -> float:
         """Carry a step out; returns how many seconds it gets to have an effect."""
         if step is Step.STACK:
-            asking = self._ask_stacks and member.is_busy and member.tells_its_stack
+            asking = member.is_busy and member.tells_its_stack
             if asking:
                 send(member, STACK_SIGNAL)
             return _STACK_S if asking else 0.0

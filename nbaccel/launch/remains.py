@@ -13,6 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from nbaccel.launch.wrapped import unwrap
+from nbaccel.units import shortened
+
+_MOST_CHARS = 1_000_000
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a `class` statement
 _SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
@@ -59,8 +63,17 @@ class Remains:
 
 def take(error: BaseException) -> Remains:
     """Take an exception apart; traceback, causes and notes are described elsewhere."""
-    attributes = {k: v for k, v in vars(error).items() if k != "__notes__"}
-    return Remains(type(error), error.args, attributes, dict(_slots(error)))
+    original = unwrap(error)
+    if original is not None:  # its parts have not come out of the process that it is from
+        return Remains(original.kind, (), {}, {})
+    attributes = {k: _short(v) for k, v in vars(error).items() if k != "__notes__"}
+    slots = {name: _short(value) for name, value in _slots(error)}
+    return Remains(type(error), tuple(map(_short, error.args)), attributes, slots)
+
+
+def _short(value: Any) -> Any:
+    """A message of a hundred megabytes does not travel: who handles it wants its type."""
+    return shortened(value, _MOST_CHARS) if type(value) is str else value
 
 
 def _slots(error: BaseException) -> Iterator[tuple[str, Any]]:

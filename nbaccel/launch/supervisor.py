@@ -148,7 +148,7 @@ class Supervisor(Listener):
             return
         self.interrupted = True
         self.end_is_near()
-        self._ending = Ending(self.members, grace_s=0.0, ask_stacks=False)
+        self._ending = Ending(self.members, grace_s=0.0)
 
     def on_sentinel(self) -> None:
         """Workers may have ended."""
@@ -172,4 +172,4 @@ class Supervisor(Listener):
 
     def _end(self, *, grace_s: float) -> None:
         self.end_is_near()
-        self._ending = Ending(self.members, grace_s=grace_s, ask_stacks=True)
+        self._ending = Ending(self.members, grace_s=grace_s)

@@ -30,7 +30,17 @@ from torch import nn
 
 from nbaccel import _accelerate, _catalog, env
 from nbaccel.errors import InputRefused, InternalError
-from nbaccel.launch import display, failure, precision, process_groups, remains, reporting, wire
+from nbaccel.launch import (
+    by_value,
+    display,
+    failure,
+    precision,
+    process_groups,
+    remains,
+    reporting,
+    wire,
+)
+from nbaccel.launch.own_process import own_process
 from nbaccel.launch.sharing import arena, memory, parcel, shards
 from nbaccel.launch.sharing.home import Homebound, Manifest
 from nbaccel.topology import Topology
@@ -156,6 +166,7 @@ def settle(post: wire.Post, fds: list[int]) -> Seat:
     device.enter_worker(place.local_rank)
     process_groups.keep()
     _refuse_questions(place.rank)
+    by_value.send_notebook_classes()
     store = process_groups.serve_store(place, fds.pop()) if post.serves_store else None
     return Seat(place=place, device=str(device.torch_device(place.local_rank)), store=store)
 
@@ -325,7 +336,8 @@ def report(
 
 def _call(call: Call) -> Any:
     try:
-        return call.function(*call.args)
+        with own_process():
+            return call.function(*call.args)
     except SystemExit as error:
         if error.code not in (None, 0):
             raise
