@@ -22,10 +22,12 @@ def dispose(fds: Sequence[int]) -> None:
     """Close descriptors of big files; in the template process if there is one."""
     boot = warmup.current()
     if boot is not None and fds:  # one that is still importing closes them when it is through
-        channel = wire.Channel(boot.socket.dup())
-        with contextlib.suppress(OSError):  # it is going down: then the last reference is ours
+        # It is going down, or no descriptor is left for the copy: then the last reference is ours.
+        with (
+            contextlib.suppress(OSError),
+            contextlib.closing(wire.Channel(boot.socket.dup())) as channel,
+        ):
             channel.send(wire.Dispose(), fds)
-        channel.close()
     memory.close_all(fds)
 
 

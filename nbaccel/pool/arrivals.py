@@ -1,11 +1,15 @@
 """The modules that came to a worker by an arena: what happens to their weights there.
 
-    arena file ◄──────── write_home: rank 0's changed pages; of sharded tensors everyone's piece
+    staging files ◄───── write_home: rank 0's changed pages; of sharded tensors everyone's piece
+        │ read by the notebook, once every rank has written all of it
+    arena file
         │ private map
     worker's tensors ──► settle: pages that equal the file are given back, and shared again
                      ◄── adopt: the notebook wrote to the weights: what was written here goes
 
 A tensor that left the arena (moved to a device, sharded, given another dtype) is copied instead.
+Where an optimizer is about to step most of an arena, rank 0 trains in a file of its own, which then
+is its staging file: see [Note: training in place] in `launch.sharing.home`.
 """
 
 from __future__ import annotations
@@ -13,14 +17,17 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from nbaccel.errors import InternalError
 from nbaccel.launch.sharing import home, memory, shards
@@ -64,17 +71,25 @@ class Arrivals:
     Args:
         rank: The worker's rank.
         num_nodes: Machines that take part.
+        share_back: Whether weights go home; if not, nothing is prepared for that.
     """
 
-    def __init__(self, *, rank: int, num_nodes: int = 1) -> None:
+    def __init__(self, *, rank: int, num_nodes: int = 1, share_back: bool = True) -> None:
         self._rank = rank
         self._num_nodes = num_nodes
+        self._share_back = share_back
         self._arenas: dict[str, _Arena] = {}
         self._modules: dict[str, tuple[home.Manifest, nn.Module]] = {}
         self._at_home: dict[str, Hashable] = {}
         """Of the tensors that left the arena: the state in which they last came home."""
         self._has_stepped = False
         self._held = shards.Held()
+        self._trained: dict[str, int] = {}
+        """Descriptors of the files that this rank trains in, by key of the arena."""
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers that have been looked at since weights came home last."""
+        self._handed_over: frozenset[str] = frozenset()
+        """Keys of the arenas of which every byte was in the last report."""
         _tell_of_steps(self)
 
     @property
@@ -108,6 +123,7 @@ class Arrivals:
             self._at_home.pop(key, None)
         for key in arenas:
             self._arenas.pop(key, None)
+            self._stop_training_in(key)
 
     # ------------------------------------------------------------------- from the notebook
 
@@ -140,7 +156,7 @@ class Arrivals:
                 if owner == name
             )
             for start, stop in spans:
-                _let_go(arena, start, min(stop, arena.mapping.nbytes))
+                self._let_go(name, start, min(stop, arena.mapping.nbytes))
         with torch.no_grad():
             for slot, tensor, mapping in self._departed(manifest, module):
                 if shards.whole_shape(tensor) == slot.shape:
@@ -149,9 +165,13 @@ class Arrivals:
 
     # ------------------------------------------------------------------- to the notebook
 
-    def dirty(self) -> bool:
-        """Whether there may be weights that the notebook has not got yet."""
-        return bool(self._changed_modules())
+    def dirty(self) -> tuple[str, ...]:
+        """Keys of the modules whose weights the notebook may not have got yet."""
+        return tuple(self._changed_modules())
+
+    def _used_by(self, modules: Iterable[str]) -> tuple[str, ...]:
+        used = {name for key in modules for name, _ in self._modules[key][0].slots}
+        return tuple(sorted(used & self._arenas.keys()))
 
     def _changed_modules(self) -> list[str]:
         written = self._written() if self._rank == 0 else {}
@@ -163,7 +183,11 @@ class Arrivals:
 
     def _written(self) -> dict[str, list[memory.Range]]:
         used = {name for manifest, _ in self._modules.values() for name, _ in manifest.slots}
-        return {key: self._arenas[key].mapping.written() for key in used if key in self._arenas}
+        return {key: self._written_to(key) for key in used if key in self._arenas}
+
+    def _written_to(self, key: str) -> list[memory.Range]:
+        mapping = self._arenas[key].mapping
+        return [(0, mapping.nbytes)] if key in self._trained else mapping.written()
 
     def _has_changed_elsewhere(self, key: str) -> bool:
         state = self._departed_state(key)
@@ -189,38 +213,105 @@ class Arrivals:
                 continue
             yield slot, tensor, arena.mapping
 
-    def write_home(self) -> home.HomeReport:
-        """Write what this rank owes of the changed modules into the arena files."""
-        changed = self._changed_modules()
-        modules = [self._modules[key] for key in changed]
-        used = {name for manifest, _ in modules for name, _ in manifest.slots}
-        arenas = {key: self._arenas[key] for key in used if key in self._arenas}
+    def write_home(self, staging: Mapping[str, int]) -> tuple[home.HomeReport, dict[str, int]]:
+        """Write what this rank owes of the changed modules into staging files.
+
+        Args:
+            staging: Descriptors of the notebook's staging files by key of the arena. A module that
+                lies in others as well stays here.
+
+        Returns:
+            What was written, and the files of this rank's own that hold whole arenas, by key: their
+            descriptors stay this object's.
+        """
+        changed = [k for k in self._changed_modules() if staging.keys() >= set(self._used_by([k]))]
+        keys = self._used_by(changed)
+        trained = {key: self._trained[key] for key in keys if key in self._trained}
         report = home.Homebound(
             rank=self._rank,
-            modules=modules,
-            mappings={key: arena.mapping for key, arena in arenas.items()},
-            staging={key: arena.fd for key, arena in arenas.items()},
+            modules=[self._modules[key] for key in changed],
+            mappings={key: self._arenas[key].mapping for key in keys},
+            staging={key: staging[key] for key in keys},
             num_nodes=self._num_nodes,
             held=self._held,
+            trained=trained,
         ).write()
-        for key in changed:
-            self._at_home[key] = self._departed_state(key)
-        self._has_stepped = False
-        return report
+        stays = {
+            key
+            for m, _ in self._modules.values()
+            if m.path in report.stranded
+            for key, _ in m.slots
+        }
+        self._handed_over = frozenset(trained.keys() - stays)
+        return report, trained
 
     def settle(self) -> None:
-        """Give back the private pages that say what the arena says."""
+        """The notebook has the weights: give back private pages that are equal to the arena's."""
+        for key in self._modules:
+            self._at_home[key] = self._departed_state(key)
+        self._has_stepped = False
+        self._seen.clear()
         for key, spans in self._written().items():
             arena = self._arenas[key]
+            if key in self._trained:
+                self._move_back(key, arena)
+                continue
             shared = arena.as_the_notebook_sees_it().bytes()
             own = arena.mapping.bytes()
             for start, stop in _equal(own, shared, spans):
                 arena.mapping.give_back(start, stop)
 
+    def _move_back(self, key: str, arena: _Arena) -> None:
+        """Map the arena again, privately; what it does not say is kept as private pages."""
+        own, kept = arena.mapping.bytes(), []
+        if key not in self._handed_over:
+            shared = arena.as_the_notebook_sees_it().bytes()
+            kept = [(at, own[slice(*at)].copy()) for at in _different(own, shared)]
+        arena.mapping.replace(arena.fd, private=True)
+        for (start, stop), values in kept:
+            own[start:stop] = values
+        self._stop_training_in(key)
+
+    def _stop_training_in(self, key: str) -> None:
+        fd = self._trained.pop(key, None)
+        if fd is not None:
+            os.close(fd)
+
+    def _let_go(self, key: str, start: int, stop: int) -> None:
+        """Let these bytes be the notebook's again, and no others."""
+        arena = self._arenas[key]
+        if key in self._trained:
+            memory.read_at(arena.fd, arena.mapping.view(start, stop), start)
+        else:
+            _let_go(arena, start, stop)
+
+    # ------------------------------------------------------------------- while it is trained
+
+    def about_to_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to make a step: let rank 0 train in files of its own."""
+        if self._rank != 0 or not self._share_back or optimizer in self._seen:
+            return
+        self._seen.add(optimizer)
+        left = {key: m for key, m in self.mappings.items() if key not in self._trained}
+        for key in home.about_to_be_trained(left, (g["params"] for g in optimizer.param_groups)):
+            with contextlib.suppress(OSError):  # no room: private pages do, and the end will tell
+                self._trained[key] = _moved_in(left[key])
+
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer made a step."""
         self._held.hold_for(optimizer, (module for _, module in self._modules.values()))
         self._has_stepped = True
+
+
+def _moved_in(mapping: memory.Mapping) -> int:
+    """A new file that the mapping shows and writes from now on."""
+    fd = memory.create_file("staging", mapping.nbytes)
+    try:
+        home.move_in(mapping, fd)
+    except BaseException:  # no descriptor is lost to an interrupt either
+        os.close(fd)
+        raise
+    return fd
 
 
 _ALIGN = 64  # what lies between the tensors of an arena belongs to nobody
@@ -265,6 +356,11 @@ def _equal(
                     yield low, high
 
 
+def _different(own: np.ndarray[Any, Any], shared: np.ndarray[Any, Any]) -> Iterator[memory.Range]:
+    """The runs of whole pages that are not the same in both."""
+    return memory.gaps(memory.merge(_equal(own, shared, [(0, own.size)])), own.size)
+
+
 def _words(raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return raw.view(np.uint64) if raw.size % _WORD_BYTES == 0 else raw
 
@@ -273,13 +369,21 @@ def _tell_of_steps(arrivals: Arrivals) -> None:
     """Tell it of every optimizer's steps: some write weights past torch's counting."""
     known = weakref.ref(arrivals)
 
+    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        found = known()
+        if found is not None:
+            found.about_to_step(optimizer)
+
     def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         found = known()
         if found is not None:
             found.stepped(optimizer)
 
-    handle = register_optimizer_step_post_hook(after_step)
-    weakref.finalize(arrivals, _remove, handle)
+    for handle in (
+        register_optimizer_step_pre_hook(before_step),
+        register_optimizer_step_post_hook(after_step),
+    ):
+        weakref.finalize(arrivals, _remove, handle)
 
 
 def _remove(handle: Any) -> None:

@@ -46,9 +46,11 @@ class Call:
         stopped = "the call was stopped; the model is as it was, and the workers live on"
         if account.lost:
             stopped = "the call was stopped, and the workers were ended; the model is as it was"
-        account.closing = (
-            account.closing
-            or "The notebook's model is as it was before the call; the workers live on."
+        account.closing = account.closing or (
+            "The notebook's model is as it was before the call; all workers have been ended, and "
+            "their variables are lost. The next cell starts new ones."
+            if account.lost
+            else "The notebook's model is as it was before the call; the workers live on."
         )
         return conclude(self.plan, account, self.homecoming, stopped=stopped, stacklevel=_CALLER)
 

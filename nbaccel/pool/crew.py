@@ -87,7 +87,7 @@ class Crew:
             for (post, fds), member in zip(tasks, crew.members, strict=True):
                 member.control, theirs = wire.Channel.pair()
                 with contextlib.closing(theirs):
-                    enlist = messages.Enlist(post=post)
+                    enlist = messages.Enlist(post=post, share_back=plan.config.share_back)
                     member.channel.send(enlist, [*fds, theirs.fileno()])
             crew._see_them_in()
             undo.pop_all()
@@ -136,6 +136,12 @@ class Crew:
     def everyone(self, body: Any, fds: Sequence[int] = ()) -> Account:
         """Give all workers the same task."""
         return self.turn({m.rank: (body, fds) for m in self.members})
+
+    def post(self, body: Any) -> None:
+        """Give all workers a task that nobody waits for; it is done before the next one."""
+        for member in self.members:
+            with contextlib.suppress(OSError):  # it has gone: the next turn tells
+                member.channel.send(messages.Task(number=0, body=body))
 
     def look(self) -> dict[int, messages.Whereabouts]:
         """Ask all workers where they are; those that do not answer at once are left out."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -104,6 +105,73 @@ def stopped(account: Account) -> str:
             lines.append(f"  rank {member.rank} was through with it")
     lines.append(_left(account))
     return "\n".join(lines)
+
+
+def on_the_way(paths: Sequence[str]) -> str:
+    """What became of weights when the workers failed after the cell had ended.
+
+    Args:
+        paths: The modules, as the user would write them.
+    """
+    names = " and ".join([", ".join(paths[:-1]), paths[-1]] if len(paths) > 1 else paths)
+    return (
+        f"This was after the cell, while the weights that it trained in {names} were written back: "
+        f"in the notebook {names} {'are' if len(paths) > 1 else 'is'} as before the cell, all of "
+        "the weights old and none new."
+    )
+
+
+def left_behind(account: Account) -> str:
+    """What became of weights when the workers failed before these were written."""
+    said = "This was after the cell, while its process groups were ended."
+    if any(idle.dirty for idle in account.idle.values()):
+        said += " The weights that it trained were not written back."
+    return said
+
+
+def after_cell(account: Account, told: str) -> str:
+    """The last words of a report about what followed a cell.
+
+    Args:
+        account: What became of the turn.
+        told: What is known of the weights.
+    """
+    if not account.lost:
+        told += (
+            " The workers live on and have the trained weights: remove the cause, and the next "
+            "cell writes them back."
+        )
+        return told
+    lost = (
+        "All workers have been ended, and their variables are lost. The next cell starts new ones."
+    )
+    return "\n".join([told, *([account.remark] if account.remark else []), lost])
+
+
+def no_room(told: str, error: OSError | None) -> str:
+    """What is said when the notebook's own process could not take the weights.
+
+    Args:
+        told: What is known of the weights.
+        error: What it could not do.
+    """
+    why = error.strerror if error is not None and error.strerror else str(error)
+    return (
+        f"The notebook has no room for the trained weights: {why}. {told} The workers live on and "
+        "have the trained weights: close what holds memory or files open, and the next cell "
+        "writes them back."
+    )
+
+
+def raise_first(failed: BaseException | None, trouble: BaseException | None) -> None:
+    """Raise what a cell ended with; what went wrong afterwards is written out if both are there."""
+    __tracebackhide__ = True
+    if failed is None:
+        failed, trouble = trouble, None
+    if trouble is not None:
+        sys.stderr.write(f"nbaccel: {trouble}\n")
+    if failed is not None:
+        raise failed
 
 
 def unknown(missing: Sequence[str], known: Iterable[str], *, where: str) -> str:

@@ -9,11 +9,12 @@ got it, or bound it itself. A name is sent when the notebook's value has another
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nbaccel.errors import ModelNotShareable, NotSendable
@@ -21,7 +22,7 @@ from nbaccel.launch.sharing import arena, blame, memory, parcel
 from nbaccel.pool import digests
 from nbaccel.pool.cargo import Cargo, Load, Part, Update
 from nbaccel.pool.digests import Fingerprint
-from nbaccel.pool.modules import Modules, State, difference
+from nbaccel.pool.modules import Modules, Record, State, difference
 from nbaccel.pool.moment import Moment
 from nbaccel.pool.names import Names, is_users
 from nbaccel.pool.travel import Place, Reducer
@@ -169,15 +170,27 @@ class Flow:
         except Exception:  # pickling runs user code; then the object itself is all there is to know
             return ("unsendable", id(value))
 
-    def came_home(self, stranded: Collection[str] = ()) -> None:
-        """Workers wrote weights home: let modules that live on a device here have them too.
+    def records(self, keys: Collection[str]) -> list[Record]:
+        """The modules with these keys that still live in the notebook."""
+        found = (self._modules.by_key(key) for key in sorted(keys))
+        return [r for r in found if r is not None and r.is_shared and r.module is not None]
 
-        Args:
-            stranded: Paths of the modules that could not come home.
+    @contextlib.contextmanager
+    def coming_home(self, records: Iterable[Record]) -> Iterator[None]:
+        """Weights of these modules come from the ranks within this block.
+
+        What changes in their tensors is no news to the ranks: they are not asked to take it over.
         """
-        for record in self._modules.all():
-            if record.stand_ins:
-                arena.refresh_devices(record.sharing, stranded)
+        arenas = {key for record in records for key in record.arenas()}
+        concerned = [r for r in self._modules.all() if arenas & r.arenas().keys()]
+        before = {record.key: record.versions() for record in concerned}
+        yield
+        for record in concerned:
+            grown = record.versions() - before[record.key]
+            for rank in self._ranks.values():
+                state = rank.told.get(record.key)
+                if state is not None and grown:
+                    rank.told[record.key] = replace(state, versions=state.versions + grown)
 
 
 class _Packing:

@@ -33,6 +33,7 @@ __all__ = [
     "RunCell",
     "RunJob",
     "Settle",
+    "Staged",
     "Take",
     "Task",
     "Whereabouts",
@@ -58,6 +59,8 @@ class Enlist:
     """Become a worker of a pool. Descriptors: the post's, the second channel's."""
 
     post: wire.Post
+    share_back: bool = True
+    """Whether weights come home."""
 
     def serve(self, channel: wire.Channel, fds: list[int], inheritance: Any) -> None:
         """What a worker does whose first message this is."""
@@ -111,14 +114,17 @@ class Pull:
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GoHome:
-    """Write changed weights into the notebook's own memory. Answered by Returned with a report."""
+    """Write changed weights into staging files. Descriptors: these files. Answered by Staged."""
+
+    arenas: tuple[str, ...]
+    """Keys of the arenas that the staging files belong to, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Share again what is equal in the notebook's memory."""
+    """The notebook has the weights: share again what is equal to them. Nobody waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +189,22 @@ class Idle:
     """What the task gave for the user to see: a mime bundle, completions; None for nothing."""
     bound: tuple[str, ...] = ()
     """Names that the task bound or deleted."""
-    dirty: bool = False
-    """Whether weights of the notebook's modules may have changed."""
+    dirty: tuple[str, ...] = ()
+    """Keys of those of the notebook's modules whose weights may have changed."""
     sequence: tuple[tuple[str, int], ...] = ()
     """How many collectives each process group has begun."""
     in_groups: bool = False
     """Whether this worker is in a process group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """All that this rank owes of changed weights has been written. Descriptors: `whole`."""
+
+    report: Any
+    """`HomeReport`"""
+    whole: tuple[str, ...]
+    """Keys of the arenas that files of this rank's own hold completely, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -212,6 +212,11 @@ class Record:
         """The arenas that it lies in, by key."""
         return {owner.key: owner for owner, _ in self._slots}
 
+    def versions(self) -> int:
+        """Grows whenever one of its tensors is written to; see `Survey.versions`."""
+        module = self.module
+        return Survey.of(module).versions() if module is not None else 0
+
     def share(self) -> int:
         """Move it to an arena unless that is done; returns the bytes of arenas made for it.
 

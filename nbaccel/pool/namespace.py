@@ -6,7 +6,7 @@ import copyreg
 import difflib
 import linecache
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,15 +30,22 @@ class Namespace:
         rank: The worker's rank.
         device: Where tensors go that live on an accelerator at the notebook's.
         num_nodes: Machines that take part.
+        share_back: Whether weights go home.
     """
 
     def __init__(
-        self, user_ns: dict[str, Any], *, rank: int, device: str, num_nodes: int = 1
+        self,
+        user_ns: dict[str, Any],
+        *,
+        rank: int,
+        device: str,
+        num_nodes: int = 1,
+        share_back: bool = True,
     ) -> None:
         self._user_ns = user_ns
         self._rank = rank
         self._device = device
-        self._arrivals = Arrivals(rank=rank, num_nodes=num_nodes)
+        self._arrivals = Arrivals(rank=rank, num_nodes=num_nodes, share_back=share_back)
         self._before: dict[str, int] = {}
 
     def take(self, cargo: Cargo, fds: Sequence[int], wanted: Sequence[str]) -> None:
@@ -83,16 +90,23 @@ class Namespace:
         """Ids, not values: what a cell deletes must not be kept alive for it."""
         return {name: id(value) for name, value in self._user_ns.items() if is_users(name)}
 
-    def dirty(self) -> bool:
-        """Whether weights of modules that came by an arena may have changed."""
+    def dirty(self) -> tuple[str, ...]:
+        """Keys of the notebook's modules whose weights may have changed."""
         return self._arrivals.dirty()
 
-    def write_home(self) -> home.HomeReport:
-        """Write the changed weights into the arena: rank 0 all, others their shards."""
-        return self._arrivals.write_home()
+    def write_home(self, staging: Mapping[str, int]) -> tuple[home.HomeReport, dict[str, int]]:
+        """Write the changed weights into staging files: rank 0 all, others their shards.
+
+        Args:
+            staging: Descriptors of the notebook's staging files, by key of the arena.
+
+        Returns:
+            What was written, and the files of this rank's own that hold whole arenas, by key.
+        """
+        return self._arrivals.write_home(staging)
 
     def settle(self) -> None:
-        """Once rank 0 has written: share the pages again that are the same everywhere."""
+        """The notebook has the weights: share the pages again that are the same everywhere."""
         self._arrivals.settle()
 
     # ------------------------------------------------------------------- to the notebook

@@ -197,9 +197,8 @@ class Pool:
                 account = self._cell(source, asked)
                 seconds = time.monotonic() - began
                 failed = self._judgement(account)  # before another turn makes the members forget
-                self._after_cell(account)
-            if failed is not None:
-                raise failed
+                trouble = self._after_cell(account)
+            ending.raise_first(failed, trouble)
             showing.show_results(account.shown)
             found = self._fetch(tuple(out), asked, single=ranks is not None) if out else {}
         return CellResult(shown=account.shown, out=found, seconds=seconds)
@@ -243,8 +242,9 @@ class Pool:
                 try:
                     return call.conclude(account)
                 finally:
-                    if self._aftermath is not None:
-                        self._aftermath.keep_in_step(account)
+                    left = self._aftermath.keep_in_step(account) if self._aftermath else None
+                    if left is not None:
+                        self._note_lost(left)
 
     def push(self, *names: str, ranks: Sequence[int] | None = None) -> int:
         """Send names to the workers, whether or not they have changed.
@@ -299,7 +299,9 @@ class Pool:
 
     def status(self) -> status.StatusTable:
         """What each worker is doing and what it has in memory."""
-        places = self._crew.look() if self._crew is not None and self._is_idle() else {}
+        places = (
+            self._crew.look() if self._crew is not None and self._state is PoolState.IDLE else {}
+        )
         members = self._crew.members if self._crew is not None else []
         return ending.status_table(self._state, self.reason, self.plan, members, places)
 
@@ -316,17 +318,18 @@ class Pool:
             dict.fromkeys(ranks, (body, ())), timeout_s=self.config.timeout, is_shown=True
         )
 
-    def _after_cell(self, account: Account) -> None:
-        """What holds for good and bad endings: who owns which name, weights, process groups."""
+    def _after_cell(self, account: Account) -> BaseException | None:
+        """Who owns which name, weights, process groups; returns what is to be raised for that."""
         for rank, idle in account.idle.items():
             self._flow.bound(rank, idle.bound)
-        aftermath = self._aftermath
         self._note_lost(account)
-        if aftermath is not None and not account.lost:
-            aftermath.keep_in_step(account)
-            written = aftermath.bring_home(account)
-            if written is not None:
-                self._note_lost(written)
+        if self._aftermath is None or account.lost:
+            return None
+        trouble = self._aftermath.after_cell(account)
+        failed = trouble.error(self.plan.world_size) if trouble is not None else None
+        if trouble is not None and trouble.account is not None:
+            self._note_lost(trouble.account)
+        return failed
 
     def _note_lost(self, account: Account) -> None:
         if account.lost:
@@ -384,11 +387,8 @@ class Pool:
 
     # ---- inside
 
-    def _is_idle(self) -> bool:
-        return self._state is PoolState.IDLE
-
     def _ask(self, body: Any) -> Any:
-        if not self._is_idle() or not self._lock.acquire(blocking=False):
+        if self._state is not PoolState.IDLE or not self._lock.acquire(blocking=False):
             return None
         try:
             crew = self._crew

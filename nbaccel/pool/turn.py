@@ -52,9 +52,32 @@ class Account:
         """Where ranks were last seen."""
         self.lost: list[int] = []
         """Ranks that have ended."""
+        self.staged: dict[int, messages.Staged] = {}
+        """What ranks have written into staging files."""
+        self._whole: dict[str, int] = {}
         self.was_cut = False
         self.is_whole = False
         """Whether all workers of the pool had the task."""
+
+    @property
+    def went_well(self) -> bool:
+        """Whether every rank did the task to its end."""
+        return not self.interrupted and all(m.returned is not None for m in self.members)
+
+    def add_staged(self, rank: int, message: messages.Staged, fds: Sequence[int]) -> None:
+        """A rank has written its weights; the descriptors are this account's from now on."""
+        self.staged[rank] = message
+        self._whole |= zip(message.whole, fds, strict=True)
+
+    def whole_files(self) -> dict[str, int]:
+        """Descriptors of the ranks' own files that hold whole arenas, by key of the arena."""
+        return dict(self._whole)
+
+    def take_files(self) -> list[int]:
+        """The same descriptors; they are the caller's to close."""
+        fds = list(self._whole.values())
+        self._whole.clear()
+        return fds
 
     @property
     def out_of_step(self) -> bool:
@@ -223,6 +246,8 @@ class Turn(Listener):
             member.result_fd = fds[0] if fds else None
         elif isinstance(message, wire.Failed):
             self._on_failure(member, message, fds)
+        elif isinstance(message, messages.Staged):
+            self.account.add_staged(rank, message, fds)
         elif isinstance(message, messages.Whereabouts):
             self.account.places[rank] = message
             if self._halting is not None:

@@ -67,6 +67,7 @@ class _Worker:
             rank=place.local_rank,
             device=self._seat.device,
             num_nodes=place.num_nodes,
+            share_back=enlist.share_back,
         )
         restore_random_states(enlist.post.random_states)
         precision.watch(enlist.post.mixed_precision)
@@ -90,7 +91,7 @@ class _Worker:
     def _do(self, task: Any, fds: list[int]) -> Any:
         """Carry a task out; what it raises goes to the notebook."""
         shown, error = self._try(task, fds)
-        if error is not None and not isinstance(task, messages.JoinGroup):  # the others will tell
+        if error is not None and not isinstance(task, _UNHEARD):
             self._explain(error)
             report(self._channel, error, self._seat.place.rank)
         flush()
@@ -111,7 +112,7 @@ class _Worker:
             number=number,
             shown=shown,
             bound=self._names.bound() if isinstance(task, messages.RunCell) else (),
-            dirty=self._names.dirty() if isinstance(task, messages.RunCell) else False,
+            dirty=self._names.dirty() if isinstance(task, messages.RunCell) else (),
             sequence=self._groups.sequence() if ran_code else (),
             in_groups=torch.distributed.is_initialized(),
         )
@@ -147,10 +148,14 @@ class _Worker:
             self._channel.send(wire.Returned(time.monotonic(), parcel, None, None), [fd])
 
     def _go_home(self, task: messages.GoHome, fds: list[int]) -> None:
-        home = self._names.write_home()
-        self._channel.send(wire.Returned(time.monotonic(), None, None, home))
+        self._busy = True  # gigabytes may be written: an interrupt ends it, and nothing is lost
+        report, whole = self._names.write_home(dict(zip(task.arenas, fds, strict=True)))
+        self._busy = False
+        message = messages.Staged(report=report, whole=tuple(whole))
+        self._channel.send(message, list(whole.values()))
 
     def _settle(self, task: messages.Settle, fds: list[int]) -> None:
+        self._busy = True  # it can be given up for an interrupt of the next task
         self._names.settle()
 
     def _join_all(self, task: messages.JoinAll, fds: list[int]) -> None:
@@ -220,6 +225,9 @@ class _Worker:
             stack=tuple(found) if mine else (), device_bytes=reporting.reserved(self._seat.device)
         )
 
+
+_UNHEARD = (messages.JoinGroup, messages.Settle)
+"""Tasks that nobody waits for: of a failed join the others tell, and settling can be put off."""
 
 _ACTS: Mapping[type, Callable[[_Worker, Any, list[int]], Any]] = {
     messages.RunCell: _Worker._run_cell,

@@ -15,6 +15,7 @@ from nbaccel.launch import wire
 from nbaccel.launch.openmp import pause_pools
 from nbaccel.launch.sharing import arena
 from nbaccel.launch.sharing.memory import closing
+from nbaccel.pool.aftermath import staged
 from nbaccel.pool.flow import Flow
 from nbaccel.pool.names import names_of
 from nbaccel.pool.namespace import Namespace
@@ -49,10 +50,21 @@ class Forked:
             self._ask(("take", shipment.message, shipment.wanted[0]), shipment.fds)
             self.flow.taken(shipment)
             shipment.close()
-        bound, _ = self._ask(("run", text))
+        (bound, dirty), _ = self._ask(("run", text))
         self.flow.bound(0, bound)
+        self._home(dirty)
         self.sent = shipment.wanted[0] if shipment is not None else None
         return self.pull("answer")["answer"] if "answer" in bound else None
+
+    def _home(self, dirty: tuple[str, ...]) -> None:
+        records = self.flow.records(dirty)
+        arenas = {key: found for record in records for key, found in record.arenas().items()}
+        with staged(records, arenas) as homecoming:
+            files = [homecoming.staging[key] for key in arenas]
+            (report, keys), whole = self._ask(("home", tuple(arenas)), files)
+            with closing(*whole), self.flow.coming_home(records):
+                homecoming.apply([report], dict(zip(keys, whole, strict=True)))
+        self._ask(("settle",))
 
     def pull(self, *names: str) -> dict[str, Any]:
         box, (fd,) = self._ask(("pull", names))
@@ -99,8 +111,13 @@ def _answer(
             case ("run", text):
                 namespace.begin()
                 run(text, ns)
-                answer = namespace.bound()
-                namespace.write_home()
+                answer = (namespace.bound(), namespace.dirty())
+            case ("home", keys):
+                report, whole = namespace.write_home(dict(zip(keys, fds, strict=True)))
+                answer = (report, tuple(whole))
+                channel.send((answer, None), list(whole.values()))
+                return
+            case ("settle",):
                 namespace.settle()
             case ("pull", names):
                 answer, fd = namespace.pack(names)

@@ -11,6 +11,7 @@ import textwrap
 from typing import Any
 
 from nbaccel.launch.sharing.memory import closing
+from nbaccel.pool.aftermath import staged
 from nbaccel.pool.flow import Flow, Shipment
 from nbaccel.pool.names import Names, names_of
 from nbaccel.pool.namespace import Namespace
@@ -102,9 +103,17 @@ class Pair:
         gc.collect()
 
     def home(self, *ranks: int) -> list[Any]:
+        """Let the notebook have the weights, as the pool does after a cell."""
         workers = [worker for worker in self.workers if not ranks or worker.rank in ranks]
-        reports = [worker.namespace.write_home() for worker in workers]
-        self.flow.came_home(reports[0].stranded)
+        records = self.flow.records({key for w in workers for key in w.namespace.dirty()})
+        arenas = {key: found for record in records for key, found in record.arenas().items()}
+        with staged(records, arenas) as homecoming:
+            written = [worker.namespace.write_home(homecoming.staging) for worker in workers]
+            reports = [report for report, _ in written]
+            with self.flow.coming_home(records):
+                homecoming.apply(
+                    reports, {k: fd for _, whole in written for k, fd in whole.items()}
+                )
         for worker in workers:
             worker.namespace.settle()
         return reports

@@ -178,7 +178,7 @@ def test_a_step_of_an_optimizer_makes_what_left_the_arena_dirty(pair: Pair) -> N
     assert not namespace.dirty()
     pair.worker["optimizer"].step()
     assert namespace.dirty()
-    namespace.write_home()
+    pair.home()
     assert not namespace.dirty()
 
 
@@ -187,7 +187,7 @@ def test_untouched_weights_are_not_dirty(pair: Pair) -> None:
     assert not any(worker.namespace.dirty() for worker in pair.workers)
     weights(pair)[1].weight.data.add_(1)
     weights(pair)[0].bias.data.add_(1)
-    assert [worker.namespace.dirty() for worker in pair.workers] == [True, False]
+    assert [bool(worker.namespace.dirty()) for worker in pair.workers] == [True, False]
 
 
 def test_a_module_with_another_structure_does_not_come_home_by_halves(pair: Pair) -> None:
@@ -201,13 +201,12 @@ def test_a_module_with_another_structure_does_not_come_home_by_halves(pair: Pair
         model[0].weight.fill_(4)
         worker.ns["other"].weight.fill_(4)
     model[1] = nn.Linear(64, 3)
-    report = worker.namespace.write_home()
+    report = pair.home(0)[0]
     assert re.search(r"1.weight has shape \(3, 64\)", report.stranded["model"])
     assert report.state_dicts["model"]["0.weight"].mean() == 4
     after = list(pair.ns["model"].parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert (pair.ns["other"].weight == 4).all()
-    worker.namespace.settle()
     assert model[0].weight.mean() == 4, "what could not go home stays"
 
 

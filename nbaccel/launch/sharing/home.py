@@ -13,6 +13,11 @@ step it copies the arena to the staging file, maps that file where its model lie
 there: no private pages, and nothing to copy at the end. This is done only where most of the arena
 is about to be trained; otherwise the kernel's table of private pages tells what was written.
 
+[Note: staging files of a rank's own] A live worker cannot know when the next cell will train, so
+the file that its rank 0 trains in is made by the worker itself, and travels to the notebook with
+the report. Such a file holds a whole arena; what else is owed goes to the staging files that the
+notebook made, for all ranks.
+
 A tensor that left the arena (moved to a device, given another dtype) is copied into its slot, cast
 to the dtype the notebook has, as `load_state_dict` would; one that is but the notebook's own,
 rounded to a shorter format, was not trained and stays as it is there. Of a sharded tensor (DTensor,
@@ -97,6 +102,8 @@ class Homebound:
         staging: Descriptors of the staging files, by key.
         num_nodes: Machines that take part; the others' pieces of a sharded tensor are out of reach.
         held: What is needed to read parts whose engine is gone.
+        trained: Descriptors of the files that this rank has trained in already, by key of the
+            arena. See [Note: staging files of a rank's own].
     """
 
     def __init__(
@@ -108,13 +115,14 @@ class Homebound:
         staging: Mapping[str, int],
         num_nodes: int = 1,
         held: shards.Held | None = None,
+        trained: Mapping[str, int] | None = None,
     ) -> None:
         self._rank = rank
         self._num_nodes = num_nodes
         self._modules = modules
         self._mappings = mappings
         self._staging = staging
-        self._in_place: set[str] = set()
+        self._trained = dict(trained or {})
         self._has_stepped = False
         self._held = held or shards.Held()
 
@@ -139,15 +147,9 @@ class Homebound:
         return register_optimizer_step_pre_hook(before_step).remove
 
     def _move_in(self, groups: Iterable[Iterable[torch.Tensor]]) -> None:
-        trained = {id(p): p for group in groups for p in group if p.requires_grad}
-        for key, mapping in self._mappings.items():
-            spans = (_span_in(mapping, p) for p in trained.values())
-            about = memory.total(memory.merge(span for span in spans if span))
-            if about < _IN_PLACE_SHARE * mapping.nbytes:
-                continue
-            memory.write_at(self._staging[key], mapping.view(0, mapping.nbytes), 0)
-            mapping.replace(self._staging[key], private=False)
-            self._in_place.add(key)
+        for key in about_to_be_trained(self._mappings, groups):
+            move_in(self._mappings[key], self._staging[key])
+            self._trained[key] = self._staging[key]
 
     def write(self) -> HomeReport:
         """Put what this rank owes into the staging files. No communication."""
@@ -180,7 +182,7 @@ class Homebound:
     def _write_arenas(self, report: HomeReport, kept: Sequence[tuple[str, Slot]]) -> None:
         """Write every private page, but of the modules that cannot come home (`kept`) none."""
         for key, mapping in self._mappings.items():
-            if key in self._in_place:
+            if key in self._trained:
                 report.complete.add(key)
                 continue
             taken = [(slot.start, slot.start + slot.nbytes) for k, slot in kept if k == key]
@@ -225,15 +227,47 @@ class Homebound:
             whole, before = current[slot.name], slot.view(self._mappings[key])
             for spot, values in shards.pieces(whole if sharded else tensor, self._held.of(whole)):
                 shards.put(into, spot, shards.unrounded(values.detach(), before, spot, whole.dtype))
-            if key not in self._in_place:
+            if not self._is_in_training(key):
                 report.written.setdefault(key, []).append((slot.start, slot.start + slot.nbytes))
 
     def _seed(self, key: str, slot: Slot, tensor: torch.Tensor) -> None:
         """Fill the slot's storage first, where other tensors view parts of it too."""
         whole = tensor.numel() * slot.dtype.itemsize == slot.nbytes
-        if not whole and key not in self._in_place:
+        if not whole and not self._is_in_training(key):
             span = (slot.start, slot.start + slot.nbytes)
             memory.write_at(self._staging[key], self._mappings[key].view(*span), span[0])
+
+    def _is_in_training(self, key: str) -> bool:
+        """Whether the arena's staging file is the very one that this rank trains in."""
+        return self._trained.get(key) == self._staging[key]
+
+
+def about_to_be_trained(
+    mappings: Mapping[str, memory.Mapping], groups: Iterable[Iterable[torch.Tensor]]
+) -> list[str]:
+    """Which arenas are worth training in a file. See [Note: training in place].
+
+    Args:
+        mappings: This worker's mappings of the arenas, by key.
+        groups: The parameters that an optimizer is about to step, in its groups.
+
+    Returns:
+        Keys of the arenas most of whose bytes will be written.
+    """
+    trained = {id(p): p for group in groups for p in group if p.requires_grad}
+    found = []
+    for key, mapping in mappings.items():
+        spans = (_span_in(mapping, p) for p in trained.values())
+        about = memory.total(memory.merge(span for span in spans if span))
+        if about >= _IN_PLACE_SHARE * mapping.nbytes:
+            found.append(key)
+    return found
+
+
+def move_in(mapping: memory.Mapping, fd: int) -> None:
+    """Copy what a mapping shows to a file, and let the mapping show and write that file."""
+    memory.write_at(fd, mapping.view(0, mapping.nbytes), 0)
+    mapping.replace(fd, private=False)
 
 
 def _span_in(mapping: memory.Mapping, tensor: torch.Tensor) -> memory.Range | None:
@@ -290,15 +324,25 @@ def _value_on_cpu(tensor: Any) -> torch.Tensor:
 
 
 class Homecoming:
-    """The notebook's side: owns the staging files of one launch and applies them at the end."""
+    """The notebook's side: owns the staging files of one launch and applies them at the end.
+
+    Args:
+        sharing: The modules.
+        arenas: The arenas that get staging files, by key.
+    """
 
     def __init__(self, sharing: Sharing, arenas: Mapping[str, Arena]) -> None:
         self._sharing = sharing
         self._arenas = arenas
         self.staging = {key: memory.create_file("staging", a.nbytes) for key, a in arenas.items()}
 
-    def apply(self, reports: Iterable[HomeReport]) -> None:
-        """Let the notebook's modules have the trained values. Call once all ranks have returned."""
+    def apply(self, reports: Iterable[HomeReport], whole: Mapping[str, int] | None = None) -> None:
+        """Let the notebook's modules have the trained values. Call once all ranks have returned.
+
+        Args:
+            reports: What the ranks wrote.
+            whole: Descriptors of the files that hold complete arenas, where these are a rank's own.
+        """
         merged = HomeReport()
         for report in reports:
             merged.complete |= report.complete
@@ -306,7 +350,7 @@ class Homecoming:
             for key, ranges in report.written.items():
                 merged.written.setdefault(key, []).extend(ranges)
         for key, arena in self._arenas.items():
-            self._apply_one(key, arena, merged)
+            self._apply_one(key, arena, merged, (whole or {}).get(key))
         refresh_devices(self._sharing, merged.stranded)
         if merged.complete or merged.written:
             self._note_change(merged)
@@ -319,13 +363,21 @@ class Homecoming:
         for module in self._sharing.modules:
             if module.path not in merged.stranded:
                 tensors = dict(named_tensors(module.module))
-                increment_version([tensors[slot.name] for _, slot in module.slots])
+                written = [tensors[slot.name] for _, slot in module.slots]
+                increment_version([t for t in written if not t.is_inference()])
 
-    def _apply_one(self, key: str, arena: Arena, merged: HomeReport) -> None:
-        whole = [(0, arena.nbytes)]
-        written = whole if key in merged.complete else memory.merge(merged.written.get(key, []))
-        for start, stop in _without(written, self._stranded_ranges(arena, merged.stranded)):
-            memory.read_at(self.staging[key], arena.view(start, stop), start)
+    def _apply_one(self, key: str, arena: Arena, merged: HomeReport, whole: int | None) -> None:
+        everything = [(0, arena.nbytes)]
+        written = memory.merge(merged.written.get(key, []))
+        if whole is not None:
+            self._read(whole, arena, everything, merged)
+        elif key in merged.complete:
+            written = everything
+        self._read(self.staging[key], arena, written, merged)
+
+    def _read(self, fd: int, arena: Arena, ranges: list[memory.Range], merged: HomeReport) -> None:
+        for start, stop in _without(ranges, self._stranded_ranges(arena, merged.stranded)):
+            memory.read_at(fd, arena.view(start, stop), start)
 
     def _stranded_ranges(self, arena: Arena, stranded: Mapping[str, str]) -> list[memory.Range]:
         return memory.merge(

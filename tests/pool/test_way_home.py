@@ -1,0 +1,300 @@
+"""Weights that a cell trained come to the notebook all or nothing, whatever happens on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nbaccel import Pool, WorkerDied, WorkerFailed
+from nbaccel.pool import PoolState
+from tests.process import descriptors
+
+TRAIN = """
+import torch
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+for p in model.parameters(): p.grad = torch.ones_like(p)
+optimizer.step()
+"""
+
+FILL = """
+import torch
+with torch.no_grad():
+    for p in model.parameters(): p.add_(-0.5)
+"""
+
+DIE_HALF_WAY = """
+import os, signal
+from nbaccel.launch.sharing import home, memory
+whole = memory.write_at
+def half(fd, data, offset):
+    whole(fd, data[: data.nbytes // 2], offset)
+    os.kill(os.getpid(), signal.{signal})
+memory.write_at = half
+"""
+
+DIE_AT_THE_END = """
+import os, signal
+from nbaccel.launch.sharing import home
+write = home.Homebound.write
+def last(self):
+    write(self)
+    os.kill(os.getpid(), signal.{signal})
+home.Homebound.write = last
+"""
+
+NO_ROOM = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (4096, -1))\n"
+ROOM = "resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))\n"
+
+
+@pytest.fixture
+def model(fresh: Pool) -> Iterator[nn.Module]:
+    """A model of many pages that the pool's notebook calls `model`."""
+    found = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    fresh._namespace["model"] = found
+    yield found
+    assert not [target for target in descriptors().values() if "nbaccel-staging" in target]
+    fresh._namespace.clear()
+
+
+def values(module: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def equal(module: nn.Module, expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(p, v) for p, v in zip(module.parameters(), expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("train", "end"),
+    [(TRAIN, DIE_AT_THE_END), (FILL, DIE_AT_THE_END), (FILL, DIE_HALF_WAY)],
+    ids=["optimizer", "by hand", "half way"],
+)
+def test_a_worker_that_dies_on_the_way_leaves_the_model_old_and_is_told(
+    fresh: Pool, model: nn.Module, train: str, end: str
+) -> None:
+    old = values(model)
+    with pytest.raises(WorkerDied, match="SIGKILL") as caught:
+        fresh.run(train + end.format(signal="SIGKILL"), ranks=[0])
+    assert equal(model, old)
+    text = str(caught.value)
+    assert "the weights that it trained in model" in text
+    assert "model is as before the cell" in text
+    assert fresh.state is PoolState.BROKEN
+    fresh.run(TRAIN)
+    assert equal(model, [v - 0.5 for v in old]), "new workers train as if nothing had been"
+
+
+def test_what_out_asks_for_does_not_hide_it(fresh: Pool, model: nn.Module) -> None:
+    old = values(model)
+    with pytest.raises(WorkerDied, match="the weights that it trained in model"):
+        fresh.run(TRAIN + "v = 1\n" + DIE_AT_THE_END.format(signal="SIGKILL"), out=["v"])
+    assert equal(model, old)
+
+
+@pytest.mark.parametrize("train", [TRAIN, FILL], ids=["optimizer", "by hand"])
+def test_a_worker_without_room_tells_and_the_next_cell_brings_the_weights(
+    fresh: Pool, model: nn.Module, train: str
+) -> None:
+    old = values(model)
+    with pytest.raises(OSError, match="File too large") as caught:
+        fresh.run(NO_ROOM + train)
+    assert isinstance(caught.value, WorkerFailed)
+    assert "model is as before the cell" in str(caught.value)
+    assert "the next cell writes them back" in str(caught.value)
+    assert equal(model, old)
+    fresh.run(ROOM)
+    assert equal(model, [v - 0.5 for v in old])
+
+
+def test_a_cell_that_fails_tells_that_its_weights_did_not_come_home(
+    fresh: Pool, model: nn.Module, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = values(model)
+    with pytest.raises(ZeroDivisionError):
+        fresh.run(TRAIN + DIE_AT_THE_END.format(signal="SIGKILL") + "1 / 0")
+    assert equal(model, old)
+    assert "model is as before the cell" in capsys.readouterr().err
+
+
+def test_stop_on_the_way_is_told_and_leaves_the_model_old(fresh: Pool, model: nn.Module) -> None:
+    old = values(model)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt, match="the weights that it trained in model"):
+        with StopAfter(0.5):
+            fresh.run(TRAIN + DIE_AT_THE_END.format(signal="SIGSTOP"), ranks=[0])
+    assert time.monotonic() - began < 30
+    assert equal(model, old)
+    assert fresh.state is PoolState.BROKEN, "a stopped process answers no interrupt"
+
+
+def test_stop_while_a_rank_writes_keeps_the_workers_and_the_weights(
+    fresh: Pool, model: nn.Module
+) -> None:
+    old = values(model)
+    slow = (
+        "import time\nfrom nbaccel.launch.sharing import home\nwrite = home.Homebound.write\n"
+        "def late(self):\n    home.Homebound.write = write\n    time.sleep(60)\n"
+        "home.Homebound.write = late\n"
+    )
+    with pytest.raises(KeyboardInterrupt, match="the next cell writes them back"), StopAfter(0.5):
+        fresh.run(TRAIN + slow, ranks=[0])
+    assert equal(model, old)
+    fresh.run("1 + 1")
+    assert equal(model, [v - 0.5 for v in old])
+
+
+def test_a_death_after_the_weights_have_come_takes_nothing_away(
+    fresh: Pool, model: nn.Module
+) -> None:
+    old = values(model)
+    end = (
+        "import os\nfrom nbaccel.pool.arrivals import Arrivals\n"
+        "Arrivals.settle = lambda self: os.kill(os.getpid(), 9)\n"
+    )
+    fresh.run(TRAIN + end, ranks=[0])
+    assert equal(model, [v - 0.5 for v in old])
+    with pytest.raises(WorkerDied, match="rank 0 of 2 was killed by SIGKILL"):
+        fresh.run("1")
+    assert equal(model, [v - 0.5 for v in old])
+
+
+def test_the_notebook_without_descriptors_keeps_the_old_weights_and_says_so(
+    fresh: Pool, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = values(model)
+    fresh.run("model")
+    took = fresh._aftermath._flow.records  # type: ignore[union-attr]
+
+    def none_left(keys: Any) -> Any:
+        limit.__enter__()
+        return took(keys)
+
+    limit = NoDescriptors()
+    monkeypatch.setattr(fresh._aftermath._flow, "records", none_left)  # type: ignore[union-attr]
+    try:
+        with pytest.raises(WorkerFailed, match="no room for the trained weights"):
+            fresh.run(TRAIN)
+    finally:
+        limit.__exit__()
+        monkeypatch.undo()
+    assert equal(model, old)
+    fresh.run("1")
+    assert equal(model, [v - 0.5 for v in old])
+
+
+def test_random_kills_tear_nothing(fresh: Pool, model: nn.Module) -> None:
+    """At moments that nobody has chosen: all old or all new, and never silent."""
+    old = values(model)
+    for i in range(12):
+        victim, now = _pids(fresh)[i % 2], values(model)
+        killer = threading.Timer(0.004 * i, os.kill, [victim, signal.SIGKILL])
+        killer.start()
+        told = False
+        try:
+            fresh.run(TRAIN)
+        except WorkerFailed:
+            told = True
+        killer.join()
+        new = [v - 0.5 for v in now]
+        assert equal(model, now) or equal(model, new)
+        assert told or equal(model, new), "weights were lost and nothing was said"
+        with torch.no_grad():
+            for p, v in zip(model.parameters(), old, strict=True):
+                p.copy_(v)
+
+
+# ------------------------------------------------------------------------- training in a file
+
+
+def test_rank_0_trains_in_a_file_and_shares_the_arena_again_afterwards(
+    fresh: Pool, model: nn.Module
+) -> None:
+    look = (
+        "from pathlib import Path\n"
+        "def maps(): return Path('/proc/self/maps').read_text().count('nbaccel-staging')\n"
+    )
+    fresh.run(look + TRAIN + "during = maps()")
+    fresh.run("after = maps()")
+    assert fresh.pull("during", ranks=[0])["during"] > 0
+    assert fresh.pull("during", ranks=[1])["during"] == 0
+    assert fresh.pull("after") == {"after": [0, 0]}
+
+
+def test_many_cells_of_training_keep_workers_and_notebook_equal(
+    fresh: Pool, model: nn.Module
+) -> None:
+    old = values(model)
+    fresh.run(TRAIN)
+    for _ in range(4):
+        fresh.run("for p in model.parameters(): p.grad = torch.ones_like(p)\noptimizer.step()")
+    there = fresh.pull("model")["model"]
+    expected = [v - 2.5 for v in old]
+    assert equal(model, [p.detach() for p in there[0].parameters()])
+    assert equal(there[1], [p.detach() for p in model.parameters()])
+    assert all(torch.allclose(a, b) for a, b in zip(model.parameters(), expected, strict=True))
+
+
+def test_a_graph_of_the_notebook_that_needs_the_old_weights_says_so(
+    fresh: Pool, model: nn.Module
+) -> None:
+    x = torch.ones(1, 256, requires_grad=True)
+    loss = model(x).sum()
+    fresh.run(TRAIN)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    fresh.run("there = [p.detach() for p in model.parameters()]")
+    assert all(equal(model, there) for there in fresh.pull("there")["there"])
+
+
+# ------------------------------------------------------------------------- helpers
+
+
+def _pids(pool: Pool) -> list[int]:
+    """The workers', who may have to be started anew."""
+    with contextlib.suppress(WorkerDied):  # the last kill may have come too late for its cell
+        pool.run("1")
+    return pool.call(os.getpid)
+
+
+class StopAfter:
+    """Presses Stop some time after the block was entered."""
+
+    def __init__(self, seconds: float) -> None:
+        self._timer = threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGINT])
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self._timer.cancel()
+        self._timer.join()
+
+
+class NoDescriptors:
+    """This process can open nothing more: its limit is what it has open."""
+
+    def __enter__(self) -> None:
+        import resource
+
+        self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        numbers = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
+        highest = max(numbers)
+        self._taken = [os.dup(0) for _ in range(highest - len(numbers) + 2)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, self._limits[1]))
+
+    def __exit__(self, *exc: object) -> None:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, self._limits)
+        for fd in self._taken:
+            os.close(fd)
