@@ -94,7 +94,8 @@ class Record:
     evidence: str = ""
     """What the system says about the death: out-of-memory kills, full /dev/shm."""
     doing: str = ""
-    """For a rank that was stopped: what it was doing."""
+    """For a rank that was stopped: what it was doing; for one that has died: what is known of it
+    beyond its status."""
 
     @property
     def is_consequence(self) -> bool:
@@ -113,7 +114,7 @@ class Record:
         if self.raised is not None:
             first = self.raised.first_line
             return f"raised {self.raised.type_name}" + (f": {first}" if first else "")
-        if self.exit_status is None:
+        if self.doing or self.exit_status is None:
             return self.doing
         return name_exit(self.exit_status)
 
@@ -267,7 +268,9 @@ def name_exit(status: int) -> str:
 
 def explain_exit(record: Record) -> list[str]:
     """Likely cause and remedy of a death without an exception."""
-    status = record.exit_status or 0
+    status = record.exit_status
+    if status is None or (record.doing and status >= 0):
+        return []  # all that is known is in the headline
     if status >= 0:
         return [
             "The process ended itself (os._exit, or a library that exits), so neither results nor "
@@ -315,7 +318,7 @@ class Obituary:
             lines += _tell_raised(cause.raised)
         else:
             lines += _tell_stack(cause.stack)
-            lines += explain_exit(cause) if cause.exit_status is not None else []
+            lines += explain_exit(cause)
         lines += self._output(cause.rank)
         lines += self._others(cause)
         return [*lines, self.closing] if self.closing else lines
@@ -340,6 +343,8 @@ def _one_line(record: Record, cause: Record) -> str:
         mine = user_frame(reversed(record.raised.frames))
         where = f" at {place(mine)}" if mine else ""
         return f"lost its connection{where} (a consequence)"
+    if record.exit_status is not None and record.doing and record.doing == cause.doing:
+        return "ended with it, too"
     text = _cut(record.headline)
     if record.raised is not None:
         mine = user_frame(reversed(record.raised.frames))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nbaccel import env
 from nbaccel.config.variables import run_variables
 from nbaccel.errors import StartupFailed
-from nbaccel.launch import wire, worker
+from nbaccel.launch import folder, wire, worker
 from nbaccel.launch.ending import kill_all
 from nbaccel.launch.fork import ForkStarter
 from nbaccel.launch.member import Member, State, connect
@@ -37,8 +35,8 @@ class Surroundings:
         """Those of this process, with some more environment variables."""
         return cls(
             env.snapshot() | dict(extra),
-            os.getcwd(),
-            tuple(os.path.abspath(entry) for entry in sys.path),
+            folder.told_here(),
+            tuple(folder.import_path()),
             worker.random_states(),
         )
 

@@ -242,6 +242,7 @@ def death_of(member: Member, ended: wire.Ended, oom_kills: int) -> failure.Recor
         stack=member.stack(),
         max_rss_bytes=ended.max_rss_bytes,
         evidence=system.explain_kill(ended.status, oom_kills),
+        doing=ended.because,
     )
 
 

@@ -70,6 +70,7 @@ class Supervisor(Listener):
 
     def _watch(self) -> None:
         with self.listening(self._starter.sentinels()):
+            self.on_sentinel()  # one may have died while the others were started
             while not all(m.has_ended for m in self.members):
                 if self._given_up():
                     break
