@@ -26,7 +26,7 @@ from typing import TextIO
 from nbaccel.launch import publish, wire
 from nbaccel.launch.folding import Folding, Item, Line, Rich, stream_of
 from nbaccel.launch.lines import Lines
-from nbaccel.launch.pacing import LINE_CHARS, WHOLE_CHARS, Amount, Pace
+from nbaccel.launch.pacing import AT_THE_END_CHARS, LINE_CHARS, WHOLE_CHARS, Amount, Pace
 from nbaccel.units import shortened, spans
 
 TICK_S = 0.1
@@ -81,10 +81,8 @@ class Console:
         lines, dropped = source.feed(data, at_most=at_most)
         self._queue(rank, stream, lines)
         self._note_dropped(rank, dropped)
-        if pace is not None:
-            lines_waiting, chars_waiting = self._waiting.size(rank)
-            if pace.backlog.is_exceeded_by(lines_waiting // 2, chars_waiting // 2):
-                self._shorten(rank, pace.backlog)
+        if pace is not None and pace.most.is_exceeded_by(*self._waiting.size(rank)):
+            self._shorten(rank, pace.backlog)
 
     def feed_display(self, rank: int, message: wire.Display | wire.ClearOutput) -> None:
         """Take in rich output. What the rank has printed before it must have been fed before.
@@ -124,6 +122,12 @@ class Console:
             and pace.waits
             and pace.backlog.is_exceeded_by(*self._waiting.size(rank))
         )
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether more is waiting than should be shown at once."""
+        waiting = sum(self._waiting.size(rank)[1] for rank in self._ranks)
+        return self._pace is not None and self._pace.waits and waiting > AT_THE_END_CHARS
 
     def end_is_near(self) -> None:
         """Stop was pressed, or a rank has failed: what is waiting is shown at once, or dropped.
@@ -185,9 +189,9 @@ class Console:
         pace = self._pace
         if pace is None:
             return list(found)
-        if final or pace.is_ending:
+        if pace.is_ending:
             for rank in self._ranks:
-                self._shorten(rank, pace.last(len(self._ranks)))
+                self._shorten(rank, pace.backlog)
         room = float("inf") if final else pace.room(now, has_gaps=bool(self._dropped))
         batch: list[_Entry] = []
         chars = 0

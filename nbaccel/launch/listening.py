@@ -158,6 +158,11 @@ class Listener:
         self._console.end_is_near()
         self._resume()
 
+    def show_rest(self) -> None:
+        """Show what is waiting when all are through; an interrupt is heard meanwhile."""
+        while self._console.is_behind:
+            self.hear(self._console.due_in())
+
     def drain(self, member: Member) -> None:
         """Read what the worker left behind; a grandchild may hold the pipes open for ever."""
         while not member.hung_up and _is_readable(member.channel.fileno()):

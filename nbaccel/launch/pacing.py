@@ -18,6 +18,8 @@ from dataclasses import dataclass
 __all__ = ["LINE_CHARS", "Amount", "Pace"]
 
 WHOLE_CHARS = 10_000_000
+AT_THE_END_CHARS = 200_000
+"""What is waiting when all workers are through is shown at once, unless it is more."""
 LINE_CHARS = 1_000_000
 """Of a longer line head and tail are shown."""
 
@@ -46,7 +48,7 @@ _PAUSE_S = 1.0
 _WAITING = Amount(20_000, 1_200_000)
 _NEWEST = Amount(100, 50_000)
 _LAST = Amount(500, 200_000)
-_AT_ONCE_CHARS = 2_000_000
+_MOST = Amount(600_000, 3_600_000)
 
 
 class _Stage(enum.Enum):
@@ -90,10 +92,10 @@ class Pace:
             return _LAST
         return _WAITING if self.waits else _NEWEST
 
-    def last(self, num_ranks: int) -> Amount:
-        """How much of each rank is shown at once when no more comes."""
-        shared = _AT_ONCE_CHARS // num_ranks
-        return _LAST if self.is_ending else Amount(shared, shared)
+    @property
+    def most(self) -> Amount:
+        """What is more than this is dropped: a pipe is read to its end when a worker ends."""
+        return _MOST if self.waits else Amount(2 * self.backlog.lines, 2 * self.backlog.chars)
 
     def room(self, now: float, *, has_gaps: bool) -> float:
         """How many characters may be shown now; nothing if it is not positive.

@@ -76,6 +76,7 @@ class Supervisor(Listener):
                     break
                 self.hear(self._patience())
                 self._check_clocks()
+            self.show_rest()
         self._console.tick(final=True)
 
     # ---- waiting

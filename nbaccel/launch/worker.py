@@ -44,6 +44,7 @@ from nbaccel.launch.own_process import own_process
 from nbaccel.launch.sharing import arena, memory, parcel, shards
 from nbaccel.launch.sharing.home import Homebound, Manifest
 from nbaccel.topology import Topology
+from nbaccel.units import shortened
 
 STACK_SIGNAL = signal.SIGRTMAX - 2
 """Asks a worker where it is; user code is unlikely to want this one."""
@@ -290,7 +291,7 @@ class Work:
             kind = type(value)
             reason = (
                 f"rank {self._rank} returned a {failure.kind_name(kind)}, which cannot be "
-                f"sent to the notebook ({type(error).__name__}: {error})"
+                f"sent to the notebook ({shortened(f'{type(error).__name__}: {error}', 2_000)})"
             )
             self._channel.send(wire.Returned(time.monotonic(), None, reason, home))
             return

@@ -188,6 +188,7 @@ class Turn(Listener):
                 if not member.has_ended:
                     self.drain_output(member)
                     self._console.close(member.rank)
+            self.show_rest()
         self._console.tick(final=True)
 
     def _unfinished(self) -> bool:
