@@ -17,6 +17,7 @@ from nbaccel.launch import wire
 __all__ = ["Folding", "Item", "Line", "Rich", "stream_of"]
 
 _LOOK_AHEAD = 50
+_DISPLAY_CHARS = 2_000  # what a display counts as: a figure is more, a text less
 
 
 class Line(NamedTuple):
@@ -51,6 +52,11 @@ class Rich(NamedTuple):
         """Whether it replaces an output that was shown before."""
         message = self.message
         return isinstance(message, wire.Display) and bool(message.content.get("update"))
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether no other output depends on this one: it may be dropped."""
+        return not self.clears and self.handle is None
 
     def is_twin(self, other: Rich) -> bool:
         """Whether showing one of both is enough."""
@@ -118,19 +124,20 @@ class Folding:
     def add_rich(self, rank: int, item: Rich) -> None:
         """Something a rank has displayed."""
         self._queues[rank].append(item)
+        self._count(rank, item, 1)
 
     def shorten(self, rank: int, *, lines: int, chars: int) -> int:
-        """Drop a rank's oldest lines until so few are left; returns how many were dropped.
+        """Drop a rank's oldest lines and displays until so few are left; returns how many.
 
-        The last line stays, however long it is.
+        The last one stays, however long it is.
         """
         dropped = 0
         kept: list[Item] = []
         queue = self._queues[rank]
         while self._lines[rank] > 1 and (self._lines[rank] > lines or self._chars[rank] > chars):
             item = self._take(rank, 0)
-            if isinstance(item, Rich):
-                kept.append(item)  # later ones may be updates of it
+            if isinstance(item, Rich) and not item.stands_alone:
+                kept.append(item)
             else:
                 dropped += 1
         queue.extendleft(reversed(kept))
@@ -184,15 +191,25 @@ class Folding:
             del queue[at]
         else:
             item = queue.popleft()
+        self._count(rank, item, -1)
         if isinstance(item, Line):
             self._forget(rank, item)
         return item
 
+    def _count(self, rank: int, item: Item, sign: int) -> None:
+        """Displays count as lines do, but for those that cannot be dropped."""
+        if isinstance(item, Line):
+            chars = len(item.text) + 1
+        elif item.stands_alone:
+            chars = _DISPLAY_CHARS
+        else:
+            return
+        self._lines[rank] += sign
+        self._chars[rank] += sign * chars
+
     def _forget(self, rank: int, line: Line) -> None:
         key = (line.stream, line.text)
         known = self._known[rank]
-        self._chars[rank] -= len(line.text) + 1
-        self._lines[rank] -= 1
         if known[key] > 1:
             known[key] -= 1
             return

@@ -47,7 +47,7 @@ _SLOW = _Rate(100_000.0, 100_000.0)
 _PAUSE_S = 1.0
 _WAITING = Amount(20_000, 1_200_000)
 _NEWEST = Amount(100, 50_000)
-_LAST = Amount(500, 200_000)
+_LAST = Amount(200, 200_000)
 _MOST = Amount(600_000, 3_600_000)
 
 
