@@ -17,7 +17,7 @@ from nbaccel.launch import wire
 __all__ = ["Folding", "Item", "Line", "Rich", "stream_of"]
 
 _LOOK_AHEAD = 50
-_DISPLAY_CHARS = 2_000  # what a display counts as: a figure is more, a text less
+_DISPLAY_CHARS = 4_000  # what a display counts as: a figure is more, a text less
 
 
 class Line(NamedTuple):
