@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -13,6 +14,9 @@ from tests.deepspeed import operations
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A job in the background of a shell, or under nohup, is started with interrupts ignored, and so
+    # would be every process that the tests start; those that press Stop need what a kernel has.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     operations.use_those_of_the_environment()
     leak_police.start_session()
 

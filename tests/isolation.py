@@ -61,7 +61,7 @@ class Outcome:
     text: str = ""
 
 
-def isolated(body: Callable[..., None] | None = None, *, timeout_s: float = 60) -> Any:
+def isolated(body: Callable[..., None] | None = None, *, timeout_s: float = 800) -> Any:
     """Make a test run in a process of its own; plain `@isolated` or `@isolated(timeout_s=...)`."""
     if body is None:
         return functools.partial(isolated, timeout_s=timeout_s)

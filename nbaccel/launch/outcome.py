@@ -8,7 +8,7 @@ from typing import Any
 
 from nbaccel.errors import LaunchInterrupted
 from nbaccel.launch import verdict
-from nbaccel.launch.sharing import home
+from nbaccel.launch.sharing.homecoming import Homecoming, differs
 from nbaccel.launch.system import uninterrupted
 from nbaccel.plan import Plan
 from nbaccel.units import counted
@@ -29,7 +29,7 @@ class Outcome:
 def conclude(
     plan: Plan,
     watch: verdict.Watched,
-    homecoming: home.Homecoming,
+    homecoming: Homecoming,
     *,
     stopped: str,
     stacklevel: int,
@@ -53,6 +53,7 @@ def conclude(
     if failed is not None:
         raise failed
     reports = [m.returned.home for m in watch.members if m.returned and m.returned.home]
+    differing = homecoming.differing(reports)
     with uninterrupted():  # half of a model is worse than either
         homecoming.apply(reports)
     values, lost = verdict.results(watch.members)
@@ -67,4 +68,14 @@ def conclude(
                 f"as it was. They are in the results: results.state_dicts[{path!r}].",
                 stacklevel=stacklevel,
             )
+        for path, what in report.changes.items():
+            warnings.warn(
+                f"The trained weights of {path} were copied into the notebook's module, but are "
+                f"not as they were in the worker: {what}. As they were, they are in the results: "
+                f"results.state_dicts[{path!r}].",
+                stacklevel=stacklevel,
+            )
+    for path, ranks in differing.items():
+        trained = any(r.rank == 0 and r.fingerprints.get(path) for r in reports)
+        warnings.warn(differs(path, ranks, rank_0_trained=trained), stacklevel=stacklevel)
     return Outcome(values=values, plan=plan, state_dicts=state_dicts)

@@ -11,9 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.errors import NotSendable, UnsafeFork
+from torch import nn
+
+from nbaccel.errors import ModelNotShareable, NotSendable, UnsafeFork
 from nbaccel.launch import preflight, worker
 from nbaccel.launch.sharing import arena, blame, home, parcel
+from nbaccel.launch.sharing.find import outermost, reached
 from nbaccel.plan import Plan
 
 _COPY_LIMIT_BYTES = 256 * 2**20
@@ -25,6 +28,8 @@ class Packed:
     """A call made ready to travel, or to be inherited."""
 
     call: worker.Call
+    sharing: arena.Sharing
+    """The modules that come home: those in the arguments, and those that the function reaches."""
     arenas: dict[str, arena.Arena]
     parcel: parcel.Parcel | None
     fd: int | None
@@ -84,21 +89,73 @@ def _pickle(
     sharing: arena.Sharing,
     limit_bytes: int | None,
 ) -> Packed:
+    call, sender, prepared = _prepare(function, args, sharing, limit_bytes)
+    strays = outermost(sender.modules, (m.module for m in sharing.modules))
+    more = _share_reached(_named(strays, function, args)) if strays else arena.Sharing()
+    if more.modules:
+        sharing = sharing.joined(more)
+        call, sender, prepared = _prepare(function, args, sharing, limit_bytes)
+    packed, fd = prepared.write()
+    return Packed(
+        call=call,
+        sharing=sharing,
+        arenas=dict(sender.arenas),
+        parcel=packed,
+        fd=fd,
+        sources=sender.sources,
+    )
+
+
+def _prepare(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    sharing: arena.Sharing,
+    limit_bytes: int | None,
+) -> tuple[worker.Call, parcel.Sender, parcel.Prepared]:
     sender = parcel.Sender.create(sharing.stand_ins)
     for found in sharing.arenas():
         sender.key(found)
     call = _call(function, args, sharing, sender.keys)
-    packed, fd = parcel.pack(call, sender, limit_bytes=limit_bytes)
-    return Packed(
-        call=call, arenas=dict(sender.arenas), parcel=packed, fd=fd, sources=sender.sources
-    )
+    return call, sender, parcel.prepare(call, sender, limit_bytes=limit_bytes)
+
+
+def _named(
+    modules: Sequence[nn.Module], function: Callable[..., Any], args: tuple[Any, ...]
+) -> list[tuple[str, nn.Module]]:
+    """Modules that were found in a pickle, with the paths that a user would write."""
+    paths = {id(module): path for path, module in reached(function, args)}
+    taken: dict[str, nn.Module] = {}
+    for module in modules:
+        path = paths.get(id(module), type(module).__name__)
+        while path in taken:  # a report must not mix two up
+            path += "'"
+        taken[path] = module
+    return list(taken.items())
+
+
+def _share_reached(modules: Sequence[tuple[str, nn.Module]]) -> arena.Sharing:
+    """Share what can be shared; of the rest it is told that its weights stay in the workers."""
+    sharing = arena.Sharing()
+    for path, module in modules:
+        try:
+            sharing = sharing.joined(arena.share([(path, module)]))
+        except ModelNotShareable as error:
+            why = str(error).partition("\n")[2].strip()
+            sys.stderr.write(
+                f"nbaccel: each worker gets a copy of {path}, and its weights will not come back, "
+                f"because it cannot be shared: {why}\n"
+            )
+    return sharing
 
 
 def _inherit(function: Callable[..., Any], args: tuple[Any, ...], sharing: arena.Sharing) -> Packed:
+    found = [module for _, module in reached(function, args)]
+    strays = outermost(found, (m.module for m in sharing.modules))
+    sharing = sharing.joined(_share_reached(_named(strays, function, args)))
     arenas = {f"arena{i}": found for i, found in enumerate(sharing.arenas())}
     keys = {id(found): key for key, found in arenas.items()}
     call = _call(function, args, sharing, keys)
-    return Packed(call=call, arenas=arenas, parcel=None, fd=None, sources={})
+    return Packed(call=call, sharing=sharing, arenas=arenas, parcel=None, fd=None, sources={})
 
 
 def _call(

@@ -20,13 +20,15 @@ from nbaccel.errors import LaunchTimeout, PlatformUnsupported, StartupFailed, Wo
 from nbaccel.launch import store, wire, worker
 from nbaccel.launch.console import Console
 from nbaccel.launch.dashboard.following import Following
+from nbaccel.launch.edited import tell_of_edits
 from nbaccel.launch.fork import ForkStarter
 from nbaccel.launch.hiring import Surroundings, dismiss, hire, posts, topologies
 from nbaccel.launch.member import Member
 from nbaccel.launch.outcome import Outcome, conclude
 from nbaccel.launch.packing import Packed, pack
-from nbaccel.launch.sharing import arena, home
+from nbaccel.launch.sharing import arena
 from nbaccel.launch.sharing.find import find_modules
+from nbaccel.launch.sharing.homecoming import Homecoming
 from nbaccel.launch.starter import Starter
 from nbaccel.launch.supervisor import Supervisor
 from nbaccel.launch.template import TemplateStarter, dispose
@@ -52,30 +54,32 @@ def launch(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> O
             "Use num_processes=1, which runs in the notebook itself."
         )
     with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
+        if plan.start_method != "fork":
+            tell_of_edits()
         sharing = arena.share(find_modules(args))
         packed, plan = pack(plan, function, args, sharing)
         if packed.fd is not None:
             stack.callback(os.close, packed.fd)
-        return _attempts(plan, packed, sharing)
+        return _attempts(plan, packed)
 
 
-def _attempts(plan: Plan, packed: Packed, sharing: arena.Sharing) -> Outcome:
+def _attempts(plan: Plan, packed: Packed) -> Outcome:
     """Launch, and launch anew after a failure as often as allowed."""
     allowed = plan.config.max_restarts
     for attempt in range(allowed):
         try:
-            return _attempt(plan, packed, sharing, attempt)
+            return _attempt(plan, packed, attempt)
         except (LaunchTimeout, StartupFailed):
             raise  # the same would happen again, after the same wait
         except WorkerFailed as error:
             first = str(error).partition("\n")[0]
             sys.stderr.write(f"nbaccel: {first}. Restart {attempt + 1} of {allowed}.\n")
-    return _attempt(plan, packed, sharing, allowed)
+    return _attempt(plan, packed, allowed)
 
 
-def _attempt(plan: Plan, packed: Packed, sharing: arena.Sharing, attempt: int) -> Outcome:
+def _attempt(plan: Plan, packed: Packed, attempt: int) -> Outcome:
     with contextlib.ExitStack() as stack:
-        homecoming = home.Homecoming(sharing, packed.arenas if plan.config.share_back else {})
+        homecoming = Homecoming(packed.sharing, packed.arenas if plan.config.share_back else {})
         stack.callback(homecoming.close, dispose)
         listener = None
         if plan.config.node_rank == 0:
@@ -94,7 +98,7 @@ def _start(
     stack: contextlib.ExitStack,
     plan: Plan,
     packed: Packed,
-    homecoming: home.Homecoming,
+    homecoming: Homecoming,
     listener: socket.socket | None,
     attempt: int,
 ) -> Supervisor:
@@ -142,7 +146,7 @@ def _starter(packed: Packed) -> Starter:
 
 
 def job_of(
-    plan: Plan, packed: Packed, homecoming: home.Homecoming, post: wire.Post | None
+    plan: Plan, packed: Packed, homecoming: Homecoming, post: wire.Post | None
 ) -> tuple[wire.Job, list[int]]:
     """The call as a worker gets it, with the descriptors that belong to it.
 

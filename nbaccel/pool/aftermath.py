@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from nbaccel.errors import LaunchInterrupted, WorkerFailed
 from nbaccel.launch import verdict
-from nbaccel.launch.sharing import arena, home
+from nbaccel.launch.sharing import arena
+from nbaccel.launch.sharing.homecoming import Homecoming, differs
 from nbaccel.launch.template import dispose
 from nbaccel.pool import ending, messages
 from nbaccel.pool.crew import Crew
@@ -66,7 +67,7 @@ class Aftermath:
         self._flow = flow
         self._share_back = share_back
         self._generation = 0
-        self._told: set[tuple[str, str]] = set()
+        self._told: dict[str, str] = {}
 
     def after_cell(self, account: Account) -> Trouble | None:
         """Put the groups in order and bring the weights home, after a cell that lost no worker.
@@ -122,31 +123,36 @@ class Aftermath:
         self._crew.post(messages.Settle())
         return None
 
-    def _apply(
-        self, records: Sequence[Record], homecoming: home.Homecoming, written: Account
-    ) -> None:
+    def _apply(self, records: Sequence[Record], homecoming: Homecoming, written: Account) -> None:
         reports = [written.staged[rank].report for rank in sorted(written.staged)]
+        differing = homecoming.differing(reports)
         with self._flow.coming_home(records):
             homecoming.apply(reports, written.whole_files())
-        self._tell({path: why for report in reports for path, why in report.stranded.items()})
+        for report in reports:
+            for path, why in report.stranded.items():
+                self._tell(path, ending.stays_behind(path, why))
+            for path, what in report.changes.items():
+                self._tell(path, ending.came_changed(path, what))
+        for path, ranks in differing.items():
+            trained = bool(reports[0].fingerprints.get(path))
+            self._tell(path, f"nbaccel: {differs(path, ranks, rank_0_trained=trained)}\n")
 
-    def _tell(self, stranded: Mapping[str, str]) -> None:
-        for path, why in stranded.items() - self._told:
-            sys.stderr.write(ending.stays_behind(path, why))
-        self._told |= stranded.items()
+    def _tell(self, path: str, line: str) -> None:
+        """Write a line out, unless it was the last one about this module."""
+        if self._told.get(path) != line:
+            sys.stderr.write(line)
+        self._told[path] = line
 
 
 @contextlib.contextmanager
-def staged(
-    records: Collection[Record], arenas: Mapping[str, arena.Arena]
-) -> Iterator[home.Homecoming]:
+def staged(records: Collection[Record], arenas: Mapping[str, arena.Arena]) -> Iterator[Homecoming]:
     """Staging files for these arenas, as long as the block lasts."""
     parts = [record.sharing for record in records]
     sharing = arena.Sharing(
         modules=tuple(shared for part in parts for shared in part.modules),
         stand_ins={at: place for part in parts for at, place in part.stand_ins.items()},
     )
-    homecoming = home.Homecoming(sharing, arenas)
+    homecoming = Homecoming(sharing, arenas)
     try:
         yield homecoming
     finally:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,8 @@ from torch.optim.optimizer import (
 )
 
 from nbaccel.errors import InternalError
-from nbaccel.launch.sharing import home, memory, shards
-from nbaccel.launch.sharing.arena import Slot, named_tensors
+from nbaccel.launch.sharing import home, memory, shards, trained
+from nbaccel.launch.sharing.arena import Slot, named_tensors, stayed
 from nbaccel.pool.cargo import Update
 
 __all__ = ["Arrivals"]
@@ -80,11 +80,14 @@ class Arrivals:
         self._share_back = share_back
         self._arenas: dict[str, _Arena] = {}
         self._modules: dict[str, tuple[home.Manifest, nn.Module]] = {}
+        self._origins: dict[str, trained.Origin] = {}
+        self._reported: dict[str, str] = {}
+        """Digests of what this rank has trained, as they were reported last, by module."""
         self._at_home: dict[str, Hashable] = {}
         """Of the tensors that left the arena: the state in which they last came home."""
         self._has_stepped = False
         self._held = shards.Held()
-        self._trained: dict[str, int] = {}
+        self._in_files: dict[str, int] = {}
         """Descriptors of the files that this rank trains in, by key of the arena."""
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that have been looked at since weights came home last."""
@@ -114,13 +117,15 @@ class Arrivals:
     def add(self, key: str, manifest: home.Manifest, module: nn.Module) -> None:
         """A module arrived whole."""
         self._modules[key] = (manifest, module)
+        self._origins[key] = trained.origin(module)
+        self._reported.pop(key, None)
         self._at_home[key] = self._departed_state(key)
 
     def forget(self, modules: Iterable[str], arenas: Iterable[str]) -> None:
         """The notebook has no use for these any more. What the worker uses of them stays."""
         for key in modules:
-            self._modules.pop(key, None)
-            self._at_home.pop(key, None)
+            for table in (self._modules, self._origins, self._reported, self._at_home):
+                table.pop(key, None)
         for key in arenas:
             self._arenas.pop(key, None)
             self._stop_training_in(key)
@@ -167,7 +172,23 @@ class Arrivals:
 
     def dirty(self) -> tuple[str, ...]:
         """Keys of the modules whose weights the notebook may not have got yet."""
-        return tuple(self._changed_modules())
+        mine = self._changed_modules()
+        return tuple(mine) if self._rank == 0 else (*mine, *self._trained_apart(mine))
+
+    def _trained_apart(self, besides: Collection[str]) -> Iterator[str]:
+        """Modules that this rank has trained, though rank 0's are what the notebook gets."""
+        written = self._written()
+        for key in self._modules.keys() - set(besides):
+            found = self._own_digest(key, written)
+            if found and found != self._reported.get(key):
+                yield key
+
+    def _own_digest(self, key: str, written: Mapping[str, list[memory.Range]]) -> str:
+        """Of what this rank has written of a module; empty if nothing."""
+        (manifest, module), mappings = self._modules[key], self.mappings
+        if not mappings.keys() >= {name for name, _ in manifest.slots}:
+            return ""
+        return trained.fingerprint_of(manifest.slots, module, mappings, written, own_only=True)
 
     def _used_by(self, modules: Iterable[str]) -> tuple[str, ...]:
         used = {name for key in modules for name, _ in self._modules[key][0].slots}
@@ -187,7 +208,7 @@ class Arrivals:
 
     def _written_to(self, key: str) -> list[memory.Range]:
         mapping = self._arenas[key].mapping
-        return [(0, mapping.nbytes)] if key in self._trained else mapping.written()
+        return [(0, mapping.nbytes)] if key in self._in_files else mapping.written()
 
     def _has_changed_elsewhere(self, key: str) -> bool:
         state = self._departed_state(key)
@@ -209,7 +230,7 @@ class Arrivals:
         for key, slot in manifest.slots:
             tensor = tensors.get(slot.name)
             arena = self._arenas.get(key)
-            if tensor is None or arena is None or home.stayed(tensor, slot, arena.mapping):
+            if tensor is None or arena is None or stayed(tensor, slot, arena.mapping):
                 continue
             yield slot, tensor, arena.mapping
 
@@ -224,9 +245,9 @@ class Arrivals:
             What was written, and the files of this rank's own that hold whole arenas, by key: their
             descriptors stay this object's.
         """
-        changed = [k for k in self._changed_modules() if staging.keys() >= set(self._used_by([k]))]
+        changed = [k for k in self.dirty() if staging.keys() >= set(self._used_by([k]))]
         keys = self._used_by(changed)
-        trained = {key: self._trained[key] for key in keys if key in self._trained}
+        files = {key: self._in_files[key] for key in keys if key in self._in_files}
         report = home.Homebound(
             rank=self._rank,
             modules=[self._modules[key] for key in changed],
@@ -234,16 +255,21 @@ class Arrivals:
             staging={key: staging[key] for key in keys},
             num_nodes=self._num_nodes,
             held=self._held,
-            trained=trained,
+            in_files=files,
+            origins={self._modules[key][0].path: self._origins[key] for key in changed},
+            keeps_states=False,
         ).write()
+        if self._rank != 0:
+            written = self._written()
+            self._reported |= {key: self._own_digest(key, written) for key in changed}
         stays = {
             key
             for m, _ in self._modules.values()
             if m.path in report.stranded
             for key, _ in m.slots
         }
-        self._handed_over = frozenset(trained.keys() - stays)
-        return report, trained
+        self._handed_over = frozenset(files.keys() - stays)
+        return report, files
 
     def settle(self) -> None:
         """The notebook has the weights: give back private pages that are equal to the arena's."""
@@ -253,7 +279,7 @@ class Arrivals:
         self._seen.clear()
         for key, spans in self._written().items():
             arena = self._arenas[key]
-            if key in self._trained:
+            if key in self._in_files:
                 self._move_back(key, arena)
                 continue
             shared = arena.as_the_notebook_sees_it().bytes()
@@ -273,14 +299,14 @@ class Arrivals:
         self._stop_training_in(key)
 
     def _stop_training_in(self, key: str) -> None:
-        fd = self._trained.pop(key, None)
+        fd = self._in_files.pop(key, None)
         if fd is not None:
             os.close(fd)
 
     def _let_go(self, key: str, start: int, stop: int) -> None:
         """Let these bytes be the notebook's again, and no others."""
         arena = self._arenas[key]
-        if key in self._trained:
+        if key in self._in_files:
             memory.read_at(arena.fd, arena.mapping.view(start, stop), start)
         else:
             _let_go(arena, start, stop)
@@ -292,10 +318,10 @@ class Arrivals:
         if self._rank != 0 or not self._share_back or optimizer in self._seen:
             return
         self._seen.add(optimizer)
-        left = {key: m for key, m in self.mappings.items() if key not in self._trained}
+        left = {key: m for key, m in self.mappings.items() if key not in self._in_files}
         for key in home.about_to_be_trained(left, (g["params"] for g in optimizer.param_groups)):
             with contextlib.suppress(OSError):  # no room: private pages do, and the end will tell
-                self._trained[key] = _moved_in(left[key])
+                self._in_files[key] = _moved_in(left[key])
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer made a step."""

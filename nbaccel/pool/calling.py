@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nbaccel.launch.edited import tell_of_edits
 from nbaccel.launch.outcome import Outcome, conclude
 from nbaccel.launch.packing import Packed, pack_for_the_living
 from nbaccel.launch.run import job_of
-from nbaccel.launch.sharing import arena, home
+from nbaccel.launch.sharing import arena
 from nbaccel.launch.sharing.find import find_modules
+from nbaccel.launch.sharing.homecoming import Homecoming
 from nbaccel.launch.template import dispose
 from nbaccel.plan import Plan
 from nbaccel.pool import messages
@@ -34,7 +36,7 @@ class Call:
 
     plan: Plan
     packed: Packed
-    homecoming: home.Homecoming
+    homecoming: Homecoming
 
     def task(self) -> tuple[messages.RunJob, Sequence[int]]:
         """What each rank is given, with its descriptors."""
@@ -62,11 +64,12 @@ def prepared(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) ->
     Raises:
         ModelNotShareable, NotSendable: Nothing has been sent.
     """
+    tell_of_edits()
     sharing = arena.share(find_modules(args))
     with contextlib.ExitStack() as stack:
         packed = pack_for_the_living(function, args, sharing)
         if packed.fd is not None:
             stack.callback(os.close, packed.fd)
-        homecoming = home.Homecoming(sharing, packed.arenas if plan.config.share_back else {})
+        homecoming = Homecoming(packed.sharing, packed.arenas if plan.config.share_back else {})
         stack.callback(homecoming.close, dispose)
         yield Call(plan=plan, packed=packed, homecoming=homecoming)

@@ -190,6 +190,14 @@ def stays_behind(path: str, why: str) -> str:
     )
 
 
+def came_changed(path: str, what: str) -> str:
+    """The line about weights that are not in the notebook as they are in the workers."""
+    return (
+        f"nbaccel: the weights of {path} were copied into the notebook's module, but are not as "
+        f"they are in the worker: {what}. Pull what you need, for example its state_dict.\n"
+    )
+
+
 class CellFollowing(Following):
     """The dashboard of a cell, or of a call in live workers: it also tells where each rank is.
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.errors import ConfigError, LaunchInterrupted, UnsafeMoment
 from nbaccel.launch import verdict
+from nbaccel.launch.edited import tell_of_edits
 from nbaccel.launch.outcome import Outcome
 from nbaccel.launch.system import uninterrupted
 from nbaccel.pool import calling, ending, messages, showing, status
@@ -94,8 +95,8 @@ class Pool:
             settings["num_processes"] = num_processes
         if config is not None and settings:
             raise ConfigError(
-                f"config and {', '.join(settings)} were both given, and one would silently beat "
-                "the other. Use config.changed(...) or leave config out."
+                f"config and {', '.join(settings)} were both given, and one would silently win. "
+                "Use config.changed(...) or leave config out."
             )
         self.config = RunConfig(**settings) if config is None else run_config_of(config)
         self.plan = plan_pool(self.config)
@@ -230,8 +231,7 @@ class Pool:
     ) -> Outcome:
         """What `notebook_launcher(..., pool=pool)` does: `call`, with the whole outcome."""
         with self._turn_of_mine():
-            asked = self._ranks(ranks)
-            crew = self._ready()
+            asked, crew = self._ranks(ranks), self._ready()
             with calling.prepared(self.plan, function, args) as call, uninterrupted():
                 account = crew.turn(
                     {rank: call.task() for rank in asked},
@@ -319,7 +319,7 @@ class Pool:
         )
 
     def _after_cell(self, account: Account) -> BaseException | None:
-        """Who owns which name, weights, process groups; returns what is to be raised for that."""
+        """Who owns which name, weights, process groups; returns what is to be raised for it."""
         for rank, idle in account.idle.items():
             self._flow.bound(rank, idle.bound)
         self._note_lost(account)
@@ -357,6 +357,7 @@ class Pool:
     def _send(self, shipment: Shipment | None) -> None:
         if shipment is None or self._crew is None:
             return
+        tell_of_edits()
         with contextlib.closing(shipment):
             tasks = {
                 rank: (messages.Take(cargo=shipment.message, wanted=wanted), shipment.fds)

@@ -34,7 +34,7 @@ def train() -> Any:
 
 
 @pytest.mark.parametrize("method", ["template", "fork"])
-@isolated(timeout_s=60)
+@isolated(timeout_s=800)
 def test_a_bare_cell_may_be_followed_by_a_launch(method: Any) -> None:
     before = dict(os.environ)
     alone = train()
@@ -76,7 +76,7 @@ def test_ending_leaves_the_group_of_another_launcher(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -25,7 +25,7 @@ HERE = machine(0)
 
 def marked(test):
     """A test of the real DeepSpeed; the warnings of its imports are not ours."""
-    for mark in (*needs.ENGINE, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(180)):
+    for mark in (*needs.ENGINE, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)):
         test = mark(test)
     return test
 

@@ -22,7 +22,7 @@ from playwright.sync_api import (
 
 from tests.browser.server import Server
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 STILL_S = 0.3  # how long a kernel is idle before it is believed: a queue may bring the next cell
 # What the applications say of themselves: JupyterLab in a second tab of one browser, Notebook 7 of
 # its settings.

@@ -26,8 +26,8 @@ import psutil
 from tests.isolation import ROOT
 
 TOKEN = "tests"
-START_S = 60.0
-ANSWER_S = 30.0
+START_S = 300.0
+ANSWER_S = 200.0
 PAGES = {"lab": "doc/tree", "notebook": "notebooks"}
 """Where each application shows a notebook alone."""
 
@@ -163,11 +163,11 @@ def _free_port() -> int:
 
 def _end(processes: list[psutil.Process]) -> None:
     """Wait for processes that are ending, and kill those that are not."""
-    _, alive = psutil.wait_procs(processes, timeout=5)
+    _, alive = psutil.wait_procs(processes, timeout=100)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(alive, timeout=5)
+    psutil.wait_procs(alive, timeout=100)
 
 
 def _environment(home: Path) -> dict[str, str]:

@@ -16,7 +16,7 @@ from tests.kernel.kernel import wait_for
 pytestmark = pytest.mark.browser
 
 VIEW = "application/vnd.jupyter.widget-view+json"
-BOUND_S = 10.0  # from the click to the idle kernel, seen through the browser of a busy machine
+BOUND_S = 60.0  # it ends a hang; how fast Stop is, the benchmarks measure
 
 SETUP = """\
 import os, time

@@ -336,7 +336,7 @@ def test_fp16_on_an_older_cpu_is_refused():
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=60,
+        timeout=800,
         check=True,
     )
     refused, doubted = done.stdout.splitlines()[-2:]
@@ -422,7 +422,7 @@ def test_without_deepspeed_the_remedy_is_one_line():
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=60,
+        timeout=800,
         check=True,
     )
     assert 'pip install "nbaccel[deepspeed]"' in done.stdout

@@ -40,7 +40,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], dict[
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
     """What one process tells, in which no launcher was."""
-    return told_by("tests.deepspeed.inference", timeout_s=240)
+    return told_by("tests.deepspeed.inference", timeout_s=800)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -89,7 +89,7 @@ def train(model: nn.Module, backend: str) -> tuple[dict[str, torch.Tensor], str,
     return found, came_on, device.index
 
 
-@isolated(timeout_s=110)
+@isolated(timeout_s=800)
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
 def test_one_worker_per_gpu_beside_a_live_context(where: str) -> None:
     wake()
@@ -108,7 +108,7 @@ def test_one_worker_per_gpu_beside_a_live_context(where: str) -> None:
     wake()
 
 
-@isolated(timeout_s=110)
+@isolated(timeout_s=800)
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
 def test_two_workers_share_a_gpu_over_gloo(where: str) -> None:
     wake()
@@ -122,7 +122,7 @@ def test_two_workers_share_a_gpu_over_gloo(where: str) -> None:
         assert_home(model, results[0][0], where)
 
 
-@isolated(timeout_s=110)
+@isolated(timeout_s=800)
 def test_a_model_with_parts_on_both_sides_and_an_optimizer_comes_home() -> None:
     wake()
     model = nn.ModuleDict({"host": nn.Linear(4, 4), "device": nn.Linear(4, 4).cuda()})
@@ -139,7 +139,7 @@ def test_a_model_with_parts_on_both_sides_and_an_optimizer_comes_home() -> None:
     assert optimizer.param_groups[0]["params"][2] is model["device"].weight
 
 
-@isolated(timeout_s=110)
+@isolated(timeout_s=800)
 def test_tensors_on_the_device_travel_in_arguments_and_closures() -> None:
     batch, table = torch.arange(6, device="cuda"), torch.ones(3, device="cuda")
 
@@ -149,7 +149,7 @@ def test_tensors_on_the_device_travel_in_arguments_and_closures() -> None:
     assert notebook_launcher(work, (batch,), 2, start_method="template") == [("cuda", 18.0)] * 2
 
 
-@isolated(timeout_s=110)
+@isolated(timeout_s=800)
 def test_a_failed_launch_leaves_the_model_on_the_device_alone() -> None:
     model = nn.Linear(32, 32).cuda()
     before = values(model)
@@ -165,7 +165,7 @@ def test_a_failed_launch_leaves_the_model_on_the_device_alone() -> None:
     assert_home(model, before, "cuda")
 
 
-@isolated(timeout_s=110)
+@isolated(timeout_s=800)
 def test_an_explicit_fork_is_refused_and_auto_takes_the_template() -> None:
     wake()
     with pytest.raises(UnsafeFork, match=r"(?s)CUDA context.*template"):
@@ -196,7 +196,7 @@ def when_held(folder: Path, act: Callable[[list[int]], Any]) -> threading.Thread
     return thread
 
 
-@isolated(timeout_s=110)
+@isolated(timeout_s=800)
 def test_memory_is_given_back_after_a_launch() -> None:
     wake()
     before = free_bytes()
@@ -205,7 +205,7 @@ def test_memory_is_given_back_after_a_launch() -> None:
     assert_given_back(before)
 
 
-@isolated(timeout_s=110)
+@isolated(timeout_s=800)
 def test_memory_is_given_back_after_an_interrupt(tmp_path: Path) -> None:
     wake()
     before = free_bytes()
@@ -216,7 +216,7 @@ def test_memory_is_given_back_after_an_interrupt(tmp_path: Path) -> None:
     assert_given_back(before)
 
 
-@isolated(timeout_s=110)
+@isolated(timeout_s=800)
 def test_memory_is_given_back_after_a_kill(tmp_path: Path) -> None:
     wake()
     before = free_bytes()

@@ -22,7 +22,7 @@ from jupyter_client.manager import KernelManager
 
 from tests.isolation import ROOT
 
-WAIT_S = 100.0  # for one cell, on a machine that does other things
+WAIT_S = 400.0  # for one cell, on a machine that does other things
 POLL_S = 0.05
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -48,9 +48,13 @@ class Cell:
 
 
 class Kernel:
-    """A kernel of this interpreter in which nbaccel can be imported."""
+    """A kernel of this interpreter in which nbaccel can be imported.
 
-    def __init__(self) -> None:
+    Args:
+        **variables: Environment variables that it has besides.
+    """
+
+    def __init__(self, **variables: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="nb-")
         self.manager = KernelManager(
             kernel_name="python3", transport="ipc", ip=f"{self._folder.name}/k"
@@ -58,6 +62,7 @@ class Kernel:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         # Frames of a debugger in the kernel would be frozen modules' business, not ours.
         environment = {**os.environ, "PYTHONPATH": path, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+        environment |= variables
         self.manager.start_kernel(env=environment)
         self.client = self.manager.blocking_client()
         self.client.start_channels()
@@ -114,7 +119,7 @@ class Kernel:
         self.manager.shutdown_kernel(now=True)
         self.manager.cleanup_resources()
         self.manager.context.destroy(linger=0)
-        psutil.wait_procs(left, timeout=10)
+        psutil.wait_procs(left, timeout=100)
         self._folder.cleanup()
 
     def _take(self, running: tuple[str, Cell], deadline: float) -> None:
@@ -142,7 +147,7 @@ def _note(cell: Cell, kind: str, content: dict[str, Any]) -> None:
         cell.done = content["execution_state"] == "idle"
 
 
-def wait_for(condition: Any, *, timeout_s: float = 30.0) -> bool:
+def wait_for(condition: Any, *, timeout_s: float = 200.0) -> bool:
     """Whether the condition came true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():

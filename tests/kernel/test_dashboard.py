@@ -22,7 +22,7 @@ from traitlets.config import Config
 from tests.kernel.kernel import WAIT_S, Kernel, wait_for
 
 VIEW = "application/vnd.jupyter.widget-view+json"
-BOUND_S = 5.0
+BOUND_S = 60.0  # it ends a hang; how fast Stop is, the benchmarks measure
 
 TRAIN = """
 import os, time
@@ -209,7 +209,7 @@ def test_the_button_stops_and_leaves_nothing_but_the_summary(live: Kernel, code:
     assert "stopped after" in run.shown["text/plain"]
     assert "<details>" in run.shown["text/html"]
     front_end.close_subshell()
-    assert wait_for(lambda: {p.pid for p in live.descendants()} == processes, timeout_s=10)
+    assert wait_for(lambda: {p.pid for p in live.descendants()} == processes)
     found = live.run("after = state(); print(before == after, before, after)").check().stdout
     assert found.startswith("True"), found
 

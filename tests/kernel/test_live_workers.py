@@ -56,7 +56,7 @@ def told(cell: Cell) -> str:
 def test_an_error_while_another_rank_waits_ends_the_cell_and_names_both(alive: Kernel) -> None:
     alive.run("%%accelerate\ndist.all_reduce(x)").check()
     code = "%%accelerate\nif rank == 1:\n    raise ValueError('no data')\ndist.all_reduce(x)"
-    cell = alive.run(code, timeout_s=3.0)
+    cell = alive.run(code, timeout_s=60.0)  # gloo would wait for half an hour
     assert "ValueError" in cell.error
     text = told(cell)
     assert "rank 1 of 2 raised ValueError: no data" in text
@@ -136,7 +136,7 @@ def test_nobody_else_can_reach_a_worker(alive: Kernel) -> None:
         "    except PermissionError: print('refused')\n"
     )
     command = [sys.executable, "-c", probe, *map(str, pids)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=800, check=True)
     assert answer.stdout.split() == ["refused"] * 8
 
 

@@ -29,7 +29,7 @@ class Notebook:
         self.manager.start_kernel(cwd=ROOT)
         self.client = self.manager.blocking_client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=400)
 
     def error(self, code, *, interrupt_at=None):
         """Run a cell that must raise; returns (ename, lines without colours)."""

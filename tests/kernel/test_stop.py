@@ -8,7 +8,7 @@ import pytest
 
 from tests.kernel.kernel import Kernel, wait_for
 
-BOUND_S = 5.0
+BOUND_S = 60.0  # it ends a hang; how fast Stop is, the benchmarks measure
 
 STUCK = {
     "all_reduce": "dist.all_reduce(torch.ones(1)) if rank == 1 else time.sleep(600)",
@@ -47,7 +47,7 @@ def test_stop_ends_the_cell(kernel: Kernel, what: str, method: str) -> None:
     took = time.monotonic() - pressed
     assert cell.error == "KeyboardInterrupt"
     assert took < BOUND_S
-    assert wait_for(lambda: {p.pid for p in kernel.descendants()} == before, timeout_s=10)
+    assert wait_for(lambda: {p.pid for p in kernel.descendants()} == before)
     check = "assert torch.equal(net.weight, value); print(notebook_launcher(workers.rank, (), 2))"
     assert kernel.run(check).check().stdout == "[0, 1]\n"
 

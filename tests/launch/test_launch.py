@@ -124,7 +124,8 @@ def test_a_worker_may_return_its_model(launch: Launch) -> None:
             net.body.weight.fill_(workers.rank() + 5.0)
         return net, net.body.weight
 
-    results = launch(give, model)
+    with pytest.warns(UserWarning, match="different models"):
+        results = launch(give, model)
     for number, (net, weight) in enumerate(results):
         assert float(net.body.weight.detach().mean()) == number + 5
         assert net.body.weight is weight
@@ -244,7 +245,9 @@ def test_models_nested_in_containers_come_home(launch: Launch) -> None:
                 for p in module.parameters():
                     p.fill_(number + 1 + 10 * workers.rank())
 
-    launch(change, pair)
+    with pytest.warns(UserWarning, match="different models") as told:
+        launch(change, pair)
+    assert len(told) == 3
     for number, module in enumerate([pair.student, *pair.others["teachers"]]):
         assert all(bool((p == number + 1).all()) for p in module.parameters())
 
@@ -257,7 +260,8 @@ def test_a_model_moved_to_another_dtype_comes_home_in_its_own(launch: Launch) ->
         with torch.no_grad():
             net.body.weight.fill_(1.5)
 
-    launch(change, model)
+    with pytest.warns(UserWarning, match="came as float64 and were cast to float32"):
+        launch(change, model)
     assert model.body.weight.dtype == torch.float32
     assert bool((model.body.weight == 1.5).all())
 

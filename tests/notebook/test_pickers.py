@@ -536,6 +536,6 @@ def test_in_a_script_it_needs_no_notebook(blocked, told):
         text=True,
         cwd=ROOT,
         check=True,
-        timeout=60,
+        timeout=800,
     )
     assert told in done.stdout

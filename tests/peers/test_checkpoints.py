@@ -14,7 +14,7 @@ from nbaccel.train.checkpoint import load_state, save_model, save_state
 from tests.isolation import isolated
 from tests.train.checkpoint.training import ALONE, Training
 
-pytestmark = pytest.mark.timeout(300)  # a cold import of Accelerate takes its time
+pytestmark = pytest.mark.timeout(900)  # a cold import of Accelerate takes its time
 
 SAFE = (True, False)  # walked within one process: each costs a cold import of Accelerate
 
@@ -64,7 +64,7 @@ def fresh() -> Training:
     return training
 
 
-@isolated(timeout_s=200)
+@isolated(timeout_s=800)
 def test_accelerate_goes_on_from_a_checkpoint_of_nbaccel(tmp_path):
     for safe in SAFE:
         first, folder = trained(), tmp_path / f"safe-{safe}"
@@ -80,7 +80,7 @@ def test_accelerate_goes_on_from_a_checkpoint_of_nbaccel(tmp_path):
         assert [one_step(second), *draws()] == unbroken, safe
 
 
-@isolated(timeout_s=200)
+@isolated(timeout_s=800)
 def test_nbaccel_goes_on_from_a_checkpoint_of_accelerate(tmp_path):
     for safe in SAFE:
         first, folder = trained(), tmp_path / f"safe-{safe}"
@@ -96,7 +96,7 @@ def test_nbaccel_goes_on_from_a_checkpoint_of_accelerate(tmp_path):
         assert [one_step(second), *draws()] == unbroken, safe
 
 
-@isolated(timeout_s=200)
+@isolated(timeout_s=800)
 def test_both_write_the_same_files(tmp_path):
     training = trained()
     save_state(tmp_path / "ours", training.parts, ALONE, training.collectives, step=0)
@@ -107,7 +107,7 @@ def test_both_write_the_same_files(tmp_path):
     assert ours == theirs
 
 
-@isolated(timeout_s=200)
+@isolated(timeout_s=800)
 def test_accelerate_loads_a_model_that_nbaccel_cut_into_files(tmp_path):
     from accelerate import load_checkpoint_in_model
 

@@ -12,7 +12,7 @@ from torch import nn
 from nbaccel import PrecisionMismatch, WorkerFailed, notebook_launcher
 from tests.isolation import isolated
 
-pytestmark = pytest.mark.timeout(300)  # a cold import of transformers takes most of a minute
+pytestmark = pytest.mark.timeout(900)  # a cold import of transformers takes most of a minute
 
 METHODS = pytest.mark.parametrize("start_method", ["template", "fork"])
 PRECISIONS = pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -133,7 +133,7 @@ def test_accelerate(start_method: str, precision: str) -> None:
     assert model.weight.sum().item() == results[0]["weight"] == results[1]["weight"]
 
 
-@isolated(timeout_s=120)
+@isolated(timeout_s=800)
 def test_a_fork_of_a_kernel_that_has_used_accelerate() -> None:
     from accelerate import Accelerator
 

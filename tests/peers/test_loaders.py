@@ -21,7 +21,7 @@ from nbaccel.train.collectives import Collectives
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.loading import prepare_data_loader
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 class Stream(IterableDataset[torch.Tensor]):

@@ -22,7 +22,7 @@ T4 = Gpu(
 )
 
 
-def run(code, *, timeout_s=120, environ=None):
+def run(code, *, timeout_s=800, environ=None):
     return subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -161,7 +161,7 @@ def test_a_real_kernel_is_jupyter():
         printed = []
         client.execute_interactive(
             FRONT_END,
-            timeout=60,
+            timeout=800,
             output_hook=lambda m: printed.append(m["content"].get("text", "")),
         )
         assert "".join(printed).strip() == "jupyter"

@@ -73,14 +73,14 @@ class Cells:
         self._process.stdin.write(json.dumps({"what": what, **how}) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
-        assert line, f"the process has ended: {self._process.wait(timeout=10)}"
+        assert line, f"the process has ended: {self._process.wait(timeout=100)}"
         return Answer(**json.loads(line))
 
     def close(self) -> None:
         with self._process:
             assert self._process.stdin
             self._process.stdin.close()
-            self._process.wait(timeout=30)
+            self._process.wait(timeout=300)
 
 
 def filename(count: int) -> str:

@@ -187,7 +187,9 @@ def test_untouched_weights_are_not_dirty(pair: Pair) -> None:
     assert not any(worker.namespace.dirty() for worker in pair.workers)
     weights(pair)[1].weight.data.add_(1)
     weights(pair)[0].bias.data.add_(1)
-    assert [bool(worker.namespace.dirty()) for worker in pair.workers] == [True, False]
+    assert all(worker.namespace.dirty() for worker in pair.workers), "rank 1's would be lost"
+    pair.home()
+    assert not any(worker.namespace.dirty() for worker in pair.workers), "told once"
 
 
 def test_a_module_with_another_structure_does_not_come_home_by_halves(pair: Pair) -> None:
@@ -203,7 +205,6 @@ def test_a_module_with_another_structure_does_not_come_home_by_halves(pair: Pair
     model[1] = nn.Linear(64, 3)
     report = pair.home(0)[0]
     assert re.search(r"1.weight has shape \(3, 64\)", report.stranded["model"])
-    assert report.state_dicts["model"]["0.weight"].mean() == 4
     after = list(pair.ns["model"].parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert (pair.ns["other"].weight == 4).all()

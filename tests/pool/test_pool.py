@@ -312,7 +312,7 @@ def test_a_killed_worker_breaks_the_pool_and_the_next_cell_starts_anew(
 def test_a_worker_that_dies_between_cells_is_noticed_by_the_next(fresh: Pool, end: str) -> None:
     victim = pids(fresh)[1]
     os.kill(victim, signal.Signals[end])
-    psutil.wait_procs([psutil.Process(victim)] if lives(victim) else [], timeout=10)
+    psutil.wait_procs([psutil.Process(victim)] if lives(victim) else [], timeout=100)
     with pytest.raises(WorkerDied, match=end):
         fresh.run("1 + 1")
     fresh.run("1 + 1")
@@ -519,7 +519,7 @@ def test_the_end_of_the_template_breaks_the_pool_and_the_next_cell_starts_anew(
     nbaccel.shutdown()
     with pytest.raises(WorkerDied, match="are forked from was ended on request"):
         fresh.run("1 + 1")
-    assert not psutil.wait_procs(before, timeout=10)[1]
+    assert not psutil.wait_procs(before, timeout=100)[1]
     fresh.run("1 + 1")
     assert "new workers started" in capsys.readouterr().err
 

@@ -129,6 +129,17 @@ class Slot(NamedTuple):
         return empty.set_(storage, self.offset, self.shape, self.stride)
 
 
+def stayed(tensor: torch.Tensor, slot: Slot, mapping: memory.Mapping) -> bool:
+    """Whether the tensor still is the very view of the arena that the slot describes."""
+    return (
+        tensor.device.type == "cpu"
+        and type(tensor) in PLAIN
+        and tensor.dtype == slot.dtype
+        and tensor.stride() == slot.stride
+        and tensor.data_ptr() == mapping.address + slot.start + slot.offset * tensor.element_size()
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shared:
     """A module of the notebook that workers get without a copy."""
@@ -147,6 +158,12 @@ class Sharing:
     modules: tuple[Shared, ...] = ()
     stand_ins: dict[int, tuple[Arena, int]] = field(default_factory=dict)
     """Device address of a storage → arena and first byte of its host copy."""
+
+    def joined(self, other: Sharing) -> Sharing:
+        """The modules of both."""
+        return Sharing(
+            modules=(*self.modules, *other.modules), stand_ins=self.stand_ins | other.stand_ins
+        )
 
     def arenas(self) -> list[Arena]:
         """Every arena that holds a tensor of these modules, once."""

@@ -27,23 +27,21 @@ ZeRO) every rank writes its own piece, so that no one ever holds the whole; see 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nbaccel.launch.sharing import memory, shards
+from nbaccel.launch.sharing import memory, shards, trained
 from nbaccel.launch.sharing.arena import (
     PLAIN,
-    Arena,
     Sharing,
     Slot,
     named_tensors,
-    refresh_devices,
+    stayed,
 )
 
 _IN_PLACE_SHARE = (
@@ -71,6 +69,7 @@ class Manifest:
 class HomeReport:
     """What one rank put into the staging files."""
 
+    rank: int = 0
     complete: set[str] = field(default_factory=set)
     """Arenas whose staging file holds every byte."""
     written: dict[str, list[memory.Range]] = field(default_factory=dict)
@@ -78,7 +77,11 @@ class HomeReport:
     stranded: dict[str, str] = field(default_factory=dict)
     """Path of a module that could not come home → why."""
     state_dicts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    """The stranded modules' weights, on the CPU, so that they are not lost."""
+    """Weights on the CPU, so that they are not lost: of modules that are stranded or changed."""
+    changes: dict[str, str] = field(default_factory=dict)
+    """Path of a module that comes home, but not as it is → what is different."""
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    """Path of a module that this rank has trained → digest of its parameters."""
 
 
 def manifests(sharing: Sharing, keys: Mapping[int, str]) -> tuple[Manifest, ...]:
@@ -102,8 +105,11 @@ class Homebound:
         staging: Descriptors of the staging files, by key.
         num_nodes: Machines that take part; the others' pieces of a sharded tensor are out of reach.
         held: What is needed to read parts whose engine is gone.
-        trained: Descriptors of the files that this rank has trained in already, by key of the
+        in_files: Descriptors of the files that this rank has trained in already, by key of the
             arena. See [Note: staging files of a rank's own].
+        origins: The modules' tensors as they came; by default as they are now.
+        keeps_states: Whether the report has the weights of modules that do not come home as they
+            are.
     """
 
     def __init__(
@@ -115,14 +121,18 @@ class Homebound:
         staging: Mapping[str, int],
         num_nodes: int = 1,
         held: shards.Held | None = None,
-        trained: Mapping[str, int] | None = None,
+        in_files: Mapping[str, int] | None = None,
+        origins: Mapping[str, trained.Origin] | None = None,
+        keeps_states: bool = True,
     ) -> None:
         self._rank = rank
         self._num_nodes = num_nodes
         self._modules = modules
         self._mappings = mappings
         self._staging = staging
-        self._trained = dict(trained or {})
+        self._in_files = dict(in_files or {})
+        self._keeps_states = keeps_states
+        self._origins = origins or {m.path: trained.origin(module) for m, module in modules}
         self._has_stepped = False
         self._held = held or shards.Held()
 
@@ -149,24 +159,44 @@ class Homebound:
     def _move_in(self, groups: Iterable[Iterable[torch.Tensor]]) -> None:
         for key in about_to_be_trained(self._mappings, groups):
             move_in(self._mappings[key], self._staging[key])
-            self._trained[key] = self._staging[key]
+            self._in_files[key] = self._staging[key]
 
     def write(self) -> HomeReport:
         """Put what this rank owes into the staging files. No communication."""
-        report = HomeReport()
+        report = HomeReport(rank=self._rank)
         kept: list[tuple[str, Slot]] = []
+        self._take_fingerprints(report)
         for manifest, module in self._modules:
             current = dict(named_tensors(module))
             reason = _mismatch(manifest, current) or self._out_of_reach(current)
+            reason = reason or trained.came_apart(manifest.slots, current)
+            changes = ""
             if reason is None:
                 self._write_departed(manifest, current, report)
+                changes = trained.changes(
+                    manifest.slots, current, self._origins.get(manifest.path, {})
+                )
             elif self._rank == 0:
                 report.stranded[manifest.path] = reason
-                report.state_dicts[manifest.path] = _on_cpu(module.state_dict())
                 kept += manifest.slots
+            if self._rank == 0 and changes:
+                report.changes[manifest.path] = changes
+            if self._rank == 0 and self._keeps_states and (reason or changes):
+                report.state_dicts[manifest.path] = _on_cpu(module.state_dict())
         if self._rank == 0:
             self._write_arenas(report, kept)
         return report
+
+    def _take_fingerprints(self, report: HomeReport) -> None:
+        written = {key: self._written_to(key) for key in self._mappings}
+        for manifest, module in self._modules:
+            found = trained.fingerprint_of(manifest.slots, module, self._mappings, written)
+            if found:
+                report.fingerprints[manifest.path] = found
+
+    def _written_to(self, key: str) -> list[memory.Range]:
+        mapping = self._mappings[key]
+        return [(0, mapping.nbytes)] if key in self._in_files else mapping.written()
 
     def _out_of_reach(self, current: Mapping[str, torch.Tensor]) -> str | None:
         """Why pieces of sharded tensors cannot be put together here, if so."""
@@ -181,13 +211,13 @@ class Homebound:
 
     def _write_arenas(self, report: HomeReport, kept: Sequence[tuple[str, Slot]]) -> None:
         """Write every private page, but of the modules that cannot come home (`kept`) none."""
-        for key, mapping in self._mappings.items():
-            if key in self._trained:
+        for key in self._mappings:
+            if key in self._in_files:
                 report.complete.add(key)
                 continue
             taken = [(slot.start, slot.start + slot.nbytes) for k, slot in kept if k == key]
             taken += report.written.get(key, [])
-            for start, stop in mapping.written():
+            for start, stop in self._written_to(key):
                 self._write_around(key, (start, stop), taken, report)
 
     def _write_around(
@@ -239,7 +269,7 @@ class Homebound:
 
     def _is_in_training(self, key: str) -> bool:
         """Whether the arena's staging file is the very one that this rank trains in."""
-        return self._trained.get(key) == self._staging[key]
+        return self._in_files.get(key) == self._staging[key]
 
 
 def about_to_be_trained(
@@ -280,17 +310,6 @@ def _span_in(mapping: memory.Mapping, tensor: torch.Tensor) -> memory.Range | No
     return (start, start + storage.nbytes())
 
 
-def stayed(tensor: torch.Tensor, slot: Slot, mapping: memory.Mapping) -> bool:
-    """Whether the tensor still is the very view of the arena that the slot describes."""
-    return (
-        tensor.device.type == "cpu"
-        and type(tensor) in PLAIN
-        and tensor.dtype == slot.dtype
-        and tensor.stride() == slot.stride
-        and tensor.data_ptr() == mapping.address + slot.start + slot.offset * tensor.element_size()
-    )
-
-
 def _mismatch(manifest: Manifest, current: Mapping[str, torch.Tensor]) -> str | None:
     """Why the module no longer fits the notebook's, if so."""
     expected = {slot.name: slot.shape for _, slot in manifest.slots}
@@ -318,94 +337,3 @@ def _value_on_cpu(tensor: Any) -> torch.Tensor:
     if shards.is_dtensor(tensor):
         values = tensor.detach().to_local()
     return values.cpu()
-
-
-# ------------------------------------------------------------------------- in the notebook
-
-
-class Homecoming:
-    """The notebook's side: owns the staging files of one launch and applies them at the end.
-
-    Args:
-        sharing: The modules.
-        arenas: The arenas that get staging files, by key.
-    """
-
-    def __init__(self, sharing: Sharing, arenas: Mapping[str, Arena]) -> None:
-        self._sharing = sharing
-        self._arenas = arenas
-        self.staging = {key: memory.create_file("staging", a.nbytes) for key, a in arenas.items()}
-
-    def apply(self, reports: Iterable[HomeReport], whole: Mapping[str, int] | None = None) -> None:
-        """Let the notebook's modules have the trained values. Call once all ranks have returned.
-
-        Args:
-            reports: What the ranks wrote.
-            whole: Descriptors of the files that hold complete arenas, where these are a rank's own.
-        """
-        merged = HomeReport()
-        for report in reports:
-            merged.complete |= report.complete
-            merged.stranded |= report.stranded
-            for key, ranges in report.written.items():
-                merged.written.setdefault(key, []).extend(ranges)
-        for key, arena in self._arenas.items():
-            self._apply_one(key, arena, merged, (whole or {}).get(key))
-        refresh_devices(self._sharing, merged.stranded)
-        if merged.complete or merged.written:
-            self._note_change(merged)
-
-    def _note_change(self, merged: HomeReport) -> None:
-        """Let torch know that the tensors have new values, as if an operation had written them.
-
-        A graph that still needs the old ones says so then, and a pool's workers adopt the new.
-        """
-        for module in self._sharing.modules:
-            if module.path not in merged.stranded:
-                tensors = dict(named_tensors(module.module))
-                written = [tensors[slot.name] for _, slot in module.slots]
-                increment_version([t for t in written if not t.is_inference()])
-
-    def _apply_one(self, key: str, arena: Arena, merged: HomeReport, whole: int | None) -> None:
-        everything = [(0, arena.nbytes)]
-        written = memory.merge(merged.written.get(key, []))
-        if whole is not None:
-            self._read(whole, arena, everything, merged)
-        elif key in merged.complete:
-            written = everything
-        self._read(self.staging[key], arena, written, merged)
-
-    def _read(self, fd: int, arena: Arena, ranges: list[memory.Range], merged: HomeReport) -> None:
-        for start, stop in _without(ranges, self._stranded_ranges(arena, merged.stranded)):
-            memory.read_at(fd, arena.view(start, stop), start)
-
-    def _stranded_ranges(self, arena: Arena, stranded: Mapping[str, str]) -> list[memory.Range]:
-        return memory.merge(
-            (slot.start, slot.start + slot.nbytes)
-            for module in self._sharing.modules
-            if module.path in stranded
-            for home, slot in module.slots
-            if home is arena
-        )
-
-    def close(self, dispose: Callable[[Sequence[int]], None] = memory.close_all) -> None:
-        """Give the staging files up.
-
-        Args:
-            dispose: Closes descriptors. Freeing gigabytes takes a tenth of a second each: better
-                where nobody waits for it.
-        """
-        fds = list(self.staging.values())
-        self.staging.clear()
-        dispose(fds)
-
-
-def _without(ranges: list[memory.Range], left_out: list[memory.Range]) -> Iterator[memory.Range]:
-    for start, stop in ranges:
-        inside = [
-            (max(a, start) - start, min(b, stop) - start)
-            for a, b in left_out
-            if a < stop and start < b
-        ]
-        for a, b in memory.gaps(inside, stop - start):
-            yield (start + a, start + b)

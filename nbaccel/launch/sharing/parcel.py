@@ -23,7 +23,7 @@ import pickle
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
@@ -64,6 +64,8 @@ class Sender:
     """Source lines of every cell whose functions or classes travel by value."""
     arenas: dict[str, arena.Arena]
     """Arenas that the pickle refers to, by key."""
+    modules: list[torch.nn.Module] = field(default_factory=list)
+    """Every module that the pickle holds, each before its parts."""
     reduce: Callable[[Any], Any] | None = None
     """Asked first how to pickle an object; `NotImplemented` leaves it to what follows."""
 
@@ -93,10 +95,27 @@ def pack(obj: Any, sender: Sender, *, limit_bytes: int | None = None) -> tuple[P
     Raises:
         TooCostly: If `limit_bytes` was reached.
     """
+    return prepare(obj, sender, limit_bytes=limit_bytes).write()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A pickled object, before its big blocks have been copied."""
+
+    stream: io.BytesIO
+    blocks: list[pickle.PickleBuffer]
+
+    def write(self) -> tuple[Parcel, int]:
+        """Copy all of it into a memory file; see `pack`."""
+        return _write(self.stream.getbuffer(), [block.raw() for block in self.blocks])
+
+
+def prepare(obj: Any, sender: Sender, *, limit_bytes: int | None = None) -> Prepared:
+    """Do what `pack` does, but for copying what is big."""
     blocks: list[pickle.PickleBuffer] = []
     stream = _Metered(limit_bytes)
     dump(obj, sender, stream, blocks.append)
-    return _write(stream.getbuffer(), [block.raw() for block in blocks])
+    return Prepared(stream, blocks)
 
 
 def dump(
@@ -261,6 +280,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, types.FunctionType):
             note_source(obj, self._sender.sources)
         elif isinstance(obj, torch.nn.Module):
+            self._sender.modules.append(obj)
             kind = type(obj)
             if kind not in self._ordinary:
                 self._ordinary[kind] = _is_ordinary(kind)

@@ -12,13 +12,13 @@ from tests.deepspeed import needs
 from tests.deepspeed.programs import told_by
 from tests.deepspeed.strategy.bare import ORDER
 
-pytestmark = [*needs.ENGINE, pytest.mark.timeout(300)]  # one process for all of them
+pytestmark = [*needs.ENGINE, pytest.mark.timeout(900)]  # one process for all of them
 
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:
     """What a process of its own tells: DeepSpeed is imported for good."""
-    return told_by("tests.deepspeed.strategy.bare", timeout_s=240)
+    return told_by("tests.deepspeed.strategy.bare", timeout_s=800)
 
 
 @pytest.mark.parametrize("number", range(len(ORDER)))

@@ -77,7 +77,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any],
     return folder, results[0], models
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
 class TestOnDisk:
     pytestmark = needs.DISK
@@ -154,17 +154,17 @@ def test_a_forked_process_leaves_the_files_of_its_parent(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 class TestWithoutLauncher:
     pytestmark = needs.DISK
 
     def test_no_files_stay_when_python_exits_with_an_engine(self, tmp_path):
-        told = told_by(PROGRAM, str(tmp_path), "Linear", timeout_s=110)
+        told = told_by(PROGRAM, str(tmp_path), "Linear", timeout_s=800)
         assert told == {"refused": "", "claims": 1}
         assert list(tmp_path.iterdir()) == []
 
     def test_an_engine_that_cannot_be_made_holds_no_folder(self, tmp_path):
-        told = told_by(PROGRAM, str(tmp_path), "Expert", timeout_s=110)
+        told = told_by(PROGRAM, str(tmp_path), "Expert", timeout_s=800)
         assert "transformer_moe_cls_names='Expert'" in told["refused"]
         assert told["claims"] == 0
 

@@ -19,7 +19,7 @@ from tests.deepspeed.strategy.test_training import distance
 pytestmark = [
     *needs.ENGINE,
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(300),  # one launch for all of them
+    pytest.mark.timeout(900),  # one launch for all of them
 ]
 
 

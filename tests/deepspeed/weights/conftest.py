@@ -21,6 +21,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not folder.exists():
             made = base / "saved-in-the-making"
             made.mkdir()
-            told_by("tests.deepspeed.weights.saved", str(made), timeout_s=115)
+            told_by("tests.deepspeed.weights.saved", str(made), timeout_s=800)
             made.rename(folder)
     return folder

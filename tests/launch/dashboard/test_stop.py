@@ -13,7 +13,7 @@ from nbaccel import Pool, notebook_launcher
 from tests import workers
 from tests.launch.dashboard.conftest import Seen
 
-BOUND_S = 5.0
+BOUND_S = 60.0  # it ends a hang; how fast Stop is, the benchmarks measure
 
 
 class Clicker:

@@ -14,6 +14,7 @@ from torch import nn
 
 from nbaccel.launch.sharing import arena, home, memory, parcel
 from nbaccel.launch.sharing.find import find_modules
+from nbaccel.launch.sharing.homecoming import Homecoming
 
 
 class Worker:
@@ -43,7 +44,7 @@ class Trip:
         modules = tuple(zip(manifests, (m.module for m in self.sharing.modules), strict=True))
         self.parcel, self.fd = parcel.pack((args, modules), sender)
         self.arenas = dict(sender.arenas)
-        self.homecoming = home.Homecoming(self.sharing, self.arenas)
+        self.homecoming = Homecoming(self.sharing, self.arenas)
 
     def worker(self, rank: int = 0) -> Worker:
         return Worker(self, rank)

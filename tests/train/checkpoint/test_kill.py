@@ -94,7 +94,7 @@ def save_and_die_at(folder: Path, mark: int, number: int, *, numbered: bool) -> 
     save(folder, mark, numbered=numbered, training=training)
 
 
-@isolated(timeout_s=110)
+@isolated(timeout_s=800)
 @pytest.mark.parametrize("numbered", [True, False])
 def test_killed_at_any_step_it_leaves_the_old_or_the_new_checkpoint(tmp_path, numbered):
     torch.set_num_threads(1)
@@ -133,7 +133,7 @@ def save_until_killed(folder: Path, mark: int, told: int, *, numbered: bool) -> 
         os.write(told, f"{mark}\n".encode())
 
 
-@isolated(timeout_s=110)
+@isolated(timeout_s=800)
 @pytest.mark.parametrize("numbered", [True, False])
 def test_killed_at_any_moment_it_loses_nothing_that_was_saved(tmp_path, numbered):
     torch.set_num_threads(1)

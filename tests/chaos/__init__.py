@@ -1,0 +1,1 @@
+"""Processes killed at random moments, and what is left of weights and checkpoints."""

@@ -1,0 +1,338 @@
+"""Kills parties of a running notebook at random moments, and compares what is left bit by bit.
+
+    harness ── a real ipykernel ── template ── workers
+       └── KILL, TERM, SEGV, STOP, Stop (an interrupt), no disk, no memory ──► one of them
+
+A *moment* is one such blow while a scene runs. It is **torn** if weights or a checkpoint are neither
+those from before nor the new ones; **silent** if the cell says that all went well and they are not
+the new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import resource
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.chaos.scenes import SCENES, SETUP, Scene
+from tests.kernel.kernel import Cell, Kernel, wait_for
+
+__all__ = ["BLOWS", "Chaos", "Moment"]
+
+BLOWS = {
+    "KILL": ("kernel", "template", "rank 0", "rank 1"),
+    "TERM": ("template", "rank 0", "rank 1"),
+    "SEGV": ("template", "rank 0", "rank 1"),
+    "STOP": ("template", "rank 0", "rank 1"),
+    "interrupt": ("kernel",),
+    "no disk": ("rank 0", "rank 1"),
+    "no memory": ("rank 0", "rank 1"),
+}
+"""What is done → to whom."""
+
+LAYERS = 16
+"""Of 4 MiB each: large enough for writing them to take a while."""
+PRESS_S = 0.3
+"""After a process was stopped: when the user presses Stop."""
+RAW = (
+    "BrokenPipeError",
+    "ProcessLookupError",
+    "ConnectionResetError",
+    "EOFError",
+    "AssertionError",
+)
+"""Errors of internals that no user should see."""
+
+
+@dataclass
+class Moment:
+    """One blow, and what came of it."""
+
+    scene: str
+    blow: str
+    party: str
+    after_s: float
+    state: str = ""
+    """`old`, `new`, `torn`, or `gone` with the kernel."""
+    error: str = ""
+    """What the cell raised; empty if it said that all went well."""
+    prompt_s: float = 0.0
+    """From the blow until the cell had ended."""
+    faults: list[str] = field(default_factory=list)
+
+
+class Chaos:
+    """A notebook that is treated badly.
+
+    Args:
+        folder: Where checkpoints go.
+        seed: Of the random moments.
+    """
+
+    def __init__(self, folder: Path, *, seed: int) -> None:
+        self._folder = folder / "checkpoint"
+        self._random = random.Random(seed)
+        self._kernel: Kernel | None = None
+        self._lasts: dict[str, float] = {}
+        self._mark = 1
+        self._saved = 0
+        """The mark of the checkpoint that is known to be whole."""
+        self._wounded: list[psutil.Process] = []
+        self.moments: list[Moment] = []
+
+    # ---- moments
+
+    def run(self, count: int) -> None:
+        """Live through so many moments, the same number in each scene."""
+        scenes = list(SCENES)
+        for i, scene in enumerate(scenes):
+            share = count * (i + 1) // len(scenes) - count * i // len(scenes)
+            blows = self._blows(share)
+            self._get_ready(scene)
+            while blows:
+                blow, party = blows[-1]
+                moment = self._moment(scene, blow, party)
+                if moment is not None:
+                    self.moments.append(moment)
+                    blows.pop()
+
+    def _blows(self, count: int) -> list[tuple[str, str]]:
+        """Each kind as often as any other, in random order; the kernel dies less often: it is slow."""
+        every = [(blow, party) for blow, parties in BLOWS.items() for party in parties]
+        chosen = [every[i % len(every)] for i in range(self._random.randrange(97), 997)][:count]
+        self._random.shuffle(chosen)
+        return chosen
+
+    def _get_ready(self, scene: Scene) -> None:
+        """Run the scene undisturbed, for how long it takes."""
+        kernel = self._alive()
+        for _ in range(2):  # the first time it starts things
+            kernel.run(scene.prepare).check()
+            began = time.monotonic()
+            cell = kernel.run(self._code(scene))
+            assert not cell.error, "\n".join(cell.traceback)
+            self._lasts[scene.name] = time.monotonic() - began
+            self._note_saved(scene)
+
+    def _moment(self, scene: Scene, blow: str, party: str) -> Moment | None:
+        """One moment; None if the cell had ended before the blow."""
+        kernel = self._alive()
+        kernel.run(scene.prepare).check()
+        after_s = self._random.uniform(0.0, self._lasts[scene.name])
+        moment = Moment(scene=scene.name, blow=blow, party=party, after_s=after_s)
+        running = kernel.begin(self._code(scene))
+        time.sleep(after_s)
+        target = self._find(kernel, party)
+        if target is None or not self._strike(kernel, target, blow):
+            kernel.finish(running)
+            self._note_saved(scene)
+            return None
+        struck = time.monotonic()
+        if target.pid == kernel.pid and blow == "KILL":
+            self._judge_death(moment, scene, kernel)
+        else:
+            cell = self._finish(kernel, running, blow)
+            moment.prompt_s, moment.error = time.monotonic() - struck, cell.error
+            self._judge(moment, scene, kernel, cell)
+        return moment
+
+    def _code(self, scene: Scene) -> str:
+        self._mark += scene.changes == "checkpoint"
+        return scene.code.replace("{mark}", f"{float(self._mark)}")
+
+    def _finish(self, kernel: Kernel, running: tuple[str, Cell], blow: str) -> Cell:
+        if blow == "STOP":
+            time.sleep(PRESS_S)
+            kernel.interrupt()
+        return kernel.finish(running)
+
+    # ---- blows
+
+    def _find(self, kernel: Kernel, party: str) -> psutil.Process | None:
+        with contextlib.suppress(psutil.Error):
+            own = psutil.Process(kernel.pid)
+            if party == "kernel":
+                return own
+            templates = [c for c in own.children() if "template_server" in " ".join(c.cmdline())]
+            if not templates:
+                return None
+            if party == "template":
+                return templates[-1]
+            workers = sorted((w for t in templates for w in t.children()), key=lambda p: p.pid)
+            number = int(party.split()[1])
+            return workers[number] if number < len(workers) else None
+        return None
+
+    def _strike(self, kernel: Kernel, target: psutil.Process, blow: str) -> bool:
+        try:
+            if blow == "interrupt":
+                kernel.interrupt()
+            elif blow == "no disk":
+                target.rlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+                self._wounded.append(target)
+            elif blow == "no memory":
+                used = target.memory_info().vms
+                target.rlimit(resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
+                self._wounded.append(target)
+            else:
+                target.send_signal(signal.Signals[f"SIG{blow}"])
+                if blow == "STOP":
+                    self._wounded.append(target)
+        except (psutil.Error, ProcessLookupError, PermissionError):
+            return False
+        return True
+
+    def _heal(self) -> None:
+        """Let those that live go on without what was done to them."""
+        for process in self._wounded:
+            with contextlib.suppress(psutil.Error, ProcessLookupError, OSError):
+                for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_AS):
+                    process.rlimit(limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+                process.send_signal(signal.SIGCONT)
+        self._wounded.clear()
+
+    # ---- judging
+
+    def _judge(self, moment: Moment, scene: Scene, kernel: Kernel, cell: Cell) -> None:
+        told = self._told(kernel)
+        self._heal()
+        if told["staging"]:
+            moment.faults.append(f"{told['staging']} staging files are left in the kernel")
+        if scene.changes == "checkpoint":
+            self._judge_checkpoint(moment, told["saved"], said_well=not cell.error)
+        else:
+            new = float(self._saved) if scene.new is None else scene.new
+            moment.state = {(1.0,): "old", (new,): "new"}.get(tuple(told["marks"]), "torn")
+            if moment.state == "torn":
+                moment.faults.append(f"torn: weights {told['marks'][:6]}")
+            if not cell.error and moment.state != "new":
+                moment.faults.append("silent: the cell said nothing, and the weights are not new")
+        if cell.error in RAW:
+            moment.faults.append(f"raw: {' | '.join(cell.traceback[-3:])}")
+        self._go_on(moment, scene, kernel, cell)
+
+    def _judge_checkpoint(self, moment: Moment, saved: dict[str, Any], *, said_well: bool) -> None:
+        found = (tuple(saved.get("weights", ())), saved.get("rate"))
+        wholes = {((float(m),), float(m)): m for m in (self._saved, self._mark)}
+        if found not in wholes:
+            moment.state = "torn"
+            moment.faults.append(f"torn: the checkpoint holds {saved}")
+            return
+        moment.state = "new" if wholes[found] == self._mark else "old"
+        self._saved = wholes[found]
+        if said_well and moment.state == "old":
+            moment.faults.append("silent: the cell said nothing, and the checkpoint is the old one")
+
+    def _judge_death(self, moment: Moment, scene: Scene, kernel: Kernel) -> None:
+        """The kernel was killed: its workers end too, and checkpoints are whole."""
+        began = time.monotonic()
+        moment.error, moment.state = "the kernel died", "gone"
+        left = [p for p in psutil.process_iter() if self._belongs(p)]
+        if not wait_for(lambda: not any(self._belongs(p) for p in left), timeout_s=60):
+            moment.faults.append(f"left behind: {left}")
+        moment.prompt_s = time.monotonic() - began
+        with contextlib.suppress(Exception):  # whatever is left of a dead kernel's connections
+            kernel.close()
+        self._kernel = None
+        told = self._told(self._alive())
+        if scene.changes == "checkpoint":
+            self._judge_checkpoint(moment, told["saved"], said_well=False)
+        self._get_ready(scene)
+
+    def _belongs(self, process: psutil.Process) -> bool:
+        """Whether it is a template or a worker of ours: its environment names the folder."""
+        try:
+            mine = process.environ().get("NBACCEL_CHAOS") == str(self._folder)
+            return mine and process.status() != psutil.STATUS_ZOMBIE and process.is_running()
+        except psutil.Error:
+            return False
+
+    def _go_on(self, moment: Moment, scene: Scene, kernel: Kernel, cell: Cell) -> None:
+        """The next cell works; what a cell in live workers could not bring home comes then."""
+        if not scene.in_pool:
+            if kernel.run("_ = notebook_launcher(os.getpid, (), num_processes=2)").error:
+                moment.faults.append("the next launch fails")
+            return
+        kernel.run("%%accelerate -n 2\n1")  # a death that came late is told by the next cell
+        again = kernel.run("%%accelerate -n 2\nfine = 1")
+        if again.error:
+            moment.faults.append(f"the next cell but one fails: {again.traceback[-3:]}")
+
+    def _note_saved(self, scene: Scene) -> None:
+        if scene.changes == "checkpoint":
+            self._saved = self._mark
+
+    # ---- the notebook
+
+    def _told(self, kernel: Kernel) -> dict[str, Any]:
+        cell = kernel.run("tell()").check()
+        line = next(line for line in cell.stdout.splitlines() if line.startswith("TOLD "))
+        found: dict[str, Any] = json.loads(line.removeprefix("TOLD "))
+        return found
+
+    def _alive(self) -> Kernel:
+        if self._kernel is None:
+            self._kernel = Kernel(NBACCEL_CHAOS=str(self._folder))
+            self._kernel.run(SETUP.format(layers=LAYERS, folder=str(self._folder))).check()
+        return self._kernel
+
+    def close(self) -> None:
+        """End the notebook."""
+        self._heal()
+        if self._kernel is not None:
+            self._kernel.close()
+            self._kernel = None
+
+    # ---- figures
+
+    def faults(self) -> list[str]:
+        """What should not have happened, one line each."""
+        return [
+            f"{m.scene}, {m.blow} of {m.party} after {m.after_s:.3f} s ({m.error or 'ok'}): {fault}"
+            for m in self.moments
+            for fault in m.faults
+        ]
+
+    def table(self) -> dict[str, dict[str, Any]]:
+        """Figures by scene."""
+        return {
+            scene.name: _figures([m for m in self.moments if m.scene == scene.name])
+            for scene in SCENES
+        }
+
+    def dump(self) -> list[dict[str, Any]]:
+        """All moments, as JSON."""
+        return [asdict(moment) for moment in self.moments]
+
+
+def _figures(moments: list[Moment]) -> dict[str, Any]:
+    states = Counter(m.state for m in moments)
+    waits = sorted(m.prompt_s for m in moments)
+    return {
+        "moments": len(moments),
+        **{state: states[state] for state in ("old", "new", "gone", "torn")},
+        "silent": sum(any(f.startswith("silent") for f in m.faults) for m in moments),
+        "told": sum(bool(m.error) for m in moments),
+        "prompt_median_s": waits[len(waits) // 2] if waits else 0.0,
+        "prompt_worst_s": waits[-1] if waits else 0.0,
+    }
+
+
+@contextlib.contextmanager
+def chaos(folder: Path, *, seed: int) -> Iterator[Chaos]:
+    """A notebook to be treated badly, which is ended with the block."""
+    found = Chaos(folder, seed=seed)
+    try:
+        yield found
+    finally:
+        found.close()

@@ -1,0 +1,77 @@
+"""A local module that was edited and not reloaded runs in two versions: that is told."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from nbaccel import Pool, notebook_launcher
+
+
+@pytest.fixture
+def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A module beside the notebook."""
+    (tmp_path / "nb_helper_under_edit.py").write_text("def version():\n    return 'v1'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("nb_helper_under_edit")
+    del sys.modules["nb_helper_under_edit"]
+
+
+def edit(module: ModuleType) -> None:
+    """Another text of another length: its time stamp counts whole seconds only."""
+    Path(str(module.__file__)).write_text("def version():\n    return 'version 2'\n")
+
+
+def test_an_edited_module_is_told_once_with_the_remedy(
+    helper: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert list(notebook_launcher(helper.version, num_processes=2)) == ["v1", "v1"]
+    assert "edited" not in capsys.readouterr().err
+    edit(helper)
+    assert list(notebook_launcher(helper.version, num_processes=2)) == ["version 2"] * 2
+    told = capsys.readouterr().err
+    assert "nb_helper_under_edit.py has been edited since the notebook imported" in told
+    assert "importlib.reload(nb_helper_under_edit)" in told
+    notebook_launcher(helper.version, num_processes=2)
+    assert "edited" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("has_bytecode", [True, False])
+def test_an_edit_before_the_first_launch_is_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    has_bytecode: bool,
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", not has_bytecode)
+    name = f"nb_helper_bytecode_{has_bytecode}"
+    (tmp_path / f"{name}.py").write_text("class A:\n    def version(self):\n        return 'v1'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module(name)
+    assert (tmp_path / "__pycache__").exists() is has_bytecode
+    (tmp_path / f"{name}.py").write_text("class A:\n    def version(self):\n        return 'v22'\n")
+    assert list(notebook_launcher(module.A().version, num_processes=2)) == ["v22"] * 2
+    del sys.modules[name]
+    assert f"{name}.py has been edited" in capsys.readouterr().err
+
+
+def test_a_reload_is_the_end_of_it(helper: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(helper)
+    importlib.reload(helper)
+    assert list(notebook_launcher(helper.version, num_processes=2)) == ["version 2"] * 2
+    assert "edited" not in capsys.readouterr().err
+
+
+def test_a_cell_that_gets_something_of_it_tells_it_too(
+    helper: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Pool(1, namespace={"version": helper.version}) as pool:
+        edit(helper)
+        pool.run("found = version()")
+        assert "has been edited since" in capsys.readouterr().err
+        assert pool.pull("found") == {"found": ["version 2"]}

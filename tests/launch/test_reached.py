@@ -1,0 +1,181 @@
+"""Modules that a function reaches otherwise than by its arguments are shared, and come home."""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nbaccel import Pool, notebook_launcher
+
+STARTS = ["template", "fork"]
+
+
+@pytest.fixture(autouse=True)
+def strict() -> Iterator[None]:
+    """Nothing is to be told of models that were all trained alike."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
+
+
+@pytest.fixture
+def cell() -> Callable[[str], dict[str, Any]]:
+    """Runs code as a cell of a notebook: what it defines has the namespace as its globals."""
+
+    def run(text: str) -> dict[str, Any]:
+        namespace: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(text, "<cell>", "exec"), namespace)
+        return namespace
+
+    return run
+
+
+DEFINE = """
+import torch
+from torch import nn
+from tests.launch.test_reached import fill
+model = nn.Linear(4, 4)
+class Trainer:
+    def __init__(self, model):
+        self.model, self.parts = model, {'head': nn.Linear(2, 2)}
+    def fit(self, value):
+        fill(self.model, value)
+        fill(self.parts['head'], value)
+trainer = Trainer(nn.Linear(4, 4))
+def by_global(): fill(model, 3.0)
+def by_helper(): by_global()
+def by_nested(): return [fill(m, 3.0) for m in (lambda: [model])()]
+class Owner:
+    @staticmethod
+    def run(): fill(model, 3.0)
+def by_class(): Owner.run()
+"""
+
+
+def fill(module: nn.Module, value: float) -> None:
+    """Give every weight this value."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(value)
+
+
+def means(*modules: nn.Module) -> list[float]:
+    return [m.weight.mean().item() for m in modules]
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        ("by_global", "template"),
+        ("by_helper", "template"),
+        ("by_nested", "template"),
+        ("by_class", "template"),
+        ("by_helper", "fork"),  # where nothing is pickled, one way stands for all
+    ],
+)
+def test_a_global_model_comes_home(
+    cell: Callable[[str], dict[str, Any]], name: str, start: str
+) -> None:
+    found = cell(DEFINE)
+    notebook_launcher(found[name], num_processes=2, start_method=start)
+    assert means(found["model"]) == [3.0]
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_models_of_a_method_s_object_come_home(
+    cell: Callable[[str], dict[str, Any]], start: str
+) -> None:
+    trainer = cell(DEFINE)["trainer"]
+    notebook_launcher(trainer.fit, (5.0,), num_processes=2, start_method=start)
+    assert means(trainer.model, trainer.parts["head"]) == [5.0, 5.0]
+
+
+def test_the_models_of_an_object_among_the_arguments_come_home(
+    cell: Callable[[str], dict[str, Any]],
+) -> None:
+    trainer = cell(DEFINE)["trainer"]
+    notebook_launcher(lambda t: t.fit(5.0), (trainer,), num_processes=2)
+    assert means(trainer.model, trainer.parts["head"]) == [5.0, 5.0]
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_closures_defaults_and_partials_come_home(start: str) -> None:
+    a, b, c = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def train(c: nn.Module, *, b: nn.Module = b) -> None:
+        for module in (a, b, c):
+            fill(module, 2.0)
+
+    notebook_launcher(functools.partial(train, c), num_processes=2, start_method=start)
+    assert means(a, b, c) == [2.0, 2.0, 2.0]
+
+
+def test_a_model_that_is_an_argument_and_a_global_is_one(
+    cell: Callable[[str], dict[str, Any]],
+) -> None:
+    found = cell(DEFINE + "def both(m): fill(m, 1.0); assert m is model; fill(model, 4.0)")
+    notebook_launcher(found["both"], (found["model"],), num_processes=2)
+    assert means(found["model"]) == [4.0]
+
+
+def test_what_does_not_fit_is_told_by_its_name(cell: Callable[[str], dict[str, Any]]) -> None:
+    found = cell(DEFINE + "def grow(): model.weight = nn.Parameter(torch.ones(9, 4))")
+    with pytest.warns(UserWarning, match=r"The trained weights of model do not fit"):
+        results = notebook_launcher(found["grow"], num_processes=2)
+    assert results.state_dicts["model"]["weight"].shape == (9, 4)
+
+
+def test_ranks_that_train_a_global_model_apart_are_told(
+    cell: Callable[[str], dict[str, Any]],
+) -> None:
+    found = cell(DEFINE + "import os\ndef apart(): fill(model, float(os.environ['RANK']))")
+    with pytest.warns(
+        UserWarning, match="different models: rank 1 ended with other weights of mod"
+    ):
+        notebook_launcher(found["apart"], num_processes=2)
+
+
+def test_a_global_that_cannot_be_shared_travels_as_before_and_is_told(
+    cell: Callable[[str], dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = cell(DEFINE + "meta = nn.Linear(2, 2, device='meta')\ndef look(): return str(meta)")
+    assert notebook_launcher(found["look"], num_processes=2)[1].startswith("Linear")
+    told = capsys.readouterr().err
+    assert "each worker gets a copy of meta, and its weights will not come back" in told
+    assert "meta device" in told
+
+
+def test_share_back_off_leaves_them(cell: Callable[[str], dict[str, Any]]) -> None:
+    found = cell(DEFINE)
+    before = means(found["model"])
+    from nbaccel import RunConfig
+
+    notebook_launcher(found["by_global"], config=RunConfig(num_processes=2, share_back=False))
+    assert means(found["model"]) == before
+
+
+def test_a_call_in_live_workers_brings_them_home(cell: Callable[[str], dict[str, Any]]) -> None:
+    found = cell(DEFINE)
+    with Pool(2, namespace={}) as pool:
+        pool.call(found["by_global"])
+        pool.call(found["trainer"].fit, 6.0)
+    assert means(found["model"], found["trainer"].model) == [3.0, 6.0]
+
+
+def test_an_object_with_its_own_way_to_pickle_is_looked_into() -> None:
+    model = nn.Linear(2, 2)
+
+    class Sly:
+        def __reduce__(self) -> Any:
+            return types.SimpleNamespace, (), {"model": model}
+
+    sly = Sly()
+    notebook_launcher(lambda: fill(sly.model, 7.0), num_processes=2)  # type: ignore[attr-defined]
+    assert means(model) == [7.0]
