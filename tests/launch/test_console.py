@@ -302,18 +302,18 @@ def test_a_storm_without_end_is_thinned_out(
     for _ in range(600):  # a minute
         clock[0] += 0.1
         for rank in (0, 1):
-            for _ in range(20):
+            for _ in range(4):
                 if not notebook.console.is_full(rank):
-                    notebook.say(rank, block(said, 1000))
-                    said += 1000
+                    notebook.say(rank, block(said, 200).replace(" ", " " * 200))
+                    said += 200
         notebook.console.tick()
         found = notebook._capfd.readouterr()
         out, err = out + found.out, err + found.err
-    assert len(out) < 12_000_000
+    assert len(out) < 16_000_000, "10 MB, and 100 kB a second"
     assert err.count("more than 10 MB have been printed") == 1
     assert 30 < err.count("not shown") <= 61
     rest = notebook.end()
-    assert f"line {said - 1}" in rest
+    assert f" {said - 1}\n" in rest
 
 
 def test_a_line_as_long_as_a_book_does_not_go_to_the_browser(notebook: Screen) -> None:
@@ -329,10 +329,10 @@ def test_different_lines_cost_little_whatever_the_number_of_ranks(
     capfd: pytest.CaptureFixture[str], ranks: int
 ) -> None:
     screen = Screen(capfd, ranks=ranks)
-    number = 400_000 // ranks
+    number = 100_000 // ranks
     began = time.monotonic()
     for rank in range(ranks):
         screen.say(rank, "".join(f"rank {rank} line {i}\n" for i in range(number)))
     shown = screen.end()
-    assert time.monotonic() - began < 25.0, "about 1 s on a quiet machine"
+    assert time.monotonic() - began < 20.0, "half a second on a quiet machine"
     assert len(shown.splitlines()) == number * ranks
