@@ -1,7 +1,7 @@
 """What a notebook does while something is killed: the code of its cells.
 
-The model's weights are all `OLD` or all `NEW` in each element (a checkpoint's: all one mark), so that
-every mixture can be told bit by bit.
+The model's weights are all `OLD` or all `NEW` in each element (a checkpoint's: all one mark), so
+that every mixture can be told bit by bit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["SCENES", "SETUP", "Scene"]
 SETUP = """
 import json, os, warnings
 from pathlib import Path
-import torch
+import torch, xxhash
 from safetensors.torch import load_file
 from torch import nn
 import nbaccel
@@ -29,6 +29,10 @@ def put(value):
 
 def marks(tensors):
     return sorted({{v for t in tensors for v in t.detach().flatten().unique().tolist()}})
+
+def digest(m):
+    data = (p.detach().numpy().tobytes() for p in m.parameters())
+    return xxhash.xxh3_64(b''.join(data)).hexdigest()
 
 def train(m, by_hand=False):
     for p in m.parameters(): p.grad = torch.ones_like(p)
@@ -72,7 +76,7 @@ def tell():
     maps = Path('/proc/self/maps').read_text()
     fds = [str(p.readlink()) for p in Path('/proc/self/fd').iterdir() if p.is_symlink()]
     print('TOLD ' + json.dumps({{
-        'marks': marks(model.parameters()), 'saved': saved(),
+        'digest': digest(model), 'marks': marks(model.parameters()), 'saved': saved(),
         'staging': sum('nbaccel-staging' in fd for fd in fds)}}))
 
 put(OLD)

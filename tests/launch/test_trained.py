@@ -24,12 +24,14 @@ class Tied(nn.Module):
         self.b.weight = self.a.weight
 
 
-def train(model: nn.Module, *, wrap: bool, ranks: tuple[int, ...] = (0, 1)) -> None:
+def train(
+    model: nn.Module, *, wrap: bool, ranks: tuple[int, ...] = (0, 1), **options: bool
+) -> None:
     """One step on data of this rank's own."""
     rank = int(os.environ["RANK"])
     if wrap:
         torch.distributed.init_process_group("gloo")
-        model = DistributedDataParallel(model)
+        model = DistributedDataParallel(model, **options)
     if rank in ranks:
         stepper = torch.optim.SGD(model.parameters(), lr=0.1)
         model(torch.full((4, 8), float(rank + 1))).sum().backward()
@@ -121,3 +123,33 @@ def test_a_cell_of_rank_1_alone_tells_that_nothing_comes_home(
         pool.run("train(model, wrap=False)", ranks=[1])
         assert "rank 1 trained model and rank 0 did not" in capsys.readouterr().err
     names.clear()
+
+
+class Dummy(nn.Module):
+    """With the well-known parameter that only tells the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dummy_param = nn.Parameter(torch.empty(0))
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.to(self.dummy_param.device))
+
+
+def test_a_model_with_an_empty_parameter_trains_and_comes_home() -> None:
+    model = Dummy()
+    before = model.layer.weight.detach().clone()
+
+    def work(m: nn.Module) -> None:
+        train(m, wrap=True, find_unused_parameters=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        notebook_launcher(work, (model,), num_processes=2)
+    assert not torch.equal(model.layer.weight, before)
+
+
+def test_a_parameter_without_part_in_the_loss_that_keeps_ddp_from_averaging_is_told() -> None:
+    with pytest.warns(UserWarning, match="find_unused_parameters=True"):
+        notebook_launcher(lambda m: train(m, wrap=True), (Dummy(),), num_processes=2)

@@ -248,6 +248,12 @@ def _refusals(path: str, module: nn.Module) -> Iterator[str]:
         reason = _why_not(tensor)
         if reason:
             yield f"  {path}.{name} ({type(module).__name__}): {reason}"
+    for name, tensor in _emptied(module):
+        yield (
+            f"  {path}.{name} ({type(module).__name__}): is an empty parameter of shape "
+            f"{tuple(tensor.shape)}, like a placeholder whose values are elsewhere (ZeRO-3, FSDP). "
+            "Gather it first."
+        )
 
 
 def _why_not(tensor: torch.Tensor) -> str | None:
@@ -276,12 +282,21 @@ def _why_not(tensor: torch.Tensor) -> str | None:
             "is a lazily conjugated or negated view, not values of its own. Call .resolve_conj() "
             "or .resolve_neg() on it first."
         )
-    if tensor.numel() == 0 and isinstance(tensor, nn.Parameter):
-        return (
-            f"is an empty parameter of shape {tuple(tensor.shape)}: there is nothing to train. It "
-            "looks like a placeholder whose values are elsewhere (ZeRO-3, FSDP); gather it first."
-        )
     return None
+
+
+def _emptied(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Empty parameters whose values seem to be elsewhere.
+
+    One among others is a known idiom (`self.device_of = nn.Parameter(torch.empty(0))`, a layer of
+    no outputs). A library that partitions a model leaves most of its parameters empty, and
+    DeepSpeed gives each of them a `ds_id`.
+    """
+    named = module.named_parameters()
+    parameters = [(n, p) for n, p in named if not isinstance(p, UninitializedParameter)]
+    empty = [(name, p) for name, p in parameters if p.numel() == 0]
+    if any(hasattr(p, "ds_id") for _, p in empty) or len(empty) > max(1, len(parameters) // 2):
+        yield from empty
 
 
 def _move(modules: Sequence[tuple[str, nn.Module]]) -> dict[int, tuple[Arena, int]]:

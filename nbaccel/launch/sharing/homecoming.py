@@ -129,7 +129,9 @@ def differs(path: str, ranks: Sequence[int], *, rank_0_trained: bool) -> str:
     return (
         f"The ranks trained different models: {who} ended with other weights of {path} than rank "
         "0, and the notebook has rank 0's. Nothing averaged the gradients. Wrap the model in "
-        "DistributedDataParallel, or pass it through Accelerator.prepare."
+        "DistributedDataParallel, or pass it through Accelerator.prepare. (In "
+        "DistributedDataParallel already? Then some parameters took no part in the loss: "
+        "find_unused_parameters=True.)"
     )
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -220,7 +221,7 @@ def lazy() -> nn.Module:
 
 
 def empty() -> nn.Module:
-    return Holding(torch.zeros(0, 4))
+    return nn.ParameterDict({name: torch.zeros(0, 4) for name in ("a", "b", "c")})
 
 
 def sparse() -> nn.Module:
@@ -247,7 +248,7 @@ def subclass() -> nn.Module:
     [
         (meta, r"weight \(Linear\): is on the meta device: it has shape \(2, 3\).*to_empty"),
         (lazy, r"weight \(LazyLinear\): a lazy parameter.*Run one batch"),
-        (empty, r"held \(Holding\): is an empty parameter of shape \(0, 4\).*gather it first"),
+        (empty, r"a \(ParameterDict\): is an empty parameter of shape \(0, 4\).*Gather it first"),
         (sparse, r"held \(Holding\): has layout torch.sparse_coo.*inside the function"),
         (conjugated, r"held \(Module\): is a lazily conjugated.*resolve_conj"),
         (subclass, r"held \(Module\): is a Odd, .*inside the function"),
@@ -261,6 +262,42 @@ def test_what_cannot_be_shared_is_refused_and_nothing_moves(build: object, says:
     assert good.weight.data_ptr() == before
     assert not in_arena(good.weight)
     assert fds() == open_files
+
+
+class Dummy(nn.Module):
+    """With the well-known parameter that only tells the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dummy_param = nn.Parameter(torch.empty(0))
+        self.layer = nn.Linear(4, 4)
+
+
+def emptied(module: nn.Linear, weight: torch.Tensor) -> nn.Module:
+    module.weight = nn.Parameter(weight)  # nn.Linear(0, 4) warns of having nothing to initialise
+    return module
+
+
+def without_inputs() -> nn.Module:
+    return emptied(nn.Linear(4, 4), torch.empty(4, 0))
+
+
+def without_outputs() -> nn.Module:
+    return emptied(nn.Linear(4, 4), torch.empty(0, 4))
+
+
+@pytest.mark.parametrize("build", [Dummy, without_inputs, without_outputs])
+def test_an_empty_parameter_is_shared_as_it_is(build: Callable[[], nn.Module]) -> None:
+    module = build()
+    share(module)
+    assert all(in_arena(p) for p in module.parameters() if p.numel())
+
+
+def test_a_placeholder_of_deepspeed_is_refused_even_alone() -> None:
+    module = Dummy()
+    module.dummy_param.ds_id = 0  # type: ignore[attr-defined]
+    with pytest.raises(ModelNotShareable, match=r"dummy_param .* like a placeholder"):
+        share(module)
 
 
 def test_all_refusals_come_at_once() -> None:
