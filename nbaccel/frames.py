@@ -21,6 +21,7 @@ _HOUSE = Path(__file__).resolve().parent
 _LIBRARY = re.compile(
     r"/(site|dist)-packages/|/lib/python3[^/]*/|<frozen |<string>|<__array_function__"
 )
+_LINE_CHARS = 300
 _INSTALLED = re.compile(r".*/(?:(?:site|dist)-packages|lib/python3[^/]*)/")
 
 
@@ -95,7 +96,7 @@ def source(frame: Frame, *, around: int) -> list[str]:
         text = linecache.getline(frame.file, number).rstrip()
         if text:
             mark = "---->" if number == frame.line else "     "
-            shown.append(f"  {mark} {number:3d} {text}")
+            shown.append(f"  {mark} {number:3d} {text[:_LINE_CHARS]}")
     return shown
 
 

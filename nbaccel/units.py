@@ -7,7 +7,15 @@ from collections.abc import Iterable
 
 from nbaccel.errors import ConfigError
 
-__all__ = ["counted", "format_bytes", "format_seconds", "parse_bytes", "spans"]
+__all__ = [
+    "counted",
+    "format_bytes",
+    "format_seconds",
+    "left_out",
+    "parse_bytes",
+    "shortened",
+    "spans",
+]
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgtp]?)(i?)(b|bytes?)?)\s*", re.IGNORECASE)
@@ -114,3 +122,33 @@ def spans(numbers: Iterable[int]) -> str:
         else:
             parts.append([number, number])
     return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def shortened(text: str, max_chars: int) -> str:
+    """Keep head and tail of a long text.
+
+    Args:
+        text: The text.
+        max_chars: How long it may be.
+
+    Returns:
+        The text itself, or as many of its characters with a word on the others in the middle.
+    """
+    if len(text) <= max_chars:
+        return text
+    half = max_chars // 2
+    return left_out(text[:half], len(text) - 2 * half, text[-half:])
+
+
+def left_out(head: str, num_chars: int, tail: str) -> str:
+    """Write a text whose middle is missing.
+
+    Args:
+        head: What was before it.
+        num_chars: How many characters are missing.
+        tail: What was behind it.
+
+    Returns:
+        Head and tail, with a word on what is missing between them.
+    """
+    return f"{head} … {num_chars:,} characters not shown … {tail}" if num_chars else head + tail

@@ -2,7 +2,7 @@
 
     rank 0 pipe ──► lines ─┐                          [0-1] loading
                            ├─► fold equal heads ─►    [0] saved
-    rank 1 pipe ──► lines ─┘                          [0-1] epoch 1
+    rank 1 pipe ──► lines ─┘   at a bounded pace      [0-1] epoch 1
 
 A line that all ranks print is shown once. To recognise it, a line waits up to `HOLD_S` for its
 twins; lines of one rank never overtake each other. A line that is being rewritten with carriage
@@ -15,98 +15,33 @@ lowest rank that has it, as a bar is.
 
 from __future__ import annotations
 
-import codecs
 import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from string import Template
 from typing import TextIO
 
 from nbaccel.launch import publish, wire
-from nbaccel.units import spans
+from nbaccel.launch.folding import Folding, Item, Line, Rich, stream_of
+from nbaccel.launch.lines import Lines
+from nbaccel.launch.pacing import AT_THE_END_CHARS, LINE_CHARS, WHOLE_CHARS, Amount, Pace
+from nbaccel.units import shortened, spans
 
 TICK_S = 0.1
 HOLD_S = 0.15
 _LAST_LINES = 20
-_LOOK_AHEAD = 50
+_TAIL_CHARS = 2_000
 
+_TOO_MUCH = (
+    f"more than {WHOLE_CHARS // 1_000_000} MB have been printed here. From now on, of what is "
+    "printed fast only some lines are shown, because a browser keeps all of them in memory. Write "
+    "to a file what you want to keep."
+)
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    time: float
-    stream: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Rich:
-    """Rich output, or the wish to clear the cell."""
-
-    time: float
-    message: wire.Display | wire.ClearOutput
-
-    @property
-    def clears(self) -> bool:
-        return isinstance(self.message, wire.ClearOutput)
-
-    @property
-    def handle(self) -> str | None:
-        """By what it can be updated later."""
-        if isinstance(self.message, wire.ClearOutput):
-            return None
-        found = (self.message.content.get("transient") or {}).get("display_id")
-        return None if found is None else str(found)
-
-    @property
-    def updates(self) -> bool:
-        message = self.message
-        return isinstance(message, wire.Display) and bool(message.content.get("update"))
-
-    def is_twin(self, other: _Rich) -> bool:
-        """Whether showing one of both is enough."""
-        if self.handle is not None and other.handle is not None:
-            return self.updates == other.updates  # their handles differ by chance alone
-        return bool(self.message == other.message)
-
-
-_Item = _Line | _Rich
-
-
-@dataclass
-class _Source:
-    """One stream of one rank."""
-
-    rank: int
-    stream: str
-    decoder: codecs.IncrementalDecoder = field(
-        default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
-    )
-    partial: str = ""
-    bar: str = ""
-
-    def feed(self, data: bytes, now: float) -> Iterator[_Line]:
-        *lines, self.partial = (self.partial + self.decoder.decode(data)).split("\n")
-        for text in lines:
-            yield _Line(now, self.stream, _after_returns(text))
-        self.bar = _after_returns(self.partial) if "\r" in self.partial else ""
-        if self.bar:
-            self.partial = "\r" + self.bar  # only its last state matters
-
-    def finish(self, now: float) -> Iterator[_Line]:
-        rest, self.partial, self.bar = self.partial + self.decoder.decode(b"", final=True), "", ""
-        if rest:
-            yield _Line(now, self.stream, _after_returns(rest))
-
-
-def _after_returns(text: str) -> str:
-    """What is left on the line once every carriage return has been carried out."""
-    shown = ""
-    for part in text.split("\r"):
-        shown = part + shown[len(part) :] if part else shown
-    return shown.rstrip() if "\r" in text else shown
+_Entry = tuple[list[int], Item]
+"""Something to be shown, and the ranks that have it."""
 
 
 class Console:
@@ -116,15 +51,22 @@ class Console:
         ranks: Global ranks of this node's workers, in order.
         template: Prefix of each line, with `${rank}`, `${local_rank}` and `${role_name}`;
             None for `[rank] `, with folding.
+        paced: Whether there is a limit to how much is shown how fast; by default in a notebook.
     """
 
-    def __init__(self, ranks: list[int], *, template: str | None = None) -> None:
+    def __init__(
+        self, ranks: list[int], *, template: str | None = None, paced: bool | None = None
+    ) -> None:
         self._ranks = ranks
         self._template = template
-        self._sources = {(r, s): _Source(r, s) for r in ranks for s in ("stdout", "stderr")}
-        self._queues: dict[int, deque[_Item]] = {r: deque() for r in ranks}
+        is_paced = publish.has_cells() if paced is None else paced
+        self._pace = Pace(time.monotonic()) if is_paced else None
+        limit = LINE_CHARS if is_paced else None
+        self._sources = {(r, s): Lines(limit) for r in ranks for s in ("stdout", "stderr")}
+        self._waiting = Folding(ranks, folds=template is None)
         self._tails: dict[int, deque[str]] = {r: deque(maxlen=_LAST_LINES) for r in ranks}
-        self._open = set(ranks)
+        self._prefixes: dict[tuple[int, ...], str] = {}
+        self._dropped: dict[int, int] = {}
         self._live = _Live()
         self.clears = 0
         """How often workers have cleared the cell."""
@@ -134,7 +76,13 @@ class Console:
 
     def feed(self, rank: int, stream: str, data: bytes) -> None:
         """Take in what a worker wrote."""
-        self._queue(rank, self._sources[rank, stream].feed(data, time.monotonic()))
+        source, pace = self._sources[rank, stream], self._pace
+        at_most = None if pace is None or pace.waits else pace.backlog.lines
+        lines, dropped = source.feed(data, at_most=at_most)
+        self._queue(rank, stream, lines)
+        self._note_dropped(rank, dropped)
+        if pace is not None and pace.most.is_exceeded_by(*self._waiting.size(rank)):
+            self._shorten(rank, pace.backlog)
 
     def feed_display(self, rank: int, message: wire.Display | wire.ClearOutput) -> None:
         """Take in rich output. What the rank has printed before it must have been fed before.
@@ -143,24 +91,67 @@ class Console:
             rank: Who sent it.
             message: What to show, or to clear what is shown.
         """
-        now = time.monotonic()
         for stream in ("stdout", "stderr"):
-            source = self._sources[rank, stream]
-            if not source.bar:  # `print("...", end="")`: it stands before the picture
-                self._queue(rank, source.finish(now))
-        self._queues[rank].append(_Rich(now, message))
+            if not self._sources[rank, stream].bar:
+                self._finish(rank, stream)  # `print("...", end="")`: it stands before the picture
+        self._waiting.add_rich(rank, Rich(time.monotonic(), message))
 
     def close(self, rank: int) -> None:
         """This rank writes no more."""
         for stream in ("stdout", "stderr"):
-            self._queue(rank, self._sources[rank, stream].finish(time.monotonic()))
-        self._open.discard(rank)
+            self._finish(rank, stream)
+        self._waiting.close(rank)
 
-    def _queue(self, rank: int, lines: Iterator[_Line]) -> None:
-        for line in lines:
-            self._queues[rank].append(line)
-            if line.text.strip():
-                self._tails[rank].append(line.text)
+    def _finish(self, rank: int, stream: str) -> None:
+        rest = self._sources[rank, stream].finish()
+        if rest is not None:
+            self._queue(rank, stream, [rest])
+
+    def _queue(self, rank: int, stream: str, lines: Sequence[str]) -> None:
+        self._waiting.add_lines(rank, time.monotonic(), stream, lines)
+        last = itertools.islice(filter(str.strip, reversed(lines)), _LAST_LINES)
+        self._tails[rank].extend(shortened(line, _TAIL_CHARS) for line in reversed([*last]))
+
+    # ---- too much of it
+
+    def is_full(self, rank: int) -> bool:
+        """Whether so much of this rank is waiting that no more should be read."""
+        pace = self._pace
+        return (
+            pace is not None
+            and pace.waits
+            and pace.backlog.is_exceeded_by(*self._waiting.size(rank))
+        )
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether more is waiting than should be shown at once."""
+        waiting = sum(self._waiting.size(rank)[1] for rank in self._ranks)
+        return self._pace is not None and self._pace.waits and waiting > AT_THE_END_CHARS
+
+    def end_is_near(self) -> None:
+        """Stop was pressed, or a rank has failed: what is waiting is shown at once, or dropped.
+
+        Of each rank the last lines are kept, and how many are not shown is told.
+        """
+        if self._pace is not None:
+            self._pace.end()
+
+    def _shorten(self, rank: int, limit: Amount) -> None:
+        dropped = self._waiting.shorten(rank, lines=limit.lines, chars=limit.chars)
+        self._note_dropped(rank, dropped)
+
+    def _note_dropped(self, rank: int, number: int) -> None:
+        if number:
+            self._dropped[rank] = self._dropped.get(rank, 0) + number
+
+    def _tell_dropped(self) -> None:
+        if self._dropped:
+            who = f" of rank {spans(self._dropped)}" if len(self._ranks) > 1 else ""
+            number = sum(self._dropped.values())
+            lines = f"{number:,} line{'s' * (number != 1)}"
+            self._dropped.clear()
+            _write("stderr", f"nbaccel: … {lines}{who} not shown\n")
 
     def tails(self) -> dict[int, list[str]]:
         """The last lines of each rank."""
@@ -172,7 +163,7 @@ class Console:
 
     def due_in(self) -> float | None:
         """Seconds until `tick` has something to do; None if nothing is waiting."""
-        waiting = any(self._queues.values()) or self._bar() != (self._drawn, self._drawn_on)
+        waiting = self._waiting or self._dropped or self._bar() != (self._drawn, self._drawn_on)
         return max(0.0, self._next_tick - time.monotonic()) if waiting else None
 
     def tick(self, *, final: bool = False) -> None:
@@ -181,13 +172,43 @@ class Console:
         if now < self._next_tick and not final:
             return
         self._next_tick = now + TICK_S
-        batch = list(self._ready(now, final))
+        batch = self._due(now, final)
+        has_gap = bool(self._dropped) and (final or bool(batch))
         bar, bar_stream = self._bar()
-        if not batch and bar == self._drawn:
+        if not batch and not has_gap and bar == self._drawn:
             return
-        self._erase(keep=bar if not batch and bar_stream == self._drawn_on else "")
+        self._erase(keep=bar if not (batch or has_gap) and bar_stream == self._drawn_on else "")
+        if has_gap:
+            self._tell_dropped()
         self._show(batch)
         self._draw(bar, bar_stream)
+
+    def _due(self, now: float, final: bool) -> list[_Entry]:
+        """What is to be shown now, within what the pace leaves room for."""
+        found = self._entries(now, float("-inf") if final else HOLD_S)
+        pace = self._pace
+        if pace is None:
+            return list(found)
+        if pace.is_ending:
+            for rank in self._ranks:
+                self._shorten(rank, pace.backlog)
+        room = float("inf") if final else pace.room(now, has_gaps=bool(self._dropped))
+        batch: list[_Entry] = []
+        chars = 0
+        while chars < room and (entry := next(found, None)):
+            batch.append(entry)
+            chars += len(_text(entry[1])) + 5
+        if pace.spend(chars):
+            batch.append(([], Line(now, "stderr", _TOO_MUCH)))
+        return batch
+
+    def _entries(self, now: float, hold_s: float) -> Iterator[_Entry]:
+        for popped in self._waiting.ready(now, hold_s=hold_s):
+            shower = min(popped)  # of outputs that are updated, twins differ
+            for rank, item in popped.items():
+                if isinstance(item, Rich):
+                    self._live.note(rank, item, with_rank=shower)
+            yield [*popped], popped[shower]
 
     def notice(self, text: str, *, stream: str = "stderr") -> None:
         """Show a line of the launcher's own, after what has been printed so far."""
@@ -201,63 +222,6 @@ class Console:
         """
         self.tick(final=True)
         self._erase()
-
-    def _ready(self, now: float, final: bool) -> Iterator[tuple[list[int], _Item]]:
-        while any(self._queues.values()):
-            heads = {r: q[0] for r, q in self._queues.items() if q}
-            first = min(heads.values(), key=lambda item: item.time)
-            twins = self._twins(first)
-            missing = self._open - set(twins) if self._folds(first) else set()
-            if missing and not final and now - first.time < HOLD_S:
-                return
-            if len(twins) < len(heads):
-                twins = self._before(twins, first)
-            popped: dict[int, _Item] = {}
-            for r, at in sorted(twins.items()):
-                popped[r] = self._queues[r][at]
-                del self._queues[r][at]
-            for r, item in popped.items():
-                if isinstance(item, _Rich):
-                    self._live.note(r, item, with_rank=min(popped))
-            yield [*popped], popped[min(popped)]  # of outputs that are updated, twins differ
-
-    def _twins(self, item: _Item) -> dict[int, int]:
-        """Rank → where in its queue the item's twin is, of ranks where it may come out now."""
-        places = {r: self._reach(q, item) for r, q in self._queues.items()}
-        return {r: at for r, at in places.items() if at is not None}
-
-    def _reach(self, queue: deque[_Item], item: _Item) -> int | None:
-        """Lines of the other stream do not stand in the way: which came first nobody can tell."""
-        for at, other in enumerate(itertools.islice(queue, _LOOK_AHEAD)):
-            if self._same(other, item):
-                return at
-            if _stream(other) in (None, _stream(item)) or _stream(item) is None:
-                return None
-        return None
-
-    def _before(self, twins: dict[int, int], item: _Item) -> dict[int, int]:
-        """Whose heads have to come out first, if a missing twin is only held up behind one."""
-        for rank, queue in self._queues.items():
-            deeper = itertools.islice(queue, 1, _LOOK_AHEAD)
-            if rank not in twins and any(self._same(other, item) for other in deeper):
-                return self._twins(queue[0])
-        return twins
-
-    def _folds(self, item: _Item) -> bool:
-        """Whether it may be shown once for several ranks, and is worth waiting for them."""
-        return self._template is None and not (isinstance(item, _Rich) and item.updates)
-
-    def _same(self, item: _Item, other: _Item) -> bool:
-        if item is other:
-            return True
-        if not self._folds(item):
-            return False
-        if isinstance(item, _Line):
-            return isinstance(other, _Line) and (item.text, item.stream) == (
-                other.text,
-                other.stream,
-            )
-        return isinstance(other, _Rich) and item.is_twin(other)
 
     def _bar(self) -> tuple[str, str]:
         for (rank, stream), source in self._sources.items():
@@ -275,19 +239,21 @@ class Console:
             _write(stream, "\r" + bar.ljust(len(self._drawn)))
             self._drawn, self._drawn_on = bar, stream
 
-    def _show(self, batch: list[tuple[list[int], _Item]]) -> None:
+    def _show(self, batch: list[_Entry]) -> None:
         """One write per run of lines of the same stream: each write is a message to the browser."""
-        newest = {self._live.key(ranks, item): item for ranks, item in batch}
-        for stream, run in itertools.groupby(batch, key=lambda entry: _stream(entry[1])):
+        newest = {
+            self._live.key(ranks, item): item for ranks, item in batch if isinstance(item, Rich)
+        }
+        for stream, run in itertools.groupby(batch, key=lambda entry: stream_of(entry[1])):
             if stream is not None:
                 lines = (f"{self._prefix(ranks)}{_text(item)}\n" for ranks, item in run)
                 _write(stream, "".join(lines))
                 continue
             for ranks, item in run:
-                if isinstance(item, _Rich) and newest[self._live.key(ranks, item)] is item:
+                if isinstance(item, Rich) and newest[self._live.key(ranks, item)] is item:
                     self._publish(ranks, item)
 
-    def _publish(self, ranks: list[int], item: _Rich) -> None:
+    def _publish(self, ranks: list[int], item: Rich) -> None:
         shower = min(ranks)
         if not self._live.may_show(shower, item):
             return
@@ -297,7 +263,15 @@ class Console:
             _write("stdout", label + "\n")
         publish.show(item.message)
 
-    def _prefix(self, ranks: list[int]) -> str:
+    def _prefix(self, ranks: Sequence[int]) -> str:
+        key = tuple(ranks)
+        if key not in self._prefixes:
+            self._prefixes[key] = self._prefix_of(key)
+        return self._prefixes[key]
+
+    def _prefix_of(self, ranks: tuple[int, ...]) -> str:
+        if not ranks:
+            return "nbaccel: "
         if self._template is None:
             return f"[{spans(ranks)}] "
         local = {rank: i for i, rank in enumerate(self._ranks)}
@@ -313,7 +287,7 @@ class _Live:
         self._owners: dict[str, int] = {}
         self._folded: set[tuple[int, str]] = set()
 
-    def note(self, rank: int, item: _Rich, *, with_rank: int) -> None:
+    def note(self, rank: int, item: Rich, *, with_rank: int) -> None:
         """An item leaves its queue; `with_rank`'s twin of it is the one that is shown."""
         if item.clears:
             self._clearer = rank if self._clearer is None else min(rank, self._clearer)
@@ -323,7 +297,7 @@ class _Live:
             else:
                 self._owners[item.handle] = min(rank, self._owners.get(item.handle, rank))
 
-    def may_show(self, rank: int, item: _Rich) -> bool:
+    def may_show(self, rank: int, item: Rich) -> bool:
         """Whether this rank's item is the one that counts."""
         if item.clears:
             return rank == self._clearer
@@ -332,19 +306,15 @@ class _Live:
             (rank, handle) not in self._folded and self._owners.get(handle, rank) == rank
         )
 
-    def key(self, ranks: list[int], item: _Item) -> object:
+    def key(self, ranks: list[int], item: Rich) -> object:
         """Equal for updates of the same output, of which the last one makes the others needless."""
-        if isinstance(item, _Rich) and item.updates:
+        if item.updates:
             return (min(ranks), item.handle)
         return id(item)
 
 
-def _stream(item: _Item) -> str | None:
-    return item.stream if isinstance(item, _Line) else None
-
-
-def _text(item: _Item) -> str:
-    return item.text if isinstance(item, _Line) else ""
+def _text(item: Item) -> str:
+    return item.text if isinstance(item, Line) else ""
 
 
 def _write(stream: str, text: str) -> None:

@@ -59,12 +59,10 @@ class Ending:
     Args:
         members: Those to end.
         grace_s: Seconds before anything is done to them.
-        ask_stacks: Whether to ask each where it is first.
     """
 
-    def __init__(self, members: Iterable[Member], *, grace_s: float, ask_stacks: bool) -> None:
+    def __init__(self, members: Iterable[Member], *, grace_s: float) -> None:
         self.began = time.monotonic()
-        self._ask_stacks = ask_stacks
         self._courses = {
             id(m): _Course(Step.WAIT, self.began + grace_s) for m in members if not m.has_ended
         }
@@ -104,7 +102,7 @@ class Ending:
     def _act(self, step: Step, member: Member) -> float:
         """Carry a step out; returns how many seconds it gets to have an effect."""
         if step is Step.STACK:
-            asking = self._ask_stacks and member.is_busy and member.tells_its_stack
+            asking = member.is_busy and member.tells_its_stack
             if asking:
                 send(member, STACK_SIGNAL)
             return _STACK_S if asking else 0.0
@@ -113,7 +111,7 @@ class Ending:
             end_group(member.pid)
             return _KILL_S
         if step is Step.INTERRUPT:
-            send(member, signal.SIGINT)
+            interrupt(member)
             return _ANSWER_S
         if step is Step.TERMINATE:
             send(member, signal.SIGTERM)
@@ -128,7 +126,14 @@ def _dismiss(member: Member) -> float:
     """Let a worker leave that is done; returns how many seconds it gets to do so."""
     with contextlib.suppress(OSError):  # it has gone by itself
         member.channel.send(wire.Leave())
+    send(member, signal.SIGCONT)
     return _UNWIND_S
+
+
+def interrupt(member: Member) -> None:
+    """Let a worker raise KeyboardInterrupt; one that somebody has stopped (SIGSTOP) goes on."""
+    send(member, signal.SIGINT)
+    send(member, signal.SIGCONT)
 
 
 def send(member: Member, signum: int) -> None:

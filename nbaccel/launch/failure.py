@@ -7,6 +7,7 @@ often report first: to believe them is to blame the wrong rank.)
 
 from __future__ import annotations
 
+import builtins
 import re
 import signal
 from collections.abc import Sequence
@@ -15,8 +16,9 @@ from types import TracebackType
 
 from nbaccel import env, frames
 from nbaccel.frames import Frame, place, user_frame
+from nbaccel.launch.wrapped import unwrap
 from nbaccel.plan.tpus import count_chips
-from nbaccel.units import format_bytes
+from nbaccel.units import format_bytes, left_out, shortened
 
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed|recvvalue failed"
@@ -37,6 +39,13 @@ _LOST_TYPES = {
 _LEFT = "CollectiveTimeout"  # nbaccel's own; one whose cause is a lost connection is no better
 _LINE_CHARS = 140
 _AROUND = 2  # source lines shown before and after the failing one
+_MESSAGE_CHARS = 20_000  # of a longer message head and tail travel
+_HEADLINE_CHARS = 1_000
+_TEXT_CHARS = 300
+_MOST_CAUSES = 20
+_MOST_NOTES = 20
+_MOST_PARTS = 6
+_GROUP: type[BaseException] | tuple[()] = getattr(builtins, "BaseExceptionGroup", ())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +58,24 @@ class Raised:
     cause: Raised | None = None
     """The exception it was raised from or during, if any."""
     notes: tuple[str, ...] = ()
+    parts: tuple[Raised, ...] = ()
+    """The exceptions of an ExceptionGroup."""
+    num_chars: int = 0
+    """How long the whole message was, where only head and tail are here."""
+
+    @property
+    def first_line(self) -> str:
+        """Of the message, not too long."""
+        first, *more = self.message.strip().split("\n", 1)
+        half = _HEADLINE_CHARS // 2
+        if len(first) <= 2 * half:
+            return first
+        missing = (len(first) if more else max(len(first), self.num_chars)) - 2 * half
+        return left_out(first[:half], missing, first[-half:])
+
+    def leaves(self) -> list[Raised]:
+        """The exceptions in a group, and in the groups in it."""
+        return [leaf for part in self.parts for leaf in part.leaves()] if self.parts else [self]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +94,8 @@ class Record:
     evidence: str = ""
     """What the system says about the death: out-of-memory kills, full /dev/shm."""
     doing: str = ""
-    """For a rank that was stopped: what it was doing."""
+    """For a rank that was stopped: what it was doing; for one that has died: what is known of it
+    beyond its status."""
 
     @property
     def is_consequence(self) -> bool:
@@ -84,9 +112,9 @@ class Record:
     def headline(self) -> str:
         """One line: what happened to this rank."""
         if self.raised is not None:
-            first = self.raised.message.strip().partition("\n")[0]
+            first = self.raised.first_line
             return f"raised {self.raised.type_name}" + (f": {first}" if first else "")
-        if self.exit_status is None:
+        if self.doing or self.exit_status is None:
             return self.doing
         return name_exit(self.exit_status)
 
@@ -106,12 +134,26 @@ def describe(error: BaseException) -> Raised:
 def _describe(error: BaseException, seen: set[int]) -> Raised:
     seen.add(id(error))
     inner = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    has_cause = inner is not None and id(inner) not in seen and len(seen) < _MOST_CAUSES
+    notes = [str(note) for note in getattr(error, "__notes__", ())][-_MOST_NOTES:]
+    own = _frames(error.__traceback__) + _unparsed(error)
+    original = unwrap(error)
+    if original is not None:
+        own += original.frames
+        notes.append(f"It was raised {original.where}.")
+    text = _text(error) if original is None else original.message
     return Raised(
-        type_name=kind_name(type(error)),
-        message=_text(error),
-        frames=_frames(error.__traceback__) + _unparsed(error),
-        cause=_describe(inner, seen) if inner is not None and id(inner) not in seen else None,
-        notes=tuple(map(str, getattr(error, "__notes__", ()))),
+        type_name=kind_name(type(error) if original is None else original.kind),
+        message=shortened(text, _MESSAGE_CHARS),
+        num_chars=len(text),
+        frames=own,
+        cause=_describe(inner, seen) if inner is not None and has_cause else None,
+        notes=tuple(shortened(note, _MESSAGE_CHARS) for note in notes),
+        parts=tuple(
+            _describe(part, seen)
+            for part in getattr(error, "exceptions", ())[:_MOST_PARTS]
+            if isinstance(error, _GROUP) and len(seen) < _MOST_CAUSES
+        ),
     )
 
 
@@ -229,7 +271,9 @@ def name_exit(status: int) -> str:
 
 def explain_exit(record: Record) -> list[str]:
     """Likely cause and remedy of a death without an exception."""
-    status = record.exit_status or 0
+    status = record.exit_status
+    if status is None or (record.doing and status >= 0):
+        return []  # all that is known is in the headline
     if status >= 0:
         return [
             "The process ended itself (os._exit, or a library that exits), so neither results nor "
@@ -283,7 +327,7 @@ class Obituary:
             lines += _tell_raised(cause.raised)
         else:
             lines += _tell_stack(cause.stack)
-            lines += explain_exit(cause) if cause.exit_status is not None else []
+            lines += explain_exit(cause)
         lines += self._output(cause.rank)
         lines += self._others(cause)
         return [*lines, self.closing] if self.closing else lines
@@ -308,6 +352,8 @@ def _one_line(record: Record, cause: Record) -> str:
         mine = user_frame(reversed(record.raised.frames))
         where = f" at {place(mine)}" if mine else ""
         return f"lost its connection{where} (a consequence)"
+    if record.exit_status is not None and record.doing and record.doing == cause.doing:
+        return "ended with it, too"
     text = _cut(record.headline)
     if record.raised is not None:
         mine = user_frame(reversed(record.raised.frames))
@@ -323,9 +369,12 @@ def _cut(text: str) -> str:
 
 
 def _more_message(raised: Raised) -> list[str]:
+    """What follows the first line. What matters may stand at the end of it as well."""
     rest = raised.message.strip().splitlines()[1:]
-    cut = [*rest[:6], f"… {len(rest) - 6} more lines"] if len(rest) > 6 else rest
-    return [f"  {line}" for line in [*cut, *raised.notes]]
+    if len(rest) > 11:
+        rest = [*rest[:4], f"… {len(rest) - 10} more lines", *rest[-6:]]
+    notes = [line for note in raised.notes for line in note.splitlines()]
+    return [f"  {shortened(line, _TEXT_CHARS)}" for line in [*rest, *notes]]
 
 
 def _tell_raised(raised: Raised) -> list[str]:
@@ -337,16 +386,26 @@ def _tell_raised(raised: Raised) -> list[str]:
     if mine:
         lines += [
             f"  {place(mine[-1])}, in {mine[-1].function}",
-            *frames.source(mine[-1], around=_AROUND),
+            *frames.source(mine[-1], around=0 if raised.parts else _AROUND),
         ]
     if raised.frames and raised.frames[-1].is_library and not raised.frames[-1].is_house:
         inner = raised.frames[-1]
         lines.append(f"  raised inside {inner.function} ({place(inner)})")
     if raised.cause is not None:
-        first = raised.cause.message.strip().partition("\n")[0]
         where = user_frame(reversed(raised.cause.frames))
         at = f" at {place(where)}" if where else ""
-        lines.append(f"  which came from {raised.cause.type_name}: {first}{at}")
+        lines.append(f"  which came from {raised.cause.type_name}: {raised.cause.first_line}{at}")
+    return lines + _tell_parts(raised)
+
+
+def _tell_parts(raised: Raised) -> list[str]:
+    """The exceptions of a group: each with the user's own frame."""
+    lines = []
+    for number, part in enumerate(raised.leaves() if raised.parts else (), 1):
+        lines.append(f"  {number}. {part.type_name}: {part.first_line}")
+        mine = user_frame(reversed(part.frames))
+        if mine is not None:
+            lines += [f"  {place(mine)}, in {mine.function}", *frames.source(mine, around=0)]
     return lines
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from nbaccel import _catalog, env
 from nbaccel.config.variables import run_variables
 from nbaccel.errors import StartupFailed
-from nbaccel.launch import wire, worker
+from nbaccel.launch import folder, wire, worker
 from nbaccel.launch.ending import kill_all
 from nbaccel.launch.fork import ForkStarter
 from nbaccel.launch.member import Member, State, connect
@@ -38,8 +36,8 @@ class Surroundings:
         """Those of this process, with some more environment variables."""
         return cls(
             env.snapshot() | dict(extra),
-            os.getcwd(),
-            tuple(os.path.abspath(entry) for entry in sys.path),
+            folder.told_here(),
+            tuple(folder.import_path()),
             worker.random_states(),
         )
 

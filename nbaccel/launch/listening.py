@@ -21,11 +21,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from nbaccel.launch import failure, system, wire
+from nbaccel.launch import failure, system, template, wire
 from nbaccel.launch.console import Console
 from nbaccel.launch.member import Member
 
 _CHUNK_BYTES = 1 << 16
+_PIPE_BYTES = 1 << 20  # as much as a pipe can hold; see `member`
 
 
 class Show(Protocol):
@@ -57,6 +58,8 @@ class Listener:
         self._console = console
         self._show = show
         self._selector = selectors.DefaultSelector()
+        self._paused: dict[int, Member] = {}
+        """Pipes that are not read just now: the worker waits in its `print`."""
         self._wake = _Wake()
 
     # ---- what a listener decides
@@ -138,6 +141,7 @@ class Listener:
                 self.on_sentinel()
             elif not isinstance(key.data, Member):
                 os.read(key.data, 4096)
+                template.go_on()
                 self.on_interrupt()
             elif key.fileobj is key.data.channel:
                 if not key.data.hung_up:
@@ -145,8 +149,19 @@ class Listener:
             elif key.fd in self._selector.get_map():  # no death earlier in this batch has ended it
                 self._hear_output(key.data, key.fd)
         self._console.tick()
+        self._resume()
         if self._show is not None:
             self._show.look(self)
+
+    def end_is_near(self) -> None:
+        """Stop was pressed, or a worker has failed: output must not hold that up."""
+        self._console.end_is_near()
+        self._resume()
+
+    def show_rest(self) -> None:
+        """Show what is waiting when all are through; an interrupt is heard meanwhile."""
+        while self._console.is_behind:
+            self.hear(self._console.due_in())
 
     def drain(self, member: Member) -> None:
         """Read what the worker left behind; a grandchild may hold the pipes open for ever."""
@@ -155,13 +170,14 @@ class Listener:
         self._hang_up(member)
         self.drain_output(member)
         for fd in member.pipes:
-            self._selector.unregister(fd)
+            self._forget(fd)
 
     def drain_output(self, member: Member) -> None:
         """Read all that the worker has printed so far."""
         for fd in tuple(member.pipes):
-            while fd in member.pipes and self._hear_output(member, fd):
-                continue
+            left = _PIPE_BYTES  # of a thread that prints for ever: what was there when we began
+            while left > 0 and fd in member.pipes and self._hear_output(member, fd):
+                left -= _CHUNK_BYTES
 
     def _hear_message(self, member: Member) -> None:
         try:
@@ -188,7 +204,7 @@ class Listener:
             return False
         stream = member.pipes[fd]
         if not data:
-            self._selector.unregister(fd)
+            self._forget(fd)
             del member.pipes[fd]
             os.close(fd)
             return False
@@ -196,7 +212,21 @@ class Listener:
             member.stack_text += data.decode(errors="replace")
         else:
             self._console.feed(member.rank, stream, data)
+            if fd not in self._paused and self._console.is_full(member.rank):
+                self._forget(fd)
+                self._paused[fd] = member
         return len(data) == _CHUNK_BYTES
+
+    def _resume(self) -> None:
+        for fd, member in tuple(self._paused.items()):
+            if not self._console.is_full(member.rank):
+                del self._paused[fd]
+                self._selector.register(fd, selectors.EVENT_READ, member)
+
+    def _forget(self, fd: int) -> None:
+        """Read this pipe no more."""
+        if self._paused.pop(fd, None) is None:
+            self._selector.unregister(fd)
 
     def _hang_up(self, member: Member) -> None:
         if not member.hung_up:
@@ -219,6 +249,7 @@ def death_of(member: Member, ended: wire.Ended, oom_kills: int) -> failure.Recor
         stack=member.stack(),
         max_rss_bytes=ended.max_rss_bytes,
         evidence=system.explain_kill(ended.status, oom_kills),
+        doing=ended.because,
     )
 
 

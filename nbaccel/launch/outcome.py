@@ -48,7 +48,7 @@ def conclude(
         WorkerFailed: A worker failed.
     """
     if watch.interrupted:
-        raise LaunchInterrupted(stopped)
+        raise LaunchInterrupted(verdict.stopped(watch, stopped))
     failed = verdict.error(watch, world_size=plan.world_size, timeout_s=plan.config.timeout)
     if failed is not None:
         raise failed

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+_RENDER = "_render_traceback_"
+
 
 def show(message: Any) -> None:
     """Carry out what a worker asked for.
@@ -43,6 +45,27 @@ def clear(*, wait: bool) -> None:
     shell = _shell()
     if shell is not None:
         shell.display_pub.clear_output(wait=wait)
+
+
+def show_by_its_text(kind: type[BaseException]) -> None:
+    """Let IPython ask the next exception of this class how it is to be shown.
+
+    It asks all but groups, of which it prints every frame.
+
+    Args:
+        kind: A class with `_render_traceback_`. Handlers of the user's stay as they are.
+    """
+    shell = _shell()
+    if shell is None or any(not hasattr(c, _RENDER) for c in shell.custom_exceptions):
+        return
+
+    def show_traceback(shell: Any, kind: type, error: Any, tb: Any, tb_offset: Any = None) -> Any:
+        shell.set_custom_exc((), None)
+        lines = error._render_traceback_()
+        shell._showtraceback(kind, error, lines)
+        return lines
+
+    shell.set_custom_exc((kind,), show_traceback)
 
 
 def has_cells() -> bool:

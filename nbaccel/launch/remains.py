@@ -13,6 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from nbaccel.launch.wrapped import unwrap
+from nbaccel.units import shortened
+
+_MOST_CHARS = 1_000_000
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a `class` statement
 _SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
@@ -28,9 +32,12 @@ class Remains:
     slots: dict[str, Any]
     """What its class keeps elsewhere: `OSError.errno`, `StopIteration.value`."""
 
-    def bare(self) -> Remains:
-        """Its type alone: for one whose parts cannot travel."""
-        return Remains(self.kind, (), {}, {})
+    def in_reserve(self) -> Iterator[Remains]:
+        """This, and what can be sent in its place if it cannot: ever less of it."""
+        yield self
+        for kind in self.kind.__mro__:
+            if issubclass(kind, Exception) and kind is not Exception:
+                yield Remains(kind, (), {}, {})
 
     def revive(self, base: type[BaseException], names: dict[str, Any]) -> BaseException:
         """A new exception that is of this type and of `base`.
@@ -43,7 +50,10 @@ class Remains:
         # The `__new__` that the joined type inherits is that of `base`, which Python refuses where
         # the other type has a memory layout of its own (OSError, UnicodeError, ExceptionGroup).
         native = next(c for c in self.kind.__mro__ if not c.__flags__ & _HEAP_TYPE)
-        found: BaseException = native.__new__(joined, *self.args)
+        try:
+            found: BaseException = native.__new__(joined, *self.args)
+        except TypeError:  # MemoryError: it has a `__new__` of its own, but the common layout
+            found = base.__new__(joined, *self.args)
         found.__dict__.update(self.attributes)
         for slot, value in self.slots.items():
             with contextlib.suppress(AttributeError, TypeError):  # some can only be read
@@ -53,8 +63,17 @@ class Remains:
 
 def take(error: BaseException) -> Remains:
     """Take an exception apart; traceback, causes and notes are described elsewhere."""
-    attributes = {k: v for k, v in vars(error).items() if k != "__notes__"}
-    return Remains(type(error), error.args, attributes, dict(_slots(error)))
+    original = unwrap(error)
+    if original is not None:  # its parts have not come out of the process that it is from
+        return Remains(original.kind, (), {}, {})
+    attributes = {k: _short(v) for k, v in vars(error).items() if k != "__notes__"}
+    slots = {name: _short(value) for name, value in _slots(error)}
+    return Remains(type(error), tuple(map(_short, error.args)), attributes, slots)
+
+
+def _short(value: Any) -> Any:
+    """A message of a hundred megabytes does not travel: who handles it wants its type."""
+    return shortened(value, _MOST_CHARS) if type(value) is str else value
 
 
 def _slots(error: BaseException) -> Iterator[tuple[str, Any]]:

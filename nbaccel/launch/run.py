@@ -117,7 +117,8 @@ def _start(
         posts(plan, places, surroundings, listener), members, strict=True
     ):
         job, fds = job_of(plan, packed, homecoming, post)
-        member.channel.send(job, [*fds, *post_fds])
+        with wire.unless_gone():  # it has died already: its sentinel tells, to the supervisor
+            member.channel.send(job, [*fds, *post_fds])
     if listener is not None:
         listener.close()
     console = Console([p.rank for p in places], template=plan.config.log_line_prefix_template)

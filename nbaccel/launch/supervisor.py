@@ -70,11 +70,13 @@ class Supervisor(Listener):
 
     def _watch(self) -> None:
         with self.listening(self._starter.sentinels()):
+            self.on_sentinel()  # one may have died while the others were started
             while not all(m.has_ended for m in self.members):
                 if self._given_up():
                     break
                 self.hear(self._patience())
                 self._check_clocks()
+            self.show_rest()
         self._console.tick(final=True)
 
     # ---- waiting
@@ -147,7 +149,8 @@ class Supervisor(Listener):
             self._ending.hurry()
             return
         self.interrupted = True
-        self._ending = Ending(self.members, grace_s=0.0, ask_stacks=False)
+        self.end_is_near()
+        self._ending = Ending(self.members, grace_s=0.0)
 
     def on_sentinel(self) -> None:
         """Workers may have ended."""
@@ -170,4 +173,5 @@ class Supervisor(Listener):
     # ---- ending
 
     def _end(self, *, grace_s: float) -> None:
-        self._ending = Ending(self.members, grace_s=grace_s, ask_stacks=True)
+        self.end_is_near()
+        self._ending = Ending(self.members, grace_s=grace_s)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
+import signal
+import subprocess
 import time
 from collections.abc import Iterable, Sequence
 
 from nbaccel.errors import StartupFailed
-from nbaccel.launch import warmup, wire
+from nbaccel.launch import failure, warmup, wire
 from nbaccel.launch.sharing import memory
 from nbaccel.launch.worker import Ends
 
@@ -29,6 +32,14 @@ def dispose(fds: Sequence[int]) -> None:
     memory.close_all(fds)
 
 
+def go_on() -> None:
+    """Let the template process go on if somebody has stopped it (SIGSTOP): it reaps the workers."""
+    pid = warmup.current_pid()
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
 class TemplateStarter:
     """Starts workers by asking the template process to fork. See `starter.Starter`."""
 
@@ -38,6 +49,8 @@ class TemplateStarter:
         self._boot = warmup.start()
         # A copy of the descriptor: closing this starter must not hang up on the template.
         self._channel = wire.Channel(self._boot.socket.dup())
+        self.status: int | None = None
+        """How the template process ended, if it did so by itself."""
         self._tickets = 0
         self._pids: set[int] = set()
         try:
@@ -117,9 +130,17 @@ class TemplateStarter:
         return message
 
     def _gone(self) -> StartupFailed:
-        said = self._boot.error_text().strip() or "nothing; it may have been killed"
+        said = self._boot.error_text().strip()[-2000:]
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it has hung up, and is about to end
+            self._boot.process.wait(timeout=1.0)
         warmup.stop()
+        self._boot.end()  # another template may run by now
+        self.status = self._boot.status
+        how = "was ended on request (nbaccel.shutdown, or the end of this process)"
+        if self.status is not None:
+            how = failure.name_exit(self.status).removesuffix(" before the function returned")
         return StartupFailed(
-            f"The template process has ended, and its workers with it. It said: {said[-2000:]}\n"
-            "Run the cell again: the next launch starts a new one."
+            f"The process that workers are forked from {how}, and its workers ended with it.\n"
+            + (f"It said: {said}\n" if said else "")
+            + "Run the cell again: the next launch starts a new one."
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import textwrap
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 from nbaccel import frames
 from nbaccel.errors import LaunchTimeout, StartupFailed, WorkerDied, WorkerFailed
-from nbaccel.launch import failure
+from nbaccel.launch import failure, publish
 from nbaccel.launch.member import Member
 from nbaccel.launch.remains import Remains
 from nbaccel.launch.sharing import parcel
@@ -103,6 +104,8 @@ def build(
     text = "\n".join(obituary.lines())
     found = _blend(base, original)
     WorkerFailed.__init__(found, text, failure=obituary.cause, failures=obituary.records)
+    if obituary.cause.raised is not None and obituary.cause.raised.parts:
+        publish.show_by_its_text(type(found))
     if obituary.cause.raised is not None:
         found.__cause__ = RemoteTraceback(full_traceback(obituary.cause))
     return found
@@ -122,15 +125,21 @@ def full_traceback(record: failure.Record) -> str:
     parts: list[str] = []
     raised = record.raised
     while raised is not None:
-        lines = ["Traceback (most recent call last), in the worker:"]
-        for frame in raised.frames:
-            lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
-            code = frames.source_line(frame)
-            lines += [f"    {code}"] if code else []
-        lines.append(f"{raised.type_name}: {raised.message}")
-        parts.insert(0, "\n".join([*lines, *raised.notes]))
+        parts.insert(0, _traceback(raised))
         raised = raised.cause
     return f"rank {record.rank}:\n" + "\n\nwhich led to:\n\n".join(parts)
+
+
+def _traceback(raised: failure.Raised) -> str:
+    lines = ["Traceback (most recent call last), in the worker:"]
+    for frame in raised.frames:
+        lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
+        code = frames.source_line(frame)
+        lines += [f"    {code}"] if code else []
+    lines += [f"{raised.type_name}: {raised.message}", *raised.notes]
+    for number, part in enumerate(raised.parts, 1):
+        lines += [f"which has, as number {number}:", textwrap.indent(_traceback(part), "  ")]
+    return "\n".join(lines)
 
 
 def _original(member: Member) -> Remains | None:
@@ -141,6 +150,23 @@ def _original(member: Member) -> Remains | None:
     except Exception:  # its class cannot be had here; the description is complete without it
         return None
     return found if isinstance(found, Remains) else None
+
+
+def stopped(watch: Watched, text: str) -> str:
+    """What a Stop ends with: a line of text, and where each rank was.
+
+    Args:
+        watch: Who watched the workers.
+        text: What is left.
+    """
+    lines = [text]
+    for member in watch.members:
+        if member.returned is not None:
+            lines.append(f"  rank {member.rank} had returned")
+        else:
+            record = member.record or _bystander(member, watch)
+            lines.append(f"  rank {record.rank} {record.headline}")
+    return "\n".join(lines)
 
 
 def _bystander(member: Member, watch: Watched) -> failure.Record:

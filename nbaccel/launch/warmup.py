@@ -12,6 +12,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbaccel.launch import folder
+
 _BOOT = (
     "import sys; sys.path[:] = {path!r}; "
     "from nbaccel.launch.template_server import serve; "
@@ -33,6 +35,8 @@ class Boot:
     """Whether it has said that its imports are done."""
     ended: dict[int, Any] = field(default_factory=dict)
     """Its workers → how they ended, or None; a launch and a pool hear of each other's here."""
+    status: int | None = None
+    """As `subprocess` gives it, if it has ended by itself: negative for a signal."""
     hearing: threading.Lock = field(default_factory=threading.Lock)
     """Held by whoever reads its messages."""
 
@@ -43,11 +47,14 @@ class Boot:
     def error_text(self) -> str:
         """What it has written to stderr."""
         if self.socket.fileno() < 0:
-            return "it was ended on request (nbaccel.shutdown, or the end of this process)"
+            return ""
         return os.pread(self.errors, 1 << 20, 0).decode(errors="replace")
 
     def end(self) -> None:
         """Hang up, wait for it to leave, kill it if it does not."""
+        if self.socket.fileno() < 0:
+            return
+        self.status = self.process.poll()
         self.socket.close()
         os.close(self.errors)
         try:
@@ -72,7 +79,7 @@ def start() -> Boot:
     errors = os.memfd_create("nbaccel-template-errors", os.MFD_CLOEXEC)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     code = _BOOT.format(
-        path=[os.path.abspath(entry) for entry in sys.path],
+        path=folder.import_path(),
         fd=theirs.fileno(),
         parent=os.getpid(),
         in_notebook="IPython" in sys.modules,

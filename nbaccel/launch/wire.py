@@ -10,6 +10,7 @@ descriptors that belong to it. What is too long for one packet travels in a memo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import socket
@@ -107,6 +108,11 @@ class Channel:
         self._sock.close()
 
 
+def unless_gone() -> contextlib.suppress:
+    """Send to a process that may have ended: of its end something else tells."""
+    return contextlib.suppress(BrokenPipeError, ConnectionResetError)
+
+
 # ---- notebook → template
 
 
@@ -148,6 +154,8 @@ class Ended:
     status: int
     """As `os.waitstatus_to_exitcode` gives it: negative for a signal."""
     max_rss_bytes: int
+    because: str = ""
+    """What is known of it beyond the status, such as the end of the process it came from."""
 
 
 # ---- notebook → worker

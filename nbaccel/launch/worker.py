@@ -30,10 +30,21 @@ from torch import nn
 
 from nbaccel import _accelerate, _catalog, env
 from nbaccel.errors import InputRefused, InternalError
-from nbaccel.launch import display, failure, precision, process_groups, remains, reporting, wire
+from nbaccel.launch import (
+    by_value,
+    display,
+    failure,
+    precision,
+    process_groups,
+    remains,
+    reporting,
+    wire,
+)
+from nbaccel.launch.own_process import own_process
 from nbaccel.launch.sharing import arena, memory, parcel, shards
 from nbaccel.launch.sharing.home import Homebound, Manifest
 from nbaccel.topology import Topology
+from nbaccel.units import shortened
 
 STACK_SIGNAL = signal.SIGRTMAX - 2
 """Asks a worker where it is; user code is unlikely to want this one."""
@@ -157,6 +168,7 @@ def settle(post: wire.Post, fds: list[int]) -> Seat:
     _catalog.enter_worker(post.device)
     process_groups.keep()
     _refuse_questions(place.rank)
+    by_value.send_notebook_classes()
     store = process_groups.serve_store(place, fds.pop()) if post.serves_store else None
     return Seat(place=place, device=str(device.torch_device(place.local_rank)), store=store)
 
@@ -280,7 +292,7 @@ class Work:
             kind = type(value)
             reason = (
                 f"rank {self._rank} returned a {failure.kind_name(kind)}, which cannot be "
-                f"sent to the notebook ({type(error).__name__}: {error})"
+                f"sent to the notebook ({shortened(f'{type(error).__name__}: {error}', 2_000)})"
             )
             self._channel.send(wire.Returned(time.monotonic(), None, reason, home))
             return
@@ -311,22 +323,23 @@ def report(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     now = time.monotonic()
     record = failure.Record(rank=rank, time=now, raised=failure.describe(error))
-    flush()
-    whole = remains.take(error)
-    for part in (whole, whole.bare()):
+    for part in remains.take(error).in_reserve():
         try:
             packed, fd = pack(part)
         except BaseException:  # noqa: S112  (the user's own __reduce__ may raise anything)
             continue
         with memory.closing(fd):
             channel.send(wire.Failed(now, record, packed), [fd])
-        return
-    channel.send(wire.Failed(now, record, None))  # its description says what it was
+        break
+    else:
+        channel.send(wire.Failed(now, record, None))  # its description says what it was
+    flush()  # not before: it may have to wait until the notebook has read what was printed
 
 
 def _call(call: Call) -> Any:
     try:
-        return call.function(*call.args)
+        with own_process():
+            return call.function(*call.args)
     except SystemExit as error:
         if error.code not in (None, 0):
             raise

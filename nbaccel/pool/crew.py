@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import select
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -82,7 +81,7 @@ class Crew:
             crew._memory.enter_context(libraries_memory(places))
             for place in places:
                 member = hire(starter, place.rank, crew.members)
-                crew._sentinels[place.rank] = os.pidfd_open(member.pid)
+                crew._sentinels[place.rank] = _sentinel(member.pid)
                 if isinstance(starter, ForkStarter):
                     starter.ours.append(crew._sentinels[place.rank])
             tasks = posts(plan, places, Surroundings.here({}), listener)
@@ -90,7 +89,8 @@ class Crew:
                 member.control, theirs = wire.Channel.pair()
                 with contextlib.closing(theirs):
                     enlist = messages.Enlist(post=post, share_back=plan.config.share_back)
-                    member.channel.send(enlist, [*fds, theirs.fileno()])
+                    with wire.unless_gone():
+                        member.channel.send(enlist, [*fds, theirs.fileno()])
             crew._see_them_in()
             undo.pop_all()
         return crew
@@ -198,8 +198,10 @@ class Crew:
             return self._starter.collect()
         except StartupFailed as error:
             self._orphaned = str(error).partition("\n")[0]
+            status = getattr(self._starter, "status", None)
             left = [m.pid for m in self.members if not m.has_ended]
-            return [wire.Ended(pid, -signal.SIGTERM, 0) for pid in left]
+            because = f"ended: {self._orphaned[:1].lower()}{self._orphaned[1:].rstrip('.')}"
+            return [wire.Ended(pid, status or 0, 0, because) for pid in left]
 
     def end(self) -> None:
         """End all workers, wait until they are reaped, and close every connection."""
@@ -208,3 +210,13 @@ class Crew:
         self._starter.close()
         while self._sentinels:
             os.close(self._sentinels.popitem()[1])
+
+
+def _sentinel(pid: int) -> int:
+    """A descriptor that is readable once a worker has ended, which it may have already."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        reading, writing = os.pipe()
+        os.close(writing)
+        return reading

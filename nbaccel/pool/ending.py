@@ -69,7 +69,6 @@ def closing(account: Account, unsendable: Mapping[str, str]) -> str:
         for name, why in unsendable.items()
         if any(f"name {name!r} is not defined" in text for text in said)
     ]
-    lines += [account.remark] if account.remark else []
     return "\n".join([*lines, _left(account)])
 
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nbaccel.launch.ending import send
+from nbaccel.launch.ending import interrupt
 from nbaccel.launch.member import Member
 from nbaccel.launch.reaping import end_group
 from nbaccel.pool import messages
@@ -111,11 +110,11 @@ class Halting:
         if course.step is _Step.INTERRUPT:
             if self._at_once:
                 self._cut(member)
-            send(member, signal.SIGINT)
+            interrupt(member)
             return _ANSWER_S
         if course.step is _Step.CUT:
             self._cut(member)
-            send(member, signal.SIGINT)
+            interrupt(member)
             return _CUT_S
         if course.step is _Step.KILL:
             self.killed.append(member.rank)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
 from nbaccel import env
+from nbaccel.launch import folder
 from nbaccel.pool.source import Source
 
 __all__ = ["Footsteps", "notebook_names", "source_of"]
@@ -33,13 +33,13 @@ class Footsteps:
     """
 
     def __init__(self) -> None:
-        self._directory = os.getcwd()
+        self._directory = folder.here()
         self._state = env.state()
         self._environment = env.snapshot()
 
     def directory(self) -> str | None:
         """The notebook's folder, if it has changed since the last call."""
-        here, before = os.getcwd(), self._directory
+        here, before = folder.here(), self._directory
         self._directory = here
         return here if here != before else None
 

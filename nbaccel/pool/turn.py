@@ -188,6 +188,7 @@ class Turn(Listener):
                 if not member.has_ended:
                     self.drain_output(member)
                     self._console.close(member.rank)
+            self.show_rest()
         self._console.tick(final=True)
 
     def _unfinished(self) -> bool:
@@ -342,11 +343,13 @@ class Turn(Listener):
     # ---- giving up
 
     def _halt(self, *, grace_s: float) -> None:
+        self.end_is_near()
         left = [m for m in self.members if m.rank in self._open | self._joining]
         self._halting = Halting(left, grace_s=grace_s, at_once=grace_s > 0)
 
     def _doom(self, now: float) -> None:
         """A worker is lost: ask the others where they are, then end them."""
+        self.end_is_near()
         self.account.places.clear()  # of a second ago
         for member in self.members:
             if not member.has_ended:

@@ -21,6 +21,7 @@ import torch
 from nbaccel import env, frames
 from nbaccel.frames import Frame
 from nbaccel.launch import precision, reporting, wire
+from nbaccel.launch.own_process import own_process
 from nbaccel.launch.sharing import arena, memory
 from nbaccel.launch.worker import Work, flush, report, restore_random_states, settle
 from nbaccel.pool import messages
@@ -124,7 +125,8 @@ class _Worker:
         reporting.begin(self._channel, self._seat.device)
         self._busy = True
         try:
-            return self._shell.run(task.source)
+            with own_process():
+                return self._shell.run(task.source)
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import re
+import sys
 import time
 
 import pytest
@@ -107,7 +108,7 @@ def test_what_cannot_be_sent_is_named_under_the_cell(notebook):
     assert len(lines) <= 8
 
 
-def test_an_interrupt_is_one_line(notebook):
+def test_an_interrupt_tells_where_each_rank_was(notebook):
     name, lines = notebook.error(
         "def wait():\n"
         "    print('ready')\n"
@@ -116,7 +117,26 @@ def test_an_interrupt_is_one_line(notebook):
         interrupt_at="ready",
     )
     assert name == "KeyboardInterrupt"
-    assert lines == ["KeyboardInterrupt: all 2 workers have been stopped; the model is as it was"]
+    where = re.compile(
+        r"  rank [01] was running \(Cell In\[\d+\], line 3\) when nbaccel stopped it"
+    )
+    assert lines[0] == "KeyboardInterrupt: all 2 workers have been stopped; the model is as it was"
+    assert len(lines) == 3
+    assert all(where.fullmatch(line) for line in lines[1:])
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")
+def test_a_group_is_shown_as_other_failures_are(notebook):
+    group = "raise ExceptionGroup('two', [ValueError('a'), KeyError('b')])"
+    name, lines = notebook.error(
+        f"def check():\n    {group}\nnotebook_launcher(check, num_processes=2)"
+    )
+    assert name == "WorkerFailed[ExceptionGroup]"
+    assert lines[0].endswith("raised ExceptionGroup: two (2 sub-exceptions)")
+    assert len(lines) < 15
+    assert not any("nbaccel/" in line for line in lines)
+    name, lines = notebook.error("1/0")
+    assert (name, lines[-1]) == ("ZeroDivisionError", "ZeroDivisionError: division by zero")
 
 
 def test_in_one_process_the_error_is_the_users_own(notebook):

@@ -78,3 +78,112 @@ def test_stop_twice_is_stop(kernel: Kernel) -> None:
     kernel.interrupt()
     assert kernel.finish(running).error == "KeyboardInterrupt"
     assert "[0, 1]" in kernel.run("print(notebook_launcher(workers.rank, (), 2))").check().stdout
+
+
+STORM = """
+import itertools
+for i in itertools.count():
+    print(i, "line of", os.environ["RANK"])
+    {what}
+"""
+LAUNCH = """
+import signal
+def storm():
+{body}
+notebook_launcher(storm, (), 2)
+"""
+
+
+def program(way: str, body: str) -> str:
+    """What a launch's function or a live cell runs."""
+    if way == "cell":
+        return "%%accelerate\nimport os, signal, time\n" + body
+    return LAUNCH.format(body="".join(f"    {line}\n" for line in body.strip().splitlines()))
+
+
+@pytest.fixture(scope="module")
+def live_kernel(kernel: Kernel) -> Kernel:
+    kernel.run("%load_ext nbaccel").check()
+    kernel.run("%%accelerate --num_processes 2\nmine = os.getpid()").check()
+    return kernel
+
+
+@pytest.mark.parametrize("way", ["launch", "cell"])
+def test_stop_in_a_storm_of_lines_does_not_wait_until_all_are_shown(
+    live_kernel: Kernel, way: str
+) -> None:
+    running = live_kernel.begin(program(way, STORM.format(what="")))
+    live_kernel.until(running, " 5000 line of")
+    time.sleep(2.0)
+    live_kernel.interrupt()
+    pressed = time.monotonic()
+    cell = live_kernel.finish(running)
+    assert time.monotonic() - pressed < 20.0, "about 0.4 s on a quiet machine"
+    assert cell.error == "KeyboardInterrupt"
+    assert " not shown" in cell.stderr
+    last = {text.split("]")[0]: int(text.split()[1]) for text in cell.stdout.splitlines()}
+    assert set(last) == {"[0", "[1"}, "the last lines of both ranks are there"
+    assert min(last.values()) > 5000
+    assert live_kernel.run("%%accelerate\nassert mine == os.getpid()").check()
+
+
+@pytest.mark.parametrize("way", ["launch", "cell"])
+def test_a_storm_that_ends_by_itself_is_shown_whole_and_in_order(
+    live_kernel: Kernel, way: str
+) -> None:
+    cell = live_kernel.run(program(way, STORM.format(what="if i == 70_000: break"))).check()
+    lines = cell.stdout.splitlines()
+    for rank in (0, 1):
+        own = [line for line in lines if line.startswith(f"[{rank}] ")]
+        assert own == [f"[{rank}] {i} line of {rank}" for i in range(70_001)]
+    assert "not shown" not in cell.stderr
+
+
+@pytest.mark.parametrize("way", ["launch", "cell"])
+def test_a_failure_in_a_storm_of_lines_is_told_with_the_last_of_them(
+    live_kernel: Kernel, way: str
+) -> None:
+    what = "if i == 60_000 and os.environ['RANK'] == '1': raise ValueError('boom')"
+    cell = live_kernel.run(program(way, STORM.format(what=what)))
+    text = "\n".join(cell.traceback)
+    assert "rank 1 of 2 raised ValueError: boom" in text
+    assert "  60000 line of 1" in text, "the last output of the rank"
+    assert "[1] 60000 line of 1\n" in cell.stdout
+
+
+STOPPED = """
+print("stopped now")
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("way", ["launch", "cell"])
+def test_stop_reaches_a_worker_that_is_stopped_by_a_signal(live_kernel: Kernel, way: str) -> None:
+    running = live_kernel.begin(program(way, STOPPED))
+    live_kernel.until(running, "[0-1] stopped now")
+    live_kernel.interrupt()
+    pressed = time.monotonic()
+    assert live_kernel.finish(running).error == "KeyboardInterrupt"
+    assert time.monotonic() - pressed < 2.0, "about 0.1 s on a quiet machine; it was 1.3 s or more"
+    live_kernel.run("%%accelerate\nassert mine == os.getpid()").check()
+
+
+def test_stop_reaches_workers_whose_template_is_stopped_by_a_signal(kernel: Kernel) -> None:
+    running = kernel.begin(
+        """
+        import signal
+        def stuck():
+            print("stuck now")
+            os.kill(os.getppid(), signal.SIGSTOP)
+            time.sleep(600)
+        notebook_launcher(stuck, (), 2)
+        """
+    )
+    kernel.until(running, "[0-1] stuck now")
+    kernel.interrupt()
+    pressed = time.monotonic()
+    assert kernel.finish(running).error == "KeyboardInterrupt"
+    assert time.monotonic() - pressed < 4.0, "about 0.1 s on a quiet machine; it was 10 s"
+    assert "[0, 1]" in kernel.run("print(notebook_launcher(workers.rank, (), 2))").check().stdout

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import pytest
 
@@ -12,16 +13,17 @@ from nbaccel.launch.console import Console
 class Screen:
     """A console of two ranks, and what a terminal would show of it."""
 
-    def __init__(self, capfd: pytest.CaptureFixture[str], ranks: int = 2, **settings: str) -> None:
+    def __init__(self, capfd: pytest.CaptureFixture[str], ranks: int = 2, **settings: Any) -> None:
         self._capfd = capfd
-        self.console = Console(list(range(ranks)), **settings)
+        self.ranks = range(ranks)
+        self.console = Console([*self.ranks], **settings)
 
     def say(self, rank: int, text: str, stream: str = "stdout") -> None:
         self.console.feed(rank, stream, text.encode())
 
     def end(self) -> str:
         """Close everything; what came to stdout."""
-        for rank in list(self.console._open):
+        for rank in self.ranks:
             self.console.close(rank)
         return self.flush()
 
@@ -226,3 +228,111 @@ def parse(line: str) -> tuple[set[int], str]:
         first, _, last = span.partition("-")
         ranks |= set(range(int(first), int(last or first) + 1))
     return ranks, text
+
+
+# ------------------------------------------------------------------------- too much of it
+
+
+@pytest.fixture
+def notebook(capfd: pytest.CaptureFixture[str]) -> Screen:
+    """A console whose output goes to a browser."""
+    return Screen(capfd, paced=True)
+
+
+def block(first: int, number: int) -> str:
+    return "".join(f"line {first + i}\n" for i in range(number))
+
+
+def test_a_rank_that_prints_too_much_waits(notebook: Screen) -> None:
+    number = 0
+    while not notebook.console.is_full(0):
+        notebook.say(0, block(number, 1000))
+        number += 1000
+        assert number < 1_000_000
+    assert not notebook.console.is_full(1)
+    assert notebook.end() == "".join(f"[0] line {i}\n" for i in range(number))
+    assert not notebook.console.is_full(0)
+    assert notebook.err == ""
+
+
+def test_so_much_is_shown_at_once_and_no_more(
+    notebook: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "HOLD_S", 0.0)
+    monkeypatch.setattr(console, "TICK_S", 0.0)
+    notebook.say(0, block(0, 20_000))
+    notebook.console.tick()
+    shown = notebook._capfd.readouterr().out
+    assert 0 < len(shown) < 150_000
+    assert notebook.console.due_in() is not None
+    assert shown + notebook.end() == "".join(f"[0] line {i}\n" for i in range(20_000))
+
+
+def test_after_a_stop_the_last_lines_are_shown_and_the_others_counted(notebook: Screen) -> None:
+    notebook.say(0, block(0, 10_000))
+    notebook.console.end_is_near()
+    for _ in range(10):
+        notebook.say(0, block(10_000, 10_000))
+        assert not notebook.console.is_full(0)
+    notebook.say(1, "few\n")
+    shown = notebook.end().splitlines()
+    own = [line for line in shown if line.startswith("[0] ")]
+    assert own[-1] == "[0] line 19999"
+    assert "[1] few" in shown
+    assert 100 <= len(own) <= 1000
+    assert f"{110_000 - len(own):,} lines of rank 0 not shown" in notebook.err
+
+
+def test_after_a_stop_a_short_backlog_is_shown_whole(notebook: Screen) -> None:
+    notebook.say(0, block(0, 100))
+    notebook.console.end_is_near()
+    notebook.say(0, "saved\n")
+    assert len(notebook.end().splitlines()) == 101
+    assert notebook.err == ""
+
+
+def test_a_storm_without_end_is_thinned_out(
+    notebook: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "HOLD_S", 0.0)
+    monkeypatch.setattr(console, "TICK_S", 0.0)
+    clock = [time.monotonic()]
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
+    out, err, said = "", "", 0
+    for _ in range(600):  # a minute
+        clock[0] += 0.1
+        for rank in (0, 1):
+            for _ in range(4):
+                if not notebook.console.is_full(rank):
+                    notebook.say(rank, block(said, 200).replace(" ", " " * 200))
+                    said += 200
+        notebook.console.tick()
+        found = notebook._capfd.readouterr()
+        out, err = out + found.out, err + found.err
+    assert len(out) < 16_000_000, "10 MB, and 100 kB a second"
+    assert err.count("more than 10 MB have been printed") == 1
+    assert 30 < err.count("not shown") <= 61
+    rest = notebook.end()
+    assert f" {said - 1}\n" in rest
+
+
+def test_a_line_as_long_as_a_book_does_not_go_to_the_browser(notebook: Screen) -> None:
+    notebook.say(0, "x" * 5_000_000 + "the end\n")
+    shown = notebook.end()
+    assert len(shown) < 1_000_200
+    assert shown.endswith("the end\n")
+    assert "characters not shown" in shown
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_different_lines_cost_little_whatever_the_number_of_ranks(
+    capfd: pytest.CaptureFixture[str], ranks: int
+) -> None:
+    screen = Screen(capfd, ranks=ranks)
+    number = 100_000 // ranks
+    began = time.monotonic()
+    for rank in range(ranks):
+        screen.say(rank, "".join(f"rank {rank} line {i}\n" for i in range(number)))
+    shown = screen.end()
+    assert time.monotonic() - began < 20.0, "half a second on a quiet machine"
+    assert len(shown.splitlines()) == number * ranks

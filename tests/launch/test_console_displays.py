@@ -34,6 +34,21 @@ def test_a_display_that_all_send_is_shown_once_and_without_a_label(screen: Show)
     assert screen.flush() == "figure\n"
 
 
+def test_after_a_stop_the_last_displays_are_shown_and_updates_are_kept(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    screen = Show(capfd, ranks=1, paced=True)
+    screen.show(0, "the first", handle="a")
+    for number in range(1000):
+        screen.show(0, f"figure {number}")
+    screen.console.end_is_near()
+    shown = screen.flush().splitlines()
+    assert shown[0] == "the first", "what is updated later depends on it"
+    assert shown[-1] == "figure 999"
+    assert 20 <= len(shown) <= 250
+    assert f"{1001 - len(shown):,} lines not shown" in screen.err
+
+
 def test_displays_that_differ_have_their_rank_above(screen: Show) -> None:
     for rank in (0, 1):
         screen.show(rank, f"figure {rank}")

@@ -17,6 +17,7 @@ from torch import nn
 import nbaccel
 from nbaccel import ConfigError, Pool, RunConfig, WorkerDied, WorkerFailed, notebook_launcher
 from nbaccel.errors import NotSendable, UnsafeMoment
+from nbaccel.launch import warmup
 from nbaccel.pool import PoolState
 from tests import workers
 from tests.process import descriptors, lives
@@ -516,8 +517,38 @@ def test_the_end_of_the_template_breaks_the_pool_and_the_next_cell_starts_anew(
 ) -> None:
     before = [psutil.Process(pid) for pid in pids(fresh)]
     nbaccel.shutdown()
-    with pytest.raises(WorkerDied, match="template process has ended"):
+    with pytest.raises(WorkerDied, match="are forked from was ended on request"):
         fresh.run("1 + 1")
     assert not psutil.wait_procs(before, timeout=100)[1]
     fresh.run("1 + 1")
     assert "new workers started" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_template_that_is_killed_is_told_as_what_it_was(
+    fresh: Pool, signum: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = [psutil.Process(pid) for pid in pids(fresh)]
+    template = warmup.current_pid()
+    assert template is not None
+    os.kill(template, signum)
+    assert not psutil.wait_procs(before, timeout=10)[1]
+    with pytest.raises(WorkerDied) as caught:
+        fresh.run("1 + 1")
+    told = f"process that workers are forked from was killed by {signum.name}"
+    assert told in str(caught.value)
+    assert "SIGTERM" not in str(caught.value)
+    assert "on request" not in str(caught.value)
+    fresh.run("1 + 1")
+    assert f"new workers started, because the {told}" in capsys.readouterr().err
+
+
+def test_a_launch_whose_template_is_killed_says_so() -> None:
+    def kill() -> None:
+        if workers.rank() == 1:
+            os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(workers.FOREVER_S)
+
+    with pytest.raises(WorkerFailed, match="are forked from was killed by SIGKILL"):
+        notebook_launcher(kill, (), 2, start_method="template")
+    assert notebook_launcher(workers.rank, (), 2) == [0, 1]

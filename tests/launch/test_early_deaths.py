@@ -1,0 +1,81 @@
+"""Workers that die before they have been told anything, and folders that are gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbaccel import Pool, WorkerDied, notebook_launcher
+from nbaccel.launch import run
+from nbaccel.launch.ending import send
+from nbaccel.launch.member import Member
+from nbaccel.pool import crew
+from tests import workers
+from tests.kernel.kernel import wait_for
+from tests.process import lives
+
+
+@pytest.fixture(params=[(0,), (1,), (0, 1)], ids=str)
+def dying(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:
+    """Ranks that are killed as soon as they have been forked, and are gone a moment later."""
+    ranks: tuple[int, ...] = request.param
+    hire: Callable[..., Member] = run.hire
+
+    def hire_and_kill(starter: Any, rank: int, members: list[Member]) -> Member:
+        member = hire(starter, rank, members)
+        if rank in ranks:
+            send(member, signal.SIGKILL)
+            assert wait_for(lambda: starter.name == "fork" or not lives(member.pid))
+        return member
+
+    monkeypatch.setattr(run, "hire", hire_and_kill)
+    monkeypatch.setattr(crew, "hire", hire_and_kill)
+    return ranks
+
+
+def one_of(ranks: tuple[int, ...]) -> str:
+    return f"[{''.join(map(str, ranks))}]"
+
+
+@pytest.mark.parametrize("method", ["template", "fork"])
+def test_a_launch_tells_of_a_worker_that_died_at_its_start(
+    dying: tuple[int, ...], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(WorkerDied, match=rf"rank {one_of(dying)} of 2 was killed by SIGKILL"):
+        notebook_launcher(workers.rank, (), 2, start_method=method, timeout=15)
+    monkeypatch.undo()
+    assert notebook_launcher(workers.rank, (), 2, start_method=method) == [0, 1]
+
+
+@pytest.mark.parametrize("method", ["template", "fork"])
+def test_a_pool_tells_of_a_worker_that_died_at_its_start(
+    dying: tuple[int, ...], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = Pool(2, namespace={}, start_method=method)
+    with pytest.raises(WorkerDied, match=rf"rank {one_of(dying)} of 2 was killed by SIGKILL"):
+        pool.start()
+    monkeypatch.undo()
+    with pool:
+        pool.run("x = 1")
+
+
+def test_a_deleted_working_folder_does_not_keep_workers_from_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "there" / "gone"
+    gone.mkdir(parents=True)
+    monkeypatch.syspath_prepend("")
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    gone.parent.rmdir()
+    assert notebook_launcher(os.getcwd, (), 2) == [str(tmp_path)] * 2
+    told = capfd.readouterr().err
+    assert f"working folder {gone} has been deleted, so its workers run in {tmp_path}" in told
+    with Pool(2, namespace={}) as pool:
+        pool.run("import os; folder = os.getcwd()")
+        assert pool.pull("folder")["folder"] == [str(tmp_path)] * 2
