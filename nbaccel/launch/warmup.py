@@ -79,7 +79,7 @@ def start() -> Boot:
     errors = os.memfd_create("nbaccel-template-errors", os.MFD_CLOEXEC)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     code = _BOOT.format(
-        path=folder.import_path(),
+        path=folder.installed_first(),
         fd=theirs.fileno(),
         parent=os.getpid(),
         in_notebook="IPython" in sys.modules,
