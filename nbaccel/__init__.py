@@ -230,7 +230,10 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME_OF[name]), name)
+    from nbaccel import hidden
+
+    with hidden.importing(name):
+        value = getattr(import_module(_HOME_OF[name]), name)
     globals()[name] = value  # the next use finds it without coming here
     return value
 
@@ -245,7 +248,10 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
     Args:
         ipython: The notebook's shell.
     """
-    from nbaccel.notebook import extension
+    from nbaccel import hidden
+
+    with hidden.importing("notebook"):
+        from nbaccel.notebook import extension
 
     extension.load(ipython)
 

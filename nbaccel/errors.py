@@ -154,7 +154,7 @@ class InputRefused(UserMistake, EOFError):
 
 
 class MissingBackend(_Plain, ImportError):
-    """An optional package was chosen and is not installed, or cannot be imported."""
+    """A package is not installed, cannot be imported, or is hidden by a file of its name."""
 
 
 class UnsafeMoment(_Plain, RuntimeError):

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from nbaccel import _catalog
+from nbaccel import _catalog, hidden
 from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.errors import ConfigError
 from nbaccel.launch import warmup
@@ -171,6 +171,7 @@ def _config(config: RunConfig | Configured | None, asked: dict[str, Any]) -> Run
 def _launch(function: Callable[..., Any], args: tuple[Any, ...], config: RunConfig) -> Results:
     __tracebackhide__ = True
     _check_call(function, args)
+    hidden.refuse()  # it may have been imported after nbaccel
     plan = resolve(config)
     if config.uses_deepspeed:
         _catalog.check_strategy("deepspeed", plan.device, config)

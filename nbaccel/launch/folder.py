@@ -62,9 +62,7 @@ def _has_packages(entry: str) -> bool:
 
 def _folders_of_packages() -> set[str]:
     """Where this process has imported them from, which may be a folder of sources."""
-    files = (
-        getattr(sys.modules.get(name), "__file__", None) for name in _IMPORTED_BY_THE_TEMPLATE
-    )
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in _IMPORTED_BY_THE_TEMPLATE)
     return {str(Path(file).parent.parent) for file in files if file}
 
 

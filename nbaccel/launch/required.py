@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -16,6 +17,11 @@ from nbaccel.plan import Plan
 __all__ = ["prepared"]
 
 _CONNECT_S = 2.0
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_DESCRIPTORS = 8
+"""For memory files, the rendezvous store and the template process."""
+_DESCRIPTORS_OF_A_WORKER = 5
+"""Its channel, three pipes, and its process."""
 
 
 def prepared(plan: Plan, *, live: bool = False) -> Plan:
@@ -31,7 +37,7 @@ def prepared(plan: Plan, *, live: bool = False) -> Plan:
     Raises:
         PlatformUnsupported: Something is missing that several workers cannot do without.
     """
-    lack = _missing(live=live)
+    lack = _missing(live=live) or _too_few_descriptors(plan.num_processes)
     if lack:
         raise PlatformUnsupported(
             f"Several workers need {lack}. Use num_processes=1, which runs in the notebook itself."
@@ -47,14 +53,14 @@ def prepared(plan: Plan, *, live: bool = False) -> Plan:
 def _missing(*, live: bool) -> str:
     """What is missing, as the end of a sentence; empty if nothing is."""
     if not sys.platform.startswith("linux"):
-        return f"Linux (memfd, pidfd): this is {sys.platform}"
+        return f"Linux (memfd_create, pidfd_open): this is {sys.platform}"
     if not hasattr(os, "memfd_create"):
         return "memory files (os.memfd_create), which this Python has not"
     try:
         os.close(os.memfd_create("nbaccel-trial", os.MFD_CLOEXEC))
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            return f"a free file descriptor: {error.strerror}. Close files, or raise `ulimit -n`"
+        if error.errno in _NO_DESCRIPTORS:
+            return f"free file descriptors: {error.strerror}. Close files, or raise `ulimit -n`"
         return (
             f"memory files (memfd_create), which this system refuses: {error.strerror}. A sandbox "
             "may forbid them"
@@ -62,6 +68,22 @@ def _missing(*, live: bool) -> str:
     if not Path("/proc/self").exists():
         return "/proc, which is not mounted here (mount -t proc proc /proc)"
     return _no_pidfd() if live else ""
+
+
+def _too_few_descriptors(workers: int) -> str:
+    """The same for descriptors, of which each worker costs some."""
+    wanted = _DESCRIPTORS + workers * _DESCRIPTORS_OF_A_WORKER
+    try:
+        with contextlib.ExitStack() as stack:
+            for _ in range(wanted):
+                stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        if error.errno not in _NO_DESCRIPTORS:
+            raise
+        return (
+            f"{wanted} free file descriptors: {error.strerror}. Raise `ulimit -n`, or close files"
+        )
+    return ""
 
 
 def _no_pidfd() -> str:

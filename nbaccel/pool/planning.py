@@ -29,8 +29,8 @@ def plan_pool(config: RunConfig) -> Plan:
     """
     if not sys.platform.startswith("linux"):
         raise PlatformUnsupported(
-            f"Live workers need Linux (memfd, pidfd): this is {sys.platform}. Run the code in an "
-            "ordinary cell."
+            f"Live workers need Linux (memfd_create, pidfd_open): this is {sys.platform}. Run the "
+            "code in an ordinary cell."
         )
     mistakes = []
     if config.num_nodes > 1:
