@@ -230,43 +230,49 @@ def _called(stack: Sequence[Frame], mine: Frame | None) -> str:
 _ADDS_UP = "inference_all_reduce"
 """DeepSpeed's function that ends a worker without shared memory, and says nothing."""
 
-_SIGNALS: dict[int, tuple[str, str]] = {
-    signal.SIGKILL: (
+_SIGNALS: dict[str, tuple[str, str]] = {
+    "SIGKILL": (
         "Nothing in Python can catch this signal. Most often the system ran out of memory and "
         "chose this process.",
         "Use a smaller batch or model, or fewer workers (num_processes).",
     ),
-    signal.SIGSEGV: (
+    "SIGSEGV": (
         "Compiled code touched memory that is not its own.",
         "The stack shows the Python line that called it.",
     ),
-    signal.SIGBUS: (
+    "SIGBUS": (
         "A page of mapped memory could not be provided: usually /dev/shm is full (containers give "
         "it 64 MB), or a mapped file was cut.",
         "Set num_workers=0 in the DataLoader or enlarge /dev/shm (docker run --shm-size=8g). "
         "Models and tensors that nbaccel shares do not use /dev/shm.",
     ),
-    signal.SIGABRT: (
+    "SIGABRT": (
         "Compiled code gave up on purpose (a failed check in C++).",
         "Its reason is in the last output above.",
     ),
-    signal.SIGTERM: ("Another process asked it to end.", "Look for a job scheduler or a kill."),
-    signal.SIGILL: (
+    "SIGTERM": ("Another process asked it to end.", "Look for a job scheduler or a kill."),
+    "SIGILL": (
         "The processor does not know an instruction that a package was compiled for.",
         "Install a build of that package for this processor.",
     ),
-    signal.SIGFPE: ("Compiled code divided by zero.", "The stack shows the Python line."),
+    "SIGFPE": ("Compiled code divided by zero.", "The stack shows the Python line."),
 }
+"""By name: not every system that nbaccel can be imported on has all of them."""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # no signal, or one of the real-time signals between the first and the last
+        return ""
 
 
 def name_exit(status: int) -> str:
     """`-9` → `was killed by SIGKILL (signal 9)`."""
     if status >= 0:
         return f"left with exit code {status} before the function returned"
-    try:
-        return f"was killed by {signal.Signals(-status).name} (signal {-status})"
-    except ValueError:
-        return f"was killed by signal {-status}"
+    name = _signal_name(-status)
+    return f"was killed by {name} (signal {-status})" if name else f"was killed by signal {-status}"
 
 
 def explain_exit(record: Record) -> list[str]:
@@ -279,7 +285,7 @@ def explain_exit(record: Record) -> list[str]:
             "The process ended itself (os._exit, or a library that exits), so neither results nor "
             "weights came back. Let the function return instead."
         ]
-    cause, remedy = _SIGNALS.get(-status, ("", ""))
+    cause, remedy = _SIGNALS.get(_signal_name(-status), ("", ""))
     if status == -signal.SIGSEGV and count_chips(env.snapshot()):
         cause, remedy = (
             "On a TPU host this usually means that host memory ran out.",

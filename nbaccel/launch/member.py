@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import fcntl
 import os
 import time
 from dataclasses import dataclass, field
@@ -110,6 +109,8 @@ def connect() -> tuple[wire.Channel, dict[int, str], Ends]:
 
 def _enlarge(fd: int) -> None:
     """Ask for a megabyte, so that a worker that prints a lot seldom waits for the notebook."""
+    import fcntl  # Windows has none, where nbaccel can be imported, too
+
     try:
         fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, 1 << 20)
     except OSError:

@@ -46,7 +46,7 @@ from nbaccel.launch.sharing.home import Homebound, Manifest
 from nbaccel.topology import Topology
 from nbaccel.units import shortened
 
-STACK_SIGNAL = signal.SIGRTMAX - 2
+STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 2  # macOS has none, and no workers either
 """Asks a worker where it is; user code is unlikely to want this one."""
 
 _PR_SET_PDEATHSIG = 1

@@ -20,7 +20,8 @@ __all__ = ["GradientState"]
 
 # Of all accelerators of this process, the innermost last. A forked worker iterates over none.
 _ITERATED: list[PreparedLoader] = []
-os.register_at_fork(after_in_child=_ITERATED.clear)
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=_ITERATED.clear)
 
 
 class GradientState:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 from collections.abc import Iterable, Iterator
@@ -15,25 +16,32 @@ from typing import Any
 import numpy as np
 
 PAGE_BYTES = mmap.PAGESIZE
-_PROT = mmap.PROT_READ | mmap.PROT_WRITE
+_PROT = 0x1 | 0x2  # read, write; the mmap module has no such names on Windows
 _MAP_FIXED = 0x10  # <asm-generic/mman-common.h>; the mmap module does not export it
 _MAP_NORESERVE = 0x4000
 _COPY_BYTES = 1 << 28  # one write(2) moves at most 2 GiB; smaller steps let an interrupt through
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
 _ENTRIES = 1 << 15  # of the page table, read at a time: small enough to stay in the cache
+
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    """The C library, with the arguments' types; loaded at first use, as Windows cannot load it."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return library
+
 
 Range = tuple[int, int]
 """Bytes `[start, stop)` of a file or mapping."""
@@ -131,13 +139,13 @@ class Mapping:
             start: First byte, at the start of a page.
             stop: One past the last byte: the end of a page, or of the mapping.
         """
-        if _libc.madvise(self.address + start, stop - start, mmap.MADV_DONTNEED):
+        if _libc().madvise(self.address + start, stop - start, mmap.MADV_DONTNEED):
             code = ctypes.get_errno()
             raise OSError(code, f"giving back bytes {start} to {stop}: {os.strerror(code)}")
 
     def __del__(self) -> None:
         if self.address:
-            _libc.munmap(self.address, self.nbytes)
+            _libc().munmap(self.address, self.nbytes)
 
 
 def _flags(private: bool) -> int:
@@ -145,7 +153,7 @@ def _flags(private: bool) -> int:
 
 
 def _map(fd: int, nbytes: int, flags: int, address: int | None = None) -> int:
-    found = _libc.mmap(address, nbytes, _PROT, flags, fd, 0)
+    found = _libc().mmap(address, nbytes, _PROT, flags, fd, 0)
     if found is None or found == ctypes.c_void_p(-1).value:
         code = ctypes.get_errno()
         raise OSError(code, f"mapping {nbytes} bytes of shared memory: {os.strerror(code)}")
