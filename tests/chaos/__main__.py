@@ -7,7 +7,7 @@ python -m tests.chaos --render      docs/reliability.md anew from benchmarks/res
 from __future__ import annotations
 
 import argparse
-import datetime
+import datetime as dt
 import json
 import sys
 import tempfile
@@ -57,7 +57,7 @@ def main() -> int:
 def _record(seed: int, found: Any) -> dict[str, Any]:
     memory = psutil.virtual_memory().total / 2**30
     return {
-        "date": datetime.date.today().isoformat(),
+        "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
         "machine": f"{psutil.cpu_count()} CPU cores, {memory:.0f} GiB",
         "seed": seed,
         "scenes": found.table(),
