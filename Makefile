@@ -6,11 +6,12 @@
 #   TORCH_INDEX=URL          one more package index, e.g. the one with torch's CPU wheels
 #   JOBS=3                   test files that run at the same time (they often wait); 0 for one after another, in one process
 #   PYTEST_ARGS='-k arena'   more arguments for pytest
+#   MOMENTS=320              how often make chaos kills something
 
 SHELL         := bash
 .SHELLFLAGS   := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench deepspeed-ops clean
+.PHONY: help demo test chaos lint bench deepspeed-ops clean
 
 PYTHON      ?= python3
 VENV        ?= .venv
@@ -18,6 +19,7 @@ CONSTRAINTS ?= constraints/cpu.txt
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 JOBS        ?= 3
+MOMENTS     ?= 320
 
 BIN     := $(VENV)/bin
 INSTALL  = $(BIN)/python -m pip install --quiet \
@@ -32,6 +34,9 @@ demo: $(VENV)/.demo  ## train the quickstart notebook on two CPU workers; prints
 test: $(VENV)/.dev $(VENV)/.deepspeed $(VENV)/.browser  ## run all tests, and the notebooks in real kernels
 	@$(BIN)/python -m pytest --nbval-lax --nbval-current-env \
 	  --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder notebooks tests $(PYTEST_ARGS)
+
+chaos: $(VENV)/.dev  ## kill processes of a notebook at hundreds of moments; nothing may be torn (ten minutes or so)
+	@$(BIN)/python -m tests.chaos --moments $(MOMENTS)
 
 lint: $(VENV)/.dev  ## style, types, import direction, spelling
 	$(BIN)/ruff check .

@@ -49,6 +49,28 @@ optimizer.step()
 {keep}
 Path({folder!r}, str(time.monotonic_ns())).touch()
 """
+BY_HAND = """
+import time
+from pathlib import Path
+import torch
+with torch.no_grad():
+    for p in model.parameters():
+        p.add_(1.0)
+Path({folder!r}, str(time.monotonic_ns())).touch()
+"""
+# To new memory, as what a worker writes and what a launch's price is measured in.
+COPY = """
+import torch
+_threads = torch.get_num_threads()
+torch.set_num_threads(1)
+_source = torch.ones(2**28)
+_began = _time.perf_counter()
+torch.empty_like(_source).copy_(_source)
+_seconds = _time.perf_counter() - _began
+torch.set_num_threads(_threads)
+del _source
+_report(seconds=_seconds)
+"""
 SETUP = {
     # The same workers as with the magic, by the name that returns how many bytes were copied.
     OURS: "import nbaccel\npool = nbaccel.Pool(2)\npool.start()",
@@ -127,11 +149,21 @@ def _ours(results: Results, subject: Live, remote: Remote) -> None:
     remote.must_run(f"_ = pool.run({READ!r})")
     remote.must_run(COUNT)
     _note(results, "c read", subject, remote.must_run(f"_timed(lambda: _counted({READ!r}))"))
+    for measure, body in (("c home", STEP), ("c hand", BY_HAND)):
+        _home(results, subject, remote, measure, body)
+
+
+def _home(results: Results, subject: Live, remote: Remote, measure: str, body: str) -> None:
+    """From the workers' last line to the end of the cell, and a copy of as many bytes."""
     folder = remote.new_folder()
-    step = STEP.format(keep="", folder=folder)
+    step = body.format(keep="", folder=folder)
     cell = f"_was = _first()\npool.run({step!r})\n_ended = _time.monotonic_ns()\n"
     answer = remote.must_run(cell + "_report(ended=_ended, trained=_first() != _was)")
-    _note_home(results, subject, answer, answer["values"]["ended"] - _last(folder))
+    took_ns = answer["values"]["ended"] - _last(folder)
+    _note_home(results, subject, answer, took_ns, measure)
+    remote.settle()
+    copied = remote.must_run(COPY)["values"]["seconds"]
+    results.of(f"{measure}, copies", subject.name).values.append(took_ns / 1e9 / copied)
 
 
 def _theirs(results: Results, subject: Live, remote: Remote) -> None:
@@ -147,10 +179,16 @@ def _theirs(results: Results, subject: Live, remote: Remote) -> None:
     _note_home(results, subject, answer, answer["values"]["took"])
 
 
-def _note_home(results: Results, subject: Live, answer: dict[str, Any], took_ns: int) -> None:
+def _note_home(
+    results: Results,
+    subject: Live,
+    answer: dict[str, Any],
+    took_ns: int,
+    measure: str = "c home",
+) -> None:
     if not answer["values"]["trained"]:
         raise SessionLostError("the weights did not come home")
-    results.of("c home", subject.name).values.append(took_ns / 1e9)
+    results.of(measure, subject.name).values.append(took_ns / 1e9)
 
 
 def _last(folder: str) -> int:

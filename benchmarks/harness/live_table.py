@@ -13,6 +13,7 @@ from harness.samples import Results
 
 BEGIN, END = "<!-- pool:begin -->", "<!-- pool:end -->"
 START_S, TRIP_MS, ERROR_S, KILL_S = 0.2, 2.0, 0.3, 0.2
+HOME_COPIES = 1.5
 Cell = Callable[[Results, str, str], str]
 
 TITLES = {
@@ -68,6 +69,8 @@ def _state(results: Results) -> Iterator[Verdict]:
     samples = results.get("c read", OURS)
     most = max((fact["nbytes"] for fact in samples.facts), default=None) if samples else None
     yield at_most("c", "an unchanged 1 GiB model, sent for the next cell", most, 0, "bytes")
+    found = results.median("c home, copies", OURS)
+    yield at_most("c", "weights an optimizer trained come home", found, HOME_COPIES, "copies")
 
 
 def _error(results: Results) -> Iterator[Verdict]:
@@ -163,6 +166,9 @@ def rows(section: str) -> list[tuple[str, str, Cell]]:
             ("a cell that reads the unchanged model, s", "c read", seconds),
             ("… copied or sent", "c read", size),
             ("trained weights into the notebook's model, s", "c home", seconds),
+            ("… in copies of as many bytes", "c home, copies", timing("{:.2f}")),
+            ("the same, written by hand, s", "c hand", seconds),
+            ("… in copies of as many bytes", "c hand, copies", timing("{:.2f}")),
         ]
     if section == "d":
         return [

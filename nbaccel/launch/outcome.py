@@ -53,6 +53,7 @@ def conclude(
     if failed is not None:
         raise failed
     reports = [m.returned.home for m in watch.members if m.returned and m.returned.home]
+    disturbed = homecoming.disturbed()
     differing = homecoming.differing(reports)
     with uninterrupted():  # half of a model is worse than either
         homecoming.apply(reports)
@@ -75,6 +76,13 @@ def conclude(
                 f"results.state_dicts[{path!r}].",
                 stacklevel=stacklevel,
             )
+    for path in disturbed:
+        warnings.warn(
+            f"The notebook wrote to {path} while the workers used it (from another thread?). Ranks "
+            "saw the new values wherever they had not written themselves, so they may have trained "
+            "on a mixture. Let that thread wait until the launch is over, or give it a copy.",
+            stacklevel=stacklevel,
+        )
     for path, ranks in differing.items():
         trained = any(r.rank == 0 and r.fingerprints.get(path) for r in reports)
         warnings.warn(differs(path, ranks, rank_0_trained=trained), stacklevel=stacklevel)

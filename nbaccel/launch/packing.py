@@ -91,8 +91,10 @@ def _pickle(
 ) -> Packed:
     call, sender, prepared = _prepare(function, args, sharing, limit_bytes)
     strays = outermost(sender.modules, (m.module for m in sharing.modules))
+    if strays:
+        prepared.drop()  # it views the memory that is about to be left
     more = _share_reached(_named(strays, function, args)) if strays else arena.Sharing()
-    if more.modules:
+    if strays:
         sharing = sharing.joined(more)
         call, sender, prepared = _prepare(function, args, sharing, limit_bytes)
     packed, fd = prepared.write()

@@ -44,7 +44,9 @@ def serve(channel_fd: int, parent: int, *, in_notebook: bool) -> NoReturn:
     for name in _PREIMPORTED + (_FOR_NOTEBOOKS if in_notebook else ()):
         importlib.import_module(name)
     from nbaccel.launch import wire
+    from nbaccel.launch.reaping import adopt_orphans
 
+    adopt_orphans()
     channel = wire.Channel.from_fd(channel_fd)
     server = _Server(channel, parent)
     _rehearse()
@@ -137,7 +139,7 @@ class _Server:
         )
 
     def _collect(self) -> None:
-        from nbaccel.launch.reaping import reap
+        from nbaccel.launch.reaping import end_descendants, reap
 
         with contextlib.suppress(BlockingIOError):
             while self._woken.recv(4096):
@@ -146,14 +148,15 @@ class _Server:
             ended = reap(pid)
             if ended is not None:
                 self._workers.discard(pid)
+                end_descendants(keep=self._workers)  # before anybody believes that it is over
                 with contextlib.suppress(OSError):  # nobody listens: we are about to leave anyway
                     self._channel.send(ended)
 
     def end_all(self) -> None:
-        from nbaccel.launch.reaping import end_group
+        """Kill all workers, and whatever they have started."""
+        from nbaccel.launch.reaping import end_descendants
 
-        for pid in self._workers:
-            end_group(pid)
+        end_descendants()
 
 
 def _open_process(pid: int) -> list[int]:

@@ -41,6 +41,7 @@ from nbaccel.launch import (
     wire,
 )
 from nbaccel.launch.own_process import own_process
+from nbaccel.launch.reaping import adopt_orphans, end_descendants
 from nbaccel.launch.sharing import arena, memory, parcel, shards
 from nbaccel.launch.sharing.home import Homebound, Manifest
 from nbaccel.topology import Topology
@@ -110,8 +111,19 @@ def main(ends: Ends, parent: int, inheritance: Inheritance | None = None) -> NoR
     finally:
         with contextlib.suppress(Exception):  # whatever it is, this process ends
             shards.leave()
+        with contextlib.suppress(Exception):  # the template ends what is left
+            _end_what_it_started()
         flush()
         os._exit(status)
+
+
+def _end_what_it_started() -> None:
+    left = end_descendants()
+    if left:
+        sys.stderr.write(
+            f"nbaccel: ended what this rank had started and left running: {', '.join(left)}. Start "
+            "what is to outlive the workers from the notebook itself.\n"
+        )
 
 
 def _settle_in(ends: Ends, parent: int) -> None:
@@ -120,6 +132,7 @@ def _settle_in(ends: Ends, parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # the parent died before the line above took effect
+    adopt_orphans()
     signal.set_wakeup_fd(-1)  # a kernel's event loop must not hear of this process's signals
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,18 +1,28 @@
 """The long lane: hundreds of moments, and the table of what survives what.
 
-python -m tests.chaos --moments 320 --output benchmarks/results/chaos.json
+python -m tests.chaos --moments 320
+python -m tests.chaos --render      docs/reliability.md anew from benchmarks/results/chaos.json
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime as dt
 import json
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
+import psutil
+
+from tests.chaos import table
 from tests.chaos.harness import chaos
+from tests.isolation import ROOT
+
+RECORD = ROOT / "benchmarks" / "results" / "chaos.json"
+PAGE = ROOT / "docs" / "reliability.md"
 
 
 def main() -> int:
@@ -21,23 +31,39 @@ def main() -> int:
     parser.add_argument("--moments", type=int, default=320)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--output", type=Path, help="where the figures go, as JSON")
+    parser.add_argument("--render", action="store_true", help="measure nothing")
     options = parser.parse_args()
+    if options.render:
+        PAGE.write_text(
+            table.put_into(PAGE.read_text(), table.render(json.loads(RECORD.read_text())))
+        )
+        return 0
     print(f"chaos: {options.moments} moments, seed {options.seed}", flush=True)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, chaos(Path(folder), seed=options.seed) as found:
         try:
             found.run(options.moments)
         finally:
-            table, faults = found.table(), found.faults()
+            record = _record(options.seed, found)
             if options.output:
-                record = {"seed": options.seed, "scenes": table, "moments": found.dump()}
                 options.output.write_text(json.dumps(record, indent=1) + "\n")
-    for name, figures in table.items():
-        print(f"{name}: {figures}")
-    print("\n".join(faults))
+    print(table.render(record))
+    print("\n".join(found.faults()))
     seconds = time.monotonic() - began
-    print(f"chaos: {len(found.moments)} moments, {len(faults)} faults, in {seconds:.0f} s")
-    return bool(faults)
+    print(f"chaos: {len(found.moments)} moments, {len(found.faults())} faults, in {seconds:.0f} s")
+    return bool(found.faults())
+
+
+def _record(seed: int, found: Any) -> dict[str, Any]:
+    memory = psutil.virtual_memory().total / 2**30
+    return {
+        "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
+        "machine": f"{psutil.cpu_count()} CPU cores, {memory:.0f} GiB",
+        "seed": seed,
+        "scenes": found.table(),
+        "faults": found.faults(),
+        "moments": found.dump(),
+    }
 
 
 if __name__ == "__main__":

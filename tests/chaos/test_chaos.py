@@ -8,7 +8,7 @@ import pytest
 
 from tests.chaos.harness import chaos
 
-MOMENTS = 28
+MOMENTS = 14
 
 
 @pytest.mark.slow

@@ -88,6 +88,13 @@ def test_a_global_model_comes_home(
     assert means(found["model"]) == [3.0]
 
 
+def test_a_global_model_that_nothing_else_views_is_not_told_of(
+    cell: Callable[[str], dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    notebook_launcher(cell(DEFINE)["by_global"], num_processes=2)
+    assert "old memory" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("start", STARTS)
 def test_the_models_of_a_method_s_object_come_home(
     cell: Callable[[str], dict[str, Any]], start: str

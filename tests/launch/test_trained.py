@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 import warnings
 from typing import Any
 
@@ -153,3 +155,52 @@ def test_a_model_with_an_empty_parameter_trains_and_comes_home() -> None:
 def test_a_parameter_without_part_in_the_loss_that_keeps_ddp_from_averaging_is_told() -> None:
     with pytest.warns(UserWarning, match="find_unused_parameters=True"):
         notebook_launcher(lambda m: train(m, wrap=True), (Dummy(),), num_processes=2)
+
+
+def test_a_thread_that_writes_the_model_during_a_launch_is_told() -> None:
+    model = nn.Linear(8, 8)
+
+    def write() -> None:
+        time.sleep(0.3)
+        with torch.no_grad():
+            model.weight.fill_(2.0)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    with pytest.warns(UserWarning, match=r"The notebook wrote to args\[0\] while the workers"):
+        notebook_launcher(lambda m: time.sleep(1.0), (model,), num_processes=2)
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    "take",
+    [lambda m: m.state_dict(), lambda m: m.weight.detach().numpy(), lambda m: m.weight.data[0]],
+    ids=["state_dict", "numpy", "slice"],
+)
+def test_a_view_taken_before_the_model_was_shared_is_told(
+    take: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(8, 8)
+    held = take(model)
+    notebook_launcher(os.getpid, (), num_processes=2)
+    notebook_launcher(lambda m: None, (model,), num_processes=2)
+    told = capsys.readouterr().err
+    assert "args[0].weight" in told
+    assert "does not follow the model" in told
+    del held
+    notebook_launcher(lambda m: None, (model,), num_processes=2)
+    assert "does not follow" not in capsys.readouterr().err
+
+
+def test_a_model_that_was_trained_here_has_no_views_to_tell_of(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss = model.b(model.a(torch.ones(2, 8))).sum()
+    loss.backward()
+    optimizer.step()
+    copy = {name: value.clone() for name, value in model.state_dict().items()}
+    notebook_launcher(lambda m: None, (model,), num_processes=2)
+    assert "does not follow" not in capsys.readouterr().err
+    assert copy

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -184,6 +185,14 @@ class _Span:
     def nbytes(self) -> int:
         return self.high - self.low
 
+    def has_other_views(self) -> bool:
+        """Whether tensors or arrays beside the modules' own lie in this storage on the host."""
+        count = getattr(torch._C, "_storage_Use_Count", None)  # no public way to ask (torch 2.13)
+        if count is None or self.storage.device.type != "cpu":
+            return False
+        own = len({id(tensor) for tensor in self.tensors})
+        return bool(count(self.storage._cdata) > own + 1)  # `self.storage` is one itself
+
     def raw(self) -> torch.Tensor:
         """The bytes of the span, where they are now, as a uint8 tensor of shape `[nbytes]`."""
         empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
@@ -207,7 +216,9 @@ def share(modules: Sequence[tuple[str, nn.Module]]) -> Sharing:
     if refused:
         raise ModelNotShareable("The model cannot be handed to workers:\n" + "\n".join(refused))
     with _LOCK, torch.no_grad():
-        stand_ins = _move(modules)
+        stand_ins, viewed = _move(modules)
+    if viewed:
+        sys.stderr.write(_stale(modules, viewed))
     return Sharing(
         modules=tuple(_record(path, module, stand_ins) for path, module in modules),
         stand_ins=stand_ins,
@@ -299,8 +310,14 @@ def _emptied(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield from empty
 
 
-def _move(modules: Sequence[tuple[str, nn.Module]]) -> dict[int, tuple[Arena, int]]:
-    """Move every storage that is not in an arena yet; returns the stand-ins of device storages."""
+def _move(
+    modules: Sequence[tuple[str, nn.Module]],
+) -> tuple[dict[int, tuple[Arena, int]], set[int]]:
+    """Move every storage that is not in an arena yet.
+
+    Returns:
+        The stand-ins of device storages, and the ids of tensors whose old memory others view, too.
+    """
     unique = {id(t): t for _, module in modules for _, t in named_tensors(module)}
     spans = _spans(unique.values())
     size = 0
@@ -308,7 +325,8 @@ def _move(modules: Sequence[tuple[str, nn.Module]]) -> dict[int, tuple[Arena, in
         span.start = size
         size += -(-span.nbytes // _ALIGN) * _ALIGN
     if not spans:
-        return {}
+        return {}, set()
+    viewed = {id(tensor) for span in spans if span.has_other_views() for tensor in span.tensors}
     arena = Arena(memory.create_file("arena", size), size)
     stand_ins: dict[int, tuple[Arena, int]] = {}
     for span in spans:
@@ -318,7 +336,24 @@ def _move(modules: Sequence[tuple[str, nn.Module]]) -> dict[int, tuple[Arena, in
             _point(arena, span)
         else:
             stand_ins[span.storage.data_ptr()] = (arena, span.start)
-    return stand_ins
+    return stand_ins, viewed
+
+
+def _stale(modules: Sequence[tuple[str, nn.Module]], viewed: Collection[int]) -> str:
+    """The line about tensors and arrays that were taken from a model before it was moved."""
+    names = [
+        f"{path}.{name}"
+        for path, module in modules
+        for name, tensor in named_tensors(module)
+        if id(tensor) in viewed
+    ]
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return (
+        f"nbaccel: {', '.join(names[:2])}{more} moved to shared memory, and something else has a "
+        "view of the old memory: a state_dict(), a slice or a NumPy array taken earlier. It keeps "
+        "the values of now and does not follow the model. Take it again, or .clone() what is to "
+        "stay.\n"
+    )
 
 
 def _spans(tensors: Iterable[torch.Tensor]) -> list[_Span]:

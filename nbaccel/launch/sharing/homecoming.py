@@ -26,6 +26,7 @@ class Homecoming:
 
     def __init__(self, sharing: Sharing, arenas: Mapping[str, Arena]) -> None:
         self._sharing = sharing
+        self._versions = _versions(sharing)
         self._arenas = arenas
         self.staging = {key: memory.create_file("staging", a.nbytes) for key, a in arenas.items()}
 
@@ -47,6 +48,11 @@ class Homecoming:
         refresh_devices(self._sharing, merged.stranded)
         if merged.complete or merged.written:
             self._note_change(merged)
+
+    def disturbed(self) -> list[str]:
+        """Paths of the modules that the notebook has written to meanwhile. Ask before `apply`."""
+        now = _versions(self._sharing)
+        return [path for path, version in self._versions.items() if now[path] != version]
 
     def differing(self, reports: Sequence[HomeReport]) -> dict[str, tuple[int, ...]]:
         """Which ranks trained another model than rank 0, whose weights come home.
@@ -110,6 +116,15 @@ class Homecoming:
         fds = list(self.staging.values())
         self.staging.clear()
         dispose(fds)
+
+
+def _versions(sharing: Sharing) -> dict[str, int]:
+    return {
+        shared.path: sum(
+            t._version for _, t in named_tensors(shared.module) if not t.is_inference()
+        )
+        for shared in sharing.modules
+    }
 
 
 def differs(path: str, ranks: Sequence[int], *, rank_0_trained: bool) -> str:

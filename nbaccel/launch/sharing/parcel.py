@@ -105,6 +105,11 @@ class Prepared:
     stream: io.BytesIO
     blocks: list[pickle.PickleBuffer]
 
+    def drop(self) -> None:
+        """Give up what it holds of the objects' memory."""
+        while self.blocks:
+            self.blocks.pop().release()
+
     def write(self) -> tuple[Parcel, int]:
         """Copy all of it into a memory file; see `pack`."""
         return _write(self.stream.getbuffer(), [block.raw() for block in self.blocks])
