@@ -6,6 +6,7 @@ in namespaces of their own.
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -87,6 +88,49 @@ def unshared(kinds: Sequence[str], *before: str) -> list[str]:
 
 
 # ---------------------------------------------------------------------- no memory files
+REMEDY = "memfd_create.*(num_processes=1|ordinary cell)"
+
+LINUX_ALONE = {
+    "os": "memfd_create pidfd_open sched_getaffinity MFD_CLOEXEC posix_fallocate eventfd",
+    "signal": "SIGRTMAX SIGRTMIN SIGPWR sigwaitinfo sigtimedwait",
+    "select": "epoll",
+    "mmap": "MAP_POPULATE MAP_STACK MADV_DONTFORK MADV_HUGEPAGE MADV_REMOVE",
+    "socket": "SO_PEERCRED SOCK_CLOEXEC SOCK_NONBLOCK",
+    "fcntl": "F_SETPIPE_SZ F_ADD_SEALS",
+}
+NOT_IN_WINDOWS = {
+    "os": "fork getuid geteuid setsid killpg getpgid WNOHANG waitid wait4 O_CLOEXEC pread pwrite "
+    "register_at_fork sysconf uname fchmod statvfs getloadavg",
+    "signal": "SIGKILL SIGSTOP SIGCONT SIGCHLD SIGUSR1 SIGUSR2 SIGHUP SIGQUIT SIGBUS SIGALRM "
+    "SIGPIPE pthread_sigmask pthread_kill setitimer alarm",
+    "select": "poll",
+    "mmap": "PROT_READ PROT_WRITE MAP_SHARED MAP_PRIVATE MAP_ANONYMOUS MADV_DONTNEED",
+    "socket": "AF_UNIX send_fds recv_fds",
+}
+
+
+def become(system: str) -> None:
+    """Let this process, which is a test's own, look like one of another operating system."""
+    import ctypes
+    import sysconfig
+
+    import ipywidgets
+    import psutil
+    import safetensors.torch
+    import torch._dynamo
+
+    # They choose their own parts by the system when they are imported.
+    assert all((ipywidgets, psutil, safetensors, torch._dynamo, sysconfig.get_config_vars()))
+    for lacking in [LINUX_ALONE, NOT_IN_WINDOWS][: 2 if system == "win32" else 1]:
+        for module, names in lacking.items():
+            for name in names.split():
+                vars(importlib.import_module(module)).pop(name, None)
+    if system == "win32":
+        sys.modules.update(dict.fromkeys(("fcntl", "resource", "termios", "pwd", "pty"), None))
+        ctypes.CDLL = None  # None as its argument, for the C library, is an error in Windows
+    sys.platform = system
+
+
 def take_memory_files_away(how: str) -> None:
     """From this process, which is a test's own: Linux cannot be had without them."""
 
@@ -95,47 +139,44 @@ def take_memory_files_away(how: str) -> None:
 
     if how == "refused":
         os.memfd_create = refuse
-        return
-    del os.memfd_create
-    if how == "darwin":
-        import sysconfig
-
-        import psutil  # chooses its module by the system when it is imported
-
-        sysconfig.get_config_vars()  # reads a file that is named for the system
-        assert psutil.pid_exists(os.getpid())
-        sys.platform = "darwin"
+    elif how == "absent":
+        del os.memfd_create
+    else:
+        become(how)
 
 
-@pytest.mark.parametrize("how", ["absent", "refused", "darwin"])
+@pytest.mark.parametrize("how", ["absent", "refused", "darwin", "win32"])
 @isolated
 def test_without_memory_files_one_worker_trains_and_several_are_refused(how):
-    import torch  # its own libraries are chosen by the system, too
+    import ipykernel.kernelapp  # where a template is started as soon as nbaccel is imported
+    import torch
     from IPython.core.interactiveshell import InteractiveShell
 
+    assert ipykernel.kernelapp
     take_memory_files_away(how)
-    import ipykernel  # noqa: F401 - where the template is started ahead, when nbaccel is imported
 
-    from nbaccel import Pool, notebook_launcher
+    import nbaccel
     from nbaccel.errors import PlatformUnsupported
 
+    assert [getattr(nbaccel, name) for name in nbaccel.__all__]
     shell = InteractiveShell.instance()
     shell.run_line_magic("load_ext", "nbaccel")
     net = torch.nn.Linear(2, 2)
 
     def train():
-        with torch.no_grad():
-            net.bias.fill_(7)
+        engine, optimizer = nbaccel.Accelerator().prepare(net, torch.optim.SGD(net.parameters()))
+        engine(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
         return os.environ["WORLD_SIZE"]
 
-    assert notebook_launcher(train, num_processes=1) == ["1"]
-    assert net.bias.tolist() == [7, 7]
-    remedy = "memfd_create.*(num_processes=1|ordinary cell)"
-    with pytest.raises(PlatformUnsupported, match=remedy) as caught:
-        notebook_launcher(train, num_processes=2)
-    assert ("'darwin'" in str(caught.value)) == (how == "darwin")
-    with pytest.raises(PlatformUnsupported, match=remedy):
-        Pool(num_processes=2).run("1")
+    before = net.bias.tolist()
+    assert nbaccel.notebook_launcher(train, num_processes=1) == ["1"]
+    assert net.bias.tolist() != before
+    with pytest.raises(PlatformUnsupported, match=REMEDY) as caught:
+        nbaccel.notebook_launcher(train, num_processes=2)
+    assert (repr(how) in str(caught.value)) == (how in ("darwin", "win32"))
+    with pytest.raises(PlatformUnsupported, match=REMEDY):
+        nbaccel.Pool(num_processes=2).run("1")
     ran = shell.run_cell("%%accelerate -n 2\nprint(1)")
     assert isinstance(ran.error_in_exec, PlatformUnsupported)
 
