@@ -43,6 +43,8 @@ BLOWS = {
 
 LAYERS = 16
 """Of 4 MiB each: large enough for writing them to take a while."""
+PATIENCE_S = 60.0
+"""A cell that has not ended by then is stopped, as a user would stop it."""
 PRESS_S = 0.3
 """After a process was stopped: when the user presses Stop."""
 RAW = ("BrokenPipeError", "ProcessLookupError", "ConnectionResetError", "AssertionError")
@@ -63,6 +65,8 @@ class Moment:
     """What the cell raised; empty if it said that all went well."""
     prompt_s: float = 0.0
     """From the blow until the cell had ended."""
+    hung: bool = False
+    """Whether the cell ended only when Stop was pressed."""
     faults: list[str] = field(default_factory=list)
 
 
@@ -138,7 +142,7 @@ class Chaos:
         if target.pid == kernel.pid and blow == "KILL":
             self._judge_death(moment, scene, kernel)
         else:
-            cell = self._finish(kernel, running, blow)
+            cell = self._finish(kernel, running, moment)
             moment.prompt_s, moment.error = time.monotonic() - struck, cell.error
             self._judge(moment, scene, kernel, cell)
         return moment
@@ -147,11 +151,16 @@ class Chaos:
         self._mark += scene.changes == "checkpoint"
         return scene.code.replace("{mark}", f"{float(self._mark)}")
 
-    def _finish(self, kernel: Kernel, running: tuple[str, Cell], blow: str) -> Cell:
-        if blow == "STOP":
+    def _finish(self, kernel: Kernel, running: tuple[str, Cell], moment: Moment) -> Cell:
+        if moment.blow == "STOP":
             time.sleep(PRESS_S)
             kernel.interrupt()
-        return kernel.finish(running)
+        try:
+            return kernel.finish(running, timeout_s=PATIENCE_S)
+        except AssertionError:  # a process without memory may wait for itself
+            moment.hung = True
+            kernel.interrupt()
+            return kernel.finish(running)
 
     # ---- blows
 
@@ -326,6 +335,7 @@ def _figures(moments: list[Moment]) -> dict[str, Any]:
         **{state: states[state] for state in ("old", "new", "half done", "gone", "torn")},
         "silent": sum(any(f.startswith("silent") for f in m.faults) for m in moments),
         "told": sum(bool(m.error) for m in moments),
+        "hung": sum(m.hung for m in moments),
         "prompt_median_s": waits[len(waits) // 2] if waits else 0.0,
         "prompt_worst_s": waits[-1] if waits else 0.0,
     }

@@ -17,6 +17,7 @@ _COLUMNS = (
     ("new", "new"),
     ("half done", "half done"),
     ("gone", "kernel killed"),
+    ("hung", "hung until Stop"),
     ("torn", "**torn**"),
     ("silent", "**silent**"),
 )
