@@ -24,7 +24,6 @@ _COPY_BYTES = 1 << 28  # one write(2) moves at most 2 GiB; smaller steps let an 
 _ENTRIES = 1 << 15  # of the page table, read at a time: small enough to stay in the cache
 
 
-
 @functools.cache
 def _libc() -> ctypes.CDLL:
     """The C library, with the arguments' types; loaded at first use, as Windows cannot load it."""
