@@ -41,6 +41,15 @@ from tests.workers import CallersError, Net
 Launch = Callable[..., Any]
 
 
+@pytest.fixture(autouse=True)
+def no_thread_of_another_test() -> None:
+    """End the thread that tqdm keeps once a bar has been shown: with a thread, `auto` forks not."""
+    tqdm = sys.modules.get("tqdm")
+    if tqdm is not None and tqdm.tqdm.monitor is not None:
+        tqdm.tqdm.monitor.exit()
+        tqdm.tqdm.monitor = None
+
+
 @pytest.fixture(params=["template", "fork"])
 def launch(request: pytest.FixtureRequest) -> Launch:
     """Launch two workers with either start method."""

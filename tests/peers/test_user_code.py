@@ -192,7 +192,8 @@ def checkpoints_by_epoch_and_step(folder: Path) -> Any:
     assert len(by_epoch) * 3 == len(unbroken) * 2
     files = sorted(path.name for path in (folder / "step_8").iterdir())
     # Accelerate promises where the samplers are, and does not write it.
-    return unbroken, [name for name in files if not name.startswith("sampler")]
+    ours = ("sampler", "nbaccel_manifest")
+    return unbroken, [name for name in files if not name.startswith(ours)]
 
 
 def early_stopping(folder: Path) -> Any:
@@ -528,7 +529,8 @@ def weights_for_elsewhere(folder: Path) -> Any:
     plain.load_state_dict(load_file(folder / "safe" / "model.safetensors"))
     other.load_state_dict(torch.load(folder / "pickle" / "pytorch_model.bin", weights_only=True))
     files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-    files = [name for name in files if "random_states" not in name]
+    apart = ("random_states", "nbaccel_manifest")
+    files = [name for name in files if not any(word in name for word in apart)]
     model, nothing = accelerator.free_memory(model, plain)
     assert model is None
     assert nothing is None

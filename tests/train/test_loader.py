@@ -130,8 +130,9 @@ def test_two_accelerators_do_not_disturb_each_other(loader, state):
     elsewhere = GradientState()
     prepared = prepare(DataLoader(Numbers(), batch_size=3), elsewhere)
     for _ in loader:
-        assert not elsewhere.in_dataloader
+        assert elsewhere.active_dataloader is loader, "a helper's accelerator gathers its metrics"
         for _ in prepared:
+            assert elsewhere.active_dataloader is prepared
             assert state.active_dataloader is loader
 
 

@@ -182,7 +182,7 @@ def changes(slots: Slots, current: Mapping[str, torch.Tensor], origins: Origin) 
             continue
         if tensor.dtype != slot.dtype:
             dtypes.setdefault((tensor.dtype, slot.dtype), []).append(slot.name)
-        elif tensor.device.type == "cpu" and _is_another(tensor, origins.get(slot.name)):
+        elif _is_another(tensor, origins.get(slot.name)):
             replaced.append(slot.name)
     lines = [
         f"{_named(names)} came as {_short(new)} and {'was' if len(names) == 1 else 'were'} cast to "
@@ -195,6 +195,9 @@ def changes(slots: Slots, current: Mapping[str, torch.Tensor], origins: Origin) 
 
 
 def _is_another(tensor: torch.Tensor, origin: weakref.ref[torch.Tensor] | None) -> bool:
+    """Whether a parameter was replaced. Some models make their buffers anew, and devices theirs."""
+    if not isinstance(tensor, nn.Parameter) or tensor.device.type != "cpu":
+        return False
     return origin is not None and origin() is not tensor
 
 
