@@ -21,6 +21,7 @@ from nbaccel.launch.worker import STACK_SIGNAL
 _LINGER_S = 2.0
 _ANSWER_S = 0.2
 _LONELY_S = 15.0
+_LEAVE_S = 10.0
 _CONNECTING = {"init_process_group", "new_group", "_new_process_group_helper", "init_device_mesh"}
 
 
@@ -45,6 +46,16 @@ class Lingering:
         if self._since is None or not (waiting or busy):
             return None
         return self._next if busy else time.monotonic()
+
+    def overdue(self) -> float | None:
+        """When workers that were told to leave are ended; None as long as one is at work.
+
+        They have handed over all they had. One that does not leave (stopped by somebody, or stuck
+        in a library's clean-up), or whose end nobody reports, must not keep the notebook waiting.
+        """
+        if self._released is None or self._waiting() or any(m.is_busy for m in self._members):
+            return None
+        return self._released + _LEAVE_S
 
     def advance(self) -> str | None:
         """Do what is due. Returns a line for the user if ranks seem to wait for ever."""

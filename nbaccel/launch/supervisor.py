@@ -95,8 +95,9 @@ class Supervisor(Listener):
         if self._deadline is not None:
             yield self._deadline
         yield from (m.born + _BORN_S for m in self.members if m.state is State.BORN)
-        if (at := self._lingering.due()) is not None:
-            yield at
+        for at in (self._lingering.due(), self._lingering.overdue()):
+            if at is not None:
+                yield at
 
     def _check_clocks(self) -> None:
         now = time.monotonic()
@@ -108,6 +109,8 @@ class Supervisor(Listener):
             self._end(grace_s=0.0)
         elif self._deadline is not None and now > self._deadline:
             self.timed_out = True
+            self._end(grace_s=0.0)
+        elif (at := self._lingering.overdue()) is not None and now >= at:
             self._end(grace_s=0.0)
         elif notice := self._lingering.advance():
             self._console.notice(notice)
