@@ -117,7 +117,7 @@ class Chaos:
         """Run the scene undisturbed, for how long it takes."""
         kernel = self._alive()
         for _ in range(2):  # the first time it starts things
-            kernel.run(scene.prepare).check()
+            _surely(kernel, scene.prepare)
             began = time.monotonic()
             cell = kernel.run(self._code(scene))
             assert not cell.error, "\n".join(cell.traceback)
@@ -127,7 +127,7 @@ class Chaos:
     def _moment(self, scene: Scene, blow: str, party: str) -> Moment | None:
         """One moment; None if the cell had ended before the blow."""
         kernel = self._alive()
-        kernel.run(scene.prepare).check()
+        _surely(kernel, scene.prepare)
         earliest = self._random.choice((0.0, 0.5))  # the way home is at the end, and short
         after_s = self._random.uniform(earliest, 1.0) * self._lasts[scene.name]
         moment = Moment(scene=scene.name, blow=blow, party=party, after_s=after_s)
@@ -272,8 +272,7 @@ class Chaos:
     def _go_on(self, moment: Moment, scene: Scene, kernel: Kernel, cell: Cell) -> None:
         """The next cell works; what a cell in live workers could not bring home comes then."""
         if not scene.in_pool:
-            if kernel.run("_ = notebook_launcher(os.getpid, (), num_processes=2)").error:
-                moment.faults.append("the next launch fails")
+            _surely(kernel, "_ = notebook_launcher(os.getpid, (), num_processes=2)")
             return
         kernel.run("%%accelerate -n 2\n1")  # a death that came late is told by the next cell
         again = kernel.run("%%accelerate -n 2\nfine = 1")
@@ -287,7 +286,7 @@ class Chaos:
     # ---- the notebook
 
     def _told(self, kernel: Kernel) -> dict[str, Any]:
-        cell = kernel.run("tell()").check()
+        cell = _surely(kernel, "tell()")
         line = next(line for line in cell.stdout.splitlines() if line.startswith("TOLD "))
         found: dict[str, Any] = json.loads(line.removeprefix("TOLD "))
         return found
@@ -325,6 +324,12 @@ class Chaos:
     def dump(self) -> list[dict[str, Any]]:
         """All moments, as JSON."""
         return [asdict(moment) for moment in self.moments]
+
+
+def _surely(kernel: Kernel, code: str) -> Cell:
+    """Run a cell that must succeed; an interrupt that came late for its own cell may hit it."""
+    cell = kernel.run(code)
+    return kernel.run(code).check() if cell.error == "KeyboardInterrupt" else cell.check()
 
 
 def _figures(moments: list[Moment]) -> dict[str, Any]:
