@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from nbaccel.errors import ConfigError
 
@@ -63,6 +63,21 @@ def counted(number: int, noun: str) -> str:
         ``"1 worker"``, ``"2 workers"``.
     """
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def first_few(names: Sequence[str], most: int, *, separator: str = ", ") -> str:
+    """The first of many names, and how many more there are.
+
+    Args:
+        names: All of them.
+        most: How many are named.
+        separator: What stands between two.
+
+    Returns:
+        For example "a, b and 3 more".
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from nbaccel.errors import LaunchInterrupted
 from nbaccel.launch import verdict
-from nbaccel.launch.sharing.homecoming import Homecoming, differs
+from nbaccel.launch.sharing.homecoming import Homecoming
 from nbaccel.launch.system import uninterrupted
 from nbaccel.plan import Plan
 from nbaccel.units import counted
@@ -83,7 +83,6 @@ def conclude(
             "on a mixture. Let that thread wait until the launch is over, or give it a copy.",
             stacklevel=stacklevel,
         )
-    for path, ranks in differing.items():
-        trained = any(r.rank == 0 and r.fingerprints.get(path) for r in reports)
-        warnings.warn(differs(path, ranks, rank_0_trained=trained), stacklevel=stacklevel)
+    for line in differing.values():
+        warnings.warn(line, stacklevel=stacklevel)
     return Outcome(values=values, plan=plan, state_dicts=state_dicts)

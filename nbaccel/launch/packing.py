@@ -93,9 +93,7 @@ def _pickle(
     strays = outermost(sender.modules, (m.module for m in sharing.modules))
     if strays:
         prepared.drop()  # it views the memory that is about to be left
-    more = _share_reached(_named(strays, function, args)) if strays else arena.Sharing()
-    if strays:
-        sharing = sharing.joined(more)
+        sharing = sharing.joined(_share_reached(_named(strays, function, args)))
         call, sender, prepared = _prepare(function, args, sharing, limit_bytes)
     packed, fd = prepared.write()
     return Packed(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from nbaccel.errors import LaunchInterrupted, WorkerFailed
 from nbaccel.launch import verdict
 from nbaccel.launch.sharing import arena
-from nbaccel.launch.sharing.homecoming import Homecoming, differs
+from nbaccel.launch.sharing.homecoming import Homecoming
 from nbaccel.launch.template import dispose
 from nbaccel.pool import ending, messages
 from nbaccel.pool.crew import Crew
@@ -133,9 +133,8 @@ class Aftermath:
                 self._tell(path, ending.stays_behind(path, why))
             for path, what in report.changes.items():
                 self._tell(path, ending.came_changed(path, what))
-        for path, ranks in differing.items():
-            trained = bool(reports[0].fingerprints.get(path))
-            self._tell(path, f"nbaccel: {differs(path, ranks, rank_0_trained=trained)}\n")
+        for path, line in differing.items():
+            self._tell(path, f"nbaccel: {line}\n")
 
     def _tell(self, path: str, line: str) -> None:
         """Write a line out, unless it was the last one about this module."""

@@ -28,6 +28,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from nbaccel.errors import ModelNotShareable
 from nbaccel.launch.sharing import memory
+from nbaccel.units import first_few
 
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 """Types with memory of their own: a DTensor, for one, has no address to ask for."""
@@ -128,6 +129,11 @@ class Slot(NamedTuple):
         storage = storage_at(mapping, self.start, self.nbytes)
         empty = torch.empty(0, dtype=self.dtype)
         return empty.set_(storage, self.offset, self.shape, self.stride)
+
+
+def version(module: nn.Module) -> int:
+    """Grows whenever one of its tensors is written to, by what torch counts as writing."""
+    return sum(t._version for _, t in named_tensors(module) if not t.is_inference())
 
 
 def stayed(tensor: torch.Tensor, slot: Slot, mapping: memory.Mapping) -> bool:
@@ -347,9 +353,8 @@ def _stale(modules: Sequence[tuple[str, nn.Module]], viewed: Collection[int]) ->
         for name, tensor in named_tensors(module)
         if id(tensor) in viewed
     ]
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
     return (
-        f"nbaccel: {', '.join(names[:2])}{more} moved to shared memory, and something else has a "
+        f"nbaccel: {first_few(names, 2)} moved to shared memory, and something else has a "
         "view of the old memory: a state_dict(), a slice or a NumPy array taken earlier. It keeps "
         "the values of now and does not follow the model. Take it again, or .clone() what is to "
         "stay.\n"

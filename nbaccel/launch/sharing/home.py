@@ -43,6 +43,7 @@ from nbaccel.launch.sharing.arena import (
     named_tensors,
     stayed,
 )
+from nbaccel.units import first_few
 
 _IN_PLACE_SHARE = (
     0.5  # of an arena's bytes about to be trained: above it, train in the staging file
@@ -165,7 +166,8 @@ class Homebound:
         """Put what this rank owes into the staging files. No communication."""
         report = HomeReport(rank=self._rank)
         kept: list[tuple[str, Slot]] = []
-        self._take_fingerprints(report)
+        written = {key: self._written_to(key) for key in self._mappings}
+        self._take_fingerprints(report, written)
         for manifest, module in self._modules:
             current = dict(named_tensors(module))
             reason = _mismatch(manifest, current) or self._out_of_reach(current)
@@ -184,11 +186,12 @@ class Homebound:
             if self._rank == 0 and self._keeps_states and (reason or changes):
                 report.state_dicts[manifest.path] = _on_cpu(module.state_dict())
         if self._rank == 0:
-            self._write_arenas(report, kept)
+            self._write_arenas(report, kept, written)
         return report
 
-    def _take_fingerprints(self, report: HomeReport) -> None:
-        written = {key: self._written_to(key) for key in self._mappings}
+    def _take_fingerprints(
+        self, report: HomeReport, written: Mapping[str, Sequence[memory.Range]]
+    ) -> None:
         for manifest, module in self._modules:
             found = trained.fingerprint_of(manifest.slots, module, self._mappings, written)
             if found:
@@ -209,7 +212,12 @@ class Homebound:
                 return f"{name} is placed as {odd}, which no rank can undo alone; {_PART}"
         return None
 
-    def _write_arenas(self, report: HomeReport, kept: Sequence[tuple[str, Slot]]) -> None:
+    def _write_arenas(
+        self,
+        report: HomeReport,
+        kept: Sequence[tuple[str, Slot]],
+        written: Mapping[str, Sequence[memory.Range]],
+    ) -> None:
         """Write every private page, but of the modules that cannot come home (`kept`) none."""
         for key in self._mappings:
             if key in self._in_files:
@@ -217,7 +225,7 @@ class Homebound:
                 continue
             taken = [(slot.start, slot.start + slot.nbytes) for k, slot in kept if k == key]
             taken += report.written.get(key, [])
-            for start, stop in self._written_to(key):
+            for start, stop in written[key]:
                 self._write_around(key, (start, stop), taken, report)
 
     def _write_around(
@@ -324,8 +332,7 @@ def _mismatch(manifest: Manifest, current: Mapping[str, torch.Tensor]) -> str | 
     ]
     if not lines:
         return None
-    more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
-    return "; ".join(sorted(lines)[:3]) + more
+    return first_few(sorted(lines), 3, separator="; ")
 
 
 def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:

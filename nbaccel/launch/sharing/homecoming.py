@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from torch.autograd.graph import increment_version
 
 from nbaccel.launch.sharing import memory, trained
-from nbaccel.launch.sharing.arena import Arena, Sharing, named_tensors, refresh_devices
+from nbaccel.launch.sharing.arena import Arena, Sharing, named_tensors, refresh_devices, version
 from nbaccel.launch.sharing.home import HomeReport
 
-__all__ = ["Homecoming", "differs"]
+__all__ = ["Homecoming"]
 
 
 class Homecoming:
@@ -54,13 +54,13 @@ class Homecoming:
         now = _versions(self._sharing)
         return [path for path, version in self._versions.items() if now[path] != version]
 
-    def differing(self, reports: Sequence[HomeReport]) -> dict[str, tuple[int, ...]]:
+    def differing(self, reports: Sequence[HomeReport]) -> dict[str, str]:
         """Which ranks trained another model than rank 0, whose weights come home.
 
         Ask before `apply`: ranks that have what the notebook had have trained nothing.
 
         Returns:
-            Path of the module → these ranks. Rank 0 alone may train.
+            Path of the module → what to tell the user. Rank 0 alone may train.
         """
         found = {}
         for module in self._sharing.modules:
@@ -70,7 +70,8 @@ class Homecoming:
                 before = trained.digest_of(module.module)
                 ranks = [rank for rank in ranks if digests[rank] != before]
             if ranks:
-                found[module.path] = tuple(ranks)
+                trained_by_0 = bool(digests.get(0))
+                found[module.path] = _differs(module.path, ranks, rank_0_trained=trained_by_0)
         return found
 
     def _note_change(self, merged: HomeReport) -> None:
@@ -119,15 +120,10 @@ class Homecoming:
 
 
 def _versions(sharing: Sharing) -> dict[str, int]:
-    return {
-        shared.path: sum(
-            t._version for _, t in named_tensors(shared.module) if not t.is_inference()
-        )
-        for shared in sharing.modules
-    }
+    return {shared.path: version(shared.module) for shared in sharing.modules}
 
 
-def differs(path: str, ranks: Sequence[int], *, rank_0_trained: bool) -> str:
+def _differs(path: str, ranks: Sequence[int], *, rank_0_trained: bool) -> str:
     """The line about ranks that trained another model than rank 0.
 
     Args:

@@ -20,6 +20,7 @@ from torch import nn
 
 from nbaccel.launch.sharing import memory, shards
 from nbaccel.launch.sharing.arena import Slot, named_tensors, stayed
+from nbaccel.units import first_few
 
 __all__ = [
     "Origin",
@@ -185,12 +186,12 @@ def changes(slots: Slots, current: Mapping[str, torch.Tensor], origins: Origin) 
         elif _is_another(tensor, origins.get(slot.name)):
             replaced.append(slot.name)
     lines = [
-        f"{_named(names)} came as {_short(new)} and {'was' if len(names) == 1 else 'were'} cast to "
-        f"{_short(old)}"
+        f"{first_few(names, 2)} came as {_short(new)} and "
+        f"{'was' if len(names) == 1 else 'were'} cast to {_short(old)}"
         for (new, old), names in dtypes.items()
     ]
     if replaced:
-        lines.append(f"{_named(replaced)} {'was' if len(replaced) == 1 else 'were'} replaced")
+        lines.append(f"{first_few(replaced, 2)} {'was' if len(replaced) == 1 else 'were'} replaced")
     return "; ".join(lines)
 
 
@@ -199,11 +200,6 @@ def _is_another(tensor: torch.Tensor, origin: weakref.ref[torch.Tensor] | None) 
     if not isinstance(tensor, nn.Parameter) or tensor.device.type != "cpu":
         return False
     return origin is not None and origin() is not tensor
-
-
-def _named(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return ", ".join(names[:2]) + more
 
 
 def _short(dtype: torch.dtype) -> str:
