@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,20 +16,11 @@ from nbaccel.deepspeed.weights.stored import Weight
 from nbaccel.deepspeed.weights.writing import plan, publishing, write_shard
 from nbaccel.train.checkpoint import save, save_model
 from tests.isolation import isolated
+from tests.process import forked
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def forked(action: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            action()
-        finally:
-            os._exit(0)
-    return pid
 
 
 def killed_in(folder: Path, name: str) -> None:

@@ -10,7 +10,6 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import torch
 from nbaccel.config.handlers import ProjectConfiguration
 from nbaccel.train.checkpoint import Checkpoints
 from tests.isolation import isolated
+from tests.process import forked
 from tests.train.checkpoint.training import ALONE, Training
 
 TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
@@ -65,17 +65,6 @@ def load(folder: Path, *, numbered: bool) -> int:
     }
     assert len(marks) == 1, f"a mixture: {marks}"
     return int(marks.pop())
-
-
-def forked(action: Callable[[], None]) -> int:
-    """Run in a child process; returns its pid."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            action()
-        finally:
-            os._exit(0)
-    return pid
 
 
 def save_and_die_at(folder: Path, mark: int, number: int, *, numbered: bool) -> None:
