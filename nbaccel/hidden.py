@@ -69,7 +69,7 @@ def _hidden_library() -> str:
     """The same for Python's own modules; those that were imported in their place."""
     for name in sys.stdlib_module_names:
         place = _place(sys.modules.get(name))
-        if place and not place.startswith(_STANDARD_LIBRARY):
+        if place and not place.startswith(_STANDARD_LIBRARY) and not _is_installed(place):
             return _told(name, place, "Python's own module of this name")
     return ""
 
@@ -83,6 +83,11 @@ def _told(name: str, place: str, called: str) -> str:
 
 def _is_being_imported(module: ModuleType) -> bool:
     return bool(getattr(module.__spec__, "_initializing", False))
+
+
+def _is_installed(place: str) -> bool:
+    """Whether a package's installer put it there: setuptools brings its own `distutils`."""
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(place).parts)
 
 
 def _place(module: ModuleType | None) -> str:

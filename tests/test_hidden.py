@@ -75,6 +75,12 @@ def test_an_attribute_that_is_missing_while_nbaccel_is_imported_is_told(tmp_path
     assert "AttributeError: module 'signal' has no attribute 'SIGINT'" in said
 
 
+def test_what_setuptools_puts_in_place_of_a_module_of_python_hides_nothing(tmp_path):
+    code = "import setuptools, distutils, signal\ndel signal.SIGINT\nfrom nbaccel import Pool\n"
+    said = errors_of(code, tmp_path)
+    assert "ImportError: nbaccel.Pool cannot be imported: " in said
+
+
 def test_the_real_ones_are_not_refused():
     import numpy as np
     import torch

@@ -46,11 +46,12 @@ class Shape:
         return sum(size for size in self.sizes if size <= threshold)
 
 
-def measure(model: nn.Module) -> Shape:
+def measure(model: nn.Module, *, trains: bool = True) -> Shape:
     """Count a model.
 
     Args:
         model: Any module: on a device, on ``meta`` or taken apart by ZeRO-3.
+        trains: Whether there is an optimizer; without one nothing is trained.
 
     Returns:
         Its shape.
@@ -59,7 +60,7 @@ def measure(model: nn.Module) -> Shape:
     return Shape(
         total=_count(found),
         largest_layer=max(_count(module.parameters(recurse=False)) for module in model.modules()),
-        trainable=_count(p for p in found if p.requires_grad),
+        trainable=_count(p for p in found if p.requires_grad) if trains else 0,
         sizes=tuple(_numel(p) for p in found),
     )
 

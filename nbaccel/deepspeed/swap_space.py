@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,13 +89,8 @@ def check_room(
     folders = nvme_folders(settings)
     if not folders or not _swaps(settings):
         return
-    shape = measure(model)
-    estimate = estimate_memory(
-        shape if trains else replace(shape, trainable=0),
-        settings,
-        num_processes=local_world_size,
-        num_nodes=num_nodes,
-    )
+    shape = measure(model, trains=trains)
+    estimate = estimate_memory(shape, settings, num_processes=local_world_size, num_nodes=num_nodes)
     needed = estimate.nvme.total
     room, folder = min((_room(place, in_use), place) for place in folders)
     if needed > room:

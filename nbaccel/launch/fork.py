@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from nbaccel.launch import wire, worker
+from nbaccel.launch import preflight, wire, worker
 from nbaccel.launch.openmp import pause_pools
 from nbaccel.launch.reaping import reap
 
@@ -38,6 +38,7 @@ class ForkStarter:
         # The first optimizer of a process imports it (a second): once here, not once per worker.
         importlib.import_module("torch._dynamo")
         pause_pools()
+        preflight.end_bar_monitors()
 
     def start(self, ends: worker.Ends) -> int:
         """Fork a worker that owns these ends; returns its process id."""

@@ -32,7 +32,7 @@ class Hazard:
 def hazards() -> tuple[Hazard, ...]:
     """Everything in this process that a forked worker could not live with.
 
-    A running OpenMP pool is not among them: it is given up just before the fork (`openmp.py`).
+    An OpenMP pool and tqdm's monitor are not among them: they are ended just before the fork.
     """
     return tuple(_find())
 
@@ -65,6 +65,16 @@ def _find() -> Iterator[Hazard]:
         )
 
 
+def end_bar_monitors() -> None:
+    """End the thread that tqdm starts with the first bar of a process, and keeps.
+
+    The lock of all bars is taken by it from time to time. The next bar starts a new one.
+    """
+    for thread in threading.enumerate():
+        if _is_bar_monitor(thread):
+            thread.exit()  # type: ignore[attr-defined]
+
+
 def openmp_note() -> str:
     """Which OpenMP runtimes will be paused, for `explain`."""
     found = loaded_runtimes()
@@ -88,4 +98,10 @@ def _is_foreign(thread: threading.Thread) -> bool:
         return False
     if thread.name.startswith(_KERNEL_NAMES) or thread.name.endswith(_KERNEL_TARGETS):
         return False
+    if _is_bar_monitor(thread):
+        return False
     return not type(thread).__module__.startswith(_KERNEL_MODULES)
+
+
+def _is_bar_monitor(thread: threading.Thread) -> bool:
+    return type(thread).__module__ == "tqdm._monitor"

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from tqdm import tqdm
 
 from nbaccel import Pool, notebook_launcher
 from tests import workers
@@ -212,3 +214,16 @@ def test_a_warning_about_results_names_the_line_that_launched() -> None:
     with Pool(2, namespace={}) as pool:
         told = source_of_the_warning(lambda: notebook_launcher(generate, (), pool=pool))
         assert "(generate, (), pool=pool)" in told
+
+
+def test_a_bar_that_the_notebook_had_is_no_reason_for_a_warning(show: Show) -> None:
+    with tqdm(range(3), desc="outer") as outer:
+        assert any(thread.name == "tqdm_monitor" for thread in threading.enumerate())
+
+        def talk() -> list[int]:
+            return list(tqdm(range(4), disable=workers.rank() > 0))
+
+        _, err = show(talk)
+        outer.update()
+    assert "4/4" in err
+    assert "of yours are running" not in err

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -159,9 +158,8 @@ def check_host_memory(
         ConfigError: The machine has not that much memory at all.
     """
     machine = inventory or inspect_machine()
-    shape = measure(model)
     estimate = estimate_memory(
-        shape if trains else replace(shape, trainable=0),
+        measure(model, trains=trains),
         settings,
         num_processes=local_world_size,
         num_nodes=num_nodes,
