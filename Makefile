@@ -11,7 +11,7 @@
 SHELL         := bash
 .SHELLFLAGS   := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test chaos lint bench deepspeed-ops clean
+.PHONY: help demo test test-slow chaos lint bench deepspeed-ops clean
 
 PYTHON      ?= python3
 VENV        ?= .venv
@@ -22,6 +22,12 @@ JOBS        ?= 3
 MOMENTS     ?= 320
 
 BIN     := $(VENV)/bin
+# Those that compile operations or load transformers; both lists together are all there are.
+SLOW_NOTEBOOKS  := notebooks/05_deepspeed.ipynb notebooks/06_zero_inference.ipynb
+QUICK_NOTEBOOKS := $(filter-out $(SLOW_NOTEBOOKS), $(wildcard notebooks/*.ipynb))
+# Whole files go to one process, in the order in which they were collected.
+PYTEST   = $(BIN)/python -m pytest --nbval-lax --nbval-current-env \
+           --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 INSTALL  = $(BIN)/python -m pip install --quiet \
            $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
@@ -31,9 +37,11 @@ help:  ## show this list
 demo: $(VENV)/.demo  ## train the quickstart notebook on two CPU workers; prints its accuracy and the time
 	@$(BIN)/python notebooks/run.py notebooks/01_quickstart.ipynb --label demo
 
-test: $(VENV)/.dev $(VENV)/.deepspeed $(VENV)/.browser  ## run all tests, and the notebooks in real kernels
-	@$(BIN)/python -m pytest --nbval-lax --nbval-current-env \
-	  --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder notebooks tests $(PYTEST_ARGS)
+test: $(VENV)/.dev $(VENV)/.deepspeed $(VENV)/.browser  ## run the tests, and the notebooks in real kernels (some ten minutes)
+	@$(PYTEST) -m 'not slow' $(QUICK_NOTEBOOKS) tests $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.dev $(VENV)/.deepspeed $(VENV)/.browser  ## the rest: a browser, the peers, full disks, kills at every step
+	@$(PYTEST) -m 'slow or nbval' $(SLOW_NOTEBOOKS) tests $(PYTEST_ARGS)
 
 chaos: $(VENV)/.dev  ## kill processes of a notebook at hundreds of moments; nothing may be torn (ten minutes or so)
 	@$(BIN)/python -m tests.chaos --moments $(MOMENTS)

@@ -19,6 +19,8 @@ from nbaccel import Accelerator, WorkerDied, notebook_launcher
 from tests.accelerator.loops import line, numbers, rows, sgd, weight
 from tests.isolation import ROOT, isolated
 
+pytestmark = pytest.mark.slow
+
 
 def train() -> Any:
     accelerator = Accelerator(cpu=True)

@@ -23,6 +23,8 @@ from nbaccel import (
     set_seed,
 )
 
+pytestmark = pytest.mark.slow
+
 EPOCHS, ROWS, BATCH = 2, 37, 4
 
 

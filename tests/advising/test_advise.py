@@ -20,12 +20,14 @@ from tests.advising.models import MIB
 from tests.deepspeed import needs
 from tests.deepspeed.advisor.models import LIBAIO, WIDTH, Blocks, machine
 
+pytestmark = pytest.mark.slow
+
 HERE = machine(0)
 
 
 def marked(test):
     """A test of the real DeepSpeed; the warnings of its imports are not ours."""
-    for mark in (*needs.ENGINE, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)):
+    for mark in (*needs.ENGINE, pytest.mark.filterwarnings("ignore")):
         test = mark(test)
     return test
 

@@ -13,7 +13,7 @@ from tests.browser.conftest import APPLICATIONS, Open
 from tests.browser.page import NotebookPage
 from tests.kernel.kernel import wait_for
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 BOUND_S = 60.0  # it ends a hang; how fast Stop is, the benchmarks measure
@@ -72,7 +72,9 @@ def test_it_moves_and_stop_stops(page: NotebookPage, number: int) -> None:
     rows = cell.locator("table tbody tr")
     expect(rows).to_have_count(2)
     heads = cell.locator("table thead th")
-    expect(heads).to_contain_text(["rank", "state", "step", "steps/s", "loss", "memory"])
+    expect(heads).to_contain_text(
+        ["rank", "state", "step", "steps/s", "loss", "memory", "last line"]
+    )
     names = heads.all_inner_texts()
     loss = rows.first.locator("th, td").nth(names.index("loss"))
     expect(loss).to_contain_text("▁")

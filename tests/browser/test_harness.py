@@ -10,7 +10,7 @@ from playwright.sync_api import expect
 from tests.browser.conftest import Open
 from tests.browser.page import NotebookPage
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 CELLS = [
     "import ipywidgets\n"

@@ -13,7 +13,7 @@ from nbaccel.config import RunConfig
 from tests.browser.conftest import APPLICATIONS, Open
 from tests.browser.page import NotebookPage
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 # The widgets are the same in both; where keys, focus or files come in, Notebook 7 is asked as well.
 IN_LAB = pytest.mark.parametrize("page", ["lab"], indirect=True)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.chaos.harness import chaos
 
 MOMENTS = 14
 
 
-@pytest.mark.slow
 def test_nothing_is_torn_and_nothing_is_silent(tmp_path: Path) -> None:
     with chaos(tmp_path, seed=13) as found:
         found.run(MOMENTS)

@@ -25,6 +25,8 @@ from tests.deepspeed import needs
 from tests.deepspeed.engines import SWAPPED_WIDTH, world
 from tests.deepspeed.programs import told_by
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -15,6 +15,8 @@ import pytest
 from tests.deepspeed import needs
 from tests.isolation import ROOT
 
+pytestmark = pytest.mark.slow
+
 GUIDE = (ROOT / "docs" / "deepspeed.md").read_text(encoding="utf-8")
 CODE = re.findall(r"^```python\n(.*?)^```", GUIDE, flags=re.MULTILINE | re.DOTALL)
 PRINTED = re.findall(r"^```text printed\n(.*?)^```", GUIDE, flags=re.MULTILINE | re.DOTALL)

@@ -16,7 +16,7 @@ from tests.deepspeed import needs, operations
 from tests.deepspeed.inference import BUFFERS, INNER, LAYERS, WIDTH, config, infer_all, t5
 from tests.deepspeed.programs import told_by
 
-pytestmark = [*needs.ENGINE, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, *needs.ENGINE, pytest.mark.filterwarnings("ignore")]
 
 PLACES = [
     pytest.param("cpu", id="memory"),

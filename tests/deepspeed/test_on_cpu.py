@@ -17,6 +17,7 @@ from nbaccel.deepspeed import on_cpu
 from tests.deepspeed import needs
 
 pytestmark = [
+    pytest.mark.slow,
     *needs.ENGINE,
     pytest.mark.skipif(not is_installed("transformers"), reason="transformers is not installed"),
     pytest.mark.skipif(not is_installed("accelerate"), reason="accelerate is not installed"),

@@ -13,7 +13,6 @@ from tests.deepspeed.strategy.test_training import distance
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(900),  # the first engine compiles its operations
     pytest.mark.filterwarnings("ignore"),
 ]
 

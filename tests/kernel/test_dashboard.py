@@ -21,6 +21,8 @@ from traitlets.config import Config
 
 from tests.kernel.kernel import WAIT_S, Kernel, wait_for
 
+pytestmark = pytest.mark.slow
+
 VIEW = "application/vnd.jupyter.widget-view+json"
 BOUND_S = 60.0  # it ends a hang; how fast Stop is, the benchmarks measure
 

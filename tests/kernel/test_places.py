@@ -6,7 +6,11 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.kernel.kernel import Kernel
+
+pytestmark = pytest.mark.slow
 
 HIDING = ("torch", "numpy", "random", "queue", "timeit", "IPython")
 BOUND_S = 60.0

@@ -19,6 +19,8 @@ import pytest
 from tests.house.source import ROOT
 from tests.isolation import isolated
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 400.0  # ends a hang
 
 PLACE = """

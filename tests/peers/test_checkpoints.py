@@ -14,7 +14,7 @@ from nbaccel.train.checkpoint import layout, load_state, save_model, save_state
 from tests.isolation import isolated
 from tests.train.checkpoint.training import ALONE, Training
 
-pytestmark = pytest.mark.timeout(900)  # a cold import of Accelerate takes its time
+pytestmark = pytest.mark.slow
 
 SAFE = (True, False)  # walked within one process: each costs a cold import of Accelerate
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbaccel import notebook_launcher
 from tests.deepspeed import needs
 
-pytestmark = [*needs.ENGINE, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, *needs.ENGINE, pytest.mark.filterwarnings("ignore")]
 
 ROWS, BATCH = 200, 8  # 25 batches: one of the two processes goes round again
 Case = tuple[int, str, int]

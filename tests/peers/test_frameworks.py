@@ -12,7 +12,7 @@ from torch import nn
 from nbaccel import PrecisionMismatch, WorkerFailed, notebook_launcher
 from tests.isolation import isolated
 
-pytestmark = pytest.mark.timeout(900)  # a cold import of transformers takes most of a minute
+pytestmark = pytest.mark.slow
 
 METHODS = pytest.mark.parametrize("start_method", ["template", "fork"])
 PRECISIONS = pytest.mark.parametrize("precision", ["no", "bf16"])

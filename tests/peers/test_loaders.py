@@ -21,7 +21,7 @@ from nbaccel.train.collectives import Collectives
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.loading import prepare_data_loader
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.slow
 
 
 class Stream(IterableDataset[torch.Tensor]):

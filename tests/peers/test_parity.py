@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import notebook_launcher
 
+pytestmark = pytest.mark.slow
+
 ROWS = 300  # 38 batches of 8, the last one of 4 rows: the two processes get 19 each
 PRECISIONS = ("no", "bf16")
 ACCUMULATIONS = (1, 3)

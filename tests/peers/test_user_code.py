@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbaccel import notebook_launcher
 from tests.isolation import ROOT
 
-pytestmark = pytest.mark.timeout(900)  # a cold import of transformers takes its time
+pytestmark = pytest.mark.slow
 
 # --------------------------------------------------------------------- what users have beside
 

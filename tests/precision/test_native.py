@@ -277,7 +277,6 @@ def test_a_mapping_that_cannot_be_changed_is_made_anew():
     assert found["a"].dtype == torch.float32
 
 
-@pytest.mark.timeout(900)
 def test_the_outputs_of_transformers_keep_their_class():
     from transformers.modeling_outputs import SequenceClassifierOutput
 

@@ -195,7 +195,6 @@ def uneven(batches: tuple[int, ...]) -> tuple[int, float]:
     return done, model.module.weight.sum().item()
 
 
-@pytest.mark.timeout(900)
 def test_processes_may_run_out_of_batches_at_different_times():
     (short, weight), (long, other) = debug_launcher(uneven, ((2, 5),))
     assert (short, long) == (2, 5)

@@ -12,7 +12,10 @@ from tests.deepspeed import needs
 from tests.deepspeed.programs import told_by
 from tests.deepspeed.strategy.bare import ORDER
 
-pytestmark = [*needs.ENGINE, pytest.mark.timeout(900)]  # one process for all of them
+pytestmark = [
+    pytest.mark.slow,
+    *needs.ENGINE,
+]
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,8 @@ from tests.deepspeed import needs
 from tests.deepspeed.strategy.test_disk import net, swapped_to
 from tests.deepspeed.test_swap_space import small_disk  # noqa: F401 - a fixture
 
+pytestmark = pytest.mark.slow
+
 FILE = {"lr": 3e-5, "weight_decay": 0.1}
 OWN_RATE = {"type": "WarmupDecayLR", "params": dict.fromkeys(
     ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"

@@ -19,6 +19,8 @@ from tests.deepspeed import needs
 from tests.deepspeed.programs import told_by
 from tests.deepspeed.strategy.test_training import distance
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = "tests.deepspeed.strategy.disk"
 ON_DISK = {"nothing": (), "state": ("optimizer",), "all": ("optimizer", "param")}
 
@@ -77,7 +79,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any],
     return folder, results[0], models
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
 class TestOnDisk:
     pytestmark = needs.DISK
@@ -154,7 +155,6 @@ def test_a_forked_process_leaves_the_files_of_its_parent(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.timeout(900)
 class TestWithoutLauncher:
     pytestmark = needs.DISK
 

@@ -12,7 +12,7 @@ from torch import nn
 from nbaccel import Accelerator, DeepSpeedPlugin, fp32_state_dict, notebook_launcher
 from tests.deepspeed import needs
 
-pytestmark = [*needs.DISK, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, *needs.DISK, pytest.mark.filterwarnings("ignore")]
 
 WIDTH = 1024  # DeepSpeed keeps smaller parameters in memory, whatever it is told
 PLACES = ("none", "nvme")

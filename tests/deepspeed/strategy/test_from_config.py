@@ -9,7 +9,7 @@ from nbaccel import Accelerator, RunConfig, notebook_launcher
 from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
 from tests.deepspeed import needs
 
-pytestmark = [*needs.ENGINE, pytest.mark.timeout(900)]
+pytestmark = [*needs.ENGINE]
 
 CONFIG = RunConfig(
     num_processes=2,

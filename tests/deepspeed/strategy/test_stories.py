@@ -17,9 +17,9 @@ from tests.deepspeed.strategy.runs import net
 from tests.deepspeed.strategy.test_training import distance
 
 pytestmark = [
+    pytest.mark.slow,
     *needs.ENGINE,
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(900),  # one launch for all of them
 ]
 
 

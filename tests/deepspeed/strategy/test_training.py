@@ -14,7 +14,6 @@ from tests.deepspeed.strategy.runs import Row, net, train_all
 pytestmark = [
     *needs.ENGINE,
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(900),  # one launch for all of them
 ]
 
 STAGES = [

@@ -16,7 +16,7 @@ from nbaccel.deepspeed.weights.reading import Reader
 from nbaccel.errors import CheckpointFailed, ConfigError
 from tests.deepspeed import needs
 
-pytestmark = [*needs.ENGINE, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, *needs.ENGINE, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture

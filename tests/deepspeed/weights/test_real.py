@@ -16,7 +16,7 @@ from nbaccel.errors import ConfigError
 from tests.deepspeed import needs
 from tests.deepspeed.weights.saved import ALONE, CASES, NVME, has_async_io
 
-pytestmark = [*needs.ENGINE, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, *needs.ENGINE, pytest.mark.filterwarnings("ignore")]
 ALL = [*(f"two/{name}" for name in CASES), *(f"one/{name}" for name in ALONE)]
 PARTITIONED = [name for name in ALL if "/3-" in name]
 

@@ -22,6 +22,8 @@ from tests.isolation import isolated
 from tests.process import forked
 from tests.train.checkpoint.training import ALONE, Training
 
+pytestmark = pytest.mark.slow
+
 TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
