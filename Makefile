@@ -7,11 +7,12 @@
 #   JOBS=3                   test files that run at the same time (they often wait); 0 for one after another, in one process
 #   PYTEST_ARGS='-k arena'   more arguments for pytest
 #   MOMENTS=320              how often make chaos kills something
+#   WHEELS=folder            make gpu: a Python that has torch and reaches no index takes what it lacks from here
 
 SHELL         := bash
 .SHELLFLAGS   := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow chaos lint bench deepspeed-ops clean
+.PHONY: help demo test test-slow chaos gpu gpu-test gpu-bench lint bench deepspeed-ops clean
 
 PYTHON      ?= python3
 VENV        ?= .venv
@@ -20,6 +21,7 @@ TORCH_INDEX ?=
 PYTEST_ARGS ?=
 JOBS        ?= 3
 MOMENTS     ?= 320
+WHEELS      ?=
 
 BIN     := $(VENV)/bin
 # Those that compile operations or load transformers; both lists together are all there are.
@@ -30,6 +32,12 @@ PYTEST   = $(BIN)/python -m pytest --nbval-lax --nbval-current-env \
            --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 INSTALL  = $(BIN)/python -m pip install --quiet \
            $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+# With WHEELS, what is missing beside that Python's own packages lies in a folder of its own, and nothing of it is changed.
+GPU_SITE  := .gpu/site
+GPU_READY  = $(if $(WHEELS),$(GPU_SITE)/.ready,$(VENV)/.dev)
+GPU_PYTHON = $(if $(WHEELS),PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_SITE) $(PYTHON),$(BIN)/python)
+GPU_TESTS := $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
@@ -45,6 +53,14 @@ test-slow: $(VENV)/.dev $(VENV)/.deepspeed $(VENV)/.browser  ## the rest: a brow
 
 chaos: $(VENV)/.dev  ## kill processes of a notebook at hundreds of moments; nothing may be torn (ten minutes or so)
 	@$(BIN)/python -m tests.chaos --moments $(MOMENTS)
+
+gpu: gpu-test gpu-bench  ## on a machine with a GPU: its tests and figures, in under twenty minutes
+
+gpu-test: $(GPU_READY)
+	@$(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS) $(PYTEST_ARGS)
+
+gpu-bench: $(GPU_READY)
+	@$(GPU_PYTHON) benchmarks/gpu.py
 
 lint: $(VENV)/.dev  ## style, types, import direction, spelling
 	$(BIN)/ruff check .
@@ -84,6 +100,12 @@ $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/.created
 	@echo "setting up $(VENV) for the tests (once; a few minutes where torch must be fetched)"
 	@$(INSTALL) --editable '.[dev]'
 	@touch $@ $(VENV)/.demo
+
+$(GPU_SITE)/.ready: pyproject.toml
+	@echo "taking what is missing from $(WHEELS)"
+	@$(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target $(GPU_SITE) $(WHEELS)/*.whl
+	@PYTHONPATH=$(CURDIR)/$(GPU_SITE) $(PYTHON) -m pip install --quiet --no-index --no-deps --no-build-isolation --upgrade --target $(GPU_SITE) .
+	@touch $@
 
 # Written when all are built. What the machine lacks for one is said, and only its tests are skipped.
 $(VENV)/.deepspeed: $(VENV)/.dev tests/deepspeed/operations.py
