@@ -13,12 +13,12 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from enum import Enum
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from nbaccel._optional import is_installed, require
 from nbaccel.abc.place import Place
+from nbaccel.config.enumerations import LoggerType
 from nbaccel.config.mistakes import closest, shown
 from nbaccel.errors import ConfigError, MissingBackend
 from nbaccel.train import arrival
@@ -38,14 +38,6 @@ __all__ = [
 
 _GROUP = "nbaccel.trackers"
 _ALL = "all"
-
-
-class LoggerType(str, Enum):
-    """The trackers that come with nbaccel, by name; ``ALL`` for every one that is installed."""
-
-    ALL = _ALL
-    JSONL = "jsonl"
-    TENSORBOARD = "tensorboard"
 
 
 def on_main_process(method: Callable[..., Any]) -> Callable[..., Any]:
