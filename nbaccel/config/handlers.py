@@ -297,11 +297,13 @@ class TorchDynamoPlugin(Handler):
     @property
     def compiles(self) -> bool:
         """Whether anything is compiled."""
-        return self.backend is not DynamoBackend.NO
+        return self.backend != DynamoBackend.NO
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting by name; the backend in small letters, as torch has it."""
-        return {**super().to_dict(), "backend": str(self.backend).lower()}
+        own = isinstance(self.backend, DynamoBackend)
+        backend = str(self.backend).lower() if own else self.backend
+        return {**super().to_dict(), "backend": backend}
 
     def to_kwargs(self) -> dict[str, Any]:
         """The arguments of ``torch.compile``."""
@@ -311,12 +313,7 @@ class TorchDynamoPlugin(Handler):
         return {k: v for k, v in found.items() if v is not None and v != plain.get(k)}
 
 
-def _dynamo_backend(said: Any) -> DynamoBackend:
-    name = str(getattr(said, "value", said)).upper()
-    if name not in DynamoBackend:
-        raise ConfigError(
-            f"TorchDynamoPlugin(backend={said!r}) is unknown: nothing could be compiled. Give one "
-            f"of {', '.join(DynamoBackend.list()).lower()}; for another one of torch's give "
-            "Accelerator(dynamo_backend=...)."
-        )
-    return DynamoBackend(name)
+def _dynamo_backend(said: Any) -> DynamoBackend | str:
+    name = str(getattr(said, "value", said))
+    # A package can bring one of its own, which torch knows.
+    return DynamoBackend(name.upper()) if name.upper() in DynamoBackend else name

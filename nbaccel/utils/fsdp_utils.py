@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,8 @@ def _shards_in(folder: Path) -> Path:
     raise ConfigError(
         f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has no shards of one model: "
         f"found were {[path.name for path in inside] or 'none'}. Give the folder "
-        "pytorch_model_fsdp_0 of a checkpoint that save_state wrote with state_dict_type='SHARDED_STATE_DICT'."
+        "pytorch_model_fsdp_0 of a checkpoint that save_state wrote with "
+        "state_dict_type='SHARDED_STATE_DICT'."
     )
 
 
@@ -120,5 +122,8 @@ def _whole(folder: Path) -> dict[str, torch.Tensor]:
             f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has no weights of a model, but "
             f"{len(metadata.state_dict_metadata)} other entries. Give the model's folder."
         )
-    read_shards(weights, checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings():
+        # That one process reads alone is what was asked for.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        read_shards(weights, checkpoint_id=folder, no_dist=True)
     return {name.removeprefix(_PREFIX): value for name, value in weights.items()}

@@ -331,7 +331,7 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
     if is_torch_xla_available(check_is_tpu=True):
         return not ignore_tpu
     if is_cuda_available():
-        return torch.cuda.is_bf16_supported()
+        return bool(torch.cuda.is_bf16_supported())
     for kind, is_there in (("mlu", is_mlu_available), ("xpu", is_xpu_available)):
         if is_there():
             return bool(getattr(torch, kind).is_bf16_supported())

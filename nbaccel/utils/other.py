@@ -17,6 +17,7 @@ from torch import nn
 from nbaccel.log import get_logger
 from nbaccel.precision.native import AutocastForward
 from nbaccel.state import PartialState
+from nbaccel.strategies.compiling import compile_regions
 from nbaccel.train import checkpoint
 from nbaccel.train.checkpoint import files
 from nbaccel.units import format_bytes
@@ -127,34 +128,6 @@ def is_compiled_module(module: nn.Module) -> bool:
 def has_compiled_regions(module: nn.Module) -> bool:
     """Whether ``torch.compile`` made one of its submodules."""
     return any(is_compiled_module(inner) for inner in module.modules())
-
-
-def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile repeated blocks one by one: much sooner done than the model as a whole.
-
-    The blocks are compiled in place; the model is the same object, and nothing has to be unwrapped.
-
-    Args:
-        module: The model.
-        **compile_kwargs: Of ``torch.compile``.
-
-    Returns:
-        The model.
-    """
-    if _is_row_of_equals(module):
-        for block in module.children():
-            block.compile(**compile_kwargs)
-    elif any(_is_row_of_equals(inner) for inner in module.modules()):
-        for child in module.children():
-            compile_regions(child, **compile_kwargs)
-    else:
-        module.compile(**compile_kwargs)
-    return module
-
-
-def _is_row_of_equals(module: nn.Module) -> bool:
-    kinds = {type(child) for child in module.children()}
-    return isinstance(module, nn.ModuleList) and len(kinds) == 1
 
 
 compile_regions_deepspeed = compile_regions
