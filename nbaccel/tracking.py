@@ -48,4 +48,4 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
     "tensorboard": TensorBoardTracker,
     **{name: service.tracker for name, service in SERVICES.items()},
 }
-"""The trackers that nbaccel brings, by name; those of `register_tracker_class` are not among them."""
+"""The trackers that nbaccel brings, by name; what was registered is not among them."""
