@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from nbaccel.advising import (
         advise,
     )
+    from nbaccel.big_modeling import (
+        cpu_offload,
+        cpu_offload_with_hook,
+        disk_offload,
+        dispatch_model,
+        init_empty_weights,
+        init_on_device,
+        load_checkpoint_and_dispatch,
+    )
     from nbaccel.config import (
         Fp8Config,
         RunConfig,
@@ -65,6 +74,9 @@ if TYPE_CHECKING:
         WorkerDied,
         WorkerFailed,
     )
+    from nbaccel.inference import (
+        prepare_pippy,
+    )
     from nbaccel.launchers import (
         debug_launcher,
         notebook_launcher,
@@ -76,6 +88,9 @@ if TYPE_CHECKING:
         PrecisionPicker,
         ZeroPicker,
         configure,
+    )
+    from nbaccel.parallelism_config import (
+        ParallelismConfig,
     )
     from nbaccel.plan.inventory import Inventory, inspect_machine
     from nbaccel.plan.plan import Choice, Plan
@@ -95,6 +110,9 @@ if TYPE_CHECKING:
     )
     from nbaccel.utils import (
         find_executable_batch_size,
+        infer_auto_device_map,
+        is_rich_available,
+        load_checkpoint_in_model,
         set_seed,
         synchronize_rng_states,
     )
@@ -124,6 +142,7 @@ __all__ = [
     "LaunchPicker",
     "LaunchTimeout",
     "NbaccelError",
+    "ParallelismConfig",
     "PartialState",
     "Picker",
     "Plan",
@@ -142,14 +161,25 @@ __all__ = [
     "__version__",
     "advise",
     "configure",
+    "cpu_offload",
+    "cpu_offload_with_hook",
     "debug_launcher",
     "deepspeed_environment",
+    "disk_offload",
+    "dispatch_model",
     "estimate_memory",
     "find_executable_batch_size",
     "fp32_state_dict",
+    "infer_auto_device_map",
+    "init_empty_weights",
+    "init_on_device",
     "inspect_machine",
+    "is_rich_available",
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
     "load_fp32_state_dict",
     "notebook_launcher",
+    "prepare_pippy",
     "resolve",
     "save_16bit_weights",
     "set_seed",
@@ -162,6 +192,15 @@ __all__ = [
 _HOMES = {
     "nbaccel.accelerator": ("Accelerator",),
     "nbaccel.advising": ("advise",),
+    "nbaccel.big_modeling": (
+        "cpu_offload",
+        "cpu_offload_with_hook",
+        "disk_offload",
+        "dispatch_model",
+        "init_empty_weights",
+        "init_on_device",
+        "load_checkpoint_and_dispatch",
+    ),
     "nbaccel.config": ("Fp8Config", "RunConfig"),
     "nbaccel.config.handlers": (
         "AutocastKwargs",
@@ -194,6 +233,7 @@ _HOMES = {
         "WorkerDied",
         "WorkerFailed",
     ),
+    "nbaccel.inference": ("prepare_pippy",),
     "nbaccel.launchers": (
         "debug_launcher",
         "notebook_launcher",
@@ -206,6 +246,7 @@ _HOMES = {
         "ZeroPicker",
         "configure",
     ),
+    "nbaccel.parallelism_config": ("ParallelismConfig",),
     "nbaccel.plan": (
         "Choice",
         "Inventory",
@@ -220,6 +261,9 @@ _HOMES = {
     "nbaccel.train.loading": ("skip_first_batches",),
     "nbaccel.utils": (
         "find_executable_batch_size",
+        "infer_auto_device_map",
+        "is_rich_available",
+        "load_checkpoint_in_model",
         "set_seed",
         "synchronize_rng_states",
     ),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import sys
+from collections.abc import Iterable
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import ModuleType
 
 from nbaccel.errors import MissingBackend
 
-__all__ = ["is_installed", "require"]
+__all__ = ["is_installed", "is_package", "require"]
 
 
 def require(module: str, *, extra: str, why: str) -> ModuleType:
@@ -53,6 +55,26 @@ def is_installed(name: str) -> bool:
     for part in rest:
         spec = _inside(spec, part)
     return spec is not None
+
+
+def is_package(module: str, distributions: Iterable[str] = ()) -> bool:
+    """Whether a module could be imported and belongs to an installed package.
+
+    A folder that happens to have its name, such as trackers leave, is none.
+
+    Args:
+        module: Dotted name of the module.
+        distributions: What pip calls the package; any of them will do. The module's name if empty.
+    """
+    if not is_installed(module):
+        return False
+    for name in distributions or (module,):
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return True
+    return False
 
 
 def _inside(parent: ModuleSpec | None, part: str) -> ModuleSpec | None:

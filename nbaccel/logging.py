@@ -31,7 +31,8 @@ class MultiProcessAdapter(_Adapter):
         """See `logging.Logger.log`; adds `main_process_only` and `in_order`."""
         main_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        # Whoever wraps a logger gives the number of frames that it would give to logging's own.
+        kwargs.setdefault("stacklevel", 2)
         if not self.isEnabledFor(level):
             return
         text, found = self.process(msg, kwargs)
@@ -61,7 +62,7 @@ class MultiProcessAdapter(_Adapter):
         said = self.logger.__dict__.setdefault("_nbaccel_said", set())
         if (key := (str(msg), repr(args))) not in said:
             said.add(key)
-            self.warning(msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
+            self.warning(msg, *args, **{"stacklevel": 3, **kwargs})
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

@@ -17,6 +17,7 @@ from nbaccel.config.handlers import (
     DistributedType,
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
+    TorchDynamoPlugin,
 )
 from nbaccel.errors import ConfigError
 from nbaccel.train import arrival
@@ -54,10 +55,21 @@ class PartialState(Processes):
         ConfigError: The environment contradicts itself.
     """
 
+    _debug: bool | None = None
+
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         settings = InitProcessGroupKwargs(**kwargs)
         place = arrival.arrive(cpu=cpu, settings=settings)
         super().__init__(place, Collectives(place, arrival.timeout_s(settings)))
+
+    @property
+    def debug(self) -> bool:
+        """Whether ``ACCELERATE_DEBUG_MODE`` is set. Collectives are checked in any case."""
+        return bool(env.flag("ACCELERATE_DEBUG_MODE")) if self._debug is None else self._debug
+
+    @debug.setter
+    def debug(self, value: bool) -> None:
+        self._debug = value
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -89,10 +101,10 @@ class PartialState(Processes):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
-    def destroy_process_group(self) -> None:
-        """Leave the process group, if there is one."""
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Leave a process group; the default one, if there is one, where none is given."""
         if dist.is_initialized():
-            dist.destroy_process_group()
+            dist.destroy_process_group(group)
 
     def __repr__(self) -> str:
         return (
@@ -115,6 +127,7 @@ class AcceleratorState(PartialState):
         mixed_precision: In which format.
         fsdp_plugin: How torch shards models, if it does.
         deepspeed_plugins: How DeepSpeed shards them, if it does.
+        dynamo_plugin: How they are compiled, if they are.
 
     Raises:
         ConfigError: It was not an `Accelerator` that made it.
@@ -129,6 +142,7 @@ class AcceleratorState(PartialState):
         mixed_precision: str = "no",
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         deepspeed_plugins: Any = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
     ) -> None:
         if place is None or collectives is None:
             raise ConfigError(
@@ -140,7 +154,23 @@ class AcceleratorState(PartialState):
         self._distributed_type = distributed_type
         self.mixed_precision = mixed_precision
         self.fsdp_plugin = fsdp_plugin
+        self.dynamo_plugin = dynamo_plugin or TorchDynamoPlugin()
         self._deepspeed = deepspeed_plugins
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded by ``fully_shard``."""
+        return self.distributed_type is DistributedType.FSDP
+
+    @property
+    def parallelism_config(self) -> None:
+        """None: this version does not mix parallelisms."""
+        return None
+
+    @property
+    def device_mesh(self) -> None:
+        """None: as `parallelism_config`."""
+        return None
 
     @property
     def deepspeed_plugins(self) -> dict[str, Any]:

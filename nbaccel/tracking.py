@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
-from nbaccel.train.trackers import (
-    GeneralTracker,
-    JsonlTracker,
-    LoggerType,
-    TensorBoardTracker,
-    on_main_process,
+from nbaccel.config.enumerations import LoggerType
+from nbaccel.train.tracker_contract import GeneralTracker, on_main_process
+from nbaccel.train.tracker_services import (
+    SERVICES,
+    AimTracker,
+    ClearMLTracker,
+    CometMLTracker,
+    DVCLiveTracker,
+    MLflowTracker,
+    SwanLabTracker,
+    TrackioTracker,
+    WandBTracker,
 )
+from nbaccel.train.trackers import (
+    JsonlTracker,
+    TensorBoardTracker,
+    get_available_trackers,
+    register_tracker_class,
+)
+from nbaccel.train.trackers import find_trackers as filter_trackers
 
 __all__ = [
+    "LOGGER_TYPE_TO_CLASS",
+    "AimTracker",
+    "ClearMLTracker",
+    "CometMLTracker",
+    "DVCLiveTracker",
     "GeneralTracker",
     "JsonlTracker",
     "LoggerType",
+    "MLflowTracker",
+    "SwanLabTracker",
     "TensorBoardTracker",
+    "TrackioTracker",
+    "WandBTracker",
+    "filter_trackers",
+    "get_available_trackers",
     "on_main_process",
+    "register_tracker_class",
 ]
+
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
+    "jsonl": JsonlTracker,
+    "tensorboard": TensorBoardTracker,
+    **{name: service.tracker for name, service in SERVICES.items()},
+}
+"""The trackers that nbaccel brings, by name; what was registered is not among them."""

@@ -87,3 +87,16 @@ def test_processes_speak_once_all_or_in_turn() -> None:
     assert second == ["[RANK 1] all", "[RANK 1] turn"]
     assert not joined  # messages alone do not join the processes
     assert one < two
+
+
+def test_a_callers_own_stack_level_is_taken_as_it_is(kept: Kept) -> None:
+    """An adapter around the logger counts frames as it would for one of logging's own."""
+
+    class Outer(logging.LoggerAdapter):
+        def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
+            self.logger.log(level, msg, *args, stacklevel=3, **kwargs)
+
+    Outer(get_logger(NAME, log_level="INFO"), {}).log(logging.INFO, "from here")
+    assert kept.records[-1].funcName == "test_a_callers_own_stack_level_is_taken_as_it_is"
+    get_logger(NAME).warning_once("and once from here")
+    assert kept.records[-1].funcName == "test_a_callers_own_stack_level_is_taken_as_it_is"

@@ -30,6 +30,26 @@ def test_batch_sizes_shrink_by_a_tenth_until_one_fits() -> None:
     assert tried == [100, 90, 81, 72] * 2
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA out of memory. Tried to allocate 2 GiB.",
+        "MPS backend out of memory (MPS allocated: 1 GiB)",
+        "XPU out of memory.",
+        "CPU out of memory.",
+        "NPU out of memory. Tried to allocate",
+        "RESOURCE_EXHAUSTED: Out of memory allocating",
+    ],
+)
+def test_every_backends_words_are_understood(said: str) -> None:
+    def train(batch_size: int) -> int:
+        if batch_size > 90:
+            raise RuntimeError(said)
+        return batch_size
+
+    assert find_executable_batch_size(train, starting_batch_size=100)() == 90
+
+
 def test_the_next_size_may_be_chosen_and_the_decorator_be_bare() -> None:
     tried: list[int] = []
 

@@ -25,13 +25,14 @@ from nbaccel.config.handlers import (
     InitProcessGroupKwargs,
     ProfileKwargs,
     ProjectConfiguration,
+    TorchDynamoPlugin,
 )
 from nbaccel.config.variables import ACTIVATION_CHECKPOINTING
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.plan.training import Asked
 from nbaccel.train import arrival
 
-__all__ = ["Handlers", "Request", "dynamo_backend_of", "refuse_unserved"]
+__all__ = ["Handlers", "Request", "dynamo_of", "refuse_unserved"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,17 +258,31 @@ def _precision_of_plugin(plugin: Any, value: str, source: Any) -> tuple[str, Any
     )
 
 
-def dynamo_backend_of(given: str | None) -> str:
-    """The backend of ``torch.compile`` in small letters, ``no`` for none."""
-    said = given or (env.read("ACCELERATE_DYNAMO_BACKEND", "") or "").strip() or "no"
-    return str(getattr(said, "value", said)).lower()
+def dynamo_of(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+    """How prepared models are compiled, said in one of two ways.
+
+    Raises:
+        ConfigError: In both, or by something that is no plugin.
+    """
+    if plugin is None:
+        return TorchDynamoPlugin(backend=backend)
+    if not isinstance(plugin, TorchDynamoPlugin):
+        raise ConfigError(
+            f"Accelerator(dynamo_plugin={plugin!r}) is no TorchDynamoPlugin: nothing says how to "
+            "compile. Give TorchDynamoPlugin(backend='inductor'), or dynamo_backend='inductor'."
+        )
+    if backend is not None:
+        raise ConfigError(
+            f"Accelerator got dynamo_backend={backend!r} and dynamo_plugin={plugin}: only one can "
+            "hold. Give the backend in the plugin alone."
+        )
+    return plugin
 
 
 _LATER = {
     "torch_tp_plugin": "tensor parallelism",
     "megatron_lm_plugin": "Megatron-LM",
     "parallelism_config": "a mix of parallelisms",
-    "dynamo_plugin": "settings of torch.compile",
 }
 
 

@@ -18,9 +18,10 @@ from nbaccel import _catalog
 from nbaccel.abc.place import Place
 from nbaccel.abc.precision import Precision
 from nbaccel.abc.strategy import Strategy
-from nbaccel.accelerator.arguments import Request, dynamo_backend_of, refuse_unserved
+from nbaccel.accelerator.arguments import Request, dynamo_of, refuse_unserved
 from nbaccel.accelerator.comforts import Comforts
 from nbaccel.accelerator.keeping import Keeping
+from nbaccel.accelerator.peer_names import PeerNames
 from nbaccel.accelerator.preparing import Preparing
 from nbaccel.config import Configured, RunConfig
 from nbaccel.config.handlers import (
@@ -44,7 +45,7 @@ __all__ = ["Accelerator"]
 _NOTHING = contextlib.nullcontext()
 
 
-class Accelerator(Preparing, Keeping, Comforts):
+class Accelerator(Preparing, Keeping, Comforts, PeerNames):
     """The training loop, on whatever there is.
 
     Without a launcher it trains on one device; inside `notebook_launcher`, `torchrun` or a SLURM
@@ -72,7 +73,8 @@ class Accelerator(Preparing, Keeping, Comforts):
         fsdp_plugin: Shard models by torch's ``fully_shard``.
         rng_types: Which random generators to synchronise when an epoch starts; None for the
             samplers' own.
-        log_with: Trackers: ``jsonl``, ``tensorboard``, ``all``, objects, or a list of these.
+        log_with: Trackers: ``jsonl``, ``tensorboard``, ``wandb``, ``mlflow`` ..., ``all``, objects,
+            or a list of these; one whose package is not installed is left out, with a warning.
         project_dir: Folder for checkpoints and logs.
         project_config: More about that folder.
         gradient_accumulation_plugin: More about accumulation.
@@ -82,6 +84,7 @@ class Accelerator(Preparing, Keeping, Comforts):
             ``accelerator.state.select_deepspeed_plugin(name)`` says another.
         dynamo_backend: Backend of ``torch.compile`` for prepared models, ``no`` for none; None
             takes what the launcher asked (``ACCELERATE_DYNAMO_BACKEND``).
+        dynamo_plugin: More about it.
         config: A `RunConfig`, or a picker; arguments win over it.
 
     Raises:
@@ -119,8 +122,8 @@ class Accelerator(Preparing, Keeping, Comforts):
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
             parallelism_config=parallelism_config,
-            dynamo_plugin=dynamo_plugin,
         )
+        dynamo = dynamo_of(dynamo_backend, dynamo_plugin)
         request = Request.of(
             mixed_precision=mixed_precision,
             cpu=cpu,
@@ -137,11 +140,10 @@ class Accelerator(Preparing, Keeping, Comforts):
             config=config,
         )
         trackers = find_trackers(log_with, request.project.logging_dir)
-        super().__init__(request, trackers=trackers, **_arrive(request))
+        super().__init__(request, trackers=trackers, dynamo=dynamo, **_arrive(request))
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = list(rng_types) if rng_types is not None else ["generator"]
-        self._dynamo_backend = dynamo_backend_of(dynamo_backend)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         return self  # a copy would prepare for the same processes, and count for itself

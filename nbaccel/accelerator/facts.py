@@ -19,6 +19,7 @@ from nbaccel.config.handlers import (
     DistributedType,
     GradientAccumulationPlugin,
     ProjectConfiguration,
+    TorchDynamoPlugin,
 )
 from nbaccel.plan.training import TrainingPlan
 from nbaccel.state import AcceleratorState, distributed_type
@@ -46,6 +47,7 @@ class Facts(Processes):
         precision: In which format.
         collectives: What the processes do together.
         trackers: Who is told of metrics, not begun yet.
+        dynamo: How models are compiled, if they are.
 
     Attributes:
         plan: What was decided, and why: ``print(accelerator.plan.explain())``.
@@ -64,12 +66,14 @@ class Facts(Processes):
         precision: Precision,
         collectives: Collectives,
         trackers: Sequence[type[GeneralTracker] | GeneralTracker],
+        dynamo: TorchDynamoPlugin,
     ) -> None:
         super().__init__(place, collectives)
         self.plan = plan
         self.gradient_state = GradientState(request.accumulation)
         self._request = request
         self._strategy = strategy
+        self._dynamo = dynamo
         self._precision = precision
         self._models: list[nn.Module] = []  # as `prepare` returned them
         self._optimizers: list[PreparedOptimizer] = []
@@ -101,6 +105,7 @@ class Facts(Processes):
             mixed_precision=self.mixed_precision,
             fsdp_plugin=self._request.fsdp,
             deepspeed_plugins=self._request.deepspeed,
+            dynamo_plugin=self._dynamo,
         )
 
     @property

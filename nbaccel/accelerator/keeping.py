@@ -27,7 +27,11 @@ class Keeping(Facts):
     # --------------------------------------------------------------------- checkpoints
 
     def save_state(
-        self, output_dir: str | Path | None = None, safe_serialization: bool = True
+        self,
+        output_dir: str | Path | None = None,
+        safe_serialization: bool = True,
+        *,
+        exclude_frozen_parameters: bool = False,
     ) -> Path:
         """Save everything that training needs to go on; call it on every process.
 
@@ -38,6 +42,8 @@ class Keeping(Facts):
             output_dir: Folder of the checkpoint; None where checkpoints are numbered
                 (`ProjectConfiguration.automatic_checkpoint_naming`).
             safe_serialization: Weights as safetensors instead of a pickle.
+            exclude_frozen_parameters: DeepSpeed's, without effect: `load_state` puts back a whole
+                model, so frozen weights are written, too.
 
         Returns:
             The folder.
@@ -46,6 +52,13 @@ class Keeping(Facts):
             ConfigError: There is nowhere to save to.
             CheckpointFailed: Some process could not write; it says which, and nothing has changed.
         """
+        if exclude_frozen_parameters:
+            warnings.warn(
+                "save_state(exclude_frozen_parameters=True) writes frozen weights all the same: "
+                "load_state puts back a whole model. For what was trained alone use the model's "
+                "own save_pretrained, or accelerator.save(...) with a part of its state dict.",
+                stacklevel=2,
+            )
         parts = self._parts()
         if parts.amid_group and parts.sharder is not None:
             warnings.warn(
@@ -234,21 +247,21 @@ class Keeping(Facts):
             unwrap: Whether to return what is inside it (a `SummaryWriter`, for example).
 
         Returns:
-            The tracker. On processes that have none, one that does nothing.
+            The tracker. Where none has begun (on other processes than 0, before `init_trackers`, or
+            where no package is installed), one that does nothing.
 
         Raises:
-            ConfigError: No tracker of that name was asked for.
+            ConfigError: Trackers have begun, and none of that name.
         """
         for tracker in self.trackers:
             if tracker.name == name:
                 return getattr(tracker, "tracker", tracker) if unwrap else tracker
-        known = [wanted.name for wanted in self._wanted_trackers]
-        if name in known and not self.is_main_process:
+        if not self.trackers:
             return GeneralTracker(_blank=True)
         raise ConfigError(
-            f"get_tracker({name!r}) finds none: asked for were {known or 'none'}, begun are "
-            f"{[tracker.name for tracker in self.trackers]}. Give Accelerator(log_with=...) and "
-            "call init_trackers first."
+            f"get_tracker({name!r}) finds none: begun are "
+            f"{[tracker.name for tracker in self.trackers]}. Give its name to "
+            "Accelerator(log_with=...), before init_trackers."
         )
 
     # --------------------------------------------------------------------- the end

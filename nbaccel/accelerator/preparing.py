@@ -15,6 +15,7 @@ from nbaccel.abc.bundle import Bundle
 from nbaccel.abc.standins import DummyOptim, DummyScheduler
 from nbaccel.accelerator.facts import Facts
 from nbaccel.errors import ConfigError
+from nbaccel.strategies.compiling import compile_regions
 from nbaccel.strategies.gradient_checkpointing import enable_gradient_checkpointing
 from nbaccel.train.loader import PreparedLoader
 from nbaccel.train.loading import prepare_data_loader
@@ -32,7 +33,6 @@ class Preparing(Facts):
     device_placement: bool
     step_scheduler_with_optimizer: bool
     rng_types: list[str]
-    _dynamo_backend: str
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Make models, optimizers, data loaders and schedulers ready to train.
@@ -233,11 +233,14 @@ class Preparing(Facts):
         return bundle
 
     def _compile(self, bundle: Bundle) -> Bundle:
-        if self._dynamo_backend == "no":
+        if not self._dynamo.compiles:
             return bundle
         for model in bundle.models:
             # In place: a wrapper around it would hide from the strategy what it wrapped itself.
-            model.compile(backend=self._dynamo_backend)
+            if self._dynamo.use_regional_compilation:
+                compile_regions(model, **self._dynamo.to_kwargs())
+            else:
+                model.compile(**self._dynamo.to_kwargs())
         return bundle
 
     def _wrap_optimizers(self, bundle: Bundle) -> Bundle:

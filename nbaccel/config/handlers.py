@@ -7,12 +7,15 @@ They hold what the user said and check it; nothing here imports torch. A wrong v
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import timedelta
-from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
 
+from nbaccel import env
+from nbaccel.config.enumerations import DDPCommunicationHookType, DistributedType, DynamoBackend
+from nbaccel.config.fsdp import FullyShardedDataParallelPlugin
+from nbaccel.config.settings import Handler, Settings, at_least, refuse
 from nbaccel.errors import ConfigError
 
 __all__ = [
@@ -29,51 +32,8 @@ __all__ = [
     "ProfileKwargs",
     "ProjectConfiguration",
     "Settings",
+    "TorchDynamoPlugin",
 ]
-
-
-class DistributedType(str, Enum):
-    """How processes train together, by the names that Accelerate's users compare with."""
-
-    NO = "NO"
-    MULTI_CPU = "MULTI_CPU"
-    MULTI_GPU = "MULTI_GPU"
-    FSDP = "FSDP"
-    DEEPSPEED = "DEEPSPEED"
-    XLA = "XLA"
-
-
-class Settings:
-    """What all settings can do."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every setting by name, as given."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}  # type: ignore[arg-type]
-
-    def to_kwargs(self) -> dict[str, Any]:
-        """Only the settings that differ from their defaults."""
-        plain = type(self)()
-        return {
-            name: value for name, value in self.to_dict().items() if value != getattr(plain, name)
-        }
-
-
-class Handler(Settings):
-    """Settings that go into ``Accelerator(kwargs_handlers=[...])``, one of each class."""
-
-
-def _at_least(owner: object, least: float, *names: str) -> list[str]:
-    return [
-        f"{type(owner).__name__}({name}={value!r}) is too small: it must be at least {least}. "
-        "A smaller value has no meaning. Give one, or leave it out."
-        for name in names
-        if (value := getattr(owner, name)) is not None and value < least
-    ]
-
-
-def _refuse(mistakes: list[str]) -> None:
-    if mistakes:
-        raise ConfigError(*mistakes)
 
 
 # ------------------------------------------------------------------------- data and accumulation
@@ -125,7 +85,7 @@ class GradientAccumulationPlugin(Settings):
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
-        _refuse(_at_least(self, 1, "num_steps"))
+        refuse(at_least(self, 1, "num_steps"))
 
 
 @dataclass
@@ -149,7 +109,7 @@ class ProjectConfiguration(Settings):
     save_on_each_node: bool = False
 
     def __post_init__(self) -> None:
-        _refuse(_at_least(self, 1, "total_limit") + _at_least(self, 0, "iteration"))
+        refuse(at_least(self, 1, "total_limit") + at_least(self, 0, "iteration"))
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | Path | None = None) -> None:
@@ -217,16 +177,6 @@ class InitProcessGroupKwargs(Handler):
                 f"InitProcessGroupKwargs(timeout={self.timeout}) must be positive. "
                 "Every collective would fail at once. Give for example timedelta(minutes=10)."
             )
-
-
-class DDPCommunicationHookType(str, Enum):
-    """How DDP compresses gradients on their way."""
-
-    NO = "no"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    POWER_SGD = "power_sgd"
-    BATCHED_POWER_SGD = "batched_power_sgd"
 
 
 @dataclass
@@ -298,133 +248,72 @@ class ProfileKwargs(Handler):
     output_trace_dir: str | Path | None = None
 
 
-# ------------------------------------------------------------------------- fsdp
+# ------------------------------------------------------------------------- torch.compile
 
-_FSDP1_SHARDING = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
-_FSDP1_ONLY = {
-    "backward_prefetch": "it prefetches by itself",
-    "forward_prefetch": "it prefetches by itself",
-    "param_init_fn": "build the model with its values before prepare",
-    "state_dict_config": "state_dict_type='FULL_STATE_DICT' gives whole weights, on the CPU",
-    "optim_state_dict_config": "state_dict_type='FULL_STATE_DICT' gives whole states, on the CPU",
-}
-
-
-def _plain_name(value: Any) -> str:
-    """Of an enum's member or its text: ``FULL_SHARD``."""
-    return str(getattr(value, "name", value)).rpartition(".")[2].upper()
-
-
-_WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
-_STATE_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
+_DYNAMO = "ACCELERATE_DYNAMO_"
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 @dataclass
-class FullyShardedDataParallelPlugin(Settings):
-    """How torch's ``fully_shard`` (FSDP2) shards models.
+class TorchDynamoPlugin(Handler):
+    """How ``torch.compile`` compiles prepared models: ``Accelerator(dynamo_plugin=...)``.
+
+    What is None is taken from the environment, where a launcher may have said it.
 
     Attributes:
-        fsdp_version: 2, the only one: FSDP1 is in maintenance in torch.
-        reshard_after_forward: Whether gathered weights are given up after the forward: less
-            memory, one more gather in the backward (ZeRO-3); False keeps them (ZeRO-2).
-        auto_wrap_policy: Which submodules are sharded on their own: ``transformer_based_wrap``
-            (classes named in `transformer_cls_names_to_wrap`, or the model's `_no_split_modules`),
-            ``size_based_wrap`` (`min_num_params`), ``no_wrap``, or a function ``module -> bool``.
-            None: transformer blocks where the model names them, else no submodule.
-        transformer_cls_names_to_wrap: Class names of those submodules.
-        min_num_params: Least parameters of a submodule sharded on its own.
-        cpu_offload: Whether shards live in host memory.
-        mixed_precision_policy: ``torch.distributed.fsdp.MixedPrecisionPolicy``, a dict of its
-            arguments, or ``fp16``/``bf16``; None follows the Accelerator's precision.
-        state_dict_type: How ``save_state`` writes: ``SHARDED_STATE_DICT`` (every process its
-            shard, torch.distributed.checkpoint) or ``FULL_STATE_DICT`` (one file).
-        ignored_modules: Submodules left alone, or a regular expression on their names.
-        activation_checkpointing: Whether wrapped submodules recompute activations.
-        cpu_ram_efficient_loading: Taken for compatibility: workers share one copy anyway.
-        sharding_strategy: FSDP1's word for `reshard_after_forward`: ``FULL_SHARD`` for True,
-            ``SHARD_GRAD_OP`` for False.
-        use_orig_params: FSDP1's; True is the only way of ``fully_shard``.
-        sync_module_states: The same.
-        limit_all_gathers: The same.
-        backward_prefetch: FSDP1's, refused: ``fully_shard`` prefetches by itself.
-        forward_prefetch: The same.
-        param_init_fn: FSDP1's, refused: build the model in an outer cell.
-        state_dict_config: FSDP1's, refused: say it with `state_dict_type`.
-        optim_state_dict_config: The same.
+        backend: ``inductor`` and the like; ``no`` compiles nothing (``ACCELERATE_DYNAMO_BACKEND``).
+        mode: ``default``, ``reduce-overhead`` or ``max-autotune`` (``ACCELERATE_DYNAMO_MODE``).
+        fullgraph: Whether a model that is not one graph is refused (``..._USE_FULLGRAPH``).
+        dynamic: Whether shapes may change (``..._USE_DYNAMIC``); None leaves it to torch.
+        options: Of the backend.
+        disable: Compile nothing after all, for tests.
+        use_regional_compilation: Whether repeated blocks are compiled one by one, which is done
+            sooner (``..._USE_REGIONAL_COMPILATION``).
     """
 
-    fsdp_version: int = 2
-    reshard_after_forward: bool = True
-    auto_wrap_policy: str | Callable[[Any], bool] | None = None
-    transformer_cls_names_to_wrap: Sequence[str] | None = None
-    min_num_params: int | None = None
-    cpu_offload: bool = False
-    mixed_precision_policy: Any = None
-    state_dict_type: str = "SHARDED_STATE_DICT"
-    ignored_modules: Any = None
-    activation_checkpointing: bool = False
-    cpu_ram_efficient_loading: bool = False
-    sharding_strategy: Any = None
-    use_orig_params: bool | None = None
-    sync_module_states: bool | None = None
-    limit_all_gathers: bool | None = None
-    backward_prefetch: Any = None
-    forward_prefetch: Any = None
-    param_init_fn: Any = None
-    state_dict_config: Any = None
-    optim_state_dict_config: Any = None
+    backend: DynamoBackend | str | None = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Mapping[str, Any] | None = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        old = self._mistakes_of_fsdp1()
-        _refuse([*self._mistakes(), *old, *_at_least(self, 1, "min_num_params")])
-        if self.sharding_strategy is not None:
-            self.reshard_after_forward = _FSDP1_SHARDING[_plain_name(self.sharding_strategy)]
-
-    def _mistakes_of_fsdp1(self) -> list[str]:
-        """Settings of FSDP1 that ``fully_shard`` cannot follow, each with what to do instead."""
-        owner, found = "FullyShardedDataParallelPlugin", []
-        sharding = self.sharding_strategy
-        if sharding is not None and _plain_name(sharding) not in _FSDP1_SHARDING:
-            found.append(
-                f"{owner}(sharding_strategy={sharding!r}) cannot be followed: fully_shard knows "
-                f"{' and '.join(_FSDP1_SHARDING)}. Give reshard_after_forward=True or False; for "
-                "NO_SHARD leave the plugin out, which trains with DDP."
+        self.backend = _dynamo_backend(self.backend or env.read(f"{_DYNAMO}BACKEND") or "no")
+        self.mode = self.mode or env.read(f"{_DYNAMO}MODE") or "default"
+        if self.mode not in _MODES:
+            raise ConfigError(
+                f"TorchDynamoPlugin(mode={self.mode!r}) is unknown: torch.compile would refuse it "
+                f"when the model is prepared. Give one of {', '.join(_MODES)}."
             )
-        found += [
-            f"{owner}({name}=False) cannot be followed: fully_shard always does it. Leave it out."
-            for name in ("use_orig_params", "sync_module_states", "limit_all_gathers")
-            if getattr(self, name) is False
-        ]
-        found += [
-            f"{owner}({name}={getattr(self, name)!r}) is FSDP1's and would have no effect with "
-            f"fully_shard. Leave it out; {instead}."
-            for name, instead in _FSDP1_ONLY.items()
-            if getattr(self, name)
-        ]
-        return found
+        if self.fullgraph is None:
+            self.fullgraph = bool(env.flag(f"{_DYNAMO}USE_FULLGRAPH"))
+        if self.dynamic is None:
+            self.dynamic = env.flag(f"{_DYNAMO}USE_DYNAMIC")
+        if self.use_regional_compilation is None:
+            self.use_regional_compilation = bool(env.flag(f"{_DYNAMO}USE_REGIONAL_COMPILATION"))
 
     @property
-    def writes_shards(self) -> bool:
-        """Whether every process writes its own shard of a checkpoint."""
-        return self.state_dict_type.upper() == "SHARDED_STATE_DICT"
+    def compiles(self) -> bool:
+        """Whether anything is compiled."""
+        return self.backend != DynamoBackend.NO
 
-    def _mistakes(self) -> list[str]:
-        found = []
-        if self.fsdp_version != 2:
-            found.append(
-                f"FullyShardedDataParallelPlugin(fsdp_version={self.fsdp_version!r}) cannot be "
-                "served: torch keeps FSDP1 for old code only. Leave it out to get fully_shard."
-            )
-        policy = self.auto_wrap_policy
-        if isinstance(policy, str) and policy.lower() not in _WRAP_POLICIES:
-            found.append(
-                f"FullyShardedDataParallelPlugin(auto_wrap_policy={policy!r}) is unknown. "
-                f"Nothing says what to shard. Give one of {', '.join(_WRAP_POLICIES)}, or a "
-                "function from a module to True or False."
-            )
-        if str(self.state_dict_type).upper() not in _STATE_TYPES:
-            found.append(
-                f"FullyShardedDataParallelPlugin(state_dict_type={self.state_dict_type!r}) is "
-                f"unknown. Checkpoints could not be written. Give one of {', '.join(_STATE_TYPES)}."
-            )
-        return found
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting by name; the backend in small letters, as torch has it."""
+        own = isinstance(self.backend, DynamoBackend)
+        backend = str(self.backend).lower() if own else self.backend
+        return {**super().to_dict(), "backend": backend}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The arguments of ``torch.compile``."""
+        found = self.to_dict()
+        del found["use_regional_compilation"]
+        plain = {"mode": "default", "fullgraph": False, "disable": False}
+        return {k: v for k, v in found.items() if v is not None and v != plain.get(k)}
+
+
+def _dynamo_backend(said: Any) -> DynamoBackend | str:
+    name = str(getattr(said, "value", said))
+    # A package can bring one of its own, which torch knows.
+    return DynamoBackend(name.upper()) if name.upper() in DynamoBackend else name

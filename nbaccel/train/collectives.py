@@ -206,8 +206,17 @@ class Collectives:
                 f"pad_across_processes got different numbers of tensors by process: {counts}. "
                 "Nothing says which belong together. Give as many on every process."
             )
-        shapes = zip(*([shape for _, shape in one] for one in everybody), strict=True)
-        return map_leaves(lambda t: _padded(t, next(shapes), dim, pad_index, pad_first), tree)
+        shapes = list(zip(*([shape for _, shape in one] for one in everybody), strict=True))
+        for number, found in enumerate(shapes):
+            if len({len(shape) for shape in found}) > 1:
+                by_process = ", ".join(f"process {r}: {shape}" for r, shape in enumerate(found))
+                raise CollectiveMismatch(
+                    f"pad_across_processes got tensors of different numbers of dimensions "
+                    f"(tensor {number}; {by_process}). They cannot be made equal in one dimension. "
+                    "Give tensors that have as many on every process."
+                )
+        sizes = iter(shapes)
+        return map_leaves(lambda t: _padded(t, next(sizes), dim, pad_index, pad_first), tree)
 
 
 def _padded(

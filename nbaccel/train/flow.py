@@ -108,12 +108,24 @@ class Processes:
 
     # --------------------------------------------------------------------- who runs what
 
-    def on_main_process(self, function: _Function) -> _Function:
-        """Let only process 0 run a function; elsewhere the call returns None."""
+    def on_main_process(self, function: _Function | None = None) -> Any:
+        """Let only process 0 run a function; elsewhere the call returns None.
+
+        Args:
+            function: The function; without it, a decorator is returned.
+        """
+        if function is None:
+            return self.on_main_process
         return _only(function, self.is_main_process)
 
-    def on_local_main_process(self, function: _Function) -> _Function:
-        """Let only process 0 of each node run a function; elsewhere the call returns None."""
+    def on_local_main_process(self, function: _Function | None = None) -> Any:
+        """Let only process 0 of each node run a function; elsewhere the call returns None.
+
+        Args:
+            function: The function; without it, a decorator is returned.
+        """
+        if function is None:
+            return self.on_local_main_process
         return _only(function, self.is_local_main_process)
 
     def on_last_process(self, function: _Function) -> _Function:

@@ -12,6 +12,7 @@ import os
 from typing import TYPE_CHECKING
 
 from nbaccel.config.handlers import GradientAccumulationPlugin
+from nbaccel.train import arrival
 
 if TYPE_CHECKING:
     from nbaccel.train.loader import PreparedLoader
@@ -28,7 +29,7 @@ class GradientState:
     """Where an accelerator stands in its accumulation of gradients.
 
     Args:
-        plugin: The settings; its `num_steps` may be None for 1.
+        gradient_accumulation_plugin: The settings; its `num_steps` may be None for 1.
 
     Attributes:
         plugin: The settings.
@@ -37,12 +38,15 @@ class GradientState:
         batches_in_group: Batches since the last optimizer step, the one at hand included.
     """
 
-    def __init__(self, plugin: GradientAccumulationPlugin | None = None) -> None:
-        self.plugin = plugin or GradientAccumulationPlugin()
+    def __init__(
+        self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
+    ) -> None:
+        self.plugin = gradient_accumulation_plugin or GradientAccumulationPlugin()
         self.num_steps = self.plugin.num_steps or 1
         self.sync_gradients = True
         self.batches_in_group = 1
         self._loaders: list[PreparedLoader] = []
+        self._told = False
 
     @property
     def active_dataloader(self) -> PreparedLoader | None:
@@ -84,6 +88,11 @@ class GradientState:
     def adjust_scheduler(self) -> bool:
         """Whether schedules are written in batches, not in optimizer steps."""
         return bool(self.plugin.adjust_scheduler)
+
+    def tells_adjusted(self) -> bool:
+        """Whether it is still to be said that schedules advance by batches: once, on process 0."""
+        told, self._told = self._told, True
+        return not told and arrival.rank() == 0
 
     def enter(self, loader: PreparedLoader) -> None:
         """A loader is being iterated over from now on."""

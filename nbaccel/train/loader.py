@@ -353,20 +353,20 @@ class PreparedLoader(DataLoader[Any]):
         """
         self.position.check(state)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go back to where another run was.
 
         The next iteration repeats the interrupted epoch's order: from its beginning, so that
         `skip_first_batches` leaves out what was done, or with torchdata's loader from the middle.
 
         Args:
-            state: What :meth:`state_dict` gave.
+            state_dict: What :meth:`state_dict` gave.
 
         Raises:
             ConfigError: It is something else.
         """
         # Random states live on the host, wherever the checkpoint was read to.
-        state = map_tensors(torch.Tensor.cpu, dict(state))
+        state = map_tensors(torch.Tensor.cpu, dict(state_dict))
         self.position.load_state_dict(state)
         self._base_state = state.get("base")
         for sampler, seed in zip(self._seeded(), state.get("seeds", ()), strict=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -68,12 +69,34 @@ class PreparedScheduler:
                 return
             self.scheduler.step(*args, **kwargs)
 
+    @property
+    def step_with_optimizer(self) -> bool:
+        """Whether it waits for the optimizers."""
+        return self.with_optimizer
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether it advances once per optimizer step, however many processes there are."""
+        return self.steps_per_call == 1
+
     def _advance(self) -> int:
         if isinstance(self.scheduler, ReduceLROnPlateau):
             return 1
         if self.gradient_state.adjust_scheduler:
+            self._say_adjusted()
             return self.steps_per_call * self.gradient_state.batches_in_group
         return self.steps_per_call
+
+    def _say_adjusted(self) -> None:
+        if self.gradient_state.batches_in_group == 1 or not self.gradient_state.tells_adjusted():
+            return
+        warnings.warn(
+            f"GradientAccumulationPlugin(adjust_scheduler=True): the schedule advances by all "
+            f"{self.gradient_state.batches_in_group} batches of an optimizer step, as a schedule "
+            "written in batches needs it. Accelerate advances it by one whatever is given: for the "
+            "same learning rates leave adjust_scheduler out.",
+            stacklevel=4,  # past _advance and step, to the loop
+        )
 
     def _is_over(self) -> bool:
         total: int | None = getattr(self.scheduler, "total_steps", None)

@@ -1,8 +1,8 @@
 """Trackers: where a run's configuration and numbers are written.
 
-Two come with nbaccel: ``jsonl`` needs nothing, ``tensorboard`` its package. Others come from
-packages that name a class in the entry point group ``nbaccel.trackers``, or as instances of a
-user's own class.
+``jsonl`` needs nothing, ``tensorboard`` and the services of `tracker_services` need their packages.
+Others come from packages that name a class in the entry point group ``nbaccel.trackers``, as
+classes that were registered, or as instances of a user's own class.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from enum import Enum
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar
+from typing import IO, TYPE_CHECKING, Any
 
 from nbaccel._optional import is_installed, require
 from nbaccel.abc.place import Place
+from nbaccel.config.enumerations import LoggerType
 from nbaccel.config.mistakes import closest, shown
 from nbaccel.errors import ConfigError, MissingBackend
 from nbaccel.train import arrival
+from nbaccel.train.tracker_contract import GeneralTracker, flattened, on_main_process, plain
+from nbaccel.train.tracker_services import SERVICES
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -32,93 +34,14 @@ __all__ = [
     "LoggerType",
     "TensorBoardTracker",
     "find_trackers",
+    "get_available_trackers",
     "on_main_process",
+    "register_tracker_class",
     "start_trackers",
 ]
 
 _GROUP = "nbaccel.trackers"
 _ALL = "all"
-
-
-class LoggerType(str, Enum):
-    """The trackers that come with nbaccel, by name; ``ALL`` for every one that is installed."""
-
-    ALL = _ALL
-    JSONL = "jsonl"
-    TENSORBOARD = "tensorboard"
-
-
-def on_main_process(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a tracker's method run on process 0 alone; elsewhere the call returns None.
-
-    Args:
-        method: Of a `GeneralTracker`. Where its `main_process_only` is False it runs everywhere.
-
-    Returns:
-        The method.
-    """
-
-    @functools.wraps(method)
-    def call(tracker: Any, *args: Any, **kwargs: Any) -> Any:
-        everywhere = not getattr(tracker, "main_process_only", True)
-        return method(tracker, *args, **kwargs) if everywhere or arrival.rank() == 0 else None
-
-    return call
-
-
-class GeneralTracker:
-    """Base class of all trackers.
-
-    A subclass has the class attributes `name` and `requires_logging_directory` and the property
-    `tracker`, and calls ``super().__init__()``.
-
-    Args:
-        _blank: A tracker that does nothing, for processes that have none.
-
-    Attributes:
-        name: What `log_with` and `get_tracker` call it.
-        requires_logging_directory: Whether it writes to a folder.
-        main_process_only: Whether only process 0 has one.
-
-    Raises:
-        NotImplementedError: The class lacks one of them; it lists which.
-    """
-
-    name: ClassVar[str]
-    requires_logging_directory: ClassVar[bool]
-    main_process_only: bool = True
-
-    def __init__(self, _blank: bool = False) -> None:
-        needed = () if _blank else ("name", "requires_logging_directory", "tracker")
-        # In the class: asking the instance would run the property before it can answer.
-        missing = [name for name in needed if not hasattr(type(self), name)]
-        if missing:
-            raise NotImplementedError(
-                f"The tracker {type(self).__name__} does not define {', '.join(missing)}. It could "
-                "be neither named nor started. Define them in its class."
-            )
-
-    def start(self) -> None:
-        """Begin to track; called once, where the tracker is used."""
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Write the run's configuration.
-
-        Args:
-            values: Hyperparameters by name.
-        """
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write numbers.
-
-        Args:
-            values: Numbers or texts by name.
-            step: Of the training.
-            **kwargs: What the tracker itself takes.
-        """
-
-    def finish(self) -> None:
-        """Write what is left and close; nothing is logged afterwards."""
 
 
 class JsonlTracker(GeneralTracker):
@@ -147,11 +70,11 @@ class JsonlTracker(GeneralTracker):
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """See :meth:`GeneralTracker.store_init_configuration`."""
-        self._write({"config": _plain(values), "time": time.time()})
+        self._write({"config": plain(values), "time": time.time()})
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """See :meth:`GeneralTracker.log`; further arguments are written as they are."""
-        self._write({"step": step, "time": time.time(), "values": _plain(values), **_plain(kwargs)})
+        self._write({"step": step, "time": time.time(), "values": plain(values), **plain(kwargs)})
 
     def _write(self, line: dict[str, Any]) -> None:
         self.tracker.write(json.dumps(line, allow_nan=False) + "\n")
@@ -203,7 +126,7 @@ class TensorBoardTracker(GeneralTracker):
         import yaml
         from torch.utils.tensorboard.summary import hparams
 
-        flat = dict(_flattened(_plain(values)))
+        flat = dict(flattened(plain(values)))
         shown_values = {
             k: v if isinstance(v, (bool, int, float)) else str(v) for k, v in flat.items()
         }
@@ -226,7 +149,7 @@ class TensorBoardTracker(GeneralTracker):
             ConfigError: A value is nothing that TensorBoard shows so.
         """
         for name, value in values.items():
-            self._log_one(name, _plain(value, exact=True), step, kwargs)
+            self._log_one(name, plain(value, exact=True), step, kwargs)
         self.tracker.flush()
 
     def _log_one(self, name: str, value: Any, step: int | None, kwargs: dict[str, Any]) -> None:
@@ -244,49 +167,77 @@ class TensorBoardTracker(GeneralTracker):
                 "methods: accelerator.get_tracker('tensorboard', unwrap=True).add_histogram(...)."
             )
 
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write images.
+
+        Args:
+            values: By name; several in one array of shape ``[n, channels, height, width]``.
+            step: Of the training.
+            **kwargs: Of the writer's ``add_images``, such as ``dataformats="NHWC"``.
+        """
+        writer: Any = self.tracker
+        for name, images in values.items():
+            writer.add_images(name, images, global_step=step, **kwargs)
+        self.tracker.flush()
+
     def finish(self) -> None:
         """See :meth:`GeneralTracker.finish`."""
         if "tracker" in vars(self):
             self.tracker.close()
 
 
-# ------------------------------------------------------------------------- values
-
-
-def _plain(value: Any, *, exact: bool = False) -> Any:
-    """A value that JSON can hold: tensors and numpy numbers as Python's, the rest as text.
-
-    Args:
-        value: Anything.
-        exact: Leave infinite numbers as they are.
-    """
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item, exact=exact) for name, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item, exact=exact) for item in value]
-    if hasattr(value, "tolist") and hasattr(value, "dtype"):  # of torch or numpy
-        found = value.tolist()
-        # One number in an array of any shape counts as that number.
-        single = value.item() if math.prod(value.shape) == 1 else found
-        return _plain(single, exact=exact)
-    if isinstance(value, float) and not math.isfinite(value):
-        return value if exact else str(value)
-    if value is None or type(value) in {bool, int, float, str}:
-        return value
-    return str(value)
-
-
-def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flattened(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 # ------------------------------------------------------------------------- choosing and starting
 
 _Tracker = GeneralTracker | type[GeneralTracker]
+_REGISTERED: dict[str, type[GeneralTracker]] = {}  # of this process, by name
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
+    """Let ``log_with`` find a class by its name, in this process.
+
+    Call it before the `Accelerator` is made; for a launch, inside of the function that is launched.
+
+    Args:
+        tracker_class: Its `name` is the name; it is made with the run's name, then the folder,
+            where it has `requires_logging_directory`, and with its `init_kwargs`.
+
+    Raises:
+        ConfigError: It is no subclass of `GeneralTracker`, or lacks one of these.
+    """
+    given: Any = tracker_class
+    if not (isinstance(given, type) and issubclass(given, GeneralTracker)):
+        raise ConfigError(
+            f"register_tracker_class({shown(tracker_class)}) is no subclass of GeneralTracker: it "
+            "could not be told of metrics. Derive the class from nbaccel.tracking.GeneralTracker."
+        )
+    lacks = [n for n in ("name", "requires_logging_directory") if not hasattr(tracker_class, n)]
+    if lacks or not tracker_class.name:
+        raise ConfigError(
+            f"register_tracker_class({tracker_class.__name__}) does not define "
+            f"{', '.join(lacks) or 'a name'}. It could not be found or started. Define it in the "
+            "class."
+        )
+    if tracker_class.name in {*_own(), *SERVICES, *_REGISTERED}:
+        warnings.warn(
+            f"register_tracker_class({tracker_class.__name__}) takes the name "
+            f"{tracker_class.name!r} from another tracker. Give it another name to keep both.",
+            stacklevel=2,
+        )
+    _REGISTERED[tracker_class.name] = tracker_class
+
+
+def get_available_trackers() -> list[LoggerType]:
+    """The trackers whose packages are installed."""
+    return [LoggerType(name) for name, there in _availability().items() if there]
+
+
+def _own() -> dict[str, type[GeneralTracker]]:
+    return {tracker.name: tracker for tracker in (JsonlTracker, TensorBoardTracker)}
+
+
+def _availability() -> dict[str, bool]:
+    services = {name: service.is_there() for name, service in SERVICES.items()}
+    return {JsonlTracker.name: True, TensorBoardTracker.name: _has_tensorboard(), **services}
 
 
 def find_trackers(log_with: Any, logging_dir: str | Path | None = None) -> list[_Tracker]:
@@ -294,7 +245,8 @@ def find_trackers(log_with: Any, logging_dir: str | Path | None = None) -> list[
 
     Args:
         log_with: A name, ``"all"`` (every one that is installed), a tracker or a tracker's class,
-            or several of them; None for none.
+            or several of them; None for none. One that nbaccel knows and that is not installed is
+            left out, with a warning on process 0.
         logging_dir: Where trackers write that write to a folder.
 
     Returns:
@@ -303,7 +255,7 @@ def find_trackers(log_with: Any, logging_dir: str | Path | None = None) -> list[
     Raises:
         ConfigError: A name is unknown, or there is no `logging_dir` for one that needs it; all
             mistakes together.
-        MissingBackend: A tracker's package is not installed.
+        MissingBackend: What an entry point names cannot be imported.
     """
     if log_with is None:
         return []
@@ -334,24 +286,36 @@ def _matching(item: Any) -> list[_Tracker]:
     ):
         return [item]
     name = getattr(item, "value", item)  # of an enum, Accelerate's LoggerType for one
-    own: dict[str, type[GeneralTracker]] = {
-        tracker.name: tracker for tracker in (JsonlTracker, TensorBoardTracker)
-    }
     others = {entry.name: entry for entry in importlib.metadata.entry_points(group=_GROUP)}
+    classes = {**_own(), **{n: service.tracker for n, service in SERVICES.items()}, **_REGISTERED}
+    there = _availability()
     if name == _ALL:
-        there = [t for t in own.values() if t is not TensorBoardTracker or _has_tensorboard()]
-        return [*there, *(_load(entry) for entry in others.values())]
-    if name in own:
-        if name == TensorBoardTracker.name and not _has_tensorboard():
-            require("tensorboard", extra="tensorboard", why="log_with='tensorboard'")
-        return [own[name]]
+        installed = [classes[n] for n, is_there in there.items() if is_there]
+        return [*installed, *(_load(entry) for entry in others.values())]
+    if name in classes:
+        if name in _REGISTERED or there[name]:
+            return [classes[name]]
+        _say_left_out(name)
+        return []
     if name in others:
         return [_load(others[name])]
-    known = [*own, *others, _ALL]
+    known = [*classes, *others, _ALL]
     raise ConfigError(
         f"log_with={shown(item)} is no tracker that nbaccel knows. Nothing would be logged."
         f"{closest(str(name), known)} There are: {', '.join(known)}. Give one of these, an "
-        f"instance of a GeneralTracker, or install a package with an entry point in {_GROUP!r}."
+        f"instance of a GeneralTracker, or install a package with an entry point in {_GROUP!r}. A "
+        "class given to register_tracker_class is known in the process that did so."
+    )
+
+
+def _say_left_out(name: str) -> None:
+    if arrival.rank() != 0:
+        return
+    package = SERVICES[name].distributions[0] if name in SERVICES else name
+    warnings.warn(
+        f"log_with={name!r} is left out: {package} is not installed, so nothing is logged there. "
+        f"Install it: pip install {package}",
+        stacklevel=5,  # past _matching, find_trackers and the Accelerator
     )
 
 

@@ -14,6 +14,7 @@ __all__ = [
     "concatenate",
     "find_batch_size",
     "leaves",
+    "like",
     "map_leaves",
     "map_tensors",
     "send_to_device",
@@ -21,12 +22,25 @@ __all__ = [
 ]
 
 
-def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply a function to everything that is no container; containers keep their type."""
+def map_leaves(fn: Callable[[Any], Any], tree: Any, skip_keys: frozenset[str] = frozenset()) -> Any:
+    """Apply a function to everything that is no container; containers keep their type.
+
+    Args:
+        fn: The function.
+        tree: Anything.
+        skip_keys: Keys of mappings whose values stay as they are.
+
+    Returns:
+        The same containers, with what the function gave.
+    """
     if isinstance(tree, (list, tuple)):
-        return _like(tree, [map_leaves(fn, item) for item in tree])
+        return like(tree, [map_leaves(fn, item, skip_keys) for item in tree])
     if isinstance(tree, Mapping):
-        return _like_mapping(tree, {key: map_leaves(fn, value) for key, value in tree.items()})
+        found = {
+            key: value if key in skip_keys else map_leaves(fn, value, skip_keys)
+            for key, value in tree.items()
+        }
+        return _like_mapping(tree, found)
     return fn(tree)
 
 
@@ -47,17 +61,24 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def send_to_device(tree: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
+def send_to_device(
+    tensor: Any,
+    device: torch.device | str | int,
+    non_blocking: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
+) -> Any:
     """Move all tensors, and other leaves that have a method ``to``, to a device.
 
     Args:
-        tree: A batch.
+        tensor: A batch.
         device: Where to.
         non_blocking: Whether the copies may still be under way when this returns.
+        skip_keys: Keys of mappings, at any depth, whose values stay where they are.
 
     Returns:
         The batch, there; containers keep their type.
     """
+    stay = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -70,14 +91,14 @@ def send_to_device(tree: Any, device: torch.device | str, non_blocking: bool = F
         except TypeError:  # a `to` of another signature
             return to(device)
 
-    if isinstance(tree, Mapping) and hasattr(tree, "to") and not isinstance(tree, dict):
-        return move(tree)  # a BatchEncoding has more inside than its items
-    return map_leaves(move, tree)
+    if isinstance(tensor, Mapping) and hasattr(tensor, "to") and not isinstance(tensor, dict):
+        return move(tensor)  # a BatchEncoding has more inside than its items
+    return map_leaves(move, tensor, stay)
 
 
-def find_batch_size(tree: Any) -> int | None:
+def find_batch_size(data: Any) -> int | None:
     """Rows of the first tensor with a dimension; None where there is none."""
-    for leaf in leaves(tree):
+    for leaf in leaves(data):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return int(leaf.shape[0])
     return None
@@ -88,27 +109,28 @@ def slice_rows(tree: Any, rows: slice) -> Any:
     return map_tensors(lambda tensor: tensor[rows] if tensor.dim() else tensor, tree)
 
 
-def concatenate(trees: Sequence[Any], dim: int = 0) -> Any:
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """Join equal trees: tensors along a dimension, other leaves must be equal and are kept.
 
     Args:
-        trees: At least one; all of the same structure.
+        data: At least one; all of the same structure.
         dim: Dimension of every tensor.
 
     Returns:
         One tree of that structure.
     """
-    first = trees[0]
+    first = data[0]
     if isinstance(first, (list, tuple)):
-        return _like(first, [concatenate(items, dim) for items in zip(*trees, strict=True)])
+        return like(first, [concatenate(items, dim) for items in zip(*data, strict=True)])
     if isinstance(first, Mapping):
         return _like_mapping(
-            first, {key: concatenate([tree[key] for tree in trees], dim) for key in first}
+            first, {key: concatenate([tree[key] for tree in data], dim) for key in first}
         )
-    return torch.cat(list(trees), dim) if isinstance(first, torch.Tensor) else first
+    return torch.cat(list(data), dim) if isinstance(first, torch.Tensor) else first
 
 
-def _like(model: Any, items: list[Any]) -> Any:
+def like(model: Any, items: list[Any]) -> Any:
+    """Items in a sequence of the type of another: a list, a tuple, a named tuple."""
     if isinstance(model, tuple) and hasattr(model, "_fields"):  # a named tuple
         return type(model)(*items)
     return type(model)(items)

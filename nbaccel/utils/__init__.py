@@ -1,71 +1,70 @@
 """Functions that training code uses beside an `Accelerator`, under the names Accelerate has.
 
 The collectives here work on the process group of this process, with or without an `Accelerator`.
+Names of parts that are still to come can be imported and say so when they are used.
 """
 
 from __future__ import annotations
 
-from nbaccel.abc.standins import DummyOptim, DummyScheduler
-from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
-from nbaccel.utils.dataclasses import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DDPCommunicationHookType,
-    DistributedDataParallelKwargs,
-    DistributedType,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    LoggerType,
-    ProfileKwargs,
-    ProjectConfiguration,
+from nbaccel.utils import (
+    ao,
+    bnb,
+    constants,
+    dataclasses,
+    deepspeed,
+    environment,
+    fsdp_utils,
+    imports,
+    launch,
+    megatron_lm,
+    memory,
+    modeling,
+    offload,
+    operations,
+    other,
+    random,
+    torch_xla,
+    transformer_engine,
+    versions,
 )
-from nbaccel.utils.memory import find_executable_batch_size, release_memory
-from nbaccel.utils.operations import (
-    broadcast,
-    broadcast_object_list,
-    concatenate,
-    find_batch_size,
-    gather,
-    gather_object,
-    pad_across_processes,
-    reduce,
-    send_to_device,
-    wait_for_everyone,
-)
-from nbaccel.utils.random import set_seed, synchronize_rng_states
+from nbaccel.utils.ao import *
+from nbaccel.utils.bnb import *
+from nbaccel.utils.constants import *
+from nbaccel.utils.dataclasses import *
+from nbaccel.utils.deepspeed import *
+from nbaccel.utils.environment import *
+from nbaccel.utils.fsdp_utils import *
+from nbaccel.utils.imports import *
+from nbaccel.utils.launch import *
+from nbaccel.utils.megatron_lm import *
+from nbaccel.utils.memory import *
+from nbaccel.utils.modeling import *
+from nbaccel.utils.offload import *
+from nbaccel.utils.operations import *
+from nbaccel.utils.other import *
+from nbaccel.utils.random import *
+from nbaccel.utils.torch_xla import *
 from nbaccel.utils.tqdm import tqdm
+from nbaccel.utils.transformer_engine import *
+from nbaccel.utils.versions import *
 
-__all__ = [
-    "AutocastKwargs",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DeepSpeedPlugin",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "DummyOptim",
-    "DummyScheduler",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "LoggerType",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "broadcast",
-    "broadcast_object_list",
-    "concatenate",
-    "find_batch_size",
-    "find_executable_batch_size",
-    "gather",
-    "gather_object",
-    "pad_across_processes",
-    "reduce",
-    "release_memory",
-    "send_to_device",
-    "set_seed",
-    "synchronize_rng_states",
-    "tqdm",
-    "wait_for_everyone",
-]
+__all__ = ["tqdm"]
+__all__ += ao.__all__
+__all__ += bnb.__all__
+__all__ += constants.__all__
+__all__ += dataclasses.__all__
+__all__ += deepspeed.__all__
+__all__ += environment.__all__
+__all__ += fsdp_utils.__all__
+__all__ += imports.__all__
+__all__ += launch.__all__
+__all__ += megatron_lm.__all__
+__all__ += memory.__all__
+__all__ += modeling.__all__
+__all__ += offload.__all__
+__all__ += operations.__all__
+__all__ += other.__all__
+__all__ += random.__all__
+__all__ += torch_xla.__all__
+__all__ += transformer_engine.__all__
+__all__ += versions.__all__

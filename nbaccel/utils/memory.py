@@ -13,15 +13,17 @@ import torch
 from nbaccel.errors import ConfigError, NothingFits
 from nbaccel.log import get_logger
 
-__all__ = ["find_executable_batch_size", "release_memory"]
+__all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory"]
 
 _log = get_logger(__name__)
 _OUT_OF_MEMORY = (
-    "CUDA out of memory",
+    " out of memory",  # after CUDA, XPU, NPU, MPS backend, HIP, CPU ...
+    "RESOURCE_EXHAUSTED",  # of XLA
     "CUBLAS_STATUS_ALLOC_FAILED",
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
     "DefaultCPUAllocator: can't allocate",
 )
+_DEVICES_WITH_CACHES = ("cuda", "xpu", "npu", "mlu", "musa", "sdaa")
 
 
 def release_memory(*objects: Any) -> list[None]:
@@ -39,10 +41,25 @@ def release_memory(*objects: Any) -> list[None]:
     return [None] * len(objects)
 
 
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give memory that torch keeps for later back to the device.
+
+    Args:
+        garbage_collection: Whether Python first lets go of what nobody can reach any more.
+    """
+    if garbage_collection:
+        gc.collect()
+    for kind in _DEVICES_WITH_CACHES:
+        device: Any = getattr(torch, kind, None)
+        # Asked first: to empty the cache of a device that is not in use would wake it.
+        if device is not None and getattr(device, "is_initialized", lambda: False)():
+            device.empty_cache()
+    if torch.backends.mps.is_available():
+        torch.mps.empty_cache()
+
+
 def _free() -> None:
-    gc.collect()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
+    clear_device_cache(garbage_collection=True)
 
 
 def find_executable_batch_size(

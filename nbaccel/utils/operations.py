@@ -2,24 +2,63 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.train import arrival
+import torch
+
+from nbaccel._optional import require
+from nbaccel.errors import CollectiveMismatch
+from nbaccel.train import arrival, trees
 from nbaccel.train.collectives import Collectives
-from nbaccel.train.trees import concatenate, find_batch_size, send_to_device
+from nbaccel.train.trees import concatenate, find_batch_size, leaves, send_to_device
 
 __all__ = [
+    "CannotPadNestedTensorWarning",
+    "ConvertOutputsToFp32",
+    "DistributedOperationException",
+    "GatheredParameters",
+    "TensorInformation",
     "broadcast",
     "broadcast_object_list",
     "concatenate",
+    "convert_outputs_to_fp32",
+    "convert_to_fp32",
+    "copy_tensor_to_devices",
     "find_batch_size",
+    "find_device",
     "gather",
     "gather_object",
+    "get_data_structure",
+    "get_shape",
+    "honor_type",
+    "ignorant_find_batch_size",
+    "initialize_tensors",
+    "is_namedtuple",
+    "is_tensor_information",
+    "is_torch_tensor",
+    "listify",
     "pad_across_processes",
+    "pad_input_tensors",
+    "recursively_apply",
     "reduce",
     "send_to_device",
+    "slice_tensors",
     "wait_for_everyone",
 ]
+
+DistributedOperationException = CollectiveMismatch
+"""Accelerate's name for it: processes met with tensors that do not go together."""
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor was left as it is, because nothing says how to pad it."""
+
+
+# --------------------------------------------------------------------------- collectives
 
 
 def _together() -> Collectives:
@@ -62,3 +101,258 @@ def pad_across_processes(
 ) -> Any:
     """Make every process's tensors equally long in one dimension."""
     return _together().pad_across_processes(tensor, dim, pad_index, pad_first)
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """Give all processes the tensor of the one that has it.
+
+    Args:
+        tensor: The tensor on one process, None on the others.
+
+    Returns:
+        It, on this process's device.
+
+    Raises:
+        CollectiveMismatch: Not exactly one process gave a tensor.
+    """
+    place = arrival.arrive()
+    together = Collectives(place)
+    found = together.all_objects(
+        None if tensor is None else (tuple(tensor.shape), tensor.dtype), "copy_tensor_to_devices"
+    )
+    owners = [rank for rank, what in enumerate(found) if what is not None]
+    if len(owners) != 1:
+        raise CollectiveMismatch(
+            f"copy_tensor_to_devices got a tensor on processes {owners}: it copies from the one "
+            "that has it. Give a tensor on one process and None on the others."
+        )
+    shape, dtype = found[owners[0]]
+    whole = torch.empty(shape, dtype=dtype) if tensor is None else tensor.detach().clone()
+    together.broadcast(whole := whole.to(place.device), owners[0])
+    return whole
+
+
+# --------------------------------------------------------------------------- trees
+
+
+def is_torch_tensor(tensor: Any) -> bool:
+    """Whether it is a tensor."""
+    return isinstance(tensor, torch.Tensor)
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Whether it is a named tuple."""
+    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """Make a sequence of the type of another: a list, a tuple, a named tuple.
+
+    Args:
+        obj: The other sequence.
+        generator: The items.
+    """
+    return trees.like(obj, list(generator))
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Apply a function to everything of a kind in lists, tuples and mappings.
+
+    Args:
+        func: The function.
+        data: What it is applied to; containers keep their type.
+        *args: Further arguments of the function.
+        test_type: Says whether something is of that kind; by default, tensors are.
+        error_on_other_type: Whether to raise where something is not; otherwise it stays.
+        **kwargs: Further keywords of the function.
+
+    Returns:
+        The same containers, with what the function gave.
+
+    Raises:
+        TypeError: Something is not of that kind.
+    """
+
+    def apply(leaf: Any) -> Any:
+        if test_type(leaf):
+            return func(leaf, *args, **kwargs)
+        if error_on_other_type:
+            raise TypeError(
+                f"{_name(func)} cannot be applied to a {type(leaf).__name__}, which "
+                f"{_name(test_type)} does not accept. Give lists, tuples and dictionaries of what "
+                "it does."
+            )
+        return leaf
+
+    return trees.map_leaves(apply, data)
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", function))
+
+
+def listify(data: Any) -> Any:
+    """Tensors as numbers and lists of numbers, in the same containers."""
+    return trees.map_tensors(lambda tensor: tensor.detach().cpu().tolist(), data)
+
+
+def slice_tensors(
+    data: Any,
+    tensor_slice: Any,
+    process_index: int | None = None,
+    num_processes: int | None = None,
+) -> Any:
+    """Cut every tensor.
+
+    Args:
+        data: Tensors in containers.
+        tensor_slice: What is taken of each, as in ``tensor[tensor_slice]``.
+        process_index: Not used; functions given as `slice_fn_for_dispatch` take it.
+        num_processes: The same.
+
+    Returns:
+        The same containers.
+    """
+    del process_index, num_processes
+    return trees.map_tensors(lambda tensor: tensor[tensor_slice], data)
+
+
+def find_device(data: Any) -> torch.device | None:
+    """Where the first tensor is; None where there is none."""
+    return next((leaf.device for leaf in leaves(data) if isinstance(leaf, torch.Tensor)), None)
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """Rows of the first tensor with a dimension; None where there is none."""
+    return find_batch_size(data)
+
+
+def get_shape(data: Any) -> Any:
+    """The shape of every tensor, as a list, in the same containers."""
+    return trees.map_tensors(lambda tensor: list(tensor.shape), data)
+
+
+@dataclass
+class TensorInformation:
+    """What a tensor is, without its numbers.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its number format.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def is_tensor_information(tensor_info: Any) -> bool:
+    """Whether it is a `TensorInformation`."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def get_data_structure(data: Any) -> Any:
+    """A `TensorInformation` for every tensor, in the same containers."""
+    return trees.map_tensors(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """Tensors of any values for what :func:`get_data_structure` gave."""
+    return recursively_apply(
+        lambda known: torch.empty(known.shape, dtype=known.dtype),
+        data_structure,
+        test_type=is_tensor_information,
+    )
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Lengthen tensors by zeros, so that they can be cut into equal parts for the processes.
+
+    Args:
+        tensor: Tensors in containers.
+        batch_size: Rows that they have now.
+        num_processes: How many parts.
+        dim: The dimension of the rows.
+
+    Returns:
+        The same containers; the rows are the next multiple of `num_processes`.
+    """
+    missing = -batch_size % num_processes
+
+    def pad(one: torch.Tensor) -> torch.Tensor:
+        more = list(one.shape)
+        more[dim] = missing
+        return torch.cat([one, one.new_zeros(more)], dim) if missing else one
+
+    return recursively_apply(pad, tensor, error_on_other_type=True)
+
+
+# --------------------------------------------------------------------------- precision
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Tensors of fp16 and bf16 as float32, in the same containers; others stay."""
+    low = (torch.float16, torch.bfloat16)
+    return trees.map_tensors(lambda one: one.float() if one.dtype in low else one, tensor)
+
+
+class ConvertOutputsToFp32:
+    """A function whose results in fp16 and bf16 are turned into float32.
+
+    Args:
+        model_forward: The function, a model's forward for example.
+    """
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        functools.update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """As `ConvertOutputsToFp32`, as a plain function, which becomes a method in a class.
+
+    Args:
+        model_forward: The function.
+    """
+
+    @functools.wraps(model_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(model_forward(*args, **kwargs))
+
+    return forward
+
+
+def GatheredParameters(  # noqa: N802 - Accelerate's name
+    params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+) -> AbstractContextManager[Any]:
+    """Whole parameters in a block, where DeepSpeed's ZeRO-3 has cut them up; else nothing happens.
+
+    Args:
+        params: The parameters.
+        modifier_rank: The process whose changes count; None where nothing is changed.
+        fwd_module: The module whose forward uses them.
+        enabled: Whether anything is done.
+
+    Returns:
+        The context.
+    """
+    # A parameter can be iterated over, too, but by rows.
+    single = isinstance(params, torch.Tensor) or not isinstance(params, Iterable)
+    params = [params] if single else list(params)
+    if not enabled or not any(hasattr(parameter, "ds_id") for parameter in params):
+        return nullcontext()
+    zero: Any = require("deepspeed", extra="deepspeed", why="Gathering ZeRO-3's parameters").zero
+    found: AbstractContextManager[Any] = zero.GatheredParameters(
+        params, modifier_rank=modifier_rank, fwd_module=fwd_module
+    )
+    return found

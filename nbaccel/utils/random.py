@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from nbaccel.train import arrival, rng
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.rng import set_seed
 
-__all__ = ["set_seed", "synchronize_rng_states"]
+__all__ = ["set_seed", "synchronize_rng_state", "synchronize_rng_states"]
+
+
+def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
+    """Give all processes one random state of process 0.
+
+    Args:
+        rng_type: ``torch``, ``cuda`` or ``generator``; None for none.
+        generator: The one that ``generator`` means.
+    """
+    if rng_type is not None:
+        synchronize_rng_states([rng_type], generator)
 
 
 def synchronize_rng_states(rng_types: list[str], generator: torch.Generator | None = None) -> None:

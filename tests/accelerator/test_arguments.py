@@ -54,7 +54,6 @@ def test_wrong_arguments_are_refused_with_what_was_given(
         "torch_tp_plugin",
         "megatron_lm_plugin",
         "parallelism_config",
-        "dynamo_plugin",
     ],
 )
 def test_what_cannot_be_served_is_refused_not_ignored(name: str) -> None:

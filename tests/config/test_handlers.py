@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from nbaccel import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
 )
+from nbaccel.utils import TorchDynamoPlugin
 
 
 @pytest.mark.parametrize(
@@ -31,7 +33,7 @@ from nbaccel import (
         (lambda: ProjectConfiguration(iteration=-1), r"iteration=-1\) is too small"),
         (lambda: InitProcessGroupKwargs(timeout=0), r"timeout=0:00:00\) must be positive"),
         (lambda: DistributedDataParallelKwargs(comm_hook="zip"), r"comm_hook='zip'.*power_sgd"),
-        (lambda: FullyShardedDataParallelPlugin(fsdp_version=1), r"fsdp_version=1\).*fully_shard"),
+        (lambda: FullyShardedDataParallelPlugin(fsdp_version=3), r"fsdp_version=3\).*fully_shard"),
         (
             lambda: FullyShardedDataParallelPlugin(auto_wrap_policy="all"),
             r"auto_wrap_policy='all'.*size_based_wrap",
@@ -46,12 +48,12 @@ from nbaccel import (
             r"sharding_strategy='NO_SHARD'.*leave the plugin out",
         ),
         (
-            lambda: FullyShardedDataParallelPlugin(use_orig_params=False),
-            r"use_orig_params=False\) cannot be followed: fully_shard always does it",
+            lambda: FullyShardedDataParallelPlugin(param_init_fn=print),
+            r"param_init_fn=.*is FSDP1's.*before prepare",
         ),
         (
-            lambda: FullyShardedDataParallelPlugin(state_dict_config={"offload_to_cpu": False}),
-            r"state_dict_config=.*is FSDP1's.*state_dict_type='FULL_STATE_DICT'",
+            lambda: FullyShardedDataParallelPlugin(activation_checkpointing_offload=True),
+            r"activation_checkpointing_offload=True\).*Leave it out",
         ),
     ],
 )
@@ -64,7 +66,7 @@ def test_what_makes_no_sense_is_refused_with_the_value_and_a_remedy(
 
 def test_all_mistakes_are_told_together() -> None:
     with pytest.raises(ConfigError) as caught:
-        FullyShardedDataParallelPlugin(fsdp_version=1, state_dict_type="?", min_num_params=0)
+        FullyShardedDataParallelPlugin(fsdp_version=3, state_dict_type="?", min_num_params=0)
     assert len(caught.value.mistakes) == 3
 
 
@@ -136,3 +138,64 @@ def test_nobodys_state_is_never_there() -> None:
     from nbaccel.state import is_initialized
 
     assert not is_initialized()
+
+
+def test_what_fsdp1_has_and_changes_no_number_is_taken_with_one_warning() -> None:
+    with pytest.warns(UserWarning, match="fully_shard, which is FSDP2") as told:
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=1, use_orig_params=False, backward_prefetch="BACKWARD_PRE"
+        )
+    assert len(told) == 1
+    assert re.search(
+        r"fsdp_version=1, backward_prefetch='BACKWARD_PRE'.*use_orig_params=False.*fully_shard",
+        str(told[0].message),
+    )
+    assert told[0].filename == __file__
+    assert (plugin.fsdp_version, plugin.state_dict_type) == (2, "FULL_STATE_DICT")
+
+
+def test_accelerates_positions_and_defaults() -> None:
+    plugin = FullyShardedDataParallelPlugin(2, None, False, None, None, "no_wrap", True)
+    assert plugin.reshard_after_forward is False
+    assert plugin.cpu_offload is True
+    assert FullyShardedDataParallelPlugin().reshard_after_forward is True
+    assert FullyShardedDataParallelPlugin().state_dict_type == "SHARDED_STATE_DICT"
+
+
+def test_torchs_own_objects_are_understood() -> None:
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    whole = FullyShardedDataParallelPlugin(
+        state_dict_config=fsdp.FullStateDictConfig(offload_to_cpu=False, rank0_only=False),
+        optim_state_dict_config=fsdp.FullOptimStateDictConfig(),
+        cpu_offload=fsdp.CPUOffload(offload_params=True),
+    )
+    assert (whole.state_dict_type, whole.cpu_offload) == ("FULL_STATE_DICT", True)
+    assert not FullyShardedDataParallelPlugin(cpu_offload=fsdp.OffloadPolicy()).cpu_offload
+    given = fsdp.StateDictType.SHARDED_STATE_DICT
+    assert FullyShardedDataParallelPlugin(state_dict_type=given).writes_shards
+    with pytest.raises(ConfigError, match="contradicts state_dict_config"):
+        FullyShardedDataParallelPlugin(
+            state_dict_type=given, state_dict_config=fsdp.FullStateDictConfig()
+        )
+
+
+def test_a_sharded_run_may_save_one_file_in_the_end() -> None:
+    plugin = FullyShardedDataParallelPlugin()
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    assert not plugin.writes_shards
+    with pytest.raises(ConfigError, match="'LOCAL'"):
+        plugin.set_state_dict_type("LOCAL")
+
+
+def test_a_dynamo_plugin_becomes_arguments_of_torch_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plugin = TorchDynamoPlugin(backend="EAGER", fullgraph=True, use_regional_compilation=True)
+    assert plugin.to_kwargs() == {"backend": "eager", "fullgraph": True}
+    assert not TorchDynamoPlugin().compiles
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
+    assert TorchDynamoPlugin().to_kwargs() == {"backend": "inductor", "mode": "reduce-overhead"}
+    assert TorchDynamoPlugin(backend="Own").to_kwargs()["backend"] == "Own"
+    with pytest.raises(ConfigError, match=r"mode='fast'.*max-autotune"):
+        TorchDynamoPlugin(backend="eager", mode="fast")

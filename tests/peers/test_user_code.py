@@ -604,6 +604,116 @@ def streamed_data(folder: Path) -> Any:
     return found, scheduler.get_last_lr()
 
 
+def local_averages(folder: Path) -> Any:
+    from accelerate import Accelerator
+    from accelerate.local_sgd import LocalSGD
+    from accelerate.utils import is_npu_available, is_schedulefree_available, is_xpu_available
+
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(rows(), batch_size=2)
+    )
+    drifted = []
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=4) as local_sgd:
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+                local_sgd.step()
+            drifted.append(numbers(model))
+    there = (is_xpu_available(), is_npu_available(), is_schedulefree_available())
+    return drifted, numbers(model), [bool(answer) for answer in there]
+
+
+def folds(folder: Path) -> Any:
+    from accelerate import Accelerator
+    from accelerate.utils import gather_object
+
+    accelerator = Accelerator()
+    everything, found = rows(24), []
+    for fold in range(3):
+        mine = [i for i in range(24) if i % 3 != fold]
+        model = classifier()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        train, test, model, optimizer = accelerator.prepare(
+            DataLoader(torch.utils.data.Subset(everything, mine), batch_size=4),
+            DataLoader(torch.utils.data.Subset(everything, range(fold, 24, 3)), batch_size=4),
+            model,
+            optimizer,
+        )
+        for x, y in train:
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            logits = [accelerator.gather_for_metrics(model(x)) for x, _ in test]
+        found.append(torch.cat(logits).sum(0).tolist())
+        model, optimizer = accelerator.free_memory(model, optimizer)
+    return found, gather_object([accelerator.process_index])
+
+
+def batch_size_that_fits_in_accumulated_steps(folder: Path) -> Any:
+    from accelerate import Accelerator
+    from accelerate.utils import find_executable_batch_size
+
+    accelerator = Accelerator()
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=16)
+    def train(batch_size):
+        accelerator.free_memory()
+        tried.append(batch_size)
+        accelerator.gradient_accumulation_steps = max(1, 16 // batch_size)
+        model = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(
+            model, optimizer, DataLoader(rows(), batch_size=batch_size)
+        )
+        for x, y in loader:
+            if len(x) > 8:
+                raise RuntimeError("XPU out of memory. Tried to allocate 20 MiB")
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+        return numbers(model)
+
+    return train(), tried, accelerator.gradient_accumulation_steps
+
+
+def compressed_gradients(folder: Path) -> Any:
+    from accelerate import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs
+    from accelerate.utils import LoggerType
+
+    # Accelerate compresses even where one process has nobody to send gradients to.
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    hook = DDPCommunicationHookType.NO if alone else DDPCommunicationHookType.FP16
+    handler = DistributedDataParallelKwargs(comm_hook=hook)
+    accelerator = Accelerator(
+        kwargs_handlers=[handler], log_with=[LoggerType.TENSORBOARD], project_dir=folder
+    )
+    accelerator.init_trackers("run", config={"lr": 0.1})
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(rows(), batch_size=4)
+    )
+    for step, (x, y) in enumerate(loader):
+        loss = nn.functional.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        accelerator.log({"loss": loss.item()}, step=step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert accelerator.ddp_handler is handler
+    assert [str(kind) for kind in accelerator.log_with] == ["tensorboard"]
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    return numbers(model), [type(tracker).__name__ for tracker in accelerator.trackers]
+
+
 BODIES = (
     text_classification,
     checkpoints_by_epoch_and_step,
@@ -618,6 +728,10 @@ BODIES = (
     weights_for_elsewhere,
     profiled,
     streamed_data,
+    local_averages,
+    folds,
+    batch_size_that_fits_in_accumulated_steps,
+    compressed_gradients,
 )
 LIBRARIES = ("accelerate", "nbaccel")
 
@@ -704,7 +818,9 @@ def as_script(body: Callable[..., Any], folder: Path) -> Path:
     return script
 
 
-@pytest.mark.parametrize("body", [text_classification, checkpoints_by_epoch_and_step])
+@pytest.mark.parametrize(
+    "body", [text_classification, checkpoints_by_epoch_and_step, local_averages]
+)
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_as_a_script_it_runs_and_ends_without_a_complaint(
     body: Any, num_processes: int, tmp_path: Path

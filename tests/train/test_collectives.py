@@ -102,6 +102,19 @@ def test_tensors_are_made_equally_long(first: bool, rows: list[list[int]]) -> No
     assert list(together(body)) == rows
 
 
+def test_tensors_of_different_numbers_of_dimensions_are_told_apart() -> None:
+    def body(collectives: Collectives) -> str:
+        shape = (1, 5) if collectives.place.rank == 0 else (1, 1, 6)
+        try:
+            collectives.pad_across_processes({"tensor": torch.zeros(shape)}, dim=0)
+        except CollectiveMismatch as error:
+            return str(error)
+        return "nothing was raised"
+
+    for text in together(body):
+        assert "process 0: [1, 5], process 1: [1, 1, 6]" in text
+
+
 def test_padding_works_on_any_dimension() -> None:
     def body(c: Collectives) -> Any:
         r = c.place.rank

@@ -17,8 +17,11 @@ from nbaccel.errors import ConfigError, MissingBackend
 from nbaccel.train.trackers import (
     GeneralTracker,
     JsonlTracker,
+    LoggerType,
     TensorBoardTracker,
     find_trackers,
+    get_available_trackers,
+    register_tracker_class,
     start_trackers,
 )
 
@@ -169,13 +172,43 @@ def test_trackers_are_found_by_name_class_and_instance(tmp_path):
     assert find_trackers("jsonl", tmp_path) == [JsonlTracker]
     assert find_trackers(["tensorboard", own, "tensorboard"], tmp_path) == [TensorBoardTracker, own]
     assert find_trackers(Recording) == [Recording]
-    assert find_trackers(["all", own], tmp_path) == [JsonlTracker, TensorBoardTracker, own]
+    everything = find_trackers(["all", own], tmp_path)
+    assert [everything[0], everything[1], everything[-1]] == [JsonlTracker, TensorBoardTracker, own]
 
 
 def test_accelerates_own_names_are_understood(tmp_path):
     from accelerate.utils import LoggerType
 
     assert find_trackers(LoggerType.TENSORBOARD, tmp_path) == [TensorBoardTracker]
+
+
+def test_one_that_is_not_installed_is_left_out_with_a_warning(tmp_path):
+    missing = sorted(set(LoggerType.list()) - {"all", *map(str, get_available_trackers())})
+    if not missing:
+        pytest.skip("every tracker is installed here")
+    with pytest.warns(UserWarning, match=rf"log_with='{missing[0]}' is left out.*pip install"):
+        assert find_trackers(["jsonl", missing[0]], tmp_path) == [JsonlTracker]
+
+
+def test_a_class_can_be_registered(monkeypatch, tmp_path):
+    monkeypatch.setattr("nbaccel.train.trackers._REGISTERED", {})
+    register_tracker_class(Recording)
+    assert find_trackers("recording") == [Recording]
+    with pytest.warns(UserWarning, match="takes the name 'recording' from another"):
+        register_tracker_class(Recording)
+    with pytest.raises(ConfigError, match=r"'Recording'.*no subclass of GeneralTracker"):
+        register_tracker_class("Recording")
+    nameless = type("Nameless", (GeneralTracker,), {"requires_logging_directory": False})
+    with pytest.raises(ConfigError, match=r"Nameless\) does not define name"):
+        register_tracker_class(nameless)
+
+
+def test_tensorboard_shows_images(tmp_path):
+    pytest.importorskip("tensorboard")
+    tracker = TensorBoardTracker("run", tmp_path)
+    tracker.log_images({"picture": torch.zeros(2, 3, 4, 4)}, step=1)
+    tracker.finish()
+    assert any(path.stat().st_size > 100 for path in (tmp_path / "run").iterdir())
 
 
 def test_an_unknown_name_is_refused_with_a_guess():

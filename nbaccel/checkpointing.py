@@ -1,0 +1,51 @@
+"""Checkpoints of single objects, under the name by which Accelerate's users import them.
+
+Everything that training needs is saved by ``accelerator.save_state()``, and registered objects with
+it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nbaccel.train import checkpoint
+from nbaccel.train.checkpoint import files
+
+__all__ = ["load_custom_state", "save_custom_state"]
+
+
+def save_custom_state(
+    obj: Any, path: str | Path, index: int = 0, save_on_each_node: bool = False
+) -> None:
+    """Write the state of an object to ``custom_checkpoint_<index>.pkl``, once per run.
+
+    Args:
+        obj: With a `state_dict`.
+        path: The folder.
+        index: Its number.
+        save_on_each_node: Whether once per node instead.
+    """
+    from nbaccel.state import PartialState
+
+    state = PartialState()
+    if state.is_local_main_process if save_on_each_node else state.is_main_process:
+        checkpoint.save(obj.state_dict(), _file(path, index))
+
+
+def load_custom_state(obj: Any, path: str | Path, index: int = 0) -> None:
+    """Give an object the state that :func:`save_custom_state` wrote; no code in it is run.
+
+    Args:
+        obj: With a `load_state_dict`.
+        path: The folder.
+        index: Its number.
+
+    Raises:
+        CheckpointDamaged: The file holds more than tensors and plain data.
+    """
+    obj.load_state_dict(files.read(_file(path, index)))
+
+
+def _file(path: str | Path, index: int) -> Path:
+    return Path(path) / f"custom_checkpoint_{index}.pkl"

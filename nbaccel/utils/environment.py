@@ -1,0 +1,240 @@
+"""Environment variables, and what a process can learn of its machine from outside of torch."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from nbaccel import env
+from nbaccel.errors import ConfigError
+from nbaccel.log import get_logger
+from nbaccel.plan.gpus import find_cards
+from nbaccel.utils import imports
+
+__all__ = [
+    "CPUInformation",
+    "are_libraries_initialized",
+    "check_cuda_fp8_capability",
+    "check_cuda_p2p_ib_support",
+    "clear_environment",
+    "convert_dict_to_env_variables",
+    "get_cpu_distributed_information",
+    "get_current_device_type",
+    "get_gpu_info",
+    "get_int_from_env",
+    "override_numa_affinity",
+    "parse_choice_from_env",
+    "parse_flag_from_env",
+    "patch_environment",
+    "purge_accelerate_environment",
+    "set_numa_affinity",
+    "str_to_bool",
+]
+
+_log = get_logger(__name__)
+_YES = frozenset({"y", "yes", "t", "true", "on", "1"})
+_NO = frozenset({"n", "no", "f", "false", "off", "0"})
+_ENDS_A_VARIABLE = frozenset(";\n<> ")
+
+# --------------------------------------------------------------------------- variables
+
+
+@contextmanager
+def patch_environment(**kwargs: Any) -> Iterator[None]:
+    """Set environment variables for the length of a block.
+
+    Args:
+        **kwargs: Values by name; names are written in capitals, values as text.
+    """
+    with env.applied({name.upper(): str(value) for name, value in kwargs.items()}):
+        yield
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """Leave no environment variable set for the length of a block."""
+    before = env.snapshot()
+    env.replace_all({})
+    try:
+        yield
+    finally:
+        env.replace_all(before)
+
+
+def purge_accelerate_environment(func_or_cls: Any) -> Any:
+    """Let a test's function or class leave no variable ``ACCELERATE_...`` behind.
+
+    Args:
+        func_or_cls: The function, or a class, whose test methods are meant then.
+
+    Returns:
+        It, wrapped.
+    """
+    if not inspect.isclass(func_or_cls):
+        return _purged(func_or_cls)
+    for name, method in list(vars(func_or_cls).items()):
+        if name.startswith("test") and callable(method):
+            setattr(func_or_cls, name, _purged(method))
+    return func_or_cls
+
+
+def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = _accelerates()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            env.update({**dict.fromkeys(_accelerates()), **before})
+
+    return call
+
+
+def _accelerates() -> dict[str, str]:
+    return {k: v for k, v in env.snapshot().items() if k.startswith("ACCELERATE_")}
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """Read yes or no.
+
+    Args:
+        value: ``yes``, ``true``, ``on``, ``1`` and their like, or the opposite.
+        to_bool: Whether the answer is a truth value instead of 1 or 0.
+
+    Returns:
+        The answer.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    word = value.lower()
+    if word not in _YES | _NO:
+        raise ConfigError(
+            f"str_to_bool({value!r}) is neither yes nor no. Guessing could turn on what was meant "
+            "to be off. Give true or false, 1 or 0."
+        )
+    return (word in _YES) if to_bool else int(word in _YES)
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """An environment variable read as yes or no; `default` where it is not set."""
+    return bool(str_to_bool(env.read(key, str(default)) or str(default)))
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """An environment variable, or `default`."""
+    return env.read(key) or str(default)
+
+
+def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
+    """The first of some environment variables that is set to a number of at least 0."""
+    found = (int(env.read(key) or -1) for key in env_keys)
+    return next((number for number in found if number >= 0), default)
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
+    """Lines ``NAME=value`` of a file; what would break such a file is left out, with a warning."""
+    lines = []
+    for name, value in current_env.items():
+        if name and value and not _ENDS_A_VARIABLE.intersection(name + value):
+            lines.append(f"{name}={value}\n")
+        else:
+            _log.warning("%s=%r is left out: it cannot stand in a line of its own", name, value)
+    return lines
+
+
+# --------------------------------------------------------------------------- machine
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Which of these modules have been imported."""
+    return [name for name in library_names if name in sys.modules]
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """The kind of device of this machine, and how several of them are called; no device is woken.
+
+    Returns:
+        Such as ``("cuda", "MULTI_GPU")``, which is also the answer where there is none.
+    """
+    for kind in ("mlu", "sdaa", "musa", "npu", "hpu", "xpu", "neuron"):
+        if getattr(imports, f"is_{kind}_available")():
+            return kind, f"MULTI_{kind.upper()}"
+    return "cuda", "MULTI_GPU"
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """Names of the NVIDIA GPUs of this machine, and how many; no CUDA context is made."""
+    cards, _ = find_cards()
+    names = [card.gpu.name for card in cards]
+    return names, len(names)
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Whether the GPUs may talk to each other directly; those of the RTX 40 series may not."""
+    names, count = get_gpu_info()
+    return count < 2 or not any("RTX 40" in name for name in names)
+
+
+def check_cuda_fp8_capability() -> bool:
+    """Whether the first GPU computes in fp8."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+@dataclass
+class CPUInformation:
+    """This process among others, as launchers tell it by environment variables."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """This process among others, as torchrun, MPI or a launcher of nbaccel tell it."""
+    mpi, mva = "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"
+    return CPUInformation(
+        rank=get_int_from_env(["RANK", "PMI_RANK", f"{mpi}RANK", f"{mva}RANK"], 0),
+        world_size=get_int_from_env(["WORLD_SIZE", "PMI_SIZE", f"{mpi}SIZE", f"{mva}SIZE"], 1),
+        local_rank=get_int_from_env(
+            ["LOCAL_RANK", "MPI_LOCALRANKID", f"{mpi}LOCAL_RANK", f"{mva}LOCAL_RANK"], 0
+        ),
+        local_world_size=get_int_from_env(
+            ["LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", f"{mpi}LOCAL_SIZE", f"{mva}LOCAL_SIZE"], 1
+        ),
+    )
+
+
+def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Let this process run on the cores beside its NVIDIA GPU only; nothing where there is none.
+
+    Args:
+        local_process_index: Number of the GPU.
+        verbose: Whether to log the cores; None does under ``ACCELERATE_DEBUG_MODE``.
+    """
+    if not imports.is_cuda_available() or not imports.is_pynvml_available():
+        return
+    import pynvml
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(local_process_index)
+    words = pynvml.nvmlDeviceGetCpuAffinity(handle, -(-(os.cpu_count() or 1) // 64))
+    cores = [64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1]
+    os.sched_setaffinity(0, cores)
+    if verbose or (verbose is None and parse_flag_from_env("ACCELERATE_DEBUG_MODE")):
+        _log.info("process %s runs on cores %s", local_process_index, cores)
+
+
+@functools.cache
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """As :func:`override_numa_affinity`, once per process."""
+    override_numa_affinity(local_process_index, verbose)

@@ -1,0 +1,129 @@
+"""Weights of models that torch's FSDP sharded; the inside of Accelerate's FSDP is not here."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as read_shards
+
+from nbaccel import env
+from nbaccel._later import FSDP_INTERNALS, later
+from nbaccel.errors import CheckpointDamaged, ConfigError
+from nbaccel.state import PartialState
+from nbaccel.strategies.shard_files import read_metadata, shard_problems
+from nbaccel.train import checkpoint
+
+__all__ = [
+    "disable_fsdp_ram_efficient_loading",
+    "enable_fsdp_ram_efficient_loading",
+    "ensure_weights_retied",
+    "fsdp2_apply_ac",
+    "fsdp2_canonicalize_names",
+    "fsdp2_load_full_state_dict",
+    "fsdp2_prepare_model",
+    "fsdp2_switch_optimizer_parameters",
+    "get_fsdp2_grad_scaler",
+    "load_fsdp_model",
+    "load_fsdp_optimizer",
+    "merge_fsdp_weights",
+    "save_fsdp_model",
+    "save_fsdp_optimizer",
+]
+
+_PREFIX = "model."
+_EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+
+ensure_weights_retied = later("ensure_weights_retied", FSDP_INTERNALS, __name__)
+fsdp2_apply_ac = later("fsdp2_apply_ac", FSDP_INTERNALS, __name__)
+fsdp2_canonicalize_names = later("fsdp2_canonicalize_names", FSDP_INTERNALS, __name__)
+fsdp2_load_full_state_dict = later("fsdp2_load_full_state_dict", FSDP_INTERNALS, __name__)
+fsdp2_prepare_model = later("fsdp2_prepare_model", FSDP_INTERNALS, __name__)
+fsdp2_switch_optimizer_parameters = later(
+    "fsdp2_switch_optimizer_parameters", FSDP_INTERNALS, __name__
+)
+get_fsdp2_grad_scaler = later("get_fsdp2_grad_scaler", FSDP_INTERNALS, __name__)
+load_fsdp_model = later("load_fsdp_model", FSDP_INTERNALS, __name__)
+load_fsdp_optimizer = later("load_fsdp_optimizer", FSDP_INTERNALS, __name__)
+save_fsdp_model = later("save_fsdp_model", FSDP_INTERNALS, __name__)
+save_fsdp_optimizer = later("save_fsdp_optimizer", FSDP_INTERNALS, __name__)
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Let transformers load weights on process 0 alone, where it reads the variable for it."""
+    env.update({_EFFICIENT_LOADING: "True"})
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Let transformers load weights on every process."""
+    env.update({_EFFICIENT_LOADING: "False"})
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | Path,
+    output_path: str | Path,
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Make one file of weights that every process wrote a shard of; process 0 does it.
+
+    Args:
+        checkpoint_dir: The model's folder in a checkpoint, ``pytorch_model_fsdp_0``, or the
+            checkpoint, where it has only one.
+        output_path: Folder of the file: ``model.safetensors``.
+        safe_serialization: safetensors; otherwise ``pytorch_model.bin``, a pickle.
+        remove_checkpoint_dir: Whether the shards are deleted then.
+
+    Raises:
+        ConfigError: There are no shards of a model.
+        CheckpointDamaged: Files are missing, damaged or hold code.
+    """
+    state = PartialState()
+    if state.is_main_process:
+        folder = _shards_in(Path(checkpoint_dir))
+        checkpoint.save_model(
+            _whole(folder), output_path, max_shard_size="1000TB",
+            safe_serialization=safe_serialization,
+        )  # fmt: skip
+        if remove_checkpoint_dir:
+            shutil.rmtree(folder)
+    state.wait_for_everyone()
+
+
+def _shards_in(folder: Path) -> Path:
+    if (folder / ".metadata").exists():
+        return folder
+    inside = sorted(path.parent for path in folder.glob("pytorch_model_fsdp_*/.metadata"))
+    if len(inside) == 1:
+        return inside[0]
+    raise ConfigError(
+        f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has no shards of one model: "
+        f"found were {[path.name for path in inside] or 'none'}. Give the folder "
+        "pytorch_model_fsdp_0 of a checkpoint that save_state wrote with "
+        "state_dict_type='SHARDED_STATE_DICT'."
+    )
+
+
+def _whole(folder: Path) -> dict[str, torch.Tensor]:
+    metadata = read_metadata(folder)
+    if problems := shard_problems(folder, metadata, 0, 1):
+        raise CheckpointDamaged(*problems)
+    weights: dict[str, Any] = {
+        name: torch.empty(kept.size, dtype=kept.properties.dtype)
+        for name, kept in metadata.state_dict_metadata.items()
+        if isinstance(kept, TensorStorageMetadata) and name.startswith(_PREFIX)
+    }
+    if not weights:
+        raise ConfigError(
+            f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has no weights of a model, but "
+            f"{len(metadata.state_dict_metadata)} other entries. Give the model's folder."
+        )
+    with warnings.catch_warnings():
+        # That one process reads alone is what was asked for.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        read_shards(weights, checkpoint_id=folder, no_dist=True)
+    return {name.removeprefix(_PREFIX): value for name, value in weights.items()}

@@ -1,0 +1,369 @@
+"""What is installed and what this machine has: the ``is_..._available`` functions.
+
+Packages are looked up by a table, without importing them. A device's package is imported when the
+device is asked for, because only with it torch can answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from packaging.specifiers import SpecifierSet
+
+from nbaccel import env
+from nbaccel._optional import is_installed
+from nbaccel.errors import MissingBackend
+
+__all__ = [
+    "deepspeed_required",
+    "is_4bit_bnb_available",
+    "is_8bit_bnb_available",
+    "is_aim_available",
+    "is_amdsmi_available",
+    "is_bf16_available",
+    "is_bitsandbytes_multi_backend_available",
+    "is_bnb_available",
+    "is_boto3_available",
+    "is_clearml_available",
+    "is_comet_ml_available",
+    "is_cuda_available",
+    "is_datasets_available",
+    "is_deepspeed_available",
+    "is_dvclive_available",
+    "is_fp8_available",
+    "is_fp16_available",
+    "is_habana_gaudi1",
+    "is_hpu_available",
+    "is_import_timer_available",
+    "is_lomo_available",
+    "is_matplotlib_available",
+    "is_megatron_lm_available",
+    "is_mlflow_available",
+    "is_mlu_available",
+    "is_mps_available",
+    "is_msamp_available",
+    "is_musa_available",
+    "is_neuron_available",
+    "is_npu_available",
+    "is_numpy_available",
+    "is_pandas_available",
+    "is_peft_available",
+    "is_pippy_available",
+    "is_pynvml_available",
+    "is_pytest_available",
+    "is_rich_available",
+    "is_rocm_available",
+    "is_sagemaker_available",
+    "is_schedulefree_available",
+    "is_sdaa_available",
+    "is_swanlab_available",
+    "is_tensorboard_available",
+    "is_timm_available",
+    "is_torch_distributed_available",
+    "is_torch_xla_available",
+    "is_torchao_available",
+    "is_torchdata_available",
+    "is_torchdata_stateful_dataloader_available",
+    "is_torchvision_available",
+    "is_tqdm_available",
+    "is_trackio_available",
+    "is_transformer_engine_available",
+    "is_transformer_engine_mxfp8_available",
+    "is_transformers_available",
+    "is_triton_available",
+    "is_wandb_available",
+    "is_weights_only_available",
+    "is_xccl_available",
+    "is_xpu_available",
+    "torchao_required",
+]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# --------------------------------------------------------------------------- packages
+
+
+@dataclass(frozen=True, slots=True)
+class _Package:
+    """How a package is found.
+
+    Attributes:
+        module: What is imported.
+        distributions: What pip calls it; the module's name where empty. One of them must be there:
+            a folder that happens to have the module's name (trackers leave such) is no package.
+        versions: Those that will do, as pip writes them.
+    """
+
+    module: str
+    distributions: tuple[str, ...] = ()
+    versions: str = ""
+
+    def is_there(self) -> bool:
+        found = (_version(name) for name in self.distributions or (self.module,))
+        wanted = SpecifierSet(self.versions, prereleases=True)
+        return is_installed(self.module) and any(v is not None and v in wanted for v in found)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _look(*packages: _Package) -> Callable[[], bool]:
+    """A function that says whether one of these is installed."""
+
+    def is_available() -> bool:
+        return any(package.is_there() for package in packages)
+
+    is_available.__doc__ = f"Whether {' or '.join(p.module for p in packages)} is installed."
+    return is_available
+
+
+_BITSANDBYTES = "bitsandbytes"
+
+is_4bit_bnb_available = _look(_Package(_BITSANDBYTES, versions=">=0.39.0"))
+is_8bit_bnb_available = _look(_Package(_BITSANDBYTES, versions=">=0.37.2"))
+is_aim_available = _look(_Package("aim", versions="<4.0.0"))
+is_amdsmi_available = _look(_Package("amdsmi"))
+is_boto3_available = _look(_Package("boto3"))
+is_clearml_available = _look(_Package("clearml"))
+is_comet_ml_available = _look(_Package("comet_ml", ("comet-ml",)))
+is_datasets_available = _look(_Package("datasets"))
+is_deepspeed_available = _look(_Package("deepspeed"))
+is_dvclive_available = _look(_Package("dvclive"))
+is_import_timer_available = _look(_Package("import_timer"))
+is_lomo_available = _look(_Package("lomo_optim"))
+is_matplotlib_available = _look(_Package("matplotlib"))
+is_mlflow_available = _look(_Package("mlflow", ("mlflow", "mlflow-skinny")))
+is_msamp_available = _look(_Package("msamp", ("ms-amp",)))
+is_pandas_available = _look(_Package("pandas"))
+is_peft_available = _look(_Package("peft"))
+is_pynvml_available = _look(_Package("pynvml", ("pynvml", "nvidia-ml-py")))
+is_pytest_available = _look(_Package("pytest"))
+is_sagemaker_available = _look(_Package("sagemaker"))
+is_schedulefree_available = _look(_Package("schedulefree"))
+is_swanlab_available = _look(_Package("swanlab"))
+is_tensorboard_available = _look(_Package("tensorboard"), _Package("tensorboardX"))
+is_timm_available = _look(_Package("timm"))
+is_torchao_available = _look(_Package("torchao", versions=">=0.6.1"))
+is_torchdata_available = _look(_Package("torchdata"))
+is_torchdata_stateful_dataloader_available = _look(_Package("torchdata", versions=">=0.8.0"))
+is_torchvision_available = _look(_Package("torchvision"))
+is_tqdm_available = _look(_Package("tqdm"))
+is_trackio_available = _look(_Package("trackio"))
+is_transformer_engine_available = _look(
+    _Package("transformer_engine", ("transformer-engine",)),
+    _Package("intel_transformer_engine", ("intel-transformer-engine",)),
+)
+is_transformers_available = _look(_Package("transformers"))
+is_triton_available = _look(_Package("triton", ("triton", "triton-xpu", "pytorch-triton")))
+is_wandb_available = _look(_Package("wandb"))
+
+
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Whether bitsandbytes is installed, of that version or newer."""
+    return _Package(_BITSANDBYTES, versions=f">={min_version}" if min_version else "").is_there()
+
+
+def is_bitsandbytes_multi_backend_available() -> bool:
+    """Whether the installed bitsandbytes computes on more than CUDA."""
+    if not is_bnb_available():
+        return False
+    features = getattr(importlib.import_module(_BITSANDBYTES), "features", ())
+    return "multi_backend" in features
+
+
+def is_numpy_available(min_version: str = "1.25.0") -> bool:
+    """Whether numpy is installed, of that version or newer."""
+    return _Package("numpy", versions=f">={min_version}").is_there()
+
+
+def is_rich_available() -> bool:
+    """Whether rich is installed and asked for by ``ACCELERATE_ENABLE_RICH``."""
+    return _Package("rich").is_there() and bool(env.flag("ACCELERATE_ENABLE_RICH"))
+
+
+def is_fp8_available() -> bool:
+    """Whether a package that computes in fp8 is installed."""
+    return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
+
+
+def is_transformer_engine_mxfp8_available() -> bool:
+    """Whether TransformerEngine is installed and this machine's GPU has block-scaled fp8."""
+    if not is_transformer_engine_available() or not is_cuda_available():
+        return False
+    fp8: Any = importlib.import_module("transformer_engine.pytorch.fp8")
+    return bool(fp8.check_mxfp8_support()[0])
+
+
+def is_megatron_lm_available() -> bool:
+    """Whether Megatron-LM is installed and asked for by ``ACCELERATE_USE_MEGATRON_LM``."""
+    there = _Package("megatron", ("megatron-core",), ">=0.8.0").is_there()
+    return there and bool(env.flag("ACCELERATE_USE_MEGATRON_LM"))
+
+
+# --------------------------------------------------------------------------- torch
+
+
+def is_pippy_available() -> bool:
+    """Whether torch has ``torch.distributed.pipelining``; every supported one has."""
+    return is_installed("torch.distributed.pipelining")
+
+
+def is_weights_only_available() -> bool:
+    """Whether ``torch.load`` can allow single classes; every supported one can."""
+    return hasattr(torch.serialization, "add_safe_globals")
+
+
+def is_torch_distributed_available() -> bool:
+    """Whether torch was built with ``torch.distributed``."""
+    return torch.distributed.is_available()
+
+
+def is_xccl_available() -> bool:
+    """Whether torch was built with the collectives of Intel GPUs."""
+    found = getattr(torch.distributed.distributed_c10d, "is_xccl_available", None)
+    return bool(found and found())
+
+
+# --------------------------------------------------------------------------- devices
+
+
+def is_cuda_available() -> bool:
+    """Whether there is a CUDA device; asked of the driver, so that none is woken."""
+    with env.applied({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
+        return torch.cuda.is_available()
+
+
+def is_rocm_available() -> bool:
+    """Whether there is an AMD GPU that torch was built for."""
+    return torch.version.hip is not None and torch.cuda.is_available()
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Whether there is the GPU of a Mac.
+
+    Args:
+        min_version: Least version of torch; every supported one is newer.
+    """
+    del min_version
+    return torch.backends.mps.is_available() and torch.backends.mps.is_built()
+
+
+def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+    """Whether torch_xla is installed and not turned off by ``USE_TORCH_XLA=0``.
+
+    Args:
+        check_is_tpu: Whether it also has to compute on a TPU.
+        check_is_gpu: Whether it also has to compute on a GPU.
+    """
+    if env.flag("USE_TORCH_XLA") is False or not is_installed("torch_xla"):
+        return False
+    if not (check_is_tpu or check_is_gpu):
+        return True
+    runtime: Any = importlib.import_module("torch_xla.runtime")
+    found: str = runtime.device_type()
+    return found in (("TPU",) if check_is_tpu else ("GPU", "CUDA"))
+
+
+def _device(kind: str, package: str) -> Callable[..., bool]:
+    """A function that says whether torch has devices of a kind.
+
+    Args:
+        kind: Name of torch's submodule for it.
+        package: What has to be imported before; empty where torch brings it.
+    """
+
+    @functools.cache
+    def is_available(check_device: bool = False) -> bool:
+        return _has_device(kind, package)
+
+    is_available.__doc__ = f"""Whether there is a device that torch calls {kind!r}.
+
+    Args:
+        check_device: Taken for compatibility; the device is always looked for.
+    """
+    return is_available
+
+
+def _has_device(kind: str, package: str) -> bool:
+    if package and not is_installed(package):
+        return False
+    try:
+        if package:
+            importlib.import_module(package)
+        return bool(getattr(torch, kind).is_available())
+    except Exception:  # a device's package may raise anything without its driver
+        return False
+
+
+is_hpu_available = _device("hpu", "habana_frameworks.torch")
+is_mlu_available = _device("mlu", "torch_mlu")
+is_musa_available = _device("musa", "torch_musa")
+is_neuron_available = _device("neuron", "torch_neuronx")
+is_npu_available = _device("npu", "torch_npu")
+is_sdaa_available = _device("sdaa", "torch_sdaa")
+is_xpu_available = _device("xpu", "")
+
+
+def is_habana_gaudi1() -> bool:
+    """Whether the device is a Gaudi of the first generation, which has no fp16."""
+    if not is_hpu_available():
+        return False
+    found: Any = importlib.import_module("habana_frameworks.torch.utils.experimental")
+    return bool(found._get_device_type() == found.synDeviceType.synDeviceGaudi)  # its only way
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Whether this machine's device computes in bf16; CPUs do.
+
+    Args:
+        ignore_tpu: Whether a TPU counts as one that does not.
+    """
+    if is_torch_xla_available(check_is_tpu=True):
+        return not ignore_tpu
+    if is_cuda_available():
+        return bool(torch.cuda.is_bf16_supported())
+    for kind, is_there in (("mlu", is_mlu_available), ("xpu", is_xpu_available)):
+        if is_there():
+            return bool(getattr(torch, kind).is_bf16_supported())
+    return not is_mps_available() or bool(torch.backends.mps.is_macos_or_newer(14, 0))
+
+
+def is_fp16_available() -> bool:
+    """Whether this machine's device computes in fp16."""
+    return not is_habana_gaudi1()
+
+
+# --------------------------------------------------------------------------- decorators
+
+
+def torchao_required(func: _Function) -> _Function:
+    """Let a function raise where torchao is not installed, before anything of it runs."""
+    return _required(func, is_torchao_available, "torchao", "fp8")
+
+
+def deepspeed_required(func: _Function) -> _Function:
+    """Let a function raise where DeepSpeed is not installed, before anything of it runs."""
+    return _required(func, is_deepspeed_available, "deepspeed", "deepspeed")
+
+
+def _required(func: _Function, is_there: Callable[[], bool], package: str, extra: str) -> _Function:
+    @functools.wraps(func)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not is_there():
+            raise MissingBackend(
+                f"{func.__name__} needs {package}, which is not installed. Install it: "
+                f'pip install "nbaccel[{extra}]"'
+            )
+        return func(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]

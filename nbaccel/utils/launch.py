@@ -1,0 +1,61 @@
+"""Helpers of launchers. Processes are started by `notebook_launcher`, or by torchrun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nbaccel import env
+from nbaccel._later import LAUNCH_COMMANDS, later
+from nbaccel.config.enumerations import DistributedType
+from nbaccel.utils.environment import get_int_from_env
+
+__all__ = [
+    "PrepareForLaunch",
+    "prepare_deepspeed_cmd_env",
+    "prepare_multi_gpu_env",
+    "prepare_sagemager_args_inputs",
+    "prepare_simple_launcher_cmd_env",
+    "prepare_tpu",
+]
+
+
+class PrepareForLaunch:
+    """A function that ``torch.multiprocessing`` starts in a process of a given number.
+
+    The caller sets ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` before; `notebook_launcher`
+    does all of it by itself.
+
+    Args:
+        launcher: The function; its arguments follow the number in the call.
+        distributed_type: How the processes train together.
+        debug: Taken for compatibility: processes meet at ``MASTER_ADDR`` and ``MASTER_PORT``.
+    """
+
+    def __init__(
+        self,
+        launcher: Callable[..., Any],
+        distributed_type: DistributedType | str = "NO",
+        debug: bool = False,
+    ) -> None:
+        self.launcher = launcher
+        self.distributed_type = DistributedType(distributed_type)
+        self.debug = debug
+
+    def __call__(self, index: int, *args: Any) -> None:
+        """Tell this process its number, and call the function."""
+        changes: dict[str, str | None] = {"FORK_LAUNCHED": "1"}
+        if self.distributed_type is not DistributedType.NO:
+            before = get_int_from_env(["NPROC"], 1) * get_int_from_env(["NODE_RANK"], 0)
+            changes |= {"LOCAL_RANK": str(index), "RANK": str(before + index)}
+        env.update(changes)
+        self.launcher(*args)
+
+
+prepare_deepspeed_cmd_env = later("prepare_deepspeed_cmd_env", LAUNCH_COMMANDS, __name__)
+prepare_multi_gpu_env = later("prepare_multi_gpu_env", LAUNCH_COMMANDS, __name__)
+prepare_sagemager_args_inputs = later("prepare_sagemager_args_inputs", LAUNCH_COMMANDS, __name__)
+prepare_simple_launcher_cmd_env = later(
+    "prepare_simple_launcher_cmd_env", LAUNCH_COMMANDS, __name__
+)
+prepare_tpu = later("prepare_tpu", LAUNCH_COMMANDS, __name__)

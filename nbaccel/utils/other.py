@@ -1,0 +1,291 @@
+"""Models out of their wrappers, files, ports and names: what belongs to no other module."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import re
+import socket
+import sys
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbaccel.log import get_logger
+from nbaccel.precision.native import AutocastForward
+from nbaccel.state import PartialState
+from nbaccel.strategies.compiling import compile_regions
+from nbaccel.train import checkpoint
+from nbaccel.train.checkpoint import files
+from nbaccel.units import format_bytes
+from nbaccel.utils.basic_config import write_basic_config
+from nbaccel.utils.modeling import id_tensor_storage
+from nbaccel.utils.operations import wait_for_everyone
+
+__all__ = [
+    "check_os_kernel",
+    "clean_state_dict_for_safetensors",
+    "compile_regions",
+    "compile_regions_deepspeed",
+    "compile_regions_fsdp2",
+    "convert_bytes",
+    "extract_model_from_parallel",
+    "get_free_port",
+    "get_model_tp_size",
+    "get_module_children_bottom_up",
+    "get_pretty_name",
+    "has_compiled_regions",
+    "is_compiled_module",
+    "is_port_in_use",
+    "load",
+    "merge_dicts",
+    "model_has_dtensor",
+    "recursive_getattr",
+    "save",
+    "wait_for_everyone",
+    "write_basic_config",
+]
+
+_log = get_logger(__name__)
+_DEFAULT_PORT = 29500
+_OLDEST_KERNEL = (5, 5)  # before it, processes that wait for each other were seen to hang
+
+# --------------------------------------------------------------------------- models
+
+
+def extract_model_from_parallel(
+    model: nn.Module,
+    keep_fp32_wrapper: bool = True,
+    keep_torch_compile: bool = True,
+    recursive: bool = False,
+) -> nn.Module:
+    """The user's own module inside of wrappers that train it in several processes.
+
+    Args:
+        model: A module in DDP, DataParallel, FSDP, DeepSpeed's engine or ``torch.compile``.
+        keep_fp32_wrapper: Whether its forward goes on computing in the accelerator's precision.
+        keep_torch_compile: Whether it stays compiled.
+        recursive: Whether submodules are unwrapped, too.
+
+    Returns:
+        The module.
+    """
+    compiled: Any = model if is_compiled_module(model) else None
+    inner = _unwrapped(compiled._orig_mod if compiled is not None else model)
+    if recursive:
+        inner = _unwrapped_throughout(inner)
+    if not keep_fp32_wrapper:
+        _restore_forward(inner)
+    if compiled is None or not keep_torch_compile:
+        return inner
+    # The wrapper's own submodule, so that what was compiled with it stays.
+    compiled._orig_mod = inner
+    return model
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    kinds = _wrappers()
+    while isinstance(model, kinds):
+        inner: Any = model.module
+        model = inner
+    return model
+
+
+def _wrappers() -> tuple[type[Any], ...]:
+    # Of what was not imported there can be no instance.
+    named = (
+        ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
+        ("deepspeed", "DeepSpeedEngine"),
+    )
+    found = (getattr(sys.modules.get(module), name, None) for module, name in named)
+    own = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    return (*own, *(kind for kind in found if kind is not None))
+
+
+def _unwrapped_throughout(module: nn.Module) -> nn.Module:
+    inner: Any = getattr(module, "module", module)
+    for name, child in list(inner.named_children()):
+        setattr(inner, name, _unwrapped_throughout(child))
+    return inner  # type: ignore[no-any-return]
+
+
+def _restore_forward(model: nn.Module) -> None:
+    wrapper = model.__dict__.get("forward")
+    if isinstance(wrapper, AutocastForward):
+        del model.__dict__["forward"]
+    model.__dict__.pop("_original_forward", None)
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` made it."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` made one of its submodules."""
+    return any(is_compiled_module(inner) for inner in module.modules())
+
+
+compile_regions_deepspeed = compile_regions
+compile_regions_fsdp2 = compile_regions
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Whether parameters of it are sharded."""
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """Over how many devices transformers has cut the layers of a model; None where it has not."""
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    if isinstance(config, Mapping):
+        return config.get("tp_size")
+    found: int | None = getattr(model, "tp_size", None) or getattr(config, "tp_size", None)
+    return found
+
+
+def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
+    """All submodules, each after those inside of it, the model itself last.
+
+    Args:
+        model: The model.
+        return_fqns: Whether each comes with its name.
+    """
+    found: list[tuple[str, nn.Module]] = []
+    waiting = [("", model)]
+    while waiting:
+        name, module = waiting.pop()
+        found.append((name, module))
+        prefix = f"{name}." if name else ""
+        waiting += [(f"{prefix}{child}", inner) for child, inner in module.named_children()]
+    found.reverse()
+    return [*found] if return_fqns else [module for _, module in found]
+
+
+# --------------------------------------------------------------------------- files
+
+
+def save(
+    obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False
+) -> None:
+    """Write an object to a file, once per run.
+
+    Args:
+        obj: Anything that pickles.
+        f: The file; whoever looks sees the old one or the whole new one.
+        save_on_each_node: Whether once per node instead.
+        safe_serialization: safetensors, for a dict of tensors.
+    """
+    state = PartialState()
+    if state.is_local_main_process if save_on_each_node else state.is_main_process:
+        checkpoint.save(obj, f, safe_serialization)
+
+
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """Read what :func:`save` wrote; no code in it is run, unless ``weights_only=False`` allows it.
+
+    Args:
+        f: The file.
+        map_location: Where tensors go, as for ``torch.load``.
+        **kwargs: Of ``torch.load``.
+
+    Raises:
+        CheckpointDamaged: It cannot be read, or holds more than tensors and plain data.
+    """
+    path = Path(f) if isinstance(f, str) else f
+    return files.read(path, map_location=map_location, **kwargs)
+
+
+def clean_state_dict_for_safetensors(state_dict: MutableMapping[str, Any]) -> dict[str, Any]:
+    """A state dict in which no two tensors share memory, which safetensors do not hold.
+
+    Args:
+        state_dict: Tensors by name; of those that share memory only the first stays in it.
+
+    Returns:
+        The rest, each in one piece.
+    """
+    first: dict[Any, str] = {}
+    dropped = []
+    for name, value in state_dict.items():
+        if isinstance(value, torch.Tensor) and first.setdefault(_place(value), name) != name:
+            dropped.append(name)
+    for name in dropped:
+        del state_dict[name]
+    if dropped:
+        _log.warning("left out of the file, for they share memory with others: %s", dropped)
+    return {k: v.contiguous() if hasattr(v, "contiguous") else v for k, v in state_dict.items()}
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    # Empty tensors all lie at the same address, and share nothing.
+    return id_tensor_storage(tensor) if tensor.numel() else id(tensor)
+
+
+# --------------------------------------------------------------------------- machine
+
+
+def is_port_in_use(port: int | None = None) -> bool:
+    """Whether something listens on a port of this machine; 29500 where none is given."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(("localhost", _DEFAULT_PORT if port is None else port)) == 0
+
+
+def get_free_port() -> int:
+    """A port on which nothing listens now; somebody else may take it before it is used."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_os_kernel() -> None:
+    """Warn of a Linux too old to train in several processes."""
+    release = platform.release()
+    numbers = re.match(r"(\d+)\.(\d+)", release)
+    if sys.platform != "linux" or numbers is None:
+        return
+    if tuple(map(int, numbers.groups())) < _OLDEST_KERNEL:
+        _log.warning("Linux %s is older than 5.5: processes may hang. Update it.", release)
+
+
+def convert_bytes(size: float) -> str:
+    """A number of bytes as people write it."""
+    return format_bytes(round(size))
+
+
+# --------------------------------------------------------------------------- names
+
+
+def get_pretty_name(obj: Any) -> str:
+    """The name of a function, a class, or the class of anything else."""
+    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    return str(getattr(named, "__qualname__", None) or named.__name__)
+
+
+def merge_dicts(source: Mapping[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
+    """Put a nested dictionary into another.
+
+    Args:
+        source: What is put in.
+        destination: Where; changed in place.
+
+    Returns:
+        The destination.
+    """
+    for key, value in source.items():
+        if isinstance(value, dict):
+            merge_dicts(value, destination.setdefault(key, {}))
+        else:
+            destination[key] = value
+    return destination
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """An attribute of an attribute: ``"model.layers.weight"``."""
+    return functools.reduce(getattr, attr.split("."), obj)

@@ -1,0 +1,52 @@
+"""Versions of installed packages, compared."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+from packaging.version import Version, parse
+
+from nbaccel.errors import ConfigError
+from nbaccel.utils.constants import STR_OPERATION_TO_FUNC
+
+__all__ = ["compare_versions", "is_torch_version"]
+
+
+def compare_versions(
+    library_or_version: str | Version, operation: str, requirement_version: str
+) -> bool:
+    """Whether a version is as required.
+
+    Args:
+        library_or_version: Name of an installed package, or a version.
+        operation: ``>``, ``>=``, ``==``, ``!=``, ``<=`` or ``<``.
+        requirement_version: What it is compared with.
+
+    Returns:
+        The answer.
+
+    Raises:
+        ConfigError: The operation is none of these.
+        PackageNotFoundError: The package is not installed.
+    """
+    if operation not in STR_OPERATION_TO_FUNC:
+        raise ConfigError(
+            f"compare_versions(operation={operation!r}) is unknown: nothing says how to compare. "
+            f"Give one of {', '.join(STR_OPERATION_TO_FUNC)}."
+        )
+    found = library_or_version
+    if isinstance(found, str):
+        found = parse(importlib.metadata.version(found))
+    compare: Any = STR_OPERATION_TO_FUNC[operation]
+    return bool(compare(found, parse(requirement_version)))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Whether the installed torch is of such a version; see :func:`compare_versions`.
+
+    Args:
+        operation: As there.
+        version: As there.
+    """
+    return compare_versions("torch", operation, version)

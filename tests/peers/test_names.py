@@ -1,0 +1,139 @@
+"""What code for Accelerate imports can be imported: every public name, from the same place."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+
+import pytest
+
+import nbaccel
+from nbaccel import utils
+from nbaccel._later import BIG_MODELS, later
+from nbaccel.errors import PlatformUnsupported
+
+accelerate = pytest.importorskip("accelerate")
+
+MODULES = [
+    "big_modeling",
+    "checkpointing",
+    "data_loader",
+    "hooks",
+    "inference",
+    "launchers",
+    "local_sgd",
+    "logging",
+    "memory_utils",
+    "optimizer",
+    "parallelism_config",
+    "scheduler",
+    "state",
+    "tracking",
+    "utils.ao",
+    "utils.bnb",
+    "utils.constants",
+    "utils.dataclasses",
+    "utils.deepspeed",
+    "utils.environment",
+    "utils.fsdp_utils",
+    "utils.imports",
+    "utils.launch",
+    "utils.megatron_lm",
+    "utils.memory",
+    "utils.modeling",
+    "utils.offload",
+    "utils.operations",
+    "utils.other",
+    "utils.random",
+    "utils.torch_xla",
+    "utils.tqdm",
+    "utils.transformer_engine",
+    "utils.versions",
+]
+LATER = {
+    name
+    for name in utils.__all__
+    if isinstance(kind := getattr(utils, name), type) and hasattr(kind, "_part")
+}
+
+
+def public(module):
+    return {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+
+
+def test_every_name_of_the_package_itself_is_there():
+    missing = public(accelerate) - {"find_executable_batch_size"} - set(nbaccel.__all__)
+    assert not missing
+
+
+def test_every_name_of_its_utils_is_there():
+    missing = public(importlib.import_module("accelerate.utils")) - set(utils.__all__)
+    assert not missing
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_its_modules_are_there(name):
+    importlib.import_module(f"nbaccel.{name}")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ComputeEnvironment",
+        "CustomDtype",
+        "DDPCommunicationHookType",
+        "DistributedType",
+        "DynamoBackend",
+        "LoggerType",
+        "PrecisionType",
+        "RNGType",
+        "SageMakerDistributedType",
+    ],
+)
+def test_words_have_the_same_members(name):
+    theirs = getattr(importlib.import_module("accelerate.utils"), name)
+    ours = getattr(utils, name)
+    values = {member.name: member.value for member in ours}
+    assert issubclass(ours, enum.Enum)
+    assert {m.name: m.value for m in theirs}.items() <= values.items()
+    assert [str(member) for member in theirs] == [str(ours(member.value)) for member in theirs]
+    if hasattr(theirs, "list"):
+        assert set(theirs.list()) <= set(ours.list())
+        assert theirs.list()[0] in ours
+        assert "no such thing" not in ours
+
+
+def test_constants_are_equal():
+    theirs = importlib.import_module("accelerate.utils.constants")
+    ours = utils.constants
+    for name in ours.__all__:
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        assert (sorted(mine) == sorted(other)) if isinstance(mine, list) else mine == other, name
+
+
+@pytest.mark.parametrize(
+    "name", ["init_empty_weights", "load_checkpoint_and_dispatch", "dispatch_model", "cpu_offload"]
+)
+def test_a_part_that_is_still_to_come_says_so_when_it_is_used(name):
+    with pytest.raises(PlatformUnsupported, match=f"^{name} belongs to .*fsdp_plugin"):
+        getattr(nbaccel, name)()
+
+
+@pytest.mark.parametrize("name", sorted(LATER))
+def test_everything_that_is_still_to_come_says_what_to_do_instead(name):
+    assert len(LATER) < 100, "most names are there in earnest"
+    with pytest.raises(PlatformUnsupported, match=rf"^{name} belongs to [^.]+: it can be imported"):
+        getattr(utils, name)("anything", option=1)
+
+
+def test_such_a_name_can_be_subclassed_and_compared_with():
+    hook = later("ModelHook", BIG_MODELS, __name__)
+    own = type("Own", (hook,), {})
+    assert not isinstance(3, hook)
+    with pytest.raises(PlatformUnsupported, match="ModelHook belongs to"):
+        own()

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+
+import pytest
+
+from nbaccel.errors import MissingBackend
+from nbaccel.utils import imports
+from nbaccel.utils.imports import _Package, _required
+from tests.isolation import ROOT
+
+accelerate_imports = pytest.importorskip("accelerate.utils.imports")
+# Accelerate's answer is None where a folder of the name lies about, and False else.
+ASKED = [name for name in imports.__all__ if name.startswith("is_")]
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_the_answer_is_accelerates(name: str) -> None:
+    assert getattr(imports, name)() is bool(getattr(accelerate_imports, name)())
+
+
+def test_nothing_heavy_is_imported_to_find_out() -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys\nfrom nbaccel.utils import imports as i\n"
+            f"before = set(sys.modules)\n[getattr(i, name)() for name in {ASKED!r}]\n"
+            "new = {n.partition('.')[0] for n in set(sys.modules) - before}\n"
+            "sys.exit(str(new & {'deepspeed', 'transformers', 'pandas', 'datasets', 'wandb'}) "
+            "if new & {'deepspeed', 'transformers', 'pandas', 'datasets', 'wandb'} else 0)",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_that_has_the_name_of_a_package_is_none(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandbox").mkdir()  # what trackers leave in the working folder
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not _Package("wandbox").is_there()
+    assert _Package("wandbox", ("pytest",)).is_there()
+
+
+def test_a_version_that_will_not_do_counts_as_missing() -> None:
+    found = importlib.metadata.version("pytest")
+    assert _Package("pytest", versions=f">={found}").is_there()
+    assert not _Package("pytest", versions=f"<{found}").is_there()
+
+
+def test_what_needs_a_package_says_so_before_it_begins() -> None:
+    def convert() -> str:
+        return "done"
+
+    assert _required(convert, lambda: True, "torchao", "fp8")() == "done"
+    with pytest.raises(
+        MissingBackend, match=r'convert needs torchao.*pip install "nbaccel\[fp8\]"'
+    ):
+        _required(convert, lambda: False, "torchao", "fp8")()

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from nbaccel import notebook_launcher
+from nbaccel.utils import (
+    convert_outputs_to_fp32,
+    convert_to_fp32,
+    copy_tensor_to_devices,
+    find_device,
+    get_data_structure,
+    honor_type,
+    initialize_tensors,
+    is_namedtuple,
+    listify,
+    pad_input_tensors,
+    recursively_apply,
+    send_to_device,
+    slice_tensors,
+)
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+def test_a_function_reaches_all_tensors_and_containers_keep_their_type() -> None:
+    data = Pair(torch.ones(2), [OrderedDict(x=torch.ones(1)), "text"])
+    found = recursively_apply(lambda t, by, plus=0: t * by + plus, data, 2, plus=1)
+    assert listify(found) == Pair([3.0, 3.0], [OrderedDict(x=[3.0]), "text"])
+    assert isinstance(found, Pair)
+    assert isinstance(found.b[0], OrderedDict)
+    assert recursively_apply(str, [1, "a"], test_type=lambda o: isinstance(o, int)) == ["1", "a"]
+    with pytest.raises(TypeError, match="abs cannot be applied to a str"):
+        recursively_apply(abs, ["text"], error_on_other_type=True)
+    assert honor_type(data, (n for n in (1, 2))) == Pair(1, 2)
+    assert is_namedtuple(data)
+    assert not is_namedtuple((1, 2))
+
+
+def test_keys_may_be_left_where_they_are() -> None:
+    batch = {"x": torch.ones(1), "stay": torch.ones(1), "inner": [{"stay": torch.ones(1)}]}
+    moved = send_to_device(batch, "meta", skip_keys="stay")
+    assert moved["x"].device.type == "meta"
+    assert moved["stay"] is batch["stay"]
+    assert moved["inner"][0]["stay"].device.type == "cpu"
+    both = send_to_device(tensor=batch, device="meta", skip_keys=["stay", "x"])
+    assert both["x"] is batch["x"]
+
+
+def test_numbers_cut_padded_and_described() -> None:
+    data = {"x": torch.arange(5.0).bfloat16(), "name": "n"}
+    assert listify(data) == {"x": [0.0, 1.0, 2.0, 3.0, 4.0], "name": "n"}
+    assert listify(slice_tensors(data, slice(1, 3)))["x"] == [1.0, 2.0]
+    assert pad_input_tensors(torch.ones(3, 4, 4), 3, 4).shape == (4, 4, 4)
+    assert pad_input_tensors({"x": torch.ones(5)}, 5, 2)["x"].tolist() == [1, 1, 1, 1, 1, 0]
+    like = initialize_tensors(get_data_structure(data))["x"]
+    assert (like.shape, like.dtype) == ((5,), torch.bfloat16)
+    assert find_device(["text", {"x": torch.ones(1, device="meta")}]) == torch.device("meta")
+    assert find_device("text") is None
+
+
+def test_half_precision_becomes_float32_and_nothing_else() -> None:
+    half, whole = torch.ones(1).half(), torch.ones(1, dtype=torch.int8)
+    assert convert_to_fp32([half, whole])[0].dtype is torch.float32
+    assert convert_to_fp32([half, whole])[1] is whole
+
+    @convert_outputs_to_fp32
+    def forward(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"y": x.bfloat16()}
+
+    assert forward(torch.ones(1))["y"].dtype is torch.float32
+
+
+def test_one_process_gives_its_tensor_to_all() -> None:
+    def copied() -> list[float]:
+        import os
+
+        mine = torch.tensor([1.5, 2.5]) if os.environ["RANK"] == "1" else None
+        return copy_tensor_to_devices(mine).tolist()
+
+    assert notebook_launcher(copied, num_processes=2) == [[1.5, 2.5]] * 2

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import logging
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from nbaccel import Accelerator
+from nbaccel.errors import CheckpointDamaged, ConfigError
+from nbaccel.utils import (
+    clean_state_dict_for_safetensors,
+    compare_versions,
+    compile_regions,
+    convert_bytes,
+    dtype_byte_size,
+    extract_model_from_parallel,
+    find_tied_parameters,
+    get_module_children_bottom_up,
+    get_pretty_name,
+    has_compiled_regions,
+    is_compiled_module,
+    is_peft_model,
+    is_port_in_use,
+    is_torch_version,
+    load,
+    merge_dicts,
+    named_module_tensors,
+    recursive_getattr,
+    save,
+    write_basic_config,
+)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
+# Torch tells of its own deprecated parts when its compiler is imported, and of DataParallel.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_model_comes_out_of_its_wrappers() -> None:
+    model = net()
+    assert extract_model_from_parallel(nn.DataParallel(nn.DataParallel(model))) is model
+    compiled = torch.compile(model)
+    assert extract_model_from_parallel(compiled) is compiled
+    assert extract_model_from_parallel(compiled, keep_torch_compile=False) is model
+    wrapped = torch.compile(nn.DataParallel(model))
+    assert extract_model_from_parallel(wrapped)._orig_mod is model
+    inner = nn.Sequential(nn.DataParallel(model))
+    assert extract_model_from_parallel(inner, recursive=True)[0] is model
+
+
+def test_a_forward_gets_back_what_mixed_precision_put_around_it() -> None:
+    model = Accelerator(mixed_precision="bf16", cpu=True).prepare(net())
+    x = torch.ones(2, 2)
+    assert "forward" in model.__dict__
+    plain = extract_model_from_parallel(model, keep_fp32_wrapper=False)
+    assert "forward" not in plain.__dict__
+    assert plain(x).dtype is torch.float32
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_repeated_blocks_are_compiled_one_by_one() -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+            self.head = nn.Linear(2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    model = Stack()
+    x = torch.ones(1, 2)
+    before = model(x)
+    assert compile_regions(model, backend="eager") is model
+    assert all(part._compiled_call_impl for part in (*model.blocks, model.head))
+    assert torch.equal(model(x), before)
+    assert not is_compiled_module(model)
+    assert not has_compiled_regions(model)
+
+
+def test_what_is_saved_is_read_and_runs_no_code(tmp_path: Path) -> None:
+    save({"x": torch.ones(2)}, tmp_path / "a.bin")
+    assert load(str(tmp_path / "a.bin"))["x"].tolist() == [1, 1]
+    save({"x": torch.ones(2)}, tmp_path / "a.safetensors", safe_serialization=True)
+    torch.save(Path("evil"), tmp_path / "b.bin")
+    with pytest.raises(CheckpointDamaged, match=r"b\.bin"):
+        load(tmp_path / "b.bin")
+
+
+def test_tensors_that_share_memory_are_written_once() -> None:
+    shared = torch.ones(4)
+    state = {"a": shared, "b": shared, "c": torch.ones(2, 3).T, "d": torch.empty(0)}
+    clean = clean_state_dict_for_safetensors(state)
+    assert list(clean) == ["a", "c", "d"]
+    assert clean["c"].is_contiguous()
+
+
+def test_facts_about_modules() -> None:
+    model = net()
+    model[1].weight = model[0].bias
+    assert find_tied_parameters(model) == [["0.bias", "1.weight"]]
+    names = {name for name, _ in named_module_tensors(model[1])}
+    assert names == {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+    assert dtype_byte_size(torch.bfloat16) == 2
+    assert not is_peft_model(model)
+    assert [type(m).__name__ for m in get_module_children_bottom_up(model)][-1] == "Sequential"
+    assert get_module_children_bottom_up(model, return_fqns=True)[-1][0] == ""
+
+
+def test_small_ones() -> None:
+    assert merge_dicts({"a": {"b": 1}}, {"a": {"c": 2}}) == {"a": {"b": 1, "c": 2}}
+    assert recursive_getattr(net(), "0.weight").shape == (2, 2)
+    assert get_pretty_name(net) == "net"
+    assert get_pretty_name(net()) == "Sequential"
+    assert convert_bytes(3 * 1024**3) == "3.0 GiB"
+    assert compare_versions("torch", ">=", "2.6")
+    assert is_torch_version("<", "99")
+    with pytest.raises(ConfigError, match="'=>'"):
+        compare_versions("torch", "=>", "2.6")
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        assert is_port_in_use(taken.getsockname()[1])
+
+
+def test_a_basic_configuration_is_written_once(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "cache" / "config.yaml"
+    assert write_basic_config("BF16", save_location=str(path)) == path
+    content = yaml.safe_load(path.read_text())
+    assert (content["mixed_precision"], content["num_machines"]) == ("bf16", 1)
+    assert write_basic_config(save_location=path) is False
+    assert "stays as it is" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"'fp12'.*bf16"):
+        write_basic_config("fp12", save_location=tmp_path / "other.yaml")
+
+
+def test_accelerates_launcher_reads_that_file(tmp_path: Path) -> None:
+    read = pytest.importorskip("accelerate.commands.config.config_args").load_config_from_file
+    path = tmp_path / "config.yaml"
+    write_basic_config("fp16", save_location=path)
+    found = read(str(path))
+    assert (found.mixed_precision, found.num_processes >= 1) == ("fp16", True)
+
+
+def test_an_old_kernel_is_told(caplog, monkeypatch) -> None:
+    from nbaccel.utils import check_os_kernel
+
+    monkeypatch.setattr("platform.release", lambda: "4.15.0-generic")
+    monkeypatch.setattr("sys.platform", "linux")
+    with caplog.at_level(logging.WARNING, logger="nbaccel"):
+        check_os_kernel()
+    assert "4.15.0-generic is older than 5.5" in caplog.text
