@@ -25,6 +25,26 @@ _log = get_logger(__name__)
 _PREFIXES = ("ACCELERATE_", "DEEPSPEED_")
 
 
+# Where `deepspeed.utils.groups` keeps groups and what it derives from them, in 0.17.0 to 0.19.7.
+_GROUPS: dict[str, int | None] = {
+    "_EXPERT_PARALLEL_GROUP": None,
+    "_EXPERT_PARALLEL_GROUP_RANKS": None,
+    "_EXPERT_DATA_PARALLEL_GROUP": None,
+    "_EXPERT_DATA_PARALLEL_GROUP_RANKS": None,
+    "_ALL_TO_ALL_GROUP": None,
+    "_WORLD_GROUP": None,
+    "_ZERO_PARAM_INTRA_PARALLEL_GROUP": None,
+    "_TENSOR_MODEL_PARALLEL_GROUP": None,
+    "_MODEL_PARALLEL_GROUP": None,
+    "_DATA_PARALLEL_GROUP": None,
+    "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE": None,
+    "_MPU_TENSOR_MODEL_PARALLEL_RANK": None,
+    "expert_tensor_parallel_world_size": 1,
+    "mesh_device": None,
+    "mpu": None,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Before:
     """What was there before, and stays.
@@ -138,7 +158,21 @@ def forget_groups() -> None:
         comm.cdb = None  # it wraps the group that is gone, and would be taken for the next one
     groups: Any = sys.modules.get("deepspeed.utils.groups")
     if groups is not None:
-        groups._release_process_group_references()  # noqa: SLF001 - only its own `destroy` does it
+        _release(groups)
+
+
+def _release(groups: Any) -> None:
+    """Empty DeepSpeed's lists of groups, which only its own `destroy` does, and from 0.19.8 on."""
+    release = getattr(groups, "_release_process_group_references", None)
+    if release is not None:
+        release()
+        return
+    for name, nothing in _GROUPS.items():
+        held = getattr(groups, name, None)
+        if isinstance(held, dict):
+            held.clear()
+        elif held is not None:
+            setattr(groups, name, nothing)
 
 
 def _backends(distributed: Any) -> list[Any]:
