@@ -200,15 +200,15 @@ def _nested(path: tuple[str, ...], inner: dict[str, Any]) -> dict[str, Any]:
 def _asked(reader: Callable[..., Any], path: tuple[str, ...]) -> set[str]:
     """What DeepSpeed asks a plain section for."""
     asked: set[str] = set()
-    # A section that has a type is read on only where there is one.
-    for content in ({}, {"type": "Adam"}):
+    # Some sections are read on only where they have a type, or are turned on.
+    for content, key in (({}, ""), ({"type": "Adam"}, "type"), ({"enabled": True}, "enabled")):
+        if key and key not in asked:
+            continue
         recorder = _Recorder(content if path else _ENOUGH)
         # What it asked before it gave up, over whatever, is what counts.
         with contextlib.suppress(Exception):
             reader(_nested(path, recorder) if path else recorder)
         asked |= recorder.asked
-        if "type" not in asked:
-            break
     return asked
 
 
@@ -225,7 +225,7 @@ def _look(
         _spread(path, model, sections, models)
         return
     asked = _asked(reader, path)
-    if asked:
+    if asked - {"enabled"}:  # where that is all, the rest is read by others, and later
         sections[".".join(path)] = frozenset(asked)
         for key in sorted(asked):
             if len(path) < 2 and key not in ("params", "type"):
