@@ -13,7 +13,7 @@ from nbaccel.errors import MissingBackend
 
 __all__ = ["OLDEST", "check_version", "load", "refusal"]
 
-OLDEST = (0, 17, 0)
+OLDEST = (0, 17, 6)
 """The oldest release that the tests have been run with; `pyproject.toml` declares the same."""
 
 _GREETING = "Setting accelerator to CPU."

@@ -17,7 +17,15 @@ from typing import Any
 from nbaccel import _accelerate, env
 from nbaccel.log import get_logger
 
-__all__ = ["Before", "forget_groups", "forget_modules", "live_engines", "observe", "tear_down"]
+__all__ = [
+    "Before",
+    "destroy",
+    "forget_groups",
+    "forget_modules",
+    "live_engines",
+    "observe",
+    "tear_down",
+]
 
 _log = get_logger(__name__)
 # Variables by which libraries talk to themselves: `TrainingArguments(deepspeed=...)` sets
@@ -95,9 +103,26 @@ def _destroy_engines() -> None:
     """Take the hooks and buffers of every engine, also of those that a variable still names."""
     for engine in live_engines():
         try:
-            engine.destroy()
+            destroy(engine)
         except Exception as error:  # a half-made engine must not keep the rest alive
             _log.warning("an engine could not be destroyed: %r", error)
+
+
+def destroy(engine: Any) -> None:
+    """Destroy an engine for good.
+
+    Before 0.19 DeepSpeed does it once more when the engine is collected, which may be after the end
+    of the process group that it then asks for its rank.
+
+    Args:
+        engine: DeepSpeed's.
+    """
+    engine.destroy()
+    engine.destroy = _nothing
+
+
+def _nothing() -> None:
+    """What a destroyed engine has left to destroy."""
 
 
 def live_engines() -> list[Any]:
