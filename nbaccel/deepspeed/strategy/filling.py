@@ -50,8 +50,9 @@ class Filling:
         """
         if not _from_accelerator_state:
             raise ConfigError(
-                "A DeepSpeedPlugin cannot select itself: which one is in force belongs to an "
-                "Accelerator. Call accelerator.state.select_deepspeed_plugin(name)."
+                f"select({_from_accelerator_state}) cannot be called on a DeepSpeedPlugin: which "
+                "one is in force belongs to an Accelerator. Call "
+                "accelerator.state.select_deepspeed_plugin(name)."
             )
         self._selected = True
 
