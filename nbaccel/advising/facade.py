@@ -18,6 +18,10 @@ from nbaccel.deepspeed.reading import load_settings
 from nbaccel.deepspeed.shape import measure
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Inventory, Plan, inspect_machine, resolve
+from nbaccel.strategies.gradient_checkpointing import (
+    can_checkpoint_gradients,
+    checkpoints_gradients,
+)
 from nbaccel.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -146,12 +150,30 @@ def _warnings(walk: Walk, format_: Precision, chosen: Rung | None) -> Iterator[s
         yield "Activations are not in it: they depend on the batch. Give sample_batch."
     if format_.warning:
         yield format_.warning
+    yield from _checkpointing(walk, chosen)
     config = chosen.config if chosen is not None else None
     if config is None:
         return
     if _torch_adam(config) and not _torch_adam(walk.recipe.base):
         yield "With torch's Adam (torch_adam), since DeepSpeed's own cannot be compiled here."
     yield from check_config(config, inventory=walk.inventory).warnings
+
+
+def _checkpointing(walk: Walk, chosen: Rung | None) -> Iterator[str]:
+    """Activations are counted as if they were computed again; that is to be turned on."""
+    model = walk.recipe.model
+    if checkpoints_gradients(model) or not can_checkpoint_gradients(model):
+        return
+    if chosen is None:
+        which = "All rungs but the first count"
+    elif chosen.step.gradient_checkpointing:
+        which = f"{chosen.name} counts"
+    else:
+        return
+    yield (
+        f"{which} with gradient checkpointing, which no DeepSpeed configuration turns on: call "
+        "model.gradient_checkpointing_enable() before training."
+    )
 
 
 def _torch_adam(config: Mapping[str, Any]) -> bool:

@@ -127,7 +127,7 @@ class Prover:
             rung,
             batch_size=size,
             accumulation_steps=steps,
-            config=self.walk.recipe.config(rung.step, size, steps),
+            config=self.walk.with_batch(rung, size, steps),
             reason=f"{rung.reason} Batches of {size} worked, too.",
         )
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel.config.json_text import plain_object, read_file, read_object
 from nbaccel.config.mistakes import shown
-from nbaccel.config.plain import whole
+from nbaccel.config.plain import numbers_read, whole
 from nbaccel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ __all__ = ["BATCH_SIZES", "attempted", "engine_config", "read", "settled", "take
 _ZERO = "zero_optimization"
 _AUTO = "auto"
 _HALF = ("fp16", "bf16")
+_MADE = ("optimizer", "scheduler")
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _WHAT = "A DeepSpeed configuration"
 _SECTIONS = {
@@ -104,6 +105,10 @@ def tidied(settings: dict[str, Any]) -> dict[str, Any]:
     for holder, name in ((settings.get(_ZERO), "stage"), (settings, BATCH_SIZES[-1])):
         if isinstance(holder, dict) and isinstance(text := holder.get(name), (str, float)):
             holder[name] = whole(text)
+    for name in _MADE:
+        section = settings.get(name)
+        if isinstance(section, dict) and "params" in section:
+            section["params"] = numbers_read(section["params"])
     mistakes = [
         f"{name} must be a section: got {shown(settings[name])}. {meaning}"
         for name, meaning in _SECTIONS.items()

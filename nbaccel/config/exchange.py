@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,10 @@ from nbaccel.errors import ConfigError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Exchangeable", "Plain", "each_once", "unreadable"]
+__all__ = ["Exchangeable", "Plain", "each_once", "read_yaml", "unreadable"]
+
+_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$")
+"""Numbers of YAML 1.2 that are text in YAML 1.1: ``3e-5``, ``1e6``."""
 
 
 def unreadable(what: str, language: str, error: Exception) -> ConfigError:
@@ -52,6 +56,30 @@ def each_once(what: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
         return dict(pairs)
 
     return once
+
+
+def read_yaml(text: str) -> Any:
+    """Read YAML in which ``3e-5`` is a number, as in JSON and in YAML 1.2.
+
+    Args:
+        text: YAML.
+
+    Returns:
+        What it holds.
+
+    Raises:
+        ValueError: It is no YAML; the message has the line.
+    """
+    yaml = require("yaml", extra="", why="Reading a configuration file")
+
+    class Loader(yaml.SafeLoader):  # type: ignore[name-defined,misc]  # imported when needed
+        """With the numbers of YAML 1.2; a class of its own, so that nobody else's changes."""
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+    try:
+        return yaml.load(text, Loader=Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
 
 
 class Plain(BaseModel):
@@ -120,10 +148,9 @@ class Exchangeable(Plain):
         Raises:
             ConfigError: The text is no YAML mapping, or its settings are wrong.
         """
-        yaml = require("yaml", extra="", why="Reading a configuration file")
         try:
-            settings = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+            settings = read_yaml(text)
+        except ValueError as error:
             raise unreadable(f"A {cls.__name__}", "YAML", error) from error
         return cls._from_mapping({} if settings is None else settings, "YAML")
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from enum import Enum
 from typing import Any
 
-__all__ = ["number", "plain", "port", "truth", "whole", "word"]
+__all__ = ["number", "numbers_read", "plain", "port", "truth", "whole", "word"]
 
 
 def plain(value: Any) -> Any:
@@ -55,9 +56,36 @@ def whole(value: Any) -> Any:
         ValueError: It is True or False.
     """
     value = number(value)
-    if isinstance(value, str) and value.strip().isdecimal():
-        return int(value)
+    if isinstance(value, str):
+        value = numbers_read(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def numbers_read(value: Any) -> Any:
+    """A number for text that is one, also inside of lists and mappings: ``"3e-5"``.
+
+    YAML 1.1 has no number without a point before the exponent, so that its readers make text of
+    ``lr: 3e-5``.
+
+    Args:
+        value: Parameters of which none is text that looks like a number and is none.
+
+    Returns:
+        The same with numbers; what is no number stays.
+    """
+    if isinstance(value, dict):
+        return {key: numbers_read(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [numbers_read(entry) for entry in value]
+    if not isinstance(value, str):
+        return value
+    for read in (int, float):
+        try:
+            found = read(value)
+        except ValueError:
+            continue
+        return found if math.isfinite(found) else value
+    return value
 
 
 def port(value: Any) -> Any:

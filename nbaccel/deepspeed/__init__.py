@@ -1,1 +1,57 @@
-"""DeepSpeed in a notebook: its configuration, environment and memory."""
+"""DeepSpeed in a notebook: its configuration, environment and memory.
+
+Its names are imported when they are first used: neither torch nor DeepSpeed is looked at before.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nbaccel.deepspeed.auto import Resolved, resolve_auto
+    from nbaccel.deepspeed.checking import Checked, check_config
+    from nbaccel.deepspeed.config import ZeroConfig
+    from nbaccel.deepspeed.environment import deepspeed_environment
+    from nbaccel.deepspeed.estimate import estimate_memory
+    from nbaccel.deepspeed.facts import TrainingFacts
+    from nbaccel.deepspeed.published import DeepSpeedTable, deepspeed_table
+    from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
+
+__all__ = [
+    "Checked",
+    "DeepSpeedPlugin",
+    "DeepSpeedTable",
+    "Resolved",
+    "TrainingFacts",
+    "ZeroConfig",
+    "check_config",
+    "deepspeed_environment",
+    "deepspeed_table",
+    "estimate_memory",
+    "resolve_auto",
+]
+
+_HOMES = {
+    "Checked": "nbaccel.deepspeed.checking",
+    "DeepSpeedPlugin": "nbaccel.deepspeed.strategy.plugin",
+    "DeepSpeedTable": "nbaccel.deepspeed.published",
+    "Resolved": "nbaccel.deepspeed.auto",
+    "TrainingFacts": "nbaccel.deepspeed.facts",
+    "ZeroConfig": "nbaccel.deepspeed.config",
+    "check_config": "nbaccel.deepspeed.checking",
+    "deepspeed_environment": "nbaccel.deepspeed.environment",
+    "deepspeed_table": "nbaccel.deepspeed.published",
+    "estimate_memory": "nbaccel.deepspeed.estimate",
+    "resolve_auto": "nbaccel.deepspeed.auto",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel.config import RunConfig
-from nbaccel.config.dotted import put, value_at
+from nbaccel.config.dotted import drop, put, value_at
 from nbaccel.config.engine import BATCH_SIZES
 from nbaccel.config.mistakes import shown
 from nbaccel.deepspeed.config import ZERO, ZeroConfig, old_forms
 from nbaccel.deepspeed.facts import TrainingFacts, defaults_of, gathered, hidden_size
+from nbaccel.deepspeed.keys import removed_text
 from nbaccel.deepspeed.reading import auto_keys, load_settings
-from nbaccel.errors import ConfigError
+from nbaccel.deepspeed.schema import Schema, deepspeed_schema
+from nbaccel.errors import ConfigError, MissingBackend
 from nbaccel.plan.plan import Choice, table
 
 __all__ = ["AUTO_KEYS", "Resolved", "resolve_auto"]
@@ -264,15 +266,44 @@ def resolve_auto(
             continue
         put(settings, key, value)
         choices.append(Choice(key, _plain(value), reason))
-    mistakes += [
-        f'{key}="auto" is filled in by nobody. transformers and Accelerate do not take it there. '
-        "Give a value, or leave it out."
-        for key in sorted(waiting - set(_RULES))
-    ]
+    for key in sorted(waiting - set(_RULES)):
+        if (choice := _left_open(key, settings)) is not None:
+            choices.append(choice)
+        else:
+            mistakes.append(_filled_in_by_nobody(key, settings))
     choices += _added(known)
     if mistakes:
         raise ConfigError(*mistakes)
     return Resolved(ZeroConfig.from_dict(settings), tuple(choices))
+
+
+def _left_open(key: str, settings: dict[str, Any]) -> Choice | None:
+    """DeepSpeed's own models drop ``"auto"`` for their default; so it is left out here."""
+    found = _schema()
+    default = None if found is None else found.default(key)
+    if default is None:
+        return None
+    drop(settings, key)
+    return Choice(key, _plain(default.value), "DeepSpeed's own default")
+
+
+def _filled_in_by_nobody(key: str, settings: Mapping[str, Any]) -> str:
+    found = _schema()
+    section = key.partition(".")[0]
+    if found is not None and section in found.removed:
+        return removed_text(section, settings[section], found)
+    return (
+        f'{key}="auto" is filled in by nobody. transformers and Accelerate do not take it there. '
+        "Give a value, or leave it out."
+    )
+
+
+def _schema() -> Schema | None:
+    """What the installed DeepSpeed knows; None where there is none to ask."""
+    try:
+        return deepspeed_schema()
+    except MissingBackend:
+        return None
 
 
 def _added(known: _Known) -> Iterator[Choice]:

@@ -8,7 +8,6 @@ own models, and what goes together against what was found to run.
 from __future__ import annotations
 
 import copy
-import difflib
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pydantic import ValidationError
 
 from nbaccel.config import RunConfig
 from nbaccel.config.engine import engine_config
-from nbaccel.config.mistakes import closest, shown
+from nbaccel.config.mistakes import shown
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.auto import AUTO_KEYS
 from nbaccel.deepspeed.combinations import (
@@ -27,9 +26,12 @@ from nbaccel.deepspeed.combinations import (
     combination_mistakes,
     doubts,
     maker_mistakes,
+    sharing_mistakes,
 )
 from nbaccel.deepspeed.config import ZERO, ZeroConfig, old_forms
+from nbaccel.deepspeed.keys import Finding, key_findings
 from nbaccel.deepspeed.kinds import AUTO
+from nbaccel.deepspeed.monitors import missing_monitors
 from nbaccel.deepspeed.ops import missing_tools
 from nbaccel.deepspeed.reading import auto_keys, load_settings
 from nbaccel.deepspeed.schema import Schema, deepspeed_schema, quiet
@@ -71,8 +73,8 @@ def check_config(
         run: How it will be run; decides the device.
         inventory: The machine; this one where left out.
         allow_auto: Whether ``"auto"`` may stand where ``resolve_auto`` fills it in.
-        check_tools: Whether this machine must be able to build what it needs, and to write
-            where it swaps to.
+        check_tools: Whether this machine must be able to build what it needs, to write where it
+            swaps to, and have the packages that it logs through.
 
     Returns:
         The configuration with warnings.
@@ -86,18 +88,21 @@ def check_config(
     if world_size is None and run is not None and run.num_processes is not None:
         world_size = run.num_processes * run.num_nodes
     device = _device(run, inventory)
-    mistakes = list(_key_mistakes(settings, schema))
+    findings = [*key_findings(settings, schema), *_auto_findings(settings, schema, allow_auto)]
+    mistakes = [found.text for found in findings if found.is_mistake]
+    notes += tuple(found.text for found in findings if not found.is_mistake)
     checked, wrong = _typed(settings)
     mistakes += wrong
-    mistakes += _auto_mistakes(settings, allow_auto=allow_auto)
     mistakes += _model_mistakes(checked, schema, known=mistakes)
     mistakes += combination_mistakes(checked, device=device)
     if not any("batch_size" in text or "accumulation" in text for text in mistakes):
         mistakes += batch_mistakes(checked, world_size=world_size, open_ends=allow_auto)
+    mistakes += sharing_mistakes(checked, world_size=world_size)
     mistakes += maker_mistakes(checked, schema, device=device)
     if check_tools:
         mistakes += missing_tools(checked, device=device)
         mistakes += folder_mistakes(checked)
+        mistakes += missing_monitors(checked)
     if not mistakes:
         mistakes += _refused(checked)
     if mistakes:
@@ -131,56 +136,6 @@ def _device(run: RunConfig | None, inventory: Inventory | None) -> str:
     return "cuda" if (inventory or inspect_machine()).gpus else "cpu"
 
 
-# ------------------------------------------------------------------------------- keys
-def _key_mistakes(settings: Mapping[str, Any], schema: Schema, path: str = "") -> Iterator[str]:
-    keys = schema.sections.get(path)
-    prefix = f"{path}." if path else ""
-    for key, value in settings.items():
-        here = f"{prefix}{key}"
-        if here in schema.removed:
-            yield f"{here}={shown(value)} is of the past. {schema.removed[here]}".rstrip()
-            continue
-        meant = key
-        if keys is not None and key not in keys:
-            meant, advice = _advice(key, path, settings, schema)
-            fate = "refuse" if path in schema.models else "ignore"
-            yield (
-                f"{here} is no key of DeepSpeed {schema.version}: got {here}={shown(value)}. It "
-                f"would {fate} it{'' if fate == 'refuse' else ' without a word'}.{advice}"
-            )
-        inner = f"{prefix}{meant}"
-        if isinstance(value, Mapping) and inner in schema.sections:
-            # Inside a misspelt section keys are held against the one that was meant.
-            yield from _key_mistakes(value, schema, inner)
-
-
-def _advice(key: str, path: str, settings: Mapping[str, Any], schema: Schema) -> tuple[str, str]:
-    """The key that was probably meant, and the sentence that says so."""
-    places = schema.places(key)
-    if 0 < len(places) <= 3:
-        return key, f" It belongs in {' or '.join(place or 'the top level' for place in places)}."
-    maker = _maker_of(key, settings if not path else {}, schema)
-    if maker:
-        return key, f" It belongs in {maker}.params."
-    here = schema.sections[path]
-    for keys in ([name for name in here if name not in settings], here):
-        if said := closest(key, keys):
-            return said.split("'")[1], said
-    for place, keys in schema.sections.items():
-        near = difflib.get_close_matches(key.lower(), keys, n=1, cutoff=0.8)
-        if near:
-            return key, f" Did you mean {near[0]!r} in {place or 'the top level'}?"
-    return key, f" The keys there are: {', '.join(sorted(schema.sections[path]))}."
-
-
-def _maker_of(key: str, settings: Mapping[str, Any], schema: Schema) -> str:
-    """The section whose ``params`` a key at the top level was meant for."""
-    if key in ("lr", "betas", "eps", "weight_decay", "momentum"):
-        return "optimizer"
-    own = [name for name in schema.schedulers if name.startswith(("Warmup", "OneCycle", "LRR"))]
-    return "scheduler" if any(key in schema.schedulers[name].known for name in own) else ""
-
-
 # ------------------------------------------------------------------------------ values
 def _typed(settings: dict[str, Any]) -> tuple[ZeroConfig, list[str]]:
     """The configuration without its wrong values, and what is wrong with those."""
@@ -203,17 +158,27 @@ def _without(settings: dict[str, Any], path: str) -> bool:
     return isinstance(inner, dict) and inner.pop(key, inner) is not inner
 
 
-def _auto_mistakes(settings: Mapping[str, Any], *, allow_auto: bool) -> Iterator[str]:
+def _auto_findings(
+    settings: Mapping[str, Any], schema: Schema, allow_auto: bool
+) -> Iterator[Finding]:
     for key in auto_keys(settings):
-        if key not in AUTO_KEYS:
-            yield (
+        if key.partition(".")[0] in schema.removed:
+            continue  # told already, with what to do
+        if key in AUTO_KEYS:
+            if not allow_auto:
+                yield Finding(
+                    f'{key} is still "auto". DeepSpeed would drop it for its default, or fail on '
+                    "it. Resolve it with resolve_auto, or give a value."
+                )
+        elif (default := schema.default(key)) is not None:
+            yield Finding(
+                f'{key}="auto" leaves it to DeepSpeed, whose default is {default.value!r}.',
+                is_mistake=False,
+            )
+        else:
+            yield Finding(
                 f'{key} cannot be "auto". Neither DeepSpeed nor a trainer fills that key in. '
                 "Give a value, or leave it out."
-            )
-        elif not allow_auto:
-            yield (
-                f'{key} is still "auto". DeepSpeed would drop it for its default, or fail on it. '
-                "Resolve it with resolve_auto, or give a value."
             )
 
 

@@ -13,9 +13,15 @@ from nbaccel.deepspeed.ops import offloads_optimizer
 from nbaccel.deepspeed.schema import Arguments, Schema, optimizer_arguments, required
 from nbaccel.deepspeed.values import value_mistakes
 
-__all__ = ["batch_mistakes", "combination_mistakes", "doubts", "maker_mistakes"]
+__all__ = [
+    "batch_mistakes",
+    "combination_mistakes",
+    "doubts",
+    "maker_mistakes",
+    "sharing_mistakes",
+]
 
-# What DeepSpeed 0.19 took out; before, these worked on GPUs alone.
+# What DeepSpeed took out on the way to 0.19.7; before, these worked on GPUs alone.
 _REPLACED = {
     "onebitadam": "AdamW",
     "zerooneadam": "AdamW",
@@ -151,6 +157,28 @@ def batch_mistakes(config: ZeroConfig, *, world_size: int | None, open_ends: boo
     )
 
 
+def sharing_mistakes(config: ZeroConfig, *, world_size: int | None) -> Iterator[str]:
+    """Where ZeRO++'s second shards do not come out even.
+
+    Args:
+        config: The configuration.
+        world_size: Processes; None where not known.
+
+    Yields:
+        A message at most.
+    """
+    size = config.zero_hpz_partition_size
+    if world_size is None or not isinstance(size, int) or config.zero_stage != 3:
+        return
+    if 1 < size < world_size and world_size % size:
+        fits = [number for number in range(2, world_size + 1) if world_size % number == 0]
+        yield (
+            f"{ZERO}.zero_hpz_partition_size={size} does not divide {world_size} processes. "
+            "DeepSpeed would fail in all of them when it makes its groups. Give "
+            f"{' or '.join(map(str, fits))}, or leave it out."
+        )
+
+
 def maker_mistakes(config: ZeroConfig, schema: Schema, *, device: str) -> Iterator[str]:
     """What is wrong with the optimizer and the schedule that DeepSpeed is to make.
 
@@ -178,16 +206,19 @@ def _optimizer_mistakes(config: ZeroConfig, schema: Schema, device: str) -> Iter
             yield _typeless("optimizer", section.to_dict(), "AdamW")
         return
     low = name.lower()
-    if low in _REPLACED:
+    own = schema.own_optimizers
+    if low in _REPLACED and (low not in own or device == "cpu"):
+        why = (
+            f"cannot be made on the CPU. It communicates by NCCL or MPI in {schema.version}, and "
+            "newer versions have it no more"
+            if low in own
+            else f"has been removed from DeepSpeed: {schema.version} cannot make it"
+        )
         yield (
-            f"optimizer.type={name!r} has been removed from DeepSpeed. It cannot be made. "
-            f"Use {_REPLACED[low]!r}; to send less, set communication_data_type or "
-            f"{ZERO}.zero_quantized_gradients."
+            f"optimizer.type={name!r} {why}. Use {_REPLACED[low]!r}; to send less, set "
+            f"communication_data_type or {ZERO}.zero_quantized_gradients."
         )
         return
-    own = schema.optimizers[
-        : schema.optimizers.index("muon") + 1 if "muon" in schema.optimizers else 9
-    ]
     if low not in own and name not in schema.optimizers:
         yield (
             f"optimizer.type={name!r} is no optimizer of DeepSpeed {schema.version} or torch. "
@@ -296,7 +327,7 @@ def doubts(config: ZeroConfig, *, device: str) -> Iterator[str]:
     if swaps and not exact and not _cpu_has_fp16():
         yield (
             f"{ZERO}.offload_param on nvme with float32 on a CPU without float16 arithmetic: "
-            "DeepSpeed 0.19 keeps the weights as bfloat16 there. Turn on bf16 to know what you "
+            "DeepSpeed keeps the weights as bfloat16 there. Turn on bf16 to know what you "
             "train."
         )
 

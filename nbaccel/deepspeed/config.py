@@ -378,6 +378,10 @@ def old_forms(settings: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, .
         for key in [name for name in ZERO_KEYS if name.startswith("stage3_")]:
             if key.removeprefix("stage3_") in zero:
                 moved(zero, key.removeprefix("stage3_"), key, zero[key.removeprefix("stage3_")])
+    if isinstance(new.get("aio"), dict) and "thread_count" in new["aio"]:
+        # DeepSpeed's documentation has the old name still, and DeepSpeed ignores it.
+        aio = new["aio"] = dict(new["aio"])
+        moved(aio, "thread_count", "intra_op_parallelism", aio["thread_count"])
     return new, tuple(said)
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from nbaccel.config.json_text import json_like
-from nbaccel.config.plain import plain
+from nbaccel.config.plain import numbers_read, plain
 
 __all__ = [
     "AUTO",
@@ -26,6 +26,7 @@ __all__ = [
     "Fraction",
     "Kind",
     "Number",
+    "Params",
     "Steps",
     "Table",
     "Text",
@@ -65,8 +66,7 @@ def _whole(least: int, *, endless: bool = False) -> Callable[[Any], Any]:
         value = plain(value)
         if _open(value):
             return value
-        if isinstance(value, str) and value.strip().isdecimal():
-            value = int(value)
+        value = numbers_read(value)
         if value == math.inf and endless:
             return value
         if isinstance(value, float) and value.is_integer():  # 5e8 is how JSON writes it
@@ -143,6 +143,10 @@ def table(value: Any) -> Any:
     return json_like(value)
 
 
+def _params(value: Any) -> Any:
+    return numbers_read(table(value))
+
+
 def _list(value: Any) -> Any:
     value = json_like(value)
     if value is None or (isinstance(value, list) and all(isinstance(e, str) for e in value)):
@@ -157,6 +161,7 @@ def _choice(*allowed: str, do: str, words: Mapping[str, str] | None = None) -> K
 
 _FORMATS = ("fp32", "fp16", "bf16")
 _DEVICES = ("none", "cpu", "nvme")
+_TABLE = Kind(must="a mapping of names to JSON values", do='Write for example {"lr": 0.001}')
 _Auto = Literal["auto"]
 
 Whole = Annotated[
@@ -203,7 +208,12 @@ Words = Annotated[
 Table = Annotated[
     dict[str, Any] | None,
     BeforeValidator(table),
-    Kind(must="a mapping of names to JSON values", do='Write for example {"lr": 0.001}'),
+    _TABLE,
+]
+Params = Annotated[
+    dict[str, Any] | None,
+    BeforeValidator(_params),
+    _TABLE,
 ]
 Device = Annotated[
     Literal["none", "cpu", "nvme", "auto"] | None,

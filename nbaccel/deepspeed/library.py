@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
+from functools import lru_cache
+from importlib import metadata
 from typing import Any
 
 from nbaccel._optional import require
+from nbaccel.errors import MissingBackend
 
-__all__ = ["load"]
+__all__ = ["OLDEST", "check_version", "load", "refusal"]
+
+OLDEST = (0, 17, 6)
+"""The oldest release that the tests have been run with; `pyproject.toml` declares the same."""
 
 _GREETING = "Setting accelerator to CPU."
 
@@ -27,8 +34,49 @@ def load(module: str, *, why: str) -> Any:
         The module.
 
     Raises:
-        MissingBackend: It is not installed, or cannot be imported.
+        MissingBackend: It is not installed, cannot be imported, or is too old.
     """
+    check_version()
     # Whatever device is chosen is told by nbaccel's own plan, with the reason.
     logging.getLogger("DeepSpeed").addFilter(_is_no_greeting)
     return require(module, extra="deepspeed", why=why)
+
+
+def check_version() -> None:
+    """Refuse a DeepSpeed that would fail in mid-training, without importing it.
+
+    Raises:
+        MissingBackend: The one that is installed is too old.
+    """
+    installed = _installed()
+    if installed is not None and (told := refusal(installed)):
+        raise MissingBackend(told, name="deepspeed")
+
+
+def refusal(version: str) -> str:
+    """Why a version of DeepSpeed cannot be used.
+
+    Args:
+        version: As it calls itself.
+
+    Returns:
+        The sentence; empty where it can be used, or nothing can be said of it.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    if numbers is None or tuple(int(part or 0) for part in numbers.groups()) >= OLDEST:
+        return ""
+    oldest = ".".join(map(str, OLDEST))
+    return (
+        f"DeepSpeed {version} is installed, and nbaccel works with {oldest} and newer. It reaches "
+        "into DeepSpeed's engines, and what it needs there is missing in older ones: weights would "
+        f'not come home. Install a newer one: pip install "deepspeed>={oldest}"'
+    )
+
+
+@lru_cache(maxsize=1)
+def _installed() -> str | None:
+    """The version that would be imported; None where nothing says it."""
+    try:
+        return metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:
+        return None

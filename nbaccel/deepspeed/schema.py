@@ -51,6 +51,17 @@ class Arguments:
 
 
 @dataclass(frozen=True, slots=True)
+class Default:
+    """What DeepSpeed takes for a key that is not given.
+
+    Attributes:
+        value: The default.
+    """
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Schema:
     """What the installed DeepSpeed knows.
 
@@ -61,6 +72,7 @@ class Schema:
         models: DeepSpeed's own model of a section, where it has one.
         removed: Keys that DeepSpeed had, by path, and its sentence on each.
         optimizers: Names of optimizers: DeepSpeed's, in any case, and torch's.
+        own_optimizers: DeepSpeed's alone.
         schedulers: Learning rate schedules and what their constructors take.
     """
 
@@ -69,6 +81,7 @@ class Schema:
     models: Mapping[str, type[BaseModel]] = field(repr=False)
     removed: Mapping[str, str] = field(repr=False)
     optimizers: tuple[str, ...] = ()
+    own_optimizers: tuple[str, ...] = ()
     schedulers: Mapping[str, Arguments] = field(default_factory=dict)
 
     def places(self, key: str) -> tuple[str, ...]:
@@ -81,6 +94,27 @@ class Schema:
             Paths of the sections that know it.
         """
         return tuple(path for path, keys in self.sections.items() if key in keys)
+
+    def default(self, key: str) -> Default | None:
+        """What DeepSpeed takes for a key of one of its models, which drop ``"auto"``.
+
+        Args:
+            key: A dotted path.
+
+        Returns:
+            The default; None where the key is in no model, or has none.
+        """
+        path, _, name = key.rpartition(".")
+        model = self.models.get(path)
+        if model is None:
+            return None
+        fields = {entry.alias or own: entry for own, entry in model.model_fields.items()}
+        entry = fields.get(name) or model.model_fields.get(name)
+        if entry is None or entry.is_required():
+            return None
+        value = entry.get_default(call_default_factory=True)
+        # DeepSpeed has an int of its own there, which shows itself with commas.
+        return Default(int(value) if isinstance(value, int) and value > 1 else value)
 
 
 class _Recorder(dict[str, Any]):
@@ -139,7 +173,8 @@ def deepspeed_schema() -> Schema:
         sections=MappingProxyType(sections),
         models=MappingProxyType(models),
         removed=MappingProxyType(removed),
-        optimizers=_optimizers(reader),
+        optimizers=(*reader.DEEPSPEED_OPTIMIZERS, *_torch_optimizers()),
+        own_optimizers=tuple(reader.DEEPSPEED_OPTIMIZERS),
         schedulers=MappingProxyType(dict(_schedulers())),
     )
 
@@ -165,15 +200,15 @@ def _nested(path: tuple[str, ...], inner: dict[str, Any]) -> dict[str, Any]:
 def _asked(reader: Callable[..., Any], path: tuple[str, ...]) -> set[str]:
     """What DeepSpeed asks a plain section for."""
     asked: set[str] = set()
-    # A section that has a type is read on only where there is one.
-    for content in ({}, {"type": "Adam"}):
+    # Some sections are read on only where they have a type, or are turned on.
+    for content, key in (({}, ""), ({"type": "Adam"}, "type"), ({"enabled": True}, "enabled")):
+        if key and key not in asked:
+            continue
         recorder = _Recorder(content if path else _ENOUGH)
         # What it asked before it gave up, over whatever, is what counts.
         with contextlib.suppress(Exception):
             reader(_nested(path, recorder) if path else recorder)
         asked |= recorder.asked
-        if "type" not in asked:
-            break
     return asked
 
 
@@ -190,7 +225,7 @@ def _look(
         _spread(path, model, sections, models)
         return
     asked = _asked(reader, path)
-    if asked:
+    if asked - {"enabled"}:  # where that is all, the rest is read by others, and later
         sections[".".join(path)] = frozenset(asked)
         for key in sorted(asked):
             if len(path) < 2 and key not in ("params", "type"):
@@ -244,14 +279,13 @@ def _spread(
         _spread((*path, key), inner, sections, models)
 
 
-def _optimizers(reader: Any) -> tuple[str, ...]:
+def _torch_optimizers() -> list[str]:
     optim = require("torch.optim", extra="", why="A list of optimizers")
-    torch_names = [
+    return sorted(
         name
         for name, item in vars(optim).items()
         if isinstance(item, type) and issubclass(item, optim.Optimizer) and name != "Optimizer"
-    ]
-    return (*reader.DEEPSPEED_OPTIMIZERS, *sorted(torch_names))
+    )
 
 
 def _schedulers() -> Iterator[tuple[str, Arguments]]:

@@ -15,7 +15,7 @@ from nbaccel.deepspeed.kinds import (
     FloatFormat,
     Fraction,
     Number,
-    Table,
+    Params,
     Text,
     Truth,
     Whole,
@@ -147,7 +147,7 @@ class OptimizerSection(Section):
     """The optimizer that DeepSpeed makes."""
 
     type: Text = Field(None, description="Its name: AdamW, Adam, Lion, Muon, Adagrad, Lamb, ...")
-    params: Table = Field(None, description="Its constructor's arguments: lr, betas, ...")
+    params: Params = Field(None, description="Its constructor's arguments: lr, betas, ...")
     legacy_fusion: Truth = Field(None, description="The older fused float16 optimizer.")
 
 
@@ -158,7 +158,7 @@ class SchedulerSection(Section):
         None,
         description="Its name: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest.",
     )
-    params: Table = Field(None, description="Its constructor's arguments; counts are in steps.")
+    params: Params = Field(None, description="Its constructor's arguments; counts are in steps.")
 
 
 class ActivationCheckpointing(Section):

@@ -17,12 +17,40 @@ from typing import Any
 from nbaccel import _accelerate, env
 from nbaccel.log import get_logger
 
-__all__ = ["Before", "forget_groups", "forget_modules", "live_engines", "observe", "tear_down"]
+__all__ = [
+    "Before",
+    "destroy",
+    "forget_groups",
+    "forget_modules",
+    "live_engines",
+    "observe",
+    "tear_down",
+]
 
 _log = get_logger(__name__)
 # Variables by which libraries talk to themselves: `TrainingArguments(deepspeed=...)` sets
 # ACCELERATE_USE_DEEPSPEED and leaves it there, and the next Trainer uses DeepSpeed unasked.
 _PREFIXES = ("ACCELERATE_", "DEEPSPEED_")
+
+
+# Where `deepspeed.utils.groups` keeps groups and what it derives from them, in 0.17.0 to 0.19.7.
+_GROUPS: dict[str, int | None] = {
+    "_EXPERT_PARALLEL_GROUP": None,
+    "_EXPERT_PARALLEL_GROUP_RANKS": None,
+    "_EXPERT_DATA_PARALLEL_GROUP": None,
+    "_EXPERT_DATA_PARALLEL_GROUP_RANKS": None,
+    "_ALL_TO_ALL_GROUP": None,
+    "_WORLD_GROUP": None,
+    "_ZERO_PARAM_INTRA_PARALLEL_GROUP": None,
+    "_TENSOR_MODEL_PARALLEL_GROUP": None,
+    "_MODEL_PARALLEL_GROUP": None,
+    "_DATA_PARALLEL_GROUP": None,
+    "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE": None,
+    "_MPU_TENSOR_MODEL_PARALLEL_RANK": None,
+    "expert_tensor_parallel_world_size": 1,
+    "mesh_device": None,
+    "mpu": None,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +103,26 @@ def _destroy_engines() -> None:
     """Take the hooks and buffers of every engine, also of those that a variable still names."""
     for engine in live_engines():
         try:
-            engine.destroy()
+            destroy(engine)
         except Exception as error:  # a half-made engine must not keep the rest alive
             _log.warning("an engine could not be destroyed: %r", error)
+
+
+def destroy(engine: Any) -> None:
+    """Destroy an engine for good.
+
+    Before 0.19 DeepSpeed does it once more when the engine is collected, which may be after the end
+    of the process group that it then asks for its rank.
+
+    Args:
+        engine: DeepSpeed's.
+    """
+    engine.destroy()
+    engine.destroy = _nothing
+
+
+def _nothing() -> None:
+    """What a destroyed engine has left to destroy."""
 
 
 def live_engines() -> list[Any]:
@@ -138,7 +183,21 @@ def forget_groups() -> None:
         comm.cdb = None  # it wraps the group that is gone, and would be taken for the next one
     groups: Any = sys.modules.get("deepspeed.utils.groups")
     if groups is not None:
-        groups._release_process_group_references()  # noqa: SLF001 - only its own `destroy` does it
+        _release(groups)
+
+
+def _release(groups: Any) -> None:
+    """Empty DeepSpeed's lists of groups, which only its own `destroy` does, and from 0.19.8 on."""
+    release = getattr(groups, "_release_process_group_references", None)
+    if release is not None:
+        release()
+        return
+    for name, nothing in _GROUPS.items():
+        held = getattr(groups, name, None)
+        if isinstance(held, dict):
+            held.clear()
+        elif held is not None:
+            setattr(groups, name, nothing)
 
 
 def _backends(distributed: Any) -> list[Any]:

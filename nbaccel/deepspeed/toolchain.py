@@ -20,6 +20,7 @@ import psutil
 
 from nbaccel import env
 from nbaccel._optional import is_installed, require
+from nbaccel.deepspeed import library
 from nbaccel.errors import MissingBackend, PlatformUnsupported, UnsafeMoment
 from nbaccel.log import get_logger
 
@@ -52,7 +53,7 @@ def check_tools(device: str) -> None:
         device: Type of the device.
 
     Raises:
-        MissingBackend: There is no DeepSpeed, or no ninja.
+        MissingBackend: There is no DeepSpeed, it is too old, or there is no ninja.
         PlatformUnsupported: There is no C++ compiler, and one is needed.
     """
     if not is_installed("deepspeed"):
@@ -61,6 +62,7 @@ def check_tools(device: str) -> None:
             f'{device} could not shard anything. Install it: pip install "nbaccel[deepspeed]"',
             name="deepspeed",
         )
+    library.check_version()
     path_with_ninja()
     if device == "cpu":
         check_compiler()

@@ -108,12 +108,5 @@ def value_mistakes(section: str, params: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _advice(value: Any, rule: _Rule) -> str:
-    if isinstance(value, str):
-        if rule is _SHAPE:
-            return (closest(value, _SHAPES) or f" {rule.do}.").lstrip()
-        try:
-            float(value)
-        except ValueError:
-            return f"{rule.do}."
-        return f"It is text: write {value} without quotes (in YAML, 3.0e-5 and not 3e-5)."
-    return f"{rule.do}."
+    near = closest(value, _SHAPES) if rule is _SHAPE and isinstance(value, str) else ""
+    return near.lstrip() or f"{rule.do}."

@@ -7,6 +7,7 @@ import pytest
 
 from nbaccel.config import RunConfig, run_config_of
 from nbaccel.config.engine import engine_config
+from nbaccel.config.exchange import read_yaml
 from nbaccel.config.variables import run_variables
 from nbaccel.deepspeed.config import ZeroConfig
 from nbaccel.errors import ConfigError
@@ -164,3 +165,15 @@ def test_what_has_a_config_is_as_good_as_one():
     assert run_config_of(Picker.config) is Picker.config
     with pytest.raises(ConfigError, match="config must be a RunConfig, or a picker: got 'bf16'"):
         run_config_of("bf16")
+
+
+def test_yaml_has_the_numbers_of_json():
+    text = "num_processes: 2\ndeepspeed:\n  optimizer:\n    params: {lr: 3e-5, eps: 1.0e-8}\n"
+    run = RunConfig.from_yaml(text + "  zero_optimization: {reduce_bucket_size: 5e8}\n")
+    assert run.deepspeed is not None
+    assert run.deepspeed["optimizer"]["params"] == {"lr": 3e-5, "eps": 1e-8}
+    assert run.deepspeed["zero_optimization"]["reduce_bucket_size"] == 5e8
+    assert RunConfig.from_yaml(run.to_yaml()) == run
+    assert read_yaml("[3e-5, 1E6, -.5e-3, 1.5e3, '3e-5', e5, 1e, 2026-11-22x]") == [
+        *(3e-5, 1e6, -0.5e-3, 1.5e3, "3e-5", "e5", "1e", "2026-11-22x")
+    ]

@@ -233,7 +233,7 @@ IMPOSSIBLE = {
     "no nvme_path": ({ZERO: {"stage": 3, "offload_param": {"device": "nvme"}}}, "needs zero_optimization.offload_param.nvme_path", {}),
     "Lion": ({"optimizer": {"type": "Lion"}}, "'Lion' cannot be made on the CPU", {}),
     "Lamb": ({"optimizer": {"type": "Lamb"}}, "'Lamb' cannot be made on the CPU", {}),
-    "1-bit": ({"optimizer": {"type": "OneBitAdam"}}, "removed from DeepSpeed. It cannot be made. Use 'AdamW'", {}),
+    "1-bit": ({"optimizer": {"type": "OneBitAdam"}}, "removed from DeepSpeed: [0-9.]+ cannot make it. Use 'AdamW'", {}),
     "unknown optimizer": ({"optimizer": {"type": "AdmW"}}, "Did you mean 'adamw'|Did you mean 'AdamW'", {}),
     "untested": ({ZERO: {"stage": 2}, "optimizer": {"type": "SGD"}}, '"zero_allow_untested_optimizer": true', {}),
     "max_grad_norm": ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, "Set gradient_clipping", {}),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from nbaccel.config import RunConfig
 from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.values import value_mistakes
 from nbaccel.errors import ConfigError
 from tests.deepspeed import needs
 
 WRONG = [
-    ("optimizer", "lr", "3e-5", "It is text: write 3e-5 without quotes"),
     ("optimizer", "lr", "fast", "Give for example 3e-5"),
     ("optimizer", "lr", -1, "a number of at least 0: got -1"),
     ("optimizer", "lr", True, "got True"),
@@ -18,9 +18,7 @@ WRONG = [
     ("optimizer", "betas", 0.9, "two numbers from 0 to below 1: got 0.9"),
     ("optimizer", "betas", [0.9, 0.99, 0.999], "two numbers"),
     ("optimizer", "betas", [0.9, 1.5], "below 1"),
-    ("optimizer", "eps", "1e-8", "without quotes"),
     ("optimizer", "weight_decay", -0.1, "at least 0"),
-    ("scheduler", "warmup_max_lr", "3e-5", "without quotes"),
     ("scheduler", "warmup_num_steps", "ten", "a whole number above 0: got 'ten'"),
     ("scheduler", "warmup_num_steps", 0.5, "above 0: got 0.5"),
     ("scheduler", "total_num_steps", 0, "above 0: got 0"),
@@ -48,7 +46,7 @@ def test_right_values_are_left_alone():
 def test_a_check_tells_them():
     settings = {
         "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": "3e-5", "betas": [0.9]}},
+        "optimizer": {"type": "AdamW", "params": {"lr": "fast", "betas": [0.9]}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine"}},
     }
     with pytest.raises(ConfigError) as caught:
@@ -58,3 +56,31 @@ def test_a_check_tells_them():
         "optimizer.params.betas",
         "scheduler.params.warmup_type",
     ]
+
+
+@needs.DEEPSPEED
+def test_numbers_written_as_text_are_read_as_numbers():
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "3e-5", "betas": ["0.9", "0.999"], "eps": "1e-8"},
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": "3e-5", "warmup_num_steps": "10", "warmup_type": "linear"},
+        },
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"},
+    }
+    made = check_config(settings, check_tools=False).config.to_dict()
+    assert made["optimizer"]["params"] == {"lr": 3e-5, "betas": [0.9, 0.999], "eps": 1e-8}
+    assert made["scheduler"]["params"] == {
+        "warmup_max_lr": 3e-5,
+        "warmup_num_steps": 10,
+        "warmup_type": "linear",
+    }
+    assert made["zero_optimization"]["reduce_bucket_size"] == 500_000_000
+    # What Accelerate and the Trainer read in workers is the run's own copy.
+    kept = RunConfig(num_processes=2, deepspeed=settings).deepspeed
+    assert kept is not None
+    assert kept["optimizer"]["params"] == made["optimizer"]["params"]

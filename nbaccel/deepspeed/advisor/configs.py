@@ -13,11 +13,14 @@ from nbaccel.deepspeed.facts import TrainingFacts, hidden_size
 from nbaccel.deepspeed.shape import Shape
 from nbaccel.errors import ConfigError
 
-__all__ = ["Recipe", "batch_of"]
+__all__ = ["LOWERED", "LOWERED_KEYS", "Recipe", "batch_of"]
 
 _ZERO = "zero_optimization"
 _ALIGNED = 2**20  # elements: swap buffers are a multiple of it
 _SMALLEST_BUCKET = 2**16
+LOWERED = (10**8, 10**7)
+"""What `LOWERED_KEYS` are set to, one after the other, where DeepSpeed's 1e9 needs too much."""
+LOWERED_KEYS = ("sub_group_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,13 +47,17 @@ class Recipe:
     nvme_path: str | None = None
     pin_memory: bool = False
 
-    def config(self, step: Step, batch_size: int, accumulation_steps: int) -> dict[str, Any]:
+    def config(
+        self, step: Step, batch_size: int, accumulation_steps: int, *, at_once: int | None = None
+    ) -> dict[str, Any]:
         """The configuration, with nothing left to ``"auto"``.
 
         Args:
             step: The step of the ladder.
             batch_size: Samples of a process in one forward pass.
             accumulation_steps: Forward passes of an optimizer step.
+            at_once: Elements that ZeRO-3 updates and gathers at once, where the user said nothing
+                of it; None leaves it to DeepSpeed.
 
         Returns:
             What ``deepspeed.initialize`` takes.
@@ -62,7 +69,7 @@ class Recipe:
         settings["train_micro_batch_size_per_gpu"] = batch_size
         settings["gradient_accumulation_steps"] = accumulation_steps
         settings.setdefault("optimizer", {"type": self.optimizer})
-        settings[_ZERO] = self._zero(step)
+        settings[_ZERO] = self._zero(step, at_once)
         if self.precision != "fp32":
             section = settings.setdefault(self.precision, {})
             section["enabled"] = True
@@ -76,7 +83,7 @@ class Recipe:
         )
         return resolve_auto(settings, facts=facts, model=self.model).config.to_dict()
 
-    def _zero(self, step: Step) -> dict[str, Any]:
+    def _zero(self, step: Step, at_once: int | None) -> dict[str, Any]:
         given = copy.deepcopy(self.base.get(_ZERO) or {})
         offload = {
             name: self._offload(name, place, given.pop(name, None))
@@ -93,6 +100,10 @@ class Recipe:
             zero.setdefault("stage3_prefetch_bucket_size", self._bucket("auto"))
             zero.setdefault("stage3_param_persistence_threshold", self._bucket("auto", least=0))
             zero.setdefault("stage3_gather_16bit_weights_on_model_save", True)
+            if at_once is not None:  # a group has one parameter at least
+                least = max(at_once, max(self.shape.sizes, default=self.shape.largest_layer))
+                for key in LOWERED_KEYS:
+                    zero.setdefault(key, least)
         return zero
 
     def _bucket(self, word: str, *, least: int = _SMALLEST_BUCKET) -> str | int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from nbaccel.deepspeed.activations import measure_activations
 from nbaccel.deepspeed.advisor.advice import Rung
-from nbaccel.deepspeed.advisor.configs import Recipe
+from nbaccel.deepspeed.advisor.configs import LOWERED, LOWERED_KEYS, Recipe
 from nbaccel.deepspeed.advisor.ladder import Step, halvings, ladder
 from nbaccel.deepspeed.batches import resized
 from nbaccel.deepspeed.checking import check_config
@@ -121,6 +121,18 @@ class Walk:
             config = self._checked(step, config)
         except ConfigError as error:
             return self._refused(step, size, steps, " ".join(error.mistakes))
+        rung = self._estimated(step, size, steps, config)
+        # What ZeRO-3 has at once is lowered before the next rung, which is slower, is looked at.
+        for at_once in LOWERED if step.stage == 3 else ():
+            if rung.is_accepted:
+                break
+            lowered = self.recipe.config(step, size, steps, at_once=at_once)
+            lowered = self._checked(step, lowered)
+            if lowered != rung.config:
+                rung = self._estimated(step, size, steps, lowered)
+        return rung
+
+    def _estimated(self, step: Step, size: int, steps: int, config: dict[str, Any]) -> Rung:
         estimate = self.budget.of(
             estimate_memory(
                 self.recipe.shape,
@@ -138,8 +150,32 @@ class Walk:
             config=config,
             estimate=estimate,
             verdict="fits" if estimate.fits else "does not fit",
-            reason=_reason(estimate),
+            reason=f"{_reason(estimate)}{self._lowered(config)}",
         )
+
+    def with_batch(self, rung: Rung, size: int, steps: int) -> dict[str, Any]:
+        """The configuration of a rung with another batch.
+
+        Args:
+            rung: One that can be had.
+            size: Samples of a process in one forward pass.
+            steps: Forward passes of one optimizer step.
+
+        Returns:
+            What ``deepspeed.initialize`` takes; what was lowered stays so.
+        """
+        at_once = next(iter(self._lowered_keys(rung.config or {}).values()), None)
+        return self.recipe.config(rung.step, size, steps, at_once=at_once)
+
+    def _lowered_keys(self, config: dict[str, Any]) -> dict[str, int]:
+        """What was lowered that the user had left open."""
+        zero = config.get("zero_optimization") or {}
+        given = self.recipe.base.get("zero_optimization") or {}
+        return {key: zero[key] for key in LOWERED_KEYS if key in zero and key not in given}
+
+    def _lowered(self, config: dict[str, Any]) -> str:
+        keys = [f"{key}={value}" for key, value in self._lowered_keys(config).items()]
+        return f" With {', '.join(keys)} in place of 1e9." if keys else ""
 
     def _checked(self, step: Step, config: dict[str, Any]) -> dict[str, Any]:
         """The configuration, or nearly the same, which DeepSpeed and this machine take.

@@ -21,6 +21,7 @@ from nbaccel.abc.shards import Remembered
 from nbaccel.deepspeed.strategy.swapping import Claim
 from nbaccel.deepspeed.strategy.taking_back import take_back, unhook
 from nbaccel.deepspeed.strategy.troubles import Troubles
+from nbaccel.deepspeed.teardown import destroy
 from nbaccel.errors import ConfigError
 
 __all__ = ["Drive"]
@@ -146,7 +147,7 @@ class Drive:
             hook.remove()
         if before is None:
             unhook(self.engine)
-            self.engine.destroy()  # its files stay: weights that are on disk are still to come home
+            destroy(self.engine)  # its files stay: weights that are on disk are still to come home
             return
         take_back(self.engine.module, before)
         self._claimed.release()

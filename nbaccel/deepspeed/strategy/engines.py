@@ -28,7 +28,7 @@ from nbaccel.deepspeed.strategy.settling import stage_of
 from nbaccel.errors import ConfigError
 from nbaccel.precision.native import as_float32
 
-__all__ = ["begin_comm", "is_engines", "make_engine"]
+__all__ = ["begin_comm", "fetch_together", "is_engines", "make_engine"]
 
 
 def make_engine(
@@ -71,7 +71,7 @@ def make_engine(
     elif scheduler is not None and is_engines(scheduler):
         arguments["lr_scheduler"] = scheduler
     if moe_layers and stage_of(settings) == 3:
-        _fetch_together(model, moe_layers)
+        fetch_together(model, moe_layers)
     with _quiet(settings):
         engine, *_ = deepspeed.initialize(**arguments)
     _convert(engine)
@@ -118,7 +118,16 @@ def _for_offload(optimizer: Any, settings: Mapping[str, Any]) -> Any:
     return made
 
 
-def _fetch_together(model: nn.Module, names: str) -> None:
+def fetch_together(model: nn.Module, names: str) -> None:
+    """Let ZeRO-3 gather layers as one, whose parts are not all used in every pass.
+
+    Args:
+        model: The model.
+        names: Class names of such layers, with commas.
+
+    Raises:
+        ConfigError: The model has none of such a name.
+    """
     from deepspeed.utils import set_z3_leaf_modules
 
     wanted = [name.strip() for name in names.split(",") if name.strip()]

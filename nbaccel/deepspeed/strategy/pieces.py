@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from nbaccel.abc.shards import Piece
 from nbaccel.deepspeed.strategy import on_disk
@@ -128,8 +129,14 @@ def _of_placeholder(tensor: Any) -> list[Piece]:
 def _span(tensor: Any) -> tuple[int, int]:
     """First element and number of elements that this process has; the last part may be padded."""
     size = int(tensor.ds_tensor.ds_numel)
-    start = int(tensor.ds_zero_partition_rank) * size
+    start = _partition_rank(tensor) * size
     return start, max(0, min(size, int(tensor.ds_numel) - start))
+
+
+def _partition_rank(tensor: Any) -> int:
+    """Which of the parts is this process's; DeepSpeed writes it down from 0.19.3 on."""
+    rank = getattr(tensor, "ds_zero_partition_rank", None)
+    return int(dist.get_rank(tensor.ds_process_group) if rank is None else rank)
 
 
 def _at_hand(tensor: Any) -> torch.Tensor:

@@ -19,9 +19,11 @@ from nbaccel.config.dotted import value_at
 from nbaccel.config.engine import BATCH_SIZES, tidied
 from nbaccel.config.handlers import Settings
 from nbaccel.config.mistakes import shown
+from nbaccel.deepspeed import library
 from nbaccel.deepspeed.config import ZERO, ZeroConfig, old_forms
 from nbaccel.deepspeed.kinds import AUTO
 from nbaccel.deepspeed.reading import load_settings
+from nbaccel.deepspeed.strategy.filling import Filling
 from nbaccel.errors import ConfigError, PlatformUnsupported
 
 __all__ = ["DeepSpeedPlugin", "Plugins"]
@@ -60,11 +62,12 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
         lambda text: text.strip().lower() in ("1", "true", "yes"),
     ),
     "hf_ds_config": ("ACCELERATE_DEEPSPEED_CONFIG_FILE", str),
+    "transformer_moe_cls_names": ("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", str),
 }
 
 
 @dataclass
-class DeepSpeedPlugin(Settings):
+class DeepSpeedPlugin(Filling, Settings):
     """How DeepSpeed shards, and where it keeps what it shards.
 
     None reads the variable that Accelerate's launcher sets, and else takes the default.
@@ -93,6 +96,7 @@ class DeepSpeedPlugin(Settings):
 
     Raises:
         ConfigError: The file cannot be read, or contradicts the arguments.
+        MissingBackend: DeepSpeed is installed, and too old.
     """
 
     hf_ds_config: Any = None
@@ -112,6 +116,7 @@ class DeepSpeedPlugin(Settings):
     deepspeed_config: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        library.check_version()
         self._refuse_msamp()
         said = {name for name in _KEYS if getattr(self, name) is not None}
         self._read_variables()
@@ -271,6 +276,7 @@ class Plugins:
             )
         self.by_name: dict[str, DeepSpeedPlugin] = dict(named)
         self._selected = next(iter(self.by_name))
+        self.select(self._selected)
 
     @property
     def active(self) -> DeepSpeedPlugin:
@@ -296,7 +302,10 @@ class Plugins:
         Raises:
             ConfigError: There is none of that name.
         """
-        self.get(name)
+        chosen = self.get(name)
+        for plugin in self.by_name.values():
+            plugin._unselect()
+        chosen.select(_from_accelerator_state=True)
         self._selected = name
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from nbaccel.abc import shards
 from nbaccel.abc.shards import Remembered
 from nbaccel.deepspeed.strategy import pieces
-from nbaccel.deepspeed.teardown import forget_modules, live_engines
+from nbaccel.deepspeed.teardown import destroy, forget_modules, live_engines
 from nbaccel.errors import ConfigError
 
 __all__ = ["remember", "take_back", "take_back_together", "unhook"]
@@ -122,7 +122,7 @@ def _restore(
     for engine in engines:
         unhook(engine)
         if dist.is_initialized():  # else it was destroyed when its group ended
-            engine.destroy()
+            destroy(engine)
     for submodule in module.modules():
         # A dictionary of DeepSpeed's own, which gathers what is looked up, now over no group.
         submodule._parameters = dict(dict.items(submodule._parameters))

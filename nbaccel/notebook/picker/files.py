@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nbaccel._optional import is_installed, require
+from nbaccel._optional import is_installed
 from nbaccel.capabilities import strategy_row
 from nbaccel.config import RunConfig
-from nbaccel.config.exchange import each_once
+from nbaccel.config.exchange import each_once, read_yaml
 from nbaccel.deepspeed.config import ZeroConfig
 from nbaccel.errors import ConfigError
 from nbaccel.notebook.picker.choices import by_name
@@ -94,10 +94,9 @@ def _parsed(source: str | Path) -> Mapping[str, Any]:
                 f"{what} is no JSON: {error}. A setting half read would train something else. "
                 "Correct the text there."
             ) from error
-        yaml = require("yaml", extra="", why="Reading a configuration file")
         try:
-            found = yaml.safe_load(text)
-        except yaml.YAMLError as trouble:
+            found = read_yaml(text)
+        except ValueError as trouble:
             raise ConfigError(
                 f"{what} is neither JSON nor YAML: {trouble}. A setting half read would train "
                 "something else. Correct the text there."

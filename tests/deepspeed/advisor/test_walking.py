@@ -212,3 +212,34 @@ def test_a_cell_shows_a_table(ask):
     assert shown["text/html"].count("<tr>") == 1 + len(found.rungs)
     assert "Nothing fits" in shown["text/html"]
     assert "→" not in shown["text/html"]
+
+
+def test_what_zero_3_has_at_once_is_lowered_before_nothing_fits(model, batch):
+    ask = {"inventory": GPUS, "num_processes": 2, "host_memory": 9 * GIB}
+    plain = advise(model, batch, **ask)
+    rung = next(rung for rung in plain.rungs if rung.name == "ZeRO-3")
+    assert "sub_group_size" not in rung.config["zero_optimization"], "it fits as DeepSpeed has it"
+
+    found = advise(model, batch, device_memory=rung.estimate.device.peak - 2**20, **ask)
+    lowered = next(rung for rung in found.rungs if rung.name == "ZeRO-3")
+    zero = lowered.config["zero_optimization"]
+    assert zero["sub_group_size"] < 10**9
+    assert zero["stage3_max_live_parameters"] == zero["stage3_max_reuse_distance"] < 10**9
+    assert lowered.estimate.device.peak < rung.estimate.device.peak
+    assert f"With sub_group_size={zero['sub_group_size']}, " in lowered.reason
+    assert found.chosen is not None
+    check_config(lowered.config, world_size=2, inventory=GPUS)
+
+    own = {"zero_optimization": {"sub_group_size": 10**9}}
+    kept = advise(model, batch, config=own, device_memory=2**20, **ask)
+    held = [rung.config["zero_optimization"] for rung in kept.rungs if rung.name == "ZeRO-3"]
+    assert all(zero["sub_group_size"] == 10**9 for zero in held), "what was given is not changed"
+
+
+def test_what_is_to_be_turned_on_is_told(model, batch, ask, all_rungs):
+    told = "model.gradient_checkpointing_enable()"
+    assert told not in str(ask())
+    found = ask(**needed(all_rungs["ZeRO-2"]))
+    assert "ZeRO-2 counts with gradient checkpointing" in str(found)
+    assert told in str(found)
+    assert told in str(ask(device_memory=1, host_memory=1, nvme_memory=1)), "where nothing fits too"

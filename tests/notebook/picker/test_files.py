@@ -95,3 +95,13 @@ def test_saving_is_whole_or_not_at_all(picker, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ds.json", "run.yaml"]
     with pytest.raises(ConfigError, match="cannot be written"):
         picker.save(tmp_path / "no" / "folder" / "run.yaml")
+
+
+@needs.DEEPSPEED
+def test_numbers_of_yaml_are_numbers(picker):
+    picker.load(
+        "zero_optimization: {stage: 2, reduce_bucket_size: 5e8}\n"
+        "optimizer:\n  type: AdamW\n  params: {lr: 3e-5}\n"
+    )
+    assert picker.config.deepspeed["optimizer"]["params"]["lr"] == 3e-5
+    assert picker.config.deepspeed["zero_optimization"]["reduce_bucket_size"] == 5e8

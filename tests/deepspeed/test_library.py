@@ -1,0 +1,80 @@
+"""A DeepSpeed that is too old is refused by its version before anything starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from nbaccel.deepspeed import library
+from tests.deepspeed import needs
+from tests.house.source import ROOT
+
+
+@pytest.mark.parametrize("version", ["0.16.9", "0.17.5", "0.9.2", "0.16", "0.12.7+cu121"])
+def test_what_is_too_old_is_refused_with_what_to_install(version):
+    told = library.refusal(version)
+    assert f"DeepSpeed {version} is installed" in told
+    assert 'pip install "deepspeed>=' in told
+
+
+@pytest.mark.parametrize("version", ["0.17.6", "0.19.8", "0.19.8+e2f1a", "0.20", "1.0.0", "main"])
+def test_what_is_new_enough_is_not(version):
+    assert library.refusal(version) == ""
+
+
+def test_the_declared_range_is_the_one_that_is_checked():
+    (declared,) = set(
+        re.findall(r'"deepspeed>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    )
+    numbers = [int(part) for part in declared.split(".")]
+    assert tuple(numbers + [0] * (3 - len(numbers))) == library.OLDEST
+
+
+PROGRAM = """
+import json, sys
+from nbaccel import DeepSpeedPlugin, RunConfig, deepspeed_environment, notebook_launcher
+from nbaccel.deepspeed import check_config
+from nbaccel.errors import MissingBackend
+
+settings = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
+ways = {
+    "plugin": lambda: DeepSpeedPlugin(zero_stage=2),
+    "check": lambda: check_config(settings),
+    "environment": lambda: deepspeed_environment(device="cpu"),
+    "launch": lambda: notebook_launcher(print, config=RunConfig(num_processes=2, zero_stage=2)),
+    "file": lambda: notebook_launcher(print, config=RunConfig(num_processes=2, deepspeed=settings)),
+}
+for name, way in ways.items():
+    try:
+        way()
+        print(name, "went on")
+    except MissingBackend as error:
+        print(name, "refused", "DeepSpeed 0.16.9 is installed" in str(error))
+print("imported", "deepspeed" in sys.modules)
+"""
+
+
+@needs.DEEPSPEED
+def test_every_way_in_refuses_it_without_importing_it(tmp_path):
+    package = tmp_path / "deepspeed"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('too old for this torch')")
+    about = tmp_path / "deepspeed-0.16.9.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.16.9\n")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM)],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    names = ("plugin", "check", "environment", "launch", "file")
+    expected = [f"{name} refused True" for name in names]
+    assert done.stdout.splitlines() == [*expected, "imported False"], done.stderr

@@ -1,0 +1,44 @@
+"""What DeepSpeed keeps is let go in every version, also in those that have no function for it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+
+from nbaccel.deepspeed import teardown
+from tests.deepspeed import needs
+
+pytestmark = needs.DEEPSPEED
+
+
+@pytest.mark.parametrize("version", ["as installed", "before 0.19.8"])
+def test_groups_of_which_torch_knows_nothing_more_are_forgotten(monkeypatch, version):
+    groups = import_module("deepspeed.utils.groups")
+    if version != "as installed":
+        monkeypatch.delattr(groups, "_release_process_group_references", raising=False)
+    monkeypatch.setattr(groups, "_WORLD_GROUP", "gone")
+    monkeypatch.setattr(groups, "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "gone")
+    monkeypatch.setattr(groups, "expert_tensor_parallel_world_size", 4)
+    monkeypatch.setitem(groups._EXPERT_PARALLEL_GROUP, "ep_size_2", "gone")
+    teardown.forget_groups()
+    assert groups._WORLD_GROUP is None
+    assert groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is None
+    assert groups.expert_tensor_parallel_world_size == 1
+    assert groups._EXPERT_PARALLEL_GROUP == {}
+
+
+def test_an_engine_that_is_collected_late_is_not_destroyed_again():
+    class Engine:
+        count = 0
+
+        def destroy(self) -> None:
+            Engine.count += 1
+
+        def __del__(self) -> None:
+            self.destroy()
+
+    engine = Engine()
+    teardown.destroy(engine)
+    del engine
+    assert Engine.count == 1
