@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import random
 import resource
 import signal
@@ -47,6 +48,8 @@ PATIENCE_S = 60.0
 """A cell that has not ended by then is stopped, as a user would stop it."""
 PRESS_S = 0.3
 """After a process was stopped: when the user presses Stop."""
+REPLY_S = 10.0
+"""How long the reply of a cell that has ended is waited for."""
 RAW = ("BrokenPipeError", "ProcessLookupError", "ConnectionResetError", "AssertionError")
 """Errors of internals that no user should see."""
 
@@ -142,8 +145,8 @@ class Chaos:
         if target.pid == kernel.pid and blow == "KILL":
             self._judge_death(moment, scene, kernel)
         else:
-            cell = self._finish(kernel, running, moment)
-            moment.prompt_s, moment.error = time.monotonic() - struck, cell.error
+            cell = self._finish(kernel, running, moment, struck)
+            moment.error = cell.error
             self._judge(moment, scene, kernel, cell)
         return moment
 
@@ -151,16 +154,23 @@ class Chaos:
         self._mark += scene.changes == "checkpoint"
         return scene.code.replace("{mark}", f"{float(self._mark)}")
 
-    def _finish(self, kernel: Kernel, running: tuple[str, Cell], moment: Moment) -> Cell:
+    def _finish(
+        self, kernel: Kernel, running: tuple[str, Cell], moment: Moment, struck: float
+    ) -> Cell:
         if moment.blow == "STOP":
             time.sleep(PRESS_S)
             kernel.interrupt()
         try:
-            return kernel.finish(running, timeout_s=PATIENCE_S)
+            kernel.wait_idle(running, timeout_s=PATIENCE_S)
         except AssertionError:  # a process without memory may wait for itself
             moment.hung = True
             kernel.interrupt()
-            return kernel.finish(running)
+            kernel.wait_idle(running)
+        moment.prompt_s = time.monotonic() - struck
+        # ipykernel drops the reply of a cell that has ended if an interrupt meets it just then.
+        with contextlib.suppress(queue.Empty):
+            kernel.take_reply(running, timeout_s=REPLY_S)
+        return running[1]
 
     # ---- blows
 

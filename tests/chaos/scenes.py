@@ -72,9 +72,14 @@ def saved():
         found['files'] = sorted(p.name for p in Path(folder).iterdir())
     return found
 
+def target_of(fd):
+    try:
+        return os.readlink(f'/proc/self/fd/{{fd}}')
+    except FileNotFoundError:  # another thread has closed it meanwhile
+        return ''
+
 def tell():
-    maps = Path('/proc/self/maps').read_text()
-    fds = [str(p.readlink()) for p in Path('/proc/self/fd').iterdir() if p.is_symlink()]
+    fds = [target_of(fd) for fd in os.listdir('/proc/self/fd')]
     print('TOLD ' + json.dumps({{
         'digest': digest(model), 'marks': marks(model.parameters()), 'saved': saved(),
         'staging': sum('nbaccel-staging' in fd for fd in fds)}}))

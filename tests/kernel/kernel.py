@@ -89,12 +89,27 @@ class Kernel:
 
     def finish(self, running: tuple[str, Cell], *, timeout_s: float = WAIT_S) -> Cell:
         """Wait until the cell has ended, and the kernel is idle."""
+        self.wait_idle(running, timeout_s=timeout_s)
+        self.take_reply(running, timeout_s=timeout_s)
+        return running[1]
+
+    def wait_idle(self, running: tuple[str, Cell], *, timeout_s: float = WAIT_S) -> None:
+        """Wait until the cell has ended, as a front end is told of it."""
         deadline = time.monotonic() + timeout_s
         while not running[1].done:
             self._take(running, deadline)
-        # The reply comes by another socket: taken, so that the next cell is not mixed up with it.
-        self.client.get_shell_msg(timeout=timeout_s)
-        return running[1]
+
+    def take_reply(self, running: tuple[str, Cell], *, timeout_s: float) -> None:
+        """Take the cell's reply, which comes by another socket.
+
+        Raises:
+            queue.Empty: There was none in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        reply = None
+        while reply != running[0]:
+            left = max(0.0, deadline - time.monotonic())
+            reply = self.client.get_shell_msg(timeout=left)["parent_header"].get("msg_id")
 
     def interrupt(self) -> None:
         """Press Stop."""
