@@ -7,11 +7,12 @@
 #   JOBS=3                   test files that run at the same time (they often wait); 0 for one after another, in one process
 #   PYTEST_ARGS='-k arena'   more arguments for pytest
 #   MOMENTS=320              how often make chaos kills something
+#   LANE='colab oldest'      which sets of versions make lane runs
 
 SHELL         := bash
 .SHELLFLAGS   := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow chaos lint bench deepspeed-ops clean
+.PHONY: help demo test test-slow chaos lane lint bench deepspeed-ops clean
 
 PYTHON      ?= python3
 VENV        ?= .venv
@@ -20,6 +21,7 @@ TORCH_INDEX ?=
 PYTEST_ARGS ?=
 JOBS        ?= 3
 MOMENTS     ?= 320
+LANE        ?= colab kaggle oldest newest
 
 BIN     := $(VENV)/bin
 # Those that compile operations or load transformers; both lists together are all there are.
@@ -46,6 +48,9 @@ test-slow: $(VENV)/.dev $(VENV)/.deepspeed $(VENV)/.browser  ## the rest: a brow
 chaos: $(VENV)/.dev  ## kill processes of a notebook at hundreds of moments; nothing may be torn (ten minutes or so)
 	@$(BIN)/python -m tests.chaos --moments $(MOMENTS)
 
+lane:  ## tests with the versions of LANE=colab, kaggle, oldest, newest, in environments made for it
+	@$(PYTHON) -m tests.lanes $(LANE)
+
 lint: $(VENV)/.dev  ## style, types, import direction, spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -66,7 +71,7 @@ bench: $(VENV)/.dev  ## time launches, steps, live workers and fp32 weights agai
 deepspeed-ops: $(VENV)/.deepspeed  ## build DeepSpeed's C++ operations for the tests, once (a minute or two)
 
 clean:  ## remove the environment, the caches and what was built
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .lanes build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: written when pip is through, so the next call starts at once. The file that names the packages renews them.
