@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 __all__ = ["LANES", "Lane"]
 
 # What every lane installs beside nbaccel.
-_TOOLS = ("pytest>=8.3", "pytest-timeout", "pytest-xdist", "nbclient", "packaging", "hypothesis", "ipykernel")
+_TOOLS = (
+    *("pytest>=8.3", "pytest-timeout", "pytest-xdist", "hypothesis"),
+    *("ipykernel", "nbclient", "packaging"),
+)
 _NOTEBOOKS = tuple(
     f"notebooks/{name}.ipynb" for name in ("01_quickstart", "04_live_workers", "06_pickers")
 )
@@ -56,7 +59,8 @@ class Lane:
         return (*_TOOLS, *self.packages)
 
 
-_OF_NOTEBOOKS = ("ipywidgets", "matplotlib", "scikit-learn", "tqdm")
+# DeepSpeed, because notebook 06 chooses ZeRO; neither image has it.
+_OF_NOTEBOOKS = ("ipywidgets", "matplotlib", "scikit-learn", "tqdm", "deepspeed==0.19.8")
 
 LANES: dict[str, Lane] = {
     "colab": Lane(

@@ -379,7 +379,7 @@ def files(show) -> Shown:
 
 def uploaded(content: bytes) -> object:
     """A file as a front end sends it."""
-    if ipywidgets.version_info[0] < 8:
+    if ipywidgets.__version__.startswith("7."):
         return {"run.json": {"metadata": {"name": "run.json"}, "content": content}}
     when = datetime(2026, 1, 1, tzinfo=timezone.utc)
     return (
