@@ -130,12 +130,16 @@ def test_killed_at_any_moment_it_loses_nothing_that_was_saved(tmp_path, numbered
     torch.set_num_threads(1)
     moments = random.Random(0)
     save(tmp_path, 1, numbered=numbered)
-    mark, leftovers = 1, 0
-    for _ in range(24):
+    began = time.monotonic()
+    save(tmp_path, 2, numbered=numbered)
+    window_s = max(0.25, 4 * (time.monotonic() - began))  # also on a machine that is slow just now
+    mark, leftovers, kills = 2, 0, 0
+    while kills < 24 or (kills < 400 and (mark <= 10 or leftovers <= 5)):
+        kills += 1
         reads, writes = os.pipe()
         pid = forked(partial(save_until_killed, tmp_path, mark, writes, numbered=numbered))
         os.close(writes)
-        time.sleep(moments.uniform(0.0, 0.25))
+        time.sleep(moments.uniform(0.0, window_s))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         with os.fdopen(reads) as told:
