@@ -8,11 +8,12 @@
 #   PYTEST_ARGS='-k arena'   more arguments for pytest
 #   MOMENTS=320              how often make chaos kills something
 #   WHEELS=folder            make gpu: a Python that has torch and reaches no index takes what it lacks from here
+#   LANE='colab oldest'      which sets of versions make lane runs
 
 SHELL         := bash
 .SHELLFLAGS   := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow chaos gpu gpu-test gpu-bench lint bench deepspeed-ops clean
+.PHONY: help demo test test-slow chaos lane gpu gpu-test gpu-bench lint bench deepspeed-ops clean
 
 PYTHON      ?= python3
 VENV        ?= .venv
@@ -22,6 +23,7 @@ PYTEST_ARGS ?=
 JOBS        ?= 3
 MOMENTS     ?= 320
 WHEELS      ?=
+LANE        ?= colab kaggle oldest newest
 
 BIN     := $(VENV)/bin
 # Those that compile operations or load transformers; both lists together are all there are.
@@ -62,6 +64,9 @@ gpu-test: $(GPU_READY)
 gpu-bench: $(GPU_READY)
 	@$(GPU_PYTHON) benchmarks/gpu.py
 
+lane:  ## tests with the versions of LANE=colab, kaggle, oldest, newest, in environments made for it
+	@$(PYTHON) -m tests.lanes $(LANE)
+
 lint: $(VENV)/.dev  ## style, types, import direction, spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -82,7 +87,7 @@ bench: $(VENV)/.dev  ## time launches, steps, live workers and fp32 weights agai
 deepspeed-ops: $(VENV)/.deepspeed  ## build DeepSpeed's C++ operations for the tests, once (a minute or two)
 
 clean:  ## remove the environment, the caches and what was built
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .lanes build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: written when pip is through, so the next call starts at once. The file that names the packages renews them.

@@ -12,15 +12,31 @@ import sys
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-__all__ = ["Frame", "of_traceback", "place", "source", "source_line", "user_frame"]
+__all__ = [
+    "MODULE",
+    "Frame",
+    "cell_number",
+    "is_module",
+    "of_traceback",
+    "place",
+    "source",
+    "source_line",
+    "user_frame",
+]
 
+MODULE = "<module>"
 _HOUSE = Path(__file__).resolve().parent
 _LIBRARY = re.compile(
     r"/(site|dist)-packages/|/lib/python3[^/]*/|<frozen |<string>|<__array_function__"
 )
+_CELL = re.compile(r"/ipykernel_|[</]ipython-input-")  # the latter in a terminal, and on Colab
+_COUNTED = re.compile(r"[</]ipython-input-(\d+)-")
+_BLANK_LINES = 4
 _LINE_CHARS = 300
 _INSTALLED = re.compile(r".*/(?:(?:site|dist)-packages|lib/python3[^/]*)/")
 
@@ -33,6 +49,10 @@ class Frame:
     line: int
     function: str
 
+    def __post_init__(self) -> None:
+        if is_module(self.function):
+            object.__setattr__(self, "function", MODULE)
+
     @property
     def is_house(self) -> bool:
         """Whether it is nbaccel's own."""
@@ -42,6 +62,15 @@ class Frame:
     def is_library(self) -> bool:
         """Whether it is in an installed package, the standard library or nbaccel."""
         return self.is_house or bool(_LIBRARY.search(self.file))
+
+
+def is_module(function: str) -> bool:
+    """Whether code of this name stands outside of functions, at the top of a cell or file.
+
+    Args:
+        function: The name of a frame's code. IPython 7.34 and 8 have a name of their own for it.
+    """
+    return function == MODULE or function.startswith("<cell line: ")
 
 
 def of_traceback(tb: TracebackType | None) -> tuple[Frame, ...]:
@@ -64,17 +93,56 @@ def place(frame: Frame) -> str:
         `Cell In[7], line 3` for code of a cell, `torch/nn/functional.py:3` for a package's, and
         `file.py:3` for the rest.
     """
-    shell = _shell()
-    names = getattr(getattr(shell, "compile", None), "_filename_map", {})
-    if frame.file in names:
-        return f"Cell In[{names[frame.file]}], line {frame.line}"
-    if "ipykernel_" in frame.file or frame.file.startswith("<ipython-input"):
+    if (number := cell_number(frame.file)) is not None:
+        return f"Cell In[{number}], line {frame.line}"
+    if _CELL.search(frame.file):
         return f"a cell, line {frame.line}"
     if frame.is_house:
         return f"{Path(frame.file).relative_to(_HOUSE.parent)}:{frame.line}"
     if _LIBRARY.search(frame.file):
         return f"{_INSTALLED.sub('', frame.file)}:{frame.line}"
     return f"{Path(frame.file).name}:{frame.line}"
+
+
+def cell_number(file: str) -> int | None:
+    """The number that a cell was last run under, as in `In[7]`.
+
+    Args:
+        file: What its code was compiled as.
+
+    Returns:
+        The number; None where no cell that this process has run is called so.
+    """
+    shell = _shell()
+    compiler = getattr(shell, "compile", None)
+    names = getattr(compiler, "_filename_map", None)
+    if names is not None:
+        number = names.get(file)
+    elif found := _COUNTED.search(file):
+        number = found[1]
+    else:
+        number = _in_history(shell, compiler, file) if _CELL.search(file) else None
+    return None if number is None else int(number)
+
+
+def _in_history(shell: Any, compiler: Any, file: str) -> int | None:
+    """Before IPython 8, nothing but the text of a cell tells under which name it was compiled."""
+    history = getattr(shell, "history_manager", None)
+    if history is None or compiler is None:  # a shell in a worker
+        return None
+    inputs = list(zip(history.input_hist_raw, history.input_hist_parsed, strict=False))
+    for number in reversed(range(1, len(inputs))):
+        raw, parsed = inputs[number]
+        for num_blank in range(_BLANK_LINES):  # the history drops them at the end
+            if _named(compiler, number, raw, parsed, num_blank) == file:
+                return number
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _named(compiler: Any, number: int, raw: str, parsed: str, num_blank: int) -> str:
+    end = "\n" * num_blank
+    return str(compiler.get_code_name(raw + end, parsed + end, number))
 
 
 def source_line(frame: Frame) -> str:

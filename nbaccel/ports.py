@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
+from importlib.metadata import version
+from typing import Any
 
 import psutil
 
 from nbaccel.errors import PortTaken
 
-__all__ = ["LOOPBACK", "listen", "loopback"]
+__all__ = ["LOOPBACK", "listen", "loopback", "store_options"]
 
 LOOPBACK = ("127.0.0.1", "::1")
 """Addresses that lead to this machine alone: version 4, version 6."""
@@ -88,3 +91,18 @@ def _holder(port: int) -> str:
         return f"process {pid} ({' '.join(psutil.Process(pid).cmdline())[:80]})"
     except psutil.Error:
         return f"process {pid}"
+
+
+def store_options(listener: int) -> dict[str, Any]:
+    """What makes torch's `TCPStore` serve on a socket that is bound already.
+
+    Args:
+        listener: The socket's descriptor.
+
+    Returns:
+        Keyword arguments.
+    """
+    release = tuple(int(part) for part in re.findall(r"\d+", version("torch"))[:2])
+    # Before 2.9 its libuv server may refuse one, as that of 2.6 does; the older server takes it.
+    older = {"use_libuv": False} if release < (2, 9) else {}
+    return {"master_listen_fd": listener, **older}

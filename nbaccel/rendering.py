@@ -31,9 +31,11 @@ def render_mistake(error: BaseException) -> list[str]:
         Lines with colours (ANSI).
     """
     own = [f for f in frames.of_traceback(error.__traceback__) if not f.is_library]
+    # What `%%time` compiles has no lines: IPython 7 shows its errors without the cell's own frame.
+    own = [frame for frame in own if not frame.file.startswith("<timed ")]
     lines: list[str] = []
     for frame in own[-4:]:
-        inside = "" if frame.function == "<module>" else f", in {frame.function}"
+        inside = "" if frame.function == frames.MODULE else f", in {frame.function}"
         lines.append(f"  {_GREEN}{frames.place(frame)}{_OFF}{inside}")
         lines += map(_coloured, frames.source(frame, around=0))
     return [*lines, *_named(error)]

@@ -316,6 +316,6 @@ def _begin_group(backend: str, listener: int, port: int, timeout_s: float) -> No
         is_master=True,
         wait_for_workers=False,
         timeout=timeout,
-        master_listen_fd=listener,
+        **ports.store_options(listener),
     )
     dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)

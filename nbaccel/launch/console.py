@@ -16,6 +16,7 @@ lowest rank that has it, as a bar is.
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 import time
 from collections import deque
@@ -38,6 +39,13 @@ _TOO_MUCH = (
     f"more than {WHOLE_CHARS // 1_000_000} MB have been printed here. From now on, of what is "
     "printed fast only some lines are shown, because a browser keeps all of them in memory. Write "
     "to a file what you want to keep."
+)
+
+# What gloo says of every group when all is well, from each rank, in the torch of Colab and Kaggle
+# (2.9). Nobody can turn it off, and nobody asked.
+_GLOO = re.compile(
+    r"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. "
+    r"Expected number of connected peer ranks is : \1"
 )
 
 _Entry = tuple[list[int], Item]
@@ -108,6 +116,8 @@ class Console:
             self._queue(rank, stream, [rest])
 
     def _queue(self, rank: int, stream: str, lines: Sequence[str]) -> None:
+        if any(map(_GLOO.fullmatch, lines)):
+            lines = [line for line in lines if not _GLOO.fullmatch(line)]
         self._waiting.add_lines(rank, time.monotonic(), stream, lines)
         last = itertools.islice(filter(str.strip, reversed(lines)), _LAST_LINES)
         self._tails[rank].extend(shortened(line, _TAIL_CHARS) for line in reversed([*last]))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from nbaccel import ports
 from nbaccel.topology import Topology
 
 __all__ = ["counted", "keep", "separate", "serve_store"]
@@ -76,5 +77,5 @@ def serve_store(place: Topology, listener: int) -> Any:
         place.master_port,
         is_master=True,
         wait_for_workers=False,
-        master_listen_fd=listener,
+        **ports.store_options(listener),
     )

@@ -10,7 +10,7 @@ from types import FrameType
 
 from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
 
-from nbaccel.frames import Frame
+from nbaccel.frames import Frame, cell_number, is_module
 from nbaccel.pool.source import Source
 
 __all__ = ["MAGIC", "Cells", "is_for_us"]
@@ -60,7 +60,8 @@ class Cells:
             count=count,
         )
         source.publish()
-        self._shell.compile._filename_map[name] = count  # noqa: SLF001 - how IPython says In[7]
+        # How IPython says In[7]; before 8 it has the number from the name.
+        getattr(self._shell.compile, "_filename_map", {})[name] = count
         return source
 
     def _note(self, info: ExecutionInfo) -> None:
@@ -70,9 +71,9 @@ class Cells:
         """The number that the running cell is shown with."""
         # IPython 9 counts up before it runs a cell, earlier ones do afterwards. What the cell was
         # compiled under is right in both.
-        names = self._shell.compile._filename_map  # noqa: SLF001 - how IPython says In[7]
-        found = (names[file] for file, _ in _user_lines() if file in names)
-        return int(next(found, self._shell.execution_count))
+        numbers = (cell_number(file) for file, _ in _user_lines())
+        found = (number for number in numbers if number is not None)
+        return next(found, int(self._shell.execution_count))
 
     def _lines(self, line: str, text: str) -> tuple[list[str], int]:
         """The cell's lines as the user sees them, and how many stand above the code."""
@@ -100,7 +101,10 @@ class Cells:
                 shown = [f"{line}\n" for line in raw]
             elif "run_line_magic(" in call and len(shown) == len(raw):
                 shown[number - 1] = f"{raw[number - 1]}\n"
-            linecache.cache[name] = (sum(map(len, shown)), None, shown, name)
+            entry = (sum(map(len, shown)), None, shown, name)
+            linecache.cache[name] = entry
+            # IPython 7 restores the lines of cells from here whenever the cache is checked.
+            getattr(linecache, "_ipython_cache", {})[name] = entry
 
 
 def with_a_body(lines: list[str]) -> list[str]:
@@ -122,7 +126,7 @@ def _user_lines() -> Iterator[tuple[str, int]]:
     while frame is not None:
         code = frame.f_code
         if (
-            code.co_name == "<module>"
+            is_module(code.co_name)
             and not Frame(file=code.co_filename, line=0, function="").is_library
         ):
             yield code.co_filename, frame.f_lineno

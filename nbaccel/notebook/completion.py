@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-
-from IPython.core.completer import (
-    CompletionContext,
-    SimpleCompletion,
-    SimpleMatcherResult,
-    context_matcher,
-)
+from collections.abc import Callable, Iterable, Sequence
 
 from nbaccel.notebook.cells import is_for_us
+from nbaccel.notebook.completer import Matches, ask_also
 from nbaccel.notebook.line import config_names
 from nbaccel.notebook.options import SUBCOMMANDS, Option, find, options_of
 from nbaccel.notebook.session import Session
@@ -28,45 +22,41 @@ class Completion:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-
-        @context_matcher(identifier="nbaccel")  # type: ignore[untyped-decorator]
-        def matcher(context: CompletionContext) -> SimpleMatcherResult:
-            return self._matches(context)
-
-        self._matcher = matcher
+        self._ask_no_more: Callable[[], None] | None = None
 
     def load(self) -> None:
         """Let the completer ask."""
-        self._session.shell.Completer.custom_matchers.append(self._matcher)
+        self._ask_no_more = ask_also(self._session.shell.Completer, self._matches)
 
     def unload(self) -> None:
         """Let it ask no more."""
-        self._session.shell.Completer.custom_matchers.remove(self._matcher)
+        if self._ask_no_more is not None:
+            self._ask_no_more()
 
-    def _matches(self, context: CompletionContext) -> SimpleMatcherResult:
-        lines = context.full_text.split("\n")
+    def _matches(self, text: str, cursor_line: int, cursor: int) -> Matches:
+        lines = text.split("\n")
         magic = next((n for n, line in enumerate(lines) if line.strip()), 0)
         while magic + 1 < len(lines) and lines[magic].startswith("%%"):
             if is_for_us(lines[magic]):
                 break
             magic += 1  # `%%time` above us
-        line = context.text_until_cursor
-        if is_for_us(lines[magic]) and context.cursor_line > magic:
-            return self._in_workers(context, lines, magic + 1)
-        if is_for_us(lines[magic]) and context.cursor_line == magic:
+        line = lines[cursor_line][:cursor]
+        if is_for_us(lines[magic]) and cursor_line > magic:
+            return self._in_workers(lines[magic + 1 :], cursor_line - magic - 1, cursor)
+        if is_for_us(lines[magic]) and cursor_line == magic:
             rest = line.partition("accelerate")[2]
-            return self._words(rest, "") if rest[:1].isspace() else _result([], "")
+            return self._words(rest, "") if rest[:1].isspace() else Matches()
         found = _LINE.match(line)
         if found is None or not _is_statement(found["before"]):
-            return _result([], "")
+            return Matches()
         word, blank, rest = found["rest"].partition(" ")
         if not blank:
             names = [sub.name for sub in SUBCOMMANDS]
             return _result(_beginning(names, word), word, kind="magic")
         known = word in {sub.name for sub in SUBCOMMANDS}
-        return self._words(rest, word) if known else _result([], "")
+        return self._words(rest, word) if known else Matches()
 
-    def _words(self, rest: str, subcommand: str) -> SimpleMatcherResult:
+    def _words(self, rest: str, subcommand: str) -> Matches:
         """What can stand at the end of a line's options."""
         options = options_of(subcommand)
         *before, last = re.split(r"\s+", rest.lstrip()) or [""]
@@ -90,7 +80,7 @@ class Completion:
         ]
         return _result(_beginning(flags, last), last, kind="option")
 
-    def _values(self, option: Option, part: str) -> SimpleMatcherResult:
+    def _values(self, option: Option, part: str) -> Matches:
         if option.name == "config":
             return _result(_beginning(config_names(self._session.shell.user_ns), part), part)
         if option.name == "out":
@@ -108,27 +98,17 @@ class Completion:
         found = pool.complete(part, len(part)) if pool is not None and part else None
         return [match for match in found.matches if match.isidentifier()] if found else []
 
-    def _in_workers(
-        self, context: CompletionContext, lines: Sequence[str], first: int
-    ) -> SimpleMatcherResult:
+    def _in_workers(self, lines: Sequence[str], cursor_line: int, cursor: int) -> Matches:
         pool = self._session.pool
         if pool is None or not self._session.is_live():
-            return _result([], "")
-        code = "\n".join(lines[first:])
-        above = "".join(f"{line}\n" for line in lines[first : context.cursor_line])
-        cursor = len(above) + context.cursor_position
-        found = pool.complete(code, cursor)
+            return Matches()
+        code = "\n".join(lines)
+        offset = sum(len(line) + 1 for line in lines[:cursor_line]) + cursor
+        found = pool.complete(code, offset)
         if found is None:
-            return _result([], "")
-        kinds = found.types or [""] * len(found.matches)
-        return SimpleMatcherResult(
-            completions=[
-                SimpleCompletion(text=text, type=kind or None)
-                for text, kind in zip(found.matches, kinds, strict=False)
-            ],
-            matched_fragment=code[found.start : cursor],
-            suppress=False,
-        )
+            return Matches()
+        kinds = tuple(found.types or [""] * len(found.matches))
+        return Matches(words=tuple(found.matches), kinds=kinds, part=code[found.start : offset])
 
 
 def _is_statement(before: str) -> bool:
@@ -141,10 +121,6 @@ def _beginning(words: Iterable[str], part: str) -> list[str]:
     return [word for word in words if word.startswith(part)]
 
 
-def _result(words: Sequence[str], part: str, *, kind: str = "text") -> SimpleMatcherResult:
+def _result(words: Sequence[str], part: str, *, kind: str = "text") -> Matches:
     """On a line of ours nobody else has anything to add."""
-    return SimpleMatcherResult(
-        completions=[SimpleCompletion(text=word, type=kind) for word in words],
-        matched_fragment=part,
-        suppress=bool(words),
-    )
+    return Matches(words=tuple(words), kinds=(kind,) * len(words), part=part, are_all=bool(words))

@@ -16,8 +16,10 @@ import ast
 import asyncio
 import contextlib
 import inspect
+import io
 import linecache
 import sys
+import tokenize
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
@@ -66,7 +68,7 @@ class _Compiler(CachingCompiler):
         """From now on, this cell is compiled."""
         self._source, self._lines_above, self._is_timed = source, {}, False
         source.publish()
-        if source.count is not None:
+        if source.count is not None and hasattr(self, "_filename_map"):  # IPython 8 and later
             self._filename_map[source.filename] = source.count
 
     def learn(self, raw: str, transformed: str) -> None:
@@ -108,6 +110,17 @@ class _Compiler(CachingCompiler):
 _ONE_WAY = frozenset((bool, bytes, complex, float, int, str))
 
 
+_LAYOUT = frozenset((tokenize.ENDMARKER, tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT))
+
+
+def _ends_in_semicolon(code: str) -> bool:
+    tokens = tokenize.generate_tokens(io.StringIO(code).readline)
+    with contextlib.suppress(tokenize.TokenError, SyntaxError):  # a line of IPython's own syntax
+        last = [token.string for token in tokens if token.type not in _LAYOUT][-1:]
+        return last == [";"]
+    return False
+
+
 class _Hook(DisplayHook):
     """Keeps the value of the last expression for the notebook instead of printing it."""
 
@@ -147,7 +160,7 @@ class _Hook(DisplayHook):
 
     def quiet(self) -> bool:
         """Whether a semicolon behind the expression says that it is not to be shown."""
-        return bool(self.semicolon_at_end_of_expression(self.text))  # type: ignore[no-untyped-call]
+        return _ends_in_semicolon(self.text)
 
     def log_output(self, format_dict: Any) -> None:
         """IPython would keep every picture for ever."""

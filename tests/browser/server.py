@@ -28,7 +28,7 @@ from tests.isolation import ROOT
 TOKEN = "tests"
 START_S = 300.0
 ANSWER_S = 200.0
-PAGES = {"lab": "doc/tree", "notebook": "notebooks"}
+PAGES = {"lab": "doc/tree", "notebook": "notebooks", "classic": "notebooks"}
 """Where each application shows a notebook alone."""
 
 # No question to the outside: news, updates of JupyterLab, lists of extensions.
@@ -43,6 +43,14 @@ OPTIONS = (
     "--JupyterNotebookApp.expose_app_in_browser=True",
     f"--IdentityProvider.token={TOKEN}",
 )
+# Notebook 6, the generation of Colab's and Kaggle's packages.
+CLASSIC_OPTIONS = (
+    "--no-browser",
+    "--allow-root",
+    "--ip=127.0.0.1",
+    "--NotebookApp.port_retries=0",
+    f"--NotebookApp.token={TOKEN}",
+)
 SETTINGS = {
     "@jupyterlab/apputils-extension/notification": {
         "fetchNews": "false",
@@ -55,12 +63,15 @@ SETTINGS = {
 class Server:
     """It runs until `close`.
 
+    Args:
+        classic: Notebook 6 instead.
+
     Attributes:
         folder: Where notebooks lie.
         url: Its address, with a slash at the end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, classic: bool = False) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="nb-server-")
         home = Path(self._home.name)
         self.folder = home / "notebooks"
@@ -69,10 +80,17 @@ class Server:
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}/"
         _write_settings(home / "settings")
-        command = [sys.executable, "-m", "jupyterlab", *OPTIONS, f"--ServerApp.port={port}"]
+        options = (
+            ["notebook", *CLASSIC_OPTIONS, f"--port={port}", f"--notebook-dir={self.folder}"]
+            if classic
+            else [
+                *("jupyterlab", *OPTIONS, f"--ServerApp.port={port}"),
+                f"--ServerApp.root_dir={self.folder}",
+            ]
+        )
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*command, f"--ServerApp.root_dir={self.folder}"],
+                [sys.executable, "-m", *options],
                 cwd=self.folder,
                 env=_environment(home),
                 stdin=subprocess.DEVNULL,

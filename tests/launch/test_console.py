@@ -336,3 +336,15 @@ def test_different_lines_cost_little_whatever_the_number_of_ranks(
     shown = screen.end()
     assert time.monotonic() - began < 20.0, "half a second on a quiet machine"
     assert len(shown.splitlines()) == number * ranks
+
+
+def test_what_gloo_says_when_all_is_well_is_not_shown(screen: Screen) -> None:
+    line = (
+        "[Gloo] Rank {} is connected to {} peer ranks. "
+        "Expected number of connected peer ranks is : 1"
+    )
+    for rank in screen.ranks:
+        screen.say(rank, f"before\n{line.format(rank, 1)}\nafter\n")
+    screen.say(1, line.format(1, 0) + "\n")  # somebody is missing: that is worth knowing
+    assert screen.end() == f"[0-1] before\n[0-1] after\n[1] {line.format(1, 0)}\n"
+    assert screen.console.tails()[0] == ["before", "after"]

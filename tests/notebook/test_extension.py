@@ -16,7 +16,7 @@ def state():
     return {
         "line": "accelerate" in shell.magics_manager.magics["line"],
         "cell": "accelerate" in shell.magics_manager.magics["cell"],
-        "matchers": len(shell.Completer.custom_matchers),
+        "matchers": len(shell.Completer.custom_matchers) + ("_complete" in vars(shell.Completer)),
         "cleanup": len(shell.input_transformers_cleanup),
         "events": len(shell.events.callbacks["pre_run_cell"]),
         "hidden": sorted({"object_inspect_mime", "_inspect"} & set(vars(shell))),

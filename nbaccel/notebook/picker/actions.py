@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,11 +133,15 @@ class Files:
     def _row(self, *widgets: w.Widget) -> w.Widget:
         return w.HBox(widgets, layout=self._shared.layout).add_class("nbaccel-row")
 
-    def _on_upload(self, files: tuple[dict[str, Any], ...]) -> None:
-        if files:
-            content = bytes(files[0]["content"])
-            self._load(lambda: content.decode() + "\n")
-            self._upload.value = ()
+    def _on_upload(self, files: Sequence[Any] | dict[str, Any]) -> None:
+        if not files:
+            return
+        first = next(iter(files.values() if isinstance(files, dict) else files))
+        content = bytes(first["content"])
+        self._load(lambda: content.decode() + "\n")
+        self._upload.set_trait(
+            "value", type(files)()
+        )  # read-only in ipywidgets 7, and a dict there
 
     def _on_path(self) -> None:
         self._load(lambda: Path(self._path.value.strip()))

@@ -14,9 +14,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as w
-from ipywidgets.widgets.widget_bool import ToggleButtonStyle
-from ipywidgets.widgets.widget_description import DescriptionStyle
-from ipywidgets.widgets.widget_string import HTMLStyle, TextStyle
 
 from nbaccel.notebook.picker.drawing import css_name, error_html, label_html, note_html
 
@@ -49,10 +46,10 @@ class Shared:
     def __init__(self) -> None:
         self.layout = w.Layout()
         self.width = w.Layout(width="auto")
-        self.text = TextStyle(description_width="190px")
-        self.list = DescriptionStyle(description_width="190px")
-        self._html, self._button = HTMLStyle(), w.ButtonStyle()
-        self._toggle = ToggleButtonStyle()
+        self.text = _new_style(w.Text, description_width="190px")
+        self.list = _new_style(w.Dropdown, description_width="190px")
+        self._html, self._button = _new_style(w.HTML), _new_style(w.Button)
+        self._toggle = _new_style(w.ToggleButton)
 
     def new_html(self) -> w.HTML:
         """Nothing, to be filled."""
@@ -73,6 +70,11 @@ class Shared:
         button = w.Button(description=text, layout=self.width, style=self._button)
         button.on_click(lambda _: press())
         return button.add_class("nbaccel-action").add_class(css_class)
+
+
+def _new_style(kind: type[w.Widget], **values: str) -> w.Widget:
+    """A style as this kind of widget takes it: ipywidgets 8 has more classes of them than 7."""
+    return kind.class_traits()["style"].klass(**values)
 
 
 class Field:

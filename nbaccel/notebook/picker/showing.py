@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Showing"]
 
 _PAUSE_S = 0.3
-_WIDGETS_FROM = 8
+_WIDGETS_FROM = 7
 _VIEW = "application/vnd.jupyter.widget-view+json"
 
 
@@ -156,7 +156,7 @@ def _missing(shell: Any) -> str:
 
     if int(ipywidgets.__version__.partition(".")[0]) < _WIDGETS_FROM:
         return (
-            f"ipywidgets {ipywidgets.__version__} is too old for the form: "
-            'pip install "nbaccel[notebook]".'
+            f"ipywidgets {ipywidgets.__version__} is too old for the form, which needs "
+            f"{_WIDGETS_FROM} or later. Without it: picker.choose(name, value)."
         )
     return ""

@@ -1,0 +1,147 @@
+"""The form, a cell of workers and an error in Notebook 6 with ipywidgets 7: Colab's generation.
+
+Colab's own page cannot be had, but its widgets and its kernel's packages are these. The pictures
+lie in the folder that NBACCEL_PICTURES names, where somebody wants to look at them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.browser.server import Server
+
+if TYPE_CHECKING:
+    from playwright.sync_api import BrowserContext, Locator, Page
+
+_IS_CLASSIC = find_spec("notebook") is not None and version("notebook").startswith("6.")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.browser,
+    pytest.mark.skipif(not _IS_CLASSIC, reason="needs Notebook 6: make lane LANE=colab has it"),
+]
+
+WAIT_S = 300.0
+CELLS = [
+    "import torch\n"
+    "from torch import nn\n"
+    "import nbaccel\n"
+    "%load_ext nbaccel\n"
+    "nbaccel.notebook_launcher(print, (), 2)\n"
+    "model, batch = nn.Linear(64, 8), torch.randn(4, 64)",
+    "picker = nbaccel.configure(model, batch)",
+    "print(repr(picker.config))",
+    "%%accelerate -n 2\n"
+    "import os\n"
+    "rank = int(os.environ['RANK'])\n"
+    "print('hello from the workers')\n"
+    "rank",
+    "from nbaccel import notebook_launcher\n"
+    "def train():\n"
+    "    import os\n"
+    "    losses = {}\n"
+    "    print('epoch 1')\n"
+    "    return losses[int(os.environ['RANK'])]\n"
+    "notebook_launcher(train, (), 2)",
+]
+FORM, PRINT, WORKERS, FAILED = range(1, 5)
+_READY = "() => window.Jupyter?.notebook?.kernel?.is_connected()"
+_RUN = """(number) => {
+    window.nbaccelRan = window.Jupyter.notebook.get_cell(number);
+    window.Jupyter.notebook.execute_cells([number]);
+}"""
+_DONE = """() => {
+    const cell = window.nbaccelRan;
+    return !cell.element.hasClass("running") && cell.input_prompt_number !== "*";
+}"""
+
+
+class Classic:
+    """One notebook in one tab of Notebook 6."""
+
+    def __init__(self, context: BrowserContext, server: Server) -> None:
+        server.write("classic", CELLS)
+        self.errors: list[str] = []
+        self.page: Page = context.new_page()
+        self.page.set_default_timeout(WAIT_S * 1000)
+        self.page.on("pageerror", lambda error: self.errors.append(error.message))
+        self.page.goto(server.address("classic", "classic"), wait_until="commit")
+        self.page.wait_for_function(_READY)
+
+    def run(self, number: int) -> Locator:
+        """Run a cell to its end; returns its output area."""
+        self.page.evaluate(_RUN, number)
+        self.page.wait_for_function(_DONE, polling=50)
+        return self.cell(number).locator(".output_wrapper")
+
+    def cell(self, number: int) -> Locator:
+        return self.page.locator("#notebook .cell").nth(number)
+
+    def picture(self, name: str, number: int) -> None:
+        """Take a picture of a cell, if anybody has asked for pictures."""
+        folder = os.environ.get("NBACCEL_PICTURES")
+        if folder:
+            picture = Path(folder) / f"classic_{name}.png"
+            picture.write_bytes(self.cell(number).screenshot())  # playwright would leave a thread
+
+
+@pytest.fixture(scope="module")
+def classic(browser: BrowserContext) -> Iterator[Classic]:
+    server = Server(classic=True)
+    try:
+        found = Classic(browser, server)
+        found.run(0)
+        found.run(WORKERS)  # its processes are there before any test
+        yield found
+        found.page.close()
+        server.end_kernel("classic")
+        assert not found.errors
+    finally:
+        server.close()
+
+
+def test_the_form_is_a_form_and_what_is_pressed_is_what_python_holds(classic: Classic) -> None:
+    from playwright.sync_api import expect
+
+    classic.run(FORM)
+    root = classic.cell(FORM).locator(".nbaccel-picker")
+    expect(root).to_be_visible()
+    expect(classic.cell(FORM).locator(".nbaccel-static").first).to_be_hidden()
+    bf16 = root.locator(".nbaccel-option-bf16")
+    bf16.click()
+    expect(bf16).to_have_class(re.compile("mod-active"))
+    expect(bf16).to_have_attribute("aria-checked", "true")
+    line = root.locator(".nbaccel-num_processes input")
+    line.fill("2")
+    line.press("Enter")
+    expect(line).to_have_value("2")
+    expect(root.locator("pre")).to_contain_text("bf16")
+    expect(classic.run(PRINT)).to_contain_text("RunConfig(num_processes=2, mixed_precision='bf16')")
+    classic.picture("configure", FORM)
+
+
+def test_a_cell_of_workers_prints_and_shows_its_last_expression(classic: Classic) -> None:
+    from playwright.sync_api import expect
+
+    output = classic.run(WORKERS)
+    expect(output).to_contain_text("[0-1] hello from the workers")
+    expect(output).to_contain_text("[1] 1")
+    expect(output).not_to_contain_text("Gloo")
+    classic.picture("accelerate", WORKERS)
+
+
+def test_a_failed_launch_names_the_cell_and_its_line(classic: Classic) -> None:
+    from playwright.sync_api import expect
+
+    output = classic.run(FAILED)
+    expect(output).to_contain_text(re.compile(r"Cell In\[\d+\], line 6, in train"))
+    expect(output).to_contain_text("return losses[int(os.environ['RANK'])]")
+    expect(output).not_to_contain_text("site-packages")
+    classic.picture("failed_launch", FAILED)
