@@ -13,4 +13,5 @@ def test_the_page_has_the_figures_that_were_measured() -> None:
     record, page = json.loads(RECORD.read_text()), PAGE.read_text()
     assert table.put_into(page, table.render(record)) == page
     scenes = record["scenes"].values()
+    assert sum(figures["moments"] for figures in scenes) >= 300
     assert sum(figures["torn"] + figures["silent"] for figures in scenes) == 0
