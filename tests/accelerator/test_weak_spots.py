@@ -111,6 +111,7 @@ def test_loading_a_state_brings_back_epoch_and_order_of_the_loaders(
     assert (tmp_path / "state" / "sampler.bin").stat().st_size > 0
 
 
+@pytest.mark.filterwarnings("ignore:GradientAccumulationPlugin:UserWarning")  # at the first True
 @pytest.mark.parametrize(
     ("adjust", "epochs"),
     [(True, [0, 2, 2, 4, 5]), (None, [0, 1, 1, 2, 3]), (False, [0, 1, 1, 2, 3])],

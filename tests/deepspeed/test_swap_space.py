@@ -60,7 +60,7 @@ def test_a_launch_is_refused_before_a_process_starts(tmp_path):
 
     for settings, told in (
         (swapped_to("/proc/x"), "nvme_path='/proc/x' cannot be used"),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": "3e-5"}}}, "without quotes"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "fast"}}}, "params.lr"),
     ):
         config = RunConfig(num_processes=2, device="cpu", deepspeed=settings)
         with pytest.raises(ConfigError, match=told):
