@@ -82,7 +82,7 @@ def steps(results: Results, size: Size, device: str) -> None:
                 measure, (model, case, size, device), count, start_method="template", timeout=500
             )[0]
         except NbaccelError as error:
-            results.of(f"steps {case.name}", "nbaccel").errors.append(str(error)[-600:])
+            results.of(f"steps {case.name}", "nbaccel").errors.append(str(error)[:600])
             continue
         for who, row in found.items():
             results.of(f"steps {case.name}", who).values += row["rates"]

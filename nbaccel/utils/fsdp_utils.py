@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 
 from nbaccel import env
 from nbaccel._later import FSDP_INTERNALS, later
 from nbaccel.errors import CheckpointDamaged, ConfigError
 from nbaccel.state import PartialState
-from nbaccel.strategies.shard_files import read_metadata, shard_problems
 from nbaccel.train import checkpoint
 
 __all__ = [
@@ -109,6 +106,12 @@ def _shards_in(folder: Path) -> Path:
 
 
 def _whole(folder: Path) -> dict[str, torch.Tensor]:
+    # Here, since these load torch's elastic launcher, and `nbaccel.utils` is imported for a seed.
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load as read_shards
+
+    from nbaccel.strategies.shard_files import read_metadata, shard_problems
+
     metadata = read_metadata(folder)
     if problems := shard_problems(folder, metadata, 0, 1):
         raise CheckpointDamaged(*problems)

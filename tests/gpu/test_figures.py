@@ -30,8 +30,15 @@ def test_every_section_is_measured_and_rendered(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     measures = json.loads(stored.read_text())["measures"]
-    failed = {name: row["nbaccel"]["errors"] for name, row in measures.items() if "nbaccel" in row}
-    assert not any(failed.values()), failed
+    failed = {
+        name: row["nbaccel"]["errors"]
+        for name, row in measures.items()
+        if "nbaccel" in row and row["nbaccel"]["errors"]
+    }
+    # DeepSpeed itself refuses fp16 on most CPUs, and only there; all else is trained on each.
+    assert set(failed) <= {f"steps ZeRO-{stage}, fp16" for stage in (1, 2, 3)}, failed
+    for errors in failed.values():
+        assert "fp16 is not supported on your device" in errors[0].replace("\n", " "), failed
     for row in ("DDP, fp32", "FSDP2, bf16", "ZeRO-3, bf16"):
         # Both sides trained the same: a peer that does something else would be no peer.
         losses = measures[f"steps loss of {row}"]
