@@ -23,7 +23,7 @@ PYTEST_ARGS ?=
 JOBS        ?= 3
 MOMENTS     ?= 320
 WHEELS      ?=
-LANE        ?= colab kaggle oldest newest
+LANE        ?= colab kaggle oldest newest dist binder
 
 BIN     := $(VENV)/bin
 # Those that compile operations or load transformers; both lists together are all there are.
@@ -64,7 +64,7 @@ gpu-test: $(GPU_READY)
 gpu-bench: $(GPU_READY)
 	@$(GPU_PYTHON) benchmarks/gpu.py
 
-lane:  ## tests with the versions of LANE=colab, kaggle, oldest, newest, in environments made for it
+lane:  ## tests with the versions of LANE=colab, kaggle, oldest, newest; dist: as installed; binder
 	@$(PYTHON) -m tests.lanes $(LANE)
 
 lint: $(VENV)/.dev  ## style, types, import direction, spelling

@@ -76,6 +76,7 @@ class FsdpStrategy(Strategy):
 
     Raises:
         ConfigError: The settings name a precision that there is not.
+        PlatformUnsupported: This is a CPU, and torch is older than 2.7.
     """
 
     name: ClassVar[str] = "fsdp"
@@ -85,6 +86,7 @@ class FsdpStrategy(Strategy):
         self, place: Place, settings: FullyShardedDataParallelPlugin, precision: Precision
     ) -> None:
         super().__init__(place)
+        _refuse_old_torch(place.device)
         self._settings = settings
         self._inner, self._root = _policies(settings.mixed_precision_policy, precision.dtype)
         self._became = WeakTensorKeyDictionary()
@@ -281,6 +283,15 @@ def _dtype(value: Any) -> Any:
             f"Give one of {', '.join(_DTYPES)}, or a torch.distributed.fsdp.MixedPrecisionPolicy."
         )
     return _DTYPES[name]
+
+
+def _refuse_old_torch(device: torch.device) -> None:
+    # It needs events of CPU streams: https://github.com/pytorch/pytorch/pull/145935
+    if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        raise PlatformUnsupported(
+            f"fsdp_plugin needs torch 2.7 or newer on a CPU: this is {torch.__version__}, whose "
+            "fully_shard trains on GPUs only. Update torch, or leave fsdp_plugin out."
+        )
 
 
 def _refuse_meta(model: nn.Module) -> None:

@@ -89,6 +89,7 @@ class Classic:
         folder = os.environ.get("NBACCEL_PICTURES")
         if folder:
             picture = Path(folder) / f"classic_{name}.png"
+            self.page.set_viewport_size({"width": 1200, "height": 2400})  # all of it at once
             picture.write_bytes(self.cell(number).screenshot())  # playwright would leave a thread
 
 

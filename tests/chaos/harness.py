@@ -169,7 +169,7 @@ class Chaos:
         moment.prompt_s = time.monotonic() - struck
         # ipykernel drops the reply of a cell that has ended if an interrupt meets it just then.
         with contextlib.suppress(queue.Empty):
-            kernel.take_reply(running, timeout_s=REPLY_S)
+            kernel.take_reply(running[0], timeout_s=REPLY_S)
         return running[1]
 
     # ---- blows

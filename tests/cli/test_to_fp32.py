@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -112,4 +112,4 @@ def test_no_command_is_told_with_the_usage():
 def test_the_command_is_installed_under_its_name():
     text = Path(ROOT, "pyproject.toml").read_text()
     assert 'nbaccel = "nbaccel.cli:main"' in text
-    assert os.access(ROOT / "nbaccel" / "__main__.py", os.R_OK)
+    assert find_spec("nbaccel.__main__") is not None

@@ -90,7 +90,12 @@ class Kernel:
     def finish(self, running: tuple[str, Cell], *, timeout_s: float = WAIT_S) -> Cell:
         """Wait until the cell has ended, and the kernel is idle."""
         self.wait_idle(running, timeout_s=timeout_s)
-        self.take_reply(running, timeout_s=timeout_s)
+        self.take_reply(running[0], timeout_s=timeout_s)
+        if running[1].error:
+            # A kernel aborts cells that were sent before it has told of an error, and ipykernel 6
+            # does so a moment longer: one sent at once would end with nothing run. What it answers
+            # after that moment is asked here.
+            self.take_reply(self.client.kernel_info(), timeout_s=timeout_s)
         return running[1]
 
     def wait_idle(self, running: tuple[str, Cell], *, timeout_s: float = WAIT_S) -> None:
@@ -99,15 +104,15 @@ class Kernel:
         while not running[1].done:
             self._take(running, deadline)
 
-    def take_reply(self, running: tuple[str, Cell], *, timeout_s: float) -> None:
-        """Take the cell's reply, which comes by another socket.
+    def take_reply(self, ident: str, *, timeout_s: float) -> None:
+        """Take the reply to a request, which comes by another socket than what cells show.
 
         Raises:
             queue.Empty: There was none in time.
         """
         deadline = time.monotonic() + timeout_s
         reply = None
-        while reply != running[0]:
+        while reply != ident:
             left = max(0.0, deadline - time.monotonic())
             reply = self.client.get_shell_msg(timeout=left)["parent_header"].get("msg_id")
 

@@ -34,7 +34,7 @@ class Notebook:
     def error(self, code, *, interrupt_at=None):
         """Run a cell that must raise; returns (ename, lines without colours)."""
         self.client.execute(code)
-        found, deadline = None, time.monotonic() + 60
+        found, deadline = None, time.monotonic() + 400
         while time.monotonic() < deadline:
             try:
                 message = self.client.get_iopub_msg(timeout=1)

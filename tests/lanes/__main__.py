@@ -6,144 +6,204 @@
     python3 -m tests.lanes --render        # the table in docs/versions.md, from the records
 
 Each lane writes what it ran with and what came of it to benchmarks/results/lanes/. It needs nothing
-but a Python of its version, as `python3.12` on the PATH or below ~/.pyenv.
+but a Python of its version, as `python3.12` on the PATH or below ~/.pyenv; where there is none, the
+lane is skipped, and that is said. While the tests of one lane run, the environment of the next is
+made.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from tests.lanes import table
+from tests.isolation import ROOT
+from tests.lanes import builds, table
+from tests.lanes.environment import HOME, Environment, MissingPython
 from tests.lanes.lanes import LANES, Lane
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 RECORDS = ROOT / "benchmarks" / "results" / "lanes"
 PAGE = ROOT / "docs" / "versions.md"
+CONSTRAINTS = ROOT / "constraints"
 _REPORTED = ("torch", "ipython", "ipykernel", "ipywidgets", "deepspeed")
-_VERSIONS = f"""
-import json, platform
-from importlib.metadata import PackageNotFoundError, version
-found = {{"python": platform.python_version()}}
-for name in {_REPORTED!r}:
-    try:
-        found[name] = version(name)
-    except PackageNotFoundError:
-        found[name] = ""
-print(json.dumps(found))
-"""
 
 
-def interpreter(version: str) -> str:
-    """A Python of this version on this machine.
-
-    Raises:
-        SystemExit: There is none.
-    """
-    found = shutil.which(f"python{version}")
-    # pyenv has a command for each version that it knows of, and some of them only fail.
-    if found and not subprocess.run([found, "-c", ""], check=False, capture_output=True).returncode:
-        return found
-    of_pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
-    if of_pyenv:
-        return str(of_pyenv[-1])
-    raise SystemExit(f"this lane needs Python {version}: there is no python{version} on the PATH")
-
-
-def install(name: str, lane: Lane, folder: Path) -> Path:
-    """Make the environment; returns its interpreter.
-
-    The versions of the image go in first. That installing nbaccel changes none of them is checked.
-    """
-    shutil.rmtree(folder, ignore_errors=True)
-    subprocess.run([interpreter(lane.python), "-m", "venv", folder], check=True)
-    python = folder / "bin" / "python"
-    constraints = ROOT / "constraints" / f"{name}.txt"
-    pip = [python, "-m", "pip", "install", "--quiet", "--no-compile"]
-    image = [
-        line.split("#")[0].strip()
-        for line in constraints.read_text().splitlines()
-        if line.split("#")[0].strip()
-    ]
-    subprocess.run([*pip, *image], check=True)
-    before = frozen(python)
-    subprocess.run([*pip, "--editable", f"{ROOT}[notebook]", *lane.all_packages], check=True)
-    after = frozen(python)
-    changed = {name: after[name] for name in before if after.get(name) != before[name]}
-    if changed:
-        raise SystemExit(f"installing nbaccel changed what the image has: {changed}")
-    return python
-
-
-def frozen(python: Path) -> dict[str, str]:
-    """What is installed."""
-    command = [python, "-m", "pip", "list", "--format", "json"]
-    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return {item["name"]: item["version"] for item in json.loads(found)}
-
-
-def run_tests(python: Path, lane: Lane, folder: Path, jobs: int) -> tuple[bool, dict[str, int]]:
-    """Run the lane's tests; returns whether all passed, and how many."""
-    report = folder / "report.xml"
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    # Old packages in a Python that is newer than they are.
-    command += ["-W", "ignore::DeprecationWarning", "-W", "ignore::PendingDeprecationWarning"]
-    command += ["--numprocesses", str(jobs), "--dist", "loadfile", *lane.tests]
-    done = subprocess.run(command, cwd=ROOT, check=False)
-    suite = ET.parse(report).getroot().find("testsuite")
-    total, bad, skipped = (
-        0 if suite is None else int(suite.get(key, 0)) for key in ("tests", "failures", "skipped")
+# ---------------------------------------------------------------- environments
+def prepare(name: str, folder: Path) -> Environment:
+    """Make the environment of a lane, in a folder of the lane's own."""
+    lane, environment = LANES[name], Environment(folder / "environment")
+    {"checkout": _checkout, "builds": _builds, "binder": _binder}[lane.source](
+        name, lane, environment
     )
-    counts = {"passed": total - bad - skipped, "failed": bad, "skipped": skipped}
-    return done.returncode == 0, counts
+    environment.warm()
+    return environment
 
 
-def run_notebooks(python: Path, lane: Lane) -> bool:
+def _checkout(name: str, lane: Lane, environment: Environment) -> None:
+    """What the image has goes in first. That installing nbaccel changes none of it is checked."""
+    environment.create(lane.python)
+    environment.install("--requirement", CONSTRAINTS / f"{name}.txt")
+    before = environment.frozen()
+    environment.install("--editable", f"{ROOT}[{lane.extras}]", *lane.packages)
+    after = environment.frozen()
+    changed = {one: after.get(one) for one in before if after.get(one) != before[one]}
+    if changed:
+        raise RuntimeError(f"installing nbaccel changed what the image has: {changed}")
+
+
+def _builds(name: str, lane: Lane, environment: Environment) -> None:
+    """Build sdist and wheel, and install one after the other; the tests run with the wheel."""
+    tools = Environment(environment.folder.parent / "tools")
+    tools.create(lane.python)
+    tools.install(*builds.TOOLS)
+    built = builds.build(environment.folder.parent / "dist", tools)
+    if faults := builds.faults(built):
+        raise RuntimeError("\n".join(faults))
+    tools.remove()
+    environment.create(lane.python)
+    environment.install("--constraint", CONSTRAINTS / "cpu.txt", built.sdist, *lane.packages)
+    _launch(environment)
+    environment.install("--reinstall", "--no-deps", built.wheel)
+    _launch(environment)
+    built.unpack_tests(environment.folder.parent / "unpacked")
+
+
+def _launch(environment: Environment) -> None:
+    script = ROOT / "tests" / "lanes" / "first_launch.py"
+    with tempfile.TemporaryDirectory() as elsewhere:
+        if environment.run("-I", script, cwd=Path(elsewhere)):
+            raise RuntimeError(f"a first launch failed in {environment.folder.name}")
+
+
+def _binder(name: str, lane: Lane, environment: Environment) -> None:
+    """Do as repo2docker does: its interpreter and pip, then `postBuild` in the repository."""
+    environment.create(lane.python, with_pip=True)
+    environ = {**os.environ, "PATH": f"{environment.python.parent}{os.pathsep}{os.environ['PATH']}"}
+    # Here torch's own index may be out of reach. A CPU build is needed on Binder's machines only.
+    environ |= {"TORCH_INDEX": "", "PIP_NO_COMPILE": "1", "PIP_QUIET": "1"}
+    subprocess.run([ROOT / "binder" / "postBuild"], cwd=ROOT, env=environ, check=True)
+    with tempfile.TemporaryDirectory() as settings:
+        environ["JUPYTER_CONFIG_DIR"] = settings
+        subprocess.run([ROOT / "binder" / "start", "true"], env=environ, check=True)
+        for file in Path(settings).iterdir():
+            page = json.loads(file.read_text())["ServerApp"]["default_url"]
+            if not (ROOT / page.removeprefix("/lab/tree/")).exists():
+                raise RuntimeError(f"binder/start opens {page}, which does not exist")
+
+
+# ---------------------------------------------------------------- what is run
+def run_tests(
+    environment: Environment, lane: Lane, folder: Path, jobs: int
+) -> tuple[bool, dict[str, int]]:
+    """Run the lane's tests; returns whether all passed, and how many."""
+    if not lane.tests:
+        return True, {"passed": 0, "failed": 0, "skipped": 0}
+    report = folder / "report.xml"
+    options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}", "--durations=5"]
+    # Old packages in a Python that is newer than they are.
+    options += ["-W", "ignore::DeprecationWarning", "-W", "ignore::PendingDeprecationWarning"]
+    options += ["--numprocesses", str(jobs), "--dist", "loadfile", "--no-loadscope-reorder"]
+    unpacked = folder / "unpacked"
+    cwd = next(unpacked.iterdir()) if unpacked.exists() else ROOT
+    status = environment.run("-m", "pytest", *options, *lane.tests, cwd=cwd)
+    suite = ET.parse(report).getroot().find("testsuite")
+    count = {key: int(suite.get(key, 0)) if suite is not None else 0 for key in _COUNTED}
+    bad = count["failures"] + count["errors"]
+    passed = count["tests"] - bad - count["skipped"]
+    return status == 0, {"passed": passed, "failed": bad, "skipped": count["skipped"]}
+
+
+_COUNTED = ("tests", "failures", "errors", "skipped")
+
+
+def run_notebooks(environment: Environment, lane: Lane) -> bool:
     """Run the lane's notebooks from beginning to end."""
     runner = ROOT / "notebooks" / "run.py"
-    runs = [
-        subprocess.run([python, runner, ROOT / notebook], check=False, cwd=ROOT)
-        for notebook in lane.notebooks
-    ]
-    return not any(run.returncode for run in runs)
+    done = [environment.run(runner, ROOT / notebook) for notebook in lane.notebooks]
+    return not any(done)
 
 
-def run(name: str, *, keep: bool, reuse: bool, jobs: int) -> int:
-    """Run one lane; returns the exit status."""
-    lane, folder, began = LANES[name], ROOT / ".lanes" / name, time.monotonic()
-    try:
-        python = folder / "bin" / "python" if reuse else install(name, lane, folder)
-        installed_s = time.monotonic() - began
-        passed, counts = run_tests(python, lane, folder, jobs)
-        is_good = run_notebooks(python, lane) and passed
-        versions = subprocess.run(
-            [python, "-c", _VERSIONS], check=True, capture_output=True, text=True
-        ).stdout
-    finally:
-        if not (keep or reuse):
-            shutil.rmtree(folder, ignore_errors=True)
+def run(name: str, environment: Environment, folder: Path, jobs: int) -> bool:
+    """Run one lane in its environment; returns whether it is green."""
+    lane, began, cpu = LANES[name], time.monotonic(), _cpu_s()
+    is_built = not lane.operations or not environment.run("-m", "tests.deepspeed.operations")
+    passed, counts = run_tests(environment, lane, folder, jobs)
+    is_green = run_notebooks(environment, lane) and passed and is_built
+    took = f"{time.monotonic() - began:.0f} s, {_cpu_s() - cpu:.0f} s of processors"
+    print(f"lane {name}: {counts}, {'green' if is_green else 'RED'}, {took}", flush=True)
+    if is_green:
+        _record(name, lane, environment, counts)
+    return is_green
+
+
+def _record(name: str, lane: Lane, environment: Environment, counts: dict[str, int]) -> None:
+    installed = environment.frozen()
+    asked = "import platform; print(platform.python_version())"
+    python = subprocess.run([environment.python, "-c", asked], check=True, capture_output=True)
     record: dict[str, Any] = {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "title": lane.title,
-        "versions": json.loads(versions),
+        "versions": {
+            "python": python.stdout.decode().strip(),
+            **{one: installed.get(one, "") for one in _REPORTED},
+        },
         "front_end": lane.front_end,
         "tests": counts,
         "notebooks": len(lane.notebooks),
     }
-    took = f"{time.monotonic() - began:.0f} s, {installed_s:.0f} s of it for the environment"
-    print(f"lane {name}: {counts}, {'green' if is_good else 'RED'}, {took}", flush=True)
-    if is_good:
-        RECORDS.mkdir(parents=True, exist_ok=True)
-        (RECORDS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
-    return 0 if is_good else 1
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    (RECORDS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _cpu_s() -> float:
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
+
+
+# ---------------------------------------------------------------- one after another
+def run_all(names: list[str], *, keep: bool, reuse: bool, jobs: int) -> dict[str, str]:
+    """Run lanes one after another; returns what became of each."""
+    became = {}
+    with ThreadPoolExecutor(1) as aside:
+        coming = aside.submit(_environment, names[0], reuse)
+        for name, after in zip(names, [*names[1:], ""], strict=True):
+            began, made = time.monotonic(), coming.result()
+            print(f"lane {name}: {time.monotonic() - began:.0f} s until its environment was there")
+            coming = aside.submit(_environment, after, reuse)
+            if isinstance(made, Environment):
+                became[name] = "green" if run(name, made, HOME / name, jobs) else "RED"
+            else:
+                became[name] = made
+            print(f"lane {name}: {became[name]}", flush=True)
+            if not (keep or reuse):
+                shutil.rmtree(HOME / name, ignore_errors=True)
+    return became
+
+
+def _environment(name: str, reuse: bool) -> Environment | str:
+    """The environment of a lane, or why there is none."""
+    folder = HOME / name
+    if reuse or not name:
+        return Environment(folder / "environment")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        return prepare(name, folder)
+    except MissingPython as error:
+        return f"SKIPPED, {error}"
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        return f"RED, {error}"
 
 
 def records() -> dict[str, dict[str, Any]]:
@@ -153,18 +213,21 @@ def records() -> dict[str, dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("lane", nargs="*", choices=[[], *LANES])
     parser.add_argument("--keep", action="store_true", help="leave the environment there")
     parser.add_argument("--reuse", action="store_true", help="take the environment kept before")
     parser.add_argument("--jobs", type=int, default=3)
     parser.add_argument("--render", action="store_true", help="renew the table in docs/versions.md")
     asked = parser.parse_args()
-    how = {"keep": asked.keep, "reuse": asked.reuse, "jobs": asked.jobs}
-    status = max([run(name, **how) for name in asked.lane], default=0)
+    became = {}
+    if asked.lane:
+        became = run_all(asked.lane, keep=asked.keep, reuse=asked.reuse, jobs=asked.jobs)
+        for name, what in became.items():
+            print(f"{name}: {what.partition(chr(10))[0]}")
     if asked.render:
         PAGE.write_text(table.put_into(PAGE.read_text(), table.render(records())))
-    return status
+    return int(any(what.startswith("RED") for what in became.values()))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
 __all__ = ["LANES", "Lane"]
 
-# What every lane installs beside nbaccel.
+# What the tests themselves need.
 _TOOLS = (
     *("pytest>=8.3", "pytest-timeout", "pytest-xdist", "hypothesis"),
     *("ipykernel", "nbclient", "packaging"),
@@ -31,6 +32,13 @@ _IN_NOTEBOOKS = (
     "tests/kernel/test_rendering.py",
     "tests/kernel/test_stop.py",
 )
+_OF_DEEPSPEED = (
+    "tests/deepspeed/test_library.py",
+    "tests/deepspeed/test_environment.py",
+    "tests/deepspeed/strategy/test_bare.py",
+    "tests/deepspeed/weights/test_real.py",
+)
+_OF_NOTEBOOKS = ("ipywidgets", "matplotlib", "scikit-learn", "tqdm")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,35 +48,34 @@ class Lane:
     Attributes:
         python: Which Python.
         title: Whose versions these are.
+        source: What is installed: the checkout, on top of the versions in constraints/NAME.txt; the
+            sdist and the wheel that are built from it; or what `binder/` installs.
+        extras: Of nbaccel, with the checkout.
         tests: Files of tests.
         notebooks: Notebooks that are run from beginning to end.
-        packages: What is installed beside nbaccel and what all lanes have.
+        packages: What is installed beside nbaccel.
+        operations: Whether DeepSpeed's C++ operations are built before.
         front_end: Where a browser shows it; none where kernels alone are asked.
     """
 
     python: str
     title: str
-    tests: tuple[str, ...]
+    source: Literal["checkout", "builds", "binder"] = "checkout"
+    extras: str = "notebook"
+    tests: tuple[str, ...] = ()
     notebooks: tuple[str, ...] = ()
-    packages: tuple[str, ...] = field(default=())
+    packages: tuple[str, ...] = _TOOLS
+    operations: bool = False
     front_end: str = "kernel alone"
 
-    @property
-    def all_packages(self) -> tuple[str, ...]:
-        """All that is installed beside nbaccel."""
-        return (*_TOOLS, *self.packages)
-
-
-# DeepSpeed, because notebook 06 chooses ZeRO; neither image has it.
-_OF_NOTEBOOKS = ("ipywidgets", "matplotlib", "scikit-learn", "tqdm", "deepspeed==0.19.8")
 
 LANES: dict[str, Lane] = {
     "colab": Lane(
         python="3.12",
         title="Colab",
-        tests=(*_IN_NOTEBOOKS, "tests/browser/test_classic.py"),
+        tests=("tests/browser/test_classic.py", *_IN_NOTEBOOKS),
         notebooks=_NOTEBOOKS,
-        packages=(*_OF_NOTEBOOKS, "notebook", "playwright>=1.50"),
+        packages=(*_TOOLS, *_OF_NOTEBOOKS, "notebook", "playwright>=1.50"),
         front_end="Notebook 6.5",
     ),
     "kaggle": Lane(
@@ -76,18 +83,39 @@ LANES: dict[str, Lane] = {
         title="Kaggle",
         tests=_IN_NOTEBOOKS,
         notebooks=_NOTEBOOKS,
-        packages=_OF_NOTEBOOKS,
+        packages=(*_TOOLS, *_OF_NOTEBOOKS),
     ),
     "oldest": Lane(
         python="3.10",
-        title="oldest torch, oldest Python",
-        tests=_CORE,
-        packages=("ipywidgets",),
+        title="oldest of all",
+        tests=(*_CORE, "tests/strategies/test_fsdp_on_cpu.py", *_OF_DEEPSPEED),
+        extras="notebook,deepspeed",
+        packages=(*_TOOLS, "ipywidgets"),
+        operations=True,
     ),
     "newest": Lane(
         python="3.13",
         title="newest torch, newest Python",
         tests=_CORE,
-        packages=("ipywidgets",),
+        packages=(*_TOOLS, "ipywidgets"),
+    ),
+    "dist": Lane(
+        python="3.11",
+        title="wheel and sdist, installed",
+        source="builds",
+        tests=(
+            "tests/cli",
+            "tests/test_catalog.py",
+            "tests/test_capabilities.py",
+            "tests/notebook/test_pickers.py",
+            "tests/kernel/test_rendering.py",
+        ),
+        packages=(*_TOOLS, "ipywidgets"),
+    ),
+    "binder": Lane(
+        python="3.11",
+        title="`binder/`, installed",
+        source="binder",
+        notebooks=_NOTEBOOKS[:1],
     ),
 }

@@ -36,6 +36,7 @@ from nbaccel.errors import InputRefused, ModelNotShareable, NotSendable, PortTak
 from tests import workers
 from tests.isolation import isolated
 from tests.process import lives, memory_files
+from tests.strategies.needs import SHARDING
 from tests.workers import CallersError, Net
 
 Launch = Callable[..., Any]
@@ -297,6 +298,7 @@ def test_share_back_false_leaves_the_model_alone(launch: Launch) -> None:
     assert not torch.equal(first["body.weight"], before["body.weight"])
 
 
+@SHARDING
 def test_every_rank_writes_its_own_shard_home(launch: Launch) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     before = values(model)

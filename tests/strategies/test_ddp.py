@@ -148,6 +148,10 @@ def test_compression_is_really_used_and_equal_everywhere(name):
 
 @pytest.mark.parametrize("settings", [{"comm_hook": "bf16"}, {"comm_wrapper": "bf16"}])
 def test_compression_that_the_group_cannot_carry_is_a_mistake_with_a_remedy(settings):
+    if torch.__version__.startswith("2.6."):  # its gloo adds bfloat16
+        one, other = debug_launcher(gradient_of, (settings,))
+        assert torch.equal(one, other)
+        return
     with pytest.raises(WorkerFailed, match=r"'bf16'.*gloo") as failure:
         debug_launcher(gradient_of, (settings,))
     assert isinstance(failure.value, ConfigError)

@@ -24,8 +24,11 @@ from nbaccel.config.handlers import (
 from nbaccel.errors import ConfigError
 from nbaccel.precision.native import Bf16, Fp32
 from nbaccel.strategies.fsdp import FsdpStrategy
+from tests.strategies.needs import SHARDING
 from tests.strategies.test_ddp import largest_difference
 from tests.strategies.workers import Recipe, Tower, Training, place, train
+
+pytestmark = SHARDING
 
 CPU = torch.device("cpu")
 FSDP = Recipe(strategy="fsdp")
