@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nbaccel import _catalog
-from nbaccel.launch.openmp import loaded_runtimes
+from nbaccel.launch.openmp import loaded_runtimes, pools_that_stay
 
 _KERNEL_MODULES = ("ipykernel", "IPython", "tornado", "zmq", "debugpy", "pydevd", "_pydevd")
 _KERNEL_NAMES = ("IOPub", "Heartbeat", "Control", "Shell channel", "IPythonHistorySavingThread")
@@ -32,7 +33,8 @@ class Hazard:
 def hazards() -> tuple[Hazard, ...]:
     """Everything in this process that a forked worker could not live with.
 
-    An OpenMP pool and tqdm's monitor are not among them: they are ended just before the fork.
+    An OpenMP pool and tqdm's monitor are not among them: they are ended just before the fork. Only
+    a pool that cannot be ended is.
     """
     return tuple(_find())
 
@@ -53,6 +55,13 @@ def _find() -> Iterator[Hazard]:
             fact="a torch.distributed process group is alive in the notebook",
             consequence="a forked worker inherits it without its threads and hangs; end it with "
             "torch.distributed.destroy_process_group()",
+            is_fatal=True,
+        )
+    for path in pools_that_stay():
+        yield Hazard(
+            fact=f"threads of {os.path.basename(path)}, an OpenMP runtime that cannot give them up",
+            consequence="a forked worker hangs in its first parallel operation; a newer torch "
+            "brings a runtime that can",
             is_fatal=True,
         )
     names = [t.name for t in threading.enumerate() if _is_foreign(t)]

@@ -185,13 +185,15 @@ class _Worker:
                 "DeepSpeed backend not set",
             )
         )
-        if about_groups and self._groups.left_for and hasattr(error, "add_note"):
-            error.add_note(
+        if about_groups and self._groups.left_for:
+            note = (
                 f"The process groups from before were left because {self._groups.left_for}. "
                 "Objects that hold one (a DDP model, an engine, an Accelerator) are of no more "
                 "use: run the cells again that make them. Models, optimizers and variables are as "
                 "they were."
             )
+            # What add_note does, which Python 3.10 does not have.
+            error.__notes__ = [*getattr(error, "__notes__", ()), note]
 
     def _on_interrupt(self, signum: int, frame: Any) -> None:
         if self._busy:
