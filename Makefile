@@ -27,7 +27,7 @@ LANE        ?= colab kaggle oldest newest
 
 BIN     := $(VENV)/bin
 # Those that compile operations or load transformers; both lists together are all there are.
-SLOW_NOTEBOOKS  := notebooks/05_deepspeed.ipynb notebooks/06_zero_inference.ipynb
+SLOW_NOTEBOOKS  := notebooks/05_deepspeed.ipynb notebooks/07_zero_inference.ipynb
 QUICK_NOTEBOOKS := $(filter-out $(SLOW_NOTEBOOKS), $(wildcard notebooks/*.ipynb))
 # Whole files go to one process, in the order in which they were collected.
 PYTEST   = $(BIN)/python -m pytest --nbval-lax --nbval-current-env \
