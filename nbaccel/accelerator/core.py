@@ -399,6 +399,7 @@ def _found(place: Place) -> Found:
         world_size=place.world_size,
         rank=place.rank,
         backend=place.backend,
+        can_meet=arrival.can_meet(),
         compute_capability=gpu,
     )
 
