@@ -175,9 +175,10 @@ class AcceleratorState(PartialState):
         if place is None or collectives is None:
             if (newest := _newest()) is None:
                 raise ConfigError(
-                    "AcceleratorState() is nobody's: it tells what an Accelerator does, and none "
-                    "has been made in this process. Make one first (accelerator = Accelerator()), "
-                    "or use PartialState() for this process's number and device."
+                    f"AcceleratorState(place={place}, collectives={collectives}) is nobody's: it "
+                    "tells what an Accelerator does, and none has been made in this process. Make "
+                    "one first (accelerator = Accelerator()), or use PartialState() for this "
+                    "process's number and device."
                 )
             self.__dict__.update(vars(newest.state))
             return

@@ -25,7 +25,9 @@ from tests.isolation import ROOT
 from tests.peers.examples.runner import Outcome, Request, Run
 
 for package in ("accelerate", "transformers", "datasets", "evaluate", "schedulefree"):
-    pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[examples]'")
+    pytest.importorskip(
+        package, reason=f"{package} is not installed: pip install '.[accelerate-examples]'"
+    )
 
 WHERE = "ACCELERATE_EXAMPLES"
 pytestmark = [
