@@ -37,6 +37,7 @@ from nbaccel.launch import (
     precision,
     process_groups,
     remains,
+    rendezvous,
     reporting,
     wire,
 )
@@ -196,7 +197,7 @@ def serve_job(
         seat = settle(job.post, fds)
         display.forward(channel.send)
         reporting.begin(channel, seat.device)
-        process_groups.separate(process_groups.counted())
+        rendezvous.meet_here(seat.place, process_groups.counted())
     except BaseException as error:  # a device that cannot be had: the notebook is told
         report(channel, error, Topology.from_json(job.post.topology).rank)
     else:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from nbaccel.config.handlers import InitProcessGroupKwargs
 from nbaccel.errors import ConfigError
-from nbaccel.launch import process_groups
+from nbaccel.launch import rendezvous
 from nbaccel.launch.sharing import shards
 from nbaccel.pool.messages import GroupWanted
 from nbaccel.topology import Topology
@@ -58,7 +58,7 @@ class Groups:
 
     def watch(self) -> None:
         """Take part in how torch makes and finds groups. Once per worker."""
-        process_groups.separate(self._next_name)
+        rendezvous.meet_here(self._place, self._next_name)
         c10d = dist.distributed_c10d
         found, made = c10d._get_default_group, c10d._new_process_group_helper
         joined, destroyed = c10d.init_process_group, c10d.destroy_process_group
