@@ -34,8 +34,8 @@ from nbaccel.launch.supervisor import Supervisor
 from nbaccel.launch.template import TemplateStarter, dispose
 from nbaccel.plan import Plan
 
-_CALLER = 7
-"""Frames from a warning up to the cell: this file's four, the façade's two, the cell."""
+_CALLER = 8
+"""Frames from a warning up to the cell: this file's four, the façade's three, the cell."""
 
 _ONE_AT_A_TIME = threading.Lock()  # the template answers one launch at a time
 

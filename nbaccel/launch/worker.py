@@ -22,13 +22,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from nbaccel import _accelerate, _catalog, env
+from nbaccel import _accelerate, _catalog, _transformers, env
 from nbaccel.errors import InputRefused, InternalError
 from nbaccel.launch import (
     by_value,
@@ -183,6 +184,7 @@ def settle(post: wire.Post, fds: list[int]) -> Seat:
     process_groups.keep()
     _refuse_questions(place.rank)
     by_value.send_notebook_classes()
+    _transformers.adopt_trainers()
     store = process_groups.serve_store(place, fds.pop()) if post.serves_store else None
     return Seat(place=place, device=str(device.torch_device(place.local_rank)), store=store)
 
@@ -285,7 +287,8 @@ class Work:
             arena.forget()
             for key, mapping in self._inheritance.arenas.items():
                 mapping.replace(self._inheritance.arena_fds[key], private=True)
-            return self._inheritance.call, self._inheritance.arenas
+            call = self._inheritance.call
+            return replace(call, function=_looked_up(call.function)), self._inheritance.arenas
         if self._job.parcel is None or self._parcel_fd is None:
             raise InternalError(
                 f"worker {self._rank} got no parcel, only {len(self._arena_fds)} arenas: "
@@ -321,6 +324,13 @@ class Work:
             except (pickle.PicklingError, AttributeError, TypeError):
                 return parcel.pack(value, parcel.Sender.create())
         return parcel.pack(value, parcel.Sender.create())
+
+
+def _looked_up(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method as its class has it now: one that was looked up in the notebook is from before."""
+    owner = getattr(function, "__self__", None)
+    found = getattr(owner, getattr(function, "__name__", ""), function)
+    return found if isinstance(function, MethodType) and callable(found) else function
 
 
 def _pack_for_notebook(value: Any) -> tuple[parcel.Parcel, int]:

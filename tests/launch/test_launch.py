@@ -970,9 +970,9 @@ def test_mistakes_are_told_together_before_any_process() -> None:
 
 def test_a_call_that_cannot_work_is_explained() -> None:
     with pytest.raises(ConfigError) as caught:
-        notebook_launcher(3, Net(), 2)  # type: ignore[arg-type]
+        notebook_launcher(3, 4, 2)  # type: ignore[arg-type]
     assert "function=3 is not callable" in str(caught.value)
-    assert "args is a Net, not a tuple" in str(caught.value)
+    assert "args is an int, not a tuple" in str(caught.value)
     assert "args=(model,)" in str(caught.value)
 
 
