@@ -15,6 +15,13 @@ from nbaccel.launch.remains import Remains
 from nbaccel.launch.sharing import parcel
 from nbaccel.units import format_seconds
 
+_LATEST: list[failure.Record] = []
+
+
+def latest() -> tuple[failure.Record, ...]:
+    """What is known of each rank of the last launch or cell that failed, the cause first."""
+    return tuple(_LATEST)
+
 
 class Watched(Protocol):
     """What is known after the workers were watched."""
@@ -104,6 +111,7 @@ def build(
     text = "\n".join(obituary.lines())
     found = _blend(base, original)
     WorkerFailed.__init__(found, text, failure=obituary.cause, failures=obituary.records)
+    _LATEST[:] = sorted(obituary.records, key=lambda r: (r is not obituary.cause, r.rank))
     if obituary.cause.raised is not None and obituary.cause.raised.parts:
         publish.show_by_its_text(type(found))
     if obituary.cause.raised is not None:

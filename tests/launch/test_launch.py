@@ -355,7 +355,7 @@ def test_weights_that_are_sums_over_the_ranks_do_not_fail_the_launch(launch: Lau
 
 def test_a_model_on_meta_is_refused_before_any_process(launch: Launch) -> None:
     with pytest.raises(ModelNotShareable, match=r"args\[0\].weight .*meta device"):
-        launch(workers.nothing, nn.Linear(2, 2, device="meta"))
+        launch(workers.whoami, nn.Linear(2, 2, device="meta"))
 
 
 def test_launches_leave_one_memory_file_per_model(launch: Launch) -> None:
