@@ -35,6 +35,7 @@ from nbaccel.launch import (
     by_value,
     display,
     failure,
+    loggers,
     precision,
     process_groups,
     remains,
@@ -164,6 +165,7 @@ class Seat:
     """What torch calls it: `cpu`, `cuda:1`."""
     store: Any
     """The rendezvous store, in the worker that serves it."""
+    logging: loggers.Logging = field(default_factory=loggers.Logging)
 
 
 def settle(post: wire.Post, fds: list[int]) -> Seat:
@@ -269,6 +271,7 @@ class Work:
             linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
         call, mappings = self._open(self._seat.device)
         restore_random_states(job.random_states)
+        self._seat.logging.follow(job.logging)  # after the libraries that the call has imported
         homebound = Homebound(
             rank=place.local_rank,
             modules=call.modules,

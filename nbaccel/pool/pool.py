@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.config.calls import check_call
 from nbaccel.errors import ConfigError, LaunchInterrupted, UnsafeMoment
-from nbaccel.launch import required, verdict
+from nbaccel.launch import loggers, required, verdict
 from nbaccel.launch.edited import tell_of_edits
 from nbaccel.launch.outcome import Outcome
 from nbaccel.launch.system import uninterrupted
@@ -314,6 +314,7 @@ class Pool:
             source=source,
             directory=self._footsteps.directory(),
             environment=self._footsteps.environment(),
+            logging=loggers.as_configured(),
         )
         return crew.turn(
             dict.fromkeys(ranks, (body, ())), timeout_s=self.config.timeout, is_shown=True

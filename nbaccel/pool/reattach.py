@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 
@@ -113,15 +112,17 @@ def _optimizers(module: nn.Module) -> Iterator[torch.optim.Optimizer]:
     places = {id(parameter): i for i, parameter in enumerate(module.parameters())}
     found = []
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.optim.Optimizer) and not issubclass(
-            type(thing),
-            ZeroRedundancyOptimizer,  # each rank has a part of its state
-        ):
+        if issubclass(type(thing), torch.optim.Optimizer) and not _is_in_parts(type(thing)):
             groups = getattr(thing, "param_groups", ())  # one whose constructor has failed has none
             mine = [places.get(id(p), -1) for group in groups for p in group["params"]]
             if any(place >= 0 for place in mine):
                 found.append((mine, type(thing).__qualname__, thing))
     yield from (thing for *_, thing in sorted(found, key=lambda entry: entry[:2]))
+
+
+def _is_in_parts(kind: type) -> bool:
+    """Whether each rank has a part of such an optimizer's state; importing it takes long."""
+    return any(base.__name__ == "ZeroRedundancyOptimizer" for base in kind.__mro__)
 
 
 def _facts(optimizer: torch.optim.Optimizer) -> Any:

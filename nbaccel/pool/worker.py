@@ -121,6 +121,8 @@ class _Worker:
         if task.directory is not None:
             os.chdir(task.directory)
         env.update(task.environment)
+        if task.logging:
+            self._seat.logging.follow(task.logging)
         self._names.begin()
         reporting.begin(self._channel, self._seat.device)
         self._busy = True
