@@ -258,6 +258,7 @@ class Work:
                 call, homebound = self._prepare(stack)
                 self._channel.send(wire.Started(time.monotonic()))
                 value = _call(call)
+                display.show_figures()
                 flush()
                 home = homebound.write() if self._job.share_back else None
         except BaseException as error:  # KeyboardInterrupt too: the notebook is told of every end

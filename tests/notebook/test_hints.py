@@ -98,3 +98,13 @@ def test_a_launch_of_one_worker_can_be_debugged_here(own: Kernel) -> None:
         "print(tb.tb_frame.f_code.co_name, tb.tb_frame.f_locals)"
     )
     assert own.run(code).check().stdout == "train {'x': 3}\n"
+
+
+def test_figures_of_a_live_cell_are_shown_at_its_end(own: Kernel) -> None:
+    cell = own.run(
+        "%%accelerate -n 2\nimport os\nimport matplotlib.pyplot as plt\n"
+        "if os.environ['RANK'] == '0': plt.plot([1, 2])"
+    ).check()
+    assert any("image/png" in shown for shown in cell.displays)
+    again = own.run("%%accelerate\nlines = plt.get_fignums()\nlines").check()
+    assert "[]" in str(again.displays)
