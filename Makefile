@@ -27,7 +27,7 @@ LANE        ?= colab kaggle oldest newest
 
 BIN     := $(VENV)/bin
 # Those that compile operations or load transformers; both lists together are all there are.
-SLOW_NOTEBOOKS  := notebooks/05_deepspeed.ipynb notebooks/06_zero_inference.ipynb
+SLOW_NOTEBOOKS  := notebooks/05_deepspeed.ipynb notebooks/07_zero_inference.ipynb
 QUICK_NOTEBOOKS := $(filter-out $(SLOW_NOTEBOOKS), $(wildcard notebooks/*.ipynb))
 # Whole files go to one process, in the order in which they were collected.
 PYTEST   = $(BIN)/python -m pytest --nbval-lax --nbval-current-env \
@@ -59,9 +59,11 @@ chaos: $(VENV)/.dev  ## kill processes of a notebook at hundreds of moments; not
 gpu: gpu-test gpu-bench  ## on a machine with a GPU: its tests and figures, in under twenty minutes
 
 gpu-test: $(GPU_READY)
+	@$(GPU_PYTHON) -m tests.gpu.lacking
 	@$(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS) $(PYTEST_ARGS)
 
 gpu-bench: $(GPU_READY)
+	@$(GPU_PYTHON) -m tests.gpu.lacking
 	@$(GPU_PYTHON) benchmarks/gpu.py
 
 lane:  ## tests with the versions of LANE=colab, kaggle, oldest, newest, in environments made for it
@@ -106,10 +108,9 @@ $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/.created
 	@$(INSTALL) --editable '.[dev]'
 	@touch $@ $(VENV)/.demo
 
-$(GPU_SITE)/.ready: pyproject.toml
+$(GPU_SITE)/.ready: $(wildcard $(WHEELS)/*.whl)
 	@echo "taking what is missing from $(WHEELS)"
 	@$(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target $(GPU_SITE) $(WHEELS)/*.whl
-	@PYTHONPATH=$(CURDIR)/$(GPU_SITE) $(PYTHON) -m pip install --quiet --no-index --no-deps --no-build-isolation --upgrade --target $(GPU_SITE) .
 	@touch $@
 
 # Written when all are built. What the machine lacks for one is said, and only its tests are skipped.

@@ -228,6 +228,10 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="a model of some kilobytes")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
     options = parser.parse_args()
+    if options.device == "cuda" and not (options.render or torch.cuda.is_available()):
+        parser.error(
+            "torch finds no GPU here. Only --device cpu --small runs, to see if it is sound."
+        )
 
     def take(results: Results) -> None:
         size = SMALL if options.small else Size()

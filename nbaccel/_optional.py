@@ -10,6 +10,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import ModuleType
 
+from nbaccel._origin import install_line
 from nbaccel.errors import MissingBackend
 
 __all__ = ["is_installed", "is_package", "require"]
@@ -85,7 +86,7 @@ def _inside(parent: ModuleSpec | None, part: str) -> ModuleSpec | None:
 
 def _advice(module: str, extra: str, why: str, error: ImportError) -> str:
     package = module.partition(".")[0]
-    line = f'pip install "nbaccel[{extra}]"' if extra else "pip install nbaccel"
+    line = install_line(extra)
     if is_installed(package):
         return (
             f"{why} needs {module}, which is installed but cannot be imported: {error}. "

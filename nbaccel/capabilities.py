@@ -297,7 +297,7 @@ STRATEGIES: tuple[StrategyRow, ...] = (
         library="deepspeed",
         shards="nbaccel.deepspeed.strategy.reader",
         memory="nbaccel.deepspeed.shared_memory",
-        enter="nbaccel.deepspeed.on_cpu:enter_worker",
+        enter="nbaccel.deepspeed.in_worker:enter_worker",
         observe="nbaccel.deepspeed.teardown:observe",
     ),
 )

@@ -95,18 +95,20 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_saves_killed_at_any_moment_leave_nothing_that_the_next_one_does_not_clear(tmp_path, way):
     torch.set_num_threads(1)
-    moments, leftovers = random.Random(1), 0
+    moments, leftovers, kills = random.Random(1), 0, 0
 
     def forever() -> None:
         while True:
             WAYS[way](tmp_path)
 
-    for _ in range(8):
+    # A busy machine may let the child save nothing before it is killed: then again.
+    while kills < 8 or (leftovers <= 2 and kills < 200):
+        kills += 1
         pid = forked(forever)
         time.sleep(moments.uniform(0.02, 0.2))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         leftovers += bool(list(tmp_path.glob(".*")))
-    assert leftovers > 2, "it was hardly ever killed while saving"
+    assert leftovers > 2, f"of {kills} kills hardly one came while it saved"
     WAYS[way](tmp_path)
     assert not list(tmp_path.rglob(".*")), names(tmp_path)

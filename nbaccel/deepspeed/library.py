@@ -9,6 +9,7 @@ from importlib import metadata
 from typing import Any
 
 from nbaccel._optional import require
+from nbaccel.deepspeed import building
 from nbaccel.errors import MissingBackend
 
 __all__ = ["OLDEST", "check_version", "load", "refusal"]
@@ -39,7 +40,9 @@ def load(module: str, *, why: str) -> Any:
     check_version()
     # Whatever device is chosen is told by nbaccel's own plan, with the reason.
     logging.getLogger("DeepSpeed").addFilter(_is_no_greeting)
-    return require(module, extra="deepspeed", why=why)
+    found = require(module, extra="deepspeed", why=why)
+    building.announce()
+    return found
 
 
 def check_version() -> None:

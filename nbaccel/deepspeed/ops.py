@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 
 from nbaccel import env
 from nbaccel._optional import require
-from nbaccel.deepspeed import library, toolchain
+from nbaccel.deepspeed import building, library, toolchain
 from nbaccel.deepspeed.config import ZeroConfig
 from nbaccel.errors import UnsafeMoment
 
@@ -148,7 +148,7 @@ def _links_aio(compiler: list[str], environ: Mapping[str, str]) -> bool:
 
 def _stale_locks(ops: list[str], environ: Mapping[str, str]) -> Iterator[str]:
     for name in ops:
-        lock = toolchain.extensions_folder(environ) / name / "lock"
+        lock = building.folder(environ) / name / "lock"
         try:
             forgotten = toolchain.is_forgotten(lock)
         except UnsafeMoment as error:

@@ -19,8 +19,9 @@ from pathlib import Path
 import psutil
 
 from nbaccel import env
-from nbaccel._optional import is_installed, require
-from nbaccel.deepspeed import library
+from nbaccel._optional import is_installed
+from nbaccel._origin import install_line
+from nbaccel.deepspeed import building, library
 from nbaccel.errors import MissingBackend, PlatformUnsupported, UnsafeMoment
 from nbaccel.log import get_logger
 
@@ -28,12 +29,10 @@ __all__ = [
     "check_compiler",
     "check_tools",
     "compiler_of",
-    "extensions_folder",
     "holder_of",
     "is_forgotten",
     "ninja_beside_python",
     "no_compiler",
-    "not_built",
     "path_with_ninja",
     "remove_forgotten_locks",
 ]
@@ -59,7 +58,7 @@ def check_tools(device: str) -> None:
     if not is_installed("deepspeed"):
         raise MissingBackend(
             f"zero_stage needs DeepSpeed, which is not installed for {sys.executable}: workers on "
-            f'{device} could not shard anything. Install it: pip install "nbaccel[deepspeed]"',
+            f"{device} could not shard anything. Install it: {install_line('deepspeed')}",
             name="deepspeed",
         )
     library.check_version()
@@ -147,21 +146,8 @@ def check_compiler() -> None:
         PlatformUnsupported: There is no C++ compiler, and the operation was not built before.
     """
     environ = env.snapshot()
-    if compiler_of(environ) is None and not _is_built(_CPU_OPERATION, environ):
+    if compiler_of(environ) is None and not building.is_built(_CPU_OPERATION, environ):
         raise PlatformUnsupported(no_compiler(environ, [_CPU_OPERATION]))
-
-
-def not_built(operations: Sequence[str]) -> tuple[str, ...]:
-    """Those of DeepSpeed's operations that are compiled when they are first used.
-
-    Args:
-        operations: Their names.
-
-    Returns:
-        The names of those that are not there yet.
-    """
-    environ = env.snapshot()
-    return tuple(name for name in operations if not _is_built(name, environ))
 
 
 def remove_forgotten_locks() -> tuple[Path, ...]:
@@ -257,33 +243,5 @@ def _would_be_seen(lock: Path) -> bool:
     return not kind.startswith(_SHARED_FILE_SYSTEMS)
 
 
-def extensions_folder(environ: Mapping[str, str]) -> Path:
-    """Where torch builds operations, one folder each: its rule, by versions of Python and CUDA.
-
-    Args:
-        environ: The environment of the process that builds.
-
-    Returns:
-        The folder; it need not be there yet.
-    """
-    if chosen := environ.get("TORCH_EXTENSIONS_DIR"):
-        return Path(chosen)
-    extensions = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
-    version = require("torch.version", extra="", why="DeepSpeed's C++ parts")
-    kind = "cpu"
-    if version.hip is not None:
-        kind = f"rocm{version.hip.replace('.', '')}"
-    elif version.cuda is not None:
-        kind = f"cu{version.cuda.replace('.', '')}"
-    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-    return Path(extensions.get_default_build_root()) / f"{python}_{kind}"
-
-
 def _locks() -> list[Path]:
-    return sorted(extensions_folder(env.snapshot()).glob("*/lock"))
-
-
-def _is_built(operation: str, environ: Mapping[str, str]) -> bool:
-    installed = getattr(sys.modules.get("deepspeed.git_version_info"), "installed_ops", {})
-    built = extensions_folder(environ) / operation / f"{operation}.so"
-    return bool(installed.get(operation)) or built.exists()
+    return sorted(building.folder(env.snapshot()).glob("*/lock"))

@@ -18,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 
 from nbaccel import env
 from nbaccel._optional import is_installed
+from nbaccel._origin import install_line
 from nbaccel.errors import MissingBackend
 
 __all__ = [
@@ -362,7 +363,7 @@ def _required(func: _Function, is_there: Callable[[], bool], package: str, extra
         if not is_there():
             raise MissingBackend(
                 f"{func.__name__} needs {package}, which is not installed. Install it: "
-                f'pip install "nbaccel[{extra}]"'
+                f"{install_line(extra)}"
             )
         return func(*args, **kwargs)
 

@@ -54,7 +54,11 @@ def test_a_loss_that_was_not_scaled_is_told_with_the_way_out(clips: bool) -> Non
     model = nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(UserMistake, match=r"Write accelerator\.backward\(loss\) in place of loss"):
+
+    def finish() -> None:
         if clips:
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+
+    with pytest.raises(UserMistake, match=r"Write accelerator\.backward\(loss\) in place of loss"):
+        finish()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from nbaccel._origin import install_line
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.combinations import combination_mistakes, doubts
@@ -425,4 +426,4 @@ def test_without_deepspeed_the_remedy_is_one_line():
         timeout=800,
         check=True,
     )
-    assert 'pip install "nbaccel[deepspeed]"' in done.stdout
+    assert install_line("deepspeed") in done.stdout

@@ -268,7 +268,7 @@ def test_it_can_be_pickled(workers):
     assert (copy.iteration, loader.iteration) == (2, 1)
 
 
-def test_knowing_the_last_batch_costs_a_few_microseconds():
+def test_knowing_the_last_batch_costs_less_than_the_batch():
     class Ready:
         """A batch sampler of one batch over and over, and data that are there already."""
 
@@ -278,8 +278,9 @@ def test_knowing_the_last_batch_costs_a_few_microseconds():
     batch = torch.zeros(2)
     bare = DataLoader([batch], sampler=Ready(), batch_size=None, collate_fn=lambda item: item)
     prepared = prepare(bare)
-
-    def seconds(loader):
-        return min(timeit.repeat(lambda: [None for _ in loader], number=1, repeat=7)) / 2000
-
-    assert seconds(prepared) - seconds(bare) < 10e-6
+    seconds = {bare: [], prepared: []}
+    for _ in range(7):  # in turns: what else the machine does slows down both
+        for loader, taken in seconds.items():
+            taken.append(timeit.timeit(lambda: [None for _ in loader], number=1))  # noqa: B023
+    # benchmarks/step.py has the figure; a second look at the data would cost more than this bound.
+    assert min(seconds[prepared]) < 3 * min(seconds[bare])

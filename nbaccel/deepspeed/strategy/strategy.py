@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
@@ -20,9 +19,7 @@ from nbaccel.abc.shards import Remembered
 from nbaccel.abc.standins import DummyOptim
 from nbaccel.abc.strategy import Strategy
 from nbaccel.deepspeed import swap_space
-from nbaccel.deepspeed.config import ZeroConfig
 from nbaccel.deepspeed.facts import made_in
-from nbaccel.deepspeed.ops import needed_ops, offloads_optimizer
 from nbaccel.deepspeed.strategy import (
     checkpoints,
     gathering,
@@ -40,7 +37,6 @@ from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin, Plugins
 from nbaccel.deepspeed.strategy.proxies import EngineOptimizer, EngineScheduler
 from nbaccel.deepspeed.strategy.settling import Settled, check_parts, settle, stage_of
 from nbaccel.deepspeed.strategy.taking_back import remember, take_back_together
-from nbaccel.deepspeed.toolchain import not_built
 from nbaccel.errors import ConfigError
 from nbaccel.plan.training import Asked
 
@@ -205,7 +201,6 @@ class DeepSpeedStrategy(Strategy):
             local_world_size=local,
             num_nodes=nodes,
         )
-        _tell_of_building(settled.settings, optimizer, self.place.device.type)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """See :meth:`Strategy.unwrap`."""
@@ -347,18 +342,6 @@ class DeepSpeedStrategy(Strategy):
             checkpoints.load(drive.engine, Path(folder))
         else:
             checkpoints.load_plain(model, Path(folder))
-
-
-def _tell_of_building(settings: dict[str, Any], optimizer: Any, device: str) -> None:
-    """A minute in which nothing seems to happen is better announced."""
-    config = ZeroConfig.from_dict(settings)
-    operations = set(needed_ops(config, device=device))
-    if offloads_optimizer(config) and isinstance(optimizer, torch.optim.Optimizer):
-        operations.add("cpu_adam")
-    if missing := not_built(sorted(operations)):
-        sys.stderr.write(
-            f"nbaccel: DeepSpeed compiles {', '.join(missing)} now, once: a minute or two\n"
-        )
 
 
 def _end(drives: dict[int, Drive], before: dict[int, Remembered], *, alone: bool) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbaccel._optional import is_installed
+from nbaccel._origin import install_line
 from nbaccel.capabilities import FP8_BACKENDS, strategy_row
 from nbaccel.config import Fp8Config, RunConfig, dotted
 from nbaccel.deepspeed.config import ZERO
@@ -134,7 +135,7 @@ def is_shown(view: View, setting: Setting) -> bool:
 def _engine_refusal(view: View) -> str:
     row = strategy_row("deepspeed")
     if not is_installed(row.library):
-        return 'DeepSpeed is not installed: pip install "nbaccel[deepspeed]"'
+        return f"DeepSpeed is not installed: {install_line('deepspeed')}"
     if view.config.mixed_precision not in row.precisions:
         return f"DeepSpeed's engine does not train in {view.config.mixed_precision}"
     return ""

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbaccel._optional import is_installed
+from nbaccel._origin import install_line
 from nbaccel.notebook.picker.texts import static_html, static_text
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def _missing(shell: Any) -> str:
     if not hasattr(shell, "kernel"):
         return "In a notebook this is a form. Here: picker.choose(name, value)."
     if not is_installed("ipywidgets"):
-        return 'In a notebook with ipywidgets this is a form: pip install "nbaccel[notebook]".'
+        return f"In a notebook with ipywidgets this is a form: {install_line('notebook')}"
     import ipywidgets
 
     if int(ipywidgets.__version__.partition(".")[0]) < _WIDGETS_FROM:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbaccel._optional import is_installed
+from nbaccel._origin import install_line
 from nbaccel.capabilities import strategy_row
 from nbaccel.config import RunConfig, dotted
 from nbaccel.config.engine import BATCH_SIZES, engine_config
@@ -139,7 +140,7 @@ class Suggester:
         for step, candidate in self._steps(config):
             if candidate is not None and self._lacking(candidate) == 0:
                 headline = f"Suggested: {_name(step)}: fits by estimate"
-                missing = 'DeepSpeed is not installed: pip install "nbaccel[deepspeed]".'
+                missing = f"DeepSpeed is not installed: {install_line('deepspeed')}"
                 return Suggestion(candidate, headline, (missing,) if step.stage else ())
         least = min(
             (self._lacking(candidate) for _, candidate in self._steps(config) if candidate),

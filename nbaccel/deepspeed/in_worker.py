@@ -1,24 +1,28 @@
-"""DeepSpeed through Hugging Face Accelerate, and its Trainer, in the workers of a CPU launch.
+"""What DeepSpeed and Hugging Face Accelerate are taught in a worker, when it imports them.
+
+DeepSpeed says when it compiles. The rest is for DeepSpeed through Accelerate, and its Trainer, in
+the workers of a CPU launch.
 
 A CPU worker has ``ACCELERATE_USE_CPU``, without which Accelerate would not find the other
 processes. Accelerate 1.15 reads it as "no DeepSpeed", too (``AcceleratorState.__init__``), and
 trains with DDP without a word. In a worker that computes on the CPU both hold: the processes meet
 over gloo, and a DeepSpeed plugin means DeepSpeed.
 
-Nothing is imported here: two classes are changed when Accelerate's own modules are.
+Nothing is imported here: classes are changed when the modules that define them are imported.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
 from nbaccel import env
+from nbaccel.deepspeed import building
 
 __all__ = ["enter_worker"]
 
@@ -26,18 +30,17 @@ _USE_CPU = "ACCELERATE_USE_CPU"
 
 
 def enter_worker(device: str) -> None:
-    """Prepare a worker for DeepSpeed by way of Accelerate; light where neither is ever imported.
+    """Prepare a worker for DeepSpeed and Accelerate; light where neither is ever imported.
 
     Args:
         device: Type of the device that the worker computes on.
     """
-    if device != "cpu":
-        return
-    for name, change in _CHANGES.items():
+    changes = _CHANGES | (_CHANGES_ON_CPU if device == "cpu" else {})
+    for name, change in changes.items():
         if name in sys.modules:
             change(sys.modules[name])
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+    sys.meta_path.insert(0, _Finder(changes))
 
 
 def _change_state(module: Any) -> None:
@@ -95,23 +98,27 @@ def _join() -> None:
     begin_comm({})
 
 
-_CHANGES: dict[str, Callable[[Any], None]] = {
+_CHANGES: dict[str, Callable[[Any], None]] = {building.BUILDER: building.change_builder}
+_CHANGES_ON_CPU: dict[str, Callable[[Any], None]] = {
     "accelerate.state": _change_state,
     "accelerate.utils.dataclasses": _change_plugin,
 }
 
 
 class _Finder(MetaPathFinder):
-    """Finds Accelerate's two modules as they are, to be changed when they have been executed."""
+    """Finds some modules as they are, to be changed when they have been executed."""
+
+    def __init__(self, changes: Mapping[str, Callable[[Any], None]]) -> None:
+        self._changes = changes
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in _CHANGES:
+        if name not in self._changes:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Changing(spec.loader, _CHANGES[name])
+            spec.loader = _Changing(spec.loader, self._changes[name])
         return spec
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from nbaccel import notebook_launcher
 from nbaccel._optional import is_installed
 from nbaccel.config import RunConfig
-from nbaccel.deepspeed import on_cpu
+from nbaccel.deepspeed import in_worker
 from tests.deepspeed import needs
 
 pytestmark = [
@@ -120,6 +120,6 @@ def test_a_stage_of_the_launch_is_the_trainers_and_accelerates_plugin_means_deep
 
 def test_nothing_is_changed_here_and_on_a_gpu(monkeypatch):
     before = [*sys.meta_path]
-    on_cpu.enter_worker("cuda")
+    in_worker.enter_worker("cuda")
     assert sys.meta_path == before
-    assert not any(type(finder).__module__ == on_cpu.__name__ for finder in before)
+    assert not any(type(finder).__module__ == in_worker.__name__ for finder in before)

@@ -1,0 +1,85 @@
+"""That DeepSpeed compiles something is said before it does, in whatever way it is used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from nbaccel import Accelerator, DeepSpeedPlugin, deepspeed_environment, notebook_launcher
+from tests.deepspeed import needs
+from tests.isolation import isolated
+
+pytestmark = [pytest.mark.slow, *needs.ENGINE]
+
+LINE = "nbaccel: DeepSpeed compiles deepspeed_shm_comm now, once: a minute or two\n"
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+}
+
+
+def raw() -> None:
+    import deepspeed
+
+    deepspeed.initialize(model=nn.Linear(2, 2), config=CONFIG)
+
+
+def raw_in_the_notebook() -> None:
+    with deepspeed_environment(device="cpu"):
+        raw()
+
+
+def raw_in_workers() -> None:
+    notebook_launcher(raw, num_processes=2, start_method="template")
+
+
+def by_the_accelerator() -> None:
+    Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(CONFIG)).prepare(nn.Linear(2, 2))
+
+
+def by_the_accelerator_in_workers() -> None:
+    notebook_launcher(by_the_accelerator, num_processes=2, start_method="template")
+
+
+WAYS: dict[str, Any] = {
+    way.__name__: way
+    for way in (
+        *(raw_in_the_notebook, raw_in_workers),
+        *(by_the_accelerator, by_the_accelerator_in_workers),
+    )
+}
+
+
+@contextlib.contextmanager
+def said_to(path: Path) -> Iterator[None]:
+    """What this process writes to its standard error goes to a file."""
+    with path.open("w") as file, contextlib.redirect_stderr(file):
+        yield
+
+
+@pytest.mark.parametrize("way", WAYS)
+@isolated
+def test_it_is_told_and_the_compiler_is_called(way: str, tmp_path: Path) -> None:
+    # A compiler that fails at once: what is looked at comes before a minute of compiling.
+    (tmp_path / "c++").write_text(
+        f'#!/bin/sh\ncase "$*" in *" -c "*) touch {tmp_path}/called; exit 1;; esac\n'
+        f'exec {shutil.which("c++")} "$@"\n'
+    )
+    (tmp_path / "c++").chmod(0o755)
+    os.environ["PATH"] = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path / "extensions")
+    os.environ.pop("CXX", None)
+    with said_to(tmp_path / "stderr"), pytest.raises(Exception, match="deepspeed_shm_comm"):
+        WAYS[way]()
+    said = (tmp_path / "stderr").read_text()
+    assert (tmp_path / "called").exists()
+    lines = [line for line in said.splitlines(keepends=True) if line.endswith(LINE)]
+    assert 1 <= len(lines) <= 2, said  # ranks that say it at different moments have a line each
