@@ -48,7 +48,7 @@ class LossScaler(torch.amp.GradScaler):
         Raises:
             UserMistake: No loss has been multiplied with it.
         """
-        self._check_scaled()
+        self._check_scaled(optimizer)
         self._settle_for(optimizer)
         super().unscale_(optimizer)
 
@@ -58,7 +58,7 @@ class LossScaler(torch.amp.GradScaler):
         Raises:
             UserMistake: No loss has been multiplied with the factor.
         """
-        self._check_scaled()
+        self._check_scaled(optimizer)
         self._settle_for(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
@@ -81,12 +81,13 @@ class LossScaler(torch.amp.GradScaler):
         self._settle()
         return super().__getstate__()
 
-    def _check_scaled(self) -> None:
+    def _check_scaled(self, optimizer: torch.optim.Optimizer) -> None:
         if self._enabled and self._scale is None:
             raise UserMistake(
-                "The optimizer was to step with mixed_precision='fp16', but no loss went through "
-                "accelerator.backward(), which multiplies it so that small gradients do not become "
-                "zero in float16. Write accelerator.backward(loss) in place of loss.backward()."
+                f"{type(optimizer).__name__} was to step with mixed_precision='fp16', but no loss "
+                "went through accelerator.backward(), which multiplies it so that small gradients "
+                "do not become zero in float16. Write accelerator.backward(loss) in place of "
+                "loss.backward()."
             )
 
     def _settle(self) -> None:
