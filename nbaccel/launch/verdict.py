@@ -92,6 +92,8 @@ def error(watch: Watched, *, world_size: int, timeout_s: float | None) -> Worker
     if all(m.returned is not None for m in members) and not watch.timed_out:
         return None
     records = [m.record or _bystander(m, watch) for m in members if m.returned is None]
+    cause = failure.first_cause(records) if records else None
+    _LATEST[:] = sorted(records, key=lambda record: (record is not cause, record.rank))
     if watch.timed_out:
         return _timeout(watch, records, world_size, timeout_s)
     if watch.stuck:
@@ -111,7 +113,6 @@ def build(
     text = "\n".join(obituary.lines())
     found = _blend(base, original)
     WorkerFailed.__init__(found, text, failure=obituary.cause, failures=obituary.records)
-    _LATEST[:] = sorted(obituary.records, key=lambda r: (r is not obituary.cause, r.rank))
     if obituary.cause.raised is not None and obituary.cause.raised.parts:
         publish.show_by_its_text(type(found))
     if obituary.cause.raised is not None:

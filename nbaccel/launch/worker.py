@@ -331,10 +331,12 @@ class Work:
 
 
 def _looked_up(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A method as its class has it now: one that was looked up in the notebook is from before."""
-    owner = getattr(function, "__self__", None)
-    found = getattr(owner, getattr(function, "__name__", ""), function)
-    return found if isinstance(function, MethodType) and callable(found) else function
+    """A method as its class has it now, where that was wrapped after the notebook looked it up."""
+    if isinstance(function, MethodType):
+        found = getattr(function.__self__, function.__name__, None)
+        if callable(found) and getattr(found, "__wrapped__", None) is function.__func__:
+            return found  # type: ignore[no-any-return]
+    return function
 
 
 def _pack_for_notebook(value: Any) -> tuple[parcel.Parcel, int]:

@@ -89,6 +89,13 @@ def test_the_whole_traceback_of_all_ranks(own: Kernel) -> None:
     assert "\x1b[" in text, "coloured"
 
 
+def test_the_traceback_of_a_launch_that_took_too_long(own: Kernel) -> None:
+    own.run("import nbaccel\ndef slow():\n    import time\n    time.sleep(600)").check()
+    assert own.run("nbaccel.notebook_launcher(slow, (), 2, timeout=2)").error == "LaunchTimeout"
+    text = own.run("%accelerate traceback").check().stdout
+    assert text.count("time.sleep(600)") == 2
+
+
 def test_a_launch_of_one_worker_can_be_debugged_here(own: Kernel) -> None:
     own.run("import nbaccel, sys\ndef train(x):\n    y = x / 0\n    return y").check()
     assert own.run("nbaccel.notebook_launcher(train, (3,), num_processes=1)").error
