@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from nbaccel import _standin
+
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -309,3 +311,6 @@ def unload_ipython_extension(ipython: InteractiveShell) -> None:
     from nbaccel.notebook import extension
 
     extension.unload(ipython)
+
+
+_standin.offer()

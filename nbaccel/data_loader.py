@@ -1,9 +1,26 @@
-"""Data loaders that are shared out, under the names by which Accelerate's users import them."""
+"""Data loaders that are shared out, under the names by which Accelerate's users import them.
+
+``Accelerator.prepare`` makes loaders of its own kinds, which are instances of these classes; the
+constructors are for code that makes one by hand, with Accelerate's arguments.
+"""
 
 from __future__ import annotations
 
-from nbaccel.train.dispatch import DispatchLoader as DataLoaderDispatcher
-from nbaccel.train.loader import PreparedLoader as DataLoaderShard
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from nbaccel import _optional
+from nbaccel.abc.place import Place
+from nbaccel.config.handlers import DataLoaderConfiguration
+from nbaccel.errors import ConfigError
+from nbaccel.train import arrival, loading
+from nbaccel.train.collectives import Collectives
+from nbaccel.train.dispatch import DispatchLoader, SliceFn
+from nbaccel.train.gradient import GradientState
+from nbaccel.train.loader import LoaderSettings, PreparedLoader
 from nbaccel.train.loading import skip_first_batches
 from nbaccel.train.sampling import (
     BatchSamplerShard,
@@ -19,5 +36,269 @@ __all__ = [
     "IterableDatasetShard",
     "SeedableRandomSampler",
     "SkipBatchSampler",
+    "SkipDataLoader",
+    "prepare_data_loader",
     "skip_first_batches",
 ]
+
+
+class _WhatPrepareMakes(type):
+    """Lets what `prepare` returned be an instance of the class by whose name users know it."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if "reads_for_all" not in vars(cls):  # a user's own subclass
+            return super().__instancecheck__(instance)
+        reads_for_all: bool = vars(cls)["reads_for_all"]
+        return isinstance(instance, PreparedLoader) and (
+            instance.settings.dispatches is reads_for_all
+        )
+
+
+class DataLoaderShard(PreparedLoader, metaclass=_WhatPrepareMakes):
+    """A loader whose batches come on a device, and that knows its last one.
+
+    It reads all that it is given: a ``batch_sampler=BatchSamplerShard(...)`` or an
+    ``IterableDatasetShard`` chooses this process's share.
+
+    Args:
+        dataset: What is read.
+        device: Where batches are put; None leaves them where they are.
+        rng_types: Random generators that all processes take from process 0 at each epoch.
+        synchronized_generator: What ``"generator"`` stands for in them.
+        skip_batches: Batches that are read and left out at the beginning of an epoch.
+        use_stateful_dataloader: Read with torchdata's loader, which can tell its state.
+        _drop_last: Whether a last batch that is not full was dropped.
+        _non_blocking: Whether copies to the device may still be under way.
+        torch_device_mesh: None: batches are not shared out by a mesh here.
+        iteration: Number of the first epoch.
+        **kwargs: Arguments of ``torch.utils.data.DataLoader``.
+
+    Raises:
+        ConfigError: A mesh was given.
+        MissingBackend: torchdata is asked for and not installed.
+    """
+
+    reads_for_all = False
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | str | None = None,
+        rng_types: Sequence[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        _refuse_mesh(type(self), torch_device_mesh)
+        base = _reader(use_stateful_dataloader)(dataset, **kwargs)
+        settings = LoaderSettings(
+            **_here(base),
+            device=None if device is None else torch.device(device),
+            non_blocking=_non_blocking,
+            rng_types=tuple(str(kind) for kind in rng_types or ()),
+            synchronized=synchronized_generator,
+            drop_last=_drop_last,
+            skip_batches=skip_batches,
+            stateful=use_stateful_dataloader,
+        )
+        super().__init__(base, GradientState(), settings, drop=skip_batches)
+        self.iteration = iteration
+
+
+class DataLoaderDispatcher(DispatchLoader, metaclass=_WhatPrepareMakes):
+    """A loader that process 0 reads for all; every process gets its part of each batch.
+
+    Args:
+        dataset: What is read.
+        split_batches: Cut each batch into one slice per process; otherwise each process gets one
+            whole batch per round.
+        skip_batches: Rounds that are read and left out at the beginning of an epoch.
+        use_stateful_dataloader: Read with torchdata's loader, which can tell its state.
+        _drop_last: Whether a last round that is not full is dropped.
+        _non_blocking: Whether copies to the device may still be under way.
+        slice_fn: How a process takes its rows of a batch; None takes them from every tensor.
+        torch_device_mesh: None: batches are not shared out by a mesh here.
+        iteration: Number of the first epoch.
+        **kwargs: Arguments of ``torch.utils.data.DataLoader``.
+
+    Raises:
+        ConfigError: A mesh was given.
+        MissingBackend: torchdata is asked for and not installed.
+    """
+
+    reads_for_all = True
+
+    def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: SliceFn | None = None,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        _refuse_mesh(type(self), torch_device_mesh)
+        base = _reader(use_stateful_dataloader)(dataset, **kwargs)
+        here = _here(base, split=split_batches)
+        settings = LoaderSettings(
+            **here,
+            device=here["place"].device,
+            non_blocking=_non_blocking,
+            drop_last=_drop_last,
+            split_batches=split_batches,
+            skip_batches=skip_batches,
+            stateful=use_stateful_dataloader,
+            dispatches=True,
+        )
+        super().__init__(base, GradientState(), settings, drop=skip_batches, slice_fn=slice_fn)
+        self.iteration = iteration
+
+
+class SkipDataLoader(PreparedLoader):
+    """A loader that leaves out the first batches of every epoch; `skip_first_batches` reads less.
+
+    Args:
+        dataset: What is read.
+        skip_batches: How many.
+        use_stateful_dataloader: Read with torchdata's loader, which can tell its state.
+        **kwargs: Arguments of ``torch.utils.data.DataLoader``.
+
+    Raises:
+        MissingBackend: torchdata is asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        base = _reader(use_stateful_dataloader)(dataset, **kwargs)
+        settings = LoaderSettings(
+            **_here(base), skip_batches=skip_batches, stateful=use_stateful_dataloader
+        )
+        super().__init__(base, GradientState(), settings, drop=skip_batches)
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: Sequence[Any] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: SliceFn | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
+) -> PreparedLoader:
+    """Give this process its share of a loader, without an `Accelerator`.
+
+    Args:
+        dataloader: A torch loader; a prepared one is returned as it is.
+        device: Where batches are put; None for this process's device.
+        num_processes: Among how many it is shared; None for those of the run.
+        process_index: Whose share; None for this process's.
+        split_batches: Cut each batch into one slice per process.
+        put_on_device: Whether batches are moved to the device.
+        rng_types: Random generators that all processes take from process 0 at each epoch.
+        dispatch_batches: Whether process 0 reads for all; None: iterable datasets, if batches are
+            put on the device.
+        even_batches: Complete the last round from the beginning.
+        slice_fn_for_dispatch: How a process takes its rows of a dispatched batch.
+        use_seedable_sampler: Shuffle by seed and epoch alone.
+        data_seed: That seed.
+        non_blocking: Whether copies to the device may still be under way.
+        use_stateful_dataloader: Read with torchdata's loader.
+        torch_device_mesh: None: batches are not shared out by a mesh here.
+
+    Returns:
+        The prepared loader; the one given may still be used.
+
+    Raises:
+        ConfigError: Settings that this loader cannot be shared by, or a mesh.
+        MissingBackend: torchdata is asked for and not installed.
+    """
+    _refuse_mesh(prepare_data_loader, torch_device_mesh)
+    here = arrival.arrive()
+    place = Place(
+        rank=here.rank if process_index is None else process_index,
+        local_rank=here.local_rank,
+        world_size=here.world_size if num_processes is None else num_processes,
+        local_world_size=here.local_world_size,
+        device=here.device if device is None else torch.device(device),
+        backend=here.backend,
+    )
+    settings = DataLoaderConfiguration(
+        split_batches=split_batches,
+        dispatch_batches=dispatch_batches,
+        even_batches=even_batches,
+        use_seedable_sampler=use_seedable_sampler,
+        data_seed=data_seed,
+        non_blocking=non_blocking,
+        use_stateful_dataloader=use_stateful_dataloader,
+    )
+    return loading.prepare_data_loader(
+        dataloader,
+        place,
+        GradientState(),
+        settings,
+        Collectives(here, arrival.timeout_s(None)),
+        put_on_device=put_on_device,
+        rng_types=[str(kind) for kind in rng_types or ()],
+        slice_fn=slice_fn_for_dispatch,
+    )
+
+
+def _refuse_mesh(asked: Any, mesh: Any) -> None:
+    if mesh is not None:
+        raise ConfigError(
+            f"{asked.__name__}(torch_device_mesh={mesh}) would share batches out by a mesh, which "
+            "nbaccel does not: every process gets batches of its own. Leave torch_device_mesh out."
+        )
+
+
+def _reader(stateful: bool) -> Any:
+    if not stateful:
+        return DataLoader
+    module = _optional.require(
+        "torchdata.stateful_dataloader", extra="stateful", why="use_stateful_dataloader=True"
+    )
+    return module.StatefulDataLoader
+
+
+def _here(base: DataLoader[Any], *, split: bool | None = None) -> dict[str, Any]:
+    """This process among the others, and how many samples are in a batch.
+
+    Args:
+        base: What is read.
+        split: Whether process 0 cuts batches up for all, or joins them; None where it does neither.
+    """
+    place = arrival.arrive()
+    sampler = base.batch_sampler
+    size = base.batch_size or getattr(sampler, "batch_size", None) or 0
+    if split is None:
+        total = size * (place.world_size if isinstance(sampler, BatchSamplerShard) else 1)
+    else:
+        total = size if split else size * place.world_size
+    return {
+        "place": place,
+        "collectives": Collectives(place, arrival.timeout_s(None)),
+        "batch_size": (size // place.world_size if split else size) or None,
+        "total_batch_size": total or None,
+    }

@@ -21,6 +21,7 @@ __all__ = [
     "MODULE",
     "Frame",
     "cell_number",
+    "has_magic",
     "is_module",
     "of_traceback",
     "place",
@@ -166,6 +167,17 @@ def source(frame: Frame, *, around: int) -> list[str]:
             mark = "---->" if number == frame.line else "     "
             shown.append(f"  {mark} {number:3d} {text[:_LINE_CHARS]}")
     return shown
+
+
+def has_magic(name: str) -> bool:
+    """Whether the IPython of this process has a line magic of nbaccel's extension.
+
+    Args:
+        name: The magic's name.
+    """
+    manager = getattr(_shell(), "magics_manager", None)
+    found = manager.magics["line"].get(name) if manager is not None else None
+    return getattr(found, "__module__", "").startswith("nbaccel.notebook.")
 
 
 def _shell() -> object | None:

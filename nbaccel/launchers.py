@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel import _catalog, hidden
 from nbaccel.config import Configured, RunConfig, run_config_of
+from nbaccel.config.calls import check_call, explained
 from nbaccel.errors import ConfigError
 from nbaccel.launch import warmup
 from nbaccel.plan import Plan, resolve
@@ -42,6 +43,7 @@ class Results(list[Any]):
         self.state_dicts = state_dicts or {}
 
 
+@explained
 def notebook_launcher(
     function: Callable[..., Any],
     args: tuple[Any, ...] = (),
@@ -133,6 +135,7 @@ def notebook_launcher(
     return _launch(function, args, _config(config, asked))
 
 
+@explained
 def debug_launcher(
     function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2
 ) -> Results:
@@ -170,7 +173,7 @@ def _config(config: RunConfig | Configured | None, asked: dict[str, Any]) -> Run
 
 def _launch(function: Callable[..., Any], args: tuple[Any, ...], config: RunConfig) -> Results:
     __tracebackhide__ = True
-    _check_call(function, args)
+    check_call(function, args)
     hidden.refuse()  # it may have been imported after nbaccel
     plan = resolve(config)
     if config.uses_deepspeed:
@@ -196,7 +199,7 @@ def _launch_in(
 ) -> Results:
     """Call the function in live workers, whose settings must be those that were asked for."""
     __tracebackhide__ = True
-    _check_call(function, args)
+    check_call(function, args)
     given = asked if config is None else run_config_of(config).model_dump()
     defaults = RunConfig().model_dump()
     have = pool.config.model_dump() | {"num_processes": pool.num_processes}
@@ -212,19 +215,3 @@ def _launch_in(
         )
     outcome = pool.launch(function, args)
     return Results(outcome.values, outcome.plan, outcome.state_dicts)
-
-
-def _check_call(function: Any, args: Any) -> None:
-    mistakes = []
-    if not callable(function):
-        mistakes.append(
-            f"function={function!r} is not callable: each worker calls it. Pass the function "
-            "itself, train, not its result, train()."
-        )
-    if not isinstance(args, (tuple, list)):
-        mistakes.append(
-            f"args is a {type(args).__name__}, not a tuple: it is unpacked into the call. For one "
-            "argument write args=(model,), with the comma."
-        )
-    if mistakes:
-        raise ConfigError(*mistakes)

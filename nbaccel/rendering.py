@@ -11,7 +11,7 @@ import textwrap
 
 from nbaccel import frames
 
-__all__ = ["render_failure", "render_mistake"]
+__all__ = ["coloured", "render_failure", "render_mistake"]
 
 _RED, _BOLD, _GREEN, _OFF = "\x1b[31m", "\x1b[1m", "\x1b[32m", "\x1b[39;49;00m"
 _LINE_CHARS = 100
@@ -19,6 +19,11 @@ _SOURCE = re.compile(r"^  (---->|     ) ")
 _ARROW = re.compile(r"^  ---->")
 _FILE = re.compile(r'^  File "(.+)", line \d+', re.MULTILINE)
 _PLACE = re.compile(r"^  (?P<place>.+, line \d+|\S+:\d+)(?P<rest>, in .+)$")
+_SPELL = "import sys; print(sys.last_value.__cause__)"
+_NO_DEBUGGER = (
+    "%debug cannot enter a worker: run the function with num_processes=1, or the cell without "
+    "%%accelerate, and it can."
+)
 
 
 def render_mistake(error: BaseException) -> list[str]:
@@ -37,7 +42,7 @@ def render_mistake(error: BaseException) -> list[str]:
     for frame in own[-4:]:
         inside = "" if frame.function == frames.MODULE else f", in {frame.function}"
         lines.append(f"  {_GREEN}{frames.place(frame)}{_OFF}{inside}")
-        lines += map(_coloured, frames.source(frame, around=0))
+        lines += map(coloured, frames.source(frame, around=0))
     return [*lines, *_named(error)]
 
 
@@ -56,7 +61,10 @@ def render_failure(error: BaseException) -> list[str]:
         lines.append(f"Launched at {' → '.join(map(frames.place, own))}.")
     told = sum("---->" in line for line in lines)
     if len(_foreign_files(str(error.__cause__))) > told:
-        lines.append("The whole traceback: import sys; print(sys.last_value.__cause__)")
+        spell = "%accelerate traceback" if frames.has_magic("accelerate") else _SPELL
+        lines.append(f"The whole traceback: {spell}")
+    if error.__cause__ is not None:
+        lines.append(_NO_DEBUGGER)
     return lines
 
 
@@ -73,7 +81,7 @@ def _named(error: BaseException) -> list[str]:
     head, *more = _wrapped(first)
     lines = [f"{_BOLD}{_RED}{name}{_OFF}{head[len(name) :]}", *more]
     for line in rest:
-        lines += [_coloured(line)] if _SOURCE.match(line) else map(_coloured, _wrapped(line))
+        lines += [coloured(line)] if _SOURCE.match(line) else map(coloured, _wrapped(line))
     return lines
 
 
@@ -88,7 +96,15 @@ def _wrapped(line: str) -> list[str]:
     ) or [""]
 
 
-def _coloured(line: str) -> str:
+def coloured(line: str, *, bold: bool = False) -> str:
+    """A line as it is shown: places green, the arrow and what stands out red.
+
+    Args:
+        line: Its text.
+        bold: Whether it stands out.
+    """
+    if bold:
+        return f"{_BOLD}{_RED}{line}{_OFF}"
     if _ARROW.match(line):
         return f"{_BOLD}{_RED}{line[:7]}{_OFF}{_BOLD}{line[7:]}{_OFF}"
     found = _PLACE.match(line)

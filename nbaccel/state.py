@@ -1,11 +1,14 @@
 """``PartialState`` and its kin: this process among the others, without a training loop.
 
 Unlike Accelerate's, none of them shares anything behind the scenes: the process group and the
-environment are the state, and every object reads the same from them.
+environment are the state, and every object reads the same from them. Only which `Accelerator` was
+made last is known, so that ``AcceleratorState()`` without arguments can mean that one's.
 """
 
 from __future__ import annotations
 
+import os
+import weakref
 from typing import Any
 
 import torch
@@ -25,15 +28,38 @@ from nbaccel.train.collectives import Collectives
 from nbaccel.train.flow import Processes
 from nbaccel.train.gradient import GradientState
 
-__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "is_initialized"]
+__all__ = [
+    "AcceleratorState",
+    "DistributedType",
+    "GradientState",
+    "PartialState",
+    "is_initialized",
+    "remember",
+]
+
+# Accelerators of this process, the newest last. A forked worker has made none yet.
+_MADE: list[weakref.ref[Any]] = []
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=_MADE.clear)
+
+
+def remember(accelerator: Any) -> None:
+    """Let ``AcceleratorState()`` mean this one's, as long as it lives and is the newest.
+
+    Args:
+        accelerator: An `Accelerator` that has just been made.
+    """
+    _MADE[:] = [one for one in _MADE if one() is not None]
+    _MADE.append(weakref.ref(accelerator))
+
+
+def _newest() -> Any:
+    return next((found for one in reversed(_MADE) if (found := one()) is not None), None)
 
 
 def is_initialized() -> bool:
-    """Whether there is a state of the whole process: no, each Accelerator has its own.
-
-    Libraries ask it before they make an `AcceleratorState` of nobody.
-    """
-    return False
+    """Whether there is an `Accelerator`, so that ``AcceleratorState()`` can be asked."""
+    return _newest() is not None
 
 
 def distributed_type(place: Place) -> DistributedType:
@@ -120,6 +146,8 @@ class PartialState(Processes):
 class AcceleratorState(PartialState):
     """What an `Accelerator` says of its process: ``accelerator.state``.
 
+    Without arguments it says what the newest `Accelerator` of this process says.
+
     Args:
         place: Where the process stands.
         collectives: What the processes do together.
@@ -130,7 +158,7 @@ class AcceleratorState(PartialState):
         dynamo_plugin: How they are compiled, if they are.
 
     Raises:
-        ConfigError: It was not an `Accelerator` that made it.
+        ConfigError: There is no `Accelerator` yet.
     """
 
     def __init__(
@@ -145,11 +173,15 @@ class AcceleratorState(PartialState):
         dynamo_plugin: TorchDynamoPlugin | None = None,
     ) -> None:
         if place is None or collectives is None:
-            raise ConfigError(
-                f"AcceleratorState(place={place}, collectives={collectives}) is nobody's: each "
-                "Accelerator has its own, and nothing says which is meant. Use accelerator.state, "
-                "or PartialState() for this process's number and device."
-            )
+            if (newest := _newest()) is None:
+                raise ConfigError(
+                    f"AcceleratorState(place={place}, collectives={collectives}) is nobody's: it "
+                    "tells what an Accelerator does, and none has been made in this process. Make "
+                    "one first (accelerator = Accelerator()), or use PartialState() for this "
+                    "process's number and device."
+                )
+            self.__dict__.update(vars(newest.state))
+            return
         Processes.__init__(self, place, collectives)
         self._distributed_type = distributed_type
         self.mixed_precision = mixed_precision

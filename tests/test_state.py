@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+import os
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from nbaccel import Accelerator, notebook_launcher
 from nbaccel.errors import ConfigError
 from nbaccel.state import AcceleratorState, DistributedType, GradientState, PartialState
+from tests.isolation import isolated
 
 
 def test_a_state_alone_says_so() -> None:
@@ -71,6 +74,30 @@ def test_types_compare_with_their_names() -> None:
     assert GradientState().num_steps == 1
 
 
-def test_a_state_of_no_accelerator_is_refused_with_the_way_out():
-    with pytest.raises(ConfigError, match=r"nobody's.*accelerator\.state"):
-        AcceleratorState()
+@isolated(timeout_s=60)
+def test_a_state_without_arguments_is_that_of_the_newest_accelerator():
+    from nbaccel import Accelerator
+    from nbaccel.state import is_initialized
+
+    def refused():
+        with pytest.raises(ConfigError, match=r"nobody's.*Make one first.*PartialState\(\)"):
+            AcceleratorState()
+        return not is_initialized()
+
+    assert refused()
+    first = Accelerator(cpu=True, mixed_precision="bf16")
+    assert is_initialized()
+    assert AcceleratorState().mixed_precision == "bf16"
+    second = Accelerator(cpu=True)
+    assert AcceleratorState().mixed_precision == "no"
+    assert AcceleratorState().num_processes == second.num_processes == 1
+    del second
+    gc.collect()
+    assert AcceleratorState().mixed_precision == first.mixed_precision == "bf16"
+    child = os.fork()
+    if not child:  # a forked worker has made none
+        os._exit(0 if refused() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    del first
+    gc.collect()
+    assert refused()

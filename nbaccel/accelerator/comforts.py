@@ -13,7 +13,6 @@ import torch
 
 from nbaccel.accelerator.facts import Facts
 from nbaccel.config.handlers import ProfileKwargs
-from nbaccel.errors import ConfigError
 from nbaccel.train.in_sync import differences, parameter_facts
 from nbaccel.train.loading import skip_first_batches
 from nbaccel.train.progress import Progress
@@ -96,7 +95,9 @@ class Comforts(Facts):
             ConfigError: An activity is unknown.
         """
         settings = profile_handler or self._request.handlers.profile
-        with torch.profiler.profile(**_profiler_arguments(settings, self.device)) as profiler:
+        kinds = ["cpu", "cuda"] if self.device.type == "cuda" else ["cpu"]
+        wanted = replace(settings, activities=settings.activities or kinds)
+        with wanted.build() as profiler:
             yield profiler
         if settings.output_trace_dir is not None:
             folder = Path(settings.output_trace_dir)
@@ -115,24 +116,3 @@ class Comforts(Facts):
             A new loader; the one given is unchanged.
         """
         return skip_first_batches(dataloader, num_batches)
-
-
-def _profiler_arguments(settings: ProfileKwargs, device: torch.device) -> dict[str, Any]:
-    kinds = {
-        "cpu": torch.profiler.ProfilerActivity.CPU,
-        "cuda": torch.profiler.ProfilerActivity.CUDA,
-    }
-    wanted = settings.activities or (["cpu", "cuda"] if device.type == "cuda" else ["cpu"])
-    unknown = [name for name in wanted if str(name) not in kinds]
-    if unknown:
-        raise ConfigError(
-            f"ProfileKwargs(activities={list(wanted)}) has unknown ones: {unknown}. Nothing would "
-            f"be recorded for them. Give some of {', '.join(kinds)}."
-        )
-    plain = replace(settings, activities=None, schedule_option=None, output_trace_dir=None)
-    found = {name: value for name, value in plain.to_dict().items() if value is not None}
-    if not settings.with_modules:  # of TorchScript modules only: torch warns where it is given
-        del found["with_modules"]
-    if settings.schedule_option is not None:
-        found["schedule"] = torch.profiler.schedule(**settings.schedule_option)
-    return {**found, "activities": [kinds[name] for name in wanted]}

@@ -34,6 +34,7 @@ from nbaccel.config.handlers import (
 )
 from nbaccel.errors import ConfigError
 from nbaccel.plan.training import Found, plan_training
+from nbaccel.state import remember
 from nbaccel.train import arrival
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.optimizer import PreparedOptimizer
@@ -144,6 +145,7 @@ class Accelerator(Preparing, Keeping, Comforts, PeerNames):
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = list(rng_types) if rng_types is not None else ["generator"]
+        remember(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         return self  # a copy would prepare for the same processes, and count for itself
@@ -399,6 +401,7 @@ def _found(place: Place) -> Found:
         world_size=place.world_size,
         rank=place.rank,
         backend=place.backend,
+        can_meet=arrival.can_meet(),
         compute_capability=gpu,
     )
 

@@ -6,8 +6,9 @@ They hold what the user said and check it; nothing here imports torch. A wrong v
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -246,6 +247,34 @@ class ProfileKwargs(Handler):
     with_flops: bool = False
     with_modules: bool = False
     output_trace_dir: str | Path | None = None
+
+    def build(self) -> Any:
+        """A ``torch.profiler.profile`` with these settings.
+
+        Returns:
+            The profiler, to be used as a context manager.
+
+        Raises:
+            ConfigError: An activity is unknown.
+        """
+        profiler: Any = importlib.import_module("torch.profiler")  # this floor is without torch
+        kinds = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "hpu": "HPU", "mtia": "MTIA"}
+        unknown = [name for name in self.activities or () if str(name) not in kinds]
+        if unknown:
+            raise ConfigError(
+                f"ProfileKwargs(activities={list(self.activities or ())}) has unknown ones: "
+                f"{unknown}. Nothing would be recorded for them. Give some of {', '.join(kinds)}."
+            )
+        plain = replace(self, activities=None, schedule_option=None, output_trace_dir=None)
+        found = {name: value for name, value in plain.to_dict().items() if value is not None}
+        if not self.with_modules:  # of TorchScript modules only: torch warns where it is given
+            del found["with_modules"]
+        if self.schedule_option is not None:
+            found["schedule"] = profiler.schedule(**self.schedule_option)
+        if self.activities is not None:
+            every = profiler.ProfilerActivity
+            found["activities"] = [getattr(every, kinds[str(name)]) for name in self.activities]
+        return profiler.profile(**found)
 
 
 # ------------------------------------------------------------------------- torch.compile

@@ -67,6 +67,16 @@ def without_widgets(data: Mapping[str, Any]) -> dict[str, Any]:
     return {kind: value for kind, value in data.items() if kind != _WIDGET}
 
 
+def show_figures() -> None:
+    """Show what has been drawn and not shown, as IPython does at the end of a cell."""
+    inline = sys.modules.get("matplotlib_inline.backend_inline")
+    if inline is not None:
+        try:
+            inline.flush_figures()
+        except Exception as error:  # a figure that cannot be drawn is no reason to lose results
+            sys.stderr.write(f"nbaccel: a figure cannot be shown: {error!r}\n")
+
+
 def _flush() -> None:
     """Let what was printed before go out before: text and displays take different ways."""
     for stream in (sys.stdout, sys.stderr):

@@ -246,7 +246,7 @@ def death_of(member: Member, ended: wire.Ended, oom_kills: int) -> failure.Recor
         rank=member.rank,
         time=time.monotonic(),
         exit_status=ended.status,
-        stack=member.stack(),
+        stack=member.last_words(),
         max_rss_bytes=ended.max_rss_bytes,
         evidence=system.explain_kill(ended.status, oom_kills),
         doing=ended.because,

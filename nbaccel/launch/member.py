@@ -68,6 +68,11 @@ class Member:
         """Its main thread's stack by the latest dump, innermost call first."""
         return failure.parse_stack(self.stack_text)
 
+    def last_words(self) -> tuple[frames.Frame, ...]:
+        """Where it was when it crashed; nothing if it did not, whatever it was asked before."""
+        _, crash, dump = self.stack_text.rpartition("Fatal Python error")
+        return failure.parse_stack(dump) if crash else ()
+
     def note(self, message: wire.Leaves) -> None:
         """Note what it would leave on disk, or would no more."""
         if message.is_there:

@@ -1,12 +1,12 @@
-"""What torch's process groups need in a worker: they end without a deadlock, and never meet twice.
+"""What torch's process groups need in a worker: a store, and an end without a deadlock.
 
-Both are faults of torch 2.13, not of ours; `docs/upstream.md` has the stacks.
+The deadlock is a fault of torch 2.13, not of ours; `docs/upstream.md` has the stack. Where groups
+meet is `rendezvous`'s.
 """
 
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from nbaccel import ports
 from nbaccel.topology import Topology
 
-__all__ = ["counted", "keep", "separate", "serve_store"]
+__all__ = ["counted", "keep", "serve_store"]
 
 
 def keep() -> None:
@@ -42,25 +42,6 @@ def counted() -> Callable[[], str]:
     """Names for the default groups of one process: `group_0`, `group_1` and so on."""
     numbers = itertools.count()
     return lambda: f"group_{next(numbers)}"
-
-
-def separate(name: Callable[[], str]) -> None:
-    """Let each default process group of this worker meet under a prefix of its own.
-
-    The store is the launch's and outlives a group. Torch uses the same keys in it for the next one,
-    whose ranks then wait for addresses of the first for ever (torch 2.13, `torchrun` too).
-
-    Args:
-        name: Gives the next group's prefix, the same on all ranks.
-    """
-    rendezvous = sys.modules["torch.distributed.rendezvous"]
-    create = rendezvous._create_c10d_store
-
-    def separated(*args: Any, **kwargs: Any) -> Any:
-        store = create(*args, **kwargs)
-        return dist.PrefixStore(name(), store)  # type: ignore[attr-defined]
-
-    rendezvous._create_c10d_store = separated  # type: ignore[attr-defined]
 
 
 def serve_store(place: Topology, listener: int) -> Any:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nbaccel.errors import LaunchTimeout, StartupFailed, WorkerFailed
-from nbaccel.launch import required, store, wire, worker
+from nbaccel.launch import loggers, required, store, wire, worker
 from nbaccel.launch.console import Console
 from nbaccel.launch.dashboard.following import Following
 from nbaccel.launch.edited import tell_of_edits
@@ -34,8 +34,8 @@ from nbaccel.launch.supervisor import Supervisor
 from nbaccel.launch.template import TemplateStarter, dispose
 from nbaccel.plan import Plan
 
-_CALLER = 7
-"""Frames from a warning up to the cell: this file's four, the façade's two, the cell."""
+_CALLER = 8
+"""Frames from a warning up to the cell: this file's four, the façade's three, the cell."""
 
 _ONE_AT_A_TIME = threading.Lock()  # the template answers one launch at a time
 
@@ -163,6 +163,7 @@ def job_of(
         parcel=packed.parcel,
         sources=packed.sources,
         random_states=post.random_states if post else worker.random_states(),
+        logging=loggers.as_configured(),
         mixed_precision=plan.config.mixed_precision,
         share_back=plan.config.share_back,
     )

@@ -15,6 +15,13 @@ from nbaccel.launch.remains import Remains
 from nbaccel.launch.sharing import parcel
 from nbaccel.units import format_seconds
 
+_LATEST: list[failure.Record] = []
+
+
+def latest() -> tuple[failure.Record, ...]:
+    """What is known of each rank of the last launch or cell that failed, the cause first."""
+    return tuple(_LATEST)
+
 
 class Watched(Protocol):
     """What is known after the workers were watched."""
@@ -85,6 +92,8 @@ def error(watch: Watched, *, world_size: int, timeout_s: float | None) -> Worker
     if all(m.returned is not None for m in members) and not watch.timed_out:
         return None
     records = [m.record or _bystander(m, watch) for m in members if m.returned is None]
+    cause = failure.first_cause(records) if records else None
+    _LATEST[:] = sorted(records, key=lambda record: (record is not cause, record.rank))
     if watch.timed_out:
         return _timeout(watch, records, world_size, timeout_s)
     if watch.stuck:

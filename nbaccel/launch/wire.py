@@ -196,6 +196,8 @@ class Job:
     """The pickled `Call`; None if the worker was forked from the notebook and has it."""
     sources: dict[str, list[str]]
     random_states: bytes
+    logging: bytes
+    """How the notebook has configured it; see `launch.loggers`."""
     mixed_precision: str
     share_back: bool
 

@@ -22,21 +22,24 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from nbaccel import _accelerate, _catalog, env
+from nbaccel import _accelerate, _catalog, _transformers, env
 from nbaccel.errors import InputRefused, InternalError
 from nbaccel.launch import (
     by_value,
     display,
     failure,
+    loggers,
     precision,
     process_groups,
     remains,
+    rendezvous,
     reporting,
     wire,
 )
@@ -162,6 +165,7 @@ class Seat:
     """What torch calls it: `cpu`, `cuda:1`."""
     store: Any
     """The rendezvous store, in the worker that serves it."""
+    logging: loggers.Logging = field(default_factory=loggers.Logging)
 
 
 def settle(post: wire.Post, fds: list[int]) -> Seat:
@@ -182,6 +186,7 @@ def settle(post: wire.Post, fds: list[int]) -> Seat:
     process_groups.keep()
     _refuse_questions(place.rank)
     by_value.send_notebook_classes()
+    _transformers.adopt_trainers()
     store = process_groups.serve_store(place, fds.pop()) if post.serves_store else None
     return Seat(place=place, device=str(device.torch_device(place.local_rank)), store=store)
 
@@ -196,7 +201,7 @@ def serve_job(
         seat = settle(job.post, fds)
         display.forward(channel.send)
         reporting.begin(channel, seat.device)
-        process_groups.separate(process_groups.counted())
+        rendezvous.meet_here(seat.place, process_groups.counted())
     except BaseException as error:  # a device that cannot be had: the notebook is told
         report(channel, error, Topology.from_json(job.post.topology).rank)
     else:
@@ -253,6 +258,7 @@ class Work:
                 call, homebound = self._prepare(stack)
                 self._channel.send(wire.Started(time.monotonic()))
                 value = _call(call)
+                display.show_figures()
                 flush()
                 home = homebound.write() if self._job.share_back else None
         except BaseException as error:  # KeyboardInterrupt too: the notebook is told of every end
@@ -266,6 +272,7 @@ class Work:
             linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
         call, mappings = self._open(self._seat.device)
         restore_random_states(job.random_states)
+        self._seat.logging.follow(job.logging)  # after the libraries that the call has imported
         homebound = Homebound(
             rank=place.local_rank,
             modules=call.modules,
@@ -284,7 +291,8 @@ class Work:
             arena.forget()
             for key, mapping in self._inheritance.arenas.items():
                 mapping.replace(self._inheritance.arena_fds[key], private=True)
-            return self._inheritance.call, self._inheritance.arenas
+            call = self._inheritance.call
+            return replace(call, function=_looked_up(call.function)), self._inheritance.arenas
         if self._job.parcel is None or self._parcel_fd is None:
             raise InternalError(
                 f"worker {self._rank} got no parcel, only {len(self._arena_fds)} arenas: "
@@ -320,6 +328,15 @@ class Work:
             except (pickle.PicklingError, AttributeError, TypeError):
                 return parcel.pack(value, parcel.Sender.create())
         return parcel.pack(value, parcel.Sender.create())
+
+
+def _looked_up(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method as its class has it now, where that was wrapped after the notebook looked it up."""
+    if isinstance(function, MethodType):
+        found = getattr(function.__self__, function.__name__, None)
+        if callable(found) and getattr(found, "__wrapped__", None) is function.__func__:
+            return found  # type: ignore[no-any-return]
+    return function
 
 
 def _pack_for_notebook(value: Any) -> tuple[parcel.Parcel, int]:

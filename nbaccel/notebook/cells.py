@@ -34,12 +34,13 @@ class Cells:
     def load(self) -> None:
         """Begin to listen."""
         self._shell.events.register("pre_run_cell", self._note)
-        self._shell.input_transformers_cleanup.append(with_a_body)
+        self._shell.input_transformers_cleanup.extend((below_comments, with_a_body))
 
     def unload(self) -> None:
         """Listen no more."""
         self._shell.events.unregister("pre_run_cell", self._note)
         self._shell.input_transformers_cleanup.remove(with_a_body)
+        self._shell.input_transformers_cleanup.remove(below_comments)
 
     def source(self, line: str, text: str) -> Source:
         """The record of a cell for the workers; its lines are published in this process, too.
@@ -105,6 +106,23 @@ class Cells:
             linecache.cache[name] = entry
             # IPython 7 restores the lines of cells from here whenever the cache is checked.
             getattr(linecache, "_ipython_cache", {})[name] = entry
+
+
+def below_comments(lines: list[str]) -> list[str]:
+    """Lets `%%accelerate` stand below comments: IPython knows a magic on the first line only.
+
+    Args:
+        lines: The lines of any cell.
+
+    Returns:
+        The same; or the magic first, then the comments, so that the code keeps its line numbers.
+    """
+    above = 0
+    while above < len(lines) and lines[above].strip()[:1] in ("", "#"):
+        above += 1
+    if not above or above == len(lines) or not is_for_us(lines[above]):
+        return lines
+    return [lines[above], *lines[:above], *lines[above + 1 :]]
 
 
 def with_a_body(lines: list[str]) -> list[str]:

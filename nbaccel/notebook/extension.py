@@ -9,6 +9,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbaccel.launch import warmup
 from nbaccel.notebook.cells import Cells
 from nbaccel.notebook.completion import Completion
+from nbaccel.notebook.hints import Hints
 from nbaccel.notebook.inspection import Inspection
 from nbaccel.notebook.magics import NAME, cell_magic, line_magic
 from nbaccel.notebook.readiness import Readiness
@@ -26,6 +27,7 @@ class Extension:
         self._cells = Cells(shell)
         self._completion = Completion(self.session)
         self._inspection = Inspection(self.session)
+        self._hints = Hints(self.session)
         self._readiness = Readiness(shell)
         self._started_template = False
 
@@ -39,6 +41,7 @@ class Extension:
         self._cells.load()
         self._completion.load()
         self._inspection.load()
+        self._hints.load()
         self._readiness.load()
         atexit.register(self.session.stop)
 
@@ -46,6 +49,7 @@ class Extension:
         """Take it back."""
         atexit.unregister(self.session.stop)
         self._readiness.unload()
+        self._hints.unload()
         self._inspection.unload()
         self._completion.unload()
         self._cells.unload()

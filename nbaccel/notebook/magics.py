@@ -62,6 +62,8 @@ def line_magic(session: Session, cells: Cells) -> Callable[[str], None]:
         "pull": _pull,
         "push": _push,
         "config": _config,
+        "traceback": _traceback,
+        "help": _help,
     }
 
     @no_var_expand
@@ -142,6 +144,22 @@ def _config(session: Session, line: Line) -> None:
         )
     session.configure(line)
     print(session.told_config())
+
+
+def _traceback(session: Session, line: Line) -> None:
+    from nbaccel.launch import verdict  # it brings torch, which a notebook may do without
+    from nbaccel.notebook.tracebacks import told
+
+    records = verdict.latest()
+    if not records:
+        print("No launch and no cell of %%accelerate has failed in this notebook.")
+        return
+    colours = str(getattr(session.shell, "colors", "")).lower() != "nocolor"
+    print(told(records, colours=colours))
+
+
+def _help(session: Session, line: Line) -> None:
+    print(line_manual())
 
 
 def _names(line: Line, word: str, example: str) -> tuple[str, ...]:

@@ -152,6 +152,11 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
         options=("*", *_START),
         names=True,
     ),
+    Subcommand(
+        name="traceback",
+        meaning="Show the whole tracebacks of the last launch or cell that failed, of all ranks.",
+    ),
+    Subcommand(name="help", meaning="Show this."),
 )
 
 

@@ -54,6 +54,8 @@ class Found:
         world_size: Processes in total.
         rank: Number of this one.
         backend: Process group backend; empty where there is no group.
+        can_meet: Whether a process group exists or can be made: one process without a launcher
+            has nothing to make it from.
         compute_capability: Of the GPU, if it is one.
     """
 
@@ -62,6 +64,7 @@ class Found:
     world_size: int = 1
     rank: int = 0
     backend: str = ""
+    can_meet: bool = True
     compute_capability: tuple[int, int] | None = None
 
 
@@ -154,7 +157,7 @@ def plan_training(asked: Asked, found: Found) -> TrainingPlan:
         accumulation_steps=asked.accumulation_steps,
         num_processes=found.world_size,
         choices=choices,
-        warnings=tuple(_judge_precision(asked.mixed_precision, found)),
+        warnings=(*_judge_precision(asked.mixed_precision, found), *_not_sharded(asked, found)),
     )
 
 
@@ -162,11 +165,19 @@ def _strategy(asked: Asked, found: Found) -> Choice:
     if asked.zero_stage is not None:
         why = f"a DeepSpeedPlugin or zero_stage was given: ZeRO stage {asked.zero_stage}"
         return Choice("strategy", "deepspeed", why)
-    if asked.fsdp:
+    if asked.fsdp and found.can_meet:
         return Choice("strategy", "fsdp", "an fsdp_plugin was given: torch's fully_shard")
     if found.world_size > 1:
         return Choice("strategy", "ddp", f"{found.world_size} processes, each with a whole model")
     return Choice("strategy", "single", "there are no other processes")
+
+
+def _not_sharded(asked: Asked, found: Found) -> Iterator[str]:
+    if asked.fsdp and not found.can_meet:
+        yield (
+            "fsdp_plugin has no effect: this process was started without a launcher, so models are "
+            "trained whole. Use notebook_launcher or torchrun to shard them."
+        )
 
 
 def _why_device(asked: Asked, found: Found) -> str:

@@ -26,8 +26,8 @@ from nbaccel.pool.turn import Account
 
 __all__ = ["Call", "prepared"]
 
-_CALLER = 6
-"""Frames from a warning up to the cell: this file's one, the pool's two, the façade's two."""
+_CALLER = 7
+"""Frames from a warning up to the cell: this file's one, the pool's two, the façade's three."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,12 +35,14 @@ __all__ = [
 ALIVE = "The workers live on, with all their variables."
 REGROUPED = (
     "Their process groups were ended, since ranks were waiting in them; the next collective makes "
-    "new ones. Run the cells again that build what holds one (a DDP model, an Accelerator)."
+    "new ones. DDP models and Accelerators go on with these by themselves; run the cells again "
+    "that build what else holds one (a DeepSpeed engine, FSDP2, dist.new_group)."
 )
 UNEVEN = (
     "the ranks have called different numbers of collectives in this cell, so their process groups "
-    "were ended: the next collective would have met the wrong partner. Run the cells again that "
-    "build what holds one (a DDP model, an Accelerator)."
+    "were ended: the next collective would have met the wrong partner. DDP models and Accelerators "
+    "go on in new ones by themselves; run the cells again that build what else holds one (a "
+    "DeepSpeed engine, FSDP2, dist.new_group)."
 )
 LOST = (
     "All workers have been ended, and their variables are lost. The next cell starts new ones. The "

@@ -9,7 +9,7 @@ group there and leaves it.
 thread then shuts down the sockets that belong to its groups, and the wait ends with an error. NCCL
 has `abort` for that. Groups that were cut, or whose ranks have begun different numbers of
 collectives, are of no more use: all ranks leave them, and the next use makes new ones under a new
-prefix in the store.
+prefix in the store. DDP models take these up in their next forward (`reattach`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
 from nbaccel.config.handlers import InitProcessGroupKwargs
 from nbaccel.errors import ConfigError
-from nbaccel.launch import process_groups
+from nbaccel.launch import rendezvous
 from nbaccel.launch.sharing import shards
+from nbaccel.pool import reattach
 from nbaccel.pool.messages import GroupWanted
 from nbaccel.topology import Topology
 from nbaccel.train import arrival
@@ -53,12 +55,15 @@ class Groups:
         self._made = 0
         self._sockets: set[int] = set()  # inodes of those that belong to groups
         self._before: set[int] | None = None  # while a group is being made
+        self._left: list[Any] = []
+        self._left_defaults: list[Any] = []
         self.left_for = ""
         """Why the groups before these were left, if so."""
 
     def watch(self) -> None:
         """Take part in how torch makes and finds groups. Once per worker."""
-        process_groups.separate(self._next_name)
+        rendezvous.meet_here(self._place, self._next_name)
+        reattach.watch(lambda group: any(group is left for left in self._left_defaults))
         c10d = dist.distributed_c10d
         found, made = c10d._get_default_group, c10d._new_process_group_helper
         joined, destroyed = c10d.init_process_group, c10d.destroy_process_group
@@ -155,10 +160,21 @@ class Groups:
         self._made = 0
         if dist.is_initialized():
             self.left_for = reason
+            self._left += dist.distributed_c10d._pg_map
+            self._left_defaults.append(dist.group.WORLD)
             with contextlib.suppress(RuntimeError, ValueError):  # they are broken: that is why
                 dist.destroy_process_group()
             shards.forget_groups()
         self._close_sockets()
+
+    def are_behind(self, tb: TracebackType | None) -> bool:
+        """Whether an error comes of the use of a group that was left."""
+        while tb is not None:
+            held = tuple(tb.tb_frame.f_locals.values())
+            if any(value is left for value in held for left in self._left):
+                return True
+            tb = tb.tb_next
+        return False
 
     def _close_sockets(self) -> None:
         """Close what gloo leaves open: `process_groups.keep` keeps its objects, not their ports.

@@ -90,6 +90,8 @@ class RunCell:
     """The notebook's working directory, if it has changed since the last cell."""
     environment: dict[str, str | None] = field(default_factory=dict)
     """Environment variables that the notebook has changed since; None for one that is gone."""
+    logging: bytes = b""
+    """How the notebook has configured it; see `launch.loggers`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

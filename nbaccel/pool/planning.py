@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from nbaccel import _catalog
 from nbaccel.capabilities import start_method_row
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.plan import Plan, resolve
+from nbaccel.units import counted
 
-__all__ = ["plan_pool"]
+__all__ = ["plan_pool", "ranks_of"]
 
 
 def plan_pool(config: RunConfig) -> Plan:
@@ -57,3 +59,26 @@ def plan_pool(config: RunConfig) -> Plan:
         return plan
     reason = "live workers are processes of their own, whatever their number"
     return plan.with_start_method("template", reason)
+
+
+def ranks_of(ranks: Sequence[int] | None, num_processes: int) -> tuple[int, ...]:
+    """The ranks that a turn is for.
+
+    Args:
+        ranks: Those that were asked for; None for all.
+        num_processes: How many workers the pool has.
+
+    Raises:
+        ConfigError: There is no such rank, or none at all was asked for.
+    """
+    everyone = range(num_processes)
+    if ranks is None:
+        return tuple(everyone)
+    wrong = [rank for rank in ranks if rank not in everyone]
+    if wrong or not ranks:
+        raise ConfigError(
+            f"ranks={list(ranks)}: this pool has {counted(num_processes, 'worker')}, "
+            f"numbered from 0 to {num_processes - 1}. A cell that runs nowhere would do "
+            "nothing; name some of these, or leave ranks out for all."
+        )
+    return tuple(dict.fromkeys(ranks))

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nbaccel.config import Configured, RunConfig, run_config_of
+from nbaccel.config.calls import check_call
 from nbaccel.errors import ConfigError, LaunchInterrupted, UnsafeMoment
-from nbaccel.launch import required, verdict
+from nbaccel.launch import loggers, required, verdict
 from nbaccel.launch.edited import tell_of_edits
 from nbaccel.launch.outcome import Outcome
 from nbaccel.launch.system import uninterrupted
@@ -28,13 +29,12 @@ from nbaccel.pool.aftermath import Aftermath
 from nbaccel.pool.crew import Crew
 from nbaccel.pool.flow import Flow, Shipment
 from nbaccel.pool.names import Names, names_of
-from nbaccel.pool.planning import plan_pool
+from nbaccel.pool.planning import plan_pool, ranks_of
 from nbaccel.pool.settings import Footsteps, notebook_names, source_of
 from nbaccel.pool.source import Source
 from nbaccel.pool.states import PoolState
 from nbaccel.pool.travel import open_parcel
 from nbaccel.pool.turn import Account
-from nbaccel.units import counted
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -189,7 +189,7 @@ class Pool:
         source = code if isinstance(code, Source) else source_of(code)
         source.publish()
         with self._turn_of_mine():
-            asked = self._ranks(ranks)
+            asked = ranks_of(ranks, self.num_processes)
             self._ready()
             names = names_of(source.text)
             self._send(self._flow.prepare(names, asked))
@@ -220,6 +220,7 @@ class Pool:
             The values, in the order of the ranks.
         """
         __tracebackhide__ = True
+        check_call(function, args)
         return self.launch(function, args, ranks=ranks).values
 
     def launch(
@@ -231,7 +232,7 @@ class Pool:
     ) -> Outcome:
         """What `notebook_launcher(..., pool=pool)` does: `call`, with the whole outcome."""
         with self._turn_of_mine():
-            asked, crew = self._ranks(ranks), self._ready()
+            asked, crew = ranks_of(ranks, self.num_processes), self._ready()
             with calling.prepared(self.plan, function, args) as call, uninterrupted():
                 account = crew.turn(
                     {rank: call.task() for rank in asked},
@@ -260,7 +261,7 @@ class Pool:
         if missing or not names:
             raise NameError(ending.unknown(missing, self._namespace, where="the notebook"))
         with self._turn_of_mine():
-            asked = self._ranks(ranks)
+            asked = ranks_of(ranks, self.num_processes)
             self._ready()
             wanted = Names(needed=frozenset(names), possible=frozenset())
             shipment = self._flow.prepare(wanted, asked, force=True)
@@ -285,7 +286,7 @@ class Pool:
         if not names:
             raise NameError(ending.unknown([], self._namespace, where="the workers"))
         with self._turn_of_mine():
-            asked = self._ranks(ranks)
+            asked = ranks_of(ranks, self.num_processes)
             self._ready()
             return self._fetch(names, asked, single=ranks is not None)
 
@@ -313,6 +314,7 @@ class Pool:
             source=source,
             directory=self._footsteps.directory(),
             environment=self._footsteps.environment(),
+            logging=loggers.as_configured(),
         )
         return crew.turn(
             dict.fromkeys(ranks, (body, ())), timeout_s=self.config.timeout, is_shown=True
@@ -435,16 +437,3 @@ class Pool:
         self._crew = self._aftermath = None
         self._state, self.reason = state, reason
         self._end()
-
-    def _ranks(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
-        everyone = range(self.num_processes)
-        if ranks is None:
-            return tuple(everyone)
-        wrong = [rank for rank in ranks if rank not in everyone]
-        if wrong or not ranks:
-            raise ConfigError(
-                f"ranks={list(ranks)}: this pool has {counted(self.num_processes, 'worker')}, "
-                f"numbered from 0 to {self.num_processes - 1}. A cell that runs nowhere would do "
-                "nothing; name some of these, or leave ranks out for all."
-            )
-        return tuple(dict.fromkeys(ranks))

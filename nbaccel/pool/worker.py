@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from nbaccel import env, frames
+from nbaccel.errors import UnsafeMoment
 from nbaccel.frames import Frame
 from nbaccel.launch import precision, reporting, wire
 from nbaccel.launch.own_process import own_process
@@ -92,8 +93,7 @@ class _Worker:
         """Carry a task out; what it raises goes to the notebook."""
         shown, error = self._try(task, fds)
         if error is not None and not isinstance(task, _UNHEARD):
-            self._explain(error)
-            report(self._channel, error, self._seat.place.rank)
+            report(self._channel, self._explained(error), self._seat.place.rank)
         flush()
         return shown
 
@@ -121,6 +121,8 @@ class _Worker:
         if task.directory is not None:
             os.chdir(task.directory)
         env.update(task.environment)
+        if task.logging:
+            self._seat.logging.follow(task.logging)
         self._names.begin()
         reporting.begin(self._channel, self._seat.device)
         self._busy = True
@@ -175,25 +177,21 @@ class _Worker:
     def _inspect(self, task: messages.Inspect, fds: list[int]) -> Any:
         return self._shell.inspect(task.name, task.detail)
 
-    def _explain(self, error: BaseException) -> None:
-        """Say what an object that outlived its process group suffers from."""
+    def _explained(self, error: BaseException) -> BaseException:
+        """An error that comes of an object which holds a group that was left, in our words."""
         text = str(error)
-        about_groups = isinstance(error, (RuntimeError, ValueError, AssertionError)) and any(
-            word in text
-            for word in (
-                *("process group", "Process group", "Connection closed", "c10d"),
-                "DeepSpeed backend not set",
-            )
+        if not self._groups.left_for or not isinstance(error, _ABOUT_GROUPS):
+            return error
+        if not (self._groups.are_behind(error.__traceback__) or any(w in text for w in _FOREIGN)):
+            return error
+        found = UnsafeMoment(
+            "This cell used a process group that all ranks have left, because "
+            f"{self._groups.left_for}. DDP models go on by themselves; what else holds a group "
+            "(a DeepSpeed engine, FSDP2, dist.new_group) is of no more use: run the cells again "
+            "that make them. Models, optimizers and variables are as they were."
         )
-        if about_groups and self._groups.left_for:
-            note = (
-                f"The process groups from before were left because {self._groups.left_for}. "
-                "Objects that hold one (a DDP model, an engine, an Accelerator) are of no more "
-                "use: run the cells again that make them. Models, optimizers and variables are as "
-                "they were."
-            )
-            # What add_note does, which Python 3.10 does not have.
-            error.__notes__ = [*getattr(error, "__notes__", ()), note]
+        found.__cause__ = error
+        return found.with_traceback(error.__traceback__)
 
     def _on_interrupt(self, signum: int, frame: Any) -> None:
         if self._busy:
@@ -228,6 +226,9 @@ class _Worker:
         )
 
 
+_ABOUT_GROUPS = (RuntimeError, ValueError, AssertionError)
+_FOREIGN = ("DeepSpeed backend not set", "resolve the process group", "Invalid process group")
+"""What libraries say of a group that they look up by name, or hold in their own code."""
 _UNHEARD = (messages.JoinGroup, messages.Settle)
 """Tasks that nobody waits for: of a failed join the others tell, and settling can be put off."""
 

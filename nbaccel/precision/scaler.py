@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from nbaccel.errors import UserMistake
+
 __all__ = ["LossScaler"]
 
 
@@ -41,12 +43,22 @@ class LossScaler(torch.amp.GradScaler):
         return super().scale(outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide an optimizer's gradients by the factor, once per backward."""
+        """Divide an optimizer's gradients by the factor, once per backward.
+
+        Raises:
+            UserMistake: No loss has been multiplied with it.
+        """
+        self._check_scaled(optimizer)
         self._settle_for(optimizer)
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step the optimizer unless its gradients are infinite; returns what its step returns."""
+        """Step the optimizer unless its gradients are infinite; returns what its step returns.
+
+        Raises:
+            UserMistake: No loss has been multiplied with the factor.
+        """
+        self._check_scaled(optimizer)
         self._settle_for(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
@@ -68,6 +80,15 @@ class LossScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
         return super().__getstate__()
+
+    def _check_scaled(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._enabled and self._scale is None:
+            raise UserMistake(
+                f"{type(optimizer).__name__} was to step with mixed_precision='fp16', but no loss "
+                "went through accelerator.backward(), which multiplies it so that small gradients "
+                "do not become zero in float16. Write accelerator.backward(loss) in place of "
+                "loss.backward()."
+            )
 
     def _settle(self) -> None:
         if self._waiting:

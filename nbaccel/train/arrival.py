@@ -21,7 +21,7 @@ from nbaccel.config.handlers import InitProcessGroupKwargs
 from nbaccel.errors import ConfigError
 from nbaccel.train.rollcall import DEFAULT_TIMEOUT_S
 
-__all__ = ["arrive", "find_device", "local_rank", "rank", "timeout_s", "wants_cpu"]
+__all__ = ["arrive", "can_meet", "find_device", "local_rank", "rank", "timeout_s", "wants_cpu"]
 
 
 _STORES: list[Any] = []
@@ -93,6 +93,11 @@ def rank() -> int:
 def local_rank() -> int:
     """Number of this process on its node, found out in the same way."""
     return _number("LOCAL_RANK", rank())
+
+
+def can_meet() -> bool:
+    """Whether there is a process group, or a launcher has said how to make one."""
+    return dist.is_initialized() or bool((env.read("RANK", "") or "").strip())
 
 
 def timeout_s(settings: InitProcessGroupKwargs | None) -> float:

@@ -51,6 +51,7 @@ class LoaderSettings:
         split_batches: Whether batches of the base are split over the processes.
         skip_batches: Batches that are left out at the beginning of an epoch.
         stateful: Whether the base can tell its state (torchdata's).
+        dispatches: Whether process 0 reads for all, where there are others.
     """
 
     place: Place
@@ -65,6 +66,7 @@ class LoaderSettings:
     split_batches: bool = False
     skip_batches: int = 0
     stateful: bool = False
+    dispatches: bool = False
 
     def skipping(self, more: int) -> LoaderSettings:
         """The same with so many more batches left out."""

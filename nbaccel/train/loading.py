@@ -8,9 +8,10 @@ for several processes; then one per epoch for its workers; one more where the sa
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import (
@@ -37,6 +38,8 @@ from nbaccel.train.sampling import (
 )
 
 __all__ = ["prepare_data_loader", "skip_first_batches"]
+
+_Loader = TypeVar("_Loader", bound=PreparedLoader)
 
 # What makes a loader, beside what says which samples are in a batch.
 _OPTIONS = (
@@ -123,10 +126,12 @@ class _Preparation:
         if not self.place.is_alone and self.dispatches:
             base = _rebuilt(self.loader, stateful=self.stateful, generator=None)
             told = self._told(rng_types=())
-            return DispatchLoader(base, self.gradient_state, told, slice_fn=slice_fn)
+            dispatching: type[DispatchLoader] = _kind(DispatchLoader, self.stateful)
+            return dispatching(base, self.gradient_state, told, slice_fn=slice_fn)
         base = self._alone() if self.place.is_alone else self._share()
         wanted = [kind for kind in self.rng_types if kind != "generator" or self.synchronized]
-        return PreparedLoader(base, self.gradient_state, self._told(rng_types=tuple(wanted)))
+        kind = _kind(PreparedLoader, self.stateful)
+        return kind(base, self.gradient_state, self._told(rng_types=tuple(wanted)))
 
     def _dispatches(self) -> bool:
         asked = self.settings.dispatch_batches
@@ -175,6 +180,7 @@ class _Preparation:
             drop_last=bool(getattr(_batches(self.loader), "drop_last", False)),
             split_batches=split,
             stateful=self.stateful,
+            dispatches=self.dispatches,
         )
 
     # --------------------------------------------------------------------- who reads what
@@ -299,10 +305,11 @@ def _skipping(loader: PreparedLoader, num_batches: int) -> PreparedLoader:
         each = settings.place.world_size if whole else 1
         batches = SkipBatchSampler(_batches(base), num_batches * each)
         base = _rebuilt(base, stateful=settings.stateful, batches=batches)
-    options = {"slice_fn": loader.slice_fn} if isinstance(loader, DispatchLoader) else {}
-    return type(loader)(
-        base, loader.gradient_state, settings, loader.position, drop=drop, **options
-    )
+    given = (base, loader.gradient_state, settings, loader.position)
+    if isinstance(loader, DispatchLoader):
+        dispatching: type[DispatchLoader] = _kind(DispatchLoader, settings.stateful)
+        return dispatching(*given, drop=drop, slice_fn=loader.slice_fn)
+    return _kind(PreparedLoader, settings.stateful)(*given, drop=drop)
 
 
 class _Dropping(DataLoader[Any]):
@@ -369,6 +376,14 @@ def _options(loader: DataLoader[Any]) -> dict[str, Any]:
 
 def _sizes(loader: DataLoader[Any]) -> dict[str, Any]:
     return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+
+
+def _kind(plain: type[_Loader], stateful: bool) -> type[_Loader]:
+    """A class of prepared loaders; one that is also torchdata's where the base is."""
+    if not stateful:
+        return plain
+    module = importlib.import_module("nbaccel.train.stateful")  # it imports torchdata
+    return cast("type[_Loader]", module.KINDS[plain])
 
 
 def _stateful_class() -> Any:

@@ -62,7 +62,9 @@ class PreparedScheduler:
         if not self.gradient_state.sync_gradients:
             return
         for optimizer in self.optimizers:
-            if optimizer.step_was_skipped:
+            if getattr(
+                optimizer, "step_was_skipped", False
+            ):  # one made by hand may wait for torch's
                 return
         for _ in range(self._advance()):
             if self._is_over():
@@ -110,6 +112,10 @@ class PreparedScheduler:
         """What the scheduler's own `get_lr` gives."""
         return list(self.scheduler.get_lr())
 
+    def print_lr(self, *args: Any, **kwargs: Any) -> None:
+        """What the scheduler's own `print_lr` does; newer torch has none."""
+        self.scheduler.print_lr(*args, **kwargs)
+
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own."""
         state: dict[str, Any] = self.scheduler.state_dict()
@@ -120,7 +126,7 @@ class PreparedScheduler:
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
-        # Whatever else the scheduler has, `print_lr` of older torch included.
+        # Whatever else the scheduler has.
         if name == "scheduler":
             raise AttributeError(f"{type(self).__name__} has no {name!r} before it is made")
         return getattr(self.scheduler, name)

@@ -283,7 +283,6 @@ def _device(kind: str, package: str) -> Callable[..., bool]:
         package: What has to be imported before; empty where torch brings it.
     """
 
-    @functools.cache
     def is_available(check_device: bool = False) -> bool:
         return _has_device(kind, package)
 
@@ -295,6 +294,7 @@ def _device(kind: str, package: str) -> Callable[..., bool]:
     return is_available
 
 
+@functools.cache
 def _has_device(kind: str, package: str) -> bool:
     if package and not is_installed(package):
         return False
@@ -306,13 +306,21 @@ def _has_device(kind: str, package: str) -> bool:
         return False
 
 
-is_hpu_available = _device("hpu", "habana_frameworks.torch")
 is_mlu_available = _device("mlu", "torch_mlu")
 is_musa_available = _device("musa", "torch_musa")
 is_neuron_available = _device("neuron", "torch_neuronx")
 is_npu_available = _device("npu", "torch_npu")
 is_sdaa_available = _device("sdaa", "torch_sdaa")
 is_xpu_available = _device("xpu", "")
+
+
+def is_hpu_available(init_hccl: bool = False) -> bool:
+    """Whether there is a device that torch calls 'hpu'.
+
+    Args:
+        init_hccl: Taken for compatibility; the package loads its own backend.
+    """
+    return _has_device("hpu", "habana_frameworks.torch")
 
 
 def is_habana_gaudi1() -> bool:
@@ -368,3 +376,11 @@ def _required(func: _Function, is_there: Callable[[], bool], package: str, extra
         return func(*args, **kwargs)
 
     return checked  # type: ignore[return-value]
+
+
+# --------------------------------------------------------------------------- on their way
+
+# Functions of the tables above are sent to workers by their name, as any other: what uses one in a
+# cell could not be sent otherwise.
+for _name in __all__:
+    globals()[_name].__name__ = globals()[_name].__qualname__ = _name

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from nbaccel import Accelerator, AutocastKwargs
+from nbaccel.errors import UserMistake
 from tests.accelerator.loops import line
 
 
@@ -45,3 +46,19 @@ def test_autocast_is_as_the_handler_says() -> None:
     inner.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
     accelerator.prepare(nn.Sequential(inner))(torch.ones(1, 1))
     assert seen == [torch.float32]
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_loss_that_was_not_scaled_is_told_with_the_way_out(clips: bool) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(1, 2)).sum().backward()
+
+    def finish() -> None:
+        if clips:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    with pytest.raises(UserMistake, match=r"Write accelerator\.backward\(loss\) in place of loss"):
+        finish()

@@ -134,12 +134,6 @@ def test_modules_that_accelerates_users_import_from_have_the_names(module: str, 
         assert hasattr(theirs, name) or name in {"LoggerType", "on_main_process"}, name
 
 
-def test_nobodys_state_is_never_there() -> None:
-    from nbaccel.state import is_initialized
-
-    assert not is_initialized()
-
-
 def test_what_fsdp1_has_and_changes_no_number_is_taken_with_one_warning() -> None:
     with pytest.warns(UserWarning, match="fully_shard, which is FSDP2") as told:
         plugin = FullyShardedDataParallelPlugin(

@@ -221,6 +221,11 @@ def test_activations_are_added_where_they_are_known():
     assert "Activations are not" not in str(found)
 
 
+def test_on_cpus_it_says_by_how_much_the_system_counts_more():
+    assert "the system counts 5 to 20 % more" in str(estimate())
+    assert "the system counts" not in str(estimate(inventory=gpus(1)))
+
+
 def test_auto_is_named():
     config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}
     assert "zero_optimization.reduce_bucket_size" in str(estimate(config))

@@ -87,6 +87,10 @@ class Kernel:
             assert not running[1].done, f"the cell ended without {text!r}: {running[1]}"
             self._take(running, deadline)
 
+    def look(self, running: tuple[str, Cell], *, timeout_s: float = WAIT_S) -> None:
+        """Take in the next thing that comes of the cell."""
+        self._take(running, time.monotonic() + timeout_s)
+
     def finish(self, running: tuple[str, Cell], *, timeout_s: float = WAIT_S) -> Cell:
         """Wait until the cell has ended, and the kernel is idle."""
         self.wait_idle(running, timeout_s=timeout_s)

@@ -181,6 +181,23 @@ def test_pyplot_shows_its_figure(kernel: Kernel, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["template", "fork"])
+def test_figures_that_nobody_showed_are_shown_at_the_end(kernel: Kernel, method: str) -> None:
+    cell = kernel.run(
+        f"""
+        %matplotlib inline
+        def draw():
+            import matplotlib.pyplot as plt
+            if int(os.environ["RANK"]) == 0:
+                plt.plot([1, 2, 3])
+                plt.figure()
+                plt.plot([3, 2, 1])
+        notebook_launcher(draw, (), 2, start_method={method!r});
+        """
+    ).check()
+    assert [set(d) & {"image/png"} for d in cell.displays] == [{"image/png"}] * 2
+
+
+@pytest.mark.parametrize("method", ["template", "fork"])
 @pytest.mark.parametrize("flavour", ["auto", "notebook"])
 def test_progress_bars_show_text(kernel: Kernel, flavour: str, method: str) -> None:
     cell = kernel.run(

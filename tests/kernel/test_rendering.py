@@ -85,7 +85,10 @@ def test_a_library_s_frames_are_one_line_without_folders(notebook):
         "notebook_launcher(lambda m: m(torch.ones(3, 5)), (model,), num_processes=2)"
     )
     assert any(line.startswith("  raised inside forward (torch/nn/") for line in lines)
-    assert lines[-1].endswith("print(sys.last_value.__cause__)")
+    assert lines[-2].endswith("print(sys.last_value.__cause__)")
+    assert lines[-1].startswith(
+        "%debug cannot enter a worker: run the function with num_processes=1"
+    )
     _, lines = notebook.error("import sys; raise SystemError(sys.last_value.__cause__)")
     assert any("torch/nn/modules/module.py" in line for line in lines)
 

@@ -357,7 +357,7 @@ def test_weights_that_are_sums_over_the_ranks_do_not_fail_the_launch(launch: Lau
 
 def test_a_model_on_meta_is_refused_before_any_process(launch: Launch) -> None:
     with pytest.raises(ModelNotShareable, match=r"args\[0\].weight .*meta device"):
-        launch(workers.nothing, nn.Linear(2, 2, device="meta"))
+        launch(workers.whoami, nn.Linear(2, 2, device="meta"))
 
 
 def test_launches_leave_one_memory_file_per_model(launch: Launch) -> None:
@@ -972,9 +972,9 @@ def test_mistakes_are_told_together_before_any_process() -> None:
 
 def test_a_call_that_cannot_work_is_explained() -> None:
     with pytest.raises(ConfigError) as caught:
-        notebook_launcher(3, Net(), 2)  # type: ignore[arg-type]
+        notebook_launcher(3, 4, 2)  # type: ignore[arg-type]
     assert "function=3 is not callable" in str(caught.value)
-    assert "args is a Net, not a tuple" in str(caught.value)
+    assert "args is an int, not a tuple" in str(caught.value)
     assert "args=(model,)" in str(caught.value)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import importlib
 import inspect
+import pickle
 
 import pytest
 
@@ -129,6 +130,14 @@ def test_everything_that_is_still_to_come_says_what_to_do_instead(name):
     assert len(LATER) < 100, "most names are there in earnest"
     with pytest.raises(PlatformUnsupported, match=rf"^{name} belongs to [^.]+: it can be imported"):
         getattr(utils, name)("anything", option=1)
+
+
+@pytest.mark.parametrize("name", ["", *MODULES])
+def test_everything_public_can_be_sent_to_workers(name):
+    module = importlib.import_module(f"nbaccel.{name}".rstrip("."))
+    for public_name in module.__all__:
+        value = getattr(module, public_name)
+        assert not callable(value) or pickle.loads(pickle.dumps(value)) is value, public_name
 
 
 def test_such_a_name_can_be_subclassed_and_compared_with():

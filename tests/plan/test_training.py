@@ -27,6 +27,14 @@ def test_one_process_several_and_shards_have_their_strategies() -> None:
     assert plan_training(Asked(fsdp=True), CPU).strategy == "fsdp"
 
 
+def test_without_a_launcher_nothing_is_sharded_and_the_plan_says_so() -> None:
+    alone = Found(device="cpu", device_name="cpu", can_meet=False)
+    plan = plan_training(Asked(fsdp=True), alone)
+    assert plan.strategy == "single"
+    assert "fsdp_plugin has no effect" in plan.explain()
+    assert "fsdp_plugin" not in plan_training(Asked(), alone).explain()
+
+
 def test_the_headline_says_it_in_one_line() -> None:
     assert plan_training(Asked(), CPU).headline() == "one process, on CPU, float32"
     asked = Asked(mixed_precision="bf16", accumulation_steps=4)

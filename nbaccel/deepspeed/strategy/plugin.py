@@ -144,18 +144,18 @@ class DeepSpeedPlugin(Filling, Settings):
 
     # ---------------------------------------------------------------- reading
 
-    def get_value(self, key: str, default: Any = None) -> Any:
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """What the configuration has under a dotted key.
 
         Args:
-            key: For example ``zero_optimization.stage``.
+            ds_key_long: For example ``zero_optimization.stage``.
             default: What to answer where it has nothing.
         """
-        return value_at(self.deepspeed_config, key, default)
+        return value_at(self.deepspeed_config, ds_key_long, default)
 
-    def is_auto(self, key: str) -> bool:
+    def is_auto(self, ds_key_long: str) -> bool:
         """Whether a dotted key is still to be filled in."""
-        return bool(self.get_value(key) == AUTO)
+        return bool(self.get_value(ds_key_long) == AUTO)
 
     @property
     def mixed_precision(self) -> str | None:

@@ -10,6 +10,7 @@ from nbaccel.launch import publish
 from nbaccel.launch.dashboard.board import RankStatus
 from nbaccel.launch.dashboard.shown import Dashboard
 from nbaccel.launch.dashboard.weighing import Scales, resident
+from nbaccel.launch.dashboard.whereabouts import Whereabouts
 from nbaccel.launch.member import Member, State
 from nbaccel.launch.wire import Metrics
 
@@ -66,6 +67,8 @@ class Following:
         self._scales = Scales(uses_gpus=device == "cuda")
         self._watched: Watched | None = None
         self._clears = 0
+        self._whereabouts = Whereabouts()
+        self._is_wanted = is_wanted
 
     def due_in(self) -> float:
         """Seconds until `look` has something to do."""
@@ -117,11 +120,14 @@ class Following:
             seconds=time.monotonic() - member.born,
             rss_bytes=0 if member.has_ended else resident(member.pid),
             device_bytes=device_bytes,
+            doing=self._whereabouts.doing(member.rank) if state_of(member) == "running" else "",
             last_line=last_line,
         )
 
     def looked(self, watched: Watched) -> None:
-        """The ranks were looked at: for those that ask them for more until the next time."""
+        """Ask ranks that seem to wait where they are, for the next time."""
+        if self._is_wanted:
+            self._whereabouts.look(watched.members)
 
     def end(self, watched: Watched, **how: bool) -> None:
         """Leave the summary, and let go of everything.

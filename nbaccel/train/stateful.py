@@ -1,0 +1,27 @@
+"""Prepared loaders that are torchdata's too: code asks ``isinstance(loader, StatefulDataLoader)``.
+
+A module of its own, because torchdata is imported only where it is asked for.
+"""
+
+from __future__ import annotations
+
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+
+from nbaccel.train.dispatch import DispatchLoader
+from nbaccel.train.loader import PreparedLoader
+
+__all__ = ["KINDS", "StatefulDispatchLoader", "StatefulPreparedLoader"]
+
+
+class StatefulPreparedLoader(PreparedLoader, StatefulDataLoader):  # type: ignore[misc]
+    """A prepared loader around torchdata's: everything is the former's."""
+
+
+class StatefulDispatchLoader(DispatchLoader, StatefulDataLoader):  # type: ignore[misc]
+    """The same, where process 0 reads for all."""
+
+
+KINDS: dict[type[PreparedLoader], type[PreparedLoader]] = {
+    PreparedLoader: StatefulPreparedLoader,
+    DispatchLoader: StatefulDispatchLoader,
+}

@@ -1,0 +1,131 @@
+"""Calls that cannot work are refused before any process, and told how they are written."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+from nbaccel import ConfigError, Pool, debug_launcher, notebook_launcher
+from nbaccel.config.calls import check_call
+
+
+def train(model: nn.Module, epochs: int, lr: float = 0.1) -> None:
+    """What a user has written."""
+
+
+def demo_basic(rank: int, world_size: int) -> None:
+    """PyTorch's tutorial."""
+
+
+def by_name(model: nn.Module, *, lr: float) -> None:
+    """A parameter that only goes by its name."""
+
+
+def nothing() -> None:
+    """No parameters at all."""
+
+
+def refused(*args: Any, **kwargs: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        notebook_launcher(*args, **kwargs)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "told"),
+    [
+        (train, (), "train() needs model, epochs: got args=()."),
+        (train, (), "Write args=(model, epochs,)."),
+        (train, (1,), "train() needs epochs: got (1,)"),
+        (train, (1, 2, 3, 4), "train() takes no more than model, epochs, lr: got (1, 2, 3, 4)"),
+        (nothing, (1,), "nothing() takes no arguments: got (1,)"),
+        (demo_basic, (2,), "def demo_basic(world_size) with rank = int(os.environ["),
+        (demo_basic, (2,), 'lambda world_size: demo_basic(int(os.environ["RANK"]), world_size)'),
+        (by_name, (1,), "Pass functools.partial(by_name, lr=…) as the function."),
+        ((1,), train, "function is a tuple and args is train(): they are swapped."),
+        (nn.Linear(1, 1), train, "function is a Linear and args is train(): they are swapped."),
+        (train, nn.Linear(1, 1), "args is a Linear, not a tuple"),
+    ],
+)
+def test_arguments_that_do_not_fit(function: Any, args: Any, told: str) -> None:
+    assert told in refused(function, args, num_processes=2)
+
+
+def test_the_rank_of_a_function_for_spawn_alone() -> None:
+    def work(rank: int) -> None: ...
+
+    told = refused(work, num_processes=2)
+    assert "def work() with rank = int(os.environ" in told
+    assert 'lambda : work(int(os.environ["RANK"])).' in told.replace("lambda:", "lambda :")
+
+
+@pytest.mark.parametrize(
+    ("keywords", "told"),
+    [
+        ({"num_proceses": 2}, "got num_proceses=2. Did you mean 'num_processes'?"),
+        ({"epochs": 2}, "one of train()'s own: these go into a tuple, in their order. Write args="),
+        ({"zero_stage": 2}, "a setting of RunConfig. Write config=RunConfig(zero_stage=…)."),
+        ({"colour": 2}, "The arguments are: function, args, num_processes"),
+    ],
+)
+def test_keywords_that_the_launcher_does_not_have(keywords: dict[str, Any], told: str) -> None:
+    assert told in refused(train, **keywords)
+
+
+def test_a_call_without_a_function_and_one_with_an_argument_twice() -> None:
+    assert "notebook_launcher() got no function" in refused(num_processes=2)
+    assert "multiple values for argument 'args'" in refused(train, (1, 2), args=(1, 2))
+
+
+def test_the_debug_launcher_and_the_pool_say_so_too() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'num_processes'"):
+        debug_launcher(nothing, nproceses=2)  # type: ignore[call-arg]
+    with Pool(2, namespace={}) as pool, pytest.raises(ConfigError, match="needs model, epochs"):
+        pool.call(train)
+
+
+class Adder:
+    def __call__(self, one: int, two: int = 2) -> None: ...
+
+
+def decorated() -> Callable[..., Any]:
+    """Its decorator brings the argument that the function needs."""
+
+    @functools.wraps(train)
+    def wrapper(*args: Any) -> None:
+        train(nn.Linear(1, 1), *args)
+
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (train, (1, 2)),
+        (train, [1, 2, 3]),
+        (functools.partial(train, epochs=2), (1,)),
+        (decorated(), (1,)),
+        (Adder(), (1,)),
+        (nn.Linear(1, 1).forward, (1,)),
+        (nn.Linear(1, 1), (1,)),
+        (print, (1, 2, 3)),
+        (max, (1, 2)),  # written in C: nobody can read what it takes
+        (lambda *args: args, ()),
+        (dict, ()),
+    ],
+)
+def test_calls_that_can_work_are_let_through(function: Any, args: Any) -> None:
+    check_call(function, args)
+
+
+def test_the_signature_is_still_that_of_the_launcher() -> None:
+    assert [*inspect.signature(notebook_launcher).parameters][:3] == [
+        "function",
+        "args",
+        "num_processes",
+    ]

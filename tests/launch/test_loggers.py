@@ -1,0 +1,134 @@
+"""`logging` as the notebook configured it is in force in workers, launched and live."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+import pytest
+
+from nbaccel import Pool, notebook_launcher
+
+METHODS = pytest.mark.parametrize("start_method", ["template", "fork"])
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    root = logging.getLogger()
+    before = root.level, list(root.handlers)
+    yield
+    root.setLevel(before[0])
+    for handler in root.handlers:
+        if handler not in before[1]:
+            handler.close()
+    root.handlers[:] = before[1]
+    logging.disable(logging.NOTSET)
+    for name in ("my.train", "quiet"):
+        one = logging.getLogger(name)
+        one.handlers.clear()
+        one.setLevel(logging.NOTSET)
+        one.propagate = True
+
+
+def stderr_handler(text: str = "%(levelname)s:%(name)s:%(message)s") -> logging.Handler:
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(text))
+    return handler
+
+
+def work() -> None:
+    log = logging.getLogger("my.train")
+    log.debug("too much")
+    log.info("loss is low")
+    logging.getLogger("quiet").warning("hardly")
+
+
+@METHODS
+def test_levels_handlers_and_formats(start_method: str, capfd: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    root.addHandler(stderr_handler("at last: %(message)s"))
+    logging.getLogger("quiet").setLevel(logging.ERROR)
+    notebook_launcher(work, (), 2, start_method=start_method)
+    told = capfd.readouterr().err
+    assert "] at last: loss is low\n" in told
+    assert told.count("loss is low") <= 2
+    assert "too much" not in told
+    assert "hardly" not in told
+
+
+def test_a_logger_of_its_own_with_a_filter(capfd: pytest.CaptureFixture[str]) -> None:
+    class Shout(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return super().format(record).upper()
+
+    handler = stderr_handler()
+    handler.setFormatter(Shout())
+    handler.addFilter(lambda record: "low" in record.getMessage())
+    mine = logging.getLogger("my.train")
+    mine.setLevel(logging.DEBUG)
+    mine.propagate = False
+    mine.addHandler(handler)
+    notebook_launcher(work, (), 2)
+    told = capfd.readouterr().err
+    assert "LOSS IS LOW" in told
+    assert "TOO MUCH" not in told
+
+
+@METHODS
+@pytest.mark.parametrize("kind", [logging.FileHandler, RotatingFileHandler])
+def test_all_ranks_append_to_a_file(
+    start_method: str, kind: type[logging.FileHandler], tmp_path: Path
+) -> None:
+    file = tmp_path / "train.log"
+    handler = kind(file, "w")
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    root.addHandler(handler)
+    logging.getLogger("here").info("before")
+    notebook_launcher(work, (), 2, start_method=start_method)
+    logging.getLogger("here").info("after")
+    lines = file.read_text().splitlines()
+    assert sorted(lines[1:-1]) == ["hardly", "hardly", "loss is low", "loss is low"]
+    assert (lines[0], lines[-1]) == ("before", "after")
+
+
+def test_what_is_changed_later_holds_in_the_next_cell(capfd: pytest.CaptureFixture[str]) -> None:
+    with Pool(2, namespace={"work": work}) as pool:
+        pool.run("work()")
+        assert "loss is low" not in capfd.readouterr().err
+        root = logging.getLogger()
+        root.setLevel(logging.INFO)
+        handler = stderr_handler()
+        root.addHandler(handler)
+        pool.run("work()")
+        assert 1 <= capfd.readouterr().err.count("INFO:my.train:loss is low") <= 2
+        pool.call(work)
+        assert 1 <= capfd.readouterr().err.count("INFO:my.train:loss is low") <= 2
+        pool.run("import logging; logging.getLogger('my.train').setLevel('DEBUG')")
+        pool.run("work()")  # nothing has changed in the notebook: the workers' own setting holds
+        assert "too much" in capfd.readouterr().err
+        logging.disable(logging.INFO)
+        pool.run("work()")
+        assert "loss is low" not in capfd.readouterr().err
+
+
+def test_a_library_that_configures_its_own_logger_says_everything_once(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def in_a_worker() -> None:
+        from transformers.utils import logging as theirs
+
+        theirs.get_logger("transformers.trainer").warning(f"only once by {os.environ['RANK']}")
+
+    from transformers.utils import logging as theirs
+
+    theirs.get_logger("transformers.trainer")
+    notebook_launcher(in_a_worker, (), 2)
+    assert capfd.readouterr().err.count("only once by 0") == 1

@@ -1,0 +1,208 @@
+"""Loaders, optimizers and schedulers that Accelerate's users make by hand, or ask the class of."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+import nbaccel
+from nbaccel import data_loader, notebook_launcher
+from nbaccel.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    SkipDataLoader,
+)
+from nbaccel.errors import ConfigError
+from nbaccel.optimizer import AcceleratedOptimizer
+from nbaccel.scheduler import AcceleratedScheduler
+from nbaccel.utils import DataLoaderConfiguration, ProfileKwargs
+
+accelerate = pytest.importorskip("accelerate")
+# torchdata's loader says it when it is made.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+
+@pytest.fixture
+def theirs() -> Any:
+    from accelerate.state import AcceleratorState, GradientState
+
+    accelerate.Accelerator(cpu=True)
+    yield importlib.import_module("accelerate.data_loader")
+    GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def read(loader: Any) -> list[Any]:
+    found = [batch.tolist() for batch in loader]
+    return [*found, len(loader), loader.total_batch_size, loader.total_dataset_length]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"batch_size": 4},
+        {"batch_size": 4, "skip_batches": 1},
+        {"batch_size": 4, "drop_last": True, "_drop_last": True},
+        {"batch_size": 4, "use_stateful_dataloader": True},
+    ],
+)
+@pytest.mark.parametrize("name", ["DataLoaderShard", "DataLoaderDispatcher"])
+def test_a_loader_made_by_hand_reads_as_accelerates(
+    theirs: Any, name: str, arguments: dict[str, Any]
+) -> None:
+    mine = getattr(data_loader, name)(torch.arange(10), **arguments)
+    other = getattr(theirs, name)(torch.arange(10), **arguments)
+    batches = [batch.tolist() for batch in mine]
+    assert batches == [batch.tolist() for batch in other]
+    assert mine.total_dataset_length == 10
+    assert mine.total_batch_size == 4
+    if name == "DataLoaderShard":  # their dispatcher knows it of some datasets only
+        assert other.total_batch_size == 4
+    assert isinstance(mine, getattr(data_loader, name))
+
+
+def test_positional_arguments_are_accelerates() -> None:
+    generator = torch.Generator().manual_seed(3)
+    sampler = BatchSampler(RandomSampler(range(8), generator=generator), 2, drop_last=False)
+    shard = BatchSamplerShard(sampler, 1, 0)
+    loader = DataLoaderShard(
+        torch.arange(8), "cpu", ["generator"], generator, 0, False, batch_sampler=shard
+    )
+    assert sorted(x for batch in loader for x in batch.tolist()) == list(range(8))
+    assert loader.device == torch.device("cpu")
+    split = DataLoaderDispatcher(torch.arange(8), True, 1, batch_size=4)
+    assert [batch.tolist() for batch in split] == [[4, 5, 6, 7]]
+
+
+def test_the_last_batch_of_a_loader_made_by_hand_is_known(theirs: Any) -> None:
+    loader = DataLoaderShard(torch.arange(5), batch_size=2)
+    assert [loader.end_of_dataloader for _ in loader] == [False, False, True]
+
+
+def test_a_skipping_loader_skips_in_every_epoch(theirs: Any) -> None:
+    mine, other = (
+        module.SkipDataLoader(range(16), batch_size=4, skip_batches=2)
+        for module in (data_loader, theirs)
+    )
+    for _ in range(2):
+        assert [batch.tolist() for batch in mine] == [batch.tolist() for batch in other]
+    assert isinstance(mine, SkipDataLoader)
+
+
+def test_a_mesh_is_refused_by_its_value() -> None:
+    for make in (DataLoaderShard, DataLoaderDispatcher, data_loader.prepare_data_loader):
+        loader: Any = DataLoader(range(4))
+        with pytest.raises(ConfigError, match=r"torch_device_mesh=tp.*Leave torch_device_mesh out"):
+            make(loader, torch_device_mesh="tp")
+
+
+@pytest.mark.parametrize("dispatch_batches", [None, True, False])
+@pytest.mark.parametrize("stateful", [True, False])
+@pytest.mark.parametrize("skips", [True, False])
+def test_what_prepare_returns_is_an_instance_of_their_classes(
+    dispatch_batches: bool | None, stateful: bool, skips: bool
+) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    accelerator = nbaccel.Accelerator(
+        cpu=True,
+        dataloader_config=DataLoaderConfiguration(
+            dispatch_batches=dispatch_batches, use_stateful_dataloader=stateful
+        ),
+    )
+    loader = accelerator.prepare(DataLoader(range(8), batch_size=2))
+    if skips:
+        loader = accelerator.skip_first_batches(loader, 1)
+    assert isinstance(loader, DataLoaderDispatcher) is bool(dispatch_batches)
+    assert isinstance(loader, DataLoaderShard) is not dispatch_batches
+    assert isinstance(loader, StatefulDataLoader) is stateful
+    expected = [[2, 3], [4, 5], [6, 7]] if skips else [[0, 1], [2, 3], [4, 5], [6, 7]]
+    again = pickle.loads(pickle.dumps(loader))
+    assert [batch.tolist() for batch in loader] == expected
+    assert type(again) is type(loader)
+    assert [batch.tolist() for batch in again] == expected
+    assert not isinstance(DataLoader(range(2)), DataLoaderShard)
+
+
+def prepared_in_two() -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    accelerator = nbaccel.Accelerator(
+        cpu=True,
+        dataloader_config=DataLoaderConfiguration(
+            dispatch_batches=True, use_stateful_dataloader=True
+        ),
+    )
+    loader = accelerator.prepare(DataLoader(range(8), batch_size=2))
+    shared = data_loader.prepare_data_loader(DataLoader(range(8), batch_size=2))
+    by_hand = DataLoaderDispatcher(torch.arange(8), batch_size=2)
+    kinds = (DataLoaderDispatcher, StatefulDataLoader)
+    read = [[batch.tolist() for batch in one] for one in (loader, shared, by_hand)]
+    return [isinstance(loader, kind) for kind in kinds], read, by_hand.total_batch_size
+
+
+def test_so_it_is_in_two_processes() -> None:
+    for rank, (kinds, found, total) in enumerate(notebook_launcher(prepared_in_two, (), 2)):
+        assert kinds == [True, True]
+        mine = [[0, 1], [4, 5]] if rank == 0 else [[2, 3], [6, 7]]
+        assert found == [mine, mine, mine]
+        assert total == 4
+
+
+def test_a_loader_is_shared_out_for_processes_that_are_named(theirs: Any) -> None:
+    for index in (0, 1):
+        mine, other = (
+            module.prepare_data_loader(
+                DataLoader(torch.arange(10), batch_size=2), num_processes=2, process_index=index
+            )
+            for module in (data_loader, theirs)
+        )
+        assert [batch.tolist() for batch in mine] == [batch.tolist() for batch in other]
+
+
+def test_an_optimizer_and_a_scheduler_made_by_hand_step() -> None:
+    model = nn.Linear(2, 1)
+    plain = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = AcceleratedOptimizer(plain, True, None)
+    schedule = torch.optim.lr_scheduler.LambdaLR(plain, lambda step: 0.5**step)
+    scheduler = AcceleratedScheduler(schedule, optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    before = model.weight.detach().clone()
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    assert not torch.equal(model.weight, before)
+    assert scheduler.get_last_lr() == [0.25]
+    assert isinstance(optimizer, AcceleratedOptimizer)
+    waits_for_torchs = AcceleratedScheduler(schedule, [plain], False, True)
+    waits_for_torchs.step()
+    assert waits_for_torchs.get_last_lr() == [0.125]
+
+
+def test_what_prepare_makes_of_them_is_of_their_classes() -> None:
+    accelerator = nbaccel.Accelerator(cpu=True)
+    plain = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 1)
+    optimizer, scheduler = accelerator.prepare(plain, schedule)
+    assert isinstance(optimizer, AcceleratedOptimizer)
+    assert isinstance(scheduler, AcceleratedScheduler)
+    assert not isinstance(plain, AcceleratedOptimizer)
+
+
+def test_a_profiler_is_built_from_its_settings() -> None:
+    options = {"wait": 0, "warmup": 1, "active": 1, "repeat": 1}
+    settings = ProfileKwargs(activities=["cpu"], record_shapes=True, schedule_option=options)
+    with settings.build() as profiler:
+        torch.ones(3, 3).matmul(torch.ones(3, 3))
+        profiler.step()
+    assert profiler.record_shapes
+    assert isinstance(ProfileKwargs().build(), torch.profiler.profile)
+    with pytest.raises(ConfigError, match=r"\['gpu'\].*Give some of cpu, cuda"):
+        ProfileKwargs(activities=["gpu"]).build()
