@@ -177,7 +177,7 @@ def test_a_failure_says_how_to_see_frames_that_it_leaves_out():
     error = errors.WorkerFailed("raised\n  ---->   1 f()")
     assert "__cause__" not in shown(error)
     error.__cause__ = RuntimeError(f"  {trace}")
-    assert shown(error).endswith("import sys; print(sys.last_value.__cause__)")
+    assert "import sys; print(sys.last_value.__cause__)\n%debug cannot enter" in shown(error)
 
 
 def test_a_failure_in_a_function_of_a_file_says_who_launched():
