@@ -22,14 +22,15 @@ from nbaccel.topology import Topology
 from tests.deepspeed import needs
 from tests.house.source import ROOT
 
-PATTERN = f"deepspeed_allreduce_buffer_{os.getuid()}_*"
+
+def files(port: str) -> list[str]:
+    """Those of one launch: tests beside this one make some of their own."""
+    pattern = f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"
+    return sorted(path.name for path in shared_memory.FOLDER.glob(pattern))
 
 
-def files() -> list[str]:
-    return sorted(path.name for path in shared_memory.FOLDER.glob(PATTERN))
-
-
-def add_up(ends: str = "") -> tuple[list[float], int]:
+def add_up(told: Path, ends: str = "") -> tuple[list[float], int]:
+    """Add up through shared memory; ``told`` gets the port, for the ends that return nothing."""
     import deepspeed
 
     if ends == "lacks room":
@@ -39,7 +40,8 @@ def add_up(ends: str = "") -> tuple[list[float], int]:
     values = torch.full((1000,), float(rank + 1))
     deepspeed.comm.inference_all_reduce(values)
     port = os.environ["MASTER_PORT"]
-    count = len([name for name in files() if f"_{port}_" in name])
+    told.write_text(port)
+    count = len(files(port))
     deepspeed.comm.barrier()
     if ends == "killed" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -52,27 +54,30 @@ def add_up(ends: str = "") -> tuple[list[float], int]:
 class TestInWorkers:
     pytestmark = needs.ENGINE
 
-    def test_a_launch_adds_up_and_leaves_nothing(self):
-        assert notebook_launcher(add_up, num_processes=2) == [([3.0], 2)] * 2
-        assert not files()
+    def test_a_launch_adds_up_and_leaves_nothing(self, tmp_path):
+        told = tmp_path / "port"
+        assert notebook_launcher(add_up, (told,), num_processes=2) == [([3.0], 2)] * 2
+        assert not files(told.read_text())
 
     @pytest.mark.parametrize(("ends", "error"), [("killed", WorkerDied), ("raises", RuntimeError)])
-    def test_a_launch_that_fails_leaves_nothing(self, ends, error):
+    def test_a_launch_that_fails_leaves_nothing(self, tmp_path, ends, error):
+        told = tmp_path / "port"
         with pytest.raises(error):
-            notebook_launcher(add_up, (ends,), num_processes=2)
-        assert not files()
+            notebook_launcher(add_up, (told, ends), num_processes=2)
+        assert not files(told.read_text())
 
-    def test_a_crash_for_want_of_it_is_explained(self):
+    def test_a_crash_for_want_of_it_is_explained(self, tmp_path):
         with pytest.raises(WorkerDied, match="SIGSEGV") as caught:
-            notebook_launcher(add_up, ("lacks room",), num_processes=2)
+            notebook_launcher(add_up, (tmp_path / "port", "lacks room"), num_processes=2)
         assert "DeepSpeed adds up through shared memory" in str(caught.value)
         assert "--shm-size" in str(caught.value)
 
-    def test_a_pool_leaves_nothing(self):
+    def test_a_pool_leaves_nothing(self, tmp_path):
+        told = tmp_path / "port"
         with Pool(num_processes=2) as pool:
-            assert pool.launch(add_up, ()).values == [([3.0], 2)] * 2
-            assert len(files()) == 2, "they live as long as the workers"
-        assert not files()
+            assert pool.launch(add_up, (told,)).values == [([3.0], 2)] * 2
+            assert len(files(told.read_text())) == 2, "they live as long as the workers"
+        assert not files(told.read_text())
 
     def test_where_there_is_no_room_training_goes_on_and_it_is_said(self, tmp_path):
         """In a mount namespace of its own, where /dev/shm is as small as Docker makes it."""
