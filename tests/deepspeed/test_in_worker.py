@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from nbaccel._optional import is_installed
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed import in_worker
 from tests.deepspeed import needs
+from tests.house.source import ROOT
 
 pytestmark = [
     pytest.mark.slow,
@@ -118,8 +120,25 @@ def test_a_stage_of_the_launch_is_the_trainers_and_accelerates_plugin_means_deep
         assert one["accelerate"] == ("DeepSpeedEngine", 2, "cpu")
 
 
-def test_nothing_is_changed_here_and_on_a_gpu(monkeypatch):
-    before = [*sys.meta_path]
-    in_worker.enter_worker("cuda")
-    assert sys.meta_path == before
-    assert not any(type(finder).__module__ == in_worker.__name__ for finder in before)
+ON_A_GPU = """
+from nbaccel.deepspeed.in_worker import enter_worker
+
+enter_worker("cuda")
+from accelerate.state import AcceleratorState
+from accelerate.utils import DeepSpeedPlugin
+
+made = AcceleratorState.__init__, DeepSpeedPlugin.__post_init__
+print([hasattr(method, "__wrapped__") for method in made])
+"""
+
+
+def test_on_a_gpu_accelerate_is_as_it_is():
+    done = subprocess.run(
+        [sys.executable, "-c", ON_A_GPU], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "[False, False]\n", done.stderr
+
+
+def test_nothing_is_changed_in_the_notebook():
+    ours = {type(finder).__module__ for finder in sys.meta_path}
+    assert in_worker.__name__ not in ours
