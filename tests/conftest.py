@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -36,6 +37,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("nbaccel")
 FEW_OBJECTS = 50_000
 HAS_FROZEN = pytest.StashKey[bool]()
+SEEN_LAST = pytest.StashKey["leak_police.World | None"]()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -53,6 +55,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         item.config.stash[HAS_FROZEN] = True
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Any:
+    _forget_what_was_seen(fixturedef, request.config)
+    return (yield)
+
+
+def pytest_fixture_post_finalizer(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> None:
+    _forget_what_was_seen(fixturedef, request.config)
+
+
+def _forget_what_was_seen(fixturedef: pytest.FixtureDef[Any], config: pytest.Config) -> None:
+    """Between two tests only fixtures of a wider scope may bring something or take it away."""
+    if fixturedef.scope != "function":
+        config.stash[SEEN_LAST] = None
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail the test that leaves a process, thread, variable, port, segment or handler behind.
@@ -60,9 +80,12 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     It is set up before a test's own function-scoped fixtures and torn down after them, so what a
     fixture cleans up is no leak. What a module- or session-scoped fixture holds was there before.
     """
-    before = leak_police.observe()
+    # To look takes longer than many a test, so it is done once between two of them.
+    before = request.config.stash.get(SEEN_LAST, None) or leak_police.observe()
     yield
     watched = {"memfds"} if request.node.get_closest_marker("no_memfd_growth") else set()
-    if found := leak_police.find_leaks(before, also=watched):
+    found, now = leak_police.find_leaks(before, also=watched)
+    request.config.stash[SEEN_LAST] = None if found else now
+    if found:
         leak_police.clean_up(before)
         pytest.fail("the test left behind:\n  " + "\n  ".join(found), pytrace=False)

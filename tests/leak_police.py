@@ -2,7 +2,7 @@
 
     before = observe()
     ...                                   # the test, its fixtures, their teardown
-    find_leaks(before) -> ["process 4711 (sleep 600), running", ...]   # empty: all is well
+    find_leaks(before)[0] -> ["process 4711 (sleep 600), running", ...]   # empty: all is well
     clean_up(before)                      # so that one leak fails one test, not all that follow
 
 Processes and threads that are just ending get `GRACE_S` to do so. Exempt is what by design serves
@@ -98,11 +98,12 @@ def end_session() -> None:
 # ---------------------------------------------------------------- looking
 def observe() -> World:
     """Look at everything a test could leave behind."""
+    tree = psutil.Process().children(recursive=True)
     return World(
-        processes=frozenset(_our_processes()),
+        processes=frozenset(_our_processes(tree)),
         threads=frozenset(t for t in threading.enumerate() if not _is_singleton(t)),
         environ={k: v for k, v in os.environ.items() if k not in IMPORT_TIME_VARIABLES},
-        ports=frozenset(_listening_ports()),
+        ports=frozenset(_listening_ports(tree)),
         segments=frozenset(_own_segments()),
         memfds=sum(1 for _ in _own_memfds()),
         cwd=_cwd(),
@@ -111,15 +112,11 @@ def observe() -> World:
     )
 
 
-def _our_processes() -> Iterator[Identity]:
+def _our_processes(tree: list[psutil.Process]) -> Iterator[Identity]:
     exempt = set(_session_servers())
-    for process in _tree() + list(_orphans()):
+    for process in tree + list(_orphans(tree)):
         if process.pid not in exempt:
             yield Identity(process.pid, process.create_time())
-
-
-def _tree() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
 
 
 def _siblings() -> list[psutil.Process]:
@@ -143,9 +140,9 @@ def _session_servers() -> Iterator[int]:
             yield pid
 
 
-def _orphans() -> Iterator[psutil.Process]:
+def _orphans(tree: list[psutil.Process]) -> Iterator[psutil.Process]:
     """Live processes that came from here and have lost their parent."""
-    known = {os.getpid(), os.getppid()} | {process.pid for process in [*_tree(), *_siblings()]}
+    known = {os.getpid(), os.getppid()} | {process.pid for process in [*tree, *_siblings()]}
     session_start = psutil.Process().create_time()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -173,8 +170,8 @@ def _is_singleton(thread: threading.Thread) -> bool:
     return type(thread).__module__ in SINGLETON_THREADS
 
 
-def _listening_ports() -> Iterator[tuple[str, int]]:
-    for process in [psutil.Process(), *_tree()]:
+def _listening_ports(tree: list[psutil.Process]) -> Iterator[tuple[str, int]]:
+    for process in [psutil.Process(), *tree]:
         with contextlib.suppress(psutil.Error):  # it ended while we looked
             for connection in process.net_connections(kind="tcp"):
                 if connection.status == psutil.CONN_LISTEN:
@@ -210,14 +207,17 @@ def _has_process_group() -> bool:
 
 
 # ---------------------------------------------------------------- judging
-def find_leaks(before: World, *, also: Collection[str] = ()) -> list[str]:
-    """Say what is there now and was not before, after giving what is ending time to end."""
+def find_leaks(before: World, *, also: Collection[str] = ()) -> tuple[list[str], World]:
+    """Say what is there now and was not before, after giving what is ending time to end.
+
+    Returns the leaks in words, and what was seen last.
+    """
     deadline = time.monotonic() + GRACE_S
     if "memfds" in also:
         gc.collect()
-    while (found := _compare(before, observe(), also)) and time.monotonic() < deadline:
+    while (found := _compare(before, now := observe(), also)) and time.monotonic() < deadline:
         _wait_a_little(before, deadline)
-    return found
+    return found, now
 
 
 def _wait_a_little(before: World, deadline: float) -> None:
@@ -278,7 +278,7 @@ def _describe_process(identity: Identity) -> str:
 
 def _held_by_a_stranger(segment: str) -> bool:
     """True if a process that is none of ours holds the segment: then it is theirs."""
-    ours = {os.getpid()} | {process.pid for process in _tree()}
+    ours = {os.getpid()} | {process.pid for process in psutil.Process().children(recursive=True)}
     needle = str(SHM / segment)
     for process in psutil.process_iter():
         if process.pid not in ours and _holds(process.pid, needle):

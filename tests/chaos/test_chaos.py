@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.harness import chaos
+
+pytestmark = pytest.mark.slow
 
 MOMENTS = 14
 
