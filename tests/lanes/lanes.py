@@ -96,14 +96,14 @@ LANES: dict[str, Lane] = {
         title="oldest of all",
         tests=(*_CORE, "tests/strategies/test_fsdp_on_cpu.py", *_OF_DEEPSPEED),
         extras="notebook,deepspeed",
-        packages=(*_TOOLS, "ipywidgets"),
+        packages=(*_TOOLS, "ipywidgets", "matplotlib"),
         operations=True,
     ),
     "newest": Lane(
         python="3.13",
         title="newest torch, newest Python",
         tests=_CORE,
-        packages=(*_TOOLS, "ipywidgets"),
+        packages=(*_TOOLS, "ipywidgets", "matplotlib"),
     ),
     "dist": Lane(
         python="3.11",
