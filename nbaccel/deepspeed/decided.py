@@ -19,7 +19,10 @@ from nbaccel.errors import ConfigError
 __all__ = ["decided", "free_on_disk", "memory_part", "nearest_folder", "nvme_folders"]
 
 _ZERO = "zero_optimization"
-_SECTIONS = (_ZERO, "fp16", "bf16", "bfloat16", "data_types")
+_SECTIONS = (
+    *(_ZERO, "fp16", "bf16", "bfloat16", "data_types"),
+    "zero_force_ds_cpu_optimizer",
+)
 _BY_WIDTH = (
     f"{_ZERO}.reduce_bucket_size",
     f"{_ZERO}.stage3_prefetch_bucket_size",
@@ -45,6 +48,8 @@ def memory_part(config: Mapping[str, Any] | str | Path | Any = None) -> dict[str
     optimizer = found.get("optimizer")
     if isinstance(optimizer, Mapping) and "type" in optimizer:
         part["optimizer"] = {"type": optimizer["type"]}
+        if (optimizer.get("params") or {}).get("torch_adam"):
+            part["optimizer"]["params"] = {"torch_adam": True}
     if isinstance(found.get("train_micro_batch_size_per_gpu"), int):
         part["train_micro_batch_size_per_gpu"] = found["train_micro_batch_size_per_gpu"]
     return part

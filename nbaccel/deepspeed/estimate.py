@@ -8,12 +8,13 @@ against real engines.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from nbaccel.config import RunConfig
+from nbaccel.deepspeed.counting import Bytes, places
 from nbaccel.deepspeed.decided import decided, free_on_disk, memory_part
 from nbaccel.deepspeed.settings import Settings, read_settings
 from nbaccel.deepspeed.shape import Shape, shape_of
@@ -22,59 +23,6 @@ from nbaccel.plan.inventory import Inventory, inspect_machine
 from nbaccel.units import counted, format_bytes
 
 __all__ = ["Bytes", "MemoryEstimate", "estimate_memory"]
-
-_FP32 = 4
-_REDUCED_AT_ONCE = 5 * 10**8
-"""Gradients in a bucket without ZeRO: DeepSpeed's constant, which no setting changes."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bytes:
-    """Memory in one place, by what it holds.
-
-    Attributes:
-        parameters: The model as it computes.
-        gradients: What the backward pass leaves for the optimizer.
-        optimizer: Its states and its own copy of the parameters.
-        buckets: Room to communicate, to gather parameters and to read from disk.
-        activations: What the forward pass keeps for the backward pass, and what that adds.
-        in_backward: What lives for a moment beside the activations: gradients on their way,
-            gathered parameters.
-        in_step: What lives for a moment when the optimizer begins, and activations are gone:
-            gradients made flat, or in fp32.
-    """
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    buckets: int = 0
-    activations: int = 0
-    in_backward: int = 0
-    in_step: int = 0
-
-    @property
-    def model_states(self) -> int:
-        """Parameters, gradients and optimizer: what ZeRO divides."""
-        return self.parameters + self.gradients + self.optimizer
-
-    @property
-    def total(self) -> int:
-        """All that stays for longer than a moment."""
-        return self.model_states + self.buckets + self.activations
-
-    @property
-    def peak(self) -> int:
-        """The most at any moment: what must be free."""
-        moments = max(self.activations + self.in_backward, self.in_step)
-        return self.model_states + self.buckets + moments
-
-    def __mul__(self, times: int) -> Bytes:
-        return Bytes(**{f.name: getattr(self, f.name) * times for f in fields(self)})
-
-    def __add__(self, other: Bytes) -> Bytes:
-        names = (f.name for f in fields(self))
-        return Bytes(**{name: getattr(self, name) + getattr(other, name) for name in names})
-
 
 _KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations", "total", "peak")
 
@@ -244,8 +192,8 @@ def estimate_memory(
             model_or_shape, batch, settings.precision, gradient_checkpointing
         )
     machine = inventory or inspect_machine()
-    device, host, nvme = _places(settings, shape, world)
     gpus = machine.gpus[:num_processes]
+    device, host, nvme = places(settings, shape, world, on_cpu=not gpus)
     return MemoryEstimate(
         device=device + Bytes(activations=activation_bytes),
         host=host * num_processes,
@@ -302,8 +250,8 @@ def _notes(settings: Settings, activation_bytes: int, *, on_cpu: bool) -> tuple[
     notes = []
     if on_cpu:
         notes.append(
-            "On CPUs the system counts 5 to 20 % more: these are tensors, without what the "
-            "allocator keeps of freed ones."
+            "On CPUs the system may count a third more while memory is plentiful: these are "
+            "tensors, and glibc keeps freed ones. Where memory is short, they are returned."
         )
     if not activation_bytes:
         notes.append("Activations are not in it: they depend on the batch.")
@@ -311,99 +259,6 @@ def _notes(settings: Settings, activation_bytes: int, *, on_cpu: bool) -> tuple[
         names = ", ".join(settings.unknown)
         notes.append(f'Counted with DeepSpeed\'s defaults, since they are "auto": {names}.')
     return tuple(notes)
-
-
-def _places(settings: Settings, shape: Shape, world: int) -> tuple[Bytes, Bytes, Bytes]:
-    """What one process needs on its device, in host memory and on disk."""
-    rule = (_stage_0, _stage_1_2, _stage_1_2, _stage_3)[settings.stage]
-    return rule(settings, shape, world)
-
-
-def _states(s: Settings, numel: int) -> int:
-    return s.num_states * s.state_bytes * numel
-
-
-def _stage_0(s: Settings, shape: Shape, world: int) -> tuple[Bytes, Bytes, Bytes]:
-    """Everything everywhere. In 16 bit the optimizer has fp32 parameters and gradients."""
-    half = s.parameter_bytes < _FP32
-    # Gradients are made flat, a bucket at a time, to be reduced; in 16 bit the optimizer makes all
-    # of them flat in its own format, beside those of the model.
-    flat = (_FP32 + s.parameter_bytes) * shape.trainable
-    device = Bytes(
-        parameters=s.parameter_bytes * shape.total,
-        gradients=_FP32 * shape.trainable,
-        optimizer=_states(s, shape.trainable) + half * _FP32 * shape.trainable,
-        in_step=flat if half else _FP32 * min(shape.trainable, _REDUCED_AT_ONCE),
-    )
-    return device, Bytes(), Bytes()
-
-
-def _stage_1_2(s: Settings, shape: Shape, world: int) -> tuple[Bytes, Bytes, Bytes]:
-    """The optimizer has a part of its own, also in fp32, where it is a copy of the parameters."""
-    part = _part(shape.trainable, world)
-    own = s.master_bytes * part  # its parameters, and once more its gradients
-    device = Bytes(
-        parameters=s.parameter_bytes * shape.total,
-        buckets=_reduce_buffers(s),
-    )
-    states = Bytes(gradients=own, optimizer=own + _states(s, part))
-    if s.optimizer_place == "none":
-        # Stage 1 keeps whole gradients until the optimizer has taken its part of them.
-        whole = s.gradient_bytes * shape.trainable if s.stage == 1 else 0
-        more = Bytes(gradients=max(0, whole - own), in_step=own)
-        return device + states + more, Bytes(), Bytes()
-    # On their way back to the device the new parameters are rounded into a copy of their own; a
-    # gradient on its way to the host passes through a buffer on either side.
-    copy = Bytes(parameters=s.parameter_bytes * part)
-    passing = Bytes(buckets=s.parameter_bytes * max(shape.sizes, default=shape.largest_layer))
-    leaving = Bytes(in_backward=s.gradient_bytes * shape.trainable)
-    return device + passing + leaving, states + copy + passing, Bytes()
-
-
-def _stage_3(s: Settings, shape: Shape, world: int) -> tuple[Bytes, Bytes, Bytes]:
-    """Parameters are divided, too; what is needed next is gathered."""
-    everything, part = _part(shape.total, world), _part(shape.trainable, world)
-    parameters = Bytes(parameters=s.parameter_bytes * everything)
-    # Tensors that are too small to be worth it stay whole, beside their parts.
-    reduced = s.reduce_bucket * s.contiguous if shape.trainable else 0
-    whole = reduced + shape.at_most(s.persist)
-    device = Bytes(buckets=s.parameter_bytes * whole)
-    own = s.master_bytes * part  # in fp32, too
-    kept = s.gradient_bytes * part
-    update = s.master_bytes * (min(s.sub_group, part) if s.optimizer_place != "cpu" else part)
-    optimizer = Bytes(optimizer=own + _states(s, part))
-    gradients = Bytes(gradients=kept + update)
-    host, nvme = Bytes(), Bytes()
-    if s.parameter_place == "none":
-        device += parameters
-    elif s.parameter_place == "cpu":
-        host += parameters
-    else:
-        nvme += parameters
-        host += Bytes(buckets=s.parameter_bytes * s.swap_buffer * s.num_swap_buffers)
-    # Parameters gathered for the forward pass stay for the backward pass, as many as may live.
-    at_once = max(s.live, s.prefetch + shape.largest_layer)
-    gathered = s.parameter_bytes * min(at_once, shape.total)
-    if s.optimizer_place == "none":
-        rounded = kept if s.gradient_bytes < s.master_bytes else 0
-        moments = Bytes(in_backward=max(0, gathered - update), in_step=rounded)
-        return device + optimizer + gradients + moments, host, nvme
-    device += Bytes(in_backward=gathered + 3 * s.gradient_bytes * shape.largest_layer)
-    if s.optimizer_place == "cpu":
-        return device, host + optimizer + gradients, nvme
-    # On disk are gradients in the optimizer's format, too; a group of all of it is read at a time.
-    group = Bytes(buckets=s.master_bytes * s.num_state_buffers * min(s.sub_group, part))
-    return device, host + Bytes(gradients=kept) + group, nvme + optimizer + Bytes(gradients=own)
-
-
-def _reduce_buffers(s: Settings) -> int:
-    if not s.contiguous:
-        return 0
-    return s.parameter_bytes * s.reduce_bucket * (2 if s.overlap else 1)
-
-
-def _part(numel: int, world: int) -> int:
-    return -(-numel // world)
 
 
 def _size(num_bytes: int) -> str:

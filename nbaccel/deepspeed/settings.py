@@ -28,6 +28,7 @@ class Settings:
         master_bytes: Bytes of one parameter as the optimizer keeps it.
         state_bytes: Bytes of one number of an optimizer's state.
         num_states: Such numbers for each parameter: two for Adam.
+        torch_optimizer: Whether the optimizer is torch's, or the caller's, not DeepSpeed's own.
         optimizer_place: Where the optimizer's states are: ``none`` (on the device), ``cpu``,
             ``nvme``.
         parameter_place: Where the parameters are while they are not used.
@@ -52,6 +53,7 @@ class Settings:
     master_bytes: int
     state_bytes: int
     num_states: int
+    torch_optimizer: bool
     optimizer_place: str
     parameter_place: str
     reduce_bucket: int
@@ -117,6 +119,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
     size = _BYTES[precision]
     low = top.section("bf16" if precision == "bf16" else "fp16")
     low_master = bool(low.get(f"{precision}_master_weights_and_grads", False))
+    optimizer = top.section("optimizer")
     param_buffers = zero.section("offload_param")
     accumulated = top.section("data_types").get("grad_accum_dtype", precision)
     return Settings(
@@ -126,7 +129,8 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
         gradient_bytes=_BYTES.get(str(accumulated), size),
         master_bytes=size if low_master else 4,
         state_bytes=size if low.get("bf16_optimizer_states", False) else 4,
-        num_states=_STATES.get(str(top.section("optimizer").get("type", "Adam")).lower(), 2),
+        num_states=_STATES.get(str(optimizer.get("type", "Adam")).lower(), 2),
+        torch_optimizer=_is_torchs(top, stage),
         # DeepSpeed ignores both below the stages that have them; NVMe below stage 3 becomes cpu.
         optimizer_place=_optimizer_place(zero.place("offload_optimizer"), stage),
         parameter_place=zero.place("offload_param") if stage == 3 else "none",
@@ -142,6 +146,16 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
         num_state_buffers=int(zero.section("offload_optimizer").get("buffer_count", 4)),
         unknown=tuple(dict.fromkeys(unknown)),
     )
+
+
+def _is_torchs(top: _Reader, stage: int) -> bool:
+    """Whether it is not one that DeepSpeed makes from the file, or makes of it to offload it."""
+    optimizer = top.section("optimizer")
+    place = top.section("zero_optimization").place("offload_optimizer")
+    if _optimizer_place(place, stage) != "none" and top.get("zero_force_ds_cpu_optimizer", True):
+        return False
+    named = optimizer.get("type", None)
+    return named is None or bool(optimizer.section("params").get("torch_adam", False))
 
 
 def _stage(zero: _Reader) -> int:

@@ -128,6 +128,6 @@ def test_a_model_that_is_only_used_needs_no_memory_for_training():
     model = torch.nn.Linear(1 << 15, 1 << 15, device="meta")  # 4 GiB of float32
     machine = Inventory(cpu_cores=2, host_available_bytes=9 << 30, host_total_bytes=9 << 30)
     asked = {"device": "cpu", "local_world_size": 1, "num_nodes": 1, "inventory": machine}
-    troubles.check_host_memory(model, config("cpu"), trains=False, **asked)
+    troubles.host_memory(model, config("cpu"), trains=False, **asked).check()
     with pytest.raises(ConfigError, match="would kill it at the start"):
-        troubles.check_host_memory(model, config("cpu"), **asked)
+        troubles.host_memory(model, config("cpu"), **asked).check()

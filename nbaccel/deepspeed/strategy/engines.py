@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from nbaccel.abc.standins import DummyOptim, DummyScheduler
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.config import ZERO
-from nbaccel.deepspeed.strategy import on_disk
+from nbaccel.deepspeed.strategy import heap, on_disk
 from nbaccel.deepspeed.strategy.settling import stage_of
 from nbaccel.errors import ConfigError
 from nbaccel.precision.native import as_float32
@@ -75,6 +75,7 @@ def make_engine(
     with _quiet(settings):
         engine, *_ = deepspeed.initialize(**arguments)
     _convert(engine)
+    heap.return_all()
     on_disk.skip_repeated_reads(engine.module)
     if several and stage_of(settings) == 3:
         _keep_in_step(engine.module)

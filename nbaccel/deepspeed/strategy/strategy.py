@@ -23,6 +23,7 @@ from nbaccel.deepspeed.facts import made_in
 from nbaccel.deepspeed.strategy import (
     checkpoints,
     gathering,
+    heap,
     lease,
     on_disk,
     orphans,
@@ -180,10 +181,20 @@ class DeepSpeedStrategy(Strategy):
         for text in settled.warnings:
             warnings.warn(text, stacklevel=2)
         on_disk.check_buffers(model, settled.settings, self.place.world_size)
-        if not self.place.is_local_main:
-            return
         local = self.place.local_world_size
         nodes = max(1, self.place.world_size // local)
+        memory = troubles.host_memory(
+            model,
+            settled.settings,
+            trains=trains,
+            device=self.place.device.type,
+            local_world_size=local,
+            num_nodes=nodes,
+        )
+        if memory.is_short:
+            heap.return_at_once()
+        if not self.place.is_local_main:
+            return
         # The others wait in their first collective, and have written nothing yet.
         swap_space.check_room(
             model,
@@ -193,14 +204,7 @@ class DeepSpeedStrategy(Strategy):
             num_nodes=nodes,
             in_use=swapping.folders_in_use(),
         )
-        troubles.check_host_memory(
-            model,
-            settled.settings,
-            trains=trains,
-            device=self.place.device.type,
-            local_world_size=local,
-            num_nodes=nodes,
-        )
+        memory.check()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """See :meth:`Strategy.unwrap`."""

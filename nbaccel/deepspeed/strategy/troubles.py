@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from nbaccel.errors import ConfigError, TrainingDiverged
 from nbaccel.plan.inventory import Inventory, inspect_machine
 from nbaccel.units import format_bytes
 
-__all__ = ["Troubles", "check_host_memory"]
+__all__ = ["HostMemory", "Troubles", "host_memory"]
 
 PATIENCE = 5
 """Steps in a row without a number, or skipped at the lowest loss scale, before it is given up."""
@@ -133,7 +134,50 @@ class Troubles:
         )
 
 
-def check_host_memory(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostMemory:
+    """What a node's processes will need of its memory, and what it has.
+
+    Attributes:
+        needed: Bytes, estimated, without activations.
+        free: Bytes that are free now.
+        there: Bytes in all.
+        num_processes: Processes on the node.
+    """
+
+    needed: int
+    free: int
+    there: int
+    num_processes: int
+
+    @property
+    def is_short(self) -> bool:
+        """Whether it matters what an allocator keeps: more than half of what is free is needed."""
+        return 2 * self.needed > self.free
+
+    def check(self) -> None:
+        """Say before it happens that the system will kill processes for want of memory.
+
+        Raises:
+            ConfigError: The machine has not that much memory at all.
+        """
+        text = (
+            f"DeepSpeed will need about {format_bytes(self.needed)} of host memory for "
+            f"{self.num_processes} process(es), and {format_bytes(self.free)} of "
+            f"{format_bytes(self.there)} are free"
+        )
+        keys = (
+            "Set zero_optimization.offload_optimizer.device (or offload_param.device) to 'none' or "
+            "'nvme', a lower sub_group_size, or use fewer processes; nbaccel.advise finds what "
+            "fits."
+        )
+        if self.needed > self.there:
+            raise ConfigError(f"{text}: the system would kill it at the start. {keys}")
+        if self.needed > self.free:
+            warnings.warn(f"{text}: the system may kill it at the start. {keys}", stacklevel=2)
+
+
+def host_memory(
     model: nn.Module,
     settings: Mapping[str, Any],
     *,
@@ -142,8 +186,8 @@ def check_host_memory(
     local_world_size: int,
     num_nodes: int,
     inventory: Inventory | None = None,
-) -> None:
-    """Say before it happens that the system will kill processes for want of memory.
+) -> HostMemory:
+    """Estimate what the processes of this node will need of its memory.
 
     Args:
         model: The model, built already.
@@ -154,8 +198,8 @@ def check_host_memory(
         num_nodes: Nodes.
         inventory: What the machine has; this one where left out.
 
-    Raises:
-        ConfigError: The machine has not that much memory at all.
+    Returns:
+        What is needed and what there is.
     """
     machine = inventory or inspect_machine()
     estimate = estimate_memory(
@@ -169,17 +213,9 @@ def check_host_memory(
     if device == "cpu":
         # The weights are there already, one copy for all until they are written to.
         needed += estimate.device.total * local_world_size
-    free, there = machine.host_available_bytes, machine.host_total_bytes
-    text = (
-        f"DeepSpeed will need about {format_bytes(needed)} of host memory for "
-        f"{local_world_size} process(es), and {format_bytes(free)} of {format_bytes(there)} are "
-        "free"
+    return HostMemory(
+        needed=needed,
+        free=machine.host_available_bytes,
+        there=machine.host_total_bytes,
+        num_processes=local_world_size,
     )
-    keys = (
-        "Set zero_optimization.offload_optimizer.device (or offload_param.device) to 'none' or "
-        "'nvme', a lower sub_group_size, or use fewer processes; nbaccel.advise finds what fits."
-    )
-    if needed > there:
-        raise ConfigError(f"{text}: the system would kill it at the start. {keys}")
-    if needed > free:
-        warnings.warn(f"{text}: the system may kill it at the start. {keys}", stacklevel=2)

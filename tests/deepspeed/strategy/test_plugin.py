@@ -15,7 +15,7 @@ from torch import nn
 from nbaccel import Accelerator, DeepSpeedPlugin, RunConfig
 from nbaccel.config.handlers import FullyShardedDataParallelPlugin
 from nbaccel.deepspeed.config import ZeroConfig
-from nbaccel.deepspeed.strategy.troubles import check_host_memory
+from nbaccel.deepspeed.strategy.troubles import host_memory
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.plan import inspect_machine
 from tests.deepspeed import needs
@@ -205,8 +205,8 @@ def test_too_little_host_memory_is_said_before_the_system_kills_anybody():
     model = nn.Linear(1000, 1000, device="meta")  # 1 001 000 parameters
     settings = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 
-    def check(total: int, available: int) -> None:
-        check_host_memory(
+    def check(total: int, available: int) -> bool:
+        memory = host_memory(
             model,
             settings,
             device="cuda",
@@ -214,10 +214,13 @@ def test_too_little_host_memory_is_said_before_the_system_kills_anybody():
             num_nodes=1,
             inventory=machine(total, available),
         )
+        memory.check()
+        return memory.is_short
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check(1 << 30, 1 << 30)
+        assert not check(1 << 30, 1 << 30)
+        assert check(1 << 30, 30 << 20), "18 MB of 31 are more than half of it"
     with pytest.warns(UserWarning, match=r"may kill it.*offload_optimizer\.device"):
         check(1 << 30, 1 << 20)
     with pytest.raises(
