@@ -116,7 +116,8 @@ def run_tests(
     options += ["--numprocesses", str(jobs), "--dist", "loadfile", "--no-loadscope-reorder"]
     unpacked = folder / "unpacked"
     cwd = next(unpacked.iterdir()) if unpacked.exists() else ROOT
-    status = environment.run("-m", "pytest", *options, *lane.tests, cwd=cwd)
+    asked = ["-m", "pytest", *options, *lane.tests]
+    status = environment.run(*asked, cwd=cwd, variables=lane.variables)
     suite = ET.parse(report).getroot().find("testsuite")
     count = {key: int(suite.get(key, 0)) if suite is not None else 0 for key in _COUNTED}
     bad = count["failures"] + count["errors"]

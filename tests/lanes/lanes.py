@@ -55,6 +55,7 @@ class Lane:
         notebooks: Notebooks that are run from beginning to end.
         packages: What is installed beside nbaccel.
         operations: Whether DeepSpeed's C++ operations are built before.
+        variables: Of the environment of its tests.
         front_end: Where a browser shows it; none where kernels alone are asked.
     """
 
@@ -66,6 +67,7 @@ class Lane:
     notebooks: tuple[str, ...] = ()
     packages: tuple[str, ...] = _TOOLS
     operations: bool = False
+    variables: tuple[tuple[str, str], ...] = ()
     front_end: str = "kernel alone"
 
 
@@ -96,14 +98,17 @@ LANES: dict[str, Lane] = {
         title="oldest of all",
         tests=(*_CORE, "tests/strategies/test_fsdp_on_cpu.py", *_OF_DEEPSPEED),
         extras="notebook,deepspeed",
-        packages=(*_TOOLS, "ipywidgets", "matplotlib"),
+        packages=(*_TOOLS, "ipywidgets", "matplotlib", "scikit-learn", "tqdm"),
         operations=True,
+        # The threads of its libgomp forbid a fork once there are any, which is told; the tests
+        # that fork a notebook fork one that has none.
+        variables=(("OMP_NUM_THREADS", "1"),),
     ),
     "newest": Lane(
         python="3.13",
         title="newest torch, newest Python",
         tests=_CORE,
-        packages=(*_TOOLS, "ipywidgets", "matplotlib"),
+        packages=(*_TOOLS, "ipywidgets", "matplotlib", "tqdm"),
     ),
     "dist": Lane(
         python="3.11",
