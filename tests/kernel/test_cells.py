@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
-from importlib.metadata import version
 
 import pytest
 
@@ -58,7 +58,8 @@ def test_functions_and_classes_of_cells_train_a_model(kernel: Kernel) -> None:
 
 
 @pytest.mark.skipif(
-    version("torch").startswith("2.6."), reason="threads of its libgomp forbid a fork"
+    importlib.metadata.version("torch").startswith("2.6."),
+    reason="threads of its libgomp forbid a fork",
 )
 def test_a_launch_after_matmul_and_backward_with_many_threads(kernel: Kernel) -> None:
     kernel.run(
@@ -82,7 +83,8 @@ def test_a_launch_after_matmul_and_backward_with_many_threads(kernel: Kernel) ->
 
 
 @pytest.mark.skipif(
-    version("torch").startswith("2.6."), reason="threads of its libgomp forbid a fork"
+    importlib.metadata.version("torch").startswith("2.6."),
+    reason="threads of its libgomp forbid a fork",
 )
 def test_a_fork_after_matmul_and_backward(kernel: Kernel) -> None:
     kernel.run(
