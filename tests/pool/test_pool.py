@@ -366,7 +366,7 @@ def test_a_worker_deaf_to_stop_is_ended_and_that_is_said(fresh: Pool, tmp_path: 
 
 
 def test_a_timeout_ends_a_cell_and_keeps_the_workers() -> None:
-    with Pool(2, namespace={}, timeout=0.5) as pool:
+    with Pool(2, namespace={}, timeout=3) as pool:
         before = pids(pool)
         with pytest.raises(TimeoutError, match="rank 0"):
             pool.run("import time; time.sleep(600)")
