@@ -44,7 +44,7 @@ def combination_mistakes(config: ZeroConfig, *, device: str) -> Iterator[str]:
     """
     open_stage = config.stage == AUTO
     if not open_stage:
-        yield from _offload_mistakes(config)
+        yield from _offload_mistakes(config, device)
     half = [name for name in ("fp16", "bf16") if _enabled(config, name)]
     if len(half) == 2:
         yield (
@@ -74,7 +74,7 @@ def combination_mistakes(config: ZeroConfig, *, device: str) -> Iterator[str]:
         )
 
 
-def _offload_mistakes(config: ZeroConfig) -> Iterator[str]:
+def _offload_mistakes(config: ZeroConfig, device: str) -> Iterator[str]:
     stage = config.zero_stage
     for name, section in (
         ("offload_param", config.offload_param),
@@ -100,11 +100,23 @@ def _offload_mistakes(config: ZeroConfig) -> Iterator[str]:
                 f"{where} needs stage 3: got stage {stage}. DeepSpeed would keep the state in host "
                 'memory and write nothing to disk. Give stage 3, or device="cpu".'
             )
+        elif target == "nvme" and name == "offload_optimizer" and device == "cpu":
+            yield from _aborts_on_disk(where)
         if target == "nvme" and not section.nvme_path:
             yield (
                 f"{where} needs {ZERO}.{name}.nvme_path: got none. DeepSpeed would fail with a "
                 "TypeError about a path. Give a folder on the fast disk."
             )
+
+
+def _aborts_on_disk(where: str) -> Iterator[str]:
+    # Before that release no memory of a CPU counted as pinned, and a write of nothing was awaited.
+    if version := library.older_than(0, 19, 6):
+        yield (
+            f"{where} needs DeepSpeed 0.19.6 or newer where there is no GPU: got {version}. It "
+            "would end the process with a failed assertion in C++ (_num_pending_ops > 0). Install "
+            'a newer one (pip install "deepspeed>=0.19.6"), or give device="cpu".'
+        )
 
 
 def batch_mistakes(config: ZeroConfig, *, world_size: int | None, open_ends: bool) -> Iterator[str]:

@@ -12,7 +12,7 @@ from nbaccel._optional import require
 from nbaccel.deepspeed import building
 from nbaccel.errors import MissingBackend
 
-__all__ = ["OLDEST", "check_version", "load", "refusal"]
+__all__ = ["OLDEST", "check_version", "load", "older_than", "refusal"]
 
 OLDEST = (0, 17, 6)
 """The oldest release that the tests have been run with; `pyproject.toml` declares the same."""
@@ -65,8 +65,8 @@ def refusal(version: str) -> str:
     Returns:
         The sentence; empty where it can be used, or nothing can be said of it.
     """
-    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
-    if numbers is None or tuple(int(part or 0) for part in numbers.groups()) >= OLDEST:
+    numbers = _numbers(version)
+    if numbers is None or numbers >= OLDEST:
         return ""
     oldest = ".".join(map(str, OLDEST))
     return (
@@ -74,6 +74,18 @@ def refusal(version: str) -> str:
         "into DeepSpeed's engines, and what it needs there is missing in older ones: weights would "
         f'not come home. Install a newer one: pip install "deepspeed>={oldest}"'
     )
+
+
+def older_than(*numbers: int) -> str:
+    """The version that is installed, where it is older than this one; empty elsewhere."""
+    installed = _installed()
+    found = _numbers(installed) if installed is not None else None
+    return installed if installed and found is not None and found < numbers else ""
+
+
+def _numbers(version: str) -> tuple[int, ...] | None:
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    return None if found is None else tuple(int(part or 0) for part in found.groups())
 
 
 @lru_cache(maxsize=1)

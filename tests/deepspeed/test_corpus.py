@@ -46,7 +46,7 @@ def files() -> list[Path]:
 
 
 def refusal_of_deepspeed(settings: dict[str, Any]) -> str:
-    """Why the installed DeepSpeed refuses it, once "auto" is filled in; nothing where it does not."""
+    """Why the installed DeepSpeed refuses it, without what is "auto"; empty where it takes it."""
     known = without_auto(settings)
     if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(known):
         known["train_micro_batch_size_per_gpu"] = 1

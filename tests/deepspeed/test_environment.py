@@ -360,7 +360,7 @@ def test_a_model_that_zero_3_took_apart_is_refused_by_stage_2_and_the_next_run_w
 
 
 def on_disk(test):
-    for mark in (*needs.DISK, pytest.mark.filterwarnings("ignore")):
+    for mark in (*needs.STATE_ON_DISK, pytest.mark.filterwarnings("ignore")):
         test = mark(test)
     return test
 

@@ -11,6 +11,8 @@ import textwrap
 import pytest
 
 from nbaccel.deepspeed import library
+from nbaccel.deepspeed.combinations import combination_mistakes
+from nbaccel.deepspeed.config import ZeroConfig
 from tests.deepspeed import needs
 from tests.house.source import ROOT
 
@@ -33,6 +35,30 @@ def test_the_declared_range_is_the_one_that_is_checked():
     )
     numbers = [int(part) for part in declared.split(".")]
     assert tuple(numbers + [0] * (3 - len(numbers))) == library.OLDEST
+
+
+ON_DISK = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"},
+    },
+}
+
+
+@needs.DEEPSPEED
+@pytest.mark.parametrize(
+    ("version", "device", "is_refused"),
+    [("0.19.5", "cpu", True), ("0.19.6", "cpu", False), ("0.19.5", "cuda", False)],
+)
+def test_a_version_that_would_abort_is_refused_where_it_does(
+    monkeypatch, version, device, is_refused
+):
+    """Without a GPU an optimizer swapped to disk ends the process before 0.19.6."""
+    monkeypatch.setattr(library, "_installed", lambda: version)
+    told = "\n".join(combination_mistakes(ZeroConfig.from_dict(ON_DISK), device=device))
+    assert ("needs DeepSpeed 0.19.6" in told) == is_refused
+    assert (version in told) == is_refused
 
 
 PROGRAM = """

@@ -98,7 +98,7 @@ LANES: dict[str, Lane] = {
         title="oldest of all",
         tests=(*_CORE, "tests/strategies/test_fsdp_on_cpu.py", *_OF_DEEPSPEED),
         extras="notebook,deepspeed",
-        packages=(*_TOOLS, "ipywidgets", "matplotlib", "scikit-learn", "tqdm"),
+        packages=(*_TOOLS, *_OF_NOTEBOOKS, "transformers<5", "safetensors"),
         operations=True,
         # The threads of its libgomp forbid a fork once there are any, which is told; the tests
         # that fork a notebook fork one that has none.

@@ -81,7 +81,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any],
 
 @pytest.mark.filterwarnings("ignore")
 class TestOnDisk:
-    pytestmark = needs.DISK
+    pytestmark = needs.STATE_ON_DISK
 
     def test_it_trains_as_in_memory(self, ran):
         _, found, _ = ran
@@ -156,7 +156,7 @@ def test_a_forked_process_leaves_the_files_of_its_parent(tmp_path):
 
 
 class TestWithoutLauncher:
-    pytestmark = needs.DISK
+    pytestmark = needs.STATE_ON_DISK
 
     def test_no_files_stay_when_python_exits_with_an_engine(self, tmp_path):
         told = told_by(PROGRAM, str(tmp_path), "Linear", timeout_s=800)
