@@ -23,7 +23,7 @@ Version: 9.9
 Provides-Extra: deepspeed
 Provides-Extra: fp8
 Requires-Dist: torch>=2.6
-Requires-Dist: deepspeed>=0.17.6; extra == "deepspeed"
+Requires-Dist: deepspeed>=0.18.5; extra == "deepspeed"
 Requires-Dist: ninja; extra == "deepspeed"
 Requires-Dist: transformer-engine[pytorch]; extra == "fp8"
 Requires-Dist: not-for-us; (python_version < "3") and extra == "fp8"
@@ -86,7 +86,7 @@ def test_from_a_repository(installed, vcs: dict[str, str], revision: str) -> Non
 
 def test_where_the_folder_is_gone_the_packages_are_named(installed, tmp_path: Path) -> None:
     installed({"url": (tmp_path / "gone").as_uri(), "dir_info": {}})
-    assert install_line("deepspeed") == 'pip install "deepspeed>=0.17.6" ninja'
+    assert install_line("deepspeed") == 'pip install "deepspeed>=0.18.5" ninja'
     assert install_line("fp8") == 'pip install "transformer-engine[pytorch]"'
 
 

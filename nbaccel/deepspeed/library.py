@@ -14,7 +14,7 @@ from nbaccel.errors import MissingBackend
 
 __all__ = ["OLDEST", "check_version", "load", "older_than", "refusal"]
 
-OLDEST = (0, 17, 6)
+OLDEST = (0, 18, 5)
 """The oldest release that the tests have been run with; `pyproject.toml` declares the same."""
 
 _GREETING = "Setting accelerator to CPU."
@@ -70,9 +70,10 @@ def refusal(version: str) -> str:
         return ""
     oldest = ".".join(map(str, OLDEST))
     return (
-        f"DeepSpeed {version} is installed, and nbaccel works with {oldest} and newer. It reaches "
-        "into DeepSpeed's engines, and what it needs there is missing in older ones: weights would "
-        f'not come home. Install a newer one: pip install "deepspeed>={oldest}"'
+        f"DeepSpeed {version} is installed, and nbaccel works with {oldest} and newer. Older ones "
+        "leave the optimizer's state and the float32 weights out of checkpoints of stage 0 in bf16, "
+        "and those before 0.17 lack what brings weights home. Install a newer one: "
+        f'pip install "deepspeed>={oldest}"'
     )
 
 

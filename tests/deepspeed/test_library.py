@@ -17,14 +17,14 @@ from tests.deepspeed import needs
 from tests.house.source import ROOT
 
 
-@pytest.mark.parametrize("version", ["0.16.9", "0.17.5", "0.9.2", "0.16", "0.12.7+cu121"])
+@pytest.mark.parametrize("version", ["0.16.9", "0.18.4", "0.9.2", "0.16", "0.12.7+cu121"])
 def test_what_is_too_old_is_refused_with_what_to_install(version):
     told = library.refusal(version)
     assert f"DeepSpeed {version} is installed" in told
     assert 'pip install "deepspeed>=' in told
 
 
-@pytest.mark.parametrize("version", ["0.17.6", "0.19.8", "0.19.8+e2f1a", "0.20", "1.0.0", "main"])
+@pytest.mark.parametrize("version", ["0.18.5", "0.19.8", "0.19.8+e2f1a", "0.20", "1.0.0", "main"])
 def test_what_is_new_enough_is_not(version):
     assert library.refusal(version) == ""
 

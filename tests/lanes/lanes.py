@@ -98,11 +98,12 @@ LANES: dict[str, Lane] = {
         title="oldest of all",
         tests=(*_CORE, "tests/strategies/test_fsdp_on_cpu.py", *_OF_DEEPSPEED),
         extras="notebook,deepspeed",
-        packages=(*_TOOLS, *_OF_NOTEBOOKS, "transformers<5", "safetensors"),
+        packages=(*_TOOLS, *_OF_NOTEBOOKS, "transformers<5", "accelerate", "safetensors"),
         operations=True,
         # The threads of its libgomp forbid a fork once there are any, which is told; the tests
         # that fork a notebook fork one that has none.
-        variables=(("OMP_NUM_THREADS", "1"),),
+        # And torch 2.6 starts processes to compile with as soon as it is imported by DeepSpeed.
+        variables=(("OMP_NUM_THREADS", "1"), ("TORCHINDUCTOR_COMPILE_THREADS", "1")),
     ),
     "newest": Lane(
         python="3.13",
