@@ -71,8 +71,8 @@ def refusal(version: str) -> str:
     oldest = ".".join(map(str, OLDEST))
     return (
         f"DeepSpeed {version} is installed, and nbaccel works with {oldest} and newer. Older ones "
-        "leave the optimizer's state and float32 weights out of checkpoints of stage 0 in bf16, and "
-        "those before 0.17 lack what brings weights home. Install a newer one: "
+        "leave the optimizer's state and float32 weights out of checkpoints of stage 0 in bf16, "
+        "and the oldest cannot be left again. Install a newer one: "
         f'pip install "deepspeed>={oldest}"'
     )
 

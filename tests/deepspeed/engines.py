@@ -97,10 +97,8 @@ def train(settings: dict[str, Any], network: nn.Module, steps: int = 3) -> tuple
         return step(*args, **kwargs)
 
     torch.manual_seed(1)
-    # Drawn in float32: some torches draw other numbers for bfloat16.
-    rows = torch.randn(4, WIDTH).to(
-        torch.bfloat16 if settings["bf16"]["enabled"] else torch.float32
-    )
+    dtype = torch.bfloat16 if settings["bf16"]["enabled"] else torch.float32
+    rows = torch.randn(4, WIDTH).to(dtype)  # some torches draw other numbers for bfloat16
     losses = []
     for number in range(steps):
         loss = engine(rows).float().square().mean()

@@ -139,8 +139,10 @@ def run(name: str, environment: Environment, folder: Path, jobs: int) -> bool:
     """Run one lane in its environment; returns whether it is green."""
     lane, began, cpu = LANES[name], time.monotonic(), _cpu_s()
     is_built = not lane.operations or not environment.run("-m", "tests.deepspeed.operations")
-    passed, counts = run_tests(environment, lane, folder, jobs)
-    is_green = run_notebooks(environment, lane) and passed and is_built
+    with ThreadPoolExecutor(1) as aside:
+        notebooks = aside.submit(run_notebooks, environment, lane)
+        passed, counts = run_tests(environment, lane, folder, jobs)
+        is_green = notebooks.result() and passed and is_built
     took = f"{time.monotonic() - began:.0f} s, {_cpu_s() - cpu:.0f} s of processors"
     print(f"lane {name}: {counts}, {'green' if is_green else 'RED'}, {took}", flush=True)
     if is_green:
