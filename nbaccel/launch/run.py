@@ -31,6 +31,7 @@ from nbaccel.launch.sharing.find import find_modules
 from nbaccel.launch.sharing.homecoming import Homecoming
 from nbaccel.launch.starter import Starter
 from nbaccel.launch.supervisor import Supervisor
+from nbaccel.launch.system import uninterrupted
 from nbaccel.launch.template import TemplateStarter, dispose
 from nbaccel.plan import Plan
 
@@ -76,8 +77,9 @@ def _attempts(plan: Plan, packed: Packed) -> Outcome:
 
 def _attempt(plan: Plan, packed: Packed, attempt: int) -> Outcome:
     with contextlib.ExitStack() as stack:
-        homecoming = Homecoming(packed.sharing, packed.arenas if plan.config.share_back else {})
-        stack.callback(homecoming.close, dispose)
+        with uninterrupted():  # until somebody is there to close the staging files
+            homecoming = Homecoming(packed.sharing, packed.arenas if plan.config.share_back else {})
+            stack.callback(homecoming.close, dispose)
         listener = None
         if plan.config.node_rank == 0:
             listener = store.listen(plan.master_addr, plan.port)

@@ -13,18 +13,29 @@ from nbaccel.units import format_bytes
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Let a KeyboardInterrupt wait until the block is through."""
-    if threading.current_thread() is not threading.main_thread():
+    """Let a KeyboardInterrupt wait until the block is through, and all blocks around it."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or isinstance(signal.getsignal(signal.SIGINT), _Held):
         yield
         return
-    pressed: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda signum, _: pressed.append(signum))
+    held = _Held()
+    before = signal.signal(signal.SIGINT, held)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if pressed:
+    if held.pressed:
         raise KeyboardInterrupt
+
+
+class _Held:
+    """A handler that remembers an interrupt."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+
+    def __call__(self, signum: int, frame: object) -> None:
+        self.pressed = True
 
 
 def oom_kills(proc: Path = Path("/proc")) -> int:

@@ -22,14 +22,16 @@ _FORK_TIMEOUT_S = 20.0
 def dispose(fds: Sequence[int]) -> None:
     """Close descriptors of big files; in the template process if there is one."""
     boot = warmup.current()
-    if boot is not None and fds:  # one that is still importing closes them when it is through
-        # It is going down, or no descriptor is left for the copy: then the last reference is ours.
-        with (
-            contextlib.suppress(OSError),
-            contextlib.closing(wire.Channel(boot.socket.dup())) as channel,
-        ):
-            channel.send(wire.Dispose(), fds)
-    memory.close_all(fds)
+    try:
+        if boot is not None and fds:  # one that is still importing closes them when it is through
+            # It goes down, or no descriptor is left for the copy: then the last reference is ours.
+            with (
+                contextlib.suppress(OSError),
+                contextlib.closing(wire.Channel(boot.socket.dup())) as channel,
+            ):
+                channel.send(wire.Dispose(), fds)
+    finally:
+        memory.close_all(fds)
 
 
 def go_on() -> None:

@@ -19,6 +19,7 @@ from nbaccel.launch.run import job_of
 from nbaccel.launch.sharing import arena
 from nbaccel.launch.sharing.find import find_modules
 from nbaccel.launch.sharing.homecoming import Homecoming
+from nbaccel.launch.system import uninterrupted
 from nbaccel.launch.template import dispose
 from nbaccel.plan import Plan
 from nbaccel.pool import messages
@@ -70,6 +71,7 @@ def prepared(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) ->
         packed = pack_for_the_living(function, args, sharing)
         if packed.fd is not None:
             stack.callback(os.close, packed.fd)
-        homecoming = Homecoming(packed.sharing, packed.arenas if plan.config.share_back else {})
-        stack.callback(homecoming.close, dispose)
+        with uninterrupted():  # until somebody is there to close the staging files
+            homecoming = Homecoming(packed.sharing, packed.arenas if plan.config.share_back else {})
+            stack.callback(homecoming.close, dispose)
         yield Call(plan=plan, packed=packed, homecoming=homecoming)

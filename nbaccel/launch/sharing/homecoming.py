@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 from nbaccel.launch.sharing import memory, trained
 from nbaccel.launch.sharing.arena import Arena, Sharing, named_tensors, refresh_devices, version
 from nbaccel.launch.sharing.home import HomeReport
+from nbaccel.launch.system import uninterrupted
 
 __all__ = ["Homecoming"]
 
@@ -28,7 +29,14 @@ class Homecoming:
         self._sharing = sharing
         self._versions = _versions(sharing)
         self._arenas = arenas
-        self.staging = {key: memory.create_file("staging", a.nbytes) for key, a in arenas.items()}
+        self.staging: dict[str, int] = {}
+        with uninterrupted():  # which would cost a descriptor that nobody knows yet
+            try:
+                for key, arena in arenas.items():
+                    self.staging[key] = memory.create_file("staging", arena.nbytes)
+            except OSError:
+                self.close()
+                raise
 
     def apply(self, reports: Iterable[HomeReport], whole: Mapping[str, int] | None = None) -> None:
         """Let the notebook's modules have the trained values. Call once all ranks have returned.
@@ -114,9 +122,10 @@ class Homecoming:
             dispose: Closes descriptors. Freeing gigabytes takes a tenth of a second each: better
                 where nobody waits for it.
         """
-        fds = list(self.staging.values())
-        self.staging.clear()
-        dispose(fds)
+        with uninterrupted():
+            fds = list(self.staging.values())
+            self.staging.clear()
+            dispose(fds)
 
 
 def _versions(sharing: Sharing) -> dict[str, int]:

@@ -1,14 +1,21 @@
 from __future__ import annotations
 
+import errno
 import os
 import re
-from collections.abc import Callable, Iterator
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from nbaccel.launch import system, template, warmup, wire
+from nbaccel.launch.sharing import homecoming as homecoming_module
+from nbaccel.launch.sharing import memory
 from nbaccel.launch.sharing.arena import named_tensors
 from nbaccel.launch.sharing.memory import PAGE_BYTES
 from tests.launch.sharing.trip import Trip, Worker, replace_tensor
@@ -327,3 +334,61 @@ def test_two_models_one_of_them_untouched(launch: Launch) -> None:
     trip.come_home(worker)
     assert_equal(one, values(worker.args[0]))
     assert_equal(other, before)
+
+
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def test_an_interrupt_in_the_midst_of_closing_costs_no_staging_file(launch):
+    homecoming = launch(Net()).homecoming
+    (fd,) = homecoming.staging.values()
+
+    def interrupted_before_it_closes(fds: Sequence[int]) -> None:
+        signal.raise_signal(signal.SIGINT)
+        memory.close_all(fds)
+
+    with pytest.raises(KeyboardInterrupt):
+        homecoming.close(interrupted_before_it_closes)
+    assert not is_open(fd)
+
+
+def test_an_interrupt_while_the_template_is_told_costs_no_staging_file(launch, monkeypatch):
+    """The block that holds interrupts back holds them in the blocks inside it, too."""
+    homecoming = launch(Net()).homecoming
+    (fd,) = homecoming.staging.values()
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    monkeypatch.setattr(warmup, "current", lambda: SimpleNamespace(socket=here))
+    monkeypatch.setattr(wire.Channel, "send", lambda *_: signal.raise_signal(signal.SIGINT))
+    went_on = []
+
+    def to_the_end() -> None:
+        with system.uninterrupted():
+            homecoming.close(template.dispose)
+            went_on.append(True)
+
+    with here, there, pytest.raises(KeyboardInterrupt):
+        to_the_end()
+    assert went_on
+    assert not is_open(fd)
+
+
+def test_where_the_second_file_cannot_be_made_the_first_is_closed(launch, monkeypatch):
+    made, real = [], memory.create_file
+
+    def create(name: str, nbytes: int) -> int:
+        if made:
+            raise OSError(errno.EMFILE, "too many open files")
+        made.append(real(name, nbytes))
+        return made[0]
+
+    trip = launch(Net())
+    (arena,) = trip.arenas.values()
+    monkeypatch.setattr(homecoming_module.memory, "create_file", create)
+    with pytest.raises(OSError, match="too many"):
+        homecoming_module.Homecoming(trip.sharing, {"a": arena, "b": arena})
+    assert not is_open(made[0])
