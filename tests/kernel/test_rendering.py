@@ -33,7 +33,7 @@ class Notebook:
 
     def error(self, code, *, interrupt_at=None):
         """Run a cell that must raise; returns (ename, lines without colours)."""
-        self.client.execute(code)
+        asked = self.client.execute(code)
         found, deadline = None, time.monotonic() + 400
         while time.monotonic() < deadline:
             try:
@@ -41,6 +41,8 @@ class Notebook:
             except queue.Empty:
                 continue
             content = message["content"]
+            if message["parent_header"].get("msg_id") != asked:
+                continue  # an answer to something else, such as a form's comm, may come late
             if message["msg_type"] == "stream" and interrupt_at and interrupt_at in content["text"]:
                 self.manager.interrupt_kernel()
             elif message["msg_type"] == "error":
