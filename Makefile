@@ -13,7 +13,7 @@
 SHELL         := bash
 .SHELLFLAGS   := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow chaos lane gpu gpu-test gpu-bench lint bench deepspeed-ops clean
+.PHONY: help demo test test-slow chaos lane gpu gpu-test gpu-bench lint docs bench deepspeed-ops clean
 
 PYTHON      ?= python3
 VENV        ?= .venv
@@ -76,6 +76,11 @@ lint: $(VENV)/.dev  ## style, types, import direction, spelling
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell
 
+# NO_MKDOCS_2_WARNING: mkdocs-material advertises with every build.
+docs: $(VENV)/.docs  ## build the documentation into build/docs; a warning is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict --config-file docs/mkdocs.yml
+	@echo "build/docs/index.html"
+
 bench: $(VENV)/.dev  ## time launches, steps, live workers and fp32 weights against the peers (takes hours; wants a quiet machine)
 	@$(BIN)/python benchmarks/launch.py
 	@$(BIN)/python benchmarks/step.py
@@ -107,6 +112,11 @@ $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/.created
 	@echo "setting up $(VENV) for the tests (once; a few minutes where torch must be fetched)"
 	@$(INSTALL) --editable '.[dev]'
 	@touch $@ $(VENV)/.demo
+
+$(VENV)/.docs: pyproject.toml $(CONSTRAINTS) | $(VENV)/.created
+	@echo "setting up $(VENV) for the documentation (once)"
+	@$(INSTALL) --editable '.[docs]'
+	@touch $@
 
 $(GPU_SITE)/.ready: $(wildcard $(WHEELS)/*.whl)
 	@echo "taking what is missing from $(WHEELS)"

@@ -3,9 +3,9 @@
     python benchmarks/gpu.py                       everything, some ten minutes on one GPU
     python benchmarks/gpu.py --only steps          some of it
     python benchmarks/gpu.py --render              the tables again, from the stored result
-    python benchmarks/gpu.py --device cpu --small --no-readme --output /tmp/gpu.json    is it sound?
+    python benchmarks/gpu.py --device cpu --small --no-page --output /tmp/gpu.json    is it sound?
 
-Read benchmarks/README.md for what each row means.
+Read docs/pages/benchmarks.md for what each row means.
 """
 
 from __future__ import annotations

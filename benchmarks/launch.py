@@ -1,11 +1,11 @@
 """How fast, how frugal and how helpful launching is, beside the peers, from real kernels.
 
     python benchmarks/launch.py                    everything, 9 repeats, about two hours
-    python benchmarks/launch.py --sections df --repeats 2 --no-readme
-    python benchmarks/launch.py --render           the table again, from the stored result
+    python benchmarks/launch.py --sections df --repeats 2 --no-page
+    python benchmarks/launch.py --render           the tables again, from the stored result
     python benchmarks/launch.py --check            exit status 1 when a bar does not hold
 
-Read benchmarks/README.md for what each row means.
+Read docs/pages/benchmarks.md for what each row means. A choice of rows goes to README.md.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from harness import bars, endings, home, latency, memory, table
+from harness import bars, comparison, endings, home, latency, memory, table
 from harness.namespace import can_isolate
+from harness.report import PAGES
 from harness.samples import Results, say
 from harness.subjects import SUBJECTS, Subject
 
 HERE = Path(__file__).resolve().parent
+README = HERE.parent / "README.md"
 SECTIONS = "abcdef"
 
 
@@ -30,7 +32,7 @@ def parse() -> argparse.Namespace:
     names = [subject.name for subject in SUBJECTS]
     parser.add_argument("--subjects", nargs="+", default=names, choices=names, metavar="NAME")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "launch.json")
-    parser.add_argument("--no-readme", action="store_true", help="leave README.md as it is")
+    parser.add_argument("--no-page", action="store_true", help="leave the documentation as it is")
     parser.add_argument("--render", action="store_true", help="measure nothing")
     parser.add_argument("--check", action="store_true", help="fail when a bar does not hold")
     return parser.parse_args()
@@ -67,8 +69,10 @@ def main() -> int:
     verdicts = bars.judge(results)
     text = table.render(results, verdicts)
     print(text)
-    if not options.no_readme:
-        table.put_into(HERE / "README.md", text)
+    if not options.no_page:
+        table.put_into(PAGES / "benchmarks.md", text)
+        beside = comparison.render(results)
+        table.put_into(README, beside, comparison.BEGIN, comparison.END)
     holds = bool(verdicts) and all(verdict.holds for verdict in verdicts)
     return 0 if holds or not options.check else 1
 

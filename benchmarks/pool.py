@@ -2,11 +2,11 @@
 
     pip install -e '.[dev,bench]'                  the peers, too
     python benchmarks/pool.py                      everything, 7 repeats, about forty minutes
-    python benchmarks/pool.py --sections ef --repeats 2 --no-readme --output /tmp/quick.json
+    python benchmarks/pool.py --sections ef --repeats 2 --no-page --output /tmp/quick.json
     python benchmarks/pool.py --render             the table again, from the stored result
     python benchmarks/pool.py --check              exit status 1 when a bar does not hold
 
-Read benchmarks/README.md for what each row means.
+Read docs/pages/benchmarks.md for what each row means.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from harness import live_table, live_work, table
 from harness.live import SUBJECTS, Live
 from harness.namespace import can_isolate
+from harness.report import PAGES
 from harness.samples import Results, say
 
 HERE = Path(__file__).resolve().parent
@@ -33,7 +34,7 @@ def parse() -> argparse.Namespace:
     names = [subject.name for subject in SUBJECTS]
     parser.add_argument("--subjects", nargs="+", default=names, choices=names, metavar="NAME")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "pool.json")
-    parser.add_argument("--no-readme", action="store_true", help="leave README.md as it is")
+    parser.add_argument("--no-page", action="store_true", help="leave the documentation as it is")
     parser.add_argument("--render", action="store_true", help="measure nothing")
     parser.add_argument("--check", action="store_true", help="fail when a bar does not hold")
     return parser.parse_args()
@@ -71,8 +72,8 @@ def main() -> int:
     verdicts = live_table.judge(results)
     text = live_table.render(results, verdicts)
     print(text)
-    if not options.no_readme:
-        table.put_into(HERE / "README.md", text, live_table.BEGIN, live_table.END)
+    if not options.no_page:
+        table.put_into(PAGES / "benchmarks.md", text, live_table.BEGIN, live_table.END)
     holds = bool(verdicts) and all(verdict.holds for verdict in verdicts)
     return 0 if holds or not options.check else 1
 

@@ -1,11 +1,11 @@
 """Steps per second of a prepared loop, beside raw torch and Accelerate; and `import nbaccel`.
 
     python benchmarks/step.py                      5 launches per row, about ten minutes
-    python benchmarks/step.py --launches 2 --no-readme --output /tmp/quick.json
+    python benchmarks/step.py --launches 2 --no-page --output /tmp/quick.json
     python benchmarks/step.py --render             the table again, from the stored result
     python benchmarks/step.py --check              exit status 1 when a bar does not hold
 
-Read benchmarks/README.md for what each row means.
+Read docs/pages/benchmarks.md for what each row means.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """fp32 weights out of a ZeRO checkpoint: peak memory and time, beside DeepSpeed's own script.
 
     python benchmarks/zero_to_fp32.py              5 rounds, about half an hour
-    python benchmarks/zero_to_fp32.py --repeats 1 --no-readme --output /tmp/quick.json
+    python benchmarks/zero_to_fp32.py --repeats 1 --no-page --output /tmp/quick.json
     python benchmarks/zero_to_fp32.py --render     the table again, from the stored result
     python benchmarks/zero_to_fp32.py --check      exit status 1 when a bar does not hold
 
-Read benchmarks/README.md for what each row means.
+Read docs/pages/benchmarks.md for what each row means.
 """
 
 from __future__ import annotations

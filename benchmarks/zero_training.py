@@ -4,7 +4,8 @@
     python benchmarks/zero_training.py --render    the table again, from the stored result
     python benchmarks/zero_training.py --check     exit status 1 when a bar does not hold
 
-Read benchmarks/README.md for what each row means. The table stands in docs/deepspeed.md.
+Read docs/pages/benchmarks.md for what each row means. The table is in the DeepSpeed guide,
+docs/pages/guides/deepspeed.md.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent)]  # the operations are those of the tests
 
-from harness.report import Report, verdict, versions  # noqa: E402
+from harness.report import PAGES, Report, verdict, versions  # noqa: E402
 from harness.samples import Results, say  # noqa: E402 - the line above must come first
 from harness.zero_training import BLOCKS, STEPS, Case, cases, net, ratio, train_all  # noqa: E402
 
@@ -128,7 +129,7 @@ def render(results: Results) -> tuple[str, bool]:
     facts = results.sections["zero"]
     lines = [
         "| Processes | Strategy | Precision | Offloaded to | Runs | Last loss | … off DDP in fp32 "
-        "| … off Accelerate | Weights home | Time per step to Accelerate's | Bars |",
+        "| … off Accelerate | Weights copied back | Time per step to Accelerate's | Bars |",
         "| --: | --- | --- | --- | --- | --: | --: | --: | --- | --: | --- |",
     ]
     holds = True
@@ -140,7 +141,7 @@ def render(results: Results) -> tuple[str, bool]:
     lines += [
         "",
         f"{facts['steps']} steps on scikit-learn's digits; losses are means over the processes, "
-        "*off* is the largest difference of any step's. Bars: every row runs, weights are home bit "
+        "*off* is the largest difference of any step's. Bars: every row runs, weights are back bit "
         f"by bit, fp32 is off DDP by at most {TO_DDP:g} and bf16 by {BF16_TO_DDP:g}, and nothing "
         "is off Accelerate at all. "
         f"Time: median over {facts['blocks']} pairs of blocks that took turns, on a machine with "
@@ -207,7 +208,7 @@ def distance(left: list[float], right: list[float]) -> float:
 
 
 REPORT = Report(
-    "zero_training", render, mark="zero_training", paper=HERE.parent / "docs" / "deepspeed.md"
+    "zero_training", render, mark="zero_training", page=PAGES / "guides" / "deepspeed.md"
 )
 
 

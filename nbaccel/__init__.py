@@ -46,23 +46,11 @@ if TYPE_CHECKING:
         ProfileKwargs,
         ProjectConfiguration,
     )
-    from nbaccel.deepspeed.environment import (
-        deepspeed_environment,
-    )
-    from nbaccel.deepspeed.estimate import (
-        estimate_memory,
-    )
-    from nbaccel.deepspeed.strategy.plugin import (
-        DeepSpeedPlugin,
-    )
-    from nbaccel.deepspeed.weights.converting import (
-        load_fp32_state_dict,
-        zero_to_fp32,
-    )
-    from nbaccel.deepspeed.weights.live import (
-        fp32_state_dict,
-        save_16bit_weights,
-    )
+    from nbaccel.deepspeed.environment import deepspeed_environment
+    from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
+    from nbaccel.deepspeed.weights.converting import load_fp32_state_dict, zero_to_fp32
+    from nbaccel.deepspeed.weights.live_weights import fp32_state_dict, save_16bit_weights
+    from nbaccel.deepspeed.zero_memory import estimate_memory
     from nbaccel.errors import (
         CheckpointDamaged,
         CheckpointFailed,
@@ -94,8 +82,9 @@ if TYPE_CHECKING:
     from nbaccel.parallelism_config import (
         ParallelismConfig,
     )
-    from nbaccel.plan.inventory import Inventory, inspect_machine
-    from nbaccel.plan.plan import Choice, Plan
+    from nbaccel.plan.inspecting import inspect_machine
+    from nbaccel.plan.inventory import Inventory
+    from nbaccel.plan.launch_plan import Choice, Plan
     from nbaccel.plan.resolve import resolve
     from nbaccel.plan.training import (
         TrainingPlan,
@@ -107,9 +96,7 @@ if TYPE_CHECKING:
     from nbaccel.topology import (
         Topology,
     )
-    from nbaccel.train.loading import (
-        skip_first_batches,
-    )
+    from nbaccel.train.prepare_loader import skip_first_batches
     from nbaccel.utils import (
         find_executable_batch_size,
         infer_auto_device_map,
@@ -218,10 +205,10 @@ _HOMES = {
         "ProjectConfiguration",
     ),
     "nbaccel.deepspeed.environment": ("deepspeed_environment",),
-    "nbaccel.deepspeed.estimate": ("estimate_memory",),
+    "nbaccel.deepspeed.zero_memory": ("estimate_memory",),
     "nbaccel.deepspeed.strategy.plugin": ("DeepSpeedPlugin",),
     "nbaccel.deepspeed.weights.converting": ("load_fp32_state_dict", "zero_to_fp32"),
-    "nbaccel.deepspeed.weights.live": ("fp32_state_dict", "save_16bit_weights"),
+    "nbaccel.deepspeed.weights.live_weights": ("fp32_state_dict", "save_16bit_weights"),
     "nbaccel.errors": (
         "CheckpointDamaged",
         "CheckpointFailed",
@@ -260,7 +247,7 @@ _HOMES = {
     "nbaccel.pool": ("Pool",),
     "nbaccel.state": ("PartialState",),
     "nbaccel.topology": ("Topology",),
-    "nbaccel.train.loading": ("skip_first_batches",),
+    "nbaccel.train.prepare_loader": ("skip_first_batches",),
     "nbaccel.utils": (
         "find_executable_batch_size",
         "infer_auto_device_map",
@@ -278,8 +265,18 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from nbaccel import hidden
 
-    with hidden.importing(name):
-        value = getattr(import_module(_HOME_OF[name]), name)
+    with hidden.explain_import_errors(name):
+        try:
+            value = getattr(import_module(_HOME_OF[name]), name)
+        except ModuleNotFoundError as error:
+            if not str(error.name).startswith("nbaccel."):
+                raise
+            from nbaccel.errors import MissingBackend
+
+            raise MissingBackend(
+                f"nbaccel.{name} cannot be used: {error.name} was left out of this installation, "
+                "and what it does is done nowhere else. Install nbaccel whole."
+            ) from error
     globals()[name] = value  # the next use finds it without coming here
     return value
 
@@ -296,10 +293,10 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
     """
     from nbaccel import hidden
 
-    with hidden.importing("notebook"):
+    with hidden.explain_import_errors("notebook"):
         from nbaccel.notebook import extension
 
-    extension.load(ipython)
+    extension.load_extension(ipython)
 
 
 def unload_ipython_extension(ipython: InteractiveShell) -> None:
@@ -310,7 +307,7 @@ def unload_ipython_extension(ipython: InteractiveShell) -> None:
     """
     from nbaccel.notebook import extension
 
-    extension.unload(ipython)
+    extension.unload_extension(ipython)
 
 
-_standin.offer()
+_standin.register_stand_in()

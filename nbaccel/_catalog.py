@@ -5,146 +5,360 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from importlib import import_module
-from typing import Any
+from typing import Any, get_args
 
-from nbaccel.abc.device import Device
+from nbaccel._later import NOT_INSTALLED, missing_name_of
+from nbaccel.abc.asking import Said, Source, Wanted
+from nbaccel.abc.device import Device, DeviceRuntime, UnlistedDevice
 from nbaccel.abc.precision import Precision
 from nbaccel.abc.strategy import Strategy
 from nbaccel.capabilities import (
     DEVICES,
     PRECISIONS,
     STRATEGIES,
+    StrategyRow,
     device_row,
+    driven_devices,
+    fp8_backend,
     precision_row,
     strategy_row,
 )
-from nbaccel.config import RunConfig
-from nbaccel.errors import InternalError, PlatformUnsupported
+from nbaccel.config import Fp8Config, RunConfig
+from nbaccel.errors import ConfigError, InternalError, MissingBackend, PlatformUnsupported
 
 __all__ = [
+    "awake_accelerators",
     "check_strategy",
     "device",
+    "devices",
     "enter_worker",
-    "load",
+    "known_device",
+    "known_devices",
+    "load_advisor",
+    "load_object",
+    "plugin_class",
     "precision",
-    "shared_memories",
+    "settings_forms",
+    "shared_memory_modules",
     "strategy",
+    "strategy_settings",
+    "wanted_strategy",
 ]
 
 
-def device(name: str) -> Device:
-    """The implementation of a device.
+# ------------------------------------------------------------------------------ devices
+def device(device_name: str) -> Device:
+    """The implementation of a device that workers can compute on.
 
     Args:
-        name: As in its capability row.
+        device_name: As in its capability row.
 
     Returns:
         An object without state.
 
     Raises:
-        PlatformUnsupported: This version has no implementation of it.
+        PlatformUnsupported: This version only detects it.
     """
-    row = device_row(name)
-    if not row.path:
-        driven = ", ".join(other.name for other in DEVICES if other.path)
+    capability_row = device_row(device_name)
+    if capability_row not in driven_devices():
+        driven_names = ", ".join(driven_row.name for driven_row in driven_devices())
         raise PlatformUnsupported(
-            f"Device {name!r} cannot be used: {row.meaning}. Workers would have nothing to "
-            f"compute on. Use one of {driven}."
+            f"Device {device_name!r} cannot be used: {capability_row.meaning}. Workers would have "
+            f"nothing to compute on. Use one of {driven_names}."
         )
-    kind: type[Device] = _class(row.path, Device)
-    return kind()
+    return known_device(device_name)
 
 
-def precision(name: str) -> type[Precision]:
+def known_device(device_name: str) -> Device:
+    """The implementation of a device, be it one that is only detected.
+
+    Args:
+        device_name: As in its capability row.
+
+    Returns:
+        An object without state.
+    """
+    device_class: type[Device] = _load_class(device_row(device_name).path, Device)
+    return device_class()
+
+
+def known_devices() -> tuple[Device, ...]:
+    """All devices in the order of their rows, but those that cannot be loaded.
+
+    The plan tells of the latter, which come from other packages; whoever asks for one by its name
+    gets the error.
+    """
+    loaded_devices = []
+    for capability_row in DEVICES:
+        with contextlib.suppress(Exception):  # whatever another package's module raises
+            loaded_devices.append(known_device(capability_row.name))
+    return tuple(loaded_devices)
+
+
+def devices() -> tuple[Device, ...]:
+    """Of these the ones that workers can compute on."""
+    driven_names = {capability_row.name for capability_row in driven_devices()}
+    return tuple(device for device in known_devices() if device.name in driven_names)
+
+
+_UNLISTED_ACCELERATORS = ("npu", "mlu", "musa", "sdaa")
+"""Accelerators that Accelerate knows, of packages that extend torch: there are no rows for them."""
+
+
+def awake_accelerators() -> Iterator[DeviceRuntime]:
+    """The accelerators in use by this process, with or without a row; asking wakes none.
+
+    Torch must have been imported.
+    """
+    unlisted_devices = (
+        UnlistedDevice(torch_module)
+        for torch_module in _UNLISTED_ACCELERATORS
+        if hasattr(sys.modules["torch"], torch_module)
+    )
+    all_devices: tuple[DeviceRuntime, ...] = (*devices(), *unlisted_devices)
+    return (device for device in all_devices if device.is_awake())
+
+
+# ---------------------------------------------------------------------------- precisions
+def precision(precision_name: str, fp8: Fp8Config | None = None) -> type[Precision]:
     """The implementation of a precision.
 
     Args:
-        name: As in its capability row.
+        precision_name: As in its capability row.
+        fp8: Which library computes, where one does.
 
     Returns:
-        A class whose objects are made from a device, `AutocastKwargs` and `GradScalerKwargs`.
+        A class whose objects are made by :meth:`Precision.build`.
 
     Raises:
         PlatformUnsupported: This version has no implementation of it.
     """
-    row = precision_row(name)
-    if not row.path:
-        there = ", ".join(other.name for other in PRECISIONS if other.path)
-        raise PlatformUnsupported(
-            f"mixed_precision={name!r} ({row.meaning}) cannot be trained in through Accelerator "
-            "in this version: every layer would compute in another format than was asked for. "
-            f"Use one of {there} (bf16 is the nearest), or convert the layers yourself with "
-            "torchao or TransformerEngine before `prepare`, under 'bf16'."
+    capability_row = precision_row(precision_name)
+    class_path = capability_row.path
+    if capability_row.has_backends:
+        backend_row, problem = fp8_backend("" if fp8 is None else fp8.backend)
+        class_path = "" if backend_row is None or problem else backend_row.path
+    if not class_path:
+        trainable_names = ", ".join(
+            precision_row_of.name for precision_row_of in PRECISIONS if precision_row_of.path
         )
-    kind: type[Precision] = _class(row.path, Precision)
-    return kind
+        raise PlatformUnsupported(
+            f"mixed_precision={precision_name!r} ({capability_row.meaning}) cannot be trained in "
+            "through Accelerator in this version: every layer would compute in another format "
+            f"than was asked for. Use one of {trainable_names} (bf16 is the nearest), or convert "
+            "the layers yourself with torchao or TransformerEngine before `prepare`, under 'bf16'."
+        )
+    precision_class: type[Precision] = _load_class(class_path, Precision)
+    return precision_class
 
 
-def strategy(name: str) -> type[Strategy]:
+# ---------------------------------------------------------------------------- strategies
+def strategy(strategy_name: str) -> type[Strategy]:
     """The implementation of a strategy.
 
     Args:
-        name: As in its capability row.
+        strategy_name: As in its capability row.
 
     Returns:
-        A class; what its constructor takes is its own.
+        A class, whose objects are made by :meth:`Strategy.build`.
     """
-    kind: type[Strategy] = _class(strategy_row(name).path, Strategy)
-    return kind
+    strategy_class: type[Strategy] = _load_class(strategy_row(strategy_name).path, Strategy)
+    return strategy_class
 
 
-def check_strategy(name: str, device: str, run: RunConfig | None = None) -> None:
+def wanted_strategy(said: Said) -> Wanted | None:
+    """The strategy that was asked for: each is asked whether it was.
+
+    Args:
+        said: What was said.
+
+    Returns:
+        What the strategy says of it; None where none was asked for.
+
+    Raises:
+        ConfigError: Two were asked for, by whoever has the most say.
+    """
+    requests = [
+        wanted
+        for capability_row in STRATEGIES
+        if (wanted := _request_of(capability_row, said)) is not None
+    ]
+    for source in get_args(Source):
+        requests_of_source = [wanted for wanted in requests if wanted.source == source]
+        if len(requests_of_source) > 1:
+            first_request, second_request, *_ = requests_of_source
+            raise ConfigError(
+                f"{first_request.what} and {second_request.what} were both given: each shards "
+                f"models in its own way ({first_request.strategy} and {second_request.strategy}), "
+                "and only one can. Give one of them."
+            )
+        if requests_of_source:
+            return requests_of_source[0]
+    return None
+
+
+def _request_of(capability_row: StrategyRow, said: Said) -> Wanted | None:
+    """What a strategy says itself; one that says nothing is asked for by its name or settings."""
+    if capability_row.wanted:
+        own_answer: Wanted | None = load_object(capability_row.wanted)(said)
+        return own_answer
+    given_settings = next(_settings_among(capability_row, said.handlers), None)
+    source: Source | None = said.source_of_name(capability_row.name)
+    request_text = f"strategy={capability_row.name!r}"
+    if given_settings is not None and not capability_row.is_default:
+        source, request_text = "argument", type(given_settings).__name__
+    if source is None:
+        return None
+    return Wanted(
+        strategy=capability_row.name,
+        source=source,
+        what=request_text,
+        reason=f"{request_text} was given: {capability_row.meaning}",
+        settings=lambda: strategy_settings(capability_row.name, said.handlers),
+    )
+
+
+def strategy_settings(strategy_name: str, handlers: tuple[Any, ...]) -> Any:
+    """The settings of a strategy: those given, or its defaults.
+
+    Args:
+        strategy_name: As in its capability row.
+        handlers: What was given as ``kwargs_handlers``.
+
+    Returns:
+        An object of the class that its row names; None where it has no settings.
+    """
+    capability_row = strategy_row(strategy_name)
+    given_settings = next(_settings_among(capability_row, handlers), None)
+    if given_settings is not None or not capability_row.settings:
+        return given_settings
+    return load_object(capability_row.settings)()
+
+
+def _settings_among(capability_row: StrategyRow, handlers: tuple[Any, ...]) -> Iterator[Any]:
+    """Found by the names of classes: what nobody gave an object of need not be imported."""
+    for handler in handlers:
+        handler_class = type(handler)
+        if (
+            capability_row.settings
+            and capability_row.settings
+            == f"{handler_class.__module__}:{handler_class.__qualname__}"
+        ):
+            yield handler
+
+
+def check_strategy(
+    strategy_name: str, device_type: str, run_config: RunConfig | None = None
+) -> None:
     """Refuse, before a process starts, what cannot train in it.
 
     Args:
-        name: As in its capability row.
-        device: Type of the device.
-        run: What was asked, for mistakes in what it says to the strategy's library.
+        strategy_name: As in its capability row; nothing happens where it is empty.
+        device_type: Type of the device.
+        run_config: What was asked, for mistakes in what it says to the strategy's library.
 
     Raises:
         ConfigError: The run's configuration of the library holds mistakes.
         MissingBackend: The library, or something that it needs, is not installed.
         PlatformUnsupported: The machine lacks a tool.
     """
-    row = strategy_row(name)
-    if row.check:
-        load(row.check)(device)
-    if row.judge and run is not None:
-        load(row.judge)(run, device)
+    if not strategy_name:
+        return
+    capability_row = strategy_row(strategy_name)
+    if capability_row.check:
+        load_object(capability_row.check)(device_type)
+    if capability_row.judge and run_config is not None:
+        load_object(capability_row.judge)(run_config, device_type)
 
 
-def enter_worker(device: str) -> None:
+def enter_worker(device_type: str) -> None:
     """Let the libraries of all strategies prepare this worker for their use.
 
     Args:
-        device: Type of the device that it computes on.
+        device_type: Type of the device that it computes on.
     """
-    for row in STRATEGIES:
-        if row.enter:
-            load(row.enter)(device)
+    for capability_row in STRATEGIES:
+        if capability_row.enter:
+            load_object(capability_row.enter)(device_type)
 
 
-def shared_memories() -> list[Any]:
+def load_advisor() -> Any:
+    """What finds the fastest configuration of a strategy that has one to find.
+
+    Returns:
+        The function.
+
+    Raises:
+        MissingBackend: No strategy here has an advisor.
+    """
+    advisor_path = next(
+        (capability_row.advisor for capability_row in STRATEGIES if capability_row.advisor), ""
+    )
+    if not advisor_path:
+        raise MissingBackend(
+            "advise finds configurations of strategies that have an advisor, and of "
+            f"{', '.join(capability_row.name for capability_row in STRATEGIES)} none has one. "
+            "Nothing can be compared. Install nbaccel with its DeepSpeed backend."
+        )
+    return load_object(advisor_path)
+
+
+def plugin_class(class_name: str) -> Any:
+    """The class of a strategy's settings, by the name that users import.
+
+    Args:
+        class_name: ``DeepSpeedPlugin``.
+
+    Returns:
+        The class; one that says what is missing where no strategy here has it.
+    """
+    class_paths = (
+        capability_row.settings
+        for capability_row in STRATEGIES
+        if capability_row.settings.endswith(f":{class_name}")
+    )
+    class_path = next(class_paths, "")
+    return (
+        load_object(class_path)
+        if class_path
+        else missing_name_of(class_name, NOT_INSTALLED, "nbaccel.utils.dataclasses")
+    )
+
+
+def settings_forms() -> tuple[Any, ...]:
+    """What pickers offer of strategies that have settings of their own: ``SettingsForm``s."""
+    return tuple(
+        load_object(capability_row.form)() for capability_row in STRATEGIES if capability_row.form
+    )
+
+
+def shared_memory_modules() -> list[Any]:
     """The modules that know the shared memory which strategies' libraries make in workers."""
-    return [load(row.memory) for row in STRATEGIES if row.memory]
+    return [
+        load_object(capability_row.memory) for capability_row in STRATEGIES if capability_row.memory
+    ]
 
 
-def _class(path: str, contract: type[object]) -> Any:
-    kind = load(path)
-    if not (isinstance(kind, type) and issubclass(kind, contract)):
+# ------------------------------------------------------------------------------- loading
+def _load_class(class_path: str, contract: type[object]) -> Any:
+    loaded_class = load_object(class_path)
+    if not (isinstance(loaded_class, type) and issubclass(loaded_class, contract)):
         raise InternalError(
-            f"{path} is no {contract.__name__}: got {kind!r}. "
+            f"{class_path} is no {contract.__name__}: got {loaded_class!r}. "
             "The capability row names the wrong thing. Please report this as a bug."
         )
-    return kind
+    return loaded_class
 
 
-def load(path: str) -> Any:
+def load_object(object_path: str) -> Any:
     """The object that a capability row names.
 
     Args:
-        path: ``module:name``, or ``module``.
+        object_path: ``module:name``, or ``module_name``.
 
     Returns:
         The object; its module is imported if it was not.
@@ -152,12 +366,12 @@ def load(path: str) -> Any:
     Raises:
         InternalError: There is no such object.
     """
-    module, _, name = path.partition(":")
+    module_name, _, object_name = object_path.partition(":")
     try:
-        found = import_module(module)
-        return getattr(found, name) if name else found
+        loaded_module = import_module(module_name)
+        return getattr(loaded_module, object_name) if object_name else loaded_module
     except (AttributeError, ModuleNotFoundError) as error:
         raise InternalError(
-            f"{path} cannot be loaded: {error}. "
+            f"{object_path} cannot be loaded: {error}. "
             "A capability row names what is not there. Please report this as a bug."
         ) from error

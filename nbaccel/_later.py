@@ -12,23 +12,24 @@ from typing import Any, NoReturn
 from nbaccel.errors import PlatformUnsupported
 
 __all__ = [
-    "BIG_MODELS",
+    "BIG_MODEL_INFERENCE",
     "DEEPSPEED_INTERNALS",
-    "FP8",
+    "FP8_TRAINING",
     "FSDP_INTERNALS",
     "LAUNCH_COMMANDS",
-    "MEGATRON",
-    "PARALLELISMS",
-    "PIPELINES",
-    "QUANTIZATION",
-    "TPU",
-    "Part",
-    "later",
+    "MEGATRON_LM",
+    "MIXED_PARALLELISMS",
+    "NOT_INSTALLED",
+    "PIPELINE_PARALLELISM",
+    "QUANTIZED_LOADING",
+    "TPU_TRAINING",
+    "LaterPart",
+    "missing_name_of",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LaterPart:
     """A part of Accelerate that this version lacks.
 
     Attributes:
@@ -40,74 +41,88 @@ class Part:
     instead: str
 
 
-BIG_MODELS = Part(
+BIG_MODEL_INFERENCE = LaterPart(
     "spreading one model over devices, host memory and disk",
     "Build the model in a cell outside of the launch: all workers share one copy of its weights. "
     "For a model too big for one device give Accelerator a fsdp_plugin, or a deepspeed_plugin with "
     "stage 3; for inference alone, from_pretrained(device_map=...) of transformers works",
 )
-PIPELINES = Part(
+PIPELINE_PARALLELISM = LaterPart(
     "pipeline parallelism for inference",
     "Run the model whole in every process (split_between_processes shares the inputs out), or use "
     "torch.distributed.pipelining in the workers",
 )
-PARALLELISMS = Part(
+MIXED_PARALLELISMS = LaterPart(
     "mixing tensor, context, sequence and data parallelism",
     "Give Accelerator a fsdp_plugin, or a deepspeed_plugin with stage 3, for models too big for "
     "one device",
 )
-MEGATRON = Part("Megatron-LM", "Give Accelerator a fsdp_plugin or a deepspeed_plugin")
-QUANTIZATION = Part(
+NOT_INSTALLED = LaterPart(
+    "a strategy that was left out of this installation of nbaccel",
+    "Install nbaccel whole, or use one of the strategies that are there",
+)
+MEGATRON_LM = LaterPart("Megatron-LM", "Give Accelerator a fsdp_plugin or a deepspeed_plugin")
+QUANTIZED_LOADING = LaterPart(
     "loading models in 8 or 4 bits",
     "Load with from_pretrained(quantization_config=...) of transformers, and train adapters of "
     "peft on it",
 )
-FP8 = Part(
+FP8_TRAINING = LaterPart(
     "training in fp8 through Accelerator",
     "Use mixed_precision='bf16', or convert the layers yourself with torchao or TransformerEngine "
     "before prepare",
 )
-DEEPSPEED_INTERNALS = Part(
+DEEPSPEED_INTERNALS = LaterPart(
     "the inside of Accelerate's DeepSpeed",
     "Use prepare of an Accelerator with a deepspeed_plugin; its configuration is "
     "accelerator.deepspeed_config",
 )
-FSDP_INTERNALS = Part(
+FSDP_INTERNALS = LaterPart(
     "the inside of Accelerate's FSDP",
     "Use prepare, save_state, load_state and save_model of an Accelerator with a fsdp_plugin",
 )
-LAUNCH_COMMANDS = Part(
+LAUNCH_COMMANDS = LaterPart(
     "Accelerate's command line",
     "Use notebook_launcher, or run the script with torchrun",
 )
-TPU = Part("training on TPUs", "Train on GPUs or CPUs")
+TPU_TRAINING = LaterPart("training on TPUs", "Train on GPUs or CPUs")
 
 
-class _Later:
+class _MissingName:
     """Base of the stand-ins."""
 
     _name: str
-    _part: Part
+    _part: LaterPart
 
-    def __new__(cls, *_args: Any, **_kwargs: Any) -> NoReturn:
+    def __new__(cls, *_arguments: Any, **_keywords: Any) -> NoReturn:
         raise PlatformUnsupported(
             f"{cls._name} belongs to {cls._part.what}, which this version of nbaccel does not "
             f"have: it can be imported, not used. {cls._part.instead}."
         )
 
 
-def later(name: str, part: Part, module: str) -> Any:
+def missing_name_of(missing_name: str, missing_part: LaterPart, module_name: str) -> Any:
     """A stand-in for a class or function of Accelerate.
 
     Args:
-        name: Its name.
-        part: What it belongs to.
-        module: The module that has it here, as ``__name__``.
+        missing_name: Its name.
+        missing_part: What it belongs to.
+        module_name: The module that has it here, as ``__name__``.
 
     Returns:
         A class. Calling it, or a subclass of it, raises `PlatformUnsupported`.
     """
-    doc = f"Of Accelerate; not in this version, which lacks {part.what}. {part.instead}."
+    docstring = (
+        f"Of Accelerate; not in this version, which lacks {missing_part.what}. "
+        f"{missing_part.instead}."
+    )
     return type(
-        name, (_Later,), {"_name": name, "_part": part, "__doc__": doc, "__module__": module}
+        missing_name,
+        (_MissingName,),
+        {
+            "_name": missing_name,
+            "_part": missing_part,
+            "__doc__": docstring,
+            "__module__": module_name,
+        },
     )

@@ -33,29 +33,31 @@ def require(module: str, *, extra: str, why: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingBackend(_advice(module, extra, why, error), name=module) from error
+        raise MissingBackend(
+            _missing_module_message(module, extra, why, error), name=module
+        ) from error
 
 
-def is_installed(name: str) -> bool:
+def is_installed(module_name: str) -> bool:
     """Whether a module could be imported, found out without running any of its code.
 
     Args:
-        name: Dotted name; parent packages are not imported either.
+        module_name: Dotted name; parent packages are not imported either.
 
     Returns:
         True where Python's path has it. (Importing may still fail, on a broken library.)
     """
-    if name in sys.modules:
-        return sys.modules[name] is not None
-    first, *rest = name.split(".")
+    if module_name in sys.modules:
+        return sys.modules[module_name] is not None
+    top_package, *submodule_names = module_name.split(".")
     try:
-        spec = find_spec(first)
+        module_spec = find_spec(top_package)
     except ValueError:  # imported, and without a spec, as __main__ is
-        return not rest
+        return not submodule_names
     # find_spec("a.b") would import `a`; walking the search locations does not.
-    for part in rest:
-        spec = _inside(spec, part)
-    return spec is not None
+    for submodule_name in submodule_names:
+        module_spec = _find_submodule(module_spec, submodule_name)
+    return module_spec is not None
 
 
 def is_package(module: str, distributions: Iterable[str] = ()) -> bool:
@@ -69,27 +71,29 @@ def is_package(module: str, distributions: Iterable[str] = ()) -> bool:
     """
     if not is_installed(module):
         return False
-    for name in distributions or (module,):
+    for distribution_name in distributions or (module,):
         try:
-            importlib.metadata.version(name)
+            importlib.metadata.version(distribution_name)
         except importlib.metadata.PackageNotFoundError:
             continue
         return True
     return False
 
 
-def _inside(parent: ModuleSpec | None, part: str) -> ModuleSpec | None:
-    if parent is None or parent.submodule_search_locations is None:
+def _find_submodule(parent_spec: ModuleSpec | None, submodule_name: str) -> ModuleSpec | None:
+    if parent_spec is None or parent_spec.submodule_search_locations is None:
         return None
-    return PathFinder.find_spec(f"{parent.name}.{part}", parent.submodule_search_locations)
+    return PathFinder.find_spec(
+        f"{parent_spec.name}.{submodule_name}", parent_spec.submodule_search_locations
+    )
 
 
-def _advice(module: str, extra: str, why: str, error: ImportError) -> str:
-    package = module.partition(".")[0]
-    line = install_line(extra)
-    if is_installed(package):
+def _missing_module_message(module: str, extra: str, why: str, error: ImportError) -> str:
+    package_name = module.partition(".")[0]
+    pip_line = install_line(extra)
+    if is_installed(package_name):
         return (
             f"{why} needs {module}, which is installed but cannot be imported: {error}. "
-            f"Its version may not fit the rest. Reinstall it: {line}"
+            f"Its version may not fit the rest. Reinstall it: {pip_line}"
         )
-    return f"{why} needs {module}: {package} is not installed. Install it: {line}"
+    return f"{why} needs {module}: {package_name} is not installed. Install it: {pip_line}"

@@ -13,7 +13,7 @@ from urllib.request import url2pathname
 
 __all__ = ["install_line"]
 
-_PROJECT = Path(__file__).resolve().parent.parent
+_PROJECT_FOLDER = Path(__file__).resolve().parent.parent
 
 
 @lru_cache
@@ -29,52 +29,56 @@ def install_line(extra: str = "") -> str:
     Returns:
         A line for a terminal.
     """
-    wanted = f"[{extra}]" if extra else ""
+    extra_suffix = f"[{extra}]" if extra else ""
     try:
-        installed = metadata.distribution("nbaccel")
+        distribution = metadata.distribution("nbaccel")
     except metadata.PackageNotFoundError:  # a folder of sources on Python's path
-        is_checkout = (_PROJECT / "pyproject.toml").is_file()
-        return _pip(f"{_PROJECT}{wanted}") if is_checkout else _pip(f"nbaccel{wanted}")
-    origin = json.loads(installed.read_text("direct_url.json") or "{}")
-    if not origin:
-        return _pip(f"nbaccel{wanted}")
-    url = urlsplit(origin["url"])
-    place = Path(url2pathname(url.path)) if url.scheme == "file" else None
-    if place is not None and not place.exists():
-        return _pip(*(_needed(installed, extra) or [f"nbaccel{wanted}"]))
-    if place is not None and "dir_info" in origin:
-        editable = ["--editable"] if origin["dir_info"].get("editable") else []
-        return _pip(*editable, f"{place}{wanted}")
-    return _pip(f"nbaccel{wanted} @ {_pip_url(origin)}")
+        is_checkout = (_PROJECT_FOLDER / "pyproject.toml").is_file()
+        return (
+            _pip_line(f"{_PROJECT_FOLDER}{extra_suffix}")
+            if is_checkout
+            else _pip_line(f"nbaccel{extra_suffix}")
+        )
+    direct_url = json.loads(distribution.read_text("direct_url.json") or "{}")
+    if not direct_url:
+        return _pip_line(f"nbaccel{extra_suffix}")
+    split_url = urlsplit(direct_url["url"])
+    source_path = Path(url2pathname(split_url.path)) if split_url.scheme == "file" else None
+    if source_path is not None and not source_path.exists():
+        return _pip_line(*(_extra_requirements(distribution, extra) or [f"nbaccel{extra_suffix}"]))
+    if source_path is not None and "dir_info" in direct_url:
+        editable_option = ["--editable"] if direct_url["dir_info"].get("editable") else []
+        return _pip_line(*editable_option, f"{source_path}{extra_suffix}")
+    return _pip_line(f"nbaccel{extra_suffix} @ {_pip_url(direct_url)}")
 
 
-def _pip_url(origin: dict[str, Any]) -> str:
+def _pip_url(direct_url: dict[str, Any]) -> str:
     """The URL as pip takes it, with version control and commit."""
-    if (vcs := origin.get("vcs_info")) is None:
-        return str(origin["url"])
-    revision = vcs.get("requested_revision") or vcs["commit_id"]
-    return f"{vcs['vcs']}+{origin['url']}@{revision}"
+    if (vcs_info := direct_url.get("vcs_info")) is None:
+        return str(direct_url["url"])
+    revision = vcs_info.get("requested_revision") or vcs_info["commit_id"]
+    return f"{vcs_info['vcs']}+{direct_url['url']}@{revision}"
 
 
-def _needed(installed: metadata.Distribution, extra: str) -> list[str]:
+def _extra_requirements(distribution: metadata.Distribution, extra: str) -> list[str]:
     """The packages of an extra that this Python would be given."""
     from packaging.requirements import Requirement
 
-    requirements = [Requirement(line) for line in installed.requires or ()]
+    requirements = [Requirement(line) for line in distribution.requires or ()]
     return [
-        str(one).partition(";")[0].strip()
-        for one in requirements
-        if one.marker is not None
-        and one.marker.evaluate({"extra": extra})
-        and not one.marker.evaluate({"extra": ""})
+        str(requirement).partition(";")[0].strip()
+        for requirement in requirements
+        if requirement.marker is not None
+        and requirement.marker.evaluate({"extra": extra})
+        and not requirement.marker.evaluate({"extra": ""})
     ]
 
 
-def _pip(*arguments: str) -> str:
-    return " ".join(["pip install", *(_quoted(argument) for argument in arguments)])
+def _pip_line(*arguments: str) -> str:
+    return " ".join(["pip install", *(_shell_quoted(argument) for argument in arguments)])
 
 
-def _quoted(argument: str) -> str:
+def _shell_quoted(argument: str) -> str:
     """In double quotes, which every shell and `%pip` understand, where something asks for them."""
     if shlex.quote(argument) == argument:
         return argument

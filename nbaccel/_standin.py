@@ -9,24 +9,24 @@ import sys
 
 from nbaccel.errors import UserMistake
 
-__all__ = ["offer"]
+__all__ = ["register_stand_in"]
 
 
-def offer() -> None:
+def register_stand_in() -> None:
     """Register the stand-in in the shell of this process, if it has one and lacks the magic."""
-    ipython = sys.modules.get("IPython")
-    find = getattr(ipython, "get_ipython", None)
-    shell = find() if find is not None else None
-    manager = getattr(shell, "magics_manager", None)
-    if manager is not None and "accelerate" not in manager.magics["cell"]:
-        manager.register_function(_accelerate, "line_cell", "accelerate")
+    ipython_module = sys.modules.get("IPython")
+    get_ipython = getattr(ipython_module, "get_ipython", None)
+    ipython_shell = get_ipython() if get_ipython is not None else None
+    magics_manager = getattr(ipython_shell, "magics_manager", None)
+    if magics_manager is not None and "accelerate" not in magics_manager.magics["cell"]:
+        magics_manager.register_function(_stand_in_magic, "line_cell", "accelerate")
 
 
-def _accelerate(line: str, cell: str | None = None) -> None:
+def _stand_in_magic(magic_line: str, cell_text: str | None = None) -> None:
     """A magic of nbaccel, which `%load_ext nbaccel` brings."""
-    written = "%accelerate" if cell is None else "%%accelerate"
+    magic_name = "%accelerate" if cell_text is None else "%%accelerate"
     raise UserMistake(
-        f"{written} is a magic of nbaccel's extension, which this notebook has not loaded: `import "
-        "nbaccel` alone does not bring it. Run %load_ext nbaccel in a cell of its own, then this "
-        "cell again."
+        f"{magic_name} is a magic of nbaccel's extension, which this notebook has not loaded: "
+        "`import nbaccel` alone does not bring it. Run %load_ext nbaccel in a cell of its own, "
+        "then this cell again."
     )

@@ -18,53 +18,53 @@ from nbaccel import _accelerate, env
 
 __all__ = ["adopt_trainers"]
 
-_MODULE = "transformers.trainer"
-_ENTRIES = ("train", "evaluate", "predict")
+_TRAINER_MODULE = "transformers.trainer"
+_TRAINER_ENTRIES = ("train", "evaluate", "predict")
 
 
 def adopt_trainers() -> None:
     """Let trainers that come from the notebook find their place in this worker. Once per worker."""
-    if (module := sys.modules.get(_MODULE)) is not None:
-        _patch(module)
+    if (trainer_module := sys.modules.get(_TRAINER_MODULE)) is not None:
+        _patch_trainer(trainer_module)
     else:
-        sys.meta_path.insert(0, _Patching())
+        sys.meta_path.insert(0, _TrainerPatcher())
 
 
-class _Patching(MetaPathFinder):
+class _TrainerPatcher(MetaPathFinder):
     """Patches the trainer when it is imported: a method that travels is looked up at once."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path) if name == _MODULE else None
-        if spec is None or spec.loader is None:
+        module_spec = PathFinder.find_spec(name, path) if name == _TRAINER_MODULE else None
+        if module_spec is None or module_spec.loader is None:
             return None
-        load = spec.loader.exec_module
+        load_module = module_spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            load(module)
-            _patch(module)
+            load_module(module)
+            _patch_trainer(module)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+        module_spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return module_spec
 
 
-def _patch(module: ModuleType) -> None:
-    for name in _ENTRIES:
-        method = getattr(module.Trainer, name, None)
+def _patch_trainer(trainer_module: ModuleType) -> None:
+    for method_name in _TRAINER_ENTRIES:
+        method = getattr(trainer_module.Trainer, method_name, None)
         if method is not None:
-            setattr(module.Trainer, name, _adopting(method))
+            setattr(trainer_module.Trainer, method_name, _adopting_method(method))
 
 
-def _adopting(method: Callable[..., Any]) -> Callable[..., Any]:
+def _adopting_method(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def adopted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_the_notebooks(self):
-            _settle(self)
+        if _comes_from_notebook(self):
+            _rebuild_accelerator(self)
         return method(self, *args, **kwargs)
 
     return adopted
 
 
-def _is_the_notebooks(trainer: Any) -> bool:
+def _comes_from_notebook(trainer: Any) -> bool:
     """Whether what it knows of its process is not so here."""
     try:
         return bool(trainer.args.world_size != int(env.snapshot()["WORLD_SIZE"])) or (
@@ -74,15 +74,19 @@ def _is_the_notebooks(trainer: Any) -> bool:
         return True
 
 
-def _settle(trainer: Any) -> None:
+def _rebuild_accelerator(worker_trainer: Any) -> None:
     """Do again what its constructor made of the process it ran in."""
     _accelerate.forget()
-    arguments = trainer.args
-    vars(arguments).pop("_setup_devices", None)  # a cached property
-    vars(arguments).pop("__cached__setup_devices", None)  # its name in older versions
-    arguments.device  # noqa: B018 - looks at the process and joins its group
-    trainer.create_accelerator_and_postprocess()
-    if getattr(trainer, "place_model_on_device", False):
-        trainer._move_model_to_device(trainer.model, arguments.device)  # noqa: SLF001 - as its constructor does
-    trainer.state.is_local_process_zero = trainer.is_local_process_zero()
-    trainer.state.is_world_process_zero = trainer.is_world_process_zero()
+    training_arguments = worker_trainer.args
+    vars(training_arguments).pop("_setup_devices", None)  # a cached property
+    vars(training_arguments).pop("__cached__setup_devices", None)  # its name in older versions
+    training_arguments.device  # noqa: B018 - looks at the process and joins its group
+    worker_trainer.create_accelerator_and_postprocess()
+    if getattr(worker_trainer, "place_model_on_device", False):
+        # As its constructor does: some devices need more than `to`. Seen in transformers 5.23.
+        move = getattr(
+            worker_trainer, "_move_model_to_device", lambda model, device: model.to(device)
+        )
+        move(worker_trainer.model, training_arguments.device)
+    worker_trainer.state.is_local_process_zero = worker_trainer.is_local_process_zero()
+    worker_trainer.state.is_world_process_zero = worker_trainer.is_world_process_zero()

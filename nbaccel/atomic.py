@@ -16,27 +16,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = [
-    "claimed",
     "clear_leftovers",
+    "hold_claim",
+    "partial_folder",
     "partial_name",
-    "publish",
-    "sync",
+    "publish_weights",
+    "sync_path",
     "sync_tree",
-    "workshop",
     "write_text",
 ]
 
-_INDEX = ".index.json"
-_CLAIM_S = 10.0  # for a name that nobody else has; somebody may just be clearing up
+_INDEX_SUFFIX = ".index.json"
+_CLAIM_TIMEOUT_S = 10.0  # for a name that nobody else has; somebody may just be clearing up
 
 
-def partial_name(name: str) -> str:
+def partial_name(final_name: str) -> str:
     """What a file or folder is called while it is being written, a new name each time."""
-    return f".{name}.partial-{secrets.token_hex(4)}"
+    return f".{final_name}.partial-{secrets.token_hex(4)}"
 
 
 @contextlib.contextmanager
-def claimed(folder: Path) -> Iterator[None]:
+def hold_claim(folder: Path) -> Iterator[None]:
     """A block in which nobody clears a hidden folder away, unless this process dies in it.
 
     Args:
@@ -44,57 +44,61 @@ def claimed(folder: Path) -> Iterator[None]:
     """
     from filelock import FileLock  # only here: all floors import this module
 
-    path = folder.with_name(f"{folder.name}.lock")
-    lock = FileLock(path, timeout=_CLAIM_S)
+    lock_path = folder.with_name(f"{folder.name}.lock")
+    file_lock = FileLock(lock_path, timeout=_CLAIM_TIMEOUT_S)
     # A file system without locks: then nobody can clear up, and nobody does.
     with contextlib.suppress(OSError, NotImplementedError):
-        lock.acquire()
-        while lock.is_locked and not path.exists():  # cleared away before it was locked
-            lock.release()
-            lock.acquire()
+        file_lock.acquire()
+        while file_lock.is_locked and not lock_path.exists():  # cleared away before it was locked
+            file_lock.release()
+            file_lock.acquire()
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-        lock.release()
+            lock_path.unlink(missing_ok=True)
+        file_lock.release()
 
 
-def clear_leftovers(parent: Path, names: str) -> None:
+def clear_leftovers(parent: Path, name_pattern: str) -> None:
     """Delete what processes that were killed have left; what is being written stays.
 
     Args:
         parent: The folder.
-        names: A regular expression for what they were writing.
+        name_pattern: A regular expression for what they were writing.
     """
     from filelock import FileLock
 
-    pattern = re.compile(rf"(\.(?:{names})\.partial-[0-9a-f]+)(\.lock)?")
-    found = {match[1] for path in parent.iterdir() if (match := pattern.fullmatch(path.name))}
-    for name in sorted(found):
-        path = parent / f"{name}.lock"
+    leftover_pattern = re.compile(rf"(\.(?:{name_pattern})\.partial-[0-9a-f]+)(\.lock)?")
+    leftover_names = {
+        name_match[1]
+        for lock_path in parent.iterdir()
+        if (name_match := leftover_pattern.fullmatch(lock_path.name))
+    }
+    for leftover_name in sorted(leftover_names):
+        lock_path = parent / f"{leftover_name}.lock"
         # Locked: it is being written. Or no locks here, or not ours to delete.
-        with contextlib.suppress(OSError, NotImplementedError), FileLock(path, timeout=0):
-            shutil.rmtree(parent / name, ignore_errors=True)
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError, NotImplementedError), FileLock(lock_path, timeout=0):
+            shutil.rmtree(parent / leftover_name, ignore_errors=True)
+            lock_path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def workshop(parent: Path, name: str) -> Iterator[Path]:
+def partial_folder(parent: Path, base_name: str) -> Iterator[Path]:
     """A hidden folder beside the files to be, on the same disk, gone afterwards.
 
     Those that killed processes have left under that name are cleared away first.
 
     Args:
         parent: The folder where they are to be.
-        name: What they are called, for its own name.
+        base_name: What they are called, for its own name.
 
     Yields:
         The folder.
     """
-    clear_leftovers(parent, re.escape(name))
-    folder = parent / partial_name(name)
-    with claimed(folder):
+    clear_leftovers(parent, re.escape(base_name))
+    folder = parent / partial_name(base_name)
+    with hold_claim(folder):
         folder.mkdir()
         try:
             yield folder
@@ -112,57 +116,63 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         OSError: It cannot be written; what was there is still there.
     """
-    with workshop(path.parent, path.name) as folder:
-        made = folder / path.name
-        made.write_text(text, encoding="utf-8")
-        sync(made)
-        made.replace(path)
-    sync(path.parent)
+    with partial_folder(path.parent, path.name) as folder:
+        written_file = folder / path.name
+        written_file.write_text(text, encoding="utf-8")
+        sync_path(written_file)
+        written_file.replace(path)
+    sync_path(path.parent)
 
 
-def publish(made: Path, folder: Path, family: str) -> None:
+def publish_weights(built_folder: Path, folder: Path, name_pattern: str) -> None:
     """Give files of weights their places; those of an earlier save that do not belong go last.
 
     Args:
-        made: Where they are, whole.
+        built_folder: Where they are, whole.
         folder: Where they are to be.
-        family: How they are called: ``model{suffix}.safetensors``, where the suffix tells which of
-            several a file is; an index has the name of a single file and ``.index.json``.
+        name_pattern: How they are called: ``model{suffix}.safetensors``, where the suffix tells
+            which of several a file is; an index has the name of a single file and
+            ``.index.json``.
     """
-    sync_tree(made)
+    sync_tree(built_folder)
     # The index last: it may only name files that are there.
-    paths = sorted(made.iterdir(), key=lambda p: (p.suffix == ".json", p.name))
+    paths = sorted(built_folder.iterdir(), key=lambda p: (p.suffix == ".json", p.name))
     if len(paths) > 1:
         # Dying between two of them must not leave an index that names old and new ones.
-        (folder / (family.format(suffix="") + _INDEX)).unlink(missing_ok=True)
+        (folder / (name_pattern.format(suffix="") + _INDEX_SUFFIX)).unlink(missing_ok=True)
     for path in paths:
         path.replace(folder / path.name)
-    _remove_stale(folder, family, {path.name for path in paths})
-    sync(folder)
+    _remove_stale(folder, name_pattern, {path.name for path in paths})
+    sync_path(folder)
 
 
-def _remove_stale(folder: Path, family: str, keep: set[str]) -> None:
-    start, _, end = family.partition("{suffix}")
-    index = re.escape(_INDEX)
-    pattern = rf"{re.escape(start)}(-\d{{5}}-of-\d{{5}})?{re.escape(end)}({index})?"
+def _remove_stale(folder: Path, name_pattern: str, kept_names: set[str]) -> None:
+    name_start, _, name_end = name_pattern.partition("{suffix}")
+    index_pattern = re.escape(_INDEX_SUFFIX)
+    stale_pattern = (
+        rf"{re.escape(name_start)}(-\d{{5}}-of-\d{{5}})?{re.escape(name_end)}({index_pattern})?"
+    )
     for path in folder.iterdir():
-        if re.fullmatch(pattern, path.name) and path.name not in keep:
+        if re.fullmatch(stale_pattern, path.name) and path.name not in kept_names:
             path.unlink(missing_ok=True)
 
 
-def sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
     """Wait until a file's content, or a folder's list of files, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(descriptor)
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 
 def sync_tree(folder: Path) -> None:
     """Wait until a folder with all it holds is on the disk."""
-    for root, _, names in os.walk(folder):
-        for path in [*(Path(root, name) for name in names), Path(root)]:
+    for current_folder, _, file_names in os.walk(folder):
+        for path in [
+            *(Path(current_folder, file_name) for file_name in file_names),
+            Path(current_folder),
+        ]:
             # Another process may just be giving a file its final name.
             with contextlib.suppress(FileNotFoundError):
-                sync(path)
+                sync_path(path)

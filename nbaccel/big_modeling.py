@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbaccel._later import BIG_MODELS, later
+from nbaccel._later import BIG_MODEL_INFERENCE, missing_name_of
 
 __all__ = [
     "attach_layerwise_casting_hooks",
@@ -15,11 +15,15 @@ __all__ = [
     "load_checkpoint_and_dispatch",
 ]
 
-attach_layerwise_casting_hooks = later("attach_layerwise_casting_hooks", BIG_MODELS, __name__)
-cpu_offload = later("cpu_offload", BIG_MODELS, __name__)
-cpu_offload_with_hook = later("cpu_offload_with_hook", BIG_MODELS, __name__)
-disk_offload = later("disk_offload", BIG_MODELS, __name__)
-dispatch_model = later("dispatch_model", BIG_MODELS, __name__)
-init_empty_weights = later("init_empty_weights", BIG_MODELS, __name__)
-init_on_device = later("init_on_device", BIG_MODELS, __name__)
-load_checkpoint_and_dispatch = later("load_checkpoint_and_dispatch", BIG_MODELS, __name__)
+attach_layerwise_casting_hooks = missing_name_of(
+    "attach_layerwise_casting_hooks", BIG_MODEL_INFERENCE, __name__
+)
+cpu_offload = missing_name_of("cpu_offload", BIG_MODEL_INFERENCE, __name__)
+cpu_offload_with_hook = missing_name_of("cpu_offload_with_hook", BIG_MODEL_INFERENCE, __name__)
+disk_offload = missing_name_of("disk_offload", BIG_MODEL_INFERENCE, __name__)
+dispatch_model = missing_name_of("dispatch_model", BIG_MODEL_INFERENCE, __name__)
+init_empty_weights = missing_name_of("init_empty_weights", BIG_MODEL_INFERENCE, __name__)
+init_on_device = missing_name_of("init_on_device", BIG_MODEL_INFERENCE, __name__)
+load_checkpoint_and_dispatch = missing_name_of(
+    "load_checkpoint_and_dispatch", BIG_MODEL_INFERENCE, __name__
+)

@@ -1,19 +1,24 @@
 """What works with what, as data.
 
 Every device, precision, strategy and start method has a row here. The plan judges by the rows, the
-catalogue loads the implementation a row names, pickers grey out by them, and the matrix in the
-README and the contract tests are made from them. To add a backend is to add a row.
+catalogue loads the implementation a row names, `RunConfig` takes the words that they name, pickers
+grey out by them, and the matrix in the documentation and the contract tests are made from them. To
+add a backend is to add a row: here, or from another package by an entry point (see
+`entry_points`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeVar
 
+from nbaccel._optional import is_installed
+from nbaccel.capability_rows import DeviceRow, Fp8Row, PrecisionRow, StartMethodRow, StrategyRow
+from nbaccel.entry_points import NamedRow, rows_from_outside
 from nbaccel.errors import InternalError
 
 __all__ = [
     "DEVICES",
+    "ENTRY_POINT_PROBLEMS",
     "FP8_BACKENDS",
     "PRECISIONS",
     "START_METHODS",
@@ -23,210 +28,124 @@ __all__ = [
     "PrecisionRow",
     "StartMethodRow",
     "StrategyRow",
+    "computes_in",
     "device_row",
+    "driven_devices",
+    "fp8_backend",
     "group_backend",
     "precision_row",
     "start_method_row",
+    "strategy_fits",
     "strategy_row",
+    "words_of_rows",
 ]
 
-_Row = TypeVar("_Row")
+_CapabilityRow = TypeVar("_CapabilityRow", bound=NamedRow)
 
+_ALL_START_METHODS = ("template", "fork", "inline")
+_NATIVE_PRECISIONS = ("no", "fp16", "bf16")
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceRow:
-    """What workers can compute on.
-
-    Attributes:
-        name: As in ``RunConfig.device``.
-        meaning: What it is, for people.
-        needs: What must be there.
-        path: ``module:Class`` of the implementation; empty where this version has none.
-        precisions: The precisions it can train in.
-        slow: Those of them that it only imitates, and why that matters.
-        start_methods: How its workers can be started.
-        group_backend: Process group backend where each worker has a device of its own.
-        shared_group_backend: The one where workers share a device.
-    """
-
-    name: str
-    meaning: str
-    needs: str
-    path: str = ""
-    precisions: tuple[str, ...] = ()
-    slow: tuple[tuple[str, str], ...] = ()
-    start_methods: tuple[str, ...] = ()
-    group_backend: str = "gloo"
-    shared_group_backend: str = "gloo"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrecisionRow:
-    """A number format of the forward and backward pass.
-
-    Attributes:
-        name: As in ``RunConfig.mixed_precision``.
-        meaning: What it is, for people.
-        needs: What must be there.
-        refused_below: Compute capability under which a GPU cannot do it.
-        imitated_below: Compute capability under which a GPU does it slowly.
-        path: ``module:Class`` of the implementation; empty where this version has none.
-    """
-
-    name: str
-    meaning: str
-    needs: str
-    path: str = ""
-    refused_below: tuple[int, int] = (0, 0)
-    imitated_below: tuple[int, int] = (0, 0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fp8Row:
-    """A library that computes in 8 bits.
-
-    Attributes:
-        name: As in ``Fp8Config.backend``.
-        meaning: What it does, for people.
-        needs: What must be there.
-        package: The module that must be installed for it.
-        devices: What it can compute on.
-        settings: Those of ``Fp8Config`` that it reads.
-    """
-
-    name: str
-    meaning: str
-    needs: str
-    package: str
-    devices: tuple[str, ...]
-    settings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StrategyRow:
-    """How the processes of a run train one model together.
-
-    Attributes:
-        name: As in ``Strategy.name``.
-        meaning: What each process holds, for people.
-        needs: What must be there.
-        path: ``module:Class`` of the implementation; empty where this version has none.
-        devices: What it can compute on.
-        precisions: The precisions it can train in.
-        distributed_type: What Accelerate calls it; empty where that depends on the device.
-        settings: Module of its plugin, where the launcher's request makes one.
-        check: ``module:function`` that refuses what its library lacks on a machine.
-        judge: ``module:function`` that refuses mistakes in a run's configuration of it.
-        library: What must be imported for its shards to exist.
-        shards: Module that reads them, a :class:`~nbaccel.abc.shards.ShardReader`.
-        memory: Module that knows the shared memory that the workers' library makes: the variables
-            for it, and the files to remove.
-        enter: ``module:function`` that prepares a worker for it, told the type of its device.
-        observe: ``module:function`` that looks at a process before the library is in it, for the
-            reader's ``tear_down``. This one, ``enter`` and ``memory`` are asked where nobody may
-            ever use the library, so they are light.
-    """
-
-    name: str
-    meaning: str
-    needs: str
-    path: str
-    devices: tuple[str, ...]
-    precisions: tuple[str, ...]
-    distributed_type: str = ""
-    settings: str = ""
-    check: str = ""
-    judge: str = ""
-    library: str = ""
-    shards: str = ""
-    memory: str = ""
-    enter: str = ""
-    observe: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StartMethodRow:
-    """How workers come to be.
-
-    Attributes:
-        name: As in ``Plan.start_method``.
-        meaning: What happens, for people.
-        needs: What must be there.
-        path: Module of the implementation.
-        headline: How :meth:`Plan.headline` says it.
-        separate_processes: Whether workers are processes of their own.
-    """
-
-    name: str
-    meaning: str
-    needs: str
-    path: str
-    headline: str
-    separate_processes: bool = True
-
-
-_ALL_METHODS = ("template", "fork", "inline")
-
-DEVICES: tuple[DeviceRow, ...] = (
+_DEVICES: tuple[DeviceRow, ...] = (
     DeviceRow(
         name="cpu",
         meaning="the processor's cores",
         needs="nothing",
         path="nbaccel.devices.cpu:CpuDevice",
-        precisions=("no", "fp16", "bf16"),
+        label="CPU",
+        precisions=_NATIVE_PRECISIONS,
         slow=(("fp16", "CPUs compute it by way of float32 and its gradients must be scaled"),),
-        start_methods=_ALL_METHODS,
+        start_methods=_ALL_START_METHODS,
+        in_host_memory=True,
+        variables=(("ACCELERATE_USE_CPU", "true"),),
     ),
     DeviceRow(
         name="cuda",
         meaning="NVIDIA GPUs",
         needs="a GPU, its driver and a CUDA build of PyTorch",
         path="nbaccel.devices.cuda:CudaDevice",
-        precisions=("no", "fp16", "bf16"),
-        start_methods=_ALL_METHODS,
+        label="GPU",
+        words=("gpu", "nvidia"),
+        precisions=_NATIVE_PRECISIONS,
+        start_methods=_ALL_START_METHODS,
         group_backend="nccl",
+    ),
+    DeviceRow(
+        name="xpu",
+        meaning="Intel GPUs, never run yet",
+        needs="an Intel GPU, its driver and an XPU build of PyTorch",
+        path="nbaccel.devices.xpu:XpuDevice",
+        label="Intel GPU",
+        words=("intel",),
+        precisions=_NATIVE_PRECISIONS,
+        strategies=("single", "ddp", "fsdp"),
+        start_methods=_ALL_START_METHODS,
+        group_backend="xccl",
+        never_run=True,
+    ),
+    DeviceRow(
+        name="mps",
+        meaning="the GPU of Apple silicon, one process, never run yet",
+        needs="a Mac with Apple silicon",
+        path="nbaccel.devices.mps:MpsDevice",
+        label="Apple GPU",
+        words=("apple", "metal"),
+        precisions=_NATIVE_PRECISIONS,
+        strategies=("single",),
+        start_methods=("inline",),
+        never_run=True,
     ),
     DeviceRow(
         name="tpu",
         meaning="Google TPUs: detected, not yet driven by this version",
         needs="a later version",
+        path="nbaccel.devices.tpu:TpuDevice",
+        label="TPU chip",
+        words=("xla",),
     ),
 )
 
-PRECISIONS: tuple[PrecisionRow, ...] = (
+_PRECISIONS: tuple[PrecisionRow, ...] = (
     PrecisionRow(
         name="no",
         meaning="float32 throughout",
         needs="nothing",
+        words=("fp32", "float32", "none"),
         path="nbaccel.precision.native:Fp32",
     ),
     PrecisionRow(
         name="fp16",
         meaning="float16 with scaled gradients",
         needs="a GPU to be worth it",
+        words=("half", "float16"),
         path="nbaccel.precision.native:Fp16",
+        dtype="float16",
     ),
     PrecisionRow(
         name="bf16",
         meaning="bfloat16, no scaling needed",
         needs="a CPU, or a GPU of compute capability 8.0 (Ampere) to be worth it",
+        words=("bfloat16",),
         path="nbaccel.precision.native:Bf16",
+        dtype="bfloat16",
         imitated_below=(8, 0),
     ),
     PrecisionRow(
         name="fp8",
         meaning="8-bit matrix products",
-        needs="a later version: nothing computes in it yet, and it is refused",
+        needs="a later version: nothing here computes in it yet, and it is refused",
+        words=("float8",),
+        has_backends=True,
         refused_below=(8, 9),
     ),
 )
 
-FP8_BACKENDS: tuple[Fp8Row, ...] = (
+_FP8_BACKENDS: tuple[Fp8Row, ...] = (
     Fp8Row(
         name="te",
         meaning="TransformerEngine: fused layers with delayed scaling",
         needs="the package transformer-engine, and a GPU of compute capability 8.9 or newer",
         package="transformer_engine",
+        words=("transformerengine", "transformer_engine"),
         devices=("cuda",),
         settings=(
             "fp8_format",
@@ -251,54 +170,75 @@ FP8_BACKENDS: tuple[Fp8Row, ...] = (
         meaning="torchao: scales found anew in each step",
         needs="the package torchao, and a GPU of compute capability 8.9 or newer",
         package="torchao",
+        words=("torchao",),
         devices=("cuda",),
     ),
 )
 
-_NATIVE = ("no", "fp16", "bf16")
-
-STRATEGIES: tuple[StrategyRow, ...] = (
+_STRATEGIES: tuple[StrategyRow, ...] = (
     StrategyRow(
         name="single",
         meaning="one process trains alone",
         needs="nothing",
         path="nbaccel.strategies.single:SingleStrategy",
+        headline="one process",
+        processes="one",
+        is_default=True,
+        default_reason="there are no other processes",
         devices=("cpu", "cuda"),
-        precisions=_NATIVE,
+        precisions=_NATIVE_PRECISIONS,
     ),
     StrategyRow(
         name="ddp",
         meaning="every process holds the whole model, gradients are averaged",
         needs="memory for the model in every process",
         path="nbaccel.strategies.ddp:DdpStrategy",
+        headline="data parallel",
+        processes="several",
+        is_default=True,
+        default_reason="{world_size} processes, each with a whole model",
+        settings="nbaccel.config.handlers:DistributedDataParallelKwargs",
         devices=("cpu", "cuda"),
-        precisions=_NATIVE,
+        precisions=_NATIVE_PRECISIONS,
     ),
     StrategyRow(
         name="fsdp",
         meaning="every process holds a shard of weights, gradients and optimizer (`fully_shard`)",
         needs="a FullyShardedDataParallelPlugin",
         path="nbaccel.strategies.fsdp:FsdpStrategy",
+        headline="fully sharded",
+        needs_group=True,
+        settings="nbaccel.config.fsdp_settings:FullyShardedDataParallelPlugin",
+        argument="fsdp_plugin",
+        wanted="nbaccel.strategies.fsdp_asked:fsdp_request",
+        variables=(("ACCELERATE_USE_FSDP", "true"),),
         devices=("cpu", "cuda"),
-        precisions=_NATIVE,
+        precisions=_NATIVE_PRECISIONS,
         distributed_type="FSDP",
     ),
     StrategyRow(
         name="deepspeed",
         meaning="ZeRO: optimizer, gradients and weights in shards, stage by stage",
         needs="DeepSpeed, ninja and a C++ compiler; a DeepSpeedPlugin or `zero_stage`",
-        path="nbaccel.deepspeed.strategy.strategy:DeepSpeedStrategy",
+        path="nbaccel.deepspeed.strategy.deepspeed_strategy:DeepSpeedStrategy",
+        headline="DeepSpeed",
         devices=("cpu", "cuda"),
-        precisions=_NATIVE,
+        precisions=_NATIVE_PRECISIONS,
         distributed_type="DEEPSPEED",
-        settings="nbaccel.deepspeed.strategy.plugin",
-        check="nbaccel.deepspeed.toolchain:check_tools",
+        settings="nbaccel.deepspeed.strategy.plugin:DeepSpeedPlugin",
+        argument="deepspeed_plugin",
+        wanted="nbaccel.deepspeed.asked:wanted",
+        variables=(("ACCELERATE_USE_DEEPSPEED", "true"),),
+        check="nbaccel.deepspeed.cpp_operations:check_tools",
         judge="nbaccel.deepspeed.checking:check_run",
         library="deepspeed",
         shards="nbaccel.deepspeed.strategy.reader",
-        memory="nbaccel.deepspeed.shared_memory",
+        memory="nbaccel.deepspeed.leftover_files",
         enter="nbaccel.deepspeed.in_worker:enter_worker",
         observe="nbaccel.deepspeed.teardown:observe",
+        form="nbaccel.deepspeed.form.zero_form:DeepSpeedForm",
+        advisor="nbaccel.deepspeed.advisor.advise:advise",
+        command="nbaccel.deepspeed.to_fp32_command:add_to",
     ),
 )
 
@@ -307,32 +247,43 @@ START_METHODS: tuple[StartMethodRow, ...] = (
         name="template",
         meaning="forked from a clean process that has torch imported",
         needs="Linux; what is sent to workers can be pickled",
-        path="nbaccel.launch.template",
         headline="started from the template",
     ),
     StartMethodRow(
         name="fork",
         meaning="forked from this process: everything in it is visible, nothing is pickled",
         needs="Linux; no CUDA context, XLA runtime or process group in this process",
-        path="nbaccel.launch.fork",
         headline="forked from this process",
     ),
     StartMethodRow(
         name="inline",
         meaning="the function is called in this process; a debugger works",
         needs="one worker",
-        path="nbaccel.launch.inline",
         headline="in this process",
         separate_processes=False,
     ),
 )
 
+DEVICES, _device_problems = rows_from_outside("nbaccel.devices", DeviceRow, _DEVICES)
+"""The first is always there."""
+PRECISIONS, _precision_problems = rows_from_outside("nbaccel.precisions", PrecisionRow, _PRECISIONS)
+FP8_BACKENDS, _fp8_problems = rows_from_outside("nbaccel.fp8_backends", Fp8Row, _FP8_BACKENDS)
+STRATEGIES, _strategy_problems = rows_from_outside("nbaccel.strategies", StrategyRow, _STRATEGIES)
 
-def device_row(name: str) -> DeviceRow:
+ENTRY_POINT_PROBLEMS: tuple[str, ...] = (
+    *_device_problems,
+    *_precision_problems,
+    *_fp8_problems,
+    *_strategy_problems,
+)
+"""Entry points of other packages that cannot be used, and why. Plans tell of them."""
+
+
+def device_row(row_name: str) -> DeviceRow:
     """The row of a device.
 
     Args:
-        name: As in the table.
+        row_name: As in the table.
 
     Returns:
         The row.
@@ -340,14 +291,14 @@ def device_row(name: str) -> DeviceRow:
     Raises:
         InternalError: No row has that name.
     """
-    return _found(name, {row.name: row for row in DEVICES}.get(name))
+    return _check_row_exists(row_name, {row.name: row for row in DEVICES}.get(row_name))
 
 
-def precision_row(name: str) -> PrecisionRow:
+def precision_row(row_name: str) -> PrecisionRow:
     """The row of a precision.
 
     Args:
-        name: As in the table.
+        row_name: As in the table.
 
     Returns:
         The row.
@@ -355,14 +306,14 @@ def precision_row(name: str) -> PrecisionRow:
     Raises:
         InternalError: No row has that name.
     """
-    return _found(name, {row.name: row for row in PRECISIONS}.get(name))
+    return _check_row_exists(row_name, {row.name: row for row in PRECISIONS}.get(row_name))
 
 
-def strategy_row(name: str) -> StrategyRow:
+def strategy_row(row_name: str) -> StrategyRow:
     """The row of a strategy.
 
     Args:
-        name: As in the table.
+        row_name: As in the table.
 
     Returns:
         The row.
@@ -370,14 +321,14 @@ def strategy_row(name: str) -> StrategyRow:
     Raises:
         InternalError: No row has that name.
     """
-    return _found(name, {row.name: row for row in STRATEGIES}.get(name))
+    return _check_row_exists(row_name, {row.name: row for row in STRATEGIES}.get(row_name))
 
 
-def start_method_row(name: str) -> StartMethodRow:
+def start_method_row(row_name: str) -> StartMethodRow:
     """The row of a start method.
 
     Args:
-        name: As in the table.
+        row_name: As in the table.
 
     Returns:
         The row.
@@ -385,7 +336,68 @@ def start_method_row(name: str) -> StartMethodRow:
     Raises:
         InternalError: No row has that name.
     """
-    return _found(name, {row.name: row for row in START_METHODS}.get(name))
+    return _check_row_exists(row_name, {row.name: row for row in START_METHODS}.get(row_name))
+
+
+def words_of_rows(
+    rows: tuple[DeviceRow | PrecisionRow | Fp8Row | StrategyRow, ...],
+) -> dict[str, str]:
+    """Other words that people write for the names of rows.
+
+    Args:
+        rows: A table.
+
+    Returns:
+        Word → name.
+    """
+    return {
+        other_word: capability_row.name
+        for capability_row in rows
+        for other_word in capability_row.words
+    }
+
+
+def driven_devices() -> tuple[DeviceRow, ...]:
+    """The devices that workers can compute on in this version; others are only detected."""
+    return tuple(row for row in DEVICES if row.precisions)
+
+
+def computes_in(device: DeviceRow, precision: PrecisionRow | Fp8Row) -> bool:
+    """Whether a device trains in a precision, or a backend of FP8 on a device."""
+    return precision.name in device.precisions or device.name in precision.devices
+
+
+def strategy_fits(strategy: StrategyRow, other_row: DeviceRow | PrecisionRow | Fp8Row) -> bool:
+    """Whether a strategy trains on a device, or in a precision."""
+    fitting_names = strategy.devices if isinstance(other_row, DeviceRow) else strategy.precisions
+    return other_row.name in fitting_names or strategy.name in other_row.strategies
+
+
+def fp8_backend(backend_name: str) -> tuple[Fp8Row | None, str]:
+    """Which library computes in 8 bits.
+
+    Args:
+        backend_name: Its name; any other word takes the first that is installed.
+
+    Returns:
+        The row, and why it cannot be used: empty where it can. None where this version trains with
+        no such library.
+    """
+    fitting_rows = [backend_row for backend_row in FP8_BACKENDS if backend_row.path]
+    if backend_name in {backend_row.name for backend_row in FP8_BACKENDS}:
+        fitting_rows = [
+            backend_row for backend_row in fitting_rows if backend_row.name == backend_name
+        ]
+    if not fitting_rows:
+        return None, ""
+    for backend_row in fitting_rows:
+        if is_installed(backend_row.package):
+            return backend_row, ""
+    first_row = fitting_rows[0]
+    return (
+        first_row,
+        f"the FP8 backend {first_row.name!r} needs {first_row.package}, which is not installed",
+    )
 
 
 def group_backend(row: DeviceRow, *, num_local: int, num_devices: int) -> str:
@@ -403,10 +415,10 @@ def group_backend(row: DeviceRow, *, num_local: int, num_devices: int) -> str:
     return row.group_backend if num_local <= num_devices else row.shared_group_backend
 
 
-def _found(name: str, row: _Row | None) -> _Row:
-    if row is None:
+def _check_row_exists(row_name: str, named_row: _CapabilityRow | None) -> _CapabilityRow:
+    if named_row is None:
         raise InternalError(
-            f"nbaccel has no capability row named {name!r}. "
+            f"nbaccel has no capability row named {row_name!r}. "
             "Nothing can be decided about it. Please report this as a bug."
         )
-    return row
+    return named_row

@@ -28,9 +28,9 @@ def save_custom_state(
     """
     from nbaccel.state import PartialState
 
-    state = PartialState()
-    if state.is_local_main_process if save_on_each_node else state.is_main_process:
-        checkpoint.save(obj.state_dict(), _file(path, index))
+    process_state = PartialState()
+    if process_state.is_local_main_process if save_on_each_node else process_state.is_main_process:
+        checkpoint.save(obj.state_dict(), _custom_state_file(path, index))
 
 
 def load_custom_state(obj: Any, path: str | Path, index: int = 0) -> None:
@@ -44,8 +44,8 @@ def load_custom_state(obj: Any, path: str | Path, index: int = 0) -> None:
     Raises:
         CheckpointDamaged: The file holds more than tensors and plain data.
     """
-    obj.load_state_dict(files.read(_file(path, index)))
+    obj.load_state_dict(files.read_torch_file(_custom_state_file(path, index)))
 
 
-def _file(path: str | Path, index: int) -> Path:
-    return Path(path) / f"custom_checkpoint_{index}.pkl"
+def _custom_state_file(folder: str | Path, object_number: int) -> Path:
+    return Path(folder) / f"custom_checkpoint_{object_number}.pkl"

@@ -16,12 +16,12 @@ from nbaccel import _optional
 from nbaccel.abc.place import Place
 from nbaccel.config.handlers import DataLoaderConfiguration
 from nbaccel.errors import ConfigError
-from nbaccel.train import arrival, loading
+from nbaccel.train import distributed, prepare_loader
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.dispatch import DispatchLoader, SliceFn
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.loader import LoaderSettings, PreparedLoader
-from nbaccel.train.loading import skip_first_batches
+from nbaccel.train.prepare_loader import skip_first_batches
 from nbaccel.train.sampling import (
     BatchSamplerShard,
     IterableDatasetShard,
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-class _WhatPrepareMakes(type):
+class _PreparedLoaderType(type):
     """Lets what `prepare` returned be an instance of the class by whose name users know it."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -54,7 +54,7 @@ class _WhatPrepareMakes(type):
         )
 
 
-class DataLoaderShard(PreparedLoader, metaclass=_WhatPrepareMakes):
+class DataLoaderShard(PreparedLoader, metaclass=_PreparedLoaderType):
     """A loader whose batches come on a device, and that knows its last one.
 
     It reads all that it is given: a ``batch_sampler=BatchSamplerShard(...)`` or an
@@ -95,22 +95,22 @@ class DataLoaderShard(PreparedLoader, metaclass=_WhatPrepareMakes):
         **kwargs: Any,
     ) -> None:
         _refuse_mesh(type(self), torch_device_mesh)
-        base = _reader(use_stateful_dataloader)(dataset, **kwargs)
-        settings = LoaderSettings(
-            **_here(base),
+        base_loader = _reading_class(use_stateful_dataloader)(dataset, **kwargs)
+        loader_settings = LoaderSettings(
+            **_place_settings(base_loader),
             device=None if device is None else torch.device(device),
             non_blocking=_non_blocking,
-            rng_types=tuple(str(kind) for kind in rng_types or ()),
+            rng_types=tuple(str(rng_type) for rng_type in rng_types or ()),
             synchronized=synchronized_generator,
             drop_last=_drop_last,
             skip_batches=skip_batches,
             stateful=use_stateful_dataloader,
         )
-        super().__init__(base, GradientState(), settings, drop=skip_batches)
+        super().__init__(base_loader, GradientState(), loader_settings, drop=skip_batches)
         self.iteration = iteration
 
 
-class DataLoaderDispatcher(DispatchLoader, metaclass=_WhatPrepareMakes):
+class DataLoaderDispatcher(DispatchLoader, metaclass=_PreparedLoaderType):
     """A loader that process 0 reads for all; every process gets its part of each batch.
 
     Args:
@@ -147,11 +147,11 @@ class DataLoaderDispatcher(DispatchLoader, metaclass=_WhatPrepareMakes):
         **kwargs: Any,
     ) -> None:
         _refuse_mesh(type(self), torch_device_mesh)
-        base = _reader(use_stateful_dataloader)(dataset, **kwargs)
-        here = _here(base, split=split_batches)
-        settings = LoaderSettings(
-            **here,
-            device=here["place"].device,
+        base_loader = _reading_class(use_stateful_dataloader)(dataset, **kwargs)
+        place_settings = _place_settings(base_loader, splits_batches=split_batches)
+        loader_settings = LoaderSettings(
+            **place_settings,
+            device=place_settings["place"].device,
             non_blocking=_non_blocking,
             drop_last=_drop_last,
             split_batches=split_batches,
@@ -159,7 +159,9 @@ class DataLoaderDispatcher(DispatchLoader, metaclass=_WhatPrepareMakes):
             stateful=use_stateful_dataloader,
             dispatches=True,
         )
-        super().__init__(base, GradientState(), settings, drop=skip_batches, slice_fn=slice_fn)
+        super().__init__(
+            base_loader, GradientState(), loader_settings, drop=skip_batches, slice_fn=slice_fn
+        )
         self.iteration = iteration
 
 
@@ -183,11 +185,13 @@ class SkipDataLoader(PreparedLoader):
         use_stateful_dataloader: bool = False,
         **kwargs: Any,
     ) -> None:
-        base = _reader(use_stateful_dataloader)(dataset, **kwargs)
-        settings = LoaderSettings(
-            **_here(base), skip_batches=skip_batches, stateful=use_stateful_dataloader
+        base_loader = _reading_class(use_stateful_dataloader)(dataset, **kwargs)
+        loader_settings = LoaderSettings(
+            **_place_settings(base_loader),
+            skip_batches=skip_batches,
+            stateful=use_stateful_dataloader,
         )
-        super().__init__(base, GradientState(), settings, drop=skip_batches)
+        super().__init__(base_loader, GradientState(), loader_settings, drop=skip_batches)
 
 
 def prepare_data_loader(
@@ -235,16 +239,16 @@ def prepare_data_loader(
         MissingBackend: torchdata is asked for and not installed.
     """
     _refuse_mesh(prepare_data_loader, torch_device_mesh)
-    here = arrival.arrive()
-    place = Place(
-        rank=here.rank if process_index is None else process_index,
-        local_rank=here.local_rank,
-        world_size=here.world_size if num_processes is None else num_processes,
-        local_world_size=here.local_world_size,
-        device=here.device if device is None else torch.device(device),
-        backend=here.backend,
+    process_place = distributed.arrive()
+    sharing_place = Place(
+        rank=process_place.rank if process_index is None else process_index,
+        local_rank=process_place.local_rank,
+        world_size=process_place.world_size if num_processes is None else num_processes,
+        local_world_size=process_place.local_world_size,
+        device=process_place.device if device is None else torch.device(device),
+        backend=process_place.backend,
     )
-    settings = DataLoaderConfiguration(
+    loader_config = DataLoaderConfiguration(
         split_batches=split_batches,
         dispatch_batches=dispatch_batches,
         even_batches=even_batches,
@@ -253,52 +257,58 @@ def prepare_data_loader(
         non_blocking=non_blocking,
         use_stateful_dataloader=use_stateful_dataloader,
     )
-    return loading.prepare_data_loader(
+    return prepare_loader.prepare_data_loader(
         dataloader,
-        place,
+        sharing_place,
         GradientState(),
-        settings,
-        Collectives(here, arrival.timeout_s(None)),
+        loader_config,
+        Collectives(process_place, distributed.timeout_s(None)),
         put_on_device=put_on_device,
-        rng_types=[str(kind) for kind in rng_types or ()],
+        rng_types=[str(rng_type) for rng_type in rng_types or ()],
         slice_fn=slice_fn_for_dispatch,
     )
 
 
-def _refuse_mesh(asked: Any, mesh: Any) -> None:
-    if mesh is not None:
+def _refuse_mesh(called_object: Any, device_mesh: Any) -> None:
+    if device_mesh is not None:
         raise ConfigError(
-            f"{asked.__name__}(torch_device_mesh={mesh}) would share batches out by a mesh, which "
-            "nbaccel does not: every process gets batches of its own. Leave torch_device_mesh out."
+            f"{called_object.__name__}(torch_device_mesh={device_mesh}) would share batches out "
+            "by a mesh, which nbaccel does not: every process gets batches of its own. Leave "
+            "torch_device_mesh out."
         )
 
 
-def _reader(stateful: bool) -> Any:
-    if not stateful:
+def _reading_class(is_stateful: bool) -> Any:
+    if not is_stateful:
         return DataLoader
-    module = _optional.require(
+    torchdata_module = _optional.require(
         "torchdata.stateful_dataloader", extra="stateful", why="use_stateful_dataloader=True"
     )
-    return module.StatefulDataLoader
+    return torchdata_module.StatefulDataLoader
 
 
-def _here(base: DataLoader[Any], *, split: bool | None = None) -> dict[str, Any]:
+def _place_settings(
+    base_loader: DataLoader[Any], *, splits_batches: bool | None = None
+) -> dict[str, Any]:
     """This process among the others, and how many samples are in a batch.
 
     Args:
-        base: What is read.
-        split: Whether process 0 cuts batches up for all, or joins them; None where it does neither.
+        base_loader: What is read.
+        splits_batches: Whether process 0 cuts batches up for all, or joins them; None where it does
+            neither.
     """
-    place = arrival.arrive()
-    sampler = base.batch_sampler
-    size = base.batch_size or getattr(sampler, "batch_size", None) or 0
-    if split is None:
-        total = size * (place.world_size if isinstance(sampler, BatchSamplerShard) else 1)
+    place = distributed.arrive()
+    batch_sampler = base_loader.batch_sampler
+    batch_size = base_loader.batch_size or getattr(batch_sampler, "batch_size", None) or 0
+    if splits_batches is None:
+        total_batch_size = batch_size * (
+            place.world_size if isinstance(batch_sampler, BatchSamplerShard) else 1
+        )
     else:
-        total = size if split else size * place.world_size
+        total_batch_size = batch_size if splits_batches else batch_size * place.world_size
     return {
         "place": place,
-        "collectives": Collectives(place, arrival.timeout_s(None)),
-        "batch_size": (size // place.world_size if split else size) or None,
-        "total_batch_size": total or None,
+        "collectives": Collectives(place, distributed.timeout_s(None)),
+        "batch_size": (batch_size // place.world_size if splits_batches else batch_size) or None,
+        "total_batch_size": total_batch_size or None,
     }

@@ -26,5 +26,9 @@ def nearest_folder(folder: Path) -> Path:
     Returns:
         A path that exists, on the disk that the folder is or will be on.
     """
-    absolute = folder.expanduser().absolute()
-    return next(place for place in (absolute, *absolute.parents) if place.exists())
+    absolute_folder = folder.expanduser().absolute()
+    return next(
+        existing_folder
+        for existing_folder in (absolute_folder, *absolute_folder.parents)
+        if existing_folder.exists()
+    )

@@ -13,21 +13,21 @@ from nbaccel.errors import ConfigError
 
 __all__ = ["applied", "flag", "read", "replace_all", "snapshot"]
 
-_YES = frozenset({"1", "true", "yes", "on", "y", "t"})
-_NO = frozenset({"0", "false", "no", "off", "n", "f"})
+_YES_WORDS = frozenset({"1", "true", "yes", "on", "y", "t"})
+_NO_WORDS = frozenset({"0", "false", "no", "off", "n", "f"})
 
 
-def read(name: str, default: str | None = None) -> str | None:
+def read(variable_name: str, default: str | None = None) -> str | None:
     """Value of one variable.
 
     Args:
-        name: The variable.
+        variable_name: The variable.
         default: What to answer when it is not set.
 
     Returns:
         The value as it stands (an empty one included), or ``default``.
     """
-    return os.environ.get(name, default)
+    return os.environ.get(variable_name, default)
 
 
 def snapshot() -> dict[str, str]:
@@ -45,46 +45,48 @@ def state() -> Mapping[bytes, bytes]:
     Returns:
         Names and values, as the system has them.
     """
-    found: Mapping[bytes, bytes] = dict(os.environb._data)  # type: ignore[attr-defined]  # noqa: SLF001 - the rest decodes
-    return found
+    raw_environment: Mapping[bytes, bytes] = dict(os.environb._data)  # type: ignore[attr-defined]  # noqa: SLF001 - the rest decodes
+    return raw_environment
 
 
-def replace_all(mapping: Mapping[str, str]) -> None:
-    """Make the environment exactly ``mapping``: what it lacks is unset.
+def replace_all(environment: Mapping[str, str]) -> None:
+    """Make the environment exactly ``environment``: what it lacks is unset.
 
     Args:
-        mapping: The complete environment.
+        environment: The complete environment.
     """
     # Not clear() + update(): another thread would see an environment without PATH or HOME.
-    for name in [name for name in os.environ if name not in mapping]:
-        del os.environ[name]
-    os.environ.update(mapping)
+    for variable_name in [
+        variable_name for variable_name in os.environ if variable_name not in environment
+    ]:
+        del os.environ[variable_name]
+    os.environ.update(environment)
 
 
 @contextmanager
-def applied(mapping: Mapping[str, str | None]) -> Iterator[None]:
+def applied(changes: Mapping[str, str | None]) -> Iterator[None]:
     """Set variables for the length of a ``with`` block.
 
     Args:
-        mapping: Names and values; ``None`` unsets a variable.
+        changes: Names and values; ``None`` unsets a variable.
 
     Yields:
         Nothing. Afterwards exactly these variables are as they were, also after an exception;
         what the block did to others stays.
     """
-    before = {name: os.environ.get(name) for name in mapping}
-    _write(mapping)
+    previous_values = {variable_name: os.environ.get(variable_name) for variable_name in changes}
+    _write_variables(changes)
     try:
         yield
     finally:
-        _write(before)
+        _write_variables(previous_values)
 
 
-def flag(name: str) -> bool | None:
+def flag(variable_name: str) -> bool | None:
     """A variable read as yes or no.
 
     Args:
-        name: The variable.
+        variable_name: The variable.
 
     Returns:
         True or False, or None where it is unset or empty.
@@ -92,15 +94,15 @@ def flag(name: str) -> bool | None:
     Raises:
         ConfigError: It holds something that is neither.
     """
-    text = os.environ.get(name, "").strip()
-    if not text:
+    variable_text = os.environ.get(variable_name, "").strip()
+    if not variable_text:
         return None
-    if text.lower() in _YES:
+    if variable_text.lower() in _YES_WORDS:
         return True
-    if text.lower() in _NO:
+    if variable_text.lower() in _NO_WORDS:
         return False
     raise ConfigError(
-        f"Environment variable {name} must be yes or no: got {text!r}. "
+        f"Environment variable {variable_name} must be yes or no: got {variable_text!r}. "
         "Guessing could turn on what you meant to turn off. Set it to 1 or 0, or unset it."
     )
 
@@ -111,12 +113,12 @@ def update(changes: Mapping[str, str | None]) -> None:
     Args:
         changes: Values by name; None removes a variable.
     """
-    _write(changes)
+    _write_variables(changes)
 
 
-def _write(mapping: Mapping[str, str | None]) -> None:
-    for name, value in mapping.items():
-        if value is None:
-            os.environ.pop(name, None)
+def _write_variables(changes: Mapping[str, str | None]) -> None:
+    for variable_name, variable_value in changes.items():
+        if variable_value is None:
+            os.environ.pop(variable_name, None)
         else:
-            os.environ[name] = value
+            os.environ[variable_name] = variable_value

@@ -71,14 +71,14 @@ class NbaccelError(Exception):
     """Any error that nbaccel raises on purpose."""
 
 
-class _Plain(NbaccelError):
+class _PlainlyShownError(NbaccelError):
     """Shown in a notebook without the frames of nbaccel."""
 
     def _render_traceback_(self) -> list[str]:
         return render_mistake(self)
 
 
-class UserMistake(_Plain):
+class UserMistake(_PlainlyShownError):
     """What was asked cannot be done; asking differently can."""
 
 
@@ -103,8 +103,11 @@ class ConfigError(UserMistake, ValueError):
     def __str__(self) -> str:
         if len(self.mistakes) <= 1:
             return "".join(self.mistakes)
-        numbered = (f"  {number}. {text}" for number, text in enumerate(self.mistakes, start=1))
-        return "\n".join([f"{len(self.mistakes)} {self._what}:", *numbered])
+        numbered_lines = (
+            f"  {mistake_number}. {mistake_text}"
+            for mistake_number, mistake_text in enumerate(self.mistakes, start=1)
+        )
+        return "\n".join([f"{len(self.mistakes)} {self._what}:", *numbered_lines])
 
 
 class CheckpointDamaged(ConfigError):
@@ -153,11 +156,11 @@ class InputRefused(UserMistake, EOFError):
     """``input()`` was called in a worker, where nobody can answer."""
 
 
-class MissingBackend(_Plain, ImportError):
+class MissingBackend(_PlainlyShownError, ImportError):
     """A package is not installed, cannot be imported, or is hidden by a file of its name."""
 
 
-class UnsafeMoment(_Plain, RuntimeError):
+class UnsafeMoment(_PlainlyShownError, RuntimeError):
     """The request is right, but this process is in no state to serve it now."""
 
 
@@ -165,27 +168,27 @@ class UnsafeFork(UnsafeMoment):
     """Forking this process would give workers that hang or crash."""
 
 
-class PrecisionMismatch(_Plain, RuntimeError):
+class PrecisionMismatch(_PlainlyShownError, RuntimeError):
     """Training would run in another precision than the one asked for."""
 
 
-class CheckpointFailed(_Plain, RuntimeError):
+class CheckpointFailed(_PlainlyShownError, RuntimeError):
     """A process could not write or read its part of a checkpoint, so none goes on with it."""
 
 
-class CollectiveMismatch(_Plain, RuntimeError):
+class CollectiveMismatch(_PlainlyShownError, RuntimeError):
     """Processes met with different collectives, or with data that do not go together."""
 
 
-class CollectiveTimeout(_Plain, RuntimeError, TimeoutError):
+class CollectiveTimeout(_PlainlyShownError, RuntimeError, TimeoutError):
     """Some processes did not come to a collective that others wait in."""
 
 
-class TrainingDiverged(_Plain, RuntimeError):
+class TrainingDiverged(_PlainlyShownError, RuntimeError):
     """Losses or gradients are no numbers any more, and no further step can mend it."""
 
 
-class NothingFits(_Plain, RuntimeError):
+class NothingFits(_PlainlyShownError, RuntimeError):
     """No batch size is small enough for the memory there is."""
 
 
@@ -232,7 +235,7 @@ class LaunchInterrupted(KeyboardInterrupt):
 LaunchInterrupted.__name__ = "KeyboardInterrupt"
 
 
-class PlatformUnsupported(_Plain, RuntimeError):
+class PlatformUnsupported(_PlainlyShownError, RuntimeError):
     """This operating system lacks something that the request needs."""
 
 

@@ -6,6 +6,7 @@ came from another process can be told, too.
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import re
 import sys
@@ -17,9 +18,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from nbaccel import ipython_private
+
 __all__ = [
-    "MODULE",
+    "MODULE_LEVEL",
     "Frame",
+    "caller_level",
     "cell_number",
     "has_magic",
     "is_module",
@@ -30,16 +34,16 @@ __all__ = [
     "user_frame",
 ]
 
-MODULE = "<module>"
-_HOUSE = Path(__file__).resolve().parent
-_LIBRARY = re.compile(
+MODULE_LEVEL = "<module>"
+_PACKAGE_FOLDER = Path(__file__).resolve().parent
+_LIBRARY_PATH = re.compile(
     r"/(site|dist)-packages/|/lib/python3[^/]*/|<frozen |<string>|<__array_function__"
 )
-_CELL = re.compile(r"/ipykernel_|[</]ipython-input-")  # the latter in a terminal, and on Colab
-_COUNTED = re.compile(r"[</]ipython-input-(\d+)-")
-_BLANK_LINES = 4
-_LINE_CHARS = 300
-_INSTALLED = re.compile(r".*/(?:(?:site|dist)-packages|lib/python3[^/]*)/")
+_CELL_NAME = re.compile(r"/ipykernel_|[</]ipython-input-")  # the latter in a terminal, and on Colab
+_COUNTED_CELL_NAME = re.compile(r"[</]ipython-input-(\d+)-")
+_MOST_BLANK_LINES = 4
+_SOURCE_LINE_CHARS = 300
+_INSTALLED_PREFIX = re.compile(r".*/(?:(?:site|dist)-packages|lib/python3[^/]*)/")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,17 +56,17 @@ class Frame:
 
     def __post_init__(self) -> None:
         if is_module(self.function):
-            object.__setattr__(self, "function", MODULE)
+            object.__setattr__(self, "function", MODULE_LEVEL)
 
     @property
     def is_house(self) -> bool:
         """Whether it is nbaccel's own."""
-        return self.file.startswith(f"{_HOUSE}/")
+        return self.file.startswith(f"{_PACKAGE_FOLDER}/")
 
     @property
     def is_library(self) -> bool:
         """Whether it is in an installed package, the standard library or nbaccel."""
-        return self.is_house or bool(_LIBRARY.search(self.file))
+        return self.is_house or bool(_LIBRARY_PATH.search(self.file))
 
 
 def is_module(function: str) -> bool:
@@ -71,20 +75,35 @@ def is_module(function: str) -> bool:
     Args:
         function: The name of a frame's code. IPython 7.34 and 8 have a name of their own for it.
     """
-    return function == MODULE or function.startswith("<cell line: ")
+    return function == MODULE_LEVEL or function.startswith("<cell line: ")
 
 
-def of_traceback(tb: TracebackType | None) -> tuple[Frame, ...]:
+def of_traceback(traceback_object: TracebackType | None) -> tuple[Frame, ...]:
     """The frames of a traceback, outermost first."""
     return tuple(
-        Frame(file=f.filename, line=f.lineno or 0, function=f.name)
-        for f in traceback.extract_tb(tb)
+        Frame(
+            file=frame_summary.filename, line=frame_summary.lineno or 0, function=frame_summary.name
+        )
+        for frame_summary in traceback.extract_tb(traceback_object)
     )
 
 
 def user_frame(frames: Iterable[Frame]) -> Frame | None:
     """The innermost frame of the user's own code; `frames` come innermost first."""
-    return next((f for f in frames if not f.is_library), None)
+    return next((frame for frame in frames if not frame.is_library), None)
+
+
+def caller_level() -> int:
+    """The `stacklevel` of a warning that is to name the code which called nbaccel.
+
+    To be asked by the function that warns.
+    """
+    stack_level, python_frame = 0, inspect.currentframe()
+    while python_frame is not None and python_frame.f_code.co_filename.startswith(
+        f"{_PACKAGE_FOLDER}/"
+    ):
+        stack_level, python_frame = stack_level + 1, python_frame.f_back
+    return stack_level
 
 
 def place(frame: Frame) -> str:
@@ -94,56 +113,69 @@ def place(frame: Frame) -> str:
         `Cell In[7], line 3` for code of a cell, `torch/nn/functional.py:3` for a package's, and
         `file.py:3` for the rest.
     """
-    if (number := cell_number(frame.file)) is not None:
-        return f"Cell In[{number}], line {frame.line}"
-    if _CELL.search(frame.file):
+    if (cell_count := cell_number(frame.file)) is not None:
+        return f"Cell In[{cell_count}], line {frame.line}"
+    if _CELL_NAME.search(frame.file):
         return f"a cell, line {frame.line}"
     if frame.is_house:
-        return f"{Path(frame.file).relative_to(_HOUSE.parent)}:{frame.line}"
-    if _LIBRARY.search(frame.file):
-        return f"{_INSTALLED.sub('', frame.file)}:{frame.line}"
+        return f"{Path(frame.file).relative_to(_PACKAGE_FOLDER.parent)}:{frame.line}"
+    if _LIBRARY_PATH.search(frame.file):
+        return f"{_INSTALLED_PREFIX.sub('', frame.file)}:{frame.line}"
     return f"{Path(frame.file).name}:{frame.line}"
 
 
-def cell_number(file: str) -> int | None:
+def cell_number(compiled_name: str) -> int | None:
     """The number that a cell was last run under, as in `In[7]`.
 
     Args:
-        file: What its code was compiled as.
+        compiled_name: What its code was compiled as.
 
     Returns:
         The number; None where no cell that this process has run is called so.
     """
-    shell = _shell()
-    compiler = getattr(shell, "compile", None)
-    names = getattr(compiler, "_filename_map", None)
-    if names is not None:
-        number = names.get(file)
-    elif found := _COUNTED.search(file):
-        number = found[1]
+    ipython_shell = _ipython_shell()
+    compiler = getattr(ipython_shell, "compile", None)
+    cell_numbers = ipython_private.cell_numbers(compiler)
+    if cell_numbers is not None:
+        found_number: Any = cell_numbers.get(compiled_name)
+    elif counted_match := _COUNTED_CELL_NAME.search(compiled_name):
+        found_number = counted_match[1]
     else:
-        number = _in_history(shell, compiler, file) if _CELL.search(file) else None
-    return None if number is None else int(number)
+        found_number = (
+            _find_in_history(ipython_shell, compiler, compiled_name)
+            if _CELL_NAME.search(compiled_name)
+            else None
+        )
+    return None if found_number is None else int(found_number)
 
 
-def _in_history(shell: Any, compiler: Any, file: str) -> int | None:
+def _find_in_history(ipython_shell: Any, compiler: Any, compiled_name: str) -> int | None:
     """Before IPython 8, nothing but the text of a cell tells under which name it was compiled."""
-    history = getattr(shell, "history_manager", None)
-    if history is None or compiler is None:  # a shell in a worker
+    history_manager = getattr(ipython_shell, "history_manager", None)
+    if history_manager is None or compiler is None:  # a shell in a worker
         return None
-    inputs = list(zip(history.input_hist_raw, history.input_hist_parsed, strict=False))
-    for number in reversed(range(1, len(inputs))):
-        raw, parsed = inputs[number]
-        for num_blank in range(_BLANK_LINES):  # the history drops them at the end
-            if _named(compiler, number, raw, parsed, num_blank) == file:
-                return number
+    past_inputs = list(
+        zip(history_manager.input_hist_raw, history_manager.input_hist_parsed, strict=False)
+    )
+    for cell_count in reversed(range(1, len(past_inputs))):
+        raw_text, parsed_text = past_inputs[cell_count]
+        for num_blank in range(_MOST_BLANK_LINES):  # the history drops them at the end
+            if (
+                _compiled_cell_name(compiler, cell_count, raw_text, parsed_text, num_blank)
+                == compiled_name
+            ):
+                return cell_count
     return None
 
 
 @lru_cache(maxsize=1024)
-def _named(compiler: Any, number: int, raw: str, parsed: str, num_blank: int) -> str:
-    end = "\n" * num_blank
-    return str(compiler.get_code_name(raw + end, parsed + end, number))
+def _compiled_cell_name(
+    compiler: Any, cell_count: int, raw_text: str, parsed_text: str, num_blank: int
+) -> str:
+    blank_lines = "\n" * num_blank
+    return str(
+        compiler.get_code_name(raw_text + blank_lines, parsed_text + blank_lines, cell_count)
+    )
 
 
 def source_line(frame: Frame) -> str:
@@ -151,35 +183,37 @@ def source_line(frame: Frame) -> str:
     return linecache.getline(frame.file, frame.line).strip()
 
 
-def source(frame: Frame, *, around: int) -> list[str]:
+def source(frame: Frame, *, num_around: int) -> list[str]:
     """The frame's line with an arrow, and the lines around it; none if they are not known.
 
     Args:
         frame: The frame.
-        around: How many lines before and after.
+        num_around: How many lines before and after.
     """
     if not source_line(frame):
         return []
-    shown = []
-    for number in range(frame.line - around, frame.line + around + 1):
-        text = linecache.getline(frame.file, number).rstrip()
-        if text:
-            mark = "---->" if number == frame.line else "     "
-            shown.append(f"  {mark} {number:3d} {text[:_LINE_CHARS]}")
-    return shown
+    shown_lines = []
+    for line_number in range(frame.line - num_around, frame.line + num_around + 1):
+        line_text = linecache.getline(frame.file, line_number).rstrip()
+        if line_text:
+            line_mark = "---->" if line_number == frame.line else "     "
+            shown_lines.append(f"  {line_mark} {line_number:3d} {line_text[:_SOURCE_LINE_CHARS]}")
+    return shown_lines
 
 
-def has_magic(name: str) -> bool:
+def has_magic(magic_name: str) -> bool:
     """Whether the IPython of this process has a line magic of nbaccel's extension.
 
     Args:
-        name: The magic's name.
+        magic_name: The magic's name.
     """
-    manager = getattr(_shell(), "magics_manager", None)
-    found = manager.magics["line"].get(name) if manager is not None else None
-    return getattr(found, "__module__", "").startswith("nbaccel.notebook.")
+    magics_manager = getattr(_ipython_shell(), "magics_manager", None)
+    magic_function = (
+        magics_manager.magics["line"].get(magic_name) if magics_manager is not None else None
+    )
+    return getattr(magic_function, "__module__", "").startswith("nbaccel.notebook.")
 
 
-def _shell() -> object | None:
-    ipython = sys.modules.get("IPython")
-    return ipython.get_ipython() if ipython is not None else None
+def _ipython_shell() -> object | None:
+    ipython_module = sys.modules.get("IPython")
+    return ipython_module.get_ipython() if ipython_module is not None else None

@@ -14,86 +14,95 @@ from types import ModuleType
 
 from nbaccel.errors import MissingBackend
 
-__all__ = ["importing", "refuse"]
+__all__ = ["explain_import_errors", "refuse_hidden_modules"]
 
-_PACKAGES = {"torch": ("PyTorch", "Tensor"), "numpy": ("NumPy", "ndarray")}
+_HIDEABLE_PACKAGES = {"torch": ("PyTorch", "Tensor"), "numpy": ("NumPy", "ndarray")}
 """Name → what it is called, and a name that only the real one has."""
 
 _STANDARD_LIBRARY = str(Path(os.__file__).parent)
 
 
 @contextlib.contextmanager
-def importing(name: str) -> Iterator[None]:
+def explain_import_errors(public_name: str) -> Iterator[None]:
     """Import a part of nbaccel in this block; if that fails, the cause is told.
 
     Args:
-        name: What of nbaccel was asked for.
+        public_name: What of nbaccel was asked for.
 
     Raises:
         MissingBackend: A file of the user's was imported in place of what nbaccel needs.
         ImportError: The import failed. `from nbaccel import …` keeps no AttributeError.
     """
-    refuse()
+    refuse_hidden_modules()
     try:
         yield
     except (ImportError, AttributeError) as error:
-        found = _hidden_package() or _hidden_library()
-        if found:
-            raise MissingBackend(found) from error
+        hidden_message = _hidden_package() or _hidden_library()
+        if hidden_message:
+            raise MissingBackend(hidden_message) from error
         if isinstance(error, AttributeError):
-            raise ImportError(f"nbaccel.{name} cannot be imported: {error}") from error
+            raise ImportError(f"nbaccel.{public_name} cannot be imported: {error}") from error
         raise
 
 
-def refuse() -> None:
+def refuse_hidden_modules() -> None:
     """See that the torch and the NumPy that have been imported are the real ones.
 
     Raises:
         MissingBackend: One is a file of the user's, which cannot do what is expected of it.
     """
-    if found := _hidden_package():
-        raise MissingBackend(found)
+    if hidden_message := _hidden_package():
+        raise MissingBackend(hidden_message)
 
 
 def _hidden_package() -> str:
-    for name, (called, attribute) in _PACKAGES.items():
-        module = sys.modules.get(name)
-        if module is None or hasattr(module, attribute) or _is_being_imported(module):
+    for module_name, (library_name, real_attribute) in _HIDEABLE_PACKAGES.items():
+        imported_module = sys.modules.get(module_name)
+        if (
+            imported_module is None
+            or hasattr(imported_module, real_attribute)
+            or _is_being_imported(imported_module)
+        ):
             continue
-        if place := _place(module):
-            return _told(name, place, called)
+        if module_place := _module_place(imported_module):
+            return _hidden_message(module_name, module_place, library_name)
     return ""
 
 
 def _hidden_library() -> str:
     """The same for Python's own modules; those that were imported in their place."""
-    for name in sys.stdlib_module_names:
-        place = _place(sys.modules.get(name))
-        if place and not place.startswith(_STANDARD_LIBRARY) and not _is_installed(place):
-            return _told(name, place, "Python's own module of this name")
+    for module_name in sys.stdlib_module_names:
+        module_place = _module_place(sys.modules.get(module_name))
+        if (
+            module_place
+            and not module_place.startswith(_STANDARD_LIBRARY)
+            and not _is_installed_file(module_place)
+        ):
+            return _hidden_message(module_name, module_place, "Python's own module of this name")
     return ""
 
 
-def _told(name: str, place: str, called: str) -> str:
+def _hidden_message(module_name: str, module_place: str, hidden_library: str) -> str:
     return (
-        f"{name} is {place}, which hides {called}: rename that file, and restart the kernel. "
-        "Python imports what it finds first in sys.path, and this comes before installed packages."
+        f"{module_name} is {module_place}, which hides {hidden_library}: rename that file, and "
+        "restart the kernel. Python imports what it finds first in sys.path, and this comes "
+        "before installed packages."
     )
 
 
-def _is_being_imported(module: ModuleType) -> bool:
-    return bool(getattr(module.__spec__, "_initializing", False))
+def _is_being_imported(imported_module: ModuleType) -> bool:
+    return bool(getattr(imported_module.__spec__, "_initializing", False))
 
 
-def _is_installed(place: str) -> bool:
+def _is_installed_file(module_place: str) -> bool:
     """Whether a package's installer put it there: setuptools brings its own `distutils`."""
-    return not {"site-packages", "dist-packages"}.isdisjoint(Path(place).parts)
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(module_place).parts)
 
 
-def _place(module: ModuleType | None) -> str:
+def _module_place(imported_module: ModuleType | None) -> str:
     """The file of a module, or the folder of a package; empty if there is none."""
-    file = getattr(module, "__file__", None)
-    if not isinstance(file, str):
+    module_file = getattr(imported_module, "__file__", None)
+    if not isinstance(module_file, str):
         return ""
-    path = Path(file)
-    return str(path.parent if path.name == "__init__.py" else path)
+    module_path = Path(module_file)
+    return str(module_path.parent if module_path.name == "__init__.py" else module_path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbaccel._later import BIG_MODELS, later
+from nbaccel._later import BIG_MODEL_INFERENCE, missing_name_of
 
 __all__ = [
     "AlignDevicesHook",
@@ -19,17 +19,23 @@ __all__ = [
     "remove_hook_from_submodules",
 ]
 
-AlignDevicesHook = later("AlignDevicesHook", BIG_MODELS, __name__)
-CpuOffload = later("CpuOffload", BIG_MODELS, __name__)
-LayerwiseCastingHook = later("LayerwiseCastingHook", BIG_MODELS, __name__)
-ModelHook = later("ModelHook", BIG_MODELS, __name__)
-SequentialHook = later("SequentialHook", BIG_MODELS, __name__)
-UserCpuOffloadHook = later("UserCpuOffloadHook", BIG_MODELS, __name__)
-add_hook_to_module = later("add_hook_to_module", BIG_MODELS, __name__)
-attach_align_device_hook = later("attach_align_device_hook", BIG_MODELS, __name__)
-attach_align_device_hook_on_blocks = later(
-    "attach_align_device_hook_on_blocks", BIG_MODELS, __name__
+AlignDevicesHook = missing_name_of("AlignDevicesHook", BIG_MODEL_INFERENCE, __name__)
+CpuOffload = missing_name_of("CpuOffload", BIG_MODEL_INFERENCE, __name__)
+LayerwiseCastingHook = missing_name_of("LayerwiseCastingHook", BIG_MODEL_INFERENCE, __name__)
+ModelHook = missing_name_of("ModelHook", BIG_MODEL_INFERENCE, __name__)
+SequentialHook = missing_name_of("SequentialHook", BIG_MODEL_INFERENCE, __name__)
+UserCpuOffloadHook = missing_name_of("UserCpuOffloadHook", BIG_MODEL_INFERENCE, __name__)
+add_hook_to_module = missing_name_of("add_hook_to_module", BIG_MODEL_INFERENCE, __name__)
+attach_align_device_hook = missing_name_of(
+    "attach_align_device_hook", BIG_MODEL_INFERENCE, __name__
 )
-attach_execution_device_hook = later("attach_execution_device_hook", BIG_MODELS, __name__)
-remove_hook_from_module = later("remove_hook_from_module", BIG_MODELS, __name__)
-remove_hook_from_submodules = later("remove_hook_from_submodules", BIG_MODELS, __name__)
+attach_align_device_hook_on_blocks = missing_name_of(
+    "attach_align_device_hook_on_blocks", BIG_MODEL_INFERENCE, __name__
+)
+attach_execution_device_hook = missing_name_of(
+    "attach_execution_device_hook", BIG_MODEL_INFERENCE, __name__
+)
+remove_hook_from_module = missing_name_of("remove_hook_from_module", BIG_MODEL_INFERENCE, __name__)
+remove_hook_from_submodules = missing_name_of(
+    "remove_hook_from_submodules", BIG_MODEL_INFERENCE, __name__
+)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nbaccel._later import PIPELINES, later
+from nbaccel._later import PIPELINE_PARALLELISM, missing_name_of
 
 __all__ = [
     "prepare_pippy",
 ]
 
-prepare_pippy = later("prepare_pippy", PIPELINES, __name__)
+prepare_pippy = missing_name_of("prepare_pippy", PIPELINE_PARALLELISM, __name__)

@@ -55,11 +55,11 @@ def is_archive(path: Path) -> bool:
 
 def digest(path: Path) -> str:
     """Checksum of a file's content, read in pieces."""
-    found, buffer = xxhash.xxh3_128(), bytearray(_CHUNK_BYTES)
+    content_hash, chunk_buffer = xxhash.xxh3_128(), bytearray(_CHUNK_BYTES)
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            found.update(memoryview(buffer)[:count])
-    return found.hexdigest()
+        while num_read := file.readinto(chunk_buffer):
+            content_hash.update(memoryview(chunk_buffer)[:num_read])
+    return content_hash.hexdigest()
 
 
 def file_problem(path: Path, recorded: Recorded | None = None) -> str:
@@ -81,12 +81,12 @@ def file_problem(path: Path, recorded: Recorded | None = None) -> str:
 
 
 def _size_problem(path: Path, recorded: Recorded | None) -> str:
-    size = path.stat().st_size
-    if not size and (recorded is None or recorded.num_bytes):
+    num_bytes = path.stat().st_size
+    if not num_bytes and (recorded is None or recorded.num_bytes):
         return "is empty"
-    if recorded is not None and size != recorded.num_bytes:
-        end = "it is truncated" if size < recorded.num_bytes else "it is another file"
-        return f"has {size:,} bytes, and {recorded.num_bytes:,} were saved: {end}"
+    if recorded is not None and num_bytes != recorded.num_bytes:
+        size_verdict = "it is truncated" if num_bytes < recorded.num_bytes else "it is another file"
+        return f"has {num_bytes:,} bytes, and {recorded.num_bytes:,} were saved: {size_verdict}"
     return ""
 
 

@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel import _catalog, hidden
 from nbaccel.config import Configured, RunConfig, run_config_of
-from nbaccel.config.calls import check_call, explained
+from nbaccel.config.call_arguments import check_call, explained
 from nbaccel.errors import ConfigError
-from nbaccel.launch import warmup
 from nbaccel.plan import Plan, resolve
+from nbaccel.workers import template_prestart
 
 if TYPE_CHECKING:
-    from nbaccel.launch.outcome import Outcome
     from nbaccel.pool import Pool
+    from nbaccel.supervision.outcome import CallOutcome
 
 __all__ = ["Results", "debug_launcher", "notebook_launcher", "shutdown"]
 
 if "ipykernel" in sys.modules:
-    warmup.start_ahead()  # so that its imports are done by the time the first cell launches
+    # So that its imports are done by the time the first cell launches.
+    template_prestart.start_ahead()
 
 
 class Results(list[Any]):
@@ -79,8 +80,8 @@ def notebook_launcher(
         num_processes: Workers on this machine. None: one per GPU, or one without GPUs. One worker
             runs right here, in the notebook's process.
         mixed_precision: `"no"`, `"fp16"` or `"bf16"`, for whatever reads it (Accelerate, Trainer);
-            the first training step raises if nothing does. `"fp8"` is refused: nothing here
-            computes in it yet.
+            the first training step raises if nothing does. `"fp8"` is refused unless a package
+            adds a backend for it: nothing here computes in it yet.
         use_port: TCP port of the rendezvous store; None for a free one.
         master_addr: Address of the store; loopback unless several machines take part.
         node_rank: This machine's number among `num_nodes`.
@@ -131,8 +132,8 @@ def notebook_launcher(
         "share_back": share_back,
     }
     if pool is not None:
-        return _launch_in(pool, function, args, config, asked)
-    return _launch(function, args, _config(config, asked))
+        return _launch_in_pool(pool, function, args, config, asked)
+    return _launch_function(function, args, _merge_settings(config, asked))
 
 
 @explained
@@ -150,67 +151,81 @@ def debug_launcher(
         The functions' return values, by rank.
     """
     __tracebackhide__ = True
-    return _launch(function, args, RunConfig(num_processes=num_processes, device="cpu"))
+    return _launch_function(function, args, RunConfig(num_processes=num_processes, device="cpu"))
 
 
 def shutdown() -> None:
     """End the template process that waits to start workers. The next launch starts a new one."""
-    warmup.stop()
+    template_prestart.stop()
 
 
-def _config(config: RunConfig | Configured | None, asked: dict[str, Any]) -> RunConfig:
+def _merge_settings(
+    config: RunConfig | Configured | None, given_settings: dict[str, Any]
+) -> RunConfig:
     if config is None:
-        return RunConfig(**asked)
+        return RunConfig(**given_settings)
     defaults = RunConfig().model_dump()
-    both = [name for name, value in asked.items() if value != defaults[name]]
-    if both:
+    conflicting_names = [
+        setting_name
+        for setting_name, setting_value in given_settings.items()
+        if setting_value != defaults[setting_name]
+    ]
+    if conflicting_names:
         raise ConfigError(
-            f"config and {', '.join(both)} were both given, and one would silently beat the other. "
-            f"Use config.changed({', '.join(f'{name}=…' for name in both)}) or leave config out."
+            f"config and {', '.join(conflicting_names)} were both given, and one would silently "
+            "beat the other. Use "
+            f"config.changed({', '.join(f'{name}=…' for name in conflicting_names)}) "
+            "or leave config out."
         )
     return run_config_of(config)
 
 
-def _launch(function: Callable[..., Any], args: tuple[Any, ...], config: RunConfig) -> Results:
+def _launch_function(
+    function: Callable[..., Any], args: tuple[Any, ...], config: RunConfig
+) -> Results:
     __tracebackhide__ = True
     check_call(function, args)
-    hidden.refuse()  # it may have been imported after nbaccel
+    hidden.refuse_hidden_modules()  # it may have been imported after nbaccel
     plan = resolve(config)
-    if config.uses_deepspeed:
-        _catalog.check_strategy("deepspeed", plan.device, config)
-    for text in plan.warnings:
-        sys.stderr.write(f"nbaccel: {text}\n")
+    _catalog.check_strategy(plan.strategy, plan.device, config)
+    for warning_text in plan.warnings:
+        sys.stderr.write(f"nbaccel: {warning_text}\n")
     if plan.start_method == "inline":
         from nbaccel.launch import inline
 
-        return Results(inline.run(plan, function, args), plan)
+        return Results(inline.run_inline(plan, function, args), plan)
     from nbaccel.launch import run
 
-    outcome: Outcome = run.launch(plan, function, args)
+    outcome: CallOutcome = run.launch_plan(plan, function, args)
     return Results(outcome.values, outcome.plan, outcome.state_dicts)
 
 
-def _launch_in(
+def _launch_in_pool(
     pool: Pool,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     config: RunConfig | Configured | None,
-    asked: dict[str, Any],
+    given_settings: dict[str, Any],
 ) -> Results:
     """Call the function in live workers, whose settings must be those that were asked for."""
     __tracebackhide__ = True
     check_call(function, args)
-    given = asked if config is None else run_config_of(config).model_dump()
+    requested_settings = given_settings if config is None else run_config_of(config).model_dump()
     defaults = RunConfig().model_dump()
-    have = pool.config.model_dump() | {"num_processes": pool.num_processes}
-    other = [k for k, v in given.items() if v != defaults[k] and v != have[k]]
-    if other:
+    pool_settings = pool.config.model_dump() | {"num_processes": pool.num_processes}
+    conflicting_names = [
+        setting_name
+        for setting_name, setting_value in requested_settings.items()
+        if setting_value != defaults[setting_name] and setting_value != pool_settings[setting_name]
+    ]
+    if conflicting_names:
         raise ConfigError(
             *(
-                f"{k}={given[k]!r} was asked for, but the pool's workers run with {k}={have[k]!r}, "
-                "which cannot change while they live. Leave it out, or use "
-                f"pool.restart(pool.config.changed({k}={given[k]!r}))."
-                for k in other
+                f"{setting_name}={requested_settings[setting_name]!r} was asked for, but the "
+                f"pool's workers run with {setting_name}={pool_settings[setting_name]!r}, which "
+                "cannot change while they live. Leave it out, or use "
+                f"pool.restart(pool.config.changed({setting_name}={requested_settings[setting_name]!r}))."
+                for setting_name in conflicting_names
             )
         )
     outcome = pool.launch(function, args)

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Leftover", "tell", "told_to"]
+__all__ = ["LeftoverFolders", "announce_leftover", "listen_for_leftovers"]
 
 
 @dataclass(frozen=True, slots=True)
-class Leftover:
+class LeftoverFolders:
     """Folders of one process.
 
     Attributes:
@@ -31,9 +31,9 @@ class Leftover:
 
     def remove(self) -> None:
         """Remove them, and the folders above them in which nothing is left."""
-        for own in self.base.glob(self.pattern):
-            shutil.rmtree(own, ignore_errors=True)
-            for parent in own.parents:
+        for leftover_folder in self.base.glob(self.pattern):
+            shutil.rmtree(leftover_folder, ignore_errors=True)
+            for parent in leftover_folder.parents:
                 if parent == self.base:
                     break
                 with contextlib.suppress(OSError):  # another process, or the user, has files there
@@ -43,25 +43,25 @@ class Leftover:
                 self.base.rmdir()
 
 
-_LISTENERS: list[Callable[[Leftover, bool], None]] = []
+_LEFTOVER_LISTENERS: list[Callable[[LeftoverFolders, bool], None]] = []
 
 
-def told_to(listener: Callable[[Leftover, bool], None]) -> None:
+def listen_for_leftovers(listener: Callable[[LeftoverFolders, bool], None]) -> None:
     """Let somebody outside of this process hear of its folders from now on.
 
     Args:
         listener: Called with the folders, and whether they are this process's to remove from now
             on (or are gone).
     """
-    _LISTENERS[:] = [listener]
+    _LEFTOVER_LISTENERS[:] = [listener]
 
 
-def tell(leftover: Leftover, *, is_there: bool) -> None:
+def announce_leftover(leftover: LeftoverFolders, *, is_there: bool) -> None:
     """Say what will have to be removed if this process cannot do it.
 
     Args:
         leftover: The folders.
         is_there: Whether they are about to be made; otherwise they have been removed.
     """
-    for listener in _LISTENERS:
+    for listener in _LEFTOVER_LISTENERS:
         listener(leftover, is_there)

@@ -70,24 +70,28 @@ class LocalSGD:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
         # After an error the others would wait for an average that does not come.
         if self.enabled and error is None:
-            self._average()
+            self._average_weights()
         self._without_sync.close()
 
     def step(self) -> None:
         """Count one optimizer step; average the weights where it is time to."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
-            self._average()
+            self._average_weights()
 
     @torch.no_grad()
-    def _average(self) -> None:
-        own = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        mean = self.accelerator.reduce([parameter.detach() for parameter in own], "mean")
-        for parameter, value in zip(own, mean, strict=True):
-            parameter.copy_(value)
+    def _average_weights(self) -> None:
+        trained_parameters = [
+            parameter for parameter in self.model.parameters() if parameter.requires_grad
+        ]
+        mean_values = self.accelerator.reduce(
+            [parameter.detach() for parameter in trained_parameters], "mean"
+        )
+        for parameter, mean_value in zip(trained_parameters, mean_values, strict=True):
+            parameter.copy_(mean_value)

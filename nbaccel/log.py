@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel import env
 
-__all__ = ["ROOT", "get_logger"]
+__all__ = ["ROOT_LOGGER_NAME", "get_logger"]
 
-ROOT = "nbaccel"
+ROOT_LOGGER_NAME = "nbaccel"
 
 if TYPE_CHECKING:
-    _Adapter = logging.LoggerAdapter[logging.Logger]
+    _LoggerAdapter = logging.LoggerAdapter[logging.Logger]
 else:
     # Subscripting works at run time only from Python 3.11 on.
-    _Adapter = logging.LoggerAdapter
+    _LoggerAdapter = logging.LoggerAdapter
 
 
-class _RankAdapter(_Adapter):
+class _RankAdapter(_LoggerAdapter):
     """Puts ``[rank 1]`` before a message.
 
     The rank is read from the environment at each message and kept nowhere: a launch in this
@@ -33,22 +33,24 @@ class _RankAdapter(_Adapter):
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]
     ) -> tuple[Any, MutableMapping[str, Any]]:
-        rank = env.read("RANK")
-        return (msg if rank is None else f"[rank {rank}] {msg}"), kwargs
+        rank_text = env.read("RANK")
+        return (msg if rank_text is None else f"[rank {rank_text}] {msg}"), kwargs
 
 
-def get_logger(name: str = ROOT) -> logging.LoggerAdapter[logging.Logger]:
+def get_logger(logger_name: str = ROOT_LOGGER_NAME) -> logging.LoggerAdapter[logging.Logger]:
     """The logger of a module of nbaccel.
 
     Args:
-        name: The module's ``__name__``; a name outside the package is put under it.
+        logger_name: The module's ``__name__``; a name outside the package is put under it.
 
     Returns:
         A logger whose messages carry the rank inside a worker.
     """
-    root = logging.getLogger(ROOT)
-    if not any(isinstance(handler, logging.NullHandler) for handler in root.handlers):
+    root_logger = logging.getLogger(ROOT_LOGGER_NAME)
+    if not any(isinstance(handler, logging.NullHandler) for handler in root_logger.handlers):
         # Without any handler Python would print warnings to stderr by itself.
-        root.addHandler(logging.NullHandler())
-    inside = name == ROOT or name.startswith(f"{ROOT}.")
-    return _RankAdapter(logging.getLogger(name if inside else f"{ROOT}.{name}"), {})
+        root_logger.addHandler(logging.NullHandler())
+    is_inside = logger_name == ROOT_LOGGER_NAME or logger_name.startswith(f"{ROOT_LOGGER_NAME}.")
+    return _RankAdapter(
+        logging.getLogger(logger_name if is_inside else f"{ROOT_LOGGER_NAME}.{logger_name}"), {}
+    )

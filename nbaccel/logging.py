@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel import env
 from nbaccel.state import PartialState
-from nbaccel.train import arrival
+from nbaccel.train import distributed
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
 
 if TYPE_CHECKING:
-    _Adapter = logging.LoggerAdapter[logging.Logger]
+    _AdapterBase = logging.LoggerAdapter[logging.Logger]
 else:
-    _Adapter = logging.LoggerAdapter  # subscripting works at run time only from Python 3.11 on
+    _AdapterBase = logging.LoggerAdapter  # subscripting works at run time only from Python 3.11 on
 
 
-class MultiProcessAdapter(_Adapter):
+class MultiProcessAdapter(_AdapterBase):
     """A logger that speaks once for all processes.
 
     Every call takes two more keywords: `main_process_only` (True: process 0 alone speaks) and
@@ -35,21 +35,21 @@ class MultiProcessAdapter(_Adapter):
         kwargs.setdefault("stacklevel", 2)
         if not self.isEnabledFor(level):
             return
-        text, found = self.process(msg, kwargs)
+        message_text, logger_options = self.process(msg, kwargs)
         if in_order:
-            state = PartialState()
-            for rank in range(state.num_processes):
-                if rank == state.process_index:
-                    self.logger.log(level, text, *args, **found)
-                state.wait_for_everyone()
-        elif not main_only or arrival.rank() == 0:
-            self.logger.log(level, text, *args, **found)
+            process_state = PartialState()
+            for rank in range(process_state.num_processes):
+                if rank == process_state.process_index:
+                    self.logger.log(level, message_text, *args, **logger_options)
+                process_state.wait_for_everyone()
+        elif not main_only or distributed.rank() == 0:
+            self.logger.log(level, message_text, *args, **logger_options)
 
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]
     ) -> tuple[Any, MutableMapping[str, Any]]:
         """Put the number of the process before a message."""
-        return f"[RANK {arrival.rank()}] {msg}", kwargs
+        return f"[RANK {distributed.rank()}] {msg}", kwargs
 
     def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
         """Warn, but not a second time with the same words.
@@ -59,9 +59,9 @@ class MultiProcessAdapter(_Adapter):
             *args: What goes into it.
             **kwargs: As of `log`.
         """
-        said = self.logger.__dict__.setdefault("_nbaccel_said", set())
-        if (key := (str(msg), repr(args))) not in said:
-            said.add(key)
+        warned_keys = self.logger.__dict__.setdefault("_nbaccel_said", set())
+        if (message_key := (str(msg), repr(args))) not in warned_keys:
+            warned_keys.add(message_key)
             self.warning(msg, *args, **{"stacklevel": 3, **kwargs})
 
 
@@ -76,8 +76,8 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         The logger.
     """
     logger = logging.getLogger(name)
-    level = log_level or env.read("ACCELERATE_LOG_LEVEL")
-    if level:
-        logger.setLevel(level.upper())
-        logger.root.setLevel(level.upper())
+    level_name = log_level or env.read("ACCELERATE_LOG_LEVEL")
+    if level_name:
+        logger.setLevel(level_name.upper())
+        logger.root.setLevel(level_name.upper())
     return MultiProcessAdapter(logger, {})

@@ -7,22 +7,24 @@ from typing import Any
 from torch.optim import Optimizer
 
 from nbaccel.train.gradient import GradientState
-from nbaccel.train.optimizer import PreparedOptimizer
+from nbaccel.train.prepared_optimizer import PreparedOptimizer
 
 __all__ = ["AcceleratedOptimizer"]
 
 
-class _WhatPrepareMakes(type):
+class _PreparedOptimizerType(type):
     """Lets what `prepare` returned be an instance of the class by whose name users know it."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        own = cls is AcceleratedOptimizer
+        is_public_class = cls is AcceleratedOptimizer
         return (
-            isinstance(instance, PreparedOptimizer) if own else super().__instancecheck__(instance)
+            isinstance(instance, PreparedOptimizer)
+            if is_public_class
+            else super().__instancecheck__(instance)
         )
 
 
-class AcceleratedOptimizer(PreparedOptimizer, metaclass=_WhatPrepareMakes):
+class AcceleratedOptimizer(PreparedOptimizer, metaclass=_PreparedOptimizerType):
     """An optimizer made by hand as `prepare` makes them; without an `Accelerator` it always steps.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbaccel._later import PARALLELISMS, later
+from nbaccel._later import MIXED_PARALLELISMS, missing_name_of
 
 __all__ = [
     "DeepSpeedSequenceParallelConfig",
@@ -12,8 +12,16 @@ __all__ = [
     "TorchTensorParallelPlugin",
 ]
 
-DeepSpeedSequenceParallelConfig = later("DeepSpeedSequenceParallelConfig", PARALLELISMS, __name__)
-ParallelismConfig = later("ParallelismConfig", PARALLELISMS, __name__)
-TorchContextParallelConfig = later("TorchContextParallelConfig", PARALLELISMS, __name__)
-TorchTensorParallelConfig = later("TorchTensorParallelConfig", PARALLELISMS, __name__)
-TorchTensorParallelPlugin = later("TorchTensorParallelPlugin", PARALLELISMS, __name__)
+DeepSpeedSequenceParallelConfig = missing_name_of(
+    "DeepSpeedSequenceParallelConfig", MIXED_PARALLELISMS, __name__
+)
+ParallelismConfig = missing_name_of("ParallelismConfig", MIXED_PARALLELISMS, __name__)
+TorchContextParallelConfig = missing_name_of(
+    "TorchContextParallelConfig", MIXED_PARALLELISMS, __name__
+)
+TorchTensorParallelConfig = missing_name_of(
+    "TorchTensorParallelConfig", MIXED_PARALLELISMS, __name__
+)
+TorchTensorParallelPlugin = missing_name_of(
+    "TorchTensorParallelPlugin", MIXED_PARALLELISMS, __name__
+)

@@ -13,34 +13,40 @@ import psutil
 
 from nbaccel.errors import PortTaken
 
-__all__ = ["LOOPBACK", "listen", "loopback", "store_options"]
+__all__ = ["LOOPBACK_ADDRESSES", "listen", "loopback", "store_options"]
 
-LOOPBACK = ("127.0.0.1", "::1")
+LOOPBACK_ADDRESSES = ("127.0.0.1", "::1")
 """Addresses that lead to this machine alone: version 4, version 6."""
 
-_BACKLOG = 4096
+_LISTEN_BACKLOG = 4096
 
 
-def loopback(host: str) -> str:
+def loopback(host_address: str) -> str:
     """The address to use for one: version 6's where this machine has no other.
 
     Args:
-        host: Any address; one that is not 127.0.0.1 is given back as it is.
+        host_address: Any address; one that is not 127.0.0.1 is given back as it is.
     """
-    if host != LOOPBACK[0]:
-        return host
-    for address, family in zip(LOOPBACK, (socket.AF_INET, socket.AF_INET6), strict=True):
+    if host_address != LOOPBACK_ADDRESSES[0]:
+        return host_address
+    for loopback_address, address_family in zip(
+        LOOPBACK_ADDRESSES, (socket.AF_INET, socket.AF_INET6), strict=True
+    ):
         try:
-            with socket.socket(family, socket.SOCK_STREAM) as sock:
-                sock.bind((address, 0))
+            with socket.socket(address_family, socket.SOCK_STREAM) as probe_socket:
+                probe_socket.bind((loopback_address, 0))
         except OSError:  # there is no such address here, or no such family
             continue
-        return address
-    return host
+        return loopback_address
+    return host_address
 
 
 def listen(
-    host: str, port: int | None, *, setting: str = "use_port", who: str = "the workers"
+    host: str,
+    port: int | None,
+    *,
+    setting: str = "use_port",
+    waiting_processes: str = "the workers",
 ) -> socket.socket:
     """A listening socket for the store.
 
@@ -51,46 +57,51 @@ def listen(
         host: Address to bind; loopback unless several machines take part.
         port: The port asked for; None for any free one.
         setting: The argument by which it was asked for.
-        who: Those who were to meet there.
+        waiting_processes: Those who were to meet there.
 
     Raises:
         PortTaken: If the port asked for is in use.
     """
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port just used is not in use
-        sock.bind((host, port or 0))
-        sock.listen(_BACKLOG)
+        listener.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # a port just used is not in use
+        listener.bind((host, port or 0))
+        listener.listen(_LISTEN_BACKLOG)
     except OSError as error:
-        sock.close()
+        listener.close()
         if error.errno != errno.EADDRINUSE:
             raise
         raise PortTaken(
-            f"{setting}={port} is taken by {_holder(port or 0)}, so {who} could not find each "
-            f"other there. Leave {setting} out: a free port is found and reserved.",
+            f"{setting}={port} is taken by {_describe_holder(port or 0)}, so {waiting_processes} "
+            f"could not find each other there. Leave {setting} out: a free port is found and "
+            "reserved.",
             port=port,
         ) from error
-    return sock
+    return listener
 
 
-def _holder(port: int) -> str:
+def _describe_holder(port: int) -> str:
     try:
-        found = [
-            c
-            for c in psutil.net_connections("tcp")
-            if c.laddr and c.laddr.port == port and c.status == psutil.CONN_LISTEN
+        listeners = [
+            connection
+            for connection in psutil.net_connections("tcp")
+            if connection.laddr
+            and connection.laddr.port == port
+            and connection.status == psutil.CONN_LISTEN
         ]
     except psutil.AccessDenied:
-        found = []
-    pid = next((c.pid for c in found if c.pid), None)
-    if pid is None:
+        listeners = []
+    process_id = next((connection.pid for connection in listeners if connection.pid), None)
+    if process_id is None:
         return "another process"
-    if pid == os.getpid():
-        return f"this very process ({pid})"
+    if process_id == os.getpid():
+        return f"this very process ({process_id})"
     try:
-        return f"process {pid} ({' '.join(psutil.Process(pid).cmdline())[:80]})"
+        return f"process {process_id} ({' '.join(psutil.Process(process_id).cmdline())[:80]})"
     except psutil.Error:
-        return f"process {pid}"
+        return f"process {process_id}"
 
 
 def store_options(listener: int) -> dict[str, Any]:
@@ -102,7 +113,9 @@ def store_options(listener: int) -> dict[str, Any]:
     Returns:
         Keyword arguments.
     """
-    release = tuple(int(part) for part in re.findall(r"\d+", version("torch"))[:2])
+    torch_release = tuple(
+        int(release_part) for release_part in re.findall(r"\d+", version("torch"))[:2]
+    )
     # Before 2.9 its libuv server may refuse one, as that of 2.6 does; the older server takes it.
-    older = {"use_libuv": False} if release < (2, 9) else {}
-    return {"master_listen_fd": listener, **older}
+    older_options = {"use_libuv": False} if torch_release < (2, 9) else {}
+    return {"master_listen_fd": listener, **older_options}

@@ -13,14 +13,14 @@ from nbaccel import frames
 
 __all__ = ["coloured", "render_failure", "render_mistake"]
 
-_RED, _BOLD, _GREEN, _OFF = "\x1b[31m", "\x1b[1m", "\x1b[32m", "\x1b[39;49;00m"
-_LINE_CHARS = 100
-_SOURCE = re.compile(r"^  (---->|     ) ")
-_ARROW = re.compile(r"^  ---->")
-_FILE = re.compile(r'^  File "(.+)", line \d+', re.MULTILINE)
-_PLACE = re.compile(r"^  (?P<place>.+, line \d+|\S+:\d+)(?P<rest>, in .+)$")
-_SPELL = "import sys; print(sys.last_value.__cause__)"
-_NO_DEBUGGER = (
+_ANSI_RED, _ANSI_BOLD, _ANSI_GREEN, _ANSI_OFF = "\x1b[31m", "\x1b[1m", "\x1b[32m", "\x1b[39;49;00m"
+_MESSAGE_LINE_CHARS = 100
+_SOURCE_LINE = re.compile(r"^  (---->|     ) ")
+_ARROW_LINE = re.compile(r"^  ---->")
+_FILE_LINE = re.compile(r'^  File "(.+)", line \d+', re.MULTILINE)
+_PLACE_LINE = re.compile(r"^  (?P<place>.+, line \d+|\S+:\d+)(?P<rest>, in .+)$")
+_TRACEBACK_COMMAND = "import sys; print(sys.last_value.__cause__)"
+_NO_DEBUGGER_HINT = (
     "%debug cannot enter a worker: run the function with num_processes=1, or the cell without "
     "%%accelerate, and it can."
 )
@@ -35,15 +35,15 @@ def render_mistake(error: BaseException) -> list[str]:
     Returns:
         Lines with colours (ANSI).
     """
-    own = [f for f in frames.of_traceback(error.__traceback__) if not f.is_library]
+    user_frames = [f for f in frames.of_traceback(error.__traceback__) if not f.is_library]
     # What `%%time` compiles has no lines: IPython 7 shows its errors without the cell's own frame.
-    own = [frame for frame in own if not frame.file.startswith("<timed ")]
-    lines: list[str] = []
-    for frame in own[-4:]:
-        inside = "" if frame.function == frames.MODULE else f", in {frame.function}"
-        lines.append(f"  {_GREEN}{frames.place(frame)}{_OFF}{inside}")
-        lines += map(coloured, frames.source(frame, around=0))
-    return [*lines, *_named(error)]
+    user_frames = [frame for frame in user_frames if not frame.file.startswith("<timed ")]
+    rendered_lines: list[str] = []
+    for frame in user_frames[-4:]:
+        function_text = "" if frame.function == frames.MODULE_LEVEL else f", in {frame.function}"
+        rendered_lines.append(f"  {_ANSI_GREEN}{frames.place(frame)}{_ANSI_OFF}{function_text}")
+        rendered_lines += map(coloured, frames.source(frame, num_around=0))
+    return [*rendered_lines, *_render_error_text(error)]
 
 
 def render_failure(error: BaseException) -> list[str]:
@@ -55,59 +55,73 @@ def render_failure(error: BaseException) -> list[str]:
     Returns:
         Lines with colours (ANSI).
     """
-    lines = _named(error)
-    own = [f for f in frames.of_traceback(error.__traceback__) if not f.is_library]
-    if len(own) > 1:  # launched from a function: which one is not to be seen from the cell
-        lines.append(f"Launched at {' → '.join(map(frames.place, own))}.")
-    told = sum("---->" in line for line in lines)
-    if len(_foreign_files(str(error.__cause__))) > told:
-        spell = "%accelerate traceback" if frames.has_magic("accelerate") else _SPELL
-        lines.append(f"The whole traceback: {spell}")
+    rendered_lines = _render_error_text(error)
+    user_frames = [
+        frame for frame in frames.of_traceback(error.__traceback__) if not frame.is_library
+    ]
+    if len(user_frames) > 1:  # launched from a function: which one is not to be seen from the cell
+        rendered_lines.append(f"Launched at {' → '.join(map(frames.place, user_frames))}.")
+    shown_frames = sum("---->" in line for line in rendered_lines)
+    if len(_foreign_files(str(error.__cause__))) > shown_frames:
+        traceback_command = (
+            "%accelerate traceback" if frames.has_magic("accelerate") else _TRACEBACK_COMMAND
+        )
+        rendered_lines.append(f"The whole traceback: {traceback_command}")
     if error.__cause__ is not None:
-        lines.append(_NO_DEBUGGER)
-    return lines
+        rendered_lines.append(_NO_DEBUGGER_HINT)
+    return rendered_lines
 
 
-def _foreign_files(traceback: str) -> list[str]:
+def _foreign_files(traceback_text: str) -> list[str]:
     """The file of each frame that is not nbaccel's own."""
-    files = _FILE.findall(traceback)
-    return [f for f in files if not frames.Frame(file=f, line=0, function="").is_house]
+    file_names = _FILE_LINE.findall(traceback_text)
+    return [
+        file_name
+        for file_name in file_names
+        if not frames.Frame(file=file_name, line=0, function="").is_house
+    ]
 
 
-def _named(error: BaseException) -> list[str]:
+def _render_error_text(error: BaseException) -> list[str]:
     """The class and the text, coloured, in lines that a cell's width does not break in a word."""
-    name = type(error).__name__
-    first, *rest = f"{name}: {error}".rstrip(": ").split("\n")
-    head, *more = _wrapped(first)
-    lines = [f"{_BOLD}{_RED}{name}{_OFF}{head[len(name) :]}", *more]
-    for line in rest:
-        lines += [coloured(line)] if _SOURCE.match(line) else map(coloured, _wrapped(line))
-    return lines
+    class_name = type(error).__name__
+    first_line, *other_lines = f"{class_name}: {error}".rstrip(": ").split("\n")
+    first_wrapped, *more_wrapped = _wrap_line(first_line)
+    rendered_lines = [
+        f"{_ANSI_BOLD}{_ANSI_RED}{class_name}{_ANSI_OFF}{first_wrapped[len(class_name) :]}",
+        *more_wrapped,
+    ]
+    for line in other_lines:
+        rendered_lines += (
+            [coloured(line)] if _SOURCE_LINE.match(line) else map(coloured, _wrap_line(line))
+        )
+    return rendered_lines
 
 
-def _wrapped(line: str) -> list[str]:
-    indent = " " * (len(line) - len(line.lstrip()) + 2)
+def _wrap_line(line: str) -> list[str]:
+    wrap_indent = " " * (len(line) - len(line.lstrip()) + 2)
     return textwrap.wrap(
         line,
-        _LINE_CHARS,
-        subsequent_indent=indent,
+        _MESSAGE_LINE_CHARS,
+        subsequent_indent=wrap_indent,
         break_long_words=False,
         break_on_hyphens=False,
     ) or [""]
 
 
-def coloured(line: str, *, bold: bool = False) -> str:
+def coloured(line_text: str, *, stands_out: bool = False) -> str:
     """A line as it is shown: places green, the arrow and what stands out red.
 
     Args:
-        line: Its text.
-        bold: Whether it stands out.
+        line_text: Its text.
+        stands_out: Whether it stands out.
     """
-    if bold:
-        return f"{_BOLD}{_RED}{line}{_OFF}"
-    if _ARROW.match(line):
-        return f"{_BOLD}{_RED}{line[:7]}{_OFF}{_BOLD}{line[7:]}{_OFF}"
-    found = _PLACE.match(line)
-    if found:
-        return f"  {_GREEN}{found['place']}{_OFF}{found['rest']}"
-    return line
+    if stands_out:
+        return f"{_ANSI_BOLD}{_ANSI_RED}{line_text}{_ANSI_OFF}"
+    if _ARROW_LINE.match(line_text):
+        arrow, code = line_text[:7], line_text[7:]
+        return f"{_ANSI_BOLD}{_ANSI_RED}{arrow}{_ANSI_OFF}{_ANSI_BOLD}{code}{_ANSI_OFF}"
+    place_match = _PLACE_LINE.match(line_text)
+    if place_match:
+        return f"  {_ANSI_GREEN}{place_match['place']}{_ANSI_OFF}{place_match['rest']}"
+    return line_text

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbaccel.train import arrival
+from nbaccel.train import distributed
 from nbaccel.train.gradient import GradientState
-from nbaccel.train.scheduler import PreparedScheduler
+from nbaccel.train.prepared_scheduler import PreparedScheduler
 
 __all__ = ["AcceleratedScheduler"]
 
 
-class _WhatPrepareMakes(type):
+class _PreparedSchedulerType(type):
     """Lets what `prepare` returned be an instance of the class by whose name users know it."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        own = cls is AcceleratedScheduler
+        is_public_class = cls is AcceleratedScheduler
         return (
-            isinstance(instance, PreparedScheduler) if own else super().__instancecheck__(instance)
+            isinstance(instance, PreparedScheduler)
+            if is_public_class
+            else super().__instancecheck__(instance)
         )
 
 
-class AcceleratedScheduler(PreparedScheduler, metaclass=_WhatPrepareMakes):
+class AcceleratedScheduler(PreparedScheduler, metaclass=_PreparedSchedulerType):
     """A scheduler made by hand as `prepare` makes them.
 
     Args:
@@ -39,12 +41,14 @@ class AcceleratedScheduler(PreparedScheduler, metaclass=_WhatPrepareMakes):
         step_with_optimizer: bool = True,
         split_batches: bool = False,
     ) -> None:
-        waited_for = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-        states = [getattr(one, "gradient_state", None) for one in waited_for]
+        waited_optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        gradient_states = [
+            getattr(optimizer, "gradient_state", None) for optimizer in waited_optimizers
+        ]
         super().__init__(
             scheduler,
-            waited_for,
-            next((state for state in states if state is not None), GradientState()),
-            steps_per_call=1 if split_batches else arrival.arrive().world_size,
+            waited_optimizers,
+            next((state for state in gradient_states if state is not None), GradientState()),
+            steps_per_call=1 if split_batches else distributed.arrive().world_size,
             with_optimizer=step_with_optimizer,
         )

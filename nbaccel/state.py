@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbaccel import env
+from nbaccel import _catalog, env
 from nbaccel.abc.place import Place
+from nbaccel.capabilities import device_row
 from nbaccel.config.handlers import (
     DistributedType,
     FullyShardedDataParallelPlugin,
@@ -23,10 +24,10 @@ from nbaccel.config.handlers import (
     TorchDynamoPlugin,
 )
 from nbaccel.errors import ConfigError
-from nbaccel.train import arrival
+from nbaccel.train import distributed
 from nbaccel.train.collectives import Collectives
-from nbaccel.train.flow import Processes
 from nbaccel.train.gradient import GradientState
+from nbaccel.train.process_info import ProcessInfo
 
 __all__ = [
     "AcceleratorState",
@@ -34,42 +35,52 @@ __all__ = [
     "GradientState",
     "PartialState",
     "is_initialized",
-    "remember",
+    "remember_accelerator",
 ]
 
 # Accelerators of this process, the newest last. A forked worker has made none yet.
-_MADE: list[weakref.ref[Any]] = []
+_LIVE_ACCELERATORS: list[weakref.ref[Any]] = []
 if hasattr(os, "register_at_fork"):  # Windows has no forks
-    os.register_at_fork(after_in_child=_MADE.clear)
+    os.register_at_fork(after_in_child=_LIVE_ACCELERATORS.clear)
 
 
-def remember(accelerator: Any) -> None:
+def remember_accelerator(new_accelerator: Any) -> None:
     """Let ``AcceleratorState()`` mean this one's, as long as it lives and is the newest.
 
     Args:
-        accelerator: An `Accelerator` that has just been made.
+        new_accelerator: An `Accelerator` that has just been made.
     """
-    _MADE[:] = [one for one in _MADE if one() is not None]
-    _MADE.append(weakref.ref(accelerator))
+    _LIVE_ACCELERATORS[:] = [
+        reference for reference in _LIVE_ACCELERATORS if reference() is not None
+    ]
+    _LIVE_ACCELERATORS.append(weakref.ref(new_accelerator))
 
 
-def _newest() -> Any:
-    return next((found for one in reversed(_MADE) if (found := one()) is not None), None)
+def _newest_accelerator() -> Any:
+    return next(
+        (
+            accelerator
+            for reference in reversed(_LIVE_ACCELERATORS)
+            if (accelerator := reference()) is not None
+        ),
+        None,
+    )
 
 
 def is_initialized() -> bool:
     """Whether there is an `Accelerator`, so that ``AcceleratorState()`` can be asked."""
-    return _newest() is not None
+    return _newest_accelerator() is not None
 
 
 def distributed_type(place: Place) -> DistributedType:
     """How processes train together where each holds the whole model."""
     if place.is_alone:
         return DistributedType.NO
-    return DistributedType.MULTI_CPU if place.device.type == "cpu" else DistributedType.MULTI_GPU
+    on_host = device_row(place.device_name).in_host_memory
+    return DistributedType.MULTI_CPU if on_host else DistributedType.MULTI_GPU
 
 
-class PartialState(Processes):
+class PartialState(ProcessInfo):
     """This process among the others.
 
     Args:
@@ -85,8 +96,8 @@ class PartialState(Processes):
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         settings = InitProcessGroupKwargs(**kwargs)
-        place = arrival.arrive(cpu=cpu, settings=settings)
-        super().__init__(place, Collectives(place, arrival.timeout_s(settings)))
+        place = distributed.arrive(cpu=cpu, settings=settings)
+        super().__init__(place, Collectives(place, distributed.timeout_s(settings)))
 
     @property
     def debug(self) -> bool:
@@ -120,12 +131,11 @@ class PartialState(Processes):
     @property
     def default_device(self) -> torch.device:
         """What a process without a number of its own would compute on."""
-        return arrival.find_device()
+        return distributed.find_device()
 
     def set_device(self) -> None:
         """Make this process's device torch's current one."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        _catalog.device(self._place.device_name).make_current(self.device)
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave a process group; the default one, if there is one, where none is given."""
@@ -173,7 +183,7 @@ class AcceleratorState(PartialState):
         dynamo_plugin: TorchDynamoPlugin | None = None,
     ) -> None:
         if place is None or collectives is None:
-            if (newest := _newest()) is None:
+            if (newest := _newest_accelerator()) is None:
                 raise ConfigError(
                     f"AcceleratorState(place={place}, collectives={collectives}) is nobody's: it "
                     "tells what an Accelerator does, and none has been made in this process. Make "
@@ -182,12 +192,12 @@ class AcceleratorState(PartialState):
                 )
             self.__dict__.update(vars(newest.state))
             return
-        Processes.__init__(self, place, collectives)
+        ProcessInfo.__init__(self, place, collectives)
         self._distributed_type = distributed_type
         self.mixed_precision = mixed_precision
         self.fsdp_plugin = fsdp_plugin
         self.dynamo_plugin = dynamo_plugin or TorchDynamoPlugin()
-        self._deepspeed = deepspeed_plugins
+        self._deepspeed_plugins = deepspeed_plugins
 
     @property
     def is_fsdp2(self) -> bool:
@@ -207,12 +217,12 @@ class AcceleratorState(PartialState):
     @property
     def deepspeed_plugins(self) -> dict[str, Any]:
         """DeepSpeed's plugins by name; empty where something else trains."""
-        return {} if self._deepspeed is None else dict(self._deepspeed.by_name)
+        return {} if self._deepspeed_plugins is None else dict(self._deepspeed_plugins.by_name)
 
     @property
     def deepspeed_plugin(self) -> Any:
         """The plugin that the next `prepare` goes by; None where DeepSpeed is not used."""
-        return None if self._deepspeed is None else self._deepspeed.active
+        return None if self._deepspeed_plugins is None else self._deepspeed_plugins.active
 
     def get_deepspeed_plugin(self, name: str) -> Any:
         """A plugin by its name.
@@ -220,7 +230,7 @@ class AcceleratorState(PartialState):
         Raises:
             ConfigError: There is none of that name.
         """
-        return self._named().get(name)
+        return self._require_plugins().get(name)
 
     def select_deepspeed_plugin(self, name: str) -> None:
         """Let the next `prepare` go by another plugin.
@@ -228,15 +238,15 @@ class AcceleratorState(PartialState):
         Raises:
             ConfigError: There is none of that name.
         """
-        self._named().select(name)
+        self._require_plugins().select(name)
 
-    def _named(self) -> Any:
-        if self._deepspeed is None:
+    def _require_plugins(self) -> Any:
+        if self._deepspeed_plugins is None:
             raise ConfigError(
                 f"There are no DeepSpeed plugins in a run of type {self.distributed_type.value}: "
                 "none can be named. Give Accelerator(deepspeed_plugins={...})."
             )
-        return self._deepspeed
+        return self._deepspeed_plugins
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -244,6 +254,10 @@ class AcceleratorState(PartialState):
         return self._distributed_type
 
     def __repr__(self) -> str:
-        text = f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
-        plugin = self.deepspeed_plugin
-        return text if plugin is None else f"{text}ds_config: {plugin.deepspeed_config}\n"
+        state_text = f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
+        deepspeed_plugin = self.deepspeed_plugin
+        return (
+            state_text
+            if deepspeed_plugin is None
+            else f"{state_text}ds_config: {deepspeed_plugin.deepspeed_config}\n"
+        )

@@ -7,9 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
 from nbaccel import env
+from nbaccel.capabilities import device_row
 from nbaccel.errors import ConfigError
 
-__all__ = ["Topology"]
+__all__ = ["DEVICE_VARIABLE", "Topology"]
+
+DEVICE_VARIABLE = "NBACCEL_DEVICE"
+"""It tells a worker the row of its device: torch may call the device otherwise."""
 
 _LOOPBACK_INTERFACE = "lo"
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -107,14 +111,14 @@ class Topology:
 
         Args:
             mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``.
-            device: ``cpu``, ``cuda`` or ``tpu``.
+            device: The row of the device that the worker computes on.
             environ: The user's environment, whose network interfaces are respected; this
                 process's own where not given.
 
         Returns:
             Names and values, to be added to the user's environment.
         """
-        found = {
+        variables_by_name = {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
             "WORLD_SIZE": str(self.world_size),
@@ -129,9 +133,8 @@ class Topology:
             # The launcher serves the store itself, so rank 0 must not try to bind the port.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        if device == "cpu":
-            found["ACCELERATE_USE_CPU"] = "true"
-        return found | self._interfaces(env.snapshot() if environ is None else environ)
+        variables_by_name |= {DEVICE_VARIABLE: device, **dict(device_row(device).variables)}
+        return variables_by_name | self._interfaces(env.snapshot() if environ is None else environ)
 
     def to_json(self) -> str:
         """This topology as a JSON object.
@@ -167,19 +170,24 @@ class Topology:
         # (containers, VPNs): gloo would then hang in its first connection.
         if self.num_nodes > 1:
             return {}
-        return {name: _LOOPBACK_INTERFACE for name in _INTERFACE_VARIABLES if not environ.get(name)}
+        return {
+            variable_name: _LOOPBACK_INTERFACE
+            for variable_name in _INTERFACE_VARIABLES
+            if not environ.get(variable_name)
+        }
 
 
 def _mistakes(topology: Topology) -> tuple[str, ...]:
     wrong_types = [
-        f"{field.name} must be {field.type}: got {value!r}. "
+        f"{topology_field.name} must be {topology_field.type}: got {field_value!r}. "
         "It goes into an environment variable that others read. Give a value of that type."
-        for field in fields(topology)
-        if type(value := getattr(topology, field.name)).__name__ != field.type
+        for topology_field in fields(topology)
+        if type(field_value := getattr(topology, topology_field.name)).__name__
+        != topology_field.type
     ]
     if wrong_types:
         return tuple(wrong_types)
-    ranges = (
+    allowed_ranges = (
         ("local_world_size", topology.local_world_size, 1, topology.world_size),
         ("local_rank", topology.local_rank, 0, topology.local_world_size - 1),
         ("rank", topology.rank, 0, topology.world_size - 1),
@@ -187,15 +195,15 @@ def _mistakes(topology: Topology) -> tuple[str, ...]:
         ("num_nodes", topology.num_nodes, 1, topology.world_size),
         ("master_port", topology.master_port, 1, 65535),
     )
-    found = [
-        f"{name} must be from {low} to {high}: got {value}. "
+    mistakes = [
+        f"{field_name} must be from {lowest} to {highest}: got {field_value}. "
         "Workers that disagree on their places wait for each other for ever. Correct it."
-        for name, value, low, high in ranges
-        if not low <= value <= high
+        for field_name, field_value, lowest, highest in allowed_ranges
+        if not lowest <= field_value <= highest
     ]
     if not topology.master_addr.strip():
-        found.append(
+        mistakes.append(
             "master_addr must name a host: got ''. Workers meet there. "
             'Give an address, "127.0.0.1" on one machine.'
         )
-    return tuple(found)
+    return tuple(mistakes)

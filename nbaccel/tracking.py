@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from nbaccel.config.enumerations import LoggerType
-from nbaccel.train.tracker_contract import GeneralTracker, on_main_process
-from nbaccel.train.tracker_services import (
-    SERVICES,
+from nbaccel.train.tracker_classes import (
+    TRACKER_SERVICES,
     AimTracker,
     ClearMLTracker,
     CometMLTracker,
     DVCLiveTracker,
+    GeneralTracker,
     MLflowTracker,
     SwanLabTracker,
     TrackioTracker,
     WandBTracker,
+    on_main_process,
 )
 from nbaccel.train.trackers import (
     JsonlTracker,
@@ -46,6 +47,6 @@ __all__ = [
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
     "jsonl": JsonlTracker,
     "tensorboard": TensorBoardTracker,
-    **{name: service.tracker for name, service in SERVICES.items()},
+    **{name: service.tracker for name, service in TRACKER_SERVICES.items()},
 }
 """The trackers that nbaccel brings, by name; what was registered is not among them."""

@@ -8,18 +8,20 @@ from collections.abc import Iterable, Sequence
 from nbaccel.errors import ConfigError
 
 __all__ = [
-    "counted",
+    "count_noun",
     "format_bytes",
     "format_seconds",
-    "left_out",
+    "mark_left_out",
+    "number_ranges",
     "parse_bytes",
-    "shortened",
-    "spans",
+    "shorten_text",
 ]
 
-_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgtp]?)(i?)(b|bytes?)?)\s*", re.IGNORECASE)
-_LETTERS = " kmgtp"
+_BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_SIZE_TEXT = re.compile(
+    r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgtp]?)(i?)(b|bytes?)?)\s*", re.IGNORECASE
+)
+_UNIT_LETTERS = " kmgtp"
 
 
 def parse_bytes(text: str | int) -> int:
@@ -39,20 +41,20 @@ def parse_bytes(text: str | int) -> int:
     """
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
-    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
-    if match is None:
+    size_match = _SIZE_TEXT.fullmatch(text) if isinstance(text, str) else None
+    if size_match is None:
         raise ConfigError(
             f"A size must be a number and a unit: got {text!r}. "
             'Without a unit it would count bytes. Write for example "16 GiB" or "500 MB".'
         )
-    number, letter, binary, suffix = match.groups()
-    decimal = bool(letter) and bool(suffix) and not binary
-    base = 1000 if decimal else 1024
-    exponent = _LETTERS.index(letter.lower()) if letter else 0
-    return round(float(number) * float(base**exponent))
+    number_text, unit_letter, binary_mark, byte_suffix = size_match.groups()
+    is_decimal = bool(unit_letter) and bool(byte_suffix) and not binary_mark
+    unit_base = 1000 if is_decimal else 1024
+    exponent = _UNIT_LETTERS.index(unit_letter.lower()) if unit_letter else 0
+    return round(float(number_text) * float(unit_base**exponent))
 
 
-def counted(number: int, noun: str) -> str:
+def count_noun(number: int, noun: str) -> str:
     """Write a count for people.
 
     Args:
@@ -76,8 +78,8 @@ def first_few(names: Sequence[str], most: int, *, separator: str = ", ") -> str:
     Returns:
         For example "a, b and 3 more".
     """
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return separator.join(names[:most]) + more
+    more_text = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more_text
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -89,14 +91,18 @@ def format_bytes(num_bytes: int) -> str:
     Returns:
         The size in the largest unit of 1024s that keeps it at 1 or more: ``"16.0 GiB"``.
     """
-    size = float(abs(num_bytes))
-    sign = "-" if num_bytes < 0 else ""
-    for unit in _BINARY:
+    unit_size = float(abs(num_bytes))
+    sign_text = "-" if num_bytes < 0 else ""
+    for unit_name in _BINARY_UNITS:
         # 1023.96 would be printed as "1024.0" of the smaller unit.
-        if size < 1023.95 or unit == _BINARY[-1]:
+        if unit_size < 1023.95 or unit_name == _BINARY_UNITS[-1]:
             break
-        size /= 1024
-    return f"{sign}{size:.0f} {unit}" if unit == "B" else f"{sign}{size:.1f} {unit}"
+        unit_size /= 1024
+    return (
+        f"{sign_text}{unit_size:.0f} {unit_name}"
+        if unit_name == "B"
+        else f"{sign_text}{unit_size:.1f} {unit_name}"
+    )
 
 
 def format_seconds(seconds: float) -> str:
@@ -114,14 +120,14 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, rest_seconds = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest} s"
+        return f"{minutes} min {rest_seconds} s"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min"
 
 
-def spans(numbers: Iterable[int]) -> str:
+def number_ranges(numbers: Iterable[int]) -> str:
     """Write a set of numbers for people.
 
     Args:
@@ -130,16 +136,19 @@ def spans(numbers: Iterable[int]) -> str:
     Returns:
         ``"0-2,5"`` for 0, 1, 2 and 5; an empty text for none.
     """
-    parts: list[list[int]] = []
+    ranges: list[list[int]] = []
     for number in sorted(set(numbers)):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
         else:
-            parts.append([number, number])
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts)
+            ranges.append([number, number])
+    return ",".join(
+        f"{first_number}" if first_number == last_number else f"{first_number}-{last_number}"
+        for first_number, last_number in ranges
+    )
 
 
-def shortened(text: str, max_chars: int) -> str:
+def shorten_text(text: str, max_chars: int) -> str:
     """Keep head and tail of a long text.
 
     Args:
@@ -152,10 +161,10 @@ def shortened(text: str, max_chars: int) -> str:
     if len(text) <= max_chars:
         return text
     half = max_chars // 2
-    return left_out(text[:half], len(text) - 2 * half, text[-half:])
+    return mark_left_out(text[:half], len(text) - 2 * half, text[-half:])
 
 
-def left_out(head: str, num_chars: int, tail: str) -> str:
+def mark_left_out(head: str, num_chars: int, tail: str) -> str:
     """Write a text whose middle is missing.
 
     Args:

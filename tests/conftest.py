@@ -11,14 +11,17 @@ import hypothesis
 import pytest
 
 from tests import hardware, leak_police
-from tests.deepspeed import operations
+from tests.needs import HAS_DEEPSPEED_ROW
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # A job in the background of a shell, or under nohup, is started with interrupts ignored, and so
     # would be every process that the tests start; those that press Stop need what a kernel has.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    operations.use_those_of_the_environment()
+    if HAS_DEEPSPEED_ROW:
+        from tests.deepspeed import operations
+
+        operations.use_those_of_the_environment()
     leak_police.start_session()
 
 

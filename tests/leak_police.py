@@ -89,7 +89,7 @@ def start_session() -> None:
 
 def end_session() -> None:
     """Send the template server home, and forget the mark."""
-    template = sys.modules.get("nbaccel.launch.warmup")
+    template = sys.modules.get("nbaccel.workers.template_prestart")
     if template is not None:
         template.stop()
     os.environ.pop(TOKEN, None)
@@ -128,7 +128,7 @@ def _siblings() -> list[psutil.Process]:
 
 def _session_servers() -> Iterator[int]:
     """Processes that by design outlive a test: the template, and multiprocessing's own helpers."""
-    template = sys.modules.get("nbaccel.launch.warmup")
+    template = sys.modules.get("nbaccel.workers.template_prestart")
     if template is not None and (pid := template.current_pid()) is not None:
         yield pid
     forkserver = sys.modules.get("multiprocessing.forkserver")

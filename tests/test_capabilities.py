@@ -6,27 +6,32 @@ from typing import get_args
 import pytest
 
 from nbaccel import _catalog, capabilities
-from nbaccel.abc.device import Device
+from nbaccel.abc.device import Device, DeviceRuntime
 from nbaccel.abc.precision import Precision
 from nbaccel.abc.strategy import Strategy
-from nbaccel.config import run
+from nbaccel.config import run_config
 from nbaccel.config.fp8 import Fp8Config
 from nbaccel.plan import matrix
+from tests import needs
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs/pages/reference/compatibility.md"
 
 
 def test_there_is_a_row_for_every_word_of_the_configuration():
     names = {row.name for row in capabilities.DEVICES}
-    assert names == set(get_args(run.DeviceName)) - {"auto"}
-    assert {row.name for row in capabilities.PRECISIONS} == set(get_args(run.PrecisionName))
+    strategies = {row.name for row in capabilities.STRATEGIES}
+    assert strategies == set(get_args(run_config.StrategyName)) - {"auto"}
+    assert names == set(get_args(run_config.DeviceName)) - {"auto"}
+    assert {row.name for row in capabilities.PRECISIONS} == set(get_args(run_config.PrecisionName))
     methods = {row.name for row in capabilities.START_METHODS}
-    assert methods == set(get_args(run.StartMethodName)) - {"auto"}
+    assert methods == set(get_args(run_config.StartMethodName)) - {"auto"}
     backends = get_args(Fp8Config.model_fields["backend"].annotation)
     assert {row.name for row in capabilities.FP8_BACKENDS} == set(backends) - {"auto"}
     for row in capabilities.FP8_BACKENDS:
         assert set(row.settings) <= set(Fp8Config.model_fields) - {"backend"}
         assert set(row.devices) <= {other.name for other in capabilities.DEVICES}
+        if row.path:
+            assert issubclass(_catalog.load_object(row.path), Precision)
 
 
 @pytest.mark.parametrize("row", capabilities.DEVICES, ids=lambda row: row.name)
@@ -34,30 +39,36 @@ def test_rows_refer_to_rows(row):
     assert set(row.precisions) <= {other.name for other in capabilities.PRECISIONS}
     assert set(row.start_methods) <= {other.name for other in capabilities.START_METHODS}
     assert set(dict(row.slow)) <= set(row.precisions)
-    assert bool(row.path) == bool(row.precisions) == bool(row.start_methods)
-    if row.path:
-        kind = _catalog.load(row.path)
-        assert issubclass(kind, Device)
-        assert kind.name == row.name
+    assert bool(row.precisions) == bool(row.start_methods)
+    kind = _catalog.load_object(row.path)
+    assert issubclass(kind, Device)
+    assert kind.name == row.name
 
 
 @pytest.mark.parametrize("row", capabilities.STRATEGIES, ids=lambda row: row.name)
 def test_a_strategy_row_names_what_is_there(row):
-    assert bool(row.path) == bool(row.devices) == bool(row.precisions)
-    if row.path:
-        kind = _catalog.load(row.path)
-        assert issubclass(kind, Strategy)
-        assert kind.name == row.name
-    else:
-        assert row.name == "deepspeed"
-    assert set(row.devices) <= {other.name for other in capabilities.DEVICES if other.path}
+    assert row.devices
+    assert row.precisions
+    kind = _catalog.load_object(row.path)
+    assert issubclass(kind, Strategy)
+    assert kind.name == row.name
+    assert set(row.devices) <= {other.name for other in capabilities.driven_devices()}
     assert set(row.precisions) <= {other.name for other in capabilities.PRECISIONS if other.path}
+    if row.settings:
+        settings = _catalog.load_object(row.settings)
+        assert f"{settings.__module__}:{settings.__qualname__}" == row.settings
+    assert row.processes in ("", "one", "several")
+
+
+def test_one_strategy_each_is_taken_for_one_process_and_for_several():
+    defaults = [row.processes for row in capabilities.STRATEGIES if row.is_default]
+    assert sorted(defaults) == ["one", "several"]
 
 
 @pytest.mark.parametrize("row", capabilities.PRECISIONS, ids=lambda row: row.name)
 def test_a_precision_row_names_what_is_there(row):
     if row.path:
-        kind = _catalog.load(row.path)
+        kind = _catalog.load_object(row.path)
         assert issubclass(kind, Precision)
         assert kind.name == row.name
     else:
@@ -65,7 +76,7 @@ def test_a_precision_row_names_what_is_there(row):
 
 
 def test_a_contract_stays_narrow():
-    for contract in (Device, Precision, Strategy):
+    for contract in (Device, DeviceRuntime, Precision, Strategy):
         methods = [n for n, value in vars(contract).items() if callable(value) and n[0] != "_"]
         assert len(methods) <= 12, f"{contract.__name__}: {methods}"
 
@@ -78,7 +89,7 @@ def test_nccl_is_for_workers_with_a_gpu_each():
 
 
 def test_the_matrix_names_every_row():
-    text = matrix.readme_matrix()
+    text = matrix.compatibility_tables()
     tables = (
         capabilities.DEVICES,
         capabilities.FP8_BACKENDS,
@@ -94,10 +105,9 @@ def test_the_matrix_names_every_row():
         assert len({line.count("|") for line in table.splitlines()}) == 1
 
 
-def test_the_readme_shows_the_matrix():
-    text = README.read_text(encoding="utf-8")
-    if matrix.README_BEGIN not in text:
-        pytest.skip("the README has no capability block")
-    _, _, rest = text.partition(matrix.README_BEGIN)
-    block, _, _ = rest.partition(matrix.README_END)
-    assert block.strip() == matrix.readme_matrix()
+@needs.DEEPSPEED_ROW
+def test_the_documentation_shows_the_matrix():
+    text = PAGE.read_text(encoding="utf-8")
+    _, _, rest = text.partition(matrix.MATRIX_BEGIN)
+    block, _, _ = rest.partition(matrix.MATRIX_END)
+    assert block.strip() == matrix.compatibility_tables()

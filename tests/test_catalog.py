@@ -25,6 +25,11 @@ def test_a_strategy_and_a_precision_come_by_name():
     assert _catalog.precision("bf16").name == "bf16"
 
 
+def test_what_is_only_detected_is_known_and_not_driven():
+    assert _catalog.known_device("tpu").name == "tpu"
+    assert "tpu" not in [device.name for device in _catalog.devices()]
+
+
 def test_fp8_says_that_it_is_not_there_yet_and_what_to_use():
     with pytest.raises(PlatformUnsupported, match=r"'fp8'.*in this version.*Use one of no, fp16"):
         _catalog.precision("fp8")
@@ -41,7 +46,7 @@ def test_a_row_that_names_another_contract_is_a_bug(monkeypatch):
 @pytest.mark.parametrize("path", ["nbaccel.devices.none:X", "nbaccel.devices.cpu:None_"])
 def test_a_row_that_names_nothing_is_a_bug(path):
     with pytest.raises(InternalError, match="report this as a bug"):
-        _catalog.load(path)
+        _catalog.load_object(path)
 
 
 def test_an_unknown_name_is_a_bug():

@@ -8,7 +8,7 @@ from nbaccel.log import get_logger
 
 
 def test_a_message_carries_the_rank_where_there_is_one(caplog, monkeypatch):
-    logger = get_logger("nbaccel.launch.worker")
+    logger = get_logger("nbaccel.workers.worker")
     with caplog.at_level(logging.INFO, logger="nbaccel"):
         monkeypatch.delenv("RANK", raising=False)
         logger.info("ready after %d ms", 5)

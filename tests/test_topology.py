@@ -71,6 +71,7 @@ def test_variables_of_a_worker_on_one_machine():
         "MASTER_PORT": "1234",
         "ACCELERATE_MIXED_PRECISION": "bf16",
         "ACCELERATE_USE_CPU": "true",
+        "NBACCEL_DEVICE": "cpu",
         "FORK_LAUNCHED": "1",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": "lo",

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from nbaccel.errors import ConfigError
-from nbaccel.units import counted, format_bytes, format_seconds, parse_bytes, spans
+from nbaccel.units import count_noun, format_bytes, format_seconds, number_ranges, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_format_seconds(seconds, text):
 
 
 def test_counted():
-    assert [counted(number, "worker") for number in (0, 1, 2)] == [
+    assert [count_noun(number, "worker") for number in (0, 1, 2)] == [
         "0 workers",
         "1 worker",
         "2 workers",
@@ -78,4 +78,4 @@ def test_counted():
     [([], ""), ([3], "3"), ([5, 0, 2, 1], "0-2,5"), (range(64), "0-63"), ([0, 2, 4, 4], "0,2,4")],
 )
 def test_spans(numbers, text):
-    assert spans(numbers) == text
+    assert number_ranges(numbers) == text

@@ -107,7 +107,7 @@ def _without_template(samples: Samples | None) -> float | None:
 
 def _home(results: Results) -> Iterator[Verdict]:
     for subject in OURS:
-        what = f"{subject}, weights changed by an optimizer: their way home"
+        what = f"{subject}, weights changed by an optimizer, copied back"
         found = home.in_copies(results, subject, "sgd")
         yield at_most("c", what, found, MEMCPYS, "memcpys")
 

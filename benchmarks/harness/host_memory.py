@@ -186,13 +186,13 @@ def counted(training: Training, *, short: bool) -> dict[str, int]:
 
 def _count(training: Training, *, short: bool) -> dict[str, int]:
     from nbaccel import deepspeed_environment, estimate_memory
-    from nbaccel.deepspeed.strategy import heap
+    from nbaccel.deepspeed.strategy import engines
 
     if short:
-        heap.return_at_once()
+        engines.return_at_once()
     with deepspeed_environment(device="cpu"):
         _train(training, tiny=True)
-    heap.return_all()
+    engines.return_all()
     with deepspeed_environment(device="cpu"):
         before = _status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")

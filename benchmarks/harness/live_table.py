@@ -70,7 +70,7 @@ def _state(results: Results) -> Iterator[Verdict]:
     most = max((fact["nbytes"] for fact in samples.facts), default=None) if samples else None
     yield at_most("c", "an unchanged 1 GiB model, sent for the next cell", most, 0, "bytes")
     found = results.median("c home, copies", OURS)
-    yield at_most("c", "weights an optimizer trained come home", found, HOME_COPIES, "copies")
+    yield at_most("c", "weights trained by an optimizer, copied back", found, HOME_COPIES, "copies")
 
 
 def _error(results: Results) -> Iterator[Verdict]:
@@ -212,7 +212,7 @@ def _absence(section: str, subject: str) -> str:
 
 
 def render(results: Results, verdicts: list[Verdict]) -> str:
-    """The whole text that stands between the markers in README.md."""
+    """The whole text that stands between the markers in docs/pages/benchmarks.md."""
     blocks = []
     for section, title in TITLES.items():
         if section in results.sections:

@@ -12,20 +12,21 @@ from harness.samples import Results
 from harness.table import put_into
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
+PAGES = BENCHMARKS.parent / "docs" / "pages"
 
 
 @dataclass(frozen=True)
 class Report:
     """One benchmark's table.
 
-    `render` gives the text, and whether all bars hold; `mark` is the name of the place in `paper`
+    `render` gives the text, and whether all bars hold; `mark` is the name of the place in `page`
     where the text belongs.
     """
 
     name: str
     render: Callable[[Results], tuple[str, bool]]
     mark: str
-    paper: Path = BENCHMARKS / "README.md"
+    page: Path = PAGES / "benchmarks.md"
 
     @property
     def begin(self) -> str:
@@ -40,9 +41,8 @@ class Report:
         parser = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else None)
         stored = BENCHMARKS / "results" / f"{self.name}.json"
         parser.add_argument("--output", type=Path, default=stored)
-        told = f"leave {self.paper.name} as it is"
-        names = ("--no-readme", "--no-guide")  # the table of one of them is in the guide
-        parser.add_argument(*names, action="store_true", help=told)
+        told = f"leave {self.page.name} as it is"
+        parser.add_argument("--no-page", action="store_true", help=told)
         parser.add_argument("--render", action="store_true", help="measure nothing")
         parser.add_argument("--check", action="store_true", help="fail when a bar does not hold")
         return parser
@@ -54,8 +54,8 @@ class Report:
             measure(results)
         text, holds = self.render(results)
         print(text)
-        if not options.no_readme:
-            put_into(self.paper, text, self.begin, self.end)
+        if not options.no_page:
+            put_into(self.page, text, self.begin, self.end)
         return 0 if holds or not options.check else 1
 
 

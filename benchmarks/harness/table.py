@@ -24,7 +24,7 @@ CASES = {
 TITLES = {
     "a": "(a) call → returned, 2 workers with a gloo group, s",
     "b": "(b) memory over kernel + model, PSS, MiB",
-    "c": "(c) 1 GiB of changed weights coming home",
+    "c": "(c) 1 GiB of changed weights copied back",
     "d": "(d) Stop → prompt, s",
     "e": "(e) rank 1 killed by SIGKILL while rank 0 waits in an all-reduce",
     "f": "(f) rank 1 raises while rank 0 waits in an all-reduce",
@@ -225,7 +225,7 @@ def verdicts(found: list[Verdict]) -> str:
 
 
 def render(results: Results, judged: list[Verdict]) -> str:
-    """The whole text that stands between the markers in README.md."""
+    """The whole text that stands between the markers in docs/pages/benchmarks.md."""
     blocks = []
     for section, title in TITLES.items():
         if section in results.sections:
@@ -238,9 +238,9 @@ def render(results: Results, judged: list[Verdict]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def put_into(readme: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
-    before, found, rest = readme.read_text().partition(begin)
+def put_into(page: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
+    before, found, rest = page.read_text().partition(begin)
     _, closed, after = rest.partition(end)
     if not found or not closed:
-        raise ValueError(f"{readme.name} has no place for the table between {begin} and {end}")
-    readme.write_text(f"{before}{begin}\n\n{text}\n{end}{after}")
+        raise ValueError(f"{page.name} has no place for the table between {begin} and {end}")
+    page.write_text(f"{before}{begin}\n\n{text}\n{end}{after}")

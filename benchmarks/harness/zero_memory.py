@@ -63,10 +63,10 @@ def _train(config: dict[str, Any]) -> dict[str, int]:
     import deepspeed  # noqa: F401 - what it makes when it is imported is not the engine's
 
     from nbaccel import env
-    from nbaccel.deepspeed import toolchain
-    from nbaccel.deepspeed.live import LiveBytes
+    from nbaccel.deepspeed import cpp_operations
+    from nbaccel.memory.activations import LiveBytes
 
-    env.update({"PATH": toolchain.path_with_ninja()})
+    env.update({"PATH": cpp_operations.path_with_ninja()})
     network = engines.model()
     _, at_step = engines.train(config, network)
     network = engines.model()

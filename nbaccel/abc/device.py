@@ -1,63 +1,242 @@
-"""``Device``: what launching must know of the hardware that workers compute on.
+"""``Device``: all that is known here of one kind of hardware.
 
-An implementation has no state: it may be asked in the notebook, in the template and in a
-worker. Only :meth:`Device.enter_worker` may wake the hardware.
+A device is asked in two situations. A notebook that launches asks what is there and what forbids a
+fork: no answer may wake the hardware, and torch need not be imported. A process that trains asks
+for memory, random states and the like: there the defaults stand on `torch.accelerator` and
+`torch.get_device_module`, and a device writes only what its own module has under other names.
+
+An implementation has no state. Nothing else in nbaccel calls an accelerator's module.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import torch
 
-    from nbaccel.plan.inventory import Inventory
+    from nbaccel.capability_rows import DeviceRow
+    from nbaccel.plan.inventory import Gpu, Inventory
 
-__all__ = ["Device"]
+__all__ = ["Device", "DeviceRuntime", "UnlistedDevice"]
 
 
-class Device(ABC):
+class DeviceRuntime(ABC):
+    """What a process that computes on a device asks of it.
+
+    Attributes:
+        pins_host_memory: Whether copies to it are faster from page-locked host memory.
+        has_random_state: Whether it has generators of its own, beside the host's.
+    """
+
+    pins_host_memory: ClassVar[bool] = True
+    has_random_state: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """What torch calls devices of this kind, as in ``torch.device.type``."""
+
+    def _module(self) -> Any:
+        import torch
+
+        return torch.get_device_module(self.kind)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        """What a function of torch's module gives; None where the module has no such function."""
+        function = getattr(self._module(), name, None)
+        return None if function is None else function(*args)
+
+    def is_available(self) -> bool:
+        """Whether this process could compute on one."""
+        import torch
+
+        try:
+            current = torch.accelerator.current_accelerator()
+        except RuntimeError:  # torch 2.6, where there is none
+            return False
+        is_it = current is not None and current.type == self.kind
+        return is_it and bool(self._call("is_available"))
+
+    def is_awake(self) -> bool:
+        """Whether its runtime is initialised in this process; asking does not initialise it."""
+        return bool(self._call("is_initialized"))
+
+    def count(self) -> int:
+        """Devices of this kind that torch shows to this process, numbered from 0."""
+        return int(self._call("device_count") or 0)
+
+    def make_current(self, device: torch.device) -> None:
+        """Let what names no device go to this one, from now on in this process."""
+        import torch
+
+        torch.accelerator.set_device_index(device.index or 0)
+
+    def random_state(self, index: int | None = None) -> torch.Tensor:
+        """The generator of one device.
+
+        Args:
+            index: Its number; None means the current one.
+
+        Returns:
+            A uint8 tensor in host memory.
+        """
+        where = () if index is None else (index,)
+        state: torch.Tensor = self._module().get_rng_state(*where)
+        return state
+
+    def set_random_state(self, state: torch.Tensor, index: int | None = None) -> None:
+        """Set the generator of one device to what :meth:`random_state` gave.
+
+        Args:
+            state: The state, a uint8 tensor on any device.
+            index: The device's number; None means the current one.
+        """
+        where = () if index is None else (index,)
+        self._module().set_rng_state(state.cpu(), *where)
+
+    def reserved_bytes(self, device: torch.device) -> int | None:
+        """Bytes that torch holds on a device for this process; None where nobody knows."""
+        said = self._call("memory_reserved", device) if self.is_awake() else None
+        return None if said is None else int(said)
+
+    def limit_memory(self, limit_bytes: int) -> None:
+        """Let this process have no more of its current device than that many bytes."""
+        import torch
+
+        current = torch.accelerator.current_device_index()
+        total = self._module().get_device_properties(current).total_memory
+        self._call("set_per_process_memory_fraction", min(1.0, limit_bytes / total))
+
+    def empty_cache(self) -> None:
+        """Give memory that torch keeps for later back; nothing where the device was never used."""
+        if self.is_awake():
+            self._call("empty_cache")
+
+    def synchronize(self) -> None:
+        """Wait until the current device has done what it was given."""
+        self._call("synchronize")
+
+    def profiler_activities(self) -> tuple[str, ...]:
+        """What a profiler can record while this device computes, as in ``ProfileKwargs``."""
+        from torch.profiler import ProfilerActivity
+
+        has_own = hasattr(ProfilerActivity, self.kind.upper())
+        return tuple(dict.fromkeys(("cpu", self.kind))) if has_own else ("cpu",)
+
+    def capability(self, device: torch.device) -> tuple[int, int] | None:
+        """Version of its architecture, where kinds of it differ in what they can compute."""
+        return None
+
+
+class UnlistedDevice(DeviceRuntime):
+    """An accelerator of a package that extends torch, and that no row names.
+
+    Args:
+        kind: What torch calls it.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    @property
+    def kind(self) -> str:
+        """What torch calls devices of this kind."""
+        return self._kind
+
+
+class Device(DeviceRuntime):
     """One kind of hardware.
 
     Attributes:
         name: As in its capability row.
+        torch_type: What torch calls its kind; the name where it is empty.
+        after_fork: What any of its :meth:`hazards` would do to a forked worker: one clause.
     """
 
     name: ClassVar[str]
+    torch_type: ClassVar[str] = ""
+    after_fork: ClassVar[str] = "a forked worker could not use the device at all"
 
-    @abstractmethod
-    def count(self, inventory: Inventory) -> int:
-        """How many workers can have a device of their own.
+    @property
+    def kind(self) -> str:
+        """What torch calls devices of this kind."""
+        return self.torch_type or self.name
+
+    @property
+    def row(self) -> DeviceRow:
+        """Its capability row."""
+        from nbaccel.capabilities import device_row  # the table may be in the making now
+
+        return device_row(self.name)
+
+    # ---------------------------------------------------------------- before a launch
+
+    def detect(self, environ: Mapping[str, str]) -> dict[str, Any]:
+        """Look for devices of this kind on this machine.
+
+        It is called in notebooks: it initialises no runtime and imports no torch, but reads device
+        files, or asks the driver's library for management.
+
+        Args:
+            environ: The process environment.
+
+        Returns:
+            Fields of the :class:`~nbaccel.plan.inventory.Inventory`: ``accelerators``, a tuple of
+            ``Gpu(kind=...)``, for every device but those that have fields of their own.
+        """
+        return {}
+
+    def units(self, inventory: Inventory) -> tuple[Gpu, ...]:
+        """The devices of this kind that a launch can use, of those in an inventory."""
+        return tuple(unit for unit in inventory.accelerators if unit.kind == self.name)
+
+    def refusal(self, inventory: Inventory) -> str:
+        """Why a machine cannot serve ``device=name``; empty where it can.
 
         Args:
             inventory: What the machine has.
 
         Returns:
-            Devices of this kind that a launch can use.
+            A whole message: the value, why, and what to do.
         """
+        if self.units(inventory):
+            return ""
+        return (
+            f'device="{self.name}" needs {self.row.needs}: none was found on this machine. Workers '
+            'would have nothing to compute on. Give device="cpu", or "auto" to take what there is.'
+        )
 
-    @abstractmethod
-    def process_group_backend(self, num_local: int, inventory: Inventory) -> str:
-        """The process group backend for the workers of one node.
+    def idle_reason(self, inventory: Inventory) -> str:
+        """Why ``device="auto"`` does not take devices that are there; empty where it does."""
+        if self.row.never_run:
+            return f'nbaccel has never been run on it. device="{self.name}" tries it'
+        return ""
 
-        Args:
-            num_local: Workers on this node.
-            inventory: What the machine has.
+    def hazards(self) -> tuple[str, ...]:
+        """What this device has done to the calling process that makes forking it unsafe.
+
+        Looked up without waking the device: the answer in an untouched process is empty and
+        leaves it untouched.
 
         Returns:
-            The name that ``torch.distributed.init_process_group`` takes.
+            Facts, each a clause; what they would do to a worker is :attr:`after_fork`.
         """
+        return ()
 
-    @abstractmethod
-    def enter_worker(self, local_rank: int) -> None:
-        """Make a worker's device its current one; called once, in the worker, before its code.
+    def driver_meter(self) -> Any:
+        """Who can tell what each process holds on devices of this kind, asked in the notebook.
 
-        Args:
-            local_rank: Number of the worker on its node.
+        Returns:
+            An object with ``read()``, which gives bytes by process id, and ``close()``; None where
+            nobody can tell.
         """
+        return None
 
-    @abstractmethod
+    # ---------------------------------------------------------------- in a worker
+
     def torch_device(self, local_rank: int) -> torch.device:
         """The device of a worker, as torch names it.
 
@@ -67,25 +246,34 @@ class Device(ABC):
         Returns:
             The device; workers beyond the number of devices share them in turn.
         """
+        import torch
 
-    @abstractmethod
-    def hazards(self) -> tuple[str, ...]:
-        """What this device has done to the calling process that makes forking it unsafe.
+        return torch.device(self.kind, local_rank % max(1, self.count()))
 
-        Looked up without waking the device: the answer in an untouched process is empty and
-        leaves it untouched.
-
-        Returns:
-            Facts, each a clause: what it is and what it would do to a forked worker.
-        """
-
-    @abstractmethod
-    def describe(self, inventory: Inventory) -> str:
-        """What the machine has of this device, for people.
+    def enter_worker(self, local_rank: int) -> None:
+        """Make a worker's device its current one; called once, in the worker, before its code.
 
         Args:
-            inventory: What the machine has.
+            local_rank: Number of the worker on its node.
+        """
+        self.make_current(self.torch_device(local_rank))
+
+    def process_group_backend(self, num_local: int) -> str:
+        """What ``torch.distributed.init_process_group`` is told in a worker.
+
+        Args:
+            num_local: Workers on this node.
 
         Returns:
-            A few words.
+            The row's backend where each worker has a device of its own; beside another than gloo
+            also gloo, by which objects and tensors in host memory travel.
         """
+        import torch.distributed as dist
+
+        from nbaccel.capabilities import group_backend
+
+        shared = self.row.shared_group_backend
+        chosen = group_backend(self.row, num_local=num_local, num_devices=self.count())
+        if chosen == shared or not dist.is_backend_available(chosen):
+            return shared
+        return f"cpu:gloo,{self.kind}:{chosen}"

@@ -21,6 +21,7 @@ class Place:
         world_size: Processes in total.
         local_world_size: Processes on its node.
         device: What it computes on.
+        device_row: The row of that device, where torch's name for it is another.
         backend: Process group backend, as torch names it; empty where there is no group.
     """
 
@@ -29,7 +30,13 @@ class Place:
     world_size: int = 1
     local_world_size: int = 1
     device: torch.device
+    device_row: str = ""
     backend: str = ""
+
+    @property
+    def device_name(self) -> str:
+        """The capability row of what it computes on."""
+        return self.device_row or self.device.type
 
     @property
     def is_main(self) -> bool:

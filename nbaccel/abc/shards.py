@@ -65,6 +65,17 @@ class ShardReader(Protocol):
     def plain_state(self, module: nn.Module) -> dict[str, Any] | None:
         """The attributes of a module without the library's; None if it put none there."""
 
+    def check_whole(self, module_or_state: Any, what: str) -> None:
+        """Refuse a module or state dict in which placeholders stand for weights.
+
+        Args:
+            module_or_state: The module, or the state dict of one.
+            what: What was asked for, to begin the message with.
+
+        Raises:
+            ConfigError: Some do.
+        """
+
     def remember(self, module: nn.Module) -> Remembered:
         """What a module was before the library had it, if it has it."""
 

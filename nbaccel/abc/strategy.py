@@ -16,10 +16,15 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+    from typing_extensions import Self
 
     from nbaccel.abc.bundle import Bundle
     from nbaccel.abc.place import Place
-    from nbaccel.plan.plan import Choice
+    from nbaccel.abc.precision import Precision
+    from nbaccel.plan.launch_plan import Choice
+    from nbaccel.plan.training import TrainingRequest
+
+from nbaccel.abc.asking import SaidBySettings
 
 __all__ = ["ShardedCheckpoints", "Strategy"]
 
@@ -43,6 +48,25 @@ class Strategy(ABC):
 
     def __init__(self, place: Place) -> None:
         self.place = place
+
+    @classmethod
+    def build(
+        cls, place: Place, settings: Any, *, precision: Precision, asked: TrainingRequest
+    ) -> Self:
+        """One for this process.
+
+        Args:
+            place: This process among the others.
+            settings: An object of the class that the capability row names; None where it has none.
+            precision: What layers compute in.
+            asked: What else the `Accelerator` was asked.
+        """
+        return cls(place)
+
+    @classmethod
+    def said_by(cls, settings: Any) -> SaidBySettings:
+        """What the settings say of training beside sharding."""
+        return SaidBySettings()
 
     @abstractmethod
     def wrap(self, bundle: Bundle) -> Bundle:
@@ -141,10 +165,17 @@ class ShardedCheckpoints(Protocol):
     """A strategy whose processes can each write and read their own part of a checkpoint.
 
     Attributes:
-        shard_kind: What its folders are called, see `train.checkpoint.layout`.
+        shard_kind: What kind of shards they are, see `train.checkpoint.layout`.
     """
 
     shard_kind: ClassVar[str]
+
+    def shard_folder(self, number: int) -> str:
+        """What the folder of a model in shards is called.
+
+        Args:
+            number: Of the model, from 0.
+        """
 
     def save_sharded(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path

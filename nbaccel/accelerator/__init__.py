@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from nbaccel.accelerator.core import Accelerator
+from nbaccel.accelerator.accelerator import Accelerator
 
 __all__ = ["Accelerator"]

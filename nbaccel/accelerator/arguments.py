@@ -6,19 +6,17 @@ some variables win over arguments without a word).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nbaccel import _catalog, env
-from nbaccel.capabilities import strategy_row
-from nbaccel.config import Configured, RunConfig, run_config_of
-from nbaccel.config.engine import engine_config
+from nbaccel.abc.asking import Said, SaidBySettings, Wanted
+from nbaccel.capabilities import DEVICES, STRATEGIES, StrategyRow, strategy_row
+from nbaccel.config import Configured, Fp8Config, RunConfig, run_config_of
 from nbaccel.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     Handler,
@@ -29,10 +27,10 @@ from nbaccel.config.handlers import (
 )
 from nbaccel.config.variables import ACTIVATION_CHECKPOINTING
 from nbaccel.errors import ConfigError, PlatformUnsupported
-from nbaccel.plan.training import Asked
-from nbaccel.train import arrival
+from nbaccel.plan.training import TrainingRequest
+from nbaccel.train import distributed
 
-__all__ = ["Handlers", "Request", "dynamo_of", "refuse_unserved"]
+__all__ = ["Handlers", "Request", "dynamo_settings", "refuse_unserved"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,58 +39,118 @@ class Handlers:
 
     autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
     scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
-    ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
     process_group: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
     profile: ProfileKwargs = field(default_factory=ProfileKwargs)
+    given: tuple[Any, ...] = ()
+    """All of them as they were given, among them settings of strategies."""
 
     @classmethod
-    def of(cls, given: Sequence[Handler] | None) -> Handlers:
+    def of(cls, given_handlers: Sequence[Handler] | None) -> Handlers:
         """Sort a list of handlers.
 
         Raises:
             ConfigError: Two of one class, or something that is no handler.
         """
-        names = {
+        field_names = {
             AutocastKwargs: "autocast",
             GradScalerKwargs: "scaler",
-            DistributedDataParallelKwargs: "ddp",
             InitProcessGroupKwargs: "process_group",
             ProfileKwargs: "profile",
         }
-        found: dict[str, Any] = {}
-        for handler in given or ():
-            name = names.get(type(handler))
-            if name is None:
+        handlers_by_field: dict[str, Any] = {}
+        for handler in given_handlers or ():
+            handler_class = type(handler)
+            field_name = field_names.get(handler_class) or _strategy_using(handler_class)
+            if field_name is None:
+                known_classes = [
+                    *(handler_class.__name__ for handler_class in field_names),
+                    *_settings_classes(),
+                ]
                 raise ConfigError(
-                    f"kwargs_handlers got a {type(handler).__name__}: {handler!r}. It would have "
-                    f"no effect. Give objects of {', '.join(kind.__name__ for kind in names)}."
+                    f"kwargs_handlers got a {handler_class.__name__}: {handler!r}. It would have "
+                    f"no effect. Give objects of {', '.join(known_classes)}."
                 )
-            if name in found:
+            if field_name in handlers_by_field:
                 raise ConfigError(
-                    f"kwargs_handlers got two {type(handler).__name__}: {found[name]} and "
-                    f"{handler}. Only one can hold. Give one with both settings."
+                    f"kwargs_handlers got two {type(handler).__name__}: "
+                    f"{handlers_by_field[field_name]} and {handler}. Only one can hold. Give one "
+                    "with both settings."
                 )
-            found[name] = handler
-        return cls(**found)
+            handlers_by_field[field_name] = handler
+        own_handlers = {
+            field_name: handler
+            for field_name, handler in handlers_by_field.items()
+            if field_name in field_names.values()
+        }
+        return cls(**own_handlers, given=tuple(given_handlers or ()))
+
+
+def _strategy_using(settings_class: type) -> str | None:
+    """The strategy whose settings are objects of a class; None where none has it."""
+    class_path = f"{settings_class.__module__}:{settings_class.__qualname__}"
+    return next(
+        (
+            f"strategy {strategy.name}"
+            for strategy in _strategies_by_handler()
+            if strategy.settings == class_path
+        ),
+        None,
+    )
+
+
+def _settings_classes() -> Iterator[str]:
+    return (strategy.settings.rpartition(":")[2] for strategy in _strategies_by_handler())
+
+
+def _strategies_by_handler() -> Iterator[StrategyRow]:
+    """The strategies whose settings have no argument of their own."""
+    return (strategy for strategy in STRATEGIES if strategy.settings and not strategy.argument)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """All that was asked of an `Accelerator`, complete."""
 
-    asked: Asked
+    asked: TrainingRequest
     handlers: Handlers
     accumulation: GradientAccumulationPlugin
     data: DataLoaderConfiguration
     project: ProjectConfiguration
-    fsdp: FullyShardedDataParallelPlugin | None
-    deepspeed: Any = None
+    settings: Any = None
+    """Those of the strategy that was asked for; None where none was."""
+    said_by_settings: SaidBySettings = field(default_factory=SaidBySettings)
     activation_checkpointing: bool = False
 
     @property
     def writes_shards(self) -> bool:
         """Whether every process writes its own part of a checkpoint."""
-        return self.deepspeed is not None or (self.fsdp is not None and self.fsdp.writes_shards)
+        return self.said_by_settings.writes_shards
+
+    def settings_for(self, strategy_name: str) -> Any:
+        """The settings of the strategy that the plan names.
+
+        Args:
+            strategy_name: Its name; another than the one asked for gets what the handlers say of
+                it.
+        """
+        requested_strategy = self.asked.strategy
+        if requested_strategy is not None and requested_strategy.strategy == strategy_name:
+            return self.settings
+        return _catalog.strategy_settings(strategy_name, self.handlers.given)
+
+    def settings_of(self, argument_name: str) -> Any:
+        """The settings that an argument of `Accelerator` stands for, if that strategy was asked.
+
+        Args:
+            argument_name: ``fsdp_plugin``, for example.
+        """
+        requested_strategy = self.asked.strategy
+        if (
+            requested_strategy is None
+            or strategy_row(requested_strategy.strategy).argument != argument_name
+        ):
+            return None
+        return self.settings
 
     @classmethod
     def of(
@@ -106,159 +164,199 @@ class Request:
         dataloader_config: DataLoaderConfiguration | None,
         project_dir: Any,
         project_config: ProjectConfiguration | None,
-        fsdp_plugin: FullyShardedDataParallelPlugin | None,
-        deepspeed_plugin: Any,
-        deepspeed_plugins: Any,
+        plugins: Mapping[str, Any],
         kwargs_handlers: Sequence[Handler] | None,
         config: RunConfig | Configured | None,
     ) -> Request:
         """Put together what was said in several places.
 
+        Args:
+            mixed_precision: As `Accelerator` takes it, and so are the others.
+            cpu: The same.
+            gradient_accumulation_steps: The same.
+            gradient_accumulation_plugin: The same.
+            split_batches: The same.
+            dataloader_config: The same.
+            project_dir: The same.
+            project_config: The same.
+            plugins: Settings of strategies, by the argument that had them.
+            kwargs_handlers: As `Accelerator` takes it.
+            config: The same.
+
         Raises:
             ConfigError: Two of them contradict each other, or a value is wrong.
         """
-        if fsdp_plugin is None and env.flag("ACCELERATE_USE_FSDP"):
-            fsdp_plugin = FullyShardedDataParallelPlugin()
-        run = None if config is None else run_config_of(config)
-        deepspeed = _deepspeed(deepspeed_plugin, deepspeed_plugins, fsdp_plugin, run)
-        data = _data(dataloader_config, split_batches)
-        steps, source, plugin = _accumulation(
-            gradient_accumulation_steps, gradient_accumulation_plugin, run
+        run_config = None if config is None else run_config_of(config)
+        handlers = Handlers.of(kwargs_handlers)
+        requested_strategy = _catalog.wanted_strategy(
+            Said(run=run_config, arguments=plugins, handlers=handlers.given, has_environment=True)
         )
-        precision, said_by = _precision(mixed_precision, run)
-        if deepspeed is not None:
-            first = deepspeed.active
-            precision, said_by = _precision_of_plugin(first, precision, said_by)
-            if source == "default" and first.accumulation_steps is not None:
-                steps, source = first.accumulation_steps, "config"
-                plugin = replace(plugin, num_steps=steps)
-        project = project_config or ProjectConfiguration(project_dir=project_dir)
-        if project_dir is not None and project.project_dir is None:
-            project.set_directories(project_dir)
-        config_says_cpu = run is not None and run.device == "cpu"
-        asked = Asked(
-            mixed_precision=precision,
-            precision_source=said_by,
-            accumulation_steps=steps,
-            accumulation_source=source,
-            fsdp=fsdp_plugin is not None,
-            zero_stage=None if deepspeed is None else deepspeed.active.zero_stage,
-            cpu=arrival.wants_cpu(cpu) or config_says_cpu,
-            split_batches=data.split_batches,
+        strategy_settings, settings_request = _strategy_settings(requested_strategy)
+        loader_config = _loader_settings(dataloader_config, split_batches)
+        accumulation_steps, steps_source, accumulation_plugin = _accumulation_settings(
+            gradient_accumulation_steps, gradient_accumulation_plugin, run_config
+        )
+        precision_name, precision_source = _merge_precision(
+            settings_request, *_requested_precision(mixed_precision, run_config)
+        )
+        if steps_source == "default" and settings_request.accumulation_steps is not None:
+            accumulation_steps, steps_source = settings_request.accumulation_steps, "config"
+            accumulation_plugin = replace(accumulation_plugin, num_steps=accumulation_steps)
+        project_settings = project_config or ProjectConfiguration(project_dir=project_dir)
+        if project_dir is not None and project_settings.project_dir is None:
+            project_settings.set_directories(project_dir)
+        asked = TrainingRequest(
+            mixed_precision=precision_name,
+            precision_source=precision_source,
+            accumulation_steps=accumulation_steps,
+            accumulation_source=steps_source,
+            strategy=replace(
+                requested_strategy, reason=settings_request.reason or requested_strategy.reason
+            )
+            if requested_strategy
+            else None,
+            fp8=_fp8_settings(run_config),
+            device=_requested_device(run_config, cpu=cpu),
+            split_batches=loader_config.split_batches,
         )
         return cls(
             asked=asked,
-            handlers=Handlers.of(kwargs_handlers),
-            accumulation=plugin,
-            data=data,
-            project=project,
-            fsdp=fsdp_plugin,
-            deepspeed=deepspeed,
-            activation_checkpointing=_activation_checkpointing(run),
+            handlers=handlers,
+            accumulation=accumulation_plugin,
+            data=loader_config,
+            project=project_settings,
+            settings=strategy_settings,
+            said_by_settings=settings_request,
+            activation_checkpointing=_activation_checkpointing(run_config),
         )
 
 
-def _data(
-    given: DataLoaderConfiguration | None, split_batches: bool | None
+def _loader_settings(
+    given_config: DataLoaderConfiguration | None, split_batches: bool | None
 ) -> DataLoaderConfiguration:
     # A copy, because `accelerator.even_batches = ...` is about this accelerator alone.
-    data = DataLoaderConfiguration() if given is None else replace(given)
-    if split_batches is None or split_batches == data.split_batches:
-        return data
-    if given is not None:
+    loader_config = DataLoaderConfiguration() if given_config is None else replace(given_config)
+    if split_batches is None or split_batches == loader_config.split_batches:
+        return loader_config
+    if given_config is not None:
         raise ConfigError(
             f"split_batches={split_batches} contradicts "
-            f"dataloader_config.split_batches={data.split_batches}. Batches would have another "
-            "size than one of them says. Give it in the DataLoaderConfiguration alone."
+            f"dataloader_config.split_batches={loader_config.split_batches}. Batches would have "
+            "another size than one of them says. Give it in the DataLoaderConfiguration alone."
         )
-    return replace(data, split_batches=split_batches)
+    return replace(loader_config, split_batches=split_batches)
 
 
-def _accumulation(
-    steps: int | None, plugin: GradientAccumulationPlugin | None, config: RunConfig | None
+def _accumulation_settings(
+    num_steps: int | None,
+    accumulation_plugin: GradientAccumulationPlugin | None,
+    run_config: RunConfig | None,
 ) -> tuple[int, Any, GradientAccumulationPlugin]:
-    if steps is not None and steps < 1:
+    if num_steps is not None and num_steps < 1:
         raise ConfigError(
-            f"gradient_accumulation_steps={steps!r} must be a whole number of at least 1: so many "
-            "batches make one optimizer step. Give 1 to step after every batch."
+            f"gradient_accumulation_steps={num_steps!r} must be a whole number of at least 1: so "
+            "many batches make one optimizer step. Give 1 to step after every batch."
         )
-    if plugin is not None and steps is not None and plugin.num_steps not in (None, steps):
+    if (
+        accumulation_plugin is not None
+        and num_steps is not None
+        and accumulation_plugin.num_steps not in (None, num_steps)
+    ):
         raise ConfigError(
-            f"gradient_accumulation_steps={steps} contradicts "
-            f"gradient_accumulation_plugin.num_steps={plugin.num_steps}. Only one can hold. Give "
-            "num_steps in the plugin alone."
+            f"gradient_accumulation_steps={num_steps} contradicts "
+            f"gradient_accumulation_plugin.num_steps={accumulation_plugin.num_steps}. Only one "
+            "can hold. Give num_steps in the plugin alone."
         )
-    if plugin is not None and plugin.num_steps is not None:
-        return plugin.num_steps, "argument", plugin
-    plugin = plugin or GradientAccumulationPlugin()
-    if steps is not None:
-        return steps, "argument", replace(plugin, num_steps=steps)
-    if config is not None and config.gradient_accumulation_steps is not None:
-        steps = config.gradient_accumulation_steps
-        return steps, "config", replace(plugin, num_steps=steps)
-    text = env.read("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "") or ""
-    if not text.strip():
-        return 1, "default", replace(plugin, num_steps=1)
-    if not text.strip().isdecimal() or int(text) < 1:
+    if accumulation_plugin is not None and accumulation_plugin.num_steps is not None:
+        return accumulation_plugin.num_steps, "argument", accumulation_plugin
+    accumulation_plugin = accumulation_plugin or GradientAccumulationPlugin()
+    if num_steps is not None:
+        return num_steps, "argument", replace(accumulation_plugin, num_steps=num_steps)
+    if run_config is not None and run_config.gradient_accumulation_steps is not None:
+        num_steps = run_config.gradient_accumulation_steps
+        return num_steps, "config", replace(accumulation_plugin, num_steps=num_steps)
+    variable_text = env.read("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "") or ""
+    if not variable_text.strip():
+        return 1, "default", replace(accumulation_plugin, num_steps=1)
+    if not variable_text.strip().isdecimal() or int(variable_text) < 1:
         raise ConfigError(
-            f"Environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS={text!r} must be a whole "
-            "number of at least 1: so many batches make one optimizer step. Correct or unset it."
+            f"Environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS={variable_text!r} must "
+            "be a whole number of at least 1: so many batches make one optimizer step. Correct or "
+            "unset it."
         )
-    return int(text), "environment", replace(plugin, num_steps=int(text))
-
-
-def _activation_checkpointing(config: RunConfig | None) -> bool:
-    said = bool(env.flag(ACTIVATION_CHECKPOINTING))
-    return said if config is None else config.activation_checkpointing
-
-
-def _precision(given: str | None, config: RunConfig | None) -> tuple[str, Any]:
-    if given is not None:
-        return str(getattr(given, "value", given)).lower(), "argument"
-    if config is not None:
-        return config.mixed_precision, "config"
-    said = (env.read("ACCELERATE_MIXED_PRECISION", "") or "").strip().lower()
-    return (said, "environment") if said else ("no", "default")
-
-
-def _deepspeed(
-    plugin: Any, plugins: Any, fsdp: FullyShardedDataParallelPlugin | None, config: RunConfig | None
-) -> Any:
-    """The plugins by which DeepSpeed trains; None where something else does."""
-    given = plugin if plugin is not None else plugins
-    asks = config is not None and config.uses_deepspeed
-    asked = asks or (not fsdp and env.flag("ACCELERATE_USE_DEEPSPEED"))
-    if given is None and not asked:
-        return None
-    if given is not None and fsdp is not None:
-        raise ConfigError(
-            f"Accelerator got {given} and {fsdp}: each shards models in its own way, and only one "
-            "can. Give one of them."
-        )
-    module = _catalog.load(strategy_row("deepspeed").settings)
-    if given is None:
-        file = None if config is None or config.deepspeed is None else engine_config(config)
-        stage = config.zero_stage if config is not None and asks else None
-        given = module.DeepSpeedPlugin(file, zero_stage=stage)
-    return module.Plugins(given)
-
-
-def _precision_of_plugin(plugin: Any, value: str, source: Any) -> tuple[str, Any]:
-    """A file may say the precision, too; what only the launcher's default says gives way."""
-    said = plugin.mixed_precision
-    silent = source == "default" or (source == "environment" and value == "no")
-    if said is None or said == value:
-        return value, source
-    if silent:
-        return said, "config"
-    raise ConfigError(
-        f"mixed_precision={value!r} contradicts the DeepSpeed configuration, which asks for "
-        f"{said!r}. The engine casts the model as one of them says. Leave one out, or write "
-        '"enabled": "auto" there.'
+    return (
+        int(variable_text),
+        "environment",
+        replace(accumulation_plugin, num_steps=int(variable_text)),
     )
 
 
-def dynamo_of(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+def _activation_checkpointing(run_config: RunConfig | None) -> bool:
+    variable_flag = bool(env.flag(ACTIVATION_CHECKPOINTING))
+    return variable_flag if run_config is None else run_config.activation_checkpointing
+
+
+def _requested_precision(
+    given_precision: str | None, run_config: RunConfig | None
+) -> tuple[str, Any]:
+    if given_precision is not None:
+        return str(getattr(given_precision, "value", given_precision)).lower(), "argument"
+    if run_config is not None:
+        return run_config.mixed_precision, "config"
+    variable_text = (env.read("ACCELERATE_MIXED_PRECISION", "") or "").strip().lower()
+    return (variable_text, "environment") if variable_text else ("no", "default")
+
+
+def _fp8_settings(run_config: RunConfig | None) -> Fp8Config | None:
+    return Fp8Config.from_environment() if run_config is None else run_config.fp8
+
+
+def _requested_device(run_config: RunConfig | None, *, cpu: bool) -> str:
+    """The row of the device that was asked for; empty where none was."""
+    if distributed.wants_cpu(cpu):
+        return DEVICES[0].name
+    requested_device = (
+        "" if run_config is None or run_config.device == "auto" else run_config.device
+    )
+    return (
+        requested_device
+        if requested_device and _catalog.device(requested_device).is_available()
+        else ""
+    )
+
+
+def _strategy_settings(requested_strategy: Wanted | None) -> tuple[Any, SaidBySettings]:
+    """The settings of the strategy that was asked for, and what they say of training."""
+    if requested_strategy is None:
+        return None, SaidBySettings()
+    strategy_settings = requested_strategy.settings()
+    return strategy_settings, _catalog.strategy(requested_strategy.strategy).said_by(
+        strategy_settings
+    )
+
+
+def _merge_precision(
+    settings_request: SaidBySettings, precision_name: str, precision_source: Any
+) -> tuple[str, Any]:
+    """A file may say the precision, too; what only the launcher's default says gives way."""
+    gives_way = precision_source == "default" or (
+        precision_source == "environment" and precision_name == "no"
+    )
+    if (
+        settings_request.mixed_precision is None
+        or settings_request.mixed_precision == precision_name
+    ):
+        return precision_name, precision_source
+    if gives_way:
+        return settings_request.mixed_precision, "config"
+    raise ConfigError(
+        f"mixed_precision={precision_name!r} contradicts {settings_request.speaker}, which asks "
+        f"for {settings_request.mixed_precision!r}. Models are cast as one of them says. Leave "
+        f"one out{settings_request.remedy}."
+    )
+
+
+def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
     """How prepared models are compiled, said in one of two ways.
 
     Raises:
@@ -279,23 +377,24 @@ def dynamo_of(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlug
     return plugin
 
 
-_LATER = {
+_UNSERVED_ARGUMENTS = {
     "torch_tp_plugin": "tensor parallelism",
     "megatron_lm_plugin": "Megatron-LM",
     "parallelism_config": "a mix of parallelisms",
 }
 
 
-def refuse_unserved(**given: Any) -> None:
+def refuse_unserved(**arguments: Any) -> None:
     """Refuse arguments of Accelerate that this version does not serve, rather than ignore them.
 
     Raises:
         PlatformUnsupported: One was given.
     """
-    for name, value in given.items():
-        if value is not None:
+    for argument_name, argument_value in arguments.items():
+        if argument_value is not None:
             raise PlatformUnsupported(
-                f"Accelerator({name}={value!r}) asks for {_LATER[name]}, which this version of "
-                "nbaccel does not serve; training without it would be something else. Leave it "
-                "out, and use fsdp_plugin for models too big for one device."
+                f"Accelerator({argument_name}={argument_value!r}) asks for "
+                f"{_UNSERVED_ARGUMENTS[argument_name]}, which this version of nbaccel does not "
+                "serve; training without it would be something else. Leave it out, and use "
+                "fsdp_plugin for models too big for one device."
             )

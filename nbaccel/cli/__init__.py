@@ -1,14 +1,15 @@
-"""The command ``nbaccel``: each subcommand is a module that adds its parser and does its work."""
+"""The command ``nbaccel``: a strategy's module adds its subcommand and does its work."""
 
 from __future__ import annotations
 
 import argparse
+import pkgutil
 import sys
 import textwrap
 from collections.abc import Sequence
 
 from nbaccel import __version__
-from nbaccel.cli import to_fp32
+from nbaccel.capabilities import STRATEGIES
 from nbaccel.errors import InternalError, NbaccelError
 
 __all__ = ["main"]
@@ -48,8 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"nbaccel {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (to_fp32,):
-        command.add_to(commands)
+    for row in STRATEGIES:
+        if row.command:
+            pkgutil.resolve_name(row.command)(commands)
     return parser
 
 

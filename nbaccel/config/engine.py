@@ -11,85 +11,124 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from nbaccel.config.json_text import plain_object, read_file, read_object
-from nbaccel.config.mistakes import shown
-from nbaccel.config.plain import numbers_read, whole
+from nbaccel.config.exchange import read_source
+from nbaccel.config.field_rules import FieldMistake, FieldRule
+from nbaccel.config.read_values import numbers_read, read_whole
 from nbaccel.errors import ConfigError
 
-if TYPE_CHECKING:
-    from nbaccel.config.run import RunConfig
+__all__ = [
+    "BATCH_SIZES",
+    "DOCUMENT_NAME",
+    "Document",
+    "disagreements",
+    "engine_config",
+    "read_document",
+    "stage_left_open",
+    "taken_out",
+    "tidied_settings",
+]
 
-__all__ = ["BATCH_SIZES", "attempted", "engine_config", "read", "settled", "taken_out", "tidied"]
-
-_ZERO = "zero_optimization"
-_AUTO = "auto"
-_HALF = ("fp16", "bf16")
-_MADE = ("optimizer", "scheduler")
+_ZERO_SECTION = "zero_optimization"
+_AUTO_WORD = "auto"
+_HALF_FORMATS = ("fp16", "bf16")
+_PART_SECTIONS = ("optimizer", "scheduler")
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_WHAT = "A DeepSpeed configuration"
-_SECTIONS = {
-    _ZERO: 'It holds the stage and what goes with it. Write for example {"stage": 2}.',
-    "fp16": 'It turns float16 on or off. Write for example {"enabled": true}.',
-    "bf16": 'It turns bfloat16 on or off. Write for example {"enabled": true}.',
+DOCUMENT_NAME = "A DeepSpeed configuration"
+_ENABLED_EXAMPLE = 'Write for example {"enabled": true}'
+SECTION_RULES = {
+    _ZERO_SECTION: FieldRule(
+        must="a section",
+        why="It holds the stage and what goes with it",
+        do='Write for example {"stage": 2}',
+    ),
+    "fp16": FieldRule(must="a section", why="It turns float16 on or off", do=_ENABLED_EXAMPLE),
+    "bf16": FieldRule(must="a section", why="It turns bfloat16 on or off", do=_ENABLED_EXAMPLE),
 }
 """Sections that are taken apart here, and what to write there."""
+_ENABLED_RULE = FieldRule(
+    must="true or false",
+    why="It decides in which number format the model is trained",
+    do="Give one of them",
+)
 _AUTO_STAGE = 2
 """What Accelerate makes of ``"auto"``."""
 
 
-def read(value: Any) -> Any:
+class _RunSettings(Protocol):
+    """What is read here of a `RunConfig`."""
+
+    @property
+    def deepspeed(self) -> dict[str, Any] | None: ...
+
+    @property
+    def zero_stage(self) -> int | None: ...
+
+    @property
+    def mixed_precision(self) -> str: ...
+
+    @property
+    def gradient_accumulation_steps(self) -> int | None: ...
+
+
+class Document(dict[str, Any]):
+    """A DeepSpeed configuration that :func:`read_document` has read, and does not read again.
+
+    Plain JSON values; the stage, the precision and the accumulation are written as they are meant.
+    """
+
+
+def read_document(given_value: Any) -> Any:
     """A DeepSpeed configuration as plain JSON values, in today's form.
 
     Args:
-        value: A mapping, an object with ``to_dict`` (``ZeroConfig``), JSON text, or the path of a
-            JSON file.
+        given_value: A mapping, an object with ``to_dict`` (``ZeroConfig``), JSON text, or the path
+            of a JSON file.
 
     Returns:
-        A mapping, or the value for a validator to refuse.
+        A `Document`, or the value for a validator to refuse.
 
     Raises:
         ConfigError: The file cannot be read, it or the text holds no JSON object, or what a run
             has settings for (stage, precision) is wrong in it.
     """
-    if callable(getattr(value, "to_dict", None)):
-        value = value.to_dict()
-    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        value = read_object(value, _WHAT)
-    elif isinstance(value, (str, Path)):
-        value = read_file(value)
-    if not isinstance(value, Mapping):
-        return value
-    found = tidied(plain_object(value, _WHAT))
-    if endless := [*_endless(found)]:
-        raise ConfigError(
-            f"{endless[0]} is infinite, and workers get the configuration as JSON, which has no "
-            "word for it. They would be told something else. Give a large number: 1000000000."
+    if isinstance(given_value, Document):
+        return given_value
+    read_settings = read_source(given_value, DOCUMENT_NAME)
+    if not isinstance(read_settings, dict):
+        return read_settings
+    config_document = Document(tidied_settings(read_settings))
+    if endless_keys := [*_infinite_keys(config_document)]:
+        message_text = (
+            f"{endless_keys[0]} is infinite, and workers get the configuration as JSON, which has "
+            "no word for it. They would be told something else. Give a large number: 1000000000."
         )
-    return found
+        raise ConfigError(FieldMistake(message_text, endless_keys[0]))
+    return config_document
 
 
-def _endless(value: Any, path: str = "") -> Iterator[str]:
-    if isinstance(value, dict):
-        for key, entry in value.items():
-            yield from _endless(entry, f"{path}.{key}" if path else key)
-    elif isinstance(value, list):
-        for entry in value:
-            yield from _endless(entry, path)
-    elif isinstance(value, float) and math.isinf(value):
-        yield path
+def _infinite_keys(given_value: Any, key_path: str = "") -> Iterator[str]:
+    if isinstance(given_value, dict):
+        for entry_key, inner_value in given_value.items():
+            yield from _infinite_keys(
+                inner_value, f"{key_path}.{entry_key}" if key_path else entry_key
+            )
+    elif isinstance(given_value, list):
+        for inner_value in given_value:
+            yield from _infinite_keys(inner_value, key_path)
+    elif isinstance(given_value, float) and math.isinf(given_value):
+        yield key_path
 
 
-def tidied(settings: dict[str, Any]) -> dict[str, Any]:
+def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
     """A configuration in which the stage and the precision are written as they are meant.
 
     DeepSpeed takes ``"true"`` for true, and has older words for some sections; who looks for
     ``True`` would pass over them, and train something else.
 
     Args:
-        settings: Plain values; changed and returned.
+        config_settings: Plain values; changed and returned.
 
     Returns:
         The same configuration.
@@ -97,173 +136,179 @@ def tidied(settings: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: What stands there cannot be meant; every mistake.
     """
-    if "bfloat16" in settings:
-        old = settings.pop("bfloat16")
-        settings.setdefault("bf16", old)
-    if isinstance(settings.get(_ZERO), bool):
-        settings[_ZERO] = {"stage": int(settings[_ZERO])}
-    for holder, name in ((settings.get(_ZERO), "stage"), (settings, BATCH_SIZES[-1])):
-        if isinstance(holder, dict) and isinstance(text := holder.get(name), (str, float)):
-            holder[name] = whole(text)
-    for name in _MADE:
-        section = settings.get(name)
-        if isinstance(section, dict) and "params" in section:
-            section["params"] = numbers_read(section["params"])
-    mistakes = [
-        f"{name} must be a section: got {shown(settings[name])}. {meaning}"
-        for name, meaning in _SECTIONS.items()
-        if not isinstance(settings.get(name, {}), (dict, type(None)))
+    if "bfloat16" in config_settings:
+        old_section = config_settings.pop("bfloat16")
+        config_settings.setdefault("bf16", old_section)
+    if isinstance(config_settings.get(_ZERO_SECTION), bool):
+        config_settings[_ZERO_SECTION] = {"stage": int(config_settings[_ZERO_SECTION])}
+    for key_holder, section_name in (
+        (config_settings.get(_ZERO_SECTION), "stage"),
+        (config_settings, BATCH_SIZES[-1]),
+    ):
+        if isinstance(key_holder, dict) and isinstance(
+            message_text := key_holder.get(section_name), (str, float)
+        ):
+            key_holder[section_name] = read_whole(message_text)
+    for section_name in _PART_SECTIONS:
+        format_section = config_settings.get(section_name)
+        if isinstance(format_section, dict) and "params" in format_section:
+            format_section["params"] = numbers_read(format_section["params"])
+    config_mistakes = [
+        FieldMistake(
+            section_rule.refusal(section_name, config_settings[section_name]), section_name
+        )
+        for section_name, section_rule in SECTION_RULES.items()
+        if not isinstance(config_settings.get(section_name, {}), (dict, type(None)))
     ]
-    mistakes += filter(None, [_read_enabled(settings.get(name), name) for name in _HALF])
-    if all(_is_on(settings.get(name)) for name in _HALF):
-        mistakes.append(
+    config_mistakes += [
+        mistake
+        for section_name in _HALF_FORMATS
+        for mistake in _read_enabled(config_settings.get(section_name), f"{section_name}.enabled")
+    ]
+    if all(_is_on(config_settings.get(section_name)) for section_name in _HALF_FORMATS):
+        message_text = (
             "fp16.enabled and bf16.enabled are both true. Training has one number format, and "
             "DeepSpeed refuses two. Turn one of them off."
         )
-    if mistakes:
-        raise ConfigError(*mistakes)
-    return settings
+        config_mistakes.append(FieldMistake(message_text, "fp16.enabled"))
+    if config_mistakes:
+        raise ConfigError(*config_mistakes)
+    return config_settings
 
 
-def _read_enabled(section: Any, name: str) -> str:
+def _read_enabled(format_section: Any, enabled_key: str) -> list[FieldMistake]:
     """Make the text of a truth value one; what is wrong where it is none."""
-    if not isinstance(section, dict) or (value := section.get("enabled")) in (None, _AUTO):
-        return ""
-    word = value.strip().lower() if isinstance(value, str) else value
-    if word in ("true", "false"):
-        section["enabled"] = word = word == "true"
-    if isinstance(word, bool):
-        return ""
-    return (
-        f"{name}.enabled must be true or false: got {shown(value)}. It decides in which number "
-        "format the model is trained. Give one of them."
-    )
+    if not isinstance(format_section, dict) or (given_value := format_section.get("enabled")) in (
+        None,
+        _AUTO_WORD,
+    ):
+        return []
+    enabled_word = given_value.strip().lower() if isinstance(given_value, str) else given_value
+    if enabled_word in ("true", "false"):
+        format_section["enabled"] = enabled_word = enabled_word == "true"
+    if isinstance(enabled_word, bool):
+        return []
+    return [FieldMistake(_ENABLED_RULE.refusal(enabled_key, given_value), enabled_key)]
 
 
-def _is_on(section: Any) -> bool:
-    return isinstance(section, dict) and section.get("enabled") is True
+def _is_on(format_section: Any) -> bool:
+    return isinstance(format_section, dict) and format_section.get("enabled") is True
 
 
-def taken_out(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def taken_out(config_document: Mapping[str, Any]) -> tuple[Document, dict[str, Any]]:
     """What a DeepSpeed configuration says of settings that a run has, too.
 
     Args:
-        config: A DeepSpeed configuration, as :func:`read` gives it.
+        config_document: A DeepSpeed configuration, as :func:`read_document` gives it.
 
     Returns:
         The configuration without them, and the settings: only those that it decides, ``"auto"``
         decides nothing but that there is a stage.
     """
-    rest: dict[str, Any] = copy.deepcopy(dict(config))
-    said: dict[str, Any] = {}
-    zero = rest.get(_ZERO)
-    if isinstance(zero, dict):
-        stage = zero.pop("stage", _AUTO)
-        if stage != _AUTO:
-            said["zero_stage"] = stage
-        if not zero:
-            del rest[_ZERO]
-    enabled = {}
-    for name in _HALF:
-        section = rest.get(name)
-        if isinstance(section, dict) and "enabled" in section:
-            enabled[name] = section.pop("enabled")
-            if not section:
-                del rest[name]
-    if True in enabled.values():
-        said["mixed_precision"] = next(name for name, on in enabled.items() if on is True)
-    elif [*enabled.values()] == [False] * len(_HALF):
-        said["mixed_precision"] = "no"
-    steps = rest.pop("gradient_accumulation_steps", None)
-    if steps not in (None, _AUTO):
-        said["gradient_accumulation_steps"] = steps
-    return rest, said
+    remaining_document = Document(copy.deepcopy(dict(config_document)))
+    decided_settings: dict[str, Any] = {}
+    zero_section = remaining_document.get(_ZERO_SECTION)
+    if isinstance(zero_section, dict):
+        stage = zero_section.pop("stage", _AUTO_WORD)
+        if stage != _AUTO_WORD:
+            decided_settings["zero_stage"] = stage
+        if not zero_section:
+            del remaining_document[_ZERO_SECTION]
+    enabled_by_section = {}
+    for section_name in _HALF_FORMATS:
+        format_section = remaining_document.get(section_name)
+        if isinstance(format_section, dict) and "enabled" in format_section:
+            enabled_by_section[section_name] = format_section.pop("enabled")
+            if not format_section:
+                del remaining_document[section_name]
+    if True in enabled_by_section.values():
+        decided_settings["mixed_precision"] = next(
+            section_name
+            for section_name, is_enabled in enabled_by_section.items()
+            if is_enabled is True
+        )
+    elif [*enabled_by_section.values()] == [False] * len(_HALF_FORMATS):
+        decided_settings["mixed_precision"] = "no"
+    accumulation_steps = remaining_document.pop("gradient_accumulation_steps", None)
+    if accumulation_steps not in (None, _AUTO_WORD):
+        decided_settings["gradient_accumulation_steps"] = accumulation_steps
+    return remaining_document, decided_settings
 
 
-def attempted(value: Any) -> set[str]:
-    """The settings of a run that a DeepSpeed configuration decides.
-
-    Args:
-        value: Whatever was given for one.
-
-    Returns:
-        Their names; none where it cannot be read, which is for the validator to tell.
-    """
-    try:
-        found = read(value)
-    except ValueError:
-        return set()
-    return set(taken_out(found)[1]) if isinstance(found, Mapping) else set()
-
-
-def settled(run: RunConfig) -> tuple[dict[str, Any], list[str]]:
-    """Settle what a run's DeepSpeed configuration says with what was said beside it.
+def stage_left_open(config_document: Mapping[str, Any]) -> int:
+    """The ZeRO stage of a run where neither it nor its DeepSpeed configuration decides one.
 
     Args:
-        run: Settings that are right alone, with a configuration among them.
+        config_document: The configuration.
+    """
+    zero_section = config_document.get(_ZERO_SECTION)
+    return (
+        _AUTO_STAGE
+        if isinstance(zero_section, Mapping) and zero_section.get("stage") == _AUTO_WORD
+        else 0
+    )
+
+
+def disagreements(
+    config_document: Mapping[str, Any], given_settings: Mapping[str, Any]
+) -> list[str]:
+    """Where a run and its DeepSpeed configuration say different things.
+
+    Args:
+        config_document: The configuration, as :func:`read_document` gives it.
+        given_settings: What was said beside it, by the names of a run's settings.
 
     Returns:
-        The settings to change, and contradictions, one message each.
+        One message each.
     """
-    given = run.deepspeed or {}
-    rest, said = taken_out(given)
-    changes: dict[str, Any] = {"deepspeed": rest}
-    mistakes = []
-    for name, value in said.items():
-        mine = getattr(run, name)
-        if name not in run.model_fields_set or mine is None:
-            changes[name] = value
-        elif mine != value:
-            mistakes.append(
-                f"{name}={mine!r} contradicts the DeepSpeed configuration, which says {value!r}. "
-                'One of them would be ignored. Leave one out, or write "auto" there.'
-            )
-    mistakes += _turned_off(run, given) if "mixed_precision" not in said else []
-    if run.zero_stage is None and "zero_stage" not in changes:
-        zero = given.get(_ZERO)
-        is_auto = isinstance(zero, Mapping) and zero.get("stage") == _AUTO
-        changes["zero_stage"] = _AUTO_STAGE if is_auto else 0
-    return changes, mistakes
-
-
-def _turned_off(run: RunConfig, given: Mapping[str, Any]) -> list[str]:
-    """The precision of a run that its file turns off."""
-    name = run.mixed_precision
-    section = given.get(name)
-    if "mixed_precision" not in run.model_fields_set or not isinstance(section, Mapping):
-        return []
-    if section.get("enabled") is not False:
-        return []
-    return [
-        f"mixed_precision={name!r} contradicts the DeepSpeed configuration, where {name}.enabled "
-        'is False. One of them would be ignored. Leave one out, or write "auto" there.'
+    decided_settings = taken_out(config_document)[1]
+    config_mistakes = [
+        f"{setting_name}={given_settings[setting_name]!r} contradicts the DeepSpeed configuration, "
+        f"which says {decided_value!r}. "
+        'One of them would be ignored. Leave one out, or write "auto" there.'
+        for setting_name, decided_value in decided_settings.items()
+        if setting_name in given_settings and given_settings[setting_name] != decided_value
     ]
+    setting_name = given_settings.get("mixed_precision")
+    format_section = config_document.get(str(setting_name))
+    if "mixed_precision" in decided_settings or not isinstance(format_section, Mapping):
+        return config_mistakes
+    if format_section.get("enabled") is False:
+        config_mistakes.append(
+            f"mixed_precision={setting_name!r} contradicts the DeepSpeed configuration, where "
+            f"{setting_name}.enabled is False. One of them would be ignored. Leave one out, or "
+            "write "
+            '"auto" there.'
+        )
+    return config_mistakes
 
 
-def engine_config(run: RunConfig) -> dict[str, Any] | None:
+def engine_config(run_config: _RunSettings) -> dict[str, Any] | None:
     """The DeepSpeed configuration of a run, complete: what the run says is in it, too.
 
     Args:
-        run: What the user said.
+        run_config: What the user said.
 
     Returns:
         What DeepSpeed's JSON file would hold, with ``"auto"`` where the training decides; None
         where DeepSpeed is not to train.
     """
-    if run.deepspeed is None and not run.zero_stage:
+    if run_config.deepspeed is None and not run_config.zero_stage:
         return None
-    config: dict[str, Any] = copy.deepcopy(dict(run.deepspeed or {}))
-    rest = config.pop(_ZERO, None) or {}
-    whole: dict[str, Any] = {_ZERO: {"stage": run.zero_stage or 0, **rest}}
-    for name in _HALF:
-        section = config.pop(name, None)
-        if run.mixed_precision == name:
-            whole[name] = {"enabled": True, **(section or {})}
-        elif section:
-            whole[name] = {"enabled": False, **section}
-    whole |= config
-    if run.gradient_accumulation_steps is not None:
-        whole["gradient_accumulation_steps"] = run.gradient_accumulation_steps
-    for name in (*BATCH_SIZES, "gradient_clipping"):
-        whole.setdefault(name, _AUTO)
-    return whole
+    open_settings: dict[str, Any] = copy.deepcopy(dict(run_config.deepspeed or {}))
+    zero_section = open_settings.pop(_ZERO_SECTION, None) or {}
+    whole_config: dict[str, Any] = {
+        _ZERO_SECTION: {"stage": run_config.zero_stage or 0, **zero_section}
+    }
+    for section_name in _HALF_FORMATS:
+        format_section = open_settings.pop(section_name, None)
+        if run_config.mixed_precision == section_name:
+            whole_config[section_name] = {"enabled": True, **(format_section or {})}
+        elif format_section:
+            whole_config[section_name] = {"enabled": False, **format_section}
+    whole_config |= open_settings
+    if run_config.gradient_accumulation_steps is not None:
+        whole_config["gradient_accumulation_steps"] = run_config.gradient_accumulation_steps
+    for section_name in (*BATCH_SIZES, "gradient_clipping"):
+        whole_config.setdefault(section_name, _AUTO_WORD)
+    return whole_config

@@ -1,59 +1,283 @@
-"""A configuration as text: JSON for workers, YAML for people, a schema for editors."""
+"""A configuration as text: JSON for workers, YAML for people, a schema for editors.
+
+DeepSpeed's configuration comes as a file, as text, or as a dictionary that somebody built. All
+three are read here and nowhere else, so that the same mistake is told in the same words.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
 from nbaccel._optional import require
+from nbaccel.config.mistakes import shown
+from nbaccel.config.read_values import plain_value
 from nbaccel.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Exchangeable", "Plain", "each_once", "read_yaml", "unreadable"]
 
-_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$")
-"""Numbers of YAML 1.2 that are text in YAML 1.1: ``3e-5``, ``1e6``."""
+__all__ = [
+    "Exchangeable",
+    "Plain",
+    "each_once",
+    "json_like",
+    "plain_object",
+    "read_file",
+    "read_object",
+    "read_source",
+    "read_yaml",
+    "unreadable",
+]
 
 
-def unreadable(what: str, language: str, error: Exception) -> ConfigError:
-    """What is told of a text that is no JSON, or no YAML.
+_MAX_JSON_DEPTH = 64
+_MAX_BITS = 1024
+"""Of a whole number: what is larger fits in no number of a training."""
+
+
+def read_file(
+    file_path: str | Path, source_name: str = "The DeepSpeed configuration"
+) -> dict[str, Any]:
+    """Read a file that holds a JSON object.
 
     Args:
-        what: What the text describes.
-        language: ``JSON`` or ``YAML``.
-        error: What its reader said.
+        file_path: A JSON file.
+        source_name: What it holds, for messages.
+
+    Returns:
+        The object in it.
+
+    Raises:
+        ConfigError: There is no such file, or it holds no JSON object.
     """
+    named_source = f"{source_name} {shown(str(file_path))}"
+    try:
+        source_text = Path(file_path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a null character in the name
+        raise ConfigError(
+            f"{named_source} cannot be read: {error}. "
+            "Training would run without it. Give the path of a JSON file."
+        ) from error
+    return read_object(source_text, named_source)
+
+
+def read_object(source_text: str, source_name: str) -> dict[str, Any]:
+    """Read a JSON object in which no key stands twice.
+
+    Args:
+        source_text: JSON.
+        source_name: What it describes, for messages.
+
+    Returns:
+        The object.
+
+    Raises:
+        ConfigError: It is no JSON object, or a key stands twice in it.
+    """
+    try:
+        read_values = json.loads(
+            source_text, object_pairs_hook=each_once(source_name), parse_constant=_read_constant
+        )
+    except json.JSONDecodeError as error:
+        raise _unreadable_json(
+            source_name, str(error), _likely_reason(source_text, error.pos)
+        ) from error
+    except RecursionError as error:
+        raise _unreadable_json(source_name, "it is nested too deeply") from error
+    except ConfigError:
+        raise
+    except ValueError as error:  # NaN, or a number of thousands of digits
+        raise _unreadable_json(source_name, f"{error}{_line_of('NaN', source_text)}") from error
+    if not isinstance(read_values, dict):
+        type_name = "null" if read_values is None else type(read_values).__name__
+        raise ConfigError(
+            f"{source_name} cannot be read from JSON of {type_name}: got {shown(source_text)}. "
+            "Settings need names. "
+            'Write names and values: {"train_batch_size": 8}, for example.'
+        )
+    return read_values
+
+
+def json_like(given_value: Any, value_path: str = "", nesting_depth: int = 0) -> Any:
+    """A value as JSON holds it: lists for tuples, plain numbers for NumPy's, text for paths.
+
+    Args:
+        given_value: A value of a configuration.
+        value_path: Where it stands, for messages.
+        nesting_depth: How deep it is nested.
+
+    Returns:
+        A copy of plain values.
+
+    Raises:
+        ValueError: JSON cannot hold it.
+    """
+    given_value = plain_value(given_value)
+    place_text = f" at {value_path}" if value_path else ""
+    if nesting_depth > _MAX_JSON_DEPTH:
+        raise ValueError(f"it is nested more than {_MAX_JSON_DEPTH} levels deep{place_text[:60]}")
+    if isinstance(given_value, Mapping):
+        wrong_keys = [entry_key for entry_key in given_value if not isinstance(entry_key, str)]
+        if wrong_keys:
+            raise ValueError(
+                f"JSON names settings by text, and {shown(wrong_keys[0])}{place_text} is none"
+            )
+        path_prefix = f"{value_path}." if value_path else ""
+        return {
+            entry_key: json_like(inner_value, f"{path_prefix}{entry_key}", nesting_depth + 1)
+            for entry_key, inner_value in given_value.items()
+        }
+    if isinstance(given_value, (list, tuple)):
+        return [json_like(list_entry, value_path, nesting_depth + 1) for list_entry in given_value]
+    if isinstance(given_value, os.PathLike):
+        return os.fspath(given_value)
+    if isinstance(given_value, int) and given_value.bit_length() > _MAX_BITS:
+        raise ValueError(
+            f"a whole number of {given_value.bit_length()} bits{place_text} is too large"
+        )
+    if given_value is None or isinstance(given_value, (str, bool, int)):
+        return given_value
+    if isinstance(given_value, float) and not math.isnan(given_value):  # "never print" is Infinity
+        return given_value
+    raise ValueError(f"JSON cannot hold {shown(given_value)}{place_text}")
+
+
+def plain_object(read_settings: Mapping[str, Any], source_name: str) -> dict[str, Any]:
+    """A mapping as JSON holds it.
+
+    Args:
+        read_settings: What somebody built.
+        source_name: What it describes, for messages.
+
+    Returns:
+        A copy of plain values.
+
+    Raises:
+        ConfigError: JSON cannot hold it.
+    """
+    try:
+        read_values: dict[str, Any] = json_like(read_settings)
+    except ValueError as error:
+        raise ConfigError(
+            f"{source_name} cannot be read from {shown(read_settings)}: {error}. "
+            "DeepSpeed reads JSON. Give names as text, and plain values."
+        ) from error
+    return read_values
+
+
+def read_source(given_value: Any, source_name: str) -> Any:
+    """Settings out of whatever holds them, as plain JSON values.
+
+    Args:
+        given_value: A mapping, an object with ``to_dict``, JSON text, or the path of a JSON file.
+        source_name: What it holds, for messages.
+
+    Returns:
+        A dictionary of its own; what is none of these comes back as it is, to be refused.
+
+    Raises:
+        ConfigError: The file cannot be read, or JSON cannot hold what was given.
+    """
+    if callable(getattr(given_value, "to_dict", None)):
+        given_value = given_value.to_dict()
+    if isinstance(given_value, str) and given_value.lstrip()[:1] in ("{", "["):
+        return read_object(given_value, source_name)
+    if isinstance(given_value, (str, Path)):
+        return read_file(given_value)
+    return (
+        plain_object(given_value, source_name) if isinstance(given_value, Mapping) else given_value
+    )
+
+
+def _read_constant(setting_name: str) -> float:
+    if setting_name == "NaN":
+        raise ValueError(f"{setting_name} is no number, and JSON has no word for it")
+    return float(setting_name)
+
+
+def _line_of(searched_word: str, source_text: str) -> str:
+    text_before, matched_word, _ = source_text.partition(searched_word)
+    line_number = text_before.count("\n") + 1
+    return f": line {line_number}" if matched_word else ""
+
+
+def _unreadable_json(source_name: str, reader_message: str, likely_cause: str = "") -> ConfigError:
     return ConfigError(
-        f"{what} cannot be read from {language}: {error}. "
+        f"{source_name} cannot be read from JSON: {reader_message.rstrip('.')}. {likely_cause}"
         "A setting half read would train something else. Correct the text there."
     )
 
 
-def each_once(what: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+def _likely_reason(source_text: str, error_position: int) -> str:
+    """What is probably wrong at a place where the reader gave up."""
+    if source_text.startswith("\ufeff"):
+        return "It begins with a byte order mark: save it as UTF-8 without one. "
+    text_after, text_before = (
+        source_text[error_position:].lstrip(),
+        source_text[:error_position].rstrip(),
+    )
+    if text_after.startswith(("//", "/*", "#")) and text_before:
+        return "JSON has no comments: remove them. "
+    if text_before.endswith(",") and text_after[:1] in ("}", "]"):
+        return "A comma before a closing bracket is one too many: remove it. "
+    # Newer versions of Python name the comma itself.
+    if text_after.startswith(",") and text_after[1:].lstrip()[:1] in ("}", "]"):
+        return "A comma before a closing bracket is one too many: remove it. "
+    if not text_after:
+        return "The text ends there: it is empty, or was cut off. "
+    if not source_text.lstrip().startswith(("{", "[")):
+        return "It may be YAML, which DeepSpeed does not read: write it as JSON. "
+    return ""
+
+
+_YAML_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$")
+"""Numbers of YAML 1.2 that are text in YAML 1.1: ``3e-5``, ``1e6``."""
+
+
+def unreadable(source_name: str, text_language: str, error: Exception) -> ConfigError:
+    """What is told of a text that is no JSON, or no YAML.
+
+    Args:
+        source_name: What the text describes.
+        text_language: ``JSON`` or ``YAML``.
+        error: What its reader said.
+    """
+    return ConfigError(
+        f"{source_name} cannot be read from {text_language}: {error}. "
+        "A setting half read would train something else. Correct the text there."
+    )
+
+
+def each_once(source_name: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
     """An ``object_pairs_hook`` for JSON in which a key that stands twice is a mistake.
 
     Args:
-        what: What the text describes, for the message.
+        source_name: What the text describes, for the message.
 
     Returns:
         The hook; it raises :class:`ConfigError`.
     """
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+    def once(key_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        key_names = [setting_name for setting_name, _ in key_pairs]
+        repeated_names = sorted(
+            {setting_name for setting_name in key_names if key_names.count(setting_name) > 1}
+        )
+        if repeated_names:
             raise ConfigError(
-                f"{what} names {', '.join(twice)} more than once. "
+                f"{source_name} names {', '.join(repeated_names)} more than once. "
                 "One of the values would be lost. Remove one of them."
             )
-        return dict(pairs)
+        return dict(key_pairs)
 
     return once
 
@@ -75,7 +299,7 @@ def read_yaml(text: str) -> Any:
     class Loader(yaml.SafeLoader):  # type: ignore[name-defined,misc]  # imported when needed
         """With the numbers of YAML 1.2; a class of its own, so that nobody else's changes."""
 
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _YAML_FLOAT, list("-+0123456789."))
     try:
         return yaml.load(text, Loader=Loader)
     except yaml.YAMLError as error:
@@ -86,10 +310,10 @@ class Plain(BaseModel):
     """A model whose `repr` is code with what was said, and not the defaults."""
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
-            if value != field.default:
-                yield name, value
+        for setting_name, model_field in type(self).model_fields.items():
+            given_value = getattr(self, setting_name)
+            if given_value != model_field.default:
+                yield setting_name, given_value
 
     def __str__(self) -> str:
         return repr(self)
@@ -120,10 +344,10 @@ class Exchangeable(Plain):
             ConfigError: The text is no JSON object, or its settings are wrong.
         """
         try:
-            settings = json.loads(text)
+            read_settings = json.loads(text)
         except json.JSONDecodeError as error:
             raise unreadable(f"A {cls.__name__}", "JSON", error) from error
-        return cls._from_mapping(settings, "JSON")
+        return cls._from_mapping(read_settings, "JSON")
 
     def to_yaml(self) -> str:
         """The settings that differ from the defaults as YAML, for a file that people read.
@@ -132,8 +356,8 @@ class Exchangeable(Plain):
             Text that :meth:`from_yaml` reads.
         """
         yaml = require("yaml", extra="", why="Writing a configuration file")
-        settings = json.loads(self.model_dump_json(exclude_defaults=True))
-        return str(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+        read_settings = json.loads(self.model_dump_json(exclude_defaults=True))
+        return str(yaml.safe_dump(read_settings, sort_keys=False, allow_unicode=True))
 
     @classmethod
     def from_yaml(cls, text: str) -> Self:
@@ -149,10 +373,10 @@ class Exchangeable(Plain):
             ConfigError: The text is no YAML mapping, or its settings are wrong.
         """
         try:
-            settings = read_yaml(text)
+            read_settings = read_yaml(text)
         except ValueError as error:
             raise unreadable(f"A {cls.__name__}", "YAML", error) from error
-        return cls._from_mapping({} if settings is None else settings, "YAML")
+        return cls._from_mapping({} if read_settings is None else read_settings, "YAML")
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
@@ -164,11 +388,16 @@ class Exchangeable(Plain):
         return cls.model_json_schema()
 
     @classmethod
-    def _from_mapping(cls, settings: object, language: str) -> Self:
-        if not isinstance(settings, dict):
+    def _from_mapping(cls, read_settings: object, text_language: str) -> Self:
+        if not isinstance(read_settings, dict):
             raise ConfigError(
-                f"A {cls.__name__} cannot be read from {language} of {type(settings).__name__}: "
-                f"got {str(settings)[:60]!r}. Settings need names. "
-                "Write names and values: num_processes and 2, for example."
+                f"A {cls.__name__} cannot be read from {text_language} of "
+                f"{type(read_settings).__name__}: got {str(read_settings)[:60]!r}. Settings need "
+                "names. Write names and values: num_processes and 2, for example."
             )
-        return cls(**{str(name): value for name, value in settings.items()})
+        return cls(
+            **{
+                str(setting_name): given_value
+                for setting_name, given_value in read_settings.items()
+            }
+        )

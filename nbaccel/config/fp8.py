@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
+from nbaccel import env
+from nbaccel.capabilities import ENTRY_POINT_PROBLEMS, FP8_BACKENDS, words_of_rows
 from nbaccel.config.exchange import Plain
-from nbaccel.config.mistakes import Hint, explain
-from nbaccel.config.plain import number, plain, truth
+from nbaccel.config.field_rules import FieldRule, explain_mistakes
+from nbaccel.config.read_values import plain_value, read_number, read_truth
 from nbaccel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,22 +23,28 @@ if TYPE_CHECKING:
 
 __all__ = ["Fp8Config"]
 
-_Number = BeforeValidator(number)
-_ANY = "auto"
+_ANY_BACKEND = "auto"
+_BACKEND_NAMES = (_ANY_BACKEND, *(row.name for row in FP8_BACKENDS))
+if TYPE_CHECKING:
+    BackendName = str  # a checker cannot know the rows that other packages add
+else:
+    BackendName = Literal[_BACKEND_NAMES]
+_VARIABLE_PREFIX = "ACCELERATE_FP8_"
+_PASS_NAMES = ("FPROP", "DGRAD", "WGRAD")
 
 
-def _upper(value: Any) -> Any:
-    return value.strip().upper() if isinstance(value, str) else value
+def _upper_case(given_value: Any) -> Any:
+    return given_value.strip().upper() if isinstance(given_value, str) else given_value
 
 
-def _lower(value: Any) -> Any:
-    return value.strip().lower() if isinstance(value, str) else value
+def _lower_case(given_value: Any) -> Any:
+    return given_value.strip().lower() if isinstance(given_value, str) else given_value
 
 
-def _three(value: Any) -> Any:
-    if isinstance(value, str):
-        value = [part.strip() for part in value.strip("()[] ").split(",")]
-    return tuple(value) if isinstance(value, list) else value
+def _three_values(given_value: Any) -> Any:
+    if isinstance(given_value, str):
+        given_value = [list_part.strip() for list_part in given_value.strip("()[] ").split(",")]
+    return tuple(given_value) if isinstance(given_value, list) else given_value
 
 
 class Fp8Config(Plain):
@@ -45,7 +53,7 @@ class Fp8Config(Plain):
     All settings are keyword-only; wrong ones raise :class:`~nbaccel.errors.ConfigError`, which
     lists every mistake at once.
 
-    Example:
+    Examples:
         >>> Fp8Config(backend="te", margin=1)
         Fp8Config(backend='te', margin=1)
     """
@@ -53,14 +61,16 @@ class Fp8Config(Plain):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
 
     backend: Annotated[
-        Literal["auto", "te", "msamp", "ao"],
+        BackendName,
         Field(description="Library that computes in FP8; auto takes what is installed."),
-        BeforeValidator(_lower),
-        Hint(
-            must="one of auto, te, msamp, ao",
+        FieldRule(
+            read=_lower_case,
+            must=f"one of {', '.join(_BACKEND_NAMES)}",
+            allowed=_BACKEND_NAMES,
             why="That library replaces the linear layers",
             do='Leave it at "auto" to take what is installed',
-            words={"transformerengine": "te", "transformer_engine": "te", "torchao": "ao"},
+            words=words_of_rows(FP8_BACKENDS),
+            problems=ENTRY_POINT_PROBLEMS,
         ),
     ] = "auto"
     opt_level: Annotated[
@@ -69,9 +79,10 @@ class Fp8Config(Plain):
             description="MS-AMP level: O1 keeps weight gradients and their all-reduce in FP8, O2 "
             "also the optimizer's first moment."
         ),
-        BeforeValidator(_upper),
-        Hint(
+        FieldRule(
+            read=_upper_case,
             must="one of O1, O2",
+            allowed=("O1", "O2"),
             why="It decides what MS-AMP keeps in 8 bits",
             do="Give O2, its default",
         ),
@@ -79,9 +90,10 @@ class Fp8Config(Plain):
     fp8_format: Annotated[
         Literal["HYBRID", "E4M3", "E5M2"],
         Field(description="8-bit format: HYBRID is E4M3 forward and E5M2 for gradients."),
-        BeforeValidator(_upper),
-        Hint(
+        FieldRule(
+            read=_upper_case,
             must="one of HYBRID, E4M3, E5M2",
+            allowed=("HYBRID", "E4M3", "E5M2"),
             why="It divides the bits into exponent and mantissa",
             do="Give HYBRID for training",
         ),
@@ -89,8 +101,8 @@ class Fp8Config(Plain):
     margin: Annotated[
         int,
         Field(ge=0, description="Headroom of the scaling factor, in powers of two."),
-        _Number,
-        Hint(
+        FieldRule(
+            read=read_number,
             must="a whole number of at least 0",
             why="Scales are that many powers of two below the largest that fits",
             do="Give 0, the default",
@@ -99,8 +111,8 @@ class Fp8Config(Plain):
     interval: Annotated[
         int,
         Field(ge=1, description="Steps between two computations of the scaling factor."),
-        _Number,
-        Hint(
+        FieldRule(
+            read=read_number,
             must="a whole number of at least 1",
             why="So many steps go by before scales are computed anew",
             do="Give 1, the default",
@@ -109,8 +121,8 @@ class Fp8Config(Plain):
     amax_history_len: Annotated[
         int,
         Field(ge=1, description="Steps whose largest magnitudes are remembered for the scale."),
-        _Number,
-        Hint(
+        FieldRule(
+            read=read_number,
             must="a whole number of at least 1",
             why="Scales follow from the largest magnitudes of so many steps",
             do="Give 1024, the default",
@@ -119,9 +131,10 @@ class Fp8Config(Plain):
     amax_compute_algo: Annotated[
         Literal["max", "most_recent"],
         Field(description="Which of them decides: the largest, or the latest."),
-        BeforeValidator(_lower),
-        Hint(
+        FieldRule(
+            read=_lower_case,
             must="one of max, most_recent",
+            allowed=("max", "most_recent"),
             why="It picks the magnitude that the scale follows",
             do="Give most_recent, the default",
         ),
@@ -132,8 +145,8 @@ class Fp8Config(Plain):
             description="Whether the products of forward, input gradient and weight gradient are "
             "computed in higher precision."
         ),
-        BeforeValidator(_three),
-        Hint(
+        FieldRule(
+            read=_three_values,
             must="three truth values",
             why="They stand for forward, input gradient and weight gradient",
             do="Give (False, False, False), the default",
@@ -142,8 +155,8 @@ class Fp8Config(Plain):
     use_autocast_during_eval: Annotated[
         bool,
         Field(description="Whether evaluation computes in FP8, too."),
-        BeforeValidator(truth),
-        Hint(
+        FieldRule(
+            read=read_truth,
             must="True or False",
             why="Metrics are usually better without",
             do="Leave it at False",
@@ -154,9 +167,14 @@ class Fp8Config(Plain):
 
         def __init__(self, **settings: Any) -> None:
             try:
-                super().__init__(**{name: plain(value) for name, value in settings.items()})
+                super().__init__(
+                    **{
+                        setting_name: plain_value(given_value)
+                        for setting_name, given_value in settings.items()
+                    }
+                )
             except ValidationError as error:
-                raise ConfigError(*explain(type(self), error)) from error
+                raise ConfigError(*explain_mistakes(type(self), error, settings)) from error
 
     @classmethod
     def read(cls, value: Any) -> Any:
@@ -172,7 +190,7 @@ class Fp8Config(Plain):
             ConfigError: A setting in the mapping is wrong.
         """
         if isinstance(value, str):
-            return cls(backend=value)  # type: ignore[arg-type]
+            return cls(backend=value)
         return cls(**value) if isinstance(value, Mapping) else value
 
     def changed(self, **settings: Any) -> Self:
@@ -195,7 +213,7 @@ class Fp8Config(Plain):
         Returns:
             Names and values.
         """
-        named: dict[str, object] = {
+        named_values: dict[str, object] = {
             "OPT_LEVEL": self.opt_level,
             "FORMAT": self.fp8_format,
             "MARGIN": self.margin,
@@ -204,10 +222,48 @@ class Fp8Config(Plain):
             "AMAX_COMPUTE_ALGO": self.amax_compute_algo,
             "USE_AUTOCAST_DURING_EVAL": self.use_autocast_during_eval,
         }
-        passes = ("FPROP", "DGRAD", "WGRAD")
-        named |= {
-            f"OVERRIDE_{name}": value
-            for name, value in zip(passes, self.override_linear_precision, strict=True)
+        named_values |= {
+            f"OVERRIDE_{setting_name}": given_value
+            for setting_name, given_value in zip(
+                _PASS_NAMES, self.override_linear_precision, strict=True
+            )
         }
-        named |= {} if self.backend == _ANY else {"BACKEND": self.backend.upper()}
-        return {f"ACCELERATE_FP8_{name}": str(value) for name, value in named.items()}
+        named_values |= {} if self.backend == _ANY_BACKEND else {"BACKEND": self.backend.upper()}
+        return {
+            f"{_VARIABLE_PREFIX}{setting_name}": str(given_value)
+            for setting_name, given_value in named_values.items()
+        }
+
+    @classmethod
+    def from_environment(cls) -> Fp8Config | None:
+        """What :meth:`variables` told this process.
+
+        Returns:
+            The settings; None where no variable says anything.
+
+        Raises:
+            ConfigError: A variable has a wrong value.
+        """
+        variable_values = {
+            setting_name.removeprefix(_VARIABLE_PREFIX).lower(): given_value
+            for setting_name, given_value in env.snapshot().items()
+            if setting_name.startswith(_VARIABLE_PREFIX)
+        }
+        given_settings: dict[str, Any] = {
+            setting_name: given_value
+            for setting_name in cls.model_fields
+            if (
+                given_value := variable_values.get(
+                    {"fp8_format": "format"}.get(setting_name, setting_name)
+                )
+            )
+            is not None
+        }
+        pass_values = [
+            variable_values.get(f"override_{setting_name.lower()}") for setting_name in _PASS_NAMES
+        ]
+        if any(given_value is not None for given_value in pass_values):
+            given_settings["override_linear_precision"] = tuple(
+                given_value or "False" for given_value in pass_values
+            )
+        return cls(**given_settings) if given_settings else None

@@ -11,12 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import Field
 
 from nbaccel import env
 from nbaccel.config.enumerations import DDPCommunicationHookType, DistributedType, DynamoBackend
-from nbaccel.config.fsdp import FullyShardedDataParallelPlugin
-from nbaccel.config.settings import Handler, Settings, at_least, refuse
+from nbaccel.config.field_rules import FieldRule, OptionalCount, checked_as
+from nbaccel.config.fsdp_settings import FullyShardedDataParallelPlugin
+from nbaccel.config.read_values import plain_value, read_number
+from nbaccel.config.settings import Handler, Settings
 from nbaccel.errors import ConfigError
 
 __all__ = [
@@ -36,6 +40,36 @@ __all__ = [
     "TorchDynamoPlugin",
 ]
 
+
+_FOLDER_NUMBER = Annotated[
+    int,
+    Field(ge=0),
+    FieldRule(
+        read=read_number,
+        must="a whole number of at least 0",
+        why="A smaller value has no meaning",
+        do="Give one, or leave it out",
+    ),
+]
+_TIMEOUT_FIELD = Annotated[
+    timedelta | None,
+    Field(gt=timedelta(0)),
+    FieldRule(
+        must="a timedelta or a number of seconds above 0, or None",
+        why="Every collective would fail at once",
+        do="Give for example timedelta(minutes=10)",
+    ),
+]
+_HOOK_FIELD = Annotated[
+    DDPCommunicationHookType,
+    FieldRule(
+        read=plain_value,
+        must=f"one of {', '.join(DDPCommunicationHookType.list())}",
+        allowed=tuple(DDPCommunicationHookType.list()),
+        why="Gradients would travel uncompressed",
+        do='Leave it at "no" to compress nothing',
+    ),
+]
 
 # ------------------------------------------------------------------------- data and accumulation
 
@@ -80,13 +114,10 @@ class GradientAccumulationPlugin(Settings):
         sync_each_batch: Reduce gradients after every batch, which takes less memory and more time.
     """
 
-    num_steps: int | None = None
+    num_steps: int | None = field(default=None, metadata=checked_as(OptionalCount))
     adjust_scheduler: bool | None = None
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
-
-    def __post_init__(self) -> None:
-        refuse(at_least(self, 1, "num_steps"))
 
 
 @dataclass
@@ -105,12 +136,12 @@ class ProjectConfiguration(Settings):
     project_dir: str | Path | None = None
     logging_dir: str | Path | None = None
     automatic_checkpoint_naming: bool = False
-    total_limit: int | None = None
-    iteration: int = 0
+    total_limit: int | None = field(default=None, metadata=checked_as(OptionalCount))
+    iteration: int = field(default=0, metadata=checked_as(_FOLDER_NUMBER))
     save_on_each_node: bool = False
 
     def __post_init__(self) -> None:
-        refuse(at_least(self, 1, "total_limit") + at_least(self, 0, "iteration"))
+        super().__post_init__()
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | Path | None = None) -> None:
@@ -168,16 +199,7 @@ class InitProcessGroupKwargs(Handler):
 
     backend: str | None = None
     init_method: str | None = None
-    timeout: timedelta | float | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.timeout, (int, float)):
-            self.timeout = timedelta(seconds=self.timeout)
-        if self.timeout is not None and self.timeout <= timedelta(0):
-            raise ConfigError(
-                f"InitProcessGroupKwargs(timeout={self.timeout}) must be positive. "
-                "Every collective would fail at once. Give for example timedelta(minutes=10)."
-            )
+    timeout: timedelta | float | None = field(default=None, metadata=checked_as(_TIMEOUT_FIELD))
 
 
 @dataclass
@@ -204,22 +226,15 @@ class DistributedDataParallelKwargs(Handler):
     check_reduction: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
-    comm_hook: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
-    comm_wrapper: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    comm_hook: DDPCommunicationHookType | str = field(
+        default=DDPCommunicationHookType.NO, metadata=checked_as(_HOOK_FIELD)
+    )
+    comm_wrapper: DDPCommunicationHookType | str = field(
+        default=DDPCommunicationHookType.NO, metadata=checked_as(_HOOK_FIELD)
+    )
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     OWN: ClassVar[tuple[str, ...]] = ("comm_hook", "comm_wrapper", "comm_state_option")
-
-    def __post_init__(self) -> None:
-        for name in ("comm_hook", "comm_wrapper"):
-            value = getattr(self, name)
-            known = [hook.value for hook in DDPCommunicationHookType]
-            if value not in known:
-                raise ConfigError(
-                    f"DistributedDataParallelKwargs({name}={value!r}) is unknown. "
-                    f"Gradients would travel uncompressed. Give one of {', '.join(known)}."
-                )
-            setattr(self, name, DDPCommunicationHookType(value))
 
 
 @dataclass
@@ -257,30 +272,54 @@ class ProfileKwargs(Handler):
         Raises:
             ConfigError: An activity is unknown.
         """
-        profiler: Any = importlib.import_module("torch.profiler")  # this floor is without torch
-        kinds = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "hpu": "HPU", "mtia": "MTIA"}
-        unknown = [name for name in self.activities or () if str(name) not in kinds]
-        if unknown:
+        profiler_module: Any = importlib.import_module(
+            "torch.profiler"
+        )  # this floor is without torch
+        activity_kinds = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "hpu": "HPU", "mtia": "MTIA"}
+        unknown_activities = [
+            argument_name
+            for argument_name in self.activities or ()
+            if str(argument_name) not in activity_kinds
+        ]
+        if unknown_activities:
             raise ConfigError(
                 f"ProfileKwargs(activities={list(self.activities or ())}) has unknown ones: "
-                f"{unknown}. Nothing would be recorded for them. Give some of {', '.join(kinds)}."
+                f"{unknown_activities}. Nothing would be recorded for them. Give some of "
+                f"{', '.join(activity_kinds)}."
             )
-        plain = replace(self, activities=None, schedule_option=None, output_trace_dir=None)
-        found = {name: value for name, value in plain.to_dict().items() if value is not None}
+        plain_settings = replace(self, activities=None, schedule_option=None, output_trace_dir=None)
+        profiler_arguments = {
+            argument_name: argument_value
+            for argument_name, argument_value in plain_settings.to_dict().items()
+            if argument_value is not None
+        }
         if not self.with_modules:  # of TorchScript modules only: torch warns where it is given
-            del found["with_modules"]
+            del profiler_arguments["with_modules"]
         if self.schedule_option is not None:
-            found["schedule"] = profiler.schedule(**self.schedule_option)
+            profiler_arguments["schedule"] = profiler_module.schedule(**self.schedule_option)
         if self.activities is not None:
-            every = profiler.ProfilerActivity
-            found["activities"] = [getattr(every, kinds[str(name)]) for name in self.activities]
-        return profiler.profile(**found)
+            known_activities = profiler_module.ProfilerActivity
+            profiler_arguments["activities"] = [
+                getattr(known_activities, activity_kinds[str(argument_name)])
+                for argument_name in self.activities
+            ]
+        return profiler_module.profile(**profiler_arguments)
 
 
 # ------------------------------------------------------------------------- torch.compile
 
-_DYNAMO = "ACCELERATE_DYNAMO_"
-_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_DYNAMO_PREFIX = "ACCELERATE_DYNAMO_"
+_CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+_COMPILE_MODES: tuple[str, ...] = get_args(_CompileMode)
+_MODE_FIELD = Annotated[
+    _CompileMode | None,
+    FieldRule(
+        must=f"one of {', '.join(_COMPILE_MODES)}",
+        allowed=_COMPILE_MODES,
+        why="torch.compile would refuse it when the model is prepared",
+        do='Leave it out to take "default"',
+    ),
+]
 
 
 @dataclass
@@ -301,7 +340,7 @@ class TorchDynamoPlugin(Handler):
     """
 
     backend: DynamoBackend | str | None = None
-    mode: str | None = None
+    mode: str | None = field(default=None, metadata=checked_as(_MODE_FIELD))
     fullgraph: bool | None = None
     dynamic: bool | None = None
     options: Mapping[str, Any] | None = None
@@ -309,19 +348,17 @@ class TorchDynamoPlugin(Handler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        self.backend = _dynamo_backend(self.backend or env.read(f"{_DYNAMO}BACKEND") or "no")
-        self.mode = self.mode or env.read(f"{_DYNAMO}MODE") or "default"
-        if self.mode not in _MODES:
-            raise ConfigError(
-                f"TorchDynamoPlugin(mode={self.mode!r}) is unknown: torch.compile would refuse it "
-                f"when the model is prepared. Give one of {', '.join(_MODES)}."
-            )
+        self.backend = _dynamo_backend(self.backend or env.read(f"{_DYNAMO_PREFIX}BACKEND") or "no")
+        self.mode = self.mode or env.read(f"{_DYNAMO_PREFIX}MODE") or "default"
+        super().__post_init__()
         if self.fullgraph is None:
-            self.fullgraph = bool(env.flag(f"{_DYNAMO}USE_FULLGRAPH"))
+            self.fullgraph = bool(env.flag(f"{_DYNAMO_PREFIX}USE_FULLGRAPH"))
         if self.dynamic is None:
-            self.dynamic = env.flag(f"{_DYNAMO}USE_DYNAMIC")
+            self.dynamic = env.flag(f"{_DYNAMO_PREFIX}USE_DYNAMIC")
         if self.use_regional_compilation is None:
-            self.use_regional_compilation = bool(env.flag(f"{_DYNAMO}USE_REGIONAL_COMPILATION"))
+            self.use_regional_compilation = bool(
+                env.flag(f"{_DYNAMO_PREFIX}USE_REGIONAL_COMPILATION")
+            )
 
     @property
     def compiles(self) -> bool:
@@ -330,19 +367,27 @@ class TorchDynamoPlugin(Handler):
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting by name; the backend in small letters, as torch has it."""
-        own = isinstance(self.backend, DynamoBackend)
-        backend = str(self.backend).lower() if own else self.backend
-        return {**super().to_dict(), "backend": backend}
+        is_known_backend = isinstance(self.backend, DynamoBackend)
+        backend_name = str(self.backend).lower() if is_known_backend else self.backend
+        return {**super().to_dict(), "backend": backend_name}
 
     def to_kwargs(self) -> dict[str, Any]:
         """The arguments of ``torch.compile``."""
-        found = self.to_dict()
-        del found["use_regional_compilation"]
-        plain = {"mode": "default", "fullgraph": False, "disable": False}
-        return {k: v for k, v in found.items() if v is not None and v != plain.get(k)}
+        compile_arguments = self.to_dict()
+        del compile_arguments["use_regional_compilation"]
+        default_arguments = {"mode": "default", "fullgraph": False, "disable": False}
+        return {
+            argument_name: argument_value
+            for argument_name, argument_value in compile_arguments.items()
+            if argument_value is not None and argument_value != default_arguments.get(argument_name)
+        }
 
 
-def _dynamo_backend(said: Any) -> DynamoBackend | str:
-    name = str(getattr(said, "value", said))
+def _dynamo_backend(given_backend: Any) -> DynamoBackend | str:
+    backend_name = str(getattr(given_backend, "value", given_backend))
     # A package can bring one of its own, which torch knows.
-    return DynamoBackend(name.upper()) if name.upper() in DynamoBackend else name
+    return (
+        DynamoBackend(backend_name.upper())
+        if backend_name.upper() in DynamoBackend
+        else backend_name
+    )

@@ -9,14 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nbaccel.deepspeed.auto import Resolved, resolve_auto
+    from nbaccel.deepspeed.auto_values import Resolved, resolve_auto
     from nbaccel.deepspeed.checking import Checked, check_config
-    from nbaccel.deepspeed.config import ZeroConfig
     from nbaccel.deepspeed.environment import deepspeed_environment
-    from nbaccel.deepspeed.estimate import estimate_memory
-    from nbaccel.deepspeed.facts import TrainingFacts
-    from nbaccel.deepspeed.published import DeepSpeedTable, deepspeed_table
+    from nbaccel.deepspeed.official_formulas import DeepSpeedTable, deepspeed_table
     from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
+    from nbaccel.deepspeed.training_facts import TrainingFacts
+    from nbaccel.deepspeed.zero_config import ZeroConfig
+    from nbaccel.deepspeed.zero_memory import estimate_memory
 
 __all__ = [
     "Checked",
@@ -35,15 +35,15 @@ __all__ = [
 _HOMES = {
     "Checked": "nbaccel.deepspeed.checking",
     "DeepSpeedPlugin": "nbaccel.deepspeed.strategy.plugin",
-    "DeepSpeedTable": "nbaccel.deepspeed.published",
-    "Resolved": "nbaccel.deepspeed.auto",
-    "TrainingFacts": "nbaccel.deepspeed.facts",
-    "ZeroConfig": "nbaccel.deepspeed.config",
+    "DeepSpeedTable": "nbaccel.deepspeed.official_formulas",
+    "Resolved": "nbaccel.deepspeed.auto_values",
+    "TrainingFacts": "nbaccel.deepspeed.training_facts",
+    "ZeroConfig": "nbaccel.deepspeed.zero_config",
     "check_config": "nbaccel.deepspeed.checking",
     "deepspeed_environment": "nbaccel.deepspeed.environment",
-    "deepspeed_table": "nbaccel.deepspeed.published",
-    "estimate_memory": "nbaccel.deepspeed.estimate",
-    "resolve_auto": "nbaccel.deepspeed.auto",
+    "deepspeed_table": "nbaccel.deepspeed.official_formulas",
+    "estimate_memory": "nbaccel.deepspeed.zero_memory",
+    "resolve_auto": "nbaccel.deepspeed.auto_values",
 }
 
 

@@ -18,9 +18,10 @@ from pydantic import ValidationError
 
 from nbaccel.config import RunConfig
 from nbaccel.config.engine import engine_config
+from nbaccel.config.field_rules import FieldMistake, mistakes_in
 from nbaccel.config.mistakes import shown
 from nbaccel.deepspeed import library
-from nbaccel.deepspeed.auto import AUTO_KEYS
+from nbaccel.deepspeed.auto_values import AUTO_KEYS
 from nbaccel.deepspeed.combinations import (
     batch_mistakes,
     combination_mistakes,
@@ -28,15 +29,13 @@ from nbaccel.deepspeed.combinations import (
     maker_mistakes,
     sharing_mistakes,
 )
-from nbaccel.deepspeed.config import ZERO, ZeroConfig, old_forms
-from nbaccel.deepspeed.keys import Finding, key_findings
-from nbaccel.deepspeed.kinds import AUTO
-from nbaccel.deepspeed.monitors import missing_monitors
-from nbaccel.deepspeed.ops import missing_tools
-from nbaccel.deepspeed.reading import auto_keys, load_settings
-from nbaccel.deepspeed.schema import Schema, deepspeed_schema, quiet
-from nbaccel.deepspeed.shared_memory import shortage
-from nbaccel.deepspeed.swap_space import folder_mistakes
+from nbaccel.deepspeed.config_keys import Finding, key_findings, missing_monitors
+from nbaccel.deepspeed.cpp_operations import missing_tools
+from nbaccel.deepspeed.field_types import AUTO
+from nbaccel.deepspeed.leftover_files import folder_mistakes, shortage
+from nbaccel.deepspeed.load_config import auto_keys, load_settings
+from nbaccel.deepspeed.schema import Schema, deepspeed_schema, quiet_logger
+from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, old_forms
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Inventory, inspect_machine
 
@@ -83,31 +82,43 @@ def check_config(
         ConfigError: Mistakes, all of them.
         MissingBackend: DeepSpeed is not installed.
     """
-    schema = deepspeed_schema()
-    settings, notes = old_forms(load_settings(config))
+    key_schema = deepspeed_schema()
+    config_settings, warning_notes = old_forms(load_settings(config))
     if world_size is None and run is not None and run.num_processes is not None:
         world_size = run.num_processes * run.num_nodes
-    device = _device(run, inventory)
-    findings = [*key_findings(settings, schema), *_auto_findings(settings, schema, allow_auto)]
-    mistakes = [found.text for found in findings if found.is_mistake]
-    notes += tuple(found.text for found in findings if not found.is_mistake)
-    checked, wrong = _typed(settings)
-    mistakes += wrong
-    mistakes += _model_mistakes(checked, schema, known=mistakes)
-    mistakes += combination_mistakes(checked, device=device)
-    if not any("batch_size" in text or "accumulation" in text for text in mistakes):
-        mistakes += batch_mistakes(checked, world_size=world_size, open_ends=allow_auto)
-    mistakes += sharing_mistakes(checked, world_size=world_size)
-    mistakes += maker_mistakes(checked, schema, device=device)
+    device = _device_of_run(run, inventory)
+    key_notes = [
+        *key_findings(config_settings, key_schema),
+        *_auto_findings(config_settings, key_schema, allow_auto),
+    ]
+    about_keys = [key_note.text for key_note in key_notes if key_note.is_mistake]
+    warning_notes += tuple(key_note.text for key_note in key_notes if not key_note.is_mistake)
+    checked_config, wrong_values = _typed_config(config_settings)
+    about_keys += wrong_values
+    all_mistakes: list[str] = [
+        *about_keys,
+        *_model_mistakes(checked_config, key_schema, known_mistakes=about_keys),
+    ]
+    all_mistakes += combination_mistakes(checked_config, device=device)
+    size_words = (
+        "batch_size",
+        "accumulation",
+    )  # also of a misspelt key: the right one is missing then
+    if not any(
+        size_word in field_mistake.path for size_word in size_words for field_mistake in about_keys
+    ):
+        all_mistakes += batch_mistakes(checked_config, world_size=world_size, open_ends=allow_auto)
+    all_mistakes += sharing_mistakes(checked_config, world_size=world_size)
+    all_mistakes += maker_mistakes(checked_config, key_schema, device=device)
     if check_tools:
-        mistakes += missing_tools(checked, device=device)
-        mistakes += folder_mistakes(checked)
-        mistakes += missing_monitors(checked)
-    if not mistakes:
-        mistakes += _refused(checked)
-    if mistakes:
-        raise ConfigError(*mistakes)
-    return Checked(checked, (*notes, *doubts(checked, device=device)))
+        all_mistakes += missing_tools(checked_config, device=device)
+        all_mistakes += folder_mistakes(checked_config)
+        all_mistakes += missing_monitors(checked_config)
+    if not all_mistakes:
+        all_mistakes += _refused_by_deepspeed(checked_config)
+    if all_mistakes:
+        raise ConfigError(*all_mistakes)
+    return Checked(checked_config, (*warning_notes, *doubts(checked_config, device=device)))
 
 
 def check_run(run: RunConfig, device: str) -> None:
@@ -122,109 +133,137 @@ def check_run(run: RunConfig, device: str) -> None:
         ConfigError: Mistakes, all of them.
         MissingBackend: DeepSpeed is not installed.
     """
-    settings = engine_config(run)
-    if run.deepspeed and settings is not None:
+    config_settings = engine_config(run)
+    if run.deepspeed and config_settings is not None:
         on_device = run.changed(device=device)
-        check_config(settings, run=on_device, allow_auto=True)
-    if device == "cpu" and run.num_nodes == 1 and (lacking := shortage(run.num_processes or 1)):
-        warnings.warn(lacking, stacklevel=2)
+        check_config(config_settings, run=on_device, allow_auto=True)
+    if (
+        device == "cpu"
+        and run.num_nodes == 1
+        and (shortage_text := shortage(run.num_processes or 1))
+    ):
+        warnings.warn(shortage_text, stacklevel=2)
 
 
-def _device(run: RunConfig | None, inventory: Inventory | None) -> str:
-    if run is not None and run.device != AUTO:
-        return run.device
-    return "cuda" if (inventory or inspect_machine()).gpus else "cpu"
+def _device_of_run(run_config: RunConfig | None, machine_inventory: Inventory | None) -> str:
+    if run_config is not None and run_config.device != AUTO:
+        return run_config.device
+    return "cuda" if (machine_inventory or inspect_machine()).gpus else "cpu"
 
 
 # ------------------------------------------------------------------------------ values
-def _typed(settings: dict[str, Any]) -> tuple[ZeroConfig, list[str]]:
+def _typed_config(config_settings: dict[str, Any]) -> tuple[ZeroConfig, list[FieldMistake]]:
     """The configuration without its wrong values, and what is wrong with those."""
     try:
-        return ZeroConfig.from_dict(settings), []
+        return ZeroConfig.from_dict(config_settings), []
     except ConfigError as error:
-        rest = copy.deepcopy(settings)
-        taken = [_without(rest, mistake.partition(" ")[0]) for mistake in error.mistakes]
-        if not all(taken):
-            rest = {}
-        config, more = _typed(rest)
-        return config, [*error.mistakes, *more]
+        remaining_settings = copy.deepcopy(config_settings)
+        wrong_values = mistakes_in(error)
+        taken_out = [
+            _without_key(remaining_settings, field_mistake.path) for field_mistake in wrong_values
+        ]
+        if not all(taken_out):
+            remaining_settings = {}
+        zero_config, later_mistakes = _typed_config(remaining_settings)
+        return zero_config, [*wrong_values, *later_mistakes]
 
 
-def _without(settings: dict[str, Any], path: str) -> bool:
-    *holders, key = path.split(".")
-    inner: Any = settings
-    for holder in holders:
-        inner = inner.get(holder) if isinstance(inner, dict) else None
-    return isinstance(inner, dict) and inner.pop(key, inner) is not inner
+def _without_key(config_settings: dict[str, Any], key_path: str) -> bool:
+    *holder_keys, last_key = key_path.split(".")
+    inner_section: Any = config_settings
+    for holder_key in holder_keys:
+        inner_section = inner_section.get(holder_key) if isinstance(inner_section, dict) else None
+    return (
+        isinstance(inner_section, dict)
+        and inner_section.pop(last_key, inner_section) is not inner_section
+    )
 
 
 def _auto_findings(
-    settings: Mapping[str, Any], schema: Schema, allow_auto: bool
+    config_settings: Mapping[str, Any], key_schema: Schema, allow_auto: bool
 ) -> Iterator[Finding]:
-    for key in auto_keys(settings):
-        if key.partition(".")[0] in schema.removed:
+    for config_key in auto_keys(config_settings):
+        if config_key.partition(".")[0] in key_schema.removed:
             continue  # told already, with what to do
-        if key in AUTO_KEYS:
+        if config_key in AUTO_KEYS:
             if not allow_auto:
-                yield Finding(
-                    f'{key} is still "auto". DeepSpeed would drop it for its default, or fail on '
+                message_text = (
+                    f'{config_key} is still "auto". DeepSpeed would drop it for its default, or '
+                    "fail on "
                     "it. Resolve it with resolve_auto, or give a value."
                 )
-        elif (default := schema.default(key)) is not None:
-            yield Finding(
-                f'{key}="auto" leaves it to DeepSpeed, whose default is {default.value!r}.',
-                is_mistake=False,
+                yield Finding(FieldMistake(message_text, config_key))
+        elif (key_default := key_schema.default(config_key)) is not None:
+            message_text = (
+                f'{config_key}="auto" leaves it to DeepSpeed, whose default is '
+                f"{key_default.value!r}."
             )
+            yield Finding(FieldMistake(message_text, config_key), is_mistake=False)
         else:
-            yield Finding(
-                f'{key} cannot be "auto". Neither DeepSpeed nor a trainer fills that key in. '
+            message_text = (
+                f'{config_key} cannot be "auto". Neither DeepSpeed nor a trainer fills that key '
+                "in. "
                 "Give a value, or leave it out."
             )
+            yield Finding(FieldMistake(message_text, config_key))
 
 
-def _model_mistakes(config: ZeroConfig, schema: Schema, *, known: list[str]) -> Iterator[str]:
+def _model_mistakes(
+    zero_config: ZeroConfig, key_schema: Schema, *, known_mistakes: list[FieldMistake]
+) -> Iterator[str]:
     """What DeepSpeed's own models refuse and nobody has told yet."""
-    settings = config.to_dict()
-    for path, model in schema.models.items():
-        section: Any = settings
-        for step in path.split("."):
-            section = section.get(step) if isinstance(section, Mapping) else None
-        parent = path.rpartition(".")[0]
-        if not isinstance(section, Mapping) or parent in schema.models:
+    config_settings = zero_config.to_dict()
+    for section_path, model in key_schema.models.items():
+        config_section: Any = config_settings
+        for path_step in section_path.split("."):
+            config_section = (
+                config_section.get(path_step) if isinstance(config_section, Mapping) else None
+            )
+        parent_path = section_path.rpartition(".")[0]
+        if not isinstance(config_section, Mapping) or parent_path in key_schema.models:
             continue  # its parent's model looks at it
-        values = {k: v for k, v in section.items() if v != AUTO}
+        section_values = {
+            key_name: key_value
+            for key_name, key_value in config_section.items()
+            if key_value != AUTO
+        }
         try:
-            with quiet():
-                model(**values)
+            with quiet_logger():
+                model(**section_values)
         except ValidationError as error:
-            for detail in error.errors(include_url=False):
-                where = ".".join((path, *map(str, detail["loc"])))
-                unknown = detail["type"] == "extra_forbidden" or detail["input"] == AUTO
+            for error_detail in error.errors(include_url=False):
+                value_path = ".".join((section_path, *map(str, error_detail["loc"])))
+                is_unknown = (
+                    error_detail["type"] == "extra_forbidden" or error_detail["input"] == AUTO
+                )
                 # What depends on a stage that is still open is judged when it is resolved.
-                early = not detail["loc"] and config.stage == AUTO
-                if not (unknown or early) and not any(text.startswith(where) for text in known):
+                is_early = not error_detail["loc"] and zero_config.stage == AUTO
+                if not (is_unknown or is_early) and not any(
+                    told.path.startswith(value_path) for told in known_mistakes
+                ):
                     yield (
-                        f"{where} is refused by DeepSpeed: got {shown(detail['input'])}. It says: "
-                        f"{detail['msg']}. Correct the value."
+                        f"{value_path} is refused by DeepSpeed: got "
+                        f"{shown(error_detail['input'])}. It says: "
+                        f"{error_detail['msg']}. Correct the value."
                     )
 
 
-def _refused(config: ZeroConfig) -> Iterator[str]:
+def _refused_by_deepspeed(zero_config: ZeroConfig) -> Iterator[str]:
     """What DeepSpeed's reader refuses, as the last word. It knows one process here."""
-    settings = config.to_dict()
-    if config.stage == AUTO:  # what depends on it is judged when it is resolved
-        del settings[ZERO]
-    for key in tuple(auto_keys(settings)):
-        _without(settings, key)
-    for key in ("train_batch_size", "gradient_accumulation_steps"):
-        settings.pop(key, None)
-    settings.setdefault("train_micro_batch_size_per_gpu", 1)
-    reader = library.load("deepspeed.runtime.config", why="DeepSpeed")
+    config_settings = zero_config.to_dict()
+    if zero_config.stage == AUTO:  # what depends on it is judged when it is resolved
+        del config_settings[ZERO]
+    for config_key in tuple(auto_keys(config_settings)):
+        _without_key(config_settings, config_key)
+    for config_key in ("train_batch_size", "gradient_accumulation_steps"):
+        config_settings.pop(config_key, None)
+    config_settings.setdefault("train_micro_batch_size_per_gpu", 1)
+    config_reader = library.load_module("deepspeed.runtime.config", why="DeepSpeed")
     try:
-        with quiet():
-            reader.DeepSpeedConfig(settings)
+        with quiet_logger():
+            config_reader.DeepSpeedConfig(config_settings)
     except Exception as error:  # whatever it raises is what the user would meet later
         yield (
             f"DeepSpeed refuses this configuration: {' '.join(str(error).split())}. "
-            f"Training could not start. It read {shown(settings)}; change what it names."
+            f"Training could not start. It read {shown(config_settings)}; change what it names."
         )

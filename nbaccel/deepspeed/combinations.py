@@ -1,17 +1,24 @@
-"""Values of a DeepSpeed configuration that are right alone and wrong together, or wrong here."""
+"""Values of a DeepSpeed configuration that are wrong, or right alone and wrong together.
+
+DeepSpeed hands them on as they stand: a learning rate that is text fails in the first step, and one
+below zero trains away from the goal.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, get_args
 
+from pydantic import Field
+
+from nbaccel.config.field_rules import FieldCheck, FieldRule, mistakes_in
 from nbaccel.config.mistakes import closest
 from nbaccel.deepspeed import library
-from nbaccel.deepspeed.config import ZERO, ZeroConfig
-from nbaccel.deepspeed.kinds import AUTO
-from nbaccel.deepspeed.ops import offloads_optimizer
-from nbaccel.deepspeed.schema import Arguments, Schema, optimizer_arguments, required
-from nbaccel.deepspeed.values import value_mistakes
+from nbaccel.deepspeed.cpp_operations import offloads_optimizer
+from nbaccel.deepspeed.field_types import AUTO
+from nbaccel.deepspeed.schema import Arguments, Schema, missing_arguments, optimizer_arguments
+from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig
+from nbaccel.errors import ConfigError
 
 __all__ = [
     "batch_mistakes",
@@ -19,10 +26,87 @@ __all__ = [
     "doubts",
     "maker_mistakes",
     "sharing_mistakes",
+    "value_mistakes",
 ]
 
+
+_FiniteNumber = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+_BetaValue = Annotated[float, Field(ge=0, lt=1, strict=True)]
+_WarmupShape = Literal["log", "linear"]
+
+
+def _parameter_check(annotated_type: Any, must_be: str, what_to_do: str) -> FieldCheck:
+    refusal_reason = "DeepSpeed hands it on as it stands, and training would fail or go astray"
+    allowed_words = get_args(_WarmupShape) if annotated_type is _WarmupShape else ()
+    field_rule = FieldRule(must=must_be, do=what_to_do, why=refusal_reason, allowed=allowed_words)
+    return FieldCheck(Annotated[annotated_type, field_rule])
+
+
+# One rate for all parameter groups, or one for each.
+_RATE_CHECK = _parameter_check(
+    _FiniteNumber | Annotated[list[_FiniteNumber], Field(min_length=1)],
+    "a number of at least 0",
+    "Give for example 3e-5",
+)
+_SMALL_CHECK = _parameter_check(_FiniteNumber, "a number of at least 0", "Give for example 1e-8")
+_DECAY_CHECK = _parameter_check(
+    _FiniteNumber, "a number of at least 0", "Give for example 0.01, or leave it out"
+)
+_STEPS_CHECK = _parameter_check(
+    Annotated[_FiniteNumber, Field(gt=0, multiple_of=1)],
+    "a whole number above 0",
+    "Give for example 1000 (1 where there is no warm-up)",
+)
+_BETAS_CHECK = _parameter_check(
+    Annotated[list[_BetaValue], Field(min_length=2, max_length=2)],
+    "two numbers from 0 to below 1",
+    "Give for example [0.9, 0.999]",
+)
+_SHAPE_CHECK = _parameter_check(_WarmupShape, "one of log, linear", "Give one of them")
+
+_PARAMETER_CHECKS: dict[str, dict[str, FieldCheck]] = {
+    "optimizer": {
+        "lr": _RATE_CHECK,
+        "betas": _BETAS_CHECK,
+        "eps": _SMALL_CHECK,
+        "weight_decay": _DECAY_CHECK,
+        "momentum": _SMALL_CHECK,
+    },
+    "scheduler": {
+        "warmup_min_lr": _RATE_CHECK,
+        "warmup_max_lr": _RATE_CHECK,
+        "warmup_num_steps": _STEPS_CHECK,
+        "total_num_steps": _STEPS_CHECK,
+        "warmup_type": _SHAPE_CHECK,
+        "cycle_min_lr": _RATE_CHECK,
+        "cycle_max_lr": _RATE_CHECK,
+        "lr_range_test_min_lr": _RATE_CHECK,
+    },
+}
+
+
+def value_mistakes(section_name: str, given_params: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the values of an optimizer's or a schedule's parameters.
+
+    Args:
+        section_name: ``optimizer`` or ``scheduler``.
+        given_params: Its ``params``.
+
+    Yields:
+        A message each.
+    """
+    for type_name, parameter_check in _PARAMETER_CHECKS[section_name].items():
+        given_value = given_params.get(type_name)
+        if given_value is None or given_value == AUTO:
+            continue
+        try:
+            parameter_check.read(f"{section_name}.params.{type_name}", given_value)
+        except ConfigError as error:
+            yield from mistakes_in(error)
+
+
 # What DeepSpeed took out on the way to 0.19.7; before, these worked on GPUs alone.
-_REPLACED = {
+_REPLACED_OPTIMIZERS = {
     "onebitadam": "AdamW",
     "zerooneadam": "AdamW",
     "onebitlamb": "Lamb",
@@ -32,311 +116,352 @@ _NO_OP_ON_CPU = {"lamb": "AdamW"}
 _UNTESTED_HINT = '"zero_allow_untested_optimizer": true'
 
 
-def combination_mistakes(config: ZeroConfig, *, device: str) -> Iterator[str]:
+def combination_mistakes(zero_config: ZeroConfig, *, device: str) -> Iterator[str]:
     """What cannot go together.
 
     Args:
-        config: The configuration.
+        zero_config: The configuration.
         device: What the processes compute on.
 
     Yields:
         A message each.
     """
-    open_stage = config.stage == AUTO
+    open_stage = zero_config.stage == AUTO
     if not open_stage:
-        yield from _offload_mistakes(config, device)
-    half = [name for name in ("fp16", "bf16") if _enabled(config, name)]
-    if len(half) == 2:
+        yield from _offload_mistakes(zero_config, device)
+    enabled_halves = [
+        section_name
+        for section_name in ("fp16", "bf16")
+        if _is_turned_on(zero_config, section_name)
+    ]
+    if len(enabled_halves) == 2:
         yield (
             "fp16.enabled and bf16.enabled are both true. Training has one number format, and "
             "DeepSpeed refuses two. Turn one of them off."
         )
-    if "fp16" in half and device == "cpu" and not _cpu_has_fp16():
+    if "fp16" in enabled_halves and device == "cpu" and not _cpu_has_fp16():
         yield (
             "fp16.enabled cannot be true on this CPU, which has no float16 arithmetic: got "
             "fp16.enabled=True. DeepSpeed says 'Type fp16 is not supported on your device'. Use "
             "bf16."
         )
-    if config.gradient_allreduce_op == "sum" and config.zero_stage == 3:
+    if zero_config.gradient_allreduce_op == "sum" and zero_config.zero_stage == 3:
         yield (
             'gradient_allreduce_op cannot be "sum" at stage 3. DeepSpeed refuses it there. '
             'Give "mean", or a stage below 3.'
         )
-    masters = [
-        f"{name}.{name}_master_weights_and_grads"
-        for name in ("fp16", "bf16")
-        if getattr(getattr(config, name), f"{name}_master_weights_and_grads", None) is True
+    master_keys = [
+        f"{section_name}.{section_name}_master_weights_and_grads"
+        for section_name in ("fp16", "bf16")
+        if getattr(
+            getattr(zero_config, section_name), f"{section_name}_master_weights_and_grads", None
+        )
+        is True
     ]
-    if masters and config.zero_stage == 0 and not open_stage:
+    if master_keys and zero_config.zero_stage == 0 and not open_stage:
         yield (
-            f"{masters[0]} cannot be true at stage 0. Only ZeRO keeps master weights of that "
+            f"{master_keys[0]} cannot be true at stage 0. Only ZeRO keeps master weights of that "
             "kind. Give stage 1, 2 or 3."
         )
 
 
-def _offload_mistakes(config: ZeroConfig, device: str) -> Iterator[str]:
-    stage = config.zero_stage
-    for name, section in (
-        ("offload_param", config.offload_param),
-        ("offload_optimizer", config.offload_optimizer),
+def _offload_mistakes(zero_config: ZeroConfig, device: str) -> Iterator[str]:
+    stage = zero_config.zero_stage
+    for section_name, offload_section in (
+        ("offload_param", zero_config.offload_param),
+        ("offload_optimizer", zero_config.offload_optimizer),
     ):
-        target = section.device if section is not None else None
-        if section is None or target not in ("cpu", "nvme"):
+        offload_target = offload_section.device if offload_section is not None else None
+        if offload_section is None or offload_target not in ("cpu", "nvme"):
             continue
-        where = f'{ZERO}.{name}.device="{target}"'
-        if name == "offload_param" and stage < 3:
+        key_path = f'{ZERO}.{section_name}.device="{offload_target}"'
+        if section_name == "offload_param" and stage < 3:
             yield (
-                f"{where} needs stage 3: got stage {stage}. DeepSpeed would ignore it without a "
-                f"word, and parameters would stay where they are. Give stage 3, or leave {name} "
-                "out."
+                f"{key_path} needs stage 3: got stage {stage}. DeepSpeed would ignore it without a "
+                "word, and parameters would stay where they are. Give stage 3, or leave "
+                f"{section_name} out."
             )
         elif stage == 0:
             yield (
-                f"{where} needs stage 1, 2 or 3: got stage 0. Without ZeRO no state is offloaded. "
-                f"Give a stage, or leave {name} out."
+                f"{key_path} needs stage 1, 2 or 3: got stage 0. Without ZeRO no state is "
+                f"offloaded. Give a stage, or leave {section_name} out."
             )
-        elif target == "nvme" and stage < 3:
+        elif offload_target == "nvme" and stage < 3:
             yield (
-                f"{where} needs stage 3: got stage {stage}. DeepSpeed would keep the state in host "
+                f"{key_path} needs stage 3: got stage {stage}. DeepSpeed would keep the state in "
+                "host "
                 'memory and write nothing to disk. Give stage 3, or device="cpu".'
             )
-        elif target == "nvme" and name == "offload_optimizer" and device == "cpu":
-            yield from _aborts_on_disk(where)
-        if target == "nvme" and not section.nvme_path:
+        elif offload_target == "nvme" and section_name == "offload_optimizer" and device == "cpu":
+            yield from _aborts_on_disk(key_path)
+        if offload_target == "nvme" and not offload_section.nvme_path:
             yield (
-                f"{where} needs {ZERO}.{name}.nvme_path: got none. DeepSpeed would fail with a "
-                "TypeError about a path. Give a folder on the fast disk."
+                f"{key_path} needs {ZERO}.{section_name}.nvme_path: got none. DeepSpeed would fail "
+                "with a TypeError about a path. Give a folder on the fast disk."
             )
 
 
-def _aborts_on_disk(where: str) -> Iterator[str]:
+def _aborts_on_disk(key_path: str) -> Iterator[str]:
     # Before that release no memory of a CPU counted as pinned, and a write of nothing was awaited.
-    if version := library.older_than(0, 19, 6):
+    if old_version := library.older_than(0, 19, 6):
         yield (
-            f"{where} needs DeepSpeed 0.19.6 or newer where there is no GPU: got {version}. It "
+            f"{key_path} needs DeepSpeed 0.19.6 or newer where there is no GPU: got {old_version}. "
+            "It "
             "would end the process with a failed assertion in C++ (_num_pending_ops > 0). Install "
             'a newer one (pip install "deepspeed>=0.19.6"), or give device="cpu".'
         )
 
 
-def batch_mistakes(config: ZeroConfig, *, world_size: int | None, open_ends: bool) -> Iterator[str]:
+def batch_mistakes(
+    zero_config: ZeroConfig, *, world_size: int | None, open_ends: bool
+) -> Iterator[str]:
     """Where the batch sizes do not multiply out.
 
     Args:
-        config: The configuration.
+        zero_config: The configuration.
         world_size: Processes that share the batch; None where not known.
         open_ends: Whether sizes may be missing, because they are resolved later.
 
     Yields:
         A message at most.
     """
-    total, micro, steps = (
-        value if isinstance(value, int) else None
-        for value in (
-            config.train_batch_size,
-            config.train_micro_batch_size_per_gpu,
-            config.gradient_accumulation_steps,
+    total_batch, micro_batch, accumulation_steps = (
+        key_value if isinstance(key_value, int) else None
+        for key_value in (
+            zero_config.train_batch_size,
+            zero_config.train_micro_batch_size_per_gpu,
+            zero_config.gradient_accumulation_steps,
         )
     )
-    if total is None and micro is None:
+    if total_batch is None and micro_batch is None:
         if not open_ends:
             yield (
                 "train_batch_size and train_micro_batch_size_per_gpu are both missing: got "
-                f"gradient_accumulation_steps={steps}. DeepSpeed needs one of them. Give "
-                "train_micro_batch_size_per_gpu, the batch size of one process."
+                f"gradient_accumulation_steps={accumulation_steps}. DeepSpeed needs one of them. "
+                "Give train_micro_batch_size_per_gpu, the batch size of one process."
             )
         return
-    if total is None:
+    if total_batch is None:
         return
-    shared = config.sequence_parallel_size
-    known = 1 if world_size is None else world_size
-    known //= shared if isinstance(shared, int) and known % shared == 0 else 1
-    parts = (micro or 1) * (steps or 1) * known
-    exact = micro is not None and steps is not None and world_size is not None
-    if total == parts if exact else total % parts == 0:
+    sequence_ranks = zero_config.sequence_parallel_size
+    known_processes = 1 if world_size is None else world_size
+    known_processes //= (
+        sequence_ranks
+        if isinstance(sequence_ranks, int) and known_processes % sequence_ranks == 0
+        else 1
+    )
+    samples_per_step = (micro_batch or 1) * (accumulation_steps or 1) * known_processes
+    is_exact = micro_batch is not None and accumulation_steps is not None and world_size is not None
+    if total_batch == samples_per_step if is_exact else total_batch % samples_per_step == 0:
         return
-    factors = [
-        f"train_micro_batch_size_per_gpu={micro}" if micro else "",
-        f"gradient_accumulation_steps={steps}" if steps else "",
-        f"{known} processes" if world_size is not None else "",
+    factor_texts = [
+        f"train_micro_batch_size_per_gpu={micro_batch}" if micro_batch else "",
+        f"gradient_accumulation_steps={accumulation_steps}" if accumulation_steps else "",
+        f"{known_processes} processes" if world_size is not None else "",
     ]
-    product = " * ".join(factor for factor in factors if factor)
-    relation = "is not" if exact else "is no multiple of"
+    product_text = " * ".join(factor_text for factor_text in factor_texts if factor_text)
+    relation_text = "is not" if is_exact else "is no multiple of"
     yield (
-        f"train_batch_size={total} {relation} {product} = {parts}. Every step takes "
-        "micro batch * accumulation * processes samples. "
-        f"Leave train_batch_size out, or give {'' if exact else 'a multiple of '}{parts}."
+        f"train_batch_size={total_batch} {relation_text} {product_text} = {samples_per_step}. "
+        "Every step takes micro batch * accumulation * processes samples. Leave train_batch_size "
+        f"out, or give {'' if is_exact else 'a multiple of '}{samples_per_step}."
     )
 
 
-def sharing_mistakes(config: ZeroConfig, *, world_size: int | None) -> Iterator[str]:
+def sharing_mistakes(zero_config: ZeroConfig, *, world_size: int | None) -> Iterator[str]:
     """Where ZeRO++'s second shards do not come out even.
 
     Args:
-        config: The configuration.
+        zero_config: The configuration.
         world_size: Processes; None where not known.
 
     Yields:
         A message at most.
     """
-    size = config.zero_hpz_partition_size
-    if world_size is None or not isinstance(size, int) or config.zero_stage != 3:
+    partition_size = zero_config.zero_hpz_partition_size
+    if world_size is None or not isinstance(partition_size, int) or zero_config.zero_stage != 3:
         return
-    if 1 < size < world_size and world_size % size:
-        fits = [number for number in range(2, world_size + 1) if world_size % number == 0]
+    if 1 < partition_size < world_size and world_size % partition_size:
+        fitting_sizes = [
+            rank_count for rank_count in range(2, world_size + 1) if world_size % rank_count == 0
+        ]
         yield (
-            f"{ZERO}.zero_hpz_partition_size={size} does not divide {world_size} processes. "
-            "DeepSpeed would fail in all of them when it makes its groups. Give "
-            f"{' or '.join(map(str, fits))}, or leave it out."
+            f"{ZERO}.zero_hpz_partition_size={partition_size} does not divide {world_size} "
+            "processes. DeepSpeed would fail in all of them when it makes its groups. Give "
+            f"{' or '.join(map(str, fitting_sizes))}, or leave it out."
         )
 
 
-def maker_mistakes(config: ZeroConfig, schema: Schema, *, device: str) -> Iterator[str]:
+def maker_mistakes(zero_config: ZeroConfig, key_schema: Schema, *, device: str) -> Iterator[str]:
     """What is wrong with the optimizer and the schedule that DeepSpeed is to make.
 
     Args:
-        config: The configuration.
-        schema: What the installed DeepSpeed knows.
+        zero_config: The configuration.
+        key_schema: What the installed DeepSpeed knows.
         device: What the processes compute on.
 
     Yields:
         A message each.
     """
-    if config.optimizer is not None:
-        yield from _optimizer_mistakes(config, schema, device)
-    if config.scheduler is not None:
-        yield from _scheduler_mistakes(config, schema)
+    if zero_config.optimizer is not None:
+        yield from _optimizer_mistakes(zero_config, key_schema, device)
+    if zero_config.scheduler is not None:
+        yield from _scheduler_mistakes(zero_config, key_schema)
 
 
-def _optimizer_mistakes(config: ZeroConfig, schema: Schema, device: str) -> Iterator[str]:
-    section = config.optimizer
-    if section is None:
+def _optimizer_mistakes(zero_config: ZeroConfig, key_schema: Schema, device: str) -> Iterator[str]:
+    config_section = zero_config.optimizer
+    if config_section is None:
         return
-    name, params = section.type, section.params or {}
-    if name is None:
-        if not section.extra:  # else the key that was meant has been named already
-            yield _typeless("optimizer", section.to_dict(), "AdamW")
+    type_name, given_params = config_section.type, config_section.params or {}
+    if type_name is None:
+        if not config_section.extra:  # else the key that was meant has been named already
+            yield _missing_type("optimizer", config_section.to_dict(), "AdamW")
         return
-    low = name.lower()
-    own = schema.own_optimizers
-    if low in _REPLACED and (low not in own or device == "cpu"):
-        why = (
-            f"cannot be made on the CPU. It communicates by NCCL or MPI in {schema.version}, and "
-            "newer versions have it no more"
-            if low in own
-            else f"has been removed from DeepSpeed: {schema.version} cannot make it"
+    lower_name = type_name.lower()
+    own_optimizers = key_schema.own_optimizers
+    if lower_name in _REPLACED_OPTIMIZERS and (lower_name not in own_optimizers or device == "cpu"):
+        refusal_reason = (
+            f"cannot be made on the CPU. It communicates by NCCL or MPI in {key_schema.version}, "
+            "and newer versions have it no more"
+            if lower_name in own_optimizers
+            else f"has been removed from DeepSpeed: {key_schema.version} cannot make it"
         )
         yield (
-            f"optimizer.type={name!r} {why}. Use {_REPLACED[low]!r}; to send less, set "
-            f"communication_data_type or {ZERO}.zero_quantized_gradients."
-        )
-        return
-    if low not in own and name not in schema.optimizers:
-        yield (
-            f"optimizer.type={name!r} is no optimizer of DeepSpeed {schema.version} or torch. "
-            f"It could not be made.{closest(name, schema.optimizers) or ' Use AdamW.'}"
+            f"optimizer.type={type_name!r} {refusal_reason}. Use "
+            f"{_REPLACED_OPTIMIZERS[lower_name]!r}; to send less, set communication_data_type or "
+            f"{ZERO}.zero_quantized_gradients."
         )
         return
-    host = offloads_optimizer(config)
-    if device == "cpu" and (low == "lamb" or (low == "lion" and not host)):
-        remedy = "Use AdamW." if low == "lamb" else f'Offload it: {ZERO}.offload_optimizer="cpu".'
+    if lower_name not in own_optimizers and type_name not in key_schema.optimizers:
         yield (
-            f"optimizer.type={name!r} cannot be made on the CPU. DeepSpeed says 'This op had not "
-            f"been implemented on CPU backend'. {remedy}"
+            f"optimizer.type={type_name!r} is no optimizer of DeepSpeed {key_schema.version} or "
+            "torch. It could not be "
+            f"made.{closest(type_name, key_schema.optimizers) or ' Use AdamW.'}"
         )
-    tested = low in own
-    if config.zero_stage > 0 and not tested and config.zero_allow_untested_optimizer is not True:
+        return
+    is_offloaded = offloads_optimizer(zero_config)
+    if device == "cpu" and (lower_name == "lamb" or (lower_name == "lion" and not is_offloaded)):
+        to_offload = f'Offload it: {ZERO}.offload_optimizer="cpu".'
+        remedy_text = "Use AdamW." if lower_name == "lamb" else to_offload
         yield (
-            f"optimizer.type={name!r} is not tested with ZeRO: got stage {config.zero_stage}. "
-            f"DeepSpeed refuses it until it is told. Add {_UNTESTED_HINT}, or use AdamW."
+            f"optimizer.type={type_name!r} cannot be made on the CPU. DeepSpeed says 'This op had "
+            f"not been implemented on CPU backend'. {remedy_text}"
         )
-    if "max_grad_norm" in params:
+    is_allowed = lower_name in own_optimizers or zero_config.zero_allow_untested_optimizer is True
+    if zero_config.zero_stage > 0 and not is_allowed:
         yield (
-            f"optimizer.params.max_grad_norm={params['max_grad_norm']!r} is no parameter of an "
-            "optimizer any more. DeepSpeed refuses it. Set gradient_clipping at the top level."
+            f"optimizer.type={type_name!r} is not tested with ZeRO: got stage "
+            f"{zero_config.zero_stage}. DeepSpeed refuses it until it is told. Add "
+            f"{_UNTESTED_HINT}, or use AdamW."
         )
-        params = {key: value for key, value in params.items() if key != "max_grad_norm"}
-    yield from value_mistakes("optimizer", params)
-    takes = optimizer_arguments(name, params, offloaded=host)
-    if takes is not None:
-        yield from _argument_mistakes("optimizer", name, params, takes)
+    if "max_grad_norm" in given_params:
+        yield (
+            f"optimizer.params.max_grad_norm={given_params['max_grad_norm']!r} is no parameter of "
+            "an optimizer any more. DeepSpeed refuses it. Set gradient_clipping at the top level."
+        )
+        given_params = {k: v for k, v in given_params.items() if k != "max_grad_norm"}
+    yield from value_mistakes("optimizer", given_params)
+    known_arguments = optimizer_arguments(type_name, given_params, is_offloaded=is_offloaded)
+    if known_arguments is not None:
+        yield from _constructor_mistakes("optimizer", type_name, given_params, known_arguments)
 
 
-def _scheduler_mistakes(config: ZeroConfig, schema: Schema) -> Iterator[str]:
-    section = config.scheduler
-    if section is None:
+def _scheduler_mistakes(zero_config: ZeroConfig, key_schema: Schema) -> Iterator[str]:
+    config_section = zero_config.scheduler
+    if config_section is None:
         return
-    name, params = section.type, section.params or {}
-    if name is None:
-        if not section.extra:
-            yield _typeless("scheduler", section.to_dict(), "WarmupLR")
+    type_name, given_params = config_section.type, config_section.params or {}
+    if type_name is None:
+        if not config_section.extra:
+            yield _missing_type("scheduler", config_section.to_dict(), "WarmupLR")
         return
-    takes = schema.schedulers.get(name)
-    if takes is None:
+    known_arguments = key_schema.schedulers.get(type_name)
+    if known_arguments is None:
         yield (
-            f"scheduler.type={name!r} is no schedule of DeepSpeed {schema.version} or torch. "
-            f"It could not be made.{closest(name, schema.schedulers) or ' Use WarmupLR.'}"
+            f"scheduler.type={type_name!r} is no schedule of DeepSpeed {key_schema.version} or "
+            "torch. It could not be "
+            f"made.{closest(type_name, key_schema.schedulers) or ' Use WarmupLR.'}"
         )
         return
-    torch_own = name not in (
+    torch_own = type_name not in (
         "WarmupLR",
         "WarmupDecayLR",
         "WarmupCosineLR",
         "OneCycle",
         "LRRangeTest",
     )
-    if torch_own and config.zero_stage > 0:
+    if torch_own and zero_config.zero_stage > 0:
         yield (
-            f"scheduler.type={name!r} is torch's and cannot drive ZeRO's optimizer: got stage "
-            f"{config.zero_stage}. torch would refuse it as no Optimizer. Use one of DeepSpeed's, "
-            "such as WarmupDecayLR, or hand a schedule to deepspeed.initialize."
+            f"scheduler.type={type_name!r} is torch's and cannot drive ZeRO's optimizer: got stage "
+            f"{zero_config.zero_stage}. torch would refuse it as no Optimizer. Use one of "
+            "DeepSpeed's, such as WarmupDecayLR, or hand a schedule to deepspeed.initialize."
         )
-    yield from _argument_mistakes("scheduler", name, params, takes)
-    for key in required(takes, params):
+    yield from _constructor_mistakes("scheduler", type_name, given_params, known_arguments)
+    for parameter_name in missing_arguments(known_arguments, given_params):
         yield (
-            f"scheduler.params.{key} is missing: got {sorted(params)}. {name} has no default for "
-            f"it. Give {key}."
+            f"scheduler.params.{parameter_name} is missing: got {sorted(given_params)}. "
+            f"{type_name} has no default for it. Give {parameter_name}."
         )
-    yield from value_mistakes("scheduler", params)
+    yield from value_mistakes("scheduler", given_params)
 
 
-def _typeless(section: str, found: Any, example: str) -> str:
+def _missing_type(section_name: str, found_section: Any, example_type: str) -> str:
     return (
-        f"{section}.type is missing: got {section}={found!r}. Without a name DeepSpeed would make "
-        f'none, without a word. Give for example "type": "{example}".'
+        f"{section_name}.type is missing: got {section_name}={found_section!r}. Without a name "
+        "DeepSpeed would make "
+        f'none, without a word. Give for example "type": "{example_type}".'
     )
 
 
-def _argument_mistakes(
-    section: str, name: str, params: dict[str, Any], takes: Arguments
+def _constructor_mistakes(
+    section_name: str, type_name: str, given_params: dict[str, Any], known_arguments: Arguments
 ) -> Iterator[str]:
-    for key in () if takes.open else sorted(set(params) - takes.known):
-        words = {"learning_rate": "lr", "warmup_steps": "warmup_num_steps"}
-        meant = closest(key, takes.known, {k: v for k, v in words.items() if v in takes.known})
+    for parameter_name in (
+        () if known_arguments.open else sorted(set(given_params) - known_arguments.known)
+    ):
+        written_words = {"learning_rate": "lr", "warmup_steps": "warmup_num_steps"}
+        meant_text = closest(
+            parameter_name,
+            known_arguments.known,
+            {
+                written_word: meant_word
+                for written_word, meant_word in written_words.items()
+                if meant_word in known_arguments.known
+            },
+        )
         yield (
-            f"{section}.params.{key} is no argument of {takes.owner}: got {key}={params[key]!r}. "
-            f"DeepSpeed could not make {name}.{meant or f' It takes {sorted(takes.known)}.'}"
+            f"{section_name}.params.{parameter_name} is no argument of {known_arguments.owner}: "
+            f"got {parameter_name}={given_params[parameter_name]!r}. DeepSpeed could not make "
+            f"{type_name}.{meant_text or f' It takes {sorted(known_arguments.known)}.'}"
         )
 
 
-def doubts(config: ZeroConfig, *, device: str) -> Iterator[str]:
+def doubts(zero_config: ZeroConfig, *, device: str) -> Iterator[str]:
     """What will work and may disappoint.
 
     Args:
-        config: The configuration.
+        zero_config: The configuration.
         device: What the processes compute on.
 
     Yields:
         A sentence each.
     """
-    if config.zero_stage == 3 and config.stage3_gather_16bit_weights_on_model_save is not True:
+    if (
+        zero_config.zero_stage == 3
+        and zero_config.stage3_gather_16bit_weights_on_model_save is not True
+    ):
         yield (
             f"{ZERO}.stage3_gather_16bit_weights_on_model_save is not set: save_16bit_model() "
             "returns False and writes nothing. Set it to true to save whole weights."
         )
-    swaps = config.offload_param is not None and config.offload_param.device == "nvme"
-    exact = _enabled(config, "bf16") or _enabled(config, "fp16") or device != "cpu"
-    if swaps and not exact and not _cpu_has_fp16():
+    swaps_parameters = (
+        zero_config.offload_param is not None and zero_config.offload_param.device == "nvme"
+    )
+    is_exact = (
+        _is_turned_on(zero_config, "bf16") or _is_turned_on(zero_config, "fp16") or device != "cpu"
+    )
+    if swaps_parameters and not is_exact and not _cpu_has_fp16():
         yield (
             f"{ZERO}.offload_param on nvme with float32 on a CPU without float16 arithmetic: "
             "DeepSpeed keeps the weights as bfloat16 there. Turn on bf16 to know what you "
@@ -346,10 +471,10 @@ def doubts(config: ZeroConfig, *, device: str) -> Iterator[str]:
 
 def _cpu_has_fp16() -> bool:
     """What DeepSpeed asks of a CPU before it trains in float16, and before it allots weights."""
-    cpu = library.load("deepspeed.accelerator.cpu_accelerator", why="float16")
-    return bool(cpu.CPU_Accelerator().is_fp16_supported())
+    cpu_module = library.load_module("deepspeed.accelerator.cpu_accelerator", why="float16")
+    return bool(cpu_module.CPU_Accelerator().is_fp16_supported())
 
 
-def _enabled(config: ZeroConfig, name: str) -> bool:
-    section = getattr(config, name)
-    return section is not None and section.enabled is True
+def _is_turned_on(zero_config: ZeroConfig, section_name: str) -> bool:
+    config_section = getattr(zero_config, section_name)
+    return config_section is not None and config_section.enabled is True

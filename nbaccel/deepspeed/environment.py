@@ -1,5 +1,10 @@
 """A distributed environment of one process, in the notebook itself: what DeepSpeed insists on.
 
+Its device is looked at first: is it there, and is there room on it?
+
+Looked at through NVML, before DeepSpeed or torch wake CUDA: what they say about a card that
+somebody else fills comes late and without a name.
+
     variables   RANK, LOCAL_RANK, WORLD_SIZE, ... : those that people paste by hand
     socket      bound and listening from the first moment, then handed to torch's store
     group       begun here, on that store: DeepSpeed finds it and begins none of its own, so
@@ -13,9 +18,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from types import ModuleType, TracebackType
@@ -24,21 +31,194 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from nbaccel import env, ports
-from nbaccel.deepspeed import library, teardown, toolchain
-from nbaccel.deepspeed.device import Wish, check_gpu, read_wish
+from nbaccel._optional import require
+from nbaccel.deepspeed import cpp_operations, library, teardown
 from nbaccel.errors import ConfigError, UnsafeMoment
-from nbaccel.plan.inventory import inspect_machine
+from nbaccel.plan.inspecting import inspect_machine
+from nbaccel.plan.inventory import Gpu
+from nbaccel.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
-__all__ = ["DeepSpeedEnvironment", "deepspeed_environment", "ignore_old_names"]
 
-_HOST = "127.0.0.1"
+__all__ = [
+    "DeepSpeedEnvironment",
+    "Wish",
+    "check_gpu",
+    "deepspeed_environment",
+    "ignore_old_names",
+    "read_wish",
+    "refuse_busy",
+]
+
+
+_WISH_PATTERN = re.compile(r"(cpu|cuda)(?::(\d+))?")
+_LEAST_BYTES = 512 * 1024**2
+"""A CUDA context with NCCL takes about this much before the first tensor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """The device that was asked for.
+
+    Attributes:
+        kind: ``cpu`` or ``cuda``, as DeepSpeed calls its accelerators; None leaves it the choice.
+        index: The device's number.
+    """
+
+    kind: str | None
+    index: int = 0
+
+
+def read_wish(device: object) -> Wish:
+    """Read what was given as a device.
+
+    Args:
+        device: None, ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or a ``torch.device``.
+
+    Returns:
+        The wish.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    if device is None:
+        return Wish(kind=None)
+    wish_match = _WISH_PATTERN.fullmatch(str(device))
+    if wish_match is None:
+        raise ConfigError(
+            f"device={device!r} is none that a one-process DeepSpeed run can have here: it would "
+            f'be used under a wrong name. Use "cpu", "cuda" or "cuda:1", or None for what '
+            f"DeepSpeed chooses."
+        )
+    return Wish(
+        kind=wish_match.group(1),
+        index=int(wish_match.group(2) or 0) if wish_match.group(1) == "cuda" else 0,
+    )
+
+
+def check_gpu(gpu_index: int, known_gpus: Sequence[Gpu], closing_note: str = "") -> None:
+    """Refuse a GPU that is not there, or on which nothing can start.
+
+    Args:
+        gpu_index: Its CUDA number.
+        known_gpus: The GPUs that CUDA shows to this process.
+        closing_note: Why there are none, where something is known.
+
+    Raises:
+        ConfigError: It is not there.
+        UnsafeMoment: Somebody else has it for himself, or has filled it.
+    """
+    if gpu_index >= len(known_gpus):
+        listed_gpus = ", ".join(
+            f"cuda:{chosen_gpu.index} ({chosen_gpu.name})" for chosen_gpu in known_gpus
+        )
+        raise ConfigError(
+            f'device="cuda:{gpu_index}" is not there: CUDA shows this process '
+            f"{listed_gpus or 'no GPU' + (f' ({closing_note})' if closing_note else '')}. "
+            f"DeepSpeed would fail at its first tensor. Use "
+            f"{'one of these' if listed_gpus else 'device=' + repr('cpu')}."
+        )
+    chosen_gpu = known_gpus[gpu_index]
+    nvml_module = require("pynvml", extra="", why="Looking at a GPU")
+    nvml_module.nvmlInit()
+    try:
+        _check_gpu_memory(nvml_module, chosen_gpu)
+    finally:
+        nvml_module.nvmlShutdown()
+
+
+def _check_gpu_memory(nvml_module: ModuleType, chosen_gpu: Gpu) -> None:
+    device_handle = nvml_module.nvmlDeviceGetHandleByUUID(chosen_gpu.uuid)
+    running_processes = _ask_nvml(
+        nvml_module, [], nvml_module.nvmlDeviceGetComputeRunningProcesses, device_handle
+    )
+    process_ids = [running_process.pid for running_process in running_processes]
+    compute_mode = _ask_nvml(
+        nvml_module,
+        nvml_module.NVML_COMPUTEMODE_DEFAULT,
+        nvml_module.nvmlDeviceGetComputeMode,
+        device_handle,
+    )
+    refuse_busy(
+        chosen_gpu,
+        holder_pids=process_ids,
+        is_exclusive=compute_mode == nvml_module.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
+        is_prohibited=compute_mode == nvml_module.NVML_COMPUTEMODE_PROHIBITED,
+    )
+
+
+def refuse_busy(
+    chosen_gpu: Gpu,
+    *,
+    holder_pids: Sequence[int],
+    is_exclusive: bool = False,
+    is_prohibited: bool = False,
+) -> None:
+    """Refuse a GPU on which this process could not start to compute.
+
+    Args:
+        chosen_gpu: The GPU, with the memory that is free now.
+        holder_pids: Ids of the processes that compute on it, this one included if it does.
+        is_exclusive: Whether its compute mode admits one process at a time.
+        is_prohibited: Whether its compute mode admits none.
+
+    Raises:
+        UnsafeMoment: Its mode keeps this process out, or too little of its memory is free.
+    """
+    other_pids = [process_id for process_id in holder_pids if process_id != os.getpid()]
+    is_alone = is_exclusive and bool(other_pids)
+    if is_alone or is_prohibited:
+        busy_reason = "one process at a time may use it" if is_alone else "nobody may compute on it"
+        raise UnsafeMoment(
+            f"cuda:{chosen_gpu.index} ({chosen_gpu.name}) is busy: its compute mode says that "
+            f"{busy_reason}{_held_by(other_pids)}. CUDA would refuse to start. Wait, use another "
+            f"device, or set the mode with nvidia-smi --compute-mode=DEFAULT."
+        )
+    if (
+        chosen_gpu.total_bytes
+        and chosen_gpu.free_bytes < _LEAST_BYTES
+        and os.getpid() not in holder_pids
+    ):
+        raise UnsafeMoment(
+            f"cuda:{chosen_gpu.index} ({chosen_gpu.name}) is busy: "
+            f"{format_bytes(chosen_gpu.free_bytes)} of {format_bytes(chosen_gpu.total_bytes)} "
+            f"are free{_held_by(other_pids)}. A CUDA context alone needs "
+            f"{format_bytes(_LEAST_BYTES)}. End what holds it, or use another device."
+        )
+
+
+def _held_by(other_pids: Sequence[int]) -> str:
+    """Who holds the card; NVML names nobody of another container."""
+    if not other_pids:
+        return ""
+    return "; held by " + ", ".join(
+        f"process {process_id} {_command_of(process_id)}".rstrip() for process_id in other_pids
+    )
+
+
+def _command_of(process_id: int) -> str:
+    try:
+        return f"({' '.join(psutil.Process(process_id).cmdline())[:60]})"
+    except psutil.Error:  # ended meanwhile, or another user's
+        return ""
+
+
+def _ask_nvml(
+    nvml_module: ModuleType, default_answer: Any, nvml_question: Any, device_handle: Any
+) -> Any:
+    try:
+        return nvml_question(device_handle)
+    except nvml_module.NVMLError:  # this card or driver does not tell
+        return default_answer
+
+
+_LOOPBACK_ADDRESS = "127.0.0.1"
 _OLD_NAMES = "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
 # What these variables hold in a process that is alone.
-_ALONE = {
+_SINGLE_PROCESS_VALUES = {
     "RANK": 0,
     "LOCAL_RANK": 0,
     "WORLD_SIZE": 1,
@@ -48,13 +228,13 @@ _ALONE = {
     "MV2_COMM_WORLD_SIZE": 1,
 }
 # They would make torch or Accelerate look for a launcher that is not there.
-_UNSET: tuple[str, ...] = (
+_UNSET_VARIABLES: tuple[str, ...] = (
     "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_RUN_ID",
     "FORK_LAUNCHED",
 )
 # Here DeepSpeed would make shared memory of 66 MiB, and leave it there: see `shared_memory`.
-_UNSET += ("LOCAL_SIZE",)
+_UNSET_VARIABLES += ("LOCAL_SIZE",)
 
 
 class DeepSpeedEnvironment:
@@ -96,14 +276,14 @@ class DeepSpeedEnvironment:
             return
         self._is_open = False
         atexit.unregister(self.close)
-        _CURRENT.discard(self)
+        _OPEN_ENVIRONMENTS.discard(self)
         self._undo.close()
 
     def __enter__(self) -> Self:
         if not self._is_open:
             raise UnsafeMoment(
                 f"{self!r} was closed, and its port is gone. Call deepspeed_environment() again: "
-                "each call makes a new one."
+                f"each call makes a new one."
             )
         self._is_block = True
         return self
@@ -117,19 +297,16 @@ class DeepSpeedEnvironment:
         self.close()
 
     def __repr__(self) -> str:
-        state = f"{_HOST}:{self.port}" if self._is_open else "closed"
-        return f"<DeepSpeedEnvironment {self.device}, {self.backend}, {state}>"
+        state_text = f"{_LOOPBACK_ADDRESS}:{self.port}" if self._is_open else "closed"
+        return f"<DeepSpeedEnvironment {self.device}, {self.backend}, {state_text}>"
 
 
-_CURRENT: set[DeepSpeedEnvironment] = set()
+_OPEN_ENVIRONMENTS: set[DeepSpeedEnvironment] = set()
 """The one in force, if any: a cell that is run again must find it."""
 
 
 def deepspeed_environment(
-    *,
-    device: str | torch.device | None = None,
-    port: int | None = None,
-    timeout_s: float = 600.0,
+    *, device: str | torch.device | None = None, port: int | None = None, timeout_s: float = 600.0
 ) -> DeepSpeedEnvironment:
     """Let DeepSpeed run in this very process, without a launcher.
 
@@ -164,7 +341,7 @@ def deepspeed_environment(
         PlatformUnsupported: There is no compiler, and one is needed.
     """
     __tracebackhide__ = True
-    wish = read_wish(device)
+    device_wish = read_wish(device)
     if timeout_s <= 0:
         raise ConfigError(
             f"timeout_s={timeout_s} is no time: every collective would fail. Use 600, for example."
@@ -172,10 +349,10 @@ def deepspeed_environment(
     _close_current()
     _check_launcher(env.snapshot())
     _check_group()
-    with contextlib.ExitStack() as stack:
-        opened = _open(wish, port, timeout_s, stack)
-    _CURRENT.add(opened)
-    return opened
+    with contextlib.ExitStack() as exit_stack:
+        opened_environment = _open_environment(device_wish, port, timeout_s, exit_stack)
+    _OPEN_ENVIRONMENTS.add(opened_environment)
+    return opened_environment
 
 
 def ignore_old_names() -> None:
@@ -186,136 +363,152 @@ def ignore_old_names() -> None:
     warnings.filterwarnings("ignore", _OLD_NAMES, FutureWarning, r"torch\.distributed")
 
 
-def _open(
-    wish: Wish, port: int | None, timeout_s: float, stack: contextlib.ExitStack
+def _open_environment(
+    device_wish: Wish, port: int | None, timeout_s: float, exit_stack: contextlib.ExitStack
 ) -> DeepSpeedEnvironment:
     """Everything in its order; what was done is undone if a step fails."""
-    if wish.kind == "cuda":
-        _check_gpu(wish.index)
+    if device_wish.kind == "cuda":
+        _check_gpu(device_wish.index)
     ignore_old_names()
-    listener = stack.enter_context(ports.listen(_HOST, port, setting="port", who="DeepSpeed"))
-    number = int(listener.getsockname()[1])
-    stack.enter_context(env.applied(_variables(wish, number)))
-    stack.callback(teardown.tear_down, teardown.observe())
-    deepspeed = library.load("deepspeed", why="deepspeed_environment()")
-    kind = _settled_device(deepspeed, wish)
-    if kind == "cpu":
-        toolchain.check_compiler()
-    elif kind == "cuda" and wish.kind is None:
-        _check_gpu(wish.index)
-    toolchain.remove_forgotten_locks()
-    backend = str(deepspeed.accelerator.get_accelerator().communication_backend_name())
-    _begin_group(backend, listener.detach(), number, timeout_s)
-    device = kind if kind == "cpu" else f"{kind}:{wish.index}"
-    return DeepSpeedEnvironment(device=device, backend=backend, port=number, undo=stack.pop_all())
+    listening_socket = exit_stack.enter_context(
+        ports.listen(_LOOPBACK_ADDRESS, port, setting="port", waiting_processes="DeepSpeed")
+    )
+    port_number = int(listening_socket.getsockname()[1])
+    exit_stack.enter_context(env.applied(_environment_variables(device_wish, port_number)))
+    exit_stack.callback(teardown.tear_down, teardown.observe())
+    deepspeed = library.load_module("deepspeed", why="deepspeed_environment()")
+    device_kind = _settled_device(deepspeed, device_wish)
+    if device_kind == "cpu":
+        cpp_operations.check_compiler()
+    elif device_kind == "cuda" and device_wish.kind is None:
+        _check_gpu(device_wish.index)
+    cpp_operations.remove_forgotten_locks()
+    backend_name = str(deepspeed.accelerator.get_accelerator().communication_backend_name())
+    _begin_group(backend_name, listening_socket.detach(), port_number, timeout_s)
+    device = device_kind if device_kind == "cpu" else f"{device_kind}:{device_wish.index}"
+    return DeepSpeedEnvironment(
+        device=device, backend=backend_name, port=port_number, undo=exit_stack.pop_all()
+    )
 
 
-def _variables(wish: Wish, port: int) -> dict[str, str | None]:
-    changes: dict[str, str | None] = {
+def _environment_variables(device_wish: Wish, port: int) -> dict[str, str | None]:
+    changed_variables: dict[str, str | None] = {
         "RANK": "0",
-        "LOCAL_RANK": str(wish.index),  # DeepSpeed and transformers take the device's number here
+        "LOCAL_RANK": str(
+            device_wish.index
+        ),  # DeepSpeed and transformers take the device's number here
         "WORLD_SIZE": "1",
         "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": _HOST,
+        "MASTER_ADDR": _LOOPBACK_ADDRESS,
         "MASTER_PORT": str(port),
-        "PATH": toolchain.path_with_ninja(),
+        "PATH": cpp_operations.path_with_ninja(),
     }
     # Groups open ports of their own, on the interface of the machine's name unless told which.
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        changes[name] = env.read(name) or _loopback()
-    if wish.kind is not None:
-        changes["DS_ACCELERATOR"] = wish.kind  # read once, when DeepSpeed is imported
-    return changes | dict.fromkeys(_UNSET)
+    for variable_name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        changed_variables[variable_name] = env.read(variable_name) or _loopback_interface()
+    if device_wish.kind is not None:
+        changed_variables["DS_ACCELERATOR"] = (
+            device_wish.kind
+        )  # read once, when DeepSpeed is imported
+    return changed_variables | dict.fromkeys(_UNSET_VARIABLES)
 
 
-def _loopback() -> str | None:
+def _loopback_interface() -> str | None:
     """The interface that no other machine can reach: ``lo`` or ``lo0``."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == _HOST for address in addresses):
-            return name
+    for interface_name, interface_addresses in psutil.net_if_addrs().items():
+        if any(
+            network_address.address == _LOOPBACK_ADDRESS for network_address in interface_addresses
+        ):
+            return interface_name
     return None
 
 
 def _close_current() -> None:
-    for opened in tuple(_CURRENT):
-        if opened.is_block:
+    for opened_environment in tuple(_OPEN_ENVIRONMENTS):
+        if opened_environment.is_block:
             raise UnsafeMoment(
-                f"{opened!r} is in force, from a `with` block that has not ended. A process has "
-                "one environment at a time. Use that one, or leave the block first."
+                f"{opened_environment!r} is in force, from a `with` block that has not ended. A "
+                f"process has one environment at a time. Use that one, or leave the block first."
             )
-        opened.close()
+        opened_environment.close()
 
 
 def _check_launcher(environ: Mapping[str, str]) -> None:
     """A process that is one of several must not be cut off from the others."""
-    found = [
-        f"{name}={environ[name]}"
-        for name, alone in _ALONE.items()
-        if environ.get(name, "").strip() not in ("", "-1", str(alone))
+    listed_names = [
+        f"{variable_name}={environ[variable_name]}"
+        for variable_name, is_alone in _SINGLE_PROCESS_VALUES.items()
+        if environ.get(variable_name, "").strip() not in ("", "-1", str(is_alone))
     ]
-    if found:
+    if listed_names:
         raise UnsafeMoment(
-            f"A launcher's environment is here already: {', '.join(found)}. An environment of one "
-            "process would cut this one off from the others. In a launched process leave "
+            f"A launcher's environment is here already: {', '.join(listed_names)}. An environment "
+            "of one process would cut this one off from the others. In a launched process leave "
             "deepspeed_environment() out: DeepSpeed reads these variables itself. In a notebook "
-            f"that nobody launched they are left over: unset {_names(found)} first."
+            f"that nobody launched they are left over: unset {_variable_names(listed_names)} first."
         )
 
 
-def _names(found: list[str]) -> str:
-    return ", ".join(text.partition("=")[0] for text in found)
+def _variable_names(variable_names: list[str]) -> str:
+    return ", ".join(name_text.partition("=")[0] for name_text in variable_names)
 
 
 def _check_group() -> None:
     """DeepSpeed would silently join a group of which nothing is known here."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+    distributed_module = sys.modules.get("torch.distributed")
+    if (
+        distributed_module is None
+        or not distributed_module.is_available()
+        or not distributed_module.is_initialized()
+    ):
         return
-    size, backend = distributed.get_world_size(), distributed.get_backend()
+    world_size, backend_name = distributed_module.get_world_size(), distributed_module.get_backend()
     raise UnsafeMoment(
-        f"This process has a process group already: {backend}, rank {distributed.get_rank()} of "
-        f"{size}. DeepSpeed would train in it, and its end would be nobody's. "
-        "Either use DeepSpeed in it without deepspeed_environment(), or end it first: "
-        f"{_way_to_end_group()}()"
+        f"This process has a process group already: {backend_name}, rank "
+        f"{distributed_module.get_rank()} of {world_size}. DeepSpeed would train in it, and its "
+        f"end would be nobody's. Either use DeepSpeed in it without deepspeed_environment(), or "
+        f"end it first: {_way_to_end_group()}()"
     )
 
 
 def _way_to_end_group() -> str:
-    comm = sys.modules.get("deepspeed.comm.comm")
-    known = comm is not None and comm.cdb is not None
-    return f"{'deepspeed.comm' if known else 'torch.distributed'}.destroy_process_group"
+    comm_module = sys.modules.get("deepspeed.comm.comm")
+    is_known = comm_module is not None and comm_module.cdb is not None
+    return f"{'deepspeed.comm' if is_known else 'torch.distributed'}.destroy_process_group"
 
 
-def _settled_device(deepspeed: ModuleType, wish: Wish) -> str:
+def _settled_device(deepspeed: ModuleType, device_wish: Wish) -> str:
     """The kind of device that DeepSpeed has chosen for the life of this process."""
-    kind = str(deepspeed.accelerator.get_accelerator().device_name())
-    if wish.kind not in (None, kind):
+    device_kind = str(deepspeed.accelerator.get_accelerator().device_name())
+    if device_wish.kind not in (None, device_kind):
         raise UnsafeMoment(
-            f"device={wish.kind!r} comes too late: DeepSpeed was imported before and has settled "
-            f"on {kind} for the life of this process. Restart the kernel and call "
-            f"deepspeed_environment(device={wish.kind!r}) before DeepSpeed is imported."
+            f"device={device_wish.kind!r} comes too late: DeepSpeed was imported before and has "
+            f"settled on {device_kind} for the life of this process. Restart the kernel and call "
+            f"deepspeed_environment(device={device_wish.kind!r}) before DeepSpeed is imported."
         )
-    return kind
+    return device_kind
 
 
-def _check_gpu(index: int) -> None:
+def _check_gpu(gpu_index: int) -> None:
     inventory = inspect_machine()
-    check_gpu(index, inventory.gpus, inventory.gpu_note)
+    check_gpu(gpu_index, inventory.gpus, inventory.gpu_note)
 
 
-def _begin_group(backend: str, listener: int, port: int, timeout_s: float) -> None:
+def _begin_group(backend_name: str, listener_fd: int, port: int, timeout_s: float) -> None:
     import torch.distributed as dist
 
     # Its functions take the default group of the moment of this import as a default argument, and
     # would keep it, with its port and threads, for ever (torch 2.13). Now there is none to keep.
     import_module("torch.distributed.nn.functional")
-    timeout = timedelta(seconds=timeout_s)
-    store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-        _HOST,
+    store_timeout = timedelta(seconds=timeout_s)
+    rendezvous_store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+        _LOOPBACK_ADDRESS,
         port,
         is_master=True,
         wait_for_workers=False,
-        timeout=timeout,
-        **ports.store_options(listener),
+        timeout=store_timeout,
+        **ports.store_options(listener_fd),
     )
-    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    dist.init_process_group(
+        backend_name, store=rendezvous_store, rank=0, world_size=1, timeout=store_timeout
+    )

@@ -21,8 +21,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from nbaccel import env
-from nbaccel.deepspeed import building
+from nbaccel import _accelerate, env
+from nbaccel.deepspeed import build_notice
 
 __all__ = ["enter_worker"]
 
@@ -35,34 +35,38 @@ def enter_worker(device: str) -> None:
     Args:
         device: Type of the device that the worker computes on.
     """
-    changes = _CHANGES | (_CHANGES_ON_CPU if device == "cpu" else {})
-    for name, change in changes.items():
-        if name in sys.modules:
-            change(sys.modules[name])
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
-    sys.meta_path.insert(0, _Finder(changes))
+    module_changes = _MODULE_CHANGES | (_CHANGES_ON_CPU if device == "cpu" else {})
+    for module_name, module_change in module_changes.items():
+        if module_name in sys.modules:
+            module_change(sys.modules[module_name])
+    sys.meta_path[:] = [
+        meta_finder for meta_finder in sys.meta_path if not isinstance(meta_finder, _ChangeFinder)
+    ]
+    sys.meta_path.insert(0, _ChangeFinder(module_changes))
 
 
-def _change_state(module: Any) -> None:
+def _change_state(changed_module: Any) -> None:
     """Let a plugin mean DeepSpeed, although the CPU was asked for."""
-    kind = module.AcceleratorState
-    make = kind.__init__
-    if hasattr(make, "__wrapped__"):
+    changed_class = changed_module.AcceleratorState
+    original_init = changed_class.__init__
+    if hasattr(original_init, "__wrapped__"):
         return  # forked from a process in which it was done
 
-    @functools.wraps(make)
+    @functools.wraps(original_init)
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("deepspeed_plugin") is None or not env.flag(_USE_CPU):
-            make(self, *args, **kwargs)
+            original_init(self, *args, **kwargs)
             return
-        if not module.PartialState._shared_state:  # noqa: SLF001 - its only mark
+        if not _accelerate.is_set_up():
             handed_on = kwargs.keys() - _OF_ACCELERATOR
-            module.PartialState(True, **{name: kwargs[name] for name in handed_on})
-        _join()
+            changed_module.PartialState(
+                True, **{module_name: kwargs[module_name] for module_name in handed_on}
+            )
+        _join_process_group()
         with env.applied({_USE_CPU: None}):
-            make(self, *args, **{**kwargs, "cpu": False})
+            original_init(self, *args, **{**kwargs, "cpu": False})
 
-    kind.__init__ = made
+    changed_class.__init__ = made
 
 
 _OF_ACCELERATOR = {
@@ -72,65 +76,75 @@ _OF_ACCELERATOR = {
 """Arguments of its state that are not for the process group."""
 
 
-def _change_plugin(module: Any) -> None:
+def _change_plugin(changed_module: Any) -> None:
     """Let DeepSpeed know the processes from the plugin on: models are made in shards after it."""
-    kind = module.DeepSpeedPlugin
-    settle = kind.__post_init__
-    if hasattr(settle, "__wrapped__"):
+    changed_class = changed_module.DeepSpeedPlugin
+    original_init = changed_class.__post_init__
+    if hasattr(original_init, "__wrapped__"):
         return
 
-    @functools.wraps(settle)
+    @functools.wraps(original_init)
     def settled(self: Any) -> None:
-        settle(self)
+        original_init(self)
         if env.flag(_USE_CPU):
-            _join()
+            _join_process_group()
 
-    kind.__post_init__ = settled
+    changed_class.__post_init__ = settled
 
 
-def _join() -> None:
+def _join_process_group() -> None:
     """Let DeepSpeed take up the process group, if there is one; else it takes itself for alone."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+    distributed_module = sys.modules.get("torch.distributed")
+    if (
+        distributed_module is None
+        or not distributed_module.is_available()
+        or not distributed_module.is_initialized()
+    ):
         return
     from nbaccel.deepspeed.strategy.engines import begin_comm
+    from nbaccel.deepspeed.zero_config import ZeroConfig
 
-    begin_comm({})
+    begin_comm(ZeroConfig())
 
 
-_CHANGES: dict[str, Callable[[Any], None]] = {building.BUILDER: building.change_builder}
+_MODULE_CHANGES: dict[str, Callable[[Any], None]] = {
+    build_notice.BUILDER: build_notice.change_builder
+}
 _CHANGES_ON_CPU: dict[str, Callable[[Any], None]] = {
     "accelerate.state": _change_state,
     "accelerate.utils.dataclasses": _change_plugin,
 }
 
 
-class _Finder(MetaPathFinder):
+class _ChangeFinder(MetaPathFinder):
     """Finds some modules as they are, to be changed when they have been executed."""
 
-    def __init__(self, changes: Mapping[str, Callable[[Any], None]]) -> None:
-        self._changes = changes
+    def __init__(self, module_changes: Mapping[str, Callable[[Any], None]]) -> None:
+        self._changes = module_changes
 
     def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self,
+        module_name: str,
+        search_path: Sequence[str] | None,
+        target_module: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        if name not in self._changes:
+        if module_name not in self._changes:
             return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Changing(spec.loader, self._changes[name])
-        return spec
+        module_spec = PathFinder.find_spec(module_name, search_path, target_module)
+        if module_spec is not None and module_spec.loader is not None:
+            module_spec.loader = _ChangingLoader(module_spec.loader, self._changes[module_name])
+        return module_spec
 
 
-class _Changing(Loader):
+class _ChangingLoader(Loader):
     """A module's own loader, and a change afterwards."""
 
-    def __init__(self, loader: Loader, change: Callable[[Any], None]) -> None:
+    def __init__(self, loader: Loader, module_change: Callable[[Any], None]) -> None:
         self._loader = loader
-        self._change = change
+        self._change = module_change
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
+    def create_module(self, module_spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(module_spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)

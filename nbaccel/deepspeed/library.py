@@ -9,22 +9,28 @@ from importlib import metadata
 from typing import Any
 
 from nbaccel._optional import require
-from nbaccel.deepspeed import building
+from nbaccel.capabilities import StrategyRow, strategy_row
+from nbaccel.deepspeed import build_notice, private_api
 from nbaccel.errors import MissingBackend
 
-__all__ = ["OLDEST", "check_version", "load", "older_than", "refusal"]
+__all__ = ["OLDEST", "check_version", "load_module", "older_than", "refusal", "row"]
 
 OLDEST = (0, 18, 5)
 """The oldest release that the tests have been run with; `pyproject.toml` declares the same."""
 
-_GREETING = "Setting accelerator to CPU."
+_GREETING_TEXT = "Setting accelerator to CPU."
 
 
-def _is_no_greeting(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_GREETING)
+def _is_no_greeting(log_record: logging.LogRecord) -> bool:
+    return not log_record.getMessage().startswith(_GREETING_TEXT)
 
 
-def load(module: str, *, why: str) -> Any:
+def row() -> StrategyRow:
+    """The capability row of training with DeepSpeed."""
+    return strategy_row("deepspeed")
+
+
+def load_module(module: str, *, why: str) -> Any:
     """A module of DeepSpeed.
 
     Args:
@@ -40,9 +46,10 @@ def load(module: str, *, why: str) -> Any:
     check_version()
     # Whatever device is chosen is told by nbaccel's own plan, with the reason.
     logging.getLogger("DeepSpeed").addFilter(_is_no_greeting)
-    found = require(module, extra="deepspeed", why=why)
-    building.announce()
-    return found
+    loaded_module = require(module, extra="deepspeed", why=why)
+    build_notice.announce()
+    private_api.warn_of_missing()
+    return loaded_module
 
 
 def check_version() -> None:
@@ -51,9 +58,9 @@ def check_version() -> None:
     Raises:
         MissingBackend: The one that is installed is too old.
     """
-    installed = _installed()
-    if installed is not None and (told := refusal(installed)):
-        raise MissingBackend(told, name="deepspeed")
+    installed_version = _installed_version()
+    if installed_version is not None and (refusal_text := refusal(installed_version)):
+        raise MissingBackend(refusal_text, name="deepspeed")
 
 
 def refusal(version: str) -> str:
@@ -65,32 +72,43 @@ def refusal(version: str) -> str:
     Returns:
         The sentence; empty where it can be used, or nothing can be said of it.
     """
-    numbers = _numbers(version)
-    if numbers is None or numbers >= OLDEST:
+    version_numbers = _version_numbers(version)
+    if version_numbers is None or version_numbers >= OLDEST:
         return ""
-    oldest = ".".join(map(str, OLDEST))
+    oldest_version = ".".join(map(str, OLDEST))
     return (
-        f"DeepSpeed {version} is installed, and nbaccel works with {oldest} and newer. Older ones "
+        f"DeepSpeed {version} is installed, and nbaccel works with {oldest_version} and newer. "
+        "Older ones "
         "leave the optimizer's state and float32 weights out of checkpoints of stage 0 in bf16, "
         "and the oldest cannot be left again. Install a newer one: "
-        f'pip install "deepspeed>={oldest}"'
+        f'pip install "deepspeed>={oldest_version}"'
     )
 
 
 def older_than(*numbers: int) -> str:
     """The version that is installed, where it is older than this one; empty elsewhere."""
-    installed = _installed()
-    found = _numbers(installed) if installed is not None else None
-    return installed if installed and found is not None and found < numbers else ""
+    installed_version = _installed_version()
+    installed_numbers = (
+        _version_numbers(installed_version) if installed_version is not None else None
+    )
+    return (
+        installed_version
+        if installed_version and installed_numbers is not None and installed_numbers < numbers
+        else ""
+    )
 
 
-def _numbers(version: str) -> tuple[int, ...] | None:
-    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
-    return None if found is None else tuple(int(part or 0) for part in found.groups())
+def _version_numbers(version_text: str) -> tuple[int, ...] | None:
+    version_match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version_text)
+    return (
+        None
+        if version_match is None
+        else tuple(int(version_part or 0) for version_part in version_match.groups())
+    )
 
 
 @lru_cache(maxsize=1)
-def _installed() -> str | None:
+def _installed_version() -> str | None:
     """The version that would be imported; None where nothing says it."""
     try:
         return metadata.version("deepspeed")

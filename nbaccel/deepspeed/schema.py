@@ -21,16 +21,23 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from nbaccel._optional import require
-from nbaccel.deepspeed import library
+from nbaccel.deepspeed import library, private_api
 
-__all__ = ["Arguments", "Schema", "deepspeed_schema", "optimizer_arguments", "quiet", "required"]
+__all__ = [
+    "Arguments",
+    "Schema",
+    "deepspeed_schema",
+    "missing_arguments",
+    "optimizer_arguments",
+    "quiet_logger",
+]
 
 # DeepSpeed asks for these only where processes are connected, or by other ways than its reader.
-_ALSO = ("sequence_parallel_size",)
+_UNASKED_KEYS = ("sequence_parallel_size",)
 # Their inner names are the user's own, or are read by parsers that refuse what they do not know.
-_FREE = ("data_efficiency.data_sampling", "data_efficiency.data_routing", "pipeline")
-_STRANGE = "nbaccel asks"
-_ENOUGH = {"train_micro_batch_size_per_gpu": 1}
+_FREE_SECTIONS = ("data_efficiency.data_sampling", "data_efficiency.data_routing", "pipeline")
+_STRANGE_KEY = "nbaccel asks"
+_ENOUGH_SETTINGS = {"train_micro_batch_size_per_gpu": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,40 +91,51 @@ class Schema:
     own_optimizers: tuple[str, ...] = ()
     schedulers: Mapping[str, Arguments] = field(default_factory=dict)
 
-    def places(self, key: str) -> tuple[str, ...]:
+    def places(self, config_key: str) -> tuple[str, ...]:
         """Where a key belongs.
 
         Args:
-            key: A key.
+            config_key: A key.
 
         Returns:
             Paths of the sections that know it.
         """
-        return tuple(path for path, keys in self.sections.items() if key in keys)
+        return tuple(
+            section_path
+            for section_path, known_keys in self.sections.items()
+            if config_key in known_keys
+        )
 
-    def default(self, key: str) -> Default | None:
+    def default(self, config_key: str) -> Default | None:
         """What DeepSpeed takes for a key of one of its models, which drop ``"auto"``.
 
         Args:
-            key: A dotted path.
+            config_key: A dotted path.
 
         Returns:
             The default; None where the key is in no model, or has none.
         """
-        path, _, name = key.rpartition(".")
-        model = self.models.get(path)
+        section_path, _, field_name = config_key.rpartition(".")
+        model = self.models.get(section_path)
         if model is None:
             return None
-        fields = {entry.alias or own: entry for own, entry in model.model_fields.items()}
-        entry = fields.get(name) or model.model_fields.get(name)
-        if entry is None or entry.is_required():
+        fields_by_key = {
+            model_field.alias or own_name: model_field
+            for own_name, model_field in model.model_fields.items()
+        }
+        model_field = fields_by_key.get(field_name) or model.model_fields.get(field_name)
+        if model_field is None or model_field.is_required():
             return None
-        value = entry.get_default(call_default_factory=True)
+        field_default = model_field.get_default(call_default_factory=True)
         # DeepSpeed has an int of its own there, which shows itself with commas.
-        return Default(int(value) if isinstance(value, int) and value > 1 else value)
+        return Default(
+            int(field_default)
+            if isinstance(field_default, int) and field_default > 1
+            else field_default
+        )
 
 
-class _Recorder(dict[str, Any]):
+class _KeyRecorder(dict[str, Any]):
     """A dictionary that writes down every key it is asked for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -141,7 +159,7 @@ class _Recorder(dict[str, Any]):
         """Itself: ``key in holder.keys()`` is a question for a key as well."""
         return self
 
-    def __copy__(self) -> _Recorder:
+    def __copy__(self) -> _KeyRecorder:
         return self
 
 
@@ -155,220 +173,249 @@ def deepspeed_schema() -> Schema:
     Raises:
         MissingBackend: DeepSpeed is not installed.
     """
-    why = "Checking a DeepSpeed configuration"
-    deepspeed = library.load("deepspeed", why=why)
-    reader = library.load("deepspeed.runtime.config", why=why)
-    models: dict[str, type[BaseModel]] = {}
-    sections: dict[str, frozenset[str]] = {}
-    gone = dict(getattr(reader, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {}))
-    inner_gone = dict(getattr(reader, "_REMOVED_ZERO_CONFIG_KEYS", {}))
-    removed = gone | {f"zero_optimization.{key}": text for key, text in inner_gone.items()}
-    with quiet():
-        top = _asked(reader.DeepSpeedConfig, ())
-        sections[""] = frozenset((top | set(_ALSO)) - set(gone))
-        for key in sorted(sections[""]):
-            _look(reader.DeepSpeedConfig, (key,), sections, models)
+    load_reason = "Checking a DeepSpeed configuration"
+    deepspeed = library.load_module("deepspeed", why=load_reason)
+    config_reader = library.load_module("deepspeed.runtime.config", why=load_reason)
+    model_by_path: dict[str, type[BaseModel]] = {}
+    keys_by_path: dict[str, frozenset[str]] = {}
+    removed_keys = private_api.removed_keys(config_reader)
+    with quiet_logger():
+        top_keys = _asked_keys(config_reader.DeepSpeedConfig, ())
+        keys_by_path[""] = frozenset((top_keys | set(_UNASKED_KEYS)) - set(removed_keys))
+        for config_key in sorted(keys_by_path[""]):
+            _look_behind(config_reader.DeepSpeedConfig, (config_key,), keys_by_path, model_by_path)
     return Schema(
         version=str(deepspeed.__version__),
-        sections=MappingProxyType(sections),
-        models=MappingProxyType(models),
-        removed=MappingProxyType(removed),
-        optimizers=(*reader.DEEPSPEED_OPTIMIZERS, *_torch_optimizers()),
-        own_optimizers=tuple(reader.DEEPSPEED_OPTIMIZERS),
-        schedulers=MappingProxyType(dict(_schedulers())),
+        sections=MappingProxyType(keys_by_path),
+        models=MappingProxyType(model_by_path),
+        removed=MappingProxyType(removed_keys),
+        optimizers=(*config_reader.DEEPSPEED_OPTIMIZERS, *_torch_optimizers()),
+        own_optimizers=tuple(config_reader.DEEPSPEED_OPTIMIZERS),
+        schedulers=MappingProxyType(dict(_known_schedulers())),
     )
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet_logger() -> Iterator[None]:
     """DeepSpeed's logger is silent for the length of a block: it logs every configuration."""
     logger = logging.getLogger("DeepSpeed")
-    before = logger.level
+    level_before = logger.level
     logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level_before)
 
 
-def _nested(path: tuple[str, ...], inner: dict[str, Any]) -> dict[str, Any]:
-    for key in reversed(path):
-        inner = {key: inner}
-    return {**_ENOUGH, **inner}
+def _nested_settings(
+    section_path: tuple[str, ...], inner_settings: dict[str, Any]
+) -> dict[str, Any]:
+    for config_key in reversed(section_path):
+        inner_settings = {config_key: inner_settings}
+    return {**_ENOUGH_SETTINGS, **inner_settings}
 
 
-def _asked(reader: Callable[..., Any], path: tuple[str, ...]) -> set[str]:
+def _asked_keys(config_reader: Callable[..., Any], section_path: tuple[str, ...]) -> set[str]:
     """What DeepSpeed asks a plain section for."""
-    asked: set[str] = set()
+    asked_keys: set[str] = set()
     # Some sections are read on only where they have a type, or are turned on.
-    for content, key in (({}, ""), ({"type": "Adam"}, "type"), ({"enabled": True}, "enabled")):
-        if key and key not in asked:
+    for section_content, config_key in (
+        ({}, ""),
+        ({"type": "Adam"}, "type"),
+        ({"enabled": True}, "enabled"),
+    ):
+        if config_key and config_key not in asked_keys:
             continue
-        recorder = _Recorder(content if path else _ENOUGH)
+        key_recorder = _KeyRecorder(section_content if section_path else _ENOUGH_SETTINGS)
         # What it asked before it gave up, over whatever, is what counts.
         with contextlib.suppress(Exception):
-            reader(_nested(path, recorder) if path else recorder)
-        asked |= recorder.asked
-    return asked
+            config_reader(
+                _nested_settings(section_path, key_recorder) if section_path else key_recorder
+            )
+        asked_keys |= key_recorder.asked
+    return asked_keys
 
 
-def _look(
-    reader: Callable[..., Any],
-    path: tuple[str, ...],
-    sections: dict[str, frozenset[str]],
-    models: dict[str, type[BaseModel]],
+def _look_behind(
+    config_reader: Callable[..., Any],
+    section_path: tuple[str, ...],
+    keys_by_path: dict[str, frozenset[str]],
+    model_by_path: dict[str, type[BaseModel]],
 ) -> None:
     """Find out what stands behind a path: a model, a plain section, or a value."""
-    if ".".join(path) in _FREE:
+    if ".".join(section_path) in _FREE_SECTIONS:
         return
-    if model := _model_behind(reader, path):
-        _spread(path, model, sections, models)
+    if model := _model_behind(config_reader, section_path):
+        _spread_model(section_path, model, keys_by_path, model_by_path)
         return
-    asked = _asked(reader, path)
-    if asked - {"enabled"}:  # where that is all, the rest is read by others, and later
-        sections[".".join(path)] = frozenset(asked)
-        for key in sorted(asked):
-            if len(path) < 2 and key not in ("params", "type"):
-                _look(reader, (*path, key), sections, models)
+    asked_keys = _asked_keys(config_reader, section_path)
+    if asked_keys - {"enabled"}:  # where that is all, the rest is read by others, and later
+        keys_by_path[".".join(section_path)] = frozenset(asked_keys)
+        for config_key in sorted(asked_keys):
+            if len(section_path) < 2 and config_key not in ("params", "type"):
+                _look_behind(
+                    config_reader, (*section_path, config_key), keys_by_path, model_by_path
+                )
 
 
-def _model_behind(reader: Callable[..., Any], path: tuple[str, ...]) -> type[BaseModel] | None:
+def _model_behind(
+    config_reader: Callable[..., Any], section_path: tuple[str, ...]
+) -> type[BaseModel] | None:
     try:
-        reader(_nested(path, {_STRANGE: None}))
+        config_reader(_nested_settings(section_path, {_STRANGE_KEY: None}))
     except ValidationError as error:
-        names = {model.__name__: model for model in _all_models()}
-        for detail in error.errors(include_url=False):
-            if detail["type"] == "extra_forbidden" and detail["loc"][-1] == _STRANGE:
-                found = names.get(error.title)
-                for step in detail["loc"][:-1]:
-                    found = dict(_inner_models(found)).get(str(step)) if found else None
-                return found
+        model_names = {model.__name__: model for model in _all_models()}
+        for error_detail in error.errors(include_url=False):
+            if (
+                error_detail["type"] == "extra_forbidden"
+                and error_detail["loc"][-1] == _STRANGE_KEY
+            ):
+                found_model = model_names.get(error.title)
+                for path_step in error_detail["loc"][:-1]:
+                    found_model = (
+                        dict(_inner_models(found_model)).get(str(path_step))
+                        if found_model
+                        else None
+                    )
+                return found_model
     except Exception:  # a section without a model answers in its own way
         return None
     return None
 
 
 def _all_models() -> Iterator[type[BaseModel]]:
-    base = library.load("deepspeed.runtime.config_utils", why="A DeepSpeed model")
-    waiting: list[type[BaseModel]] = list(base.DeepSpeedConfigModel.__subclasses__())
-    while waiting:
-        model = waiting.pop()
+    base_module = library.load_module("deepspeed.runtime.config_utils", why="A DeepSpeed model")
+    waiting_models: list[type[BaseModel]] = list(base_module.DeepSpeedConfigModel.__subclasses__())
+    while waiting_models:
+        model = waiting_models.pop()
         yield model
-        waiting += model.__subclasses__()
+        waiting_models += model.__subclasses__()
 
 
 def _inner_models(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    for name, entry in model.model_fields.items():
-        annotation = entry.annotation
-        for part in (annotation, *getattr(annotation, "__args__", ())):
-            if isinstance(part, type) and issubclass(part, BaseModel):
-                yield entry.alias or name, part
+    for field_name, model_field in model.model_fields.items():
+        field_annotation = model_field.annotation
+        for annotation_part in (field_annotation, *getattr(field_annotation, "__args__", ())):
+            if isinstance(annotation_part, type) and issubclass(annotation_part, BaseModel):
+                yield model_field.alias or field_name, annotation_part
 
 
-def _spread(
-    path: tuple[str, ...],
+def _spread_model(
+    section_path: tuple[str, ...],
     model: type[BaseModel],
-    sections: dict[str, frozenset[str]],
-    models: dict[str, type[BaseModel]],
+    keys_by_path: dict[str, frozenset[str]],
+    model_by_path: dict[str, type[BaseModel]],
 ) -> None:
     """Write down a model and those inside it."""
-    names = {entry.alias or name for name, entry in model.model_fields.items()}
-    sections[".".join(path)] = frozenset(names | set(model.model_fields))
-    models[".".join(path)] = model
-    for key, inner in _inner_models(model):
-        _spread((*path, key), inner, sections, models)
+    key_names = {
+        model_field.alias or field_name for field_name, model_field in model.model_fields.items()
+    }
+    keys_by_path[".".join(section_path)] = frozenset(key_names | set(model.model_fields))
+    model_by_path[".".join(section_path)] = model
+    for config_key, inner_model in _inner_models(model):
+        _spread_model((*section_path, config_key), inner_model, keys_by_path, model_by_path)
 
 
 def _torch_optimizers() -> list[str]:
-    optim = require("torch.optim", extra="", why="A list of optimizers")
+    optim_module = require("torch.optim", extra="", why="A list of optimizers")
     return sorted(
-        name
-        for name, item in vars(optim).items()
-        if isinstance(item, type) and issubclass(item, optim.Optimizer) and name != "Optimizer"
+        class_name
+        for class_name, module_item in vars(optim_module).items()
+        if isinstance(module_item, type)
+        and issubclass(module_item, optim_module.Optimizer)
+        and class_name != "Optimizer"
     )
 
 
-def _schedulers() -> Iterator[tuple[str, Arguments]]:
-    own = library.load("deepspeed.runtime.lr_schedules", why="A schedule")
+def _known_schedulers() -> Iterator[tuple[str, Arguments]]:
+    schedule_module = library.load_module("deepspeed.runtime.lr_schedules", why="A schedule")
     torch_own = require("torch.optim.lr_scheduler", extra="", why="A schedule")
-    for name in own.VALID_LR_SCHEDULES:
-        yield name, _arguments(getattr(own, name))
-    for name, item in sorted(vars(torch_own).items()):
-        if isinstance(item, type) and issubclass(item, torch_own.LRScheduler):
-            yield name, _arguments(item)
+    for schedule_name in schedule_module.VALID_LR_SCHEDULES:
+        yield schedule_name, _arguments_of(getattr(schedule_module, schedule_name))
+    for schedule_name, module_item in sorted(vars(torch_own).items()):
+        if isinstance(module_item, type) and issubclass(module_item, torch_own.LRScheduler):
+            yield schedule_name, _arguments_of(module_item)
 
 
-def _arguments(made: type, *, also: tuple[str, ...] = ()) -> Arguments:
+def _arguments_of(made_class: type, *, further_names: tuple[str, ...] = ()) -> Arguments:
     # The first is what it works on: an optimizer, or parameters.
-    parameters = list(inspect.signature(made).parameters.values())[1:]
-    kinds = {parameter.kind for parameter in parameters}
-    given = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    parameter_list = list(inspect.signature(made_class).parameters.values())[1:]
+    parameter_kinds = {parameter.kind for parameter in parameter_list}
+    given_parameters = [
+        p for p in parameter_list if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
     return Arguments(
-        owner=made.__name__,
-        known=frozenset(p.name for p in given) | frozenset(also),
-        needed=frozenset(p.name for p in given if p.default is p.empty),
-        open=inspect.Parameter.VAR_KEYWORD in kinds,
+        owner=made_class.__name__,
+        known=frozenset(p.name for p in given_parameters) | frozenset(further_names),
+        needed=frozenset(p.name for p in given_parameters if p.default is p.empty),
+        open=inspect.Parameter.VAR_KEYWORD in parameter_kinds,
     )
 
 
 def optimizer_arguments(
-    name: str, params: Mapping[str, Any], *, offloaded: bool
+    optimizer_type: str, given_params: Mapping[str, Any], *, is_offloaded: bool
 ) -> Arguments | None:
     """What the optimizer takes that DeepSpeed makes under a name.
 
     Args:
-        name: As in ``optimizer.type``.
-        params: What is given to it; ``torch_adam`` decides whose Adam it is.
-        offloaded: Whether the optimizer's state is kept on the host.
+        optimizer_type: As in ``optimizer.type``.
+        given_params: What is given to it; ``torch_adam`` decides whose Adam it is.
+        is_offloaded: Whether the optimizer's state is kept on the host.
 
     Returns:
         Its arguments; None where its package is not installed or there is no such optimizer.
     """
-    why = f"The optimizer {name}"
-    low = name.lower()
-    optim = require("torch.optim", extra="", why=why)
+    load_reason = f"The optimizer {optimizer_type}"
+    lower_name = optimizer_type.lower()
+    optim_module = require("torch.optim", extra="", why=load_reason)
 
-    def own(module: str, made: str, *also: str) -> Arguments:
-        found = library.load(f"deepspeed.ops.{module}", why=why)
-        return _arguments(getattr(found, made), also=also)
+    def own(module_name: str, class_name: str, *also: str) -> Arguments:
+        operation_module = library.load_module(f"deepspeed.ops.{module_name}", why=load_reason)
+        return _arguments_of(getattr(operation_module, class_name), further_names=also)
 
-    if low in ("adam", "adamw"):
-        also = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
-        if params.get("torch_adam"):
-            return _arguments(optim.AdamW, also=also)
-        return own("adam", "DeepSpeedCPUAdam" if offloaded else "FusedAdam", *also)
-    if low == "adagrad":
-        return own("adagrad", "DeepSpeedCPUAdagrad") if offloaded else _arguments(optim.Adagrad)
-    if low == "lion":
-        return own("lion", "DeepSpeedCPULion" if offloaded else "FusedLion")
-    if low == "lamb":
+    if lower_name in ("adam", "adamw"):
+        further_names = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+        if given_params.get("torch_adam"):
+            return _arguments_of(optim_module.AdamW, further_names=further_names)
+        return own("adam", "DeepSpeedCPUAdam" if is_offloaded else "FusedAdam", *further_names)
+    if lower_name == "adagrad":
+        return (
+            own("adagrad", "DeepSpeedCPUAdagrad")
+            if is_offloaded
+            else _arguments_of(optim_module.Adagrad)
+        )
+    if lower_name == "lion":
+        return own("lion", "DeepSpeedCPULion" if is_offloaded else "FusedLion")
+    if lower_name == "lamb":
         return own("lamb", "FusedLamb")
-    if low == "muon":
-        return _muon()
-    return _arguments(getattr(optim, name)) if name in vars(optim) else None
+    if lower_name == "muon":
+        return _muon_arguments()
+    return (
+        _arguments_of(getattr(optim_module, optimizer_type))
+        if optimizer_type in vars(optim_module)
+        else None
+    )
 
 
-def _muon() -> Arguments | None:
-    engine = library.load("deepspeed.runtime.engine", why="The optimizer Muon")
-    halves = [
-        getattr(engine.DeepSpeedEngine, name, None)
-        for name in ("_MUON_HALF_KEYS", "_ADAM_HALF_KEYS")
-    ]
-    if not all(halves):
+def _muon_arguments() -> Arguments | None:
+    engine = library.load_module("deepspeed.runtime.engine", why="The optimizer Muon")
+    half_keys = private_api.muon_argument_names(engine.DeepSpeedEngine)
+    if not half_keys:
         return None
-    also = ("muon_lr", "adam_lr", "adam_w_mode", "torch_adam", "fp32_optimizer_states")
-    known = frozenset(key for half in halves for key in half or ()) | frozenset(also)
-    return Arguments(owner="Muon", known=known)
+    further_names = ("muon_lr", "adam_lr", "adam_w_mode", "torch_adam", "fp32_optimizer_states")
+    return Arguments(owner="Muon", known=half_keys | frozenset(further_names))
 
 
-def required(schedule: Arguments, params: Mapping[str, Any]) -> tuple[str, ...]:
+def missing_arguments(
+    schedule_arguments: Arguments, given_params: Mapping[str, Any]
+) -> tuple[str, ...]:
     """Arguments without a default that are not given.
 
     Args:
-        schedule: What the constructor takes.
-        params: What is given to it.
+        schedule_arguments: What the constructor takes.
+        given_params: What is given to it.
 
     Returns:
         Their names.
     """
-    return tuple(sorted(schedule.needed - set(params)))
+    return tuple(sorted(schedule_arguments.needed - set(given_params)))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbaccel import _accelerate, env
+from nbaccel.deepspeed import private_api
 from nbaccel.log import get_logger
 
 __all__ = [
@@ -30,27 +31,7 @@ __all__ = [
 _log = get_logger(__name__)
 # Variables by which libraries talk to themselves: `TrainingArguments(deepspeed=...)` sets
 # ACCELERATE_USE_DEEPSPEED and leaves it there, and the next Trainer uses DeepSpeed unasked.
-_PREFIXES = ("ACCELERATE_", "DEEPSPEED_")
-
-
-# Where `deepspeed.utils.groups` keeps groups and what it derives from them, in 0.17.0 to 0.19.7.
-_GROUPS: dict[str, int | None] = {
-    "_EXPERT_PARALLEL_GROUP": None,
-    "_EXPERT_PARALLEL_GROUP_RANKS": None,
-    "_EXPERT_DATA_PARALLEL_GROUP": None,
-    "_EXPERT_DATA_PARALLEL_GROUP_RANKS": None,
-    "_ALL_TO_ALL_GROUP": None,
-    "_WORLD_GROUP": None,
-    "_ZERO_PARAM_INTRA_PARALLEL_GROUP": None,
-    "_TENSOR_MODEL_PARALLEL_GROUP": None,
-    "_MODEL_PARALLEL_GROUP": None,
-    "_DATA_PARALLEL_GROUP": None,
-    "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE": None,
-    "_MPU_TENSOR_MODEL_PARALLEL_RANK": None,
-    "expert_tensor_parallel_world_size": 1,
-    "mesh_device": None,
-    "mpu": None,
-}
+_VARIABLE_PREFIXES = ("ACCELERATE_", "DEEPSPEED_")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,28 +56,31 @@ def observe() -> Before:
         What :func:`tear_down` needs to know.
     """
     return Before(
-        environ=_library_variables(), accelerate=_accelerate.is_set_up(), hf_config=_hf_config()
+        environ=_library_variables(),
+        accelerate=_accelerate.is_set_up(),
+        hf_config=private_api.hf_config_reference(),
     )
 
 
-def tear_down(before: Before) -> None:
+def tear_down(state_before: Before) -> None:
     """End DeepSpeed's part of this process; the next use starts from nothing.
 
     Engines that are still alive are destroyed: without their process group they cannot train. The
     parameters of ZeRO-3 stay the placeholders that they are.
 
     Args:
-        before: What was observed at the start.
+        state_before: What was observed at the start.
     """
-    with contextlib.ExitStack() as steps:  # run from the last to the first, each in any case
-        steps.callback(gc.collect)
-        steps.callback(_restore_variables, before)
-        steps.callback(_forget_transformers, before)
-        if not before.accelerate:
-            steps.callback(_accelerate.forget)
-        steps.callback(_end_groups)
-        steps.callback(forget_modules)
-        steps.callback(_destroy_engines)
+    with contextlib.ExitStack() as exit_steps:  # run from the last to the first, each in any case
+        exit_steps.callback(gc.collect)
+        exit_steps.callback(_restore_variables, state_before)
+        # While it holds a ZeRO-3 configuration, every model is made of placeholders.
+        exit_steps.callback(private_api.keep_hf_config_reference, state_before.hf_config)
+        if not state_before.accelerate:
+            exit_steps.callback(_accelerate.forget)
+        exit_steps.callback(_end_groups)
+        exit_steps.callback(forget_modules)
+        exit_steps.callback(_destroy_engines)
 
 
 def _destroy_engines() -> None:
@@ -118,120 +102,115 @@ def destroy(engine: Any) -> None:
         engine: DeepSpeed's.
     """
     engine.destroy()
-    engine.destroy = _nothing
+    engine.destroy = _do_nothing
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """What a destroyed engine has left to destroy."""
 
 
 def live_engines() -> list[Any]:
     """All engines of this process, also those that no Accelerator knows."""
-    module = sys.modules.get("deepspeed.runtime.engine")
-    if module is None:
+    engine_module = sys.modules.get("deepspeed.runtime.engine")
+    if engine_module is None:
         return []
-    kind = module.DeepSpeedEngine
+    engine_class = engine_module.DeepSpeedEngine
     # By its type: `isinstance` would ask the object, and some objects of torch warn when asked.
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
+    return [
+        live_object
+        for live_object in gc.get_objects()
+        if issubclass(type(live_object), engine_class)
+    ]
 
 
 def forget_modules() -> None:
     """Empty what keeps the modules of a ZeRO-3 run alive after its engine is gone."""
-    offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
-    if offload is not None:
+    offload_module = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
+    if offload_module is not None:
         # The start of each forward pass appends to it; only the end of a whole one takes away.
-        offload.FWD_MODULE_STACK.clear()
-    coordinator = sys.modules.get("deepspeed.runtime.zero.partitioned_param_coordinator")
-    if coordinator is not None:
+        offload_module.FWD_MODULE_STACK.clear()
+    coordinator_module = sys.modules.get("deepspeed.runtime.zero.partitioned_param_coordinator")
+    if coordinator_module is not None:
         # A cache on a method: its keys are the coordinator and the submodules.
-        for attribute in vars(coordinator.PartitionedParameterCoordinator).values():
-            for cached in _cached_inside(attribute):
-                cached.cache_clear()
+        for class_attribute in vars(coordinator_module.PartitionedParameterCoordinator).values():
+            for cached_function in _cached_inside(class_attribute):
+                cached_function.cache_clear()
 
 
-def _cached_inside(function: Any, depth: int = 3) -> Iterator[Any]:
+def _cached_inside(inspected_function: Any, search_depth: int = 3) -> Iterator[Any]:
     """Functions with a cache, which may lie in the closure of a decorator that names no one."""
-    if hasattr(function, "cache_clear"):
-        yield function
-    if hasattr(function, "cache_clear") or not depth:
+    if hasattr(inspected_function, "cache_clear"):
+        yield inspected_function
+    if hasattr(inspected_function, "cache_clear") or not search_depth:
         return
-    for cell in getattr(function, "__closure__", None) or ():
+    for closure_cell in getattr(inspected_function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # an empty cell
-            if callable(cell.cell_contents):
-                yield from _cached_inside(cell.cell_contents, depth - 1)
+            if callable(closure_cell.cell_contents):
+                yield from _cached_inside(closure_cell.cell_contents, search_depth - 1)
 
 
 def _end_groups() -> None:
     """Destroy all process groups, through DeepSpeed where it knows of them."""
-    distributed = sys.modules.get("torch.distributed")
-    comm: Any = sys.modules.get("deepspeed.comm.comm")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        # Held until last, so that a group's threads are joined without the GIL; see `_backends`.
-        backends = _backends(distributed)
-        destroy: Callable[[], None] = distributed.destroy_process_group
-        if comm is not None and comm.cdb is not None:
-            destroy = comm.destroy_process_group  # it also forgets the groups made from it
-        destroy()
-        del backends
+    distributed_module = sys.modules.get("torch.distributed")
+    comm_module: Any = sys.modules.get("deepspeed.comm.comm")
+    if (
+        distributed_module is not None
+        and distributed_module.is_available()
+        and distributed_module.is_initialized()
+    ):
+        # Held until last: their threads are joined without the GIL, see `_group_backends`.
+        group_backends = _group_backends(distributed_module)
+        destroy_groups: Callable[[], None] = distributed_module.destroy_process_group
+        if comm_module is not None and comm_module.cdb is not None:
+            destroy_groups = (
+                comm_module.destroy_process_group
+            )  # it also forgets the groups made from it
+        destroy_groups()
+        del group_backends
     forget_groups()
 
 
 def forget_groups() -> None:
     """Let DeepSpeed make its groups anew where torch's, from which it made them, are gone."""
-    comm: Any = sys.modules.get("deepspeed.comm.comm")
-    if comm is not None:
-        comm.cdb = None  # it wraps the group that is gone, and would be taken for the next one
-    groups: Any = sys.modules.get("deepspeed.utils.groups")
-    if groups is not None:
-        _release(groups)
+    comm_module: Any = sys.modules.get("deepspeed.comm.comm")
+    if comm_module is not None:
+        comm_module.cdb = (
+            None  # it wraps the group that is gone, and would be taken for the next one
+        )
+    groups_module: Any = sys.modules.get("deepspeed.utils.groups")
+    if groups_module is not None:
+        private_api.forget_group_references(groups_module)
 
 
-def _release(groups: Any) -> None:
-    """Empty DeepSpeed's lists of groups, which only its own `destroy` does, and from 0.19.8 on."""
-    release = getattr(groups, "_release_process_group_references", None)
-    if release is not None:
-        release()
-        return
-    for name, nothing in _GROUPS.items():
-        held = getattr(groups, name, None)
-        if isinstance(held, dict):
-            held.clear()
-        elif held is not None:
-            setattr(groups, name, nothing)
-
-
-def _backends(distributed: Any) -> list[Any]:
+def _group_backends(distributed_module: Any) -> list[Any]:
     """The C++ side of all groups, as Python holds it.
 
     ~ProcessGroupGloo joins a thread that may be waiting for the GIL to drop a finished work. Run
     from the destructor of a ProcessGroup it holds the GIL itself: a deadlock. The handles given
     here release the GIL before they destruct, so they must be the last to go.
     """
-    groups = list(distributed.distributed_c10d._world.pg_map)  # noqa: SLF001 - torch has no list
+    process_groups = list(distributed_module.distributed_c10d._world.pg_map)  # noqa: SLF001 - torch has no list
     return [
-        group._get_backend(device)  # noqa: SLF001 - no public way to it
-        for group in groups
-        if hasattr(group, "_device_types")
-        for device in group._device_types  # noqa: SLF001 - the same
+        process_group._get_backend(device)  # noqa: SLF001 - no public way to it
+        for process_group in process_groups
+        if hasattr(process_group, "_device_types")
+        for device in process_group._device_types  # noqa: SLF001 - the same
     ]
 
 
-def _hf_config() -> Any:
-    module = sys.modules.get("transformers.integrations.deepspeed")
-    return getattr(module, "_hf_deepspeed_config_weak_ref", None)
-
-
-def _forget_transformers(before: Before) -> None:
-    """While it holds a ZeRO-3 configuration, every model is made of placeholders."""
-    module: Any = sys.modules.get("transformers.integrations.deepspeed")
-    if module is not None:
-        module._hf_deepspeed_config_weak_ref = before.hf_config  # noqa: SLF001 - only unset is public
-
-
 def _library_variables() -> dict[str, str]:
-    return {name: value for name, value in env.snapshot().items() if name.startswith(_PREFIXES)}
+    return {
+        variable_name: variable_value
+        for variable_name, variable_value in env.snapshot().items()
+        if variable_name.startswith(_VARIABLE_PREFIXES)
+    }
 
 
-def _restore_variables(before: Before) -> None:
-    now = _library_variables()
-    env.update({name: before.environ.get(name) for name in now.keys() | before.environ.keys()})
+def _restore_variables(state_before: Before) -> None:
+    current_variables = _library_variables()
+    env.update(
+        {
+            variable_name: state_before.environ.get(variable_name)
+            for variable_name in current_variables.keys() | state_before.environ.keys()
+        }
+    )

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from nbaccel.abc.device import Device
-from nbaccel.capabilities import device_row, group_backend
-from nbaccel.units import counted, format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -20,30 +18,37 @@ class CpuDevice(Device):
     """Workers compute on the processor's cores."""
 
     name: ClassVar[str] = "cpu"
+    pins_host_memory: ClassVar[bool] = False
+    has_random_state: ClassVar[bool] = False
 
-    def count(self, inventory: Inventory) -> int:
-        """See :meth:`Device.count`; every core counts."""
-        return inventory.cpu_cores
+    def refusal(self, inventory: Inventory) -> str:
+        """See :meth:`Device.refusal`; never one."""
+        return ""
 
-    def process_group_backend(self, num_local: int, inventory: Inventory) -> str:
-        """See :meth:`Device.process_group_backend`; always gloo."""
-        row = device_row(self.name)
-        return group_backend(row, num_local=num_local, num_devices=self.count(inventory))
+    def is_available(self) -> bool:
+        """See :meth:`DeviceRuntime.is_available`; always."""
+        return True
 
-    def enter_worker(self, local_rank: int) -> None:
-        """See :meth:`Device.enter_worker`; there is nothing to choose."""
+    def random_state(self, index: int | None = None) -> torch.Tensor:
+        """See :meth:`DeviceRuntime.random_state`; the host's."""
+        import torch
+
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: torch.Tensor, index: int | None = None) -> None:
+        """See :meth:`DeviceRuntime.set_random_state`; the host's."""
+        import torch
+
+        torch.set_rng_state(state.cpu())
 
     def torch_device(self, local_rank: int) -> torch.device:
         """See :meth:`Device.torch_device`; the same for all."""
         import torch
 
-        return torch.device("cpu")
+        return torch.device(self.kind)
 
-    def hazards(self) -> tuple[str, ...]:
-        """See :meth:`Device.hazards`; threads and thread pools are judged by the launcher."""
-        return ()
+    def make_current(self, device: torch.device) -> None:
+        """See :meth:`DeviceRuntime.make_current`; there is nothing to choose."""
 
-    def describe(self, inventory: Inventory) -> str:
-        """See :meth:`Device.describe`."""
-        memory = format_bytes(inventory.host_total_bytes)
-        return f"{counted(inventory.cpu_cores, 'core')}, {memory}"
+    def limit_memory(self, limit_bytes: int) -> None:
+        """See :meth:`DeviceRuntime.limit_memory`; the host's memory is limited by the system."""

@@ -8,51 +8,64 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nbaccel.abc.device import Device
-from nbaccel.capabilities import device_row, group_backend
-from nbaccel.units import format_bytes
+from nbaccel.devices import nvml
 
 if TYPE_CHECKING:
     import torch
 
-    from nbaccel.plan.inventory import Inventory
+    from nbaccel.plan.inventory import Gpu, Inventory
 
 __all__ = ["CudaDevice", "driver_in_use"]
 
-_DRIVER = "/libcuda.so"
+_DRIVER_LIBRARY = "/libcuda.so"
 # The driver's own devices, and the one it has under WSL.
-_NODES = ("/dev/nvidia", "/dev/dxg")
+_DEVICE_NODES = ("/dev/nvidia", "/dev/dxg")
 
 
 class CudaDevice(Device):
     """Workers compute on NVIDIA GPUs."""
 
     name: ClassVar[str] = "cuda"
+    after_fork: ClassVar[str] = "a forked worker could not use the GPU at all"
 
-    def count(self, inventory: Inventory) -> int:
-        """See :meth:`Device.count`."""
-        return len(inventory.gpus)
+    def detect(self, environ: Mapping[str, str]) -> dict[str, Any]:
+        """See :meth:`Device.detect`; by NVML."""
+        gpus, note = nvml.find_gpus(environ.get("CUDA_VISIBLE_DEVICES"))
+        return {"gpus": gpus, "gpu_note": note}
 
-    def process_group_backend(self, num_local: int, inventory: Inventory) -> str:
-        """See :meth:`Device.process_group_backend`; nccl unless workers share a GPU."""
-        row = device_row(self.name)
-        return group_backend(row, num_local=num_local, num_devices=self.count(inventory))
+    def units(self, inventory: Inventory) -> tuple[Gpu, ...]:
+        """See :meth:`Device.units`."""
+        return inventory.gpus
 
-    def enter_worker(self, local_rank: int) -> None:
-        """See :meth:`Device.enter_worker`."""
-        import torch
+    def refusal(self, inventory: Inventory) -> str:
+        """See :meth:`Device.refusal`; a GPU is of no use to a torch built for CPUs only."""
+        if not inventory.gpus:
+            return (
+                f'device="cuda" needs a GPU: got a machine without one that can be used '
+                f"({inventory.gpu_note or 'none found'}). Workers would fail in their first CUDA "
+                'call. Give device="cpu", or "auto" to take what there is.'
+            )
+        remedy, built = self.idle_reason(inventory), inventory.torch_version
+        if not remedy:
+            return ""
+        return (
+            f'device="cuda" needs a CUDA build of PyTorch: got torch {built}. '
+            f"Workers would fail in their first CUDA call. {remedy}."
+        )
 
-        torch.cuda.set_device(self.torch_device(local_rank))
-
-    def torch_device(self, local_rank: int) -> torch.device:
-        """See :meth:`Device.torch_device`."""
-        import torch
-
-        # device_count() asks NVML, not CUDA, as long as CUDA is not initialised.
-        return torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
+    def idle_reason(self, inventory: Inventory) -> str:
+        """See :meth:`Device.idle_reason`."""
+        if not inventory.torch_version.endswith("+cpu"):
+            return ""
+        return (
+            f"torch {inventory.torch_version} is built for CPUs only. "
+            "Install a CUDA build of PyTorch"
+        )
 
     def hazards(self) -> tuple[str, ...]:
         """See :meth:`Device.hazards`."""
@@ -70,13 +83,21 @@ class CudaDevice(Device):
             )
         return ()
 
-    def describe(self, inventory: Inventory) -> str:
-        """See :meth:`Device.describe`."""
-        if not inventory.gpus:
-            return f"no GPU ({inventory.gpu_note})" if inventory.gpu_note else "no GPU"
-        return ", ".join(
-            f"{gpu.index}: {gpu.name} ({format_bytes(gpu.total_bytes)})" for gpu in inventory.gpus
-        )
+    def driver_meter(self) -> nvml.Meter | None:
+        """See :meth:`Device.driver_meter`; the driver needs no CUDA context to tell."""
+        return nvml.Meter.open()
+
+    def is_available(self) -> bool:
+        """See :meth:`DeviceRuntime.is_available`."""
+        import torch
+
+        return torch.cuda.is_available()
+
+    def capability(self, device: torch.device) -> tuple[int, int]:
+        """See :meth:`DeviceRuntime.capability`."""
+        import torch
+
+        return torch.cuda.get_device_capability(device)
 
 
 def driver_in_use(process: Path = Path("/proc/self")) -> bool:
@@ -90,10 +111,10 @@ def driver_in_use(process: Path = Path("/proc/self")) -> bool:
         means nothing: torch may map the library, and NVML opens the devices for a moment.
     """
     try:
-        mapped = _DRIVER in (process / "maps").read_text(encoding="utf-8", errors="replace")
+        mapped = _DRIVER_LIBRARY in (process / "maps").read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux
         return False
-    return mapped and any(name.startswith(_NODES) for name in _open_files(process / "fd"))
+    return mapped and any(name.startswith(_DEVICE_NODES) for name in _open_files(process / "fd"))
 
 
 def _open_files(folder: Path) -> list[str]:

@@ -1,1 +1,1 @@
-"""Machines that start worker processes, watch them and bring their work home."""
+"""One launch: `notebook_launcher`, from a plan to results."""

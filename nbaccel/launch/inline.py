@@ -23,30 +23,30 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def run(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+def run_inline(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
     """Call the function here with the environment of a worker, and tidy up after it."""
     __tracebackhide__ = True  # so that what the function raises shows the user's frames
-    address = ports.loopback(plan.config.master_addr)
-    with _reserved_port(address, plan.port) as port, _tidy():
-        topology = Topology(master_addr=address, master_port=port)
-        variables: dict[str, str | None] = dict(
+    store_address = ports.loopback(plan.config.master_addr)
+    with _reserved_port(store_address, plan.port) as store_port, _tidy_process():
+        topology = Topology(master_addr=store_address, master_port=store_port)
+        environment_variables: dict[str, str | None] = dict(
             topology.variables(mixed_precision=plan.config.mixed_precision, device=plan.device)
             | run_variables(plan.config)
         )
         # Nobody serves a store here: rank 0 has to.
-        variables |= {"TORCHELASTIC_USE_AGENT_STORE": None, "FORK_LAUNCHED": None}
-        with env.applied(variables), _own_libraries(args):
+        environment_variables |= {"TORCHELASTIC_USE_AGENT_STORE": None, "FORK_LAUNCHED": None}
+        with env.applied(environment_variables), _own_libraries(args):
             return [function(*args)]
 
 
 @contextlib.contextmanager
-def _reserved_port(host: str, port: int | None) -> Iterator[int]:
+def _reserved_port(host_name: str, store_port: int | None) -> Iterator[int]:
     """A port that is bound but not listened on: ours, and the store can still listen there."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port or 0))
-        yield int(sock.getsockname()[1])
+    address_family = socket.AF_INET6 if ":" in host_name else socket.AF_INET
+    with socket.socket(address_family, socket.SOCK_STREAM) as probe_socket:
+        probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe_socket.bind((host_name, store_port or 0))
+        yield int(probe_socket.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -58,41 +58,45 @@ def _own_libraries(args: tuple[Any, ...]) -> Iterator[None]:
     if _has_group():
         yield
         return
-    modules = _modules(args)
-    before = [
-        (row, _catalog.load(row.observe)(), [_remember(row, module) for module in modules])
-        for row in STRATEGIES
-        if row.shards
+    held_modules = _modules_in(args)
+    state_before = [
+        (
+            strategy_row,
+            _catalog.load_object(strategy_row.observe)(),
+            [_remember_state(strategy_row, held_module) for held_module in held_modules],
+        )
+        for strategy_row in STRATEGIES
+        if strategy_row.shards
     ]
     try:
         yield
     finally:
-        for row, process, remembered in before:
-            if row.library in sys.modules:
-                reader: ShardReader = _catalog.load(row.shards)
-                for module, was in zip(modules, remembered, strict=True):
-                    reader.take_back(module, was)
-                reader.tear_down(process)
+        for strategy_row, own_process, remembered_states in state_before:
+            if strategy_row.library in sys.modules:
+                shard_reader: ShardReader = _catalog.load_object(strategy_row.shards)
+                for held_module, remembered in zip(held_modules, remembered_states, strict=True):
+                    shard_reader.take_back(held_module, remembered)
+                shard_reader.tear_down(own_process)
 
 
-def _modules(args: tuple[Any, ...]) -> list[nn.Module]:
+def _modules_in(args: tuple[Any, ...]) -> list[nn.Module]:
     if "torch" not in sys.modules:
         return []
-    from nbaccel.launch.sharing.find import find_modules
+    from nbaccel.transfer.find_modules import find_modules
 
-    return [module for _, module in find_modules(args)]
+    return [held_module for _, held_module in find_modules(args)]
 
 
-def _remember(row: StrategyRow, module: nn.Module) -> Remembered:
+def _remember_state(strategy_row: StrategyRow, held_module: nn.Module) -> Remembered:
     """What a module is; a library that has been imported may have it, and knows what it was."""
-    if row.library not in sys.modules:
-        return remember(module)
-    reader: ShardReader = _catalog.load(row.shards)
-    return reader.remember(module)
+    if strategy_row.library not in sys.modules:
+        return remember(held_module)
+    shard_reader: ShardReader = _catalog.load_object(strategy_row.shards)
+    return shard_reader.remember(held_module)
 
 
 @contextlib.contextmanager
-def _tidy() -> Iterator[None]:
+def _tidy_process() -> Iterator[None]:
     """Take down what the function set up and left: a process group, Accelerate's shared state."""
     group_before, state_before = _has_group(), _accelerate.is_set_up()
     try:
@@ -105,5 +109,9 @@ def _tidy() -> Iterator[None]:
 
 
 def _has_group() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return bool(distributed and distributed.is_available() and distributed.is_initialized())
+    torch_distributed = sys.modules.get("torch.distributed")
+    return bool(
+        torch_distributed
+        and torch_distributed.is_available()
+        and torch_distributed.is_initialized()
+    )

@@ -13,35 +13,32 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from nbaccel.errors import LaunchTimeout, StartupFailed, WorkerFailed
-from nbaccel.launch import loggers, required, store, wire, worker
-from nbaccel.launch.console import Console
-from nbaccel.launch.dashboard.following import Following
-from nbaccel.launch.edited import tell_of_edits
-from nbaccel.launch.fork import ForkStarter
-from nbaccel.launch.hiring import Surroundings, dismiss, hire, libraries_memory, posts, topologies
-from nbaccel.launch.member import Member
-from nbaccel.launch.outcome import Outcome, conclude
-from nbaccel.launch.packing import Packed, pack
-from nbaccel.launch.sharing import arena
-from nbaccel.launch.sharing.find import find_modules
-from nbaccel.launch.sharing.homecoming import Homecoming
-from nbaccel.launch.starter import Starter
-from nbaccel.launch.supervisor import Supervisor
-from nbaccel.launch.system import uninterrupted
-from nbaccel.launch.template import TemplateStarter, dispose
+from nbaccel.failures.process_death import uninterrupted
+from nbaccel.launch.edited_sources import tell_of_edits
+from nbaccel.launch.launch_supervisor import LaunchSupervisor
+from nbaccel.launch.packing import PackedCall, pack_call
+from nbaccel.output.console import Console
+from nbaccel.output.dashboard.following import DashboardUpdater
 from nbaccel.plan import Plan
-
-_CALLER = 8
-"""Frames from a warning up to the cell: this file's four, the façade's three, the cell."""
+from nbaccel.ports import listen
+from nbaccel.supervision.outcome import CallOutcome, conclude_call
+from nbaccel.transfer import arena
+from nbaccel.transfer.find_modules import find_modules
+from nbaccel.transfer.weight_sync import WeightReceiver
+from nbaccel.workers import messaging, requirements, worker, worker_output
+from nbaccel.workers.fork import ForkStarter
+from nbaccel.workers.start_method import Starter
+from nbaccel.workers.template import TemplateStarter, dispose
+from nbaccel.workers.worker_group import WorkerGroup
 
 _ONE_AT_A_TIME = threading.Lock()  # the template answers one launch at a time
 
 
-def launch(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
+def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> CallOutcome:
     """Run `function(*args)` in the workers of a plan.
 
     Raises:
@@ -50,123 +47,157 @@ def launch(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> O
         WorkerFailed: If a worker raised or died; of the worker's exception type too.
         KeyboardInterrupt: If the notebook was interrupted; all workers have ended.
     """
-    plan = required.prepared(plan)
-    with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
+    plan = requirements.check_requirements(plan)
+    with _one_at_a_time(), contextlib.ExitStack() as clean_up:
         if plan.start_method != "fork":
             tell_of_edits()
-        sharing = arena.share(find_modules(args))
-        packed, plan = pack(plan, function, args, sharing)
-        if packed.fd is not None:
-            stack.callback(os.close, packed.fd)
-        return _attempts(plan, packed)
+        module_sharing = arena.share_modules(find_modules(args))
+        packed_call, plan = pack_call(plan, function, args, module_sharing)
+        if packed_call.fd is not None:
+            clean_up.callback(os.close, packed_call.fd)
+        return _run_attempts(plan, packed_call)
 
 
-def _attempts(plan: Plan, packed: Packed) -> Outcome:
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    if not _ONE_AT_A_TIME.acquire(blocking=False):
+        sys.stderr.write(
+            "nbaccel: another thread of this notebook has begun a launch; this one waits until "
+            "that is over.\n"
+        )
+        _ONE_AT_A_TIME.acquire()
+    try:
+        yield
+    finally:
+        _ONE_AT_A_TIME.release()
+
+
+def _run_attempts(plan: Plan, packed_call: PackedCall) -> CallOutcome:
     """Launch, and launch anew after a failure as often as allowed."""
-    allowed = plan.config.max_restarts
-    for attempt in range(allowed):
+    allowed_restarts = plan.config.max_restarts
+    for attempt_number in range(allowed_restarts):
         try:
-            return _attempt(plan, packed, attempt)
+            return _run_attempt(plan, packed_call, attempt_number)
         except (LaunchTimeout, StartupFailed):
             raise  # the same would happen again, after the same wait
         except WorkerFailed as error:
-            first = str(error).partition("\n")[0]
-            sys.stderr.write(f"nbaccel: {first}. Restart {attempt + 1} of {allowed}.\n")
-    return _attempt(plan, packed, allowed)
+            first_attempt = str(error).partition("\n")[0]
+            sys.stderr.write(
+                f"nbaccel: {first_attempt}. Restart {attempt_number + 1} of {allowed_restarts}.\n"
+            )
+    return _run_attempt(plan, packed_call, allowed_restarts)
 
 
-def _attempt(plan: Plan, packed: Packed, attempt: int) -> Outcome:
-    with contextlib.ExitStack() as stack:
+def _run_attempt(plan: Plan, packed_call: PackedCall, attempt_number: int) -> CallOutcome:
+    with contextlib.ExitStack() as clean_up:
         with uninterrupted():  # until somebody is there to close the staging files
-            homecoming = Homecoming(packed.sharing, packed.arenas if plan.config.share_back else {})
-            stack.callback(homecoming.close, dispose)
-        listener = None
+            weight_receiver = WeightReceiver(
+                packed_call.sharing, packed_call.arenas if plan.config.share_back else {}
+            )
+            clean_up.callback(weight_receiver.close, dispose)
+        store_listener = None
         if plan.config.node_rank == 0:
-            listener = store.listen(plan.master_addr, plan.port)
-            stack.callback(listener.close)
-        watch = _start(stack, plan, packed, homecoming, listener, attempt)
-        watch.run()
-        stopped = f"all {plan.num_processes} workers have been stopped; the model is as it was"
-        return conclude(plan, watch, homecoming, stopped=stopped, stacklevel=_CALLER)
+            store_listener = listen(plan.master_addr, plan.port)
+            clean_up.callback(store_listener.close)
+        worker_group = WorkerGroup(plan, _choose_starter(packed_call))
+        clean_up.callback(worker_group.end)
+        _start_workers(worker_group, packed_call, weight_receiver, store_listener, attempt_number)
+        return conclude_call(
+            plan,
+            _make_supervisor(worker_group).run(),
+            weight_receiver,
+            was_stopped=(
+                f"all {plan.num_processes} workers have been stopped; the model is as it was"
+            ),
+            closing_lines="The notebook's model is as it was before the launch.",
+        )
 
 
 # ------------------------------------------------------------------------- starting
 
 
-def _start(
-    stack: contextlib.ExitStack,
-    plan: Plan,
-    packed: Packed,
-    homecoming: Homecoming,
-    listener: socket.socket | None,
-    attempt: int,
-) -> Supervisor:
-    places = topologies(plan, listener)
-    stack.enter_context(libraries_memory(places))
-    starter = _starter(packed)
-    stack.callback(starter.close)
-    members: list[Member] = []
-    stack.callback(dismiss, starter, members)
-    for place in places:
-        hire(starter, place.rank, members)
-    surroundings = Surroundings.here(
-        {
-            "TORCHELASTIC_RESTART_COUNT": str(attempt),
-            "TORCHELASTIC_MAX_RESTARTS": str(plan.config.max_restarts),
-        }
+def _start_workers(
+    worker_group: WorkerGroup,
+    packed_call: PackedCall,
+    weight_receiver: WeightReceiver,
+    store_listener: socket.socket | None,
+    attempt_number: int,
+) -> None:
+    run_config = worker_group.plan.config
+    num_restarts = {
+        "TORCHELASTIC_RESTART_COUNT": str(attempt_number),
+        "TORCHELASTIC_MAX_RESTARTS": str(run_config.max_restarts),
+    }
+    for worker_assignment in worker_group.start(store_listener, num_restarts):
+        worker_job, file_descriptors = job_of(
+            worker_group.plan, packed_call, weight_receiver, worker_assignment.assignment
+        )
+        worker_assignment.send(worker_job, [*file_descriptors, *worker_assignment.fds])
+    if store_listener is not None:
+        store_listener.close()
+
+
+def _make_supervisor(worker_group: WorkerGroup) -> LaunchSupervisor:
+    run_config, worker_ranks = (
+        worker_group.plan.config,
+        [member.rank for member in worker_group.members],
     )
-    for (post, post_fds), member in zip(
-        posts(plan, places, surroundings, listener), members, strict=True
-    ):
-        job, fds = job_of(plan, packed, homecoming, post)
-        with wire.unless_gone():  # it has died already: its sentinel tells, to the supervisor
-            member.channel.send(job, [*fds, *post_fds])
-    if listener is not None:
-        listener.close()
-    console = Console([p.rank for p in places], template=plan.config.log_line_prefix_template)
-    return Supervisor(
-        starter,
-        members,
-        console=console,
-        timeout_s=plan.config.timeout,
-        following=Following([p.rank for p in places], device=plan.device),
+    return LaunchSupervisor(
+        worker_group,
+        console=Console(worker_ranks, prefix_template=run_config.log_line_prefix_template),
+        timeout_s=run_config.timeout,
+        show=DashboardUpdater(worker_ranks, device_name=worker_group.plan.device),
     )
 
 
-def _starter(packed: Packed) -> Starter:
-    if packed.parcel is not None:
+def _choose_starter(packed_call: PackedCall) -> Starter:
+    if packed_call.parcel is not None:
         return TemplateStarter()
     return ForkStarter(
         worker.Inheritance(
-            call=packed.call,
-            arenas=packed.arenas,
-            arena_fds={key: found.fd for key, found in packed.arenas.items()},
+            call=packed_call.call,
+            arenas=packed_call.arenas,
+            arena_fds={
+                arena_key: found_template.fd
+                for arena_key, found_template in packed_call.arenas.items()
+            },
         )
     )
 
 
 def job_of(
-    plan: Plan, packed: Packed, homecoming: Homecoming, post: wire.Post | None
-) -> tuple[wire.Job, list[int]]:
+    plan: Plan,
+    packed_call: PackedCall,
+    weight_receiver: WeightReceiver,
+    worker_post: messaging.WorkerAssignment | None,
+) -> tuple[messaging.Job, list[int]]:
     """The call as a worker gets it, with the descriptors that belong to it.
 
     Args:
         plan: What was planned.
-        packed: The call.
-        homecoming: Where trained weights go.
-        post: The worker's post; None for one that has it already.
+        packed_call: The call.
+        weight_receiver: Where trained weights go.
+        worker_post: The worker's post; None for one that has it already.
     """
-    staging = homecoming.staging
-    fds = [found.fd for found in packed.arenas.values()]
-    fds += [staging[key] for key in packed.arenas if key in staging]
-    job = wire.Job(
-        post=post,
-        arenas=tuple((key, found.nbytes) for key, found in packed.arenas.items()),
-        parcel=packed.parcel,
-        sources=packed.sources,
-        random_states=post.random_states if post else worker.random_states(),
-        logging=loggers.as_configured(),
+    staging_fds = weight_receiver.staging
+    file_descriptors = [found_template.fd for found_template in packed_call.arenas.values()]
+    file_descriptors += [
+        staging_fds[arena_key] for arena_key in packed_call.arenas if arena_key in staging_fds
+    ]
+    worker_job = messaging.Job(
+        post=worker_post,
+        arenas=tuple(
+            (arena_key, found_template.nbytes)
+            for arena_key, found_template in packed_call.arenas.items()
+        ),
+        parcel=packed_call.parcel,
+        sources=packed_call.sources,
+        random_states=worker_post.random_states if worker_post else worker.seeded_states(),
+        logging=worker_output.as_configured(),
         mixed_precision=plan.config.mixed_precision,
         share_back=plan.config.share_back,
     )
-    return job, fds if packed.fd is None else [*fds, packed.fd]
+    return worker_job, file_descriptors if packed_call.fd is None else [
+        *file_descriptors,
+        packed_call.fd,
+    ]

@@ -10,24 +10,25 @@ from types import FrameType
 
 from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
 
+from nbaccel import ipython_private
 from nbaccel.frames import Frame, cell_number, is_module
-from nbaccel.pool.source import Source
+from nbaccel.pool.cell_source import CellSource
 
-__all__ = ["MAGIC", "Cells", "is_for_us"]
+__all__ = ["CELL_MAGIC", "Cells", "is_for_us"]
 
-MAGIC = "%%accelerate"
+CELL_MAGIC = "%%accelerate"
 
 
-def is_for_us(line: str) -> bool:
+def is_for_us(magic_line: str) -> bool:
     """Whether a line is that of our cell magic."""
-    return line.split(maxsplit=1)[:1] == [MAGIC]
+    return magic_line.split(maxsplit=1)[:1] == [CELL_MAGIC]
 
 
 class Cells:
     """Knows the cell that is being run as it was written."""
 
-    def __init__(self, shell: InteractiveShell) -> None:
-        self._shell = shell
+    def __init__(self, ipython_shell: InteractiveShell) -> None:
+        self._shell = ipython_shell
         self._serial = itertools.count(1)
         self._raw = ""
 
@@ -42,110 +43,113 @@ class Cells:
         self._shell.input_transformers_cleanup.remove(with_a_body)
         self._shell.input_transformers_cleanup.remove(below_comments)
 
-    def source(self, line: str, text: str) -> Source:
+    def source(self, magic_arguments: str, code_text: str) -> CellSource:
         """The record of a cell for the workers; its lines are published in this process, too.
 
         Args:
-            line: What stands behind the magic.
-            text: What stands below it.
+            magic_arguments: What stands behind the magic.
+            code_text: What stands below it.
         """
-        lines, above = self._lines(line, text)
-        count = self._count()
+        shown_lines, lines_above = self._lines(magic_arguments, code_text)
+        execution_count = self._count()
         # Each execution has a name of its own: a function keeps the lines it was made of.
-        name = f"<ipython-input-{count}-accelerate-{next(self._serial)}>"
-        source = Source(
-            text=text,
-            filename=name,
-            cell=tuple(f"{line}\n" for line in lines),
-            first_line=above + 1,
-            count=count,
+        file_name = f"<ipython-input-{execution_count}-accelerate-{next(self._serial)}>"
+        cell_source = CellSource(
+            text=code_text,
+            filename=file_name,
+            cell=tuple(f"{shown_line}\n" for shown_line in shown_lines),
+            first_line=lines_above + 1,
+            count=execution_count,
         )
-        source.publish()
+        cell_source.publish()
         # How IPython says In[7]; before 8 it has the number from the name.
-        getattr(self._shell.compile, "_filename_map", {})[name] = count
-        return source
+        ipython_private.number_cell(self._shell.compile, file_name, execution_count)
+        return cell_source
 
-    def _note(self, info: ExecutionInfo) -> None:
-        self._raw = info.raw_cell or ""
+    def _note(self, execution_info: ExecutionInfo) -> None:
+        self._raw = execution_info.raw_cell or ""
 
     def _count(self) -> int:
         """The number that the running cell is shown with."""
         # IPython 9 counts up before it runs a cell, earlier ones do afterwards. What the cell was
         # compiled under is right in both.
-        numbers = (cell_number(file) for file, _ in _user_lines())
-        found = (number for number in numbers if number is not None)
-        return next(found, int(self._shell.execution_count))
+        cell_numbers = (cell_number(file_name) for file_name, _ in _user_lines())
+        known_numbers = (cell_number_ for cell_number_ in cell_numbers if cell_number_ is not None)
+        return next(known_numbers, int(self._shell.execution_count))
 
-    def _lines(self, line: str, text: str) -> tuple[list[str], int]:
+    def _lines(self, magic_arguments: str, code_text: str) -> tuple[list[str], int]:
         """The cell's lines as the user sees them, and how many stand above the code."""
-        raw, body = self._raw.splitlines(), text.splitlines()
-        while body and not body[-1].strip():
-            body.pop()
-        while raw and not raw[-1].strip():
-            raw.pop()
-        above = len(raw) - len(body)
+        raw_lines, code_lines = self._raw.splitlines(), code_text.splitlines()
+        while code_lines and not code_lines[-1].strip():
+            code_lines.pop()
+        while raw_lines and not raw_lines[-1].strip():
+            raw_lines.pop()
+        lines_above = len(raw_lines) - len(code_lines)
         # IPython drops blank lines at the top, and `%%time` may stand above us. Where the cell
         # that runs does not end in our code, it was called by code: then ours is all there is.
-        if above > 0 and [r.strip() for r in raw[above:]] == [b.strip() for b in body]:
-            return raw, above
-        return [f"{MAGIC} {line}".rstrip(), *body], 1
+        if lines_above > 0 and [raw_line.strip() for raw_line in raw_lines[lines_above:]] == [
+            code_line.strip() for code_line in code_lines
+        ]:
+            return raw_lines, lines_above
+        return [f"{CELL_MAGIC} {magic_arguments}".rstrip(), *code_lines], 1
 
     def as_written(self) -> None:
         """Let errors show our line as it was written, not the call that IPython makes of it."""
-        for name, number in _user_lines():
-            entry = linecache.cache.get(name)
-            if entry is None or len(entry) != 4 or number > len(entry[2]):
+        for file_name, line_number in _user_lines():
+            cache_entry = linecache.cache.get(file_name)
+            if cache_entry is None or len(cache_entry) != 4 or line_number > len(cache_entry[2]):
                 continue
-            shown, raw = list(entry[2]), self._raw.strip("\n").splitlines()
-            call = shown[number - 1]
-            if "run_cell_magic(" in call and any(map(is_for_us, raw)):
-                shown = [f"{line}\n" for line in raw]
-            elif "run_line_magic(" in call and len(shown) == len(raw):
-                shown[number - 1] = f"{raw[number - 1]}\n"
-            entry = (sum(map(len, shown)), None, shown, name)
-            linecache.cache[name] = entry
-            # IPython 7 restores the lines of cells from here whenever the cache is checked.
-            getattr(linecache, "_ipython_cache", {})[name] = entry
+            shown_lines, raw_lines = list(cache_entry[2]), self._raw.strip("\n").splitlines()
+            shown_call = shown_lines[line_number - 1]
+            if "run_cell_magic(" in shown_call and any(map(is_for_us, raw_lines)):
+                shown_lines = [f"{raw_line}\n" for raw_line in raw_lines]
+            elif "run_line_magic(" in shown_call and len(shown_lines) == len(raw_lines):
+                shown_lines[line_number - 1] = f"{raw_lines[line_number - 1]}\n"
+            cache_entry = (sum(map(len, shown_lines)), None, shown_lines, file_name)
+            linecache.cache[file_name] = cache_entry
+            ipython_private.keep_cell_lines(file_name, cache_entry)
 
 
-def below_comments(lines: list[str]) -> list[str]:
+def below_comments(cell_lines: list[str]) -> list[str]:
     """Lets `%%accelerate` stand below comments: IPython knows a magic on the first line only.
 
     Args:
-        lines: The lines of any cell.
+        cell_lines: The lines of any cell.
 
     Returns:
         The same; or the magic first, then the comments, so that the code keeps its line numbers.
     """
-    above = 0
-    while above < len(lines) and lines[above].strip()[:1] in ("", "#"):
-        above += 1
-    if not above or above == len(lines) or not is_for_us(lines[above]):
-        return lines
-    return [lines[above], *lines[:above], *lines[above + 1 :]]
+    lines_above = 0
+    while lines_above < len(cell_lines) and cell_lines[lines_above].strip()[:1] in ("", "#"):
+        lines_above += 1
+    if not lines_above or lines_above == len(cell_lines) or not is_for_us(cell_lines[lines_above]):
+        return cell_lines
+    return [cell_lines[lines_above], *cell_lines[:lines_above], *cell_lines[lines_above + 1 :]]
 
 
-def with_a_body(lines: list[str]) -> list[str]:
+def with_a_body(cell_lines: list[str]) -> list[str]:
     """Gives `%%accelerate` without code a blank line: IPython would not call a magic without one.
 
     Args:
-        lines: The lines of any cell.
+        cell_lines: The lines of any cell.
 
     Returns:
         The same, or with one more.
     """
-    filled = [line for line in lines if line.strip()]
-    return [*lines, "\n"] if len(filled) == 1 and is_for_us(filled[0]) else lines
+    filled_lines = [cell_line for cell_line in cell_lines if cell_line.strip()]
+    return (
+        [*cell_lines, "\n"] if len(filled_lines) == 1 and is_for_us(filled_lines[0]) else cell_lines
+    )
 
 
 def _user_lines() -> Iterator[tuple[str, int]]:
     """File and line of each top-level frame of the user's code that we were called by."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the only way to the frames above
-    while frame is not None:
-        code = frame.f_code
+    user_frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the only way to the frames above
+    while user_frame is not None:
+        frame_code = user_frame.f_code
         if (
-            is_module(code.co_name)
-            and not Frame(file=code.co_filename, line=0, function="").is_library
+            is_module(frame_code.co_name)
+            and not Frame(file=frame_code.co_filename, line=0, function="").is_library
         ):
-            yield code.co_filename, frame.f_lineno
-        frame = frame.f_back
+            yield frame_code.co_filename, user_frame.f_lineno
+        user_frame = user_frame.f_back

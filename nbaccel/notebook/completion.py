@@ -1,20 +1,133 @@
-"""Completion of our lines, and of names that live in workers."""
+"""Completion, `name?` and tooltips: of our lines, and of names that live in workers.
+
+From IPython 8.6 on it takes matchers that see the whole cell. Earlier ones, such as the 7.34 of
+Colab and Kaggle, give a matcher no more than the word at the cursor: there the method behind all
+completions is wrapped.
+"""
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from IPython.core import completer, page
+
+from nbaccel import ipython_private
 from nbaccel.notebook.cells import is_for_us
-from nbaccel.notebook.completer import Matches, ask_also
-from nbaccel.notebook.line import config_names
-from nbaccel.notebook.options import SUBCOMMANDS, Option, find, options_of
+from nbaccel.notebook.magic_line import config_names
+from nbaccel.notebook.options import SUBCOMMANDS, MagicOption, find_option, options_of
 from nbaccel.notebook.session import Session
 
-__all__ = ["Completion"]
+__all__ = ["Ask", "Completion", "Inspection", "Matches", "ask_also"]
 
-_LINE = re.compile(r"^(?P<before>.*?%accelerate[ \t]+)(?P<rest>.*)$")
-_IDENTIFIER = re.compile(r"\w*$")
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matches:
+    """What could stand at the cursor."""
+
+    words: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    """What each is, for the front end: variable, function, ..."""
+    part: str = ""
+    """The text before the cursor that a word replaces."""
+    are_all: bool = False
+    """Whether nothing else makes sense there."""
+
+
+Ask = Callable[[str, int, int], Matches]
+"""Called with the cell's text, the cursor's line (from 0) and its column."""
+
+
+def ask_also(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
+    """Let a shell's completer ask us, too.
+
+    Args:
+        shell_completer: The shell's `IPCompleter`.
+        ask_matches: What knows our completions.
+
+    Returns:
+        What takes it back.
+    """
+    return (_add_matcher if hasattr(completer, "context_matcher") else _wrap_complete)(
+        shell_completer, ask_matches
+    )
+
+
+def _add_matcher(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
+    """IPython 8.6 and later."""
+
+    @completer.context_matcher(identifier="nbaccel")  # type: ignore[untyped-decorator]
+    def matcher(context: completer.CompletionContext) -> completer.SimpleMatcherResult:
+        our_matches = ask_matches(context.full_text, context.cursor_line, context.cursor_position)
+        return completer.SimpleMatcherResult(
+            completions=[
+                completer.SimpleCompletion(text=matched_word, type=word_kind or None)
+                for matched_word, word_kind in zip(
+                    our_matches.words, our_matches.kinds, strict=False
+                )
+            ],
+            matched_fragment=our_matches.part,
+            suppress=our_matches.are_all,
+        )
+
+    shell_completer.custom_matchers.append(matcher)
+    return lambda: shell_completer.custom_matchers.remove(matcher)
+
+
+def _wrap_complete(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
+    """IPython before 8.6: text replaced, words, where they are from, and Jedi's."""
+
+    def with_ours(earlier_complete: Callable[..., Any]) -> Callable[..., Any]:
+        def complete(*, cursor_line: int, cursor_pos: int, **more: Any) -> tuple[Any, ...]:
+            cell_text = more.get("full_text")
+            our_matches = Matches()
+            if cell_text and cursor_pos is not None:
+                our_matches = ask_matches(cell_text, cursor_line, cursor_pos)
+            our_words = list(our_matches.words)
+            if our_matches.are_all:
+                return our_matches.part, our_words, ["nbaccel"] * len(our_words), ()
+            their_matches: tuple[Any, ...] = earlier_complete(
+                cursor_line=cursor_line, cursor_pos=cursor_pos, **more
+            )
+            return _join_replacements(our_matches, *their_matches) if our_words else their_matches
+
+        return complete
+
+    return ipython_private.wrap_completions(shell_completer, with_ours)
+
+
+def _join_replacements(
+    our_matches: Matches,
+    their_part: str,
+    their_words: list[str],
+    word_origins: list[str],
+    jedi_matches: Any,
+) -> tuple[str, list[str], list[str], Any]:
+    """Ours and theirs, as replacements of the same text: the longer of the two."""
+    longer_part = max(their_part, our_matches.part, key=len)
+    their_replacements = [
+        longer_part.removesuffix(their_part) + matched_word for matched_word in their_words
+    ]
+    our_replacements = [
+        longer_part.removesuffix(our_matches.part) + matched_word
+        for matched_word in our_matches.words
+    ]
+    our_replacements = [
+        matched_word for matched_word in our_replacements if matched_word not in their_replacements
+    ]
+    return (
+        longer_part,
+        [*our_replacements, *their_replacements],
+        ["nbaccel"] * len(our_replacements) + list(word_origins),
+        jedi_matches,
+    )
+
+
+_LINE_MAGIC = re.compile(r"^(?P<before>.*?%accelerate[ \t]+)(?P<rest>.*)$")
+_LAST_IDENTIFIER = re.compile(r"\w*$")
 
 
 class Completion:
@@ -33,94 +146,211 @@ class Completion:
         if self._ask_no_more is not None:
             self._ask_no_more()
 
-    def _matches(self, text: str, cursor_line: int, cursor: int) -> Matches:
-        lines = text.split("\n")
-        magic = next((n for n, line in enumerate(lines) if line.strip()), 0)
-        while magic + 1 < len(lines) and lines[magic].startswith("%%"):
-            if is_for_us(lines[magic]):
+    def _matches(self, cell_text: str, cursor_line: int, cursor_column: int) -> Matches:
+        cell_lines = cell_text.split("\n")
+        magic_row = next(
+            (line_index for line_index, cell_line in enumerate(cell_lines) if cell_line.strip()), 0
+        )
+        while magic_row + 1 < len(cell_lines) and cell_lines[magic_row].startswith("%%"):
+            if is_for_us(cell_lines[magic_row]):
                 break
-            magic += 1  # `%%time` above us
-        line = lines[cursor_line][:cursor]
-        if is_for_us(lines[magic]) and cursor_line > magic:
-            return self._in_workers(lines[magic + 1 :], cursor_line - magic - 1, cursor)
-        if is_for_us(lines[magic]) and cursor_line == magic:
-            rest = line.partition("accelerate")[2]
-            return self._words(rest, "") if rest[:1].isspace() else Matches()
-        found = _LINE.match(line)
-        if found is None or not _is_statement(found["before"]):
+            magic_row += 1  # `%%time` above us
+        cell_line = cell_lines[cursor_line][:cursor_column]
+        if is_for_us(cell_lines[magic_row]) and cursor_line > magic_row:
+            return self._in_workers(
+                cell_lines[magic_row + 1 :], cursor_line - magic_row - 1, cursor_column
+            )
+        if is_for_us(cell_lines[magic_row]) and cursor_line == magic_row:
+            typed_options = cell_line.partition("accelerate")[2]
+            return self._words(typed_options, "") if typed_options[:1].isspace() else Matches()
+        line_match = _LINE_MAGIC.match(cell_line)
+        if line_match is None or not _is_statement(line_match["before"]):
             return Matches()
-        word, blank, rest = found["rest"].partition(" ")
-        if not blank:
-            names = [sub.name for sub in SUBCOMMANDS]
-            return _result(_beginning(names, word), word, kind="magic")
-        known = word in {sub.name for sub in SUBCOMMANDS}
-        return self._words(rest, word) if known else Matches()
+        typed_subcommand, blank_after, typed_options = line_match["rest"].partition(" ")
+        if not blank_after:
+            subcommand_names = [subcommand_.name for subcommand_ in SUBCOMMANDS]
+            return _final_matches(
+                _words_beginning(subcommand_names, typed_subcommand),
+                typed_subcommand,
+                word_kind="magic",
+            )
+        is_known = typed_subcommand in {subcommand_.name for subcommand_ in SUBCOMMANDS}
+        return self._words(typed_options, typed_subcommand) if is_known else Matches()
 
-    def _words(self, rest: str, subcommand: str) -> Matches:
+    def _words(self, typed_options: str, subcommand: str) -> Matches:
         """What can stand at the end of a line's options."""
-        options = options_of(subcommand)
-        *before, last = re.split(r"\s+", rest.lstrip()) or [""]
-        flag, equals, part = last.partition("=")
-        if equals and (option := find(options, flag)) and option.value:
-            return self._values(option, part)
-        previous = find(options, before[-1]) if before else None
-        if previous is not None and previous.value:
-            return self._values(previous, last)
-        if subcommand in ("pull", "push") and not last.startswith("-"):
-            part = last.rpartition(",")[2]
-            names = self._worker_names(part) if subcommand == "pull" else self._own_names()
-            return _result(_beginning(names, part), part, kind="variable")
-        written = {option.name for word in before if (option := find(options, word))}
-        flags = [
-            flag
-            for option in options
-            if option.name not in written
-            for flag in (*option.flags, option.negative)
-            if flag.startswith("--")
+        magic_options = options_of(subcommand)
+        *words_before, last_word = re.split(r"\s+", typed_options.lstrip()) or [""]
+        typed_flag, equals_sign, typed_part = last_word.partition("=")
+        if (
+            equals_sign
+            and (magic_option := find_option(magic_options, typed_flag))
+            and magic_option.value
+        ):
+            return self._values(magic_option, typed_part)
+        previous_option = find_option(magic_options, words_before[-1]) if words_before else None
+        if previous_option is not None and previous_option.value:
+            return self._values(previous_option, last_word)
+        if subcommand in ("pull", "push") and not last_word.startswith("-"):
+            typed_part = last_word.rpartition(",")[2]
+            variable_names = (
+                self._worker_names(typed_part) if subcommand == "pull" else self._own_names()
+            )
+            return _final_matches(
+                _words_beginning(variable_names, typed_part), typed_part, word_kind="variable"
+            )
+        written_options = {
+            magic_option.name
+            for typed_word in words_before
+            if (magic_option := find_option(magic_options, typed_word))
+        }
+        open_flags = [
+            typed_flag
+            for magic_option in magic_options
+            if magic_option.name not in written_options
+            for typed_flag in (*magic_option.flags, magic_option.negative)
+            if typed_flag.startswith("--")
         ]
-        return _result(_beginning(flags, last), last, kind="option")
+        return _final_matches(
+            _words_beginning(open_flags, last_word), last_word, word_kind="option"
+        )
 
-    def _values(self, option: Option, part: str) -> Matches:
-        if option.name == "config":
-            return _result(_beginning(config_names(self._session.shell.user_ns), part), part)
-        if option.name == "out":
-            part = part.rpartition(",")[2]
-            return _result(_beginning(self._worker_names(part), part), part, kind="variable")
-        return _result(_beginning(option.choices, part), part)
+    def _values(self, magic_option: MagicOption, typed_part: str) -> Matches:
+        if magic_option.name == "config":
+            return _final_matches(
+                _words_beginning(config_names(self._session.shell.user_ns), typed_part), typed_part
+            )
+        if magic_option.name == "out":
+            typed_part = typed_part.rpartition(",")[2]
+            return _final_matches(
+                _words_beginning(self._worker_names(typed_part), typed_part),
+                typed_part,
+                word_kind="variable",
+            )
+        return _final_matches(_words_beginning(magic_option.choices, typed_part), typed_part)
 
     def _own_names(self) -> list[str]:
-        shell = self._session.shell
-        hidden = shell.user_ns_hidden
-        return [n for n in shell.user_ns if not n.startswith("_") and n not in hidden]
+        ipython_shell = self._session.shell
+        hidden_names = ipython_shell.user_ns_hidden
+        return [
+            variable_name
+            for variable_name in ipython_shell.user_ns
+            if not variable_name.startswith("_") and variable_name not in hidden_names
+        ]
 
-    def _worker_names(self, part: str) -> list[str]:
-        pool = self._session.pool
-        found = pool.complete(part, len(part)) if pool is not None and part else None
-        return [match for match in found.matches if match.isidentifier()] if found else []
+    def _worker_names(self, typed_part: str) -> list[str]:
+        live_pool = self._session.pool
+        worker_matches = (
+            live_pool.complete(typed_part, len(typed_part))
+            if live_pool is not None and typed_part
+            else None
+        )
+        return (
+            [worker_match for worker_match in worker_matches.matches if worker_match.isidentifier()]
+            if worker_matches
+            else []
+        )
 
-    def _in_workers(self, lines: Sequence[str], cursor_line: int, cursor: int) -> Matches:
-        pool = self._session.pool
-        if pool is None or not self._session.is_live():
+    def _in_workers(
+        self, code_lines: Sequence[str], cursor_line: int, cursor_column: int
+    ) -> Matches:
+        live_pool = self._session.pool
+        if live_pool is None or not self._session.is_live():
             return Matches()
-        code = "\n".join(lines)
-        offset = sum(len(line) + 1 for line in lines[:cursor_line]) + cursor
-        found = pool.complete(code, offset)
-        if found is None:
+        code_text = "\n".join(code_lines)
+        cursor_offset = (
+            sum(len(code_line) + 1 for code_line in code_lines[:cursor_line]) + cursor_column
+        )
+        worker_matches = live_pool.complete(code_text, cursor_offset)
+        if worker_matches is None:
             return Matches()
-        kinds = tuple(found.types or [""] * len(found.matches))
-        return Matches(words=tuple(found.matches), kinds=kinds, part=code[found.start : offset])
+        match_kinds = tuple(worker_matches.types or [""] * len(worker_matches.matches))
+        return Matches(
+            words=tuple(worker_matches.matches),
+            kinds=match_kinds,
+            part=code_text[worker_matches.start : cursor_offset],
+        )
 
 
-def _is_statement(before: str) -> bool:
+def _is_statement(text_before: str) -> bool:
     """Whether the magic stands where a statement or an assignment's value does."""
-    head = before.rpartition("%accelerate")[0].strip()
-    return not head or bool(re.fullmatch(r"[\w.,\s]+=", head))
+    statement_head = text_before.rpartition("%accelerate")[0].strip()
+    return not statement_head or bool(re.fullmatch(r"[\w.,\s]+=", statement_head))
 
 
-def _beginning(words: Iterable[str], part: str) -> list[str]:
-    return [word for word in words if word.startswith(part)]
+def _words_beginning(candidate_words: Iterable[str], typed_part: str) -> list[str]:
+    return [
+        candidate_word
+        for candidate_word in candidate_words
+        if candidate_word.startswith(typed_part)
+    ]
 
 
-def _result(words: Sequence[str], part: str, *, kind: str = "text") -> Matches:
+def _final_matches(
+    matched_words: Sequence[str], typed_part: str, *, word_kind: str = "text"
+) -> Matches:
     """On a line of ours nobody else has anything to add."""
-    return Matches(words=tuple(words), kinds=(kind,) * len(words), part=part, are_all=bool(words))
+    return Matches(
+        words=tuple(matched_words),
+        kinds=(word_kind,) * len(matched_words),
+        part=typed_part,
+        are_all=bool(matched_words),
+    )
+
+
+class Inspection:
+    """Asks the workers where the notebook's shell does not know a name."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._restore_inspect: Callable[[], None] = lambda: None
+
+    def load(self) -> None:
+        """Stand in front of the shell's own methods."""
+        ipython_shell = self._session.shell
+        vars(ipython_shell)["object_inspect_mime"] = self._mime(ipython_shell.object_inspect_mime)
+        self._restore_inspect = ipython_private.inspect_also(ipython_shell, self._shown)
+
+    def unload(self) -> None:
+        """Step aside: the class's methods are found again."""
+        vars(self._session.shell).pop("object_inspect_mime", None)
+        self._restore_inspect()
+
+    def _mime(self, shell_method: Callable[..., Any]) -> Callable[..., Any]:
+        def object_inspect_mime(oname: str, detail_level: int = 0, **more: Any) -> Any:
+            try:
+                return shell_method(oname, detail_level, **more)
+            except KeyError:
+                mime_bundle = self._ask(oname, detail_level)
+                if mime_bundle is None:
+                    raise
+                return mime_bundle
+
+        return object_inspect_mime
+
+    def _shown(self, shell_inspect: Callable[..., Any]) -> Callable[..., Any]:
+        def inspect(meth: str, oname: str, namespaces: Any = None, **more: Any) -> Any:
+            ipython_shell: Any = self._session.shell
+            is_known = meth != "pinfo" or ipython_shell.object_inspect(oname)["found"]
+            mime_bundle = None if is_known else self._ask(oname, int(more.get("detail_level", 0)))
+            if mime_bundle is None:
+                return shell_inspect(meth, oname, namespaces, **more)
+            page.page(mime_bundle)
+            return None
+
+        return inspect
+
+    def _ask(self, variable_name: str, detail_level: int) -> dict[str, str] | None:
+        live_pool = self._session.pool
+        if live_pool is None or not self._session.is_live() or not variable_name:
+            return None
+        mime_bundle = live_pool.inspect(variable_name, detail_level)
+        if mime_bundle is None:
+            return None
+        plain_text = mime_bundle.get("text/plain", "")
+        # A kernel takes the HTML away again, and must find some.
+        return {
+            "text/html": f"<pre>{html.escape(plain_text)}</pre>",
+            **mime_bundle,
+            "text/plain": plain_text,
+        }

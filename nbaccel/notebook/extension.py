@@ -6,38 +6,37 @@ import atexit
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbaccel.launch import warmup
 from nbaccel.notebook.cells import Cells
-from nbaccel.notebook.completion import Completion
+from nbaccel.notebook.completion import Completion, Inspection
 from nbaccel.notebook.hints import Hints
-from nbaccel.notebook.inspection import Inspection
-from nbaccel.notebook.magics import NAME, cell_magic, line_magic
-from nbaccel.notebook.readiness import Readiness
-from nbaccel.notebook.session import Session
+from nbaccel.notebook.magics import MAGIC_NAME, cell_magic, line_magic
+from nbaccel.notebook.session import Readiness, Session
+from nbaccel.workers import template_prestart
 
-__all__ = ["Extension", "load", "unload"]
+__all__ = ["Extension", "load_extension", "unload_extension"]
 
 
 class Extension:
     """All that one shell was given."""
 
-    def __init__(self, shell: InteractiveShell) -> None:
-        self.shell = shell
-        self.session = Session(shell)
-        self._cells = Cells(shell)
+    def __init__(self, ipython_shell: InteractiveShell) -> None:
+        self.shell = ipython_shell
+        self.session = Session(ipython_shell)
+        self._cells = Cells(ipython_shell)
         self._completion = Completion(self.session)
         self._inspection = Inspection(self.session)
         self._hints = Hints(self.session)
-        self._readiness = Readiness(shell)
+        self._readiness = Readiness(ipython_shell)
         self._started_template = False
 
     def load(self) -> None:
         """Give it."""
-        self._started_template = warmup.current() is None
-        warmup.start_ahead()  # so that its imports are done by the time the first cell is run
-        register = self.shell.magics_manager.register_function
-        register(cell_magic(self.session, self._cells), "cell", NAME)
-        register(line_magic(self.session, self._cells), "line", NAME)
+        self._started_template = template_prestart.current() is None
+        # So that its imports are done by the time the first cell is run.
+        template_prestart.start_ahead()
+        register_magic = self.shell.magics_manager.register_function
+        register_magic(cell_magic(self.session, self._cells), "cell", MAGIC_NAME)
+        register_magic(line_magic(self.session, self._cells), "line", MAGIC_NAME)
         self._cells.load()
         self._completion.load()
         self._inspection.load()
@@ -53,20 +52,20 @@ class Extension:
         self._inspection.unload()
         self._completion.unload()
         self._cells.unload()
-        for kind in ("line", "cell"):
-            self.shell.magics_manager.magics[kind].pop(NAME, None)
+        for magic_kind in ("line", "cell"):
+            self.shell.magics_manager.magics[magic_kind].pop(MAGIC_NAME, None)
         self.session.stop()
         if self._started_template:
-            warmup.stop()
+            template_prestart.stop()
 
 
-class _Slot:
+class _ShellSlot:
     """The extension of each shell of this process; there is one shell, but in tests."""
 
     loaded: dict[int, Extension] = {}  # noqa: RUF012 - the one of this process
 
 
-def load(shell: InteractiveShell) -> Extension:
+def load_extension(shell: InteractiveShell) -> Extension:
     """Give a shell the magics, unless it has them.
 
     Args:
@@ -75,19 +74,19 @@ def load(shell: InteractiveShell) -> Extension:
     Returns:
         What it was given.
     """
-    extension = _Slot.loaded.get(id(shell))
+    extension = _ShellSlot.loaded.get(id(shell))
     if extension is None:
         extension = Extension(shell)
         extension.load()
-        _Slot.loaded[id(shell)] = extension
+        _ShellSlot.loaded[id(shell)] = extension
     return extension
 
 
-def unload(shell: InteractiveShell) -> None:
+def unload_extension(shell: InteractiveShell) -> None:
     """Take the magics from a shell, and end its workers.
 
     Args:
         shell: The notebook's shell.
     """
-    if extension := _Slot.loaded.pop(id(shell), None):
+    if extension := _ShellSlot.loaded.pop(id(shell), None):
         extension.unload()

@@ -1,14 +1,18 @@
-"""Where a notebook's own error has to do with the workers, a line below it says so."""
+"""A line below a notebook's own error that has to do with the workers; `%accelerate traceback`."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from nbaccel import frames
 from nbaccel.errors import WorkerFailed
+from nbaccel.failures.failure import FailureRecord, RaisedError
 from nbaccel.notebook.session import Session
+from nbaccel.rendering import coloured
 
-__all__ = ["Hints"]
+__all__ = ["Hints", "failure_text"]
 
 
 class Hints:
@@ -29,16 +33,85 @@ class Hints:
         """Look no more."""
         self._session.shell.events.unregister("post_run_cell", self._look)
 
-    def _look(self, result: Any = None) -> None:
-        error = getattr(result, "error_in_exec", None)
-        if isinstance(error, NameError) and not isinstance(error, WorkerFailed):
-            name = getattr(error, "name", None)
-            if name and name not in self._session.shell.user_ns and self._workers_have(name):
+    def _look(self, cell_result: Any = None) -> None:
+        cell_error = getattr(cell_result, "error_in_exec", None)
+        if isinstance(cell_error, NameError) and not isinstance(cell_error, WorkerFailed):
+            missing_name = getattr(cell_error, "name", None)
+            if (
+                missing_name
+                and missing_name not in self._session.shell.user_ns
+                and self._workers_have(missing_name)
+            ):
                 sys.stderr.write(
-                    f"nbaccel: {name} exists in the workers of %%accelerate. To have it here: "
-                    f"%accelerate pull {name}\n"
+                    f"nbaccel: {missing_name} exists in the workers of %%accelerate. To have it "
+                    f"here: %accelerate pull {missing_name}\n"
                 )
 
-    def _workers_have(self, name: str) -> bool:
-        pool = self._session.pool
-        return pool is not None and self._session.is_live() and pool.inspect(name) is not None
+    def _workers_have(self, variable_name: str) -> bool:
+        live_pool = self._session.pool
+        return (
+            live_pool is not None
+            and self._session.is_live()
+            and live_pool.inspect(variable_name) is not None
+        )
+
+
+_Line = tuple[str, bool]
+"""Its text, and whether it stands out."""
+_LINES_AROUND = 2  # source lines before and after that of a frame which is the user's own
+
+
+def failure_text(failure_records: Sequence[FailureRecord], *, with_colours: bool) -> str:
+    """The whole tracebacks.
+
+    Args:
+        failure_records: What is known of each rank, in order of time.
+        with_colours: Whether the text is coloured (ANSI).
+
+    Returns:
+        The text: first the rank that failed first.
+    """
+    report_lines = [
+        report_line
+        for failure_record in failure_records
+        for report_line in (*_of_rank(failure_record), ("", False))
+    ][:-1]
+    return "\n".join(
+        coloured(line_text, stands_out=is_bold) if with_colours else line_text
+        for line_text, is_bold in report_lines
+    )
+
+
+def _of_rank(failure_record: FailureRecord) -> Iterator[_Line]:
+    yield f"rank {failure_record.rank}:", True
+    if failure_record.raised is not None:
+        yield from _of_error(failure_record.raised)
+        return
+    if failure_record.stack:
+        yield "Stack (most recent call last):", False
+    yield from _of_frames(reversed(failure_record.stack))
+    yield failure_record.headline, True
+
+
+def _of_error(raised_error: RaisedError) -> Iterator[_Line]:
+    if raised_error.cause is not None:
+        yield from _of_error(raised_error.cause)
+        yield from (("", False), ("which led to:", False), ("", False))
+    yield "Traceback (most recent call last):", False
+    yield from _of_frames(raised_error.frames)
+    first_line, *other_lines = raised_error.message.split("\n")
+    yield f"{raised_error.type_name}: {first_line}".rstrip(": "), True
+    yield from ((error_line, False) for error_line in (*other_lines, *raised_error.notes))
+    for part_number, group_part in enumerate(raised_error.parts, 1):
+        yield f"which has, as number {part_number}:", False
+        yield from ((f"  {line_text}", is_bold) for line_text, is_bold in _of_error(group_part))
+
+
+def _of_frames(user_frames: Iterable[frames.Frame]) -> Iterator[_Line]:
+    for stack_frame in user_frames:
+        yield f"  {frames.place(stack_frame)}, in {stack_frame.function}", False
+        lines_around = 0 if stack_frame.is_library else _LINES_AROUND
+        yield from (
+            (source_line, False)
+            for source_line in frames.source(stack_frame, num_around=lines_around)
+        )

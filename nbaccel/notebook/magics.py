@@ -10,30 +10,35 @@ from IPython.display import display
 from nbaccel.config.mistakes import closest
 from nbaccel.errors import ConfigError, WorkerFailed
 from nbaccel.notebook.cells import Cells
-from nbaccel.notebook.line import Line, read
-from nbaccel.notebook.manual import cell_manual, line_manual, subcommand_manual
+from nbaccel.notebook.magic_line import (
+    MagicLine,
+    cell_manual,
+    line_manual,
+    read_magic_line,
+    subcommand_manual,
+)
 from nbaccel.notebook.options import SUBCOMMANDS
 from nbaccel.notebook.session import Session
-from nbaccel.pool.source import Source
+from nbaccel.pool.cell_source import CellSource
 
-__all__ = ["NAME", "cell_magic", "line_magic"]
+__all__ = ["MAGIC_NAME", "cell_magic", "line_magic"]
 
-NAME = "accelerate"
+MAGIC_NAME = "accelerate"
 
 
-def cell_magic(session: Session, cells: Cells) -> Callable[[str, str], None]:
+def cell_magic(session: Session, cell_recorder: Cells) -> Callable[[str, str], None]:
     """The function behind `%%accelerate`.
 
     Args:
         session: The notebook's workers.
-        cells: Knows the cell as it was written.
+        cell_recorder: Knows the cell as it was written.
     """
 
     @no_var_expand
     def accelerate(line: str, cell: str) -> None:
-        cells.as_written()
-        asked = _read(session, line)
-        if asked.help:
+        cell_recorder.as_written()
+        magic_line = _read_line(session, line)
+        if magic_line.help:
             print(cell_manual())
         elif not cell.strip():
             raise ConfigError(
@@ -42,53 +47,53 @@ def cell_magic(session: Session, cells: Cells) -> Callable[[str, str], None]:
                 "%%accelerate --help for the options."
             )
         else:
-            _run(session, asked, cells.source(line, cell))
+            _run_cell(session, magic_line, cell_recorder.source(line, cell))
 
     accelerate.__doc__ = cell_manual()
     return accelerate
 
 
-def line_magic(session: Session, cells: Cells) -> Callable[[str], None]:
+def line_magic(session: Session, cell_recorder: Cells) -> Callable[[str], None]:
     """The function behind `%accelerate`.
 
     Args:
         session: The notebook's workers.
-        cells: Knows the cell as it was written.
+        cell_recorder: Knows the cell as it was written.
     """
-    doers = {
-        "status": _status,
-        "restart": _restart,
-        "stop": _stop,
-        "pull": _pull,
-        "push": _push,
-        "config": _config,
-        "traceback": _traceback,
-        "help": _help,
+    subcommand_actions = {
+        "status": _print_status,
+        "restart": _restart_workers,
+        "stop": _stop_workers,
+        "pull": _pull_names,
+        "push": _push_names,
+        "config": _show_config,
+        "traceback": _print_traceback,
+        "help": _print_help,
     }
 
     @no_var_expand
     def accelerate(line: str) -> None:
-        cells.as_written()
-        word, _, rest = line.strip().partition(" ")
-        if word in ("-h", "--help"):
+        cell_recorder.as_written()
+        typed_word, _, typed_options = line.strip().partition(" ")
+        if typed_word in ("-h", "--help"):
             print(line_manual())
             return
-        name = word or "status"
-        if name not in doers:
-            raise _unknown(name, rest)
-        asked = _read(session, rest, name)
-        if asked.help:
-            print(subcommand_manual(name))
+        subcommand_name = typed_word or "status"
+        if subcommand_name not in subcommand_actions:
+            raise _unknown_subcommand(subcommand_name, typed_options)
+        magic_line = _read_line(session, typed_options, subcommand_name)
+        if magic_line.help:
+            print(subcommand_manual(subcommand_name))
         else:
-            doers[name](session, asked)
+            subcommand_actions[subcommand_name](session, magic_line)
 
     accelerate.__doc__ = line_manual()
     return accelerate
 
 
-def _run(session: Session, line: Line, source: Source) -> None:
+def _run_cell(session: Session, magic_line: MagicLine, cell_source: CellSource) -> None:
     try:
-        session.run(line, source)
+        session.run(magic_line, cell_source)
     except WorkerFailed as error:
         if not isinstance(error, SyntaxError):
             raise
@@ -99,85 +104,95 @@ def _run(session: Session, line: Line, source: Source) -> None:
         ) from error.__cause__
 
 
-def _read(session: Session, text: str, subcommand: str = "") -> Line:
+def _read_line(session: Session, line_text: str, subcommand: str = "") -> MagicLine:
     # A cell's options are compared with the settings of the workers there are; those of a restart
     # go over what `%accelerate config` has settled for it.
-    pool = session.pool
-    live = pool is not None and session.is_live() and not subcommand
-    base = pool.config if pool is not None and live else session.config
-    return read(text, base=base, namespace=session.shell.user_ns, subcommand=subcommand)
+    live_pool = session.pool
+    keeps_workers = live_pool is not None and session.is_live() and not subcommand
+    base_config = live_pool.config if live_pool is not None and keeps_workers else session.config
+    return read_magic_line(
+        line_text, base_config=base_config, namespace=session.shell.user_ns, subcommand=subcommand
+    )
 
 
-def _status(session: Session, line: Line) -> None:
+def _print_status(session: Session, magic_line: MagicLine) -> None:
     if session.pool is None:
         print(session.told_absence())
     else:
         display(session.pool.status())  # type: ignore[no-untyped-call]
 
 
-def _restart(session: Session, line: Line) -> None:
-    session.restart(line)
+def _restart_workers(session: Session, magic_line: MagicLine) -> None:
+    session.restart(magic_line)
 
 
-def _stop(session: Session, line: Line) -> None:
+def _stop_workers(session: Session, magic_line: MagicLine) -> None:
     print("Workers stopped." if session.stop() else "There are no workers to stop.")
 
 
-def _pull(session: Session, line: Line) -> None:
-    print(session.pull(_names(line, "pull", "loss"), line.ranks))
+def _pull_names(session: Session, magic_line: MagicLine) -> None:
+    print(session.pull(_required_names(magic_line, "pull", "loss"), magic_line.ranks))
 
 
-def _push(session: Session, line: Line) -> None:
-    print(session.push(_names(line, "push", "model"), line.ranks))
+def _push_names(session: Session, magic_line: MagicLine) -> None:
+    print(session.push(_required_names(magic_line, "push", "model"), magic_line.ranks))
 
 
-def _config(session: Session, line: Line) -> None:
-    if not (line.given or line.dist):
-        picker = session.open_picker(line.names)
+def _show_config(session: Session, magic_line: MagicLine) -> None:
+    if not (magic_line.given or magic_line.dist):
+        settings_picker = session.open_picker(magic_line.names)
         print(session.told_settings())
-        picker.show()
+        settings_picker.show()
         return
-    if line.names:
+    if magic_line.names:
         raise ConfigError(
-            f"%accelerate config got {', '.join(line.names)} beside options: names are for the "
+            f"%accelerate config got {', '.join(magic_line.names)} beside options: names are for "
+            f"the "
             "memory that its form shows, and with options it shows none. Leave one of them out."
         )
-    session.configure(line)
+    session.configure(magic_line)
     print(session.told_config())
 
 
-def _traceback(session: Session, line: Line) -> None:
-    from nbaccel.launch import verdict  # it brings torch, which a notebook may do without
-    from nbaccel.notebook.tracebacks import told
+def _print_traceback(session: Session, magic_line: MagicLine) -> None:
+    from nbaccel.notebook.hints import failure_text
+    from nbaccel.supervision import outcome  # it brings torch, which a notebook may do without
 
-    records = verdict.latest()
-    if not records:
+    failure_records = outcome.latest_failure()
+    if not failure_records:
         print("No launch and no cell of %%accelerate has failed in this notebook.")
         return
-    colours = str(getattr(session.shell, "colors", "")).lower() != "nocolor"
-    print(told(records, colours=colours))
+    with_colours = str(getattr(session.shell, "colors", "")).lower() != "nocolor"
+    print(failure_text(failure_records, with_colours=with_colours))
 
 
-def _help(session: Session, line: Line) -> None:
+def _print_help(session: Session, magic_line: MagicLine) -> None:
     print(line_manual())
 
 
-def _names(line: Line, word: str, example: str) -> tuple[str, ...]:
-    if line.names:
-        return line.names
+def _required_names(
+    magic_line: MagicLine, subcommand_name: str, example_names: str
+) -> tuple[str, ...]:
+    if magic_line.names:
+        return magic_line.names
     raise ConfigError(
-        f"%accelerate {word} got no names: nothing would be copied. "
-        f"Write for example %accelerate {word} {example}."
+        f"%accelerate {subcommand_name} got no names: nothing would be copied. "
+        f"Write for example %accelerate {subcommand_name} {example_names}."
     )
 
 
-def _unknown(word: str, rest: str) -> ConfigError:
-    if word.startswith("-"):
+def _unknown_subcommand(typed_word: str, typed_options: str) -> ConfigError:
+    if typed_word.startswith("-"):
         return ConfigError(
-            f"%accelerate needs a subcommand before its options: got {word!r}. Nothing says what "
-            f"to do with it. Write %accelerate restart {word} {rest}".rstrip()
+            f"%accelerate needs a subcommand before its options: got {typed_word!r}. Nothing says "
+            f"what "
+            f"to do with it. Write %accelerate restart {typed_word} {typed_options}".rstrip()
             + ", or %%accelerate above the code of a cell."
         )
-    names = [sub.name for sub in SUBCOMMANDS]
-    remedy = closest(word, names) or f" They are: {', '.join(names)}."
-    return ConfigError(f"%accelerate has no subcommand {word!r}: nothing was done.{remedy}")
+    subcommand_names = [subcommand.name for subcommand in SUBCOMMANDS]
+    remedy_text = (
+        closest(typed_word, subcommand_names) or f" They are: {', '.join(subcommand_names)}."
+    )
+    return ConfigError(
+        f"%accelerate has no subcommand {typed_word!r}: nothing was done.{remedy_text}"
+    )

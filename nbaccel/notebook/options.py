@@ -17,19 +17,20 @@ from pydantic import BaseModel
 from nbaccel.config import RunConfig
 
 __all__ = [
-    "OWN",
+    "OWN_OPTIONS",
     "SUBCOMMANDS",
-    "Option",
+    "MagicOption",
     "Subcommand",
-    "find",
+    "find_option",
     "kinds_of",
     "options_of",
-    "settings",
+    "setting_options",
     "words_of",
 ]
 
+
 # Short or usual names beside the setting's own.
-_ALIASES = {
+_FLAG_ALIASES = {
     "num_processes": ("-n",),
     "mixed_precision": ("--precision",),
     "zero_stage": ("--zero",),
@@ -37,7 +38,7 @@ _ALIASES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
+class MagicOption:
     """One option of a magic line.
 
     Attributes:
@@ -85,33 +86,33 @@ class Subcommand:
     names: bool = False
 
 
-OWN: tuple[Option, ...] = (
-    Option(
+OWN_OPTIONS: tuple[MagicOption, ...] = (
+    MagicOption(
         name="ranks",
         flags=("--ranks",),
         value="0,2-3",
         meaning="Only these ranks; the others rest and keep their variables.",
     ),
-    Option(
+    MagicOption(
         name="out",
         flags=("--out",),
         value="NAME[,NAME]",
         meaning="Bring these names into the notebook afterwards: a list by rank each, or the "
         "value itself where --ranks names one.",
     ),
-    Option(
+    MagicOption(
         name="config",
         flags=("--config",),
         value="NAME",
         meaning="Take all settings from a RunConfig of the notebook, or from the config of an "
         "object that has one.",
     ),
-    Option(
+    MagicOption(
         name="dist",
         flags=("--dist",),
         meaning="Join the workers' process group at once, so that torch.distributed is ready.",
     ),
-    Option(
+    MagicOption(
         name="autoreload",
         flags=("--autoreload",),
         value="on|off",
@@ -119,17 +120,17 @@ OWN: tuple[Option, ...] = (
         meaning="Reload source files that changed before each cell, in the workers; "
         "stays until switched off.",
     ),
-    Option(name="help", flags=("-h", "--help"), meaning="Show all options and run nothing."),
+    MagicOption(name="help", flags=("-h", "--help"), meaning="Show all options and run nothing."),
 )
 
-_START = ("config", "dist")
+_START_OPTIONS = ("config", "dist")
 
 SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand(name="status", meaning="What each worker is, has and does. Also without a word."),
     Subcommand(
         name="restart",
         meaning="Start new workers, with these settings changed; variables of the old are lost.",
-        options=("*", *_START),
+        options=("*", *_START_OPTIONS),
     ),
     Subcommand(name="stop", meaning="End the workers; the next cell starts new ones."),
     Subcommand(
@@ -149,7 +150,7 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
         name="config",
         meaning="Pick the settings for the next start; NAMES are a model, and a batch, for the "
         "memory that is shown. With options, change them.",
-        options=("*", *_START),
+        options=("*", *_START_OPTIONS),
         names=True,
     ),
     Subcommand(
@@ -161,12 +162,12 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
 
 
 @cache
-def settings() -> tuple[Option, ...]:
+def setting_options() -> tuple[MagicOption, ...]:
     """An option for each setting of `RunConfig`, in its order."""
-    return tuple(_setting(name) for name in RunConfig.model_fields)
+    return tuple(_setting_option(field_name) for field_name in RunConfig.model_fields)
 
 
-def options_of(subcommand: str = "") -> tuple[Option, ...]:
+def options_of(subcommand: str = "") -> tuple[MagicOption, ...]:
     """The options that a line takes.
 
     Args:
@@ -176,46 +177,58 @@ def options_of(subcommand: str = "") -> tuple[Option, ...]:
         The options, settings first.
     """
     if not subcommand:
-        return (*settings(), *OWN)
-    wanted = next(sub.options for sub in SUBCOMMANDS if sub.name == subcommand)
-    own = tuple(option for option in OWN if option.name in (*wanted, "help"))
-    return (*(settings() if "*" in wanted else ()), *own)
+        return (*setting_options(), *OWN_OPTIONS)
+    option_names = next(
+        each_subcommand.options
+        for each_subcommand in SUBCOMMANDS
+        if each_subcommand.name == subcommand
+    )
+    own_options = tuple(
+        magic_option for magic_option in OWN_OPTIONS if magic_option.name in (*option_names, "help")
+    )
+    return (*(setting_options() if "*" in option_names else ()), *own_options)
 
 
-def find(options: Iterable[Option], flag: str) -> Option | None:
+def find_option(magic_options: Iterable[MagicOption], flag_name: str) -> MagicOption | None:
     """The option that is written so; underscores stand for dashes, as in the setting's name."""
-    word = flag if not flag.startswith("--") else flag.replace("_", "-")
-    for option in options:
-        if word in option.flags or (option.negative and word == option.negative):
-            return option
+    kebab_flag = flag_name if not flag_name.startswith("--") else flag_name.replace("_", "-")
+    for magic_option in magic_options:
+        if kebab_flag in magic_option.flags or (
+            magic_option.negative and kebab_flag == magic_option.negative
+        ):
+            return magic_option
     return None
 
 
-def _setting(name: str) -> Option:
-    field = RunConfig.model_fields[name]
-    kinds = kinds_of(field.annotation)
-    kebab = name.replace("_", "-")
-    is_truth = kinds == (bool,)
-    is_json = any(get_origin(kind) is dict or _is_group(kind) for kind in kinds)
-    words = tuple(map(str, words_of(field.annotation)))
-    meaning = field.description or ""
-    value = "|".join(words) or _metavar(kinds, is_json=is_json, meaning=meaning)
-    return Option(
-        name=name,
-        flags=(*_ALIASES.get(name, ()), f"--{kebab}"),
-        meaning=meaning,
-        value="" if is_truth else value,
-        choices=words,
+def _setting_option(field_name: str) -> MagicOption:
+    model_field = RunConfig.model_fields[field_name]
+    field_kinds = kinds_of(model_field.annotation)
+    kebab_name = field_name.replace("_", "-")
+    is_truth = field_kinds == (bool,)
+    is_json = any(
+        get_origin(field_kind) is dict or _is_group(field_kind) for field_kind in field_kinds
+    )
+    allowed_words = tuple(map(str, words_of(model_field.annotation)))
+    field_meaning = model_field.description or ""
+    value_metavar = "|".join(allowed_words) or _value_metavar(
+        field_kinds, is_json=is_json, field_meaning=field_meaning
+    )
+    return MagicOption(
+        name=field_name,
+        flags=(*_FLAG_ALIASES.get(field_name, ()), f"--{kebab_name}"),
+        meaning=field_meaning,
+        value="" if is_truth else value_metavar,
+        choices=allowed_words,
         is_setting=True,
-        negative=f"--no-{kebab}" if is_truth else "",
-        none=type(None) in _all_kinds(field.annotation),
+        negative=f"--no-{kebab_name}" if is_truth else "",
+        none=type(None) in _all_kinds(model_field.annotation),
         is_json=is_json,
     )
 
 
-def _is_group(kind: Any) -> bool:
+def _is_group(field_kind: Any) -> bool:
     """Whether a setting holds settings of its own."""
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+    return isinstance(field_kind, type) and issubclass(field_kind, BaseModel)
 
 
 def kinds_of(annotation: Any) -> tuple[Any, ...]:
@@ -224,7 +237,9 @@ def kinds_of(annotation: Any) -> tuple[Any, ...]:
     Args:
         annotation: The field's.
     """
-    return tuple(kind for kind in _all_kinds(annotation) if kind is not type(None))
+    return tuple(
+        field_kind for field_kind in _all_kinds(annotation) if field_kind is not type(None)
+    )
 
 
 def words_of(annotation: Any) -> tuple[Any, ...]:
@@ -233,8 +248,12 @@ def words_of(annotation: Any) -> tuple[Any, ...]:
     Args:
         annotation: The field's.
     """
-    lists = [get_args(kind) for kind in kinds_of(annotation) if get_origin(kind) is Literal]
-    return tuple(word for words in lists for word in words)
+    word_lists = [
+        get_args(field_kind)
+        for field_kind in kinds_of(annotation)
+        if get_origin(field_kind) is Literal
+    ]
+    return tuple(allowed_word for word_list in word_lists for allowed_word in word_list)
 
 
 def _all_kinds(annotation: Any) -> tuple[Any, ...]:
@@ -243,9 +262,9 @@ def _all_kinds(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
-def _metavar(kinds: tuple[Any, ...], *, is_json: bool, meaning: str) -> str:
+def _value_metavar(field_kinds: tuple[Any, ...], *, is_json: bool, field_meaning: str) -> str:
     if is_json:
         return "JSON"
-    if meaning.startswith("Seconds"):
+    if field_meaning.startswith("Seconds"):
         return "SECONDS"
-    return "N" if kinds[0] in (int, float) else "TEXT"
+    return "N" if field_kinds[0] in (int, float) else "TEXT"

@@ -16,8 +16,7 @@ from nbaccel._optional import require
 from nbaccel.config import RunConfig, run_config_of
 from nbaccel.notebook.picker.choices import PANELS
 from nbaccel.notebook.picker.model import PickerModel
-from nbaccel.notebook.picker.showing import Showing
-from nbaccel.notebook.picker.texts import static_text
+from nbaccel.notebook.picker.picker_display import PickerDisplay, picker_text
 
 require("traitlets", extra="notebook", why="A picker")  # says what to install
 from traitlets import HasTraits, Instance, observe  # noqa: E402 - see above
@@ -44,7 +43,7 @@ class Picker(HasTraits):
     Attributes:
         config: What is chosen.
 
-    Example:
+    Examples:
         >>> picker = configure(model)
         >>> notebook_launcher(train, (model,), config=picker)
     """
@@ -67,12 +66,12 @@ class Picker(HasTraits):
             config, model=model, sample_batch=sample_batch, inventory=inventory
         )
         super().__init__(config=self._model.config)
-        self._showing = Showing(
+        self._showing = PickerDisplay(
             self._model,
             self._panels,
             is_whole=self._is_whole,
             lock=self._lock,
-            name=uuid.uuid4().hex[:12],
+            class_name=uuid.uuid4().hex[:12],
         )
         self._model.observe(self._follow)
 
@@ -158,7 +157,7 @@ class Picker(HasTraits):
 
     def __str__(self) -> str:
         with self._lock:
-            return static_text(self._model, self._panels)
+            return picker_text(self._model, self._panels)
 
     def _ipython_display_(self) -> None:
         self._showing.show_once()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,21 +12,58 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
-from nbaccel.notebook.line import Line, check_ranks, missing_names, told_ranks
-from nbaccel.notebook.picker.texts import flag
+from nbaccel.notebook.magic_line import MagicLine, check_ranks, missing_names, ranks_as_text
+from nbaccel.notebook.picker.exporters import flag_of
 from nbaccel.plan import Plan
+from nbaccel.pool.cell_source import CellSource
 from nbaccel.pool.planning import plan_pool
-from nbaccel.pool.source import Source
 from nbaccel.pool.states import PoolState
 from nbaccel.units import format_bytes
 
 if TYPE_CHECKING:
     from nbaccel.notebook.pickers import Picker
-    from nbaccel.pool.pool import Pool
+    from nbaccel.pool.worker_pool import Pool
 
-__all__ = ["Session"]
 
-_LIVE = (PoolState.STARTING, PoolState.IDLE, PoolState.RUNNING)
+__all__ = ["Readiness", "Session"]
+
+
+# The pool, and what it asks numpy for at its start: half of a first cell's time.
+_NEEDED_MODULES = ("nbaccel.pool.worker_pool", "numpy.random")
+
+
+class Readiness:
+    """Brings in what starts workers, as soon as the notebook has torch of its own accord.
+
+    Before that it would take seconds, which a notebook that never starts workers need not spend.
+    """
+
+    def __init__(self, ipython_shell: InteractiveShell) -> None:
+        self._shell = ipython_shell
+        self._listens = False
+
+    def load(self) -> None:
+        """Import now if torch is there, else after the cell that imports it."""
+        self._listens = True
+        self._shell.events.register("post_run_cell", self._look)
+        self._look()
+
+    def unload(self) -> None:
+        """Wait no more."""
+        if self._listens:
+            self._listens = False
+            self._shell.events.unregister("post_run_cell", self._look)
+
+    def _look(self, _cell_result: object = None) -> None:
+        if "torch" in sys.modules:
+            self.unload()
+            # What is missing is told by the cell that needs it.
+            with contextlib.suppress(ImportError):
+                for module_name in _NEEDED_MODULES:
+                    importlib.import_module(module_name)
+
+
+_LIVE_STATES = (PoolState.STARTING, PoolState.IDLE, PoolState.RUNNING)
 # What a worker runs where `--autoreload` is given: IPython's own extension, as in a notebook.
 _AUTORELOAD = "%load_ext autoreload\n%autoreload {mode}"
 
@@ -32,13 +72,13 @@ class Session:
     """Starts, uses and ends the pool of a notebook.
 
     Attributes:
-        shell: The notebook's shell.
+        ipython_shell: The notebook's shell.
         pool: The workers, once a cell has asked for some.
         dist: Whether the next workers join their process group at once.
     """
 
-    def __init__(self, shell: InteractiveShell) -> None:
-        self.shell = shell
+    def __init__(self, ipython_shell: InteractiveShell) -> None:
+        self.shell = ipython_shell
         self.pool: Pool | None = None
         self._config = RunConfig()
         self._picker: Picker | None = None
@@ -59,33 +99,33 @@ class Session:
 
     def is_live(self) -> bool:
         """Whether there are workers."""
-        return self.pool is not None and self.pool.state in _LIVE
+        return self.pool is not None and self.pool.state in _LIVE_STATES
 
-    def run(self, line: Line, source: Source) -> None:
+    def run(self, magic_line: MagicLine, cell_source: CellSource) -> None:
         """Run a cell, with workers started where there are none.
 
         Args:
-            line: What its line asks for.
-            source: The cell.
+            magic_line: What its line asks for.
+            cell_source: The cell.
         """
-        pool = self._ready(line)
-        check_ranks(line.ranks, pool.num_processes)
-        self._autoreload(pool, line.autoreload)
-        result = pool.run(source, ranks=line.ranks, out=line.out)
-        if line.out:
-            self._bind(pool, result.out)
+        ready_pool = self._ready(magic_line)
+        check_ranks(magic_line.ranks, ready_pool.num_processes)
+        self._autoreload(ready_pool, magic_line.autoreload)
+        cell_result = ready_pool.run(cell_source, ranks=magic_line.ranks, out=magic_line.out)
+        if magic_line.out:
+            self._bind(ready_pool, cell_result.out)
 
-    def restart(self, line: Line) -> None:
+    def restart(self, magic_line: MagicLine) -> None:
         """Start new workers in the place of the old ones."""
-        pool, dist = self.pool, self.dist or line.dist
-        plan_pool(line.wanted)  # a refusal leaves the old ones as they are
+        old_pool, joins_group = self.pool, self.dist or magic_line.dist
+        plan_pool(magic_line.wanted)  # a refusal leaves the old ones as they are
         self._reloading = None
-        if pool is None or pool.state is PoolState.STOPPED or dist != self.dist:
+        if old_pool is None or old_pool.state is PoolState.STOPPED or joins_group != self.dist:
             self.stop()
-            self._start(line.wanted, dist=dist)
+            self._start(magic_line.wanted, joins_group=joins_group)
         else:
-            pool.restart(line.wanted)
-            self.config = line.wanted
+            old_pool.restart(magic_line.wanted)
+            self.config = magic_line.wanted
 
     def stop(self) -> bool:
         """End the workers.
@@ -93,51 +133,55 @@ class Session:
         Returns:
             Whether there were any.
         """
-        pool = self.pool
-        if pool is None:
+        old_pool = self.pool
+        if old_pool is None:
             return False
-        was_live = pool.state in _LIVE
-        pool.stop()
+        was_live = old_pool.state in _LIVE_STATES
+        old_pool.stop()
         self.pool = self._reloading = None
         return was_live
 
-    def pull(self, names: Sequence[str], ranks: Sequence[int] | None) -> str:
+    def pull(self, variable_names: Sequence[str], ranks: Sequence[int] | None) -> str:
         """Bind names of the workers in the notebook.
 
         Returns:
             What was done.
         """
-        pool = self._living("pulled from", names)
-        check_ranks(ranks, pool.num_processes)
-        self._bind(pool, pool.pull(*names, ranks=ranks))
-        asked = tuple(range(pool.num_processes)) if ranks is None else ranks
+        live_pool = self._living("pulled from", variable_names)
+        check_ranks(ranks, live_pool.num_processes)
+        self._bind(live_pool, live_pool.pull(*variable_names, ranks=ranks))
+        asked_ranks = tuple(range(live_pool.num_processes)) if ranks is None else ranks
         is_value = ranks is not None and len(ranks) == 1
-        shape = "" if is_value else ", a list by rank" + (" each" if len(names) > 1 else "")
-        return f"Pulled {', '.join(names)} from {told_ranks(asked)}{shape}."
+        shape_text = (
+            "" if is_value else ", a list by rank" + (" each" if len(variable_names) > 1 else "")
+        )
+        return f"Pulled {', '.join(variable_names)} from {ranks_as_text(asked_ranks)}{shape_text}."
 
-    def push(self, names: Sequence[str], ranks: Sequence[int] | None) -> str:
+    def push(self, variable_names: Sequence[str], ranks: Sequence[int] | None) -> str:
         """Send names of the notebook to the workers.
 
         Returns:
             What was done.
         """
-        pool = self._living("pushed to", names)
-        check_ranks(ranks, pool.num_processes)
-        missing_names(names, self.shell.user_ns)
-        copied = pool.push(*names, ranks=ranks)
-        asked = tuple(range(pool.num_processes)) if ranks is None else ranks
-        return f"Pushed {', '.join(names)} to {told_ranks(asked)}: {format_bytes(copied)} copied."
+        live_pool = self._living("pushed to", variable_names)
+        check_ranks(ranks, live_pool.num_processes)
+        missing_names(variable_names, self.shell.user_ns)
+        copied_bytes = live_pool.push(*variable_names, ranks=ranks)
+        asked_ranks = tuple(range(live_pool.num_processes)) if ranks is None else ranks
+        sent_names = f"{', '.join(variable_names)} to {ranks_as_text(asked_ranks)}"
+        return f"Pushed {sent_names}: {format_bytes(copied_bytes)} copied."
 
-    def configure(self, line: Line) -> None:
+    def configure(self, magic_line: MagicLine) -> None:
         """Settle what the next start uses."""
-        plan_pool(line.wanted)
-        self.config, self.dist = line.wanted, self.dist or line.dist
+        plan_pool(magic_line.wanted)
+        self.config, self.dist = magic_line.wanted, self.dist or magic_line.dist
 
-    def open_picker(self, names: Sequence[str]) -> Picker:
+    def open_picker(self, variable_names: Sequence[str]) -> Picker:
         """A form for the settings of the next start.
 
         Args:
-            names: The notebook's model, and a batch, for the memory that it shows; may be empty.
+            variable_names: The notebook's model, and a batch, for the memory that it shows; may be
+                empty.
 
         Returns:
             The form. What is picked in it is what the next start uses.
@@ -147,19 +191,24 @@ class Session:
         """
         from nbaccel.notebook.pickers import Picker
 
-        missing_names(names, self.shell.user_ns)
-        if len(names) > 2:
+        missing_names(variable_names, self.shell.user_ns)
+        if len(variable_names) > 2:
             raise ConfigError(
-                f"%accelerate config takes a model and a batch at most: got {', '.join(names)}. "
+                f"%accelerate config takes a model and a batch at most: got "
+                f"{', '.join(variable_names)}. "
                 "Nothing says what the others are for. Write %accelerate config model batch."
             )
-        model, batch, *_ = (*(self.shell.user_ns[name] for name in names), None, None)
-        picker = Picker(self._config, model=model, sample_batch=batch)
+        model, sample_batch, *_ = (
+            *(self.shell.user_ns[variable_name] for variable_name in variable_names),
+            None,
+            None,
+        )
+        new_picker = Picker(self._config, model=model, sample_batch=sample_batch)
         if self._picker is not None:
             self._picker.unobserve(self._picked, "config")
-        picker.observe(self._picked, "config")
-        self._picker = picker
-        return picker
+        new_picker.observe(self._picked, "config")
+        self._picker = new_picker
+        return new_picker
 
     def _picked(self, change: Mapping[str, Any]) -> None:
         self._config = change["new"]
@@ -167,103 +216,128 @@ class Session:
     def told_config(self) -> str:
         """The settings for the next start, and the plan of the workers there are or would be."""
         is_live = self.pool is not None and self.is_live()
-        plan = self.pool.plan if self.pool is not None and is_live else plan_pool(self.config)
-        return f"{self.told_settings()}\n\n{plan.explain()}"
+        pool_plan = self.pool.plan if self.pool is not None and is_live else plan_pool(self.config)
+        return f"{self.told_settings()}\n\n{pool_plan.explain()}"
 
     def told_settings(self) -> str:
         """The settings for the next start, and in what those of the workers there are differ."""
-        told = [f"Next start: {self.config!r}{', process group joined' if self.dist else ''}"]
+        text_lines = [f"Next start: {self.config!r}{', process group joined' if self.dist else ''}"]
         if self.pool is None or not self.is_live():
-            return told[0]
-        if differing := self._differing(self.pool, self.config, tuple(RunConfig.model_fields)):
-            now = ", ".join(f"{name}={_effective(self.pool.plan, name)!r}" for name in differing)
-            told.append(f"The workers run with {now} until %accelerate restart.")
-        return "\n".join(told)
+            return text_lines[0]
+        if differing_names := self._differing(
+            self.pool, self.config, tuple(RunConfig.model_fields)
+        ):
+            current_values = ", ".join(
+                f"{setting_name}={_effective_value(self.pool.plan, setting_name)!r}"
+                for setting_name in differing_names
+            )
+            text_lines.append(f"The workers run with {current_values} until %accelerate restart.")
+        return "\n".join(text_lines)
 
     def told_absence(self) -> str:
         """What there is to say where there are no workers."""
         headline = plan_pool(self.config).headline()
         return f"No workers yet. The first %%accelerate cell starts {headline}."
 
-    def _ready(self, line: Line) -> Pool:
+    def _ready(self, magic_line: MagicLine) -> Pool:
         """The pool that serves a cell with this line."""
-        pool = self.pool
-        if pool is not None and self.is_live():
-            self._refuse_other(pool, line)
-            return pool
-        if line.ranks:
-            check_ranks(line.ranks, plan_pool(line.wanted).num_processes)
+        live_pool = self.pool
+        if live_pool is not None and self.is_live():
+            self._refuse_other(live_pool, magic_line)
+            return live_pool
+        if magic_line.ranks:
+            check_ranks(magic_line.ranks, plan_pool(magic_line.wanted).num_processes)
         self._reloading = None  # whoever runs the cell, those that reloaded are gone
-        if pool is None or pool.state is PoolState.STOPPED:
-            return self._start(line.wanted, dist=self.dist or line.dist)
-        if line.wanted != pool.config:  # broken, and asked for otherwise
-            pool.restart(line.wanted)
-            self.config = line.wanted
-        return pool
+        if live_pool is None or live_pool.state is PoolState.STOPPED:
+            return self._start(magic_line.wanted, joins_group=self.dist or magic_line.dist)
+        if magic_line.wanted != live_pool.config:  # broken, and asked for otherwise
+            live_pool.restart(magic_line.wanted)
+            self.config = magic_line.wanted
+        return live_pool
 
-    def _start(self, config: RunConfig, *, dist: bool) -> Pool:
+    def _start(self, config: RunConfig, *, joins_group: bool) -> Pool:
         plan_pool(config)  # a refusal need not wait for torch
         # Here, not above: this is where torch may come in.
-        from nbaccel.pool.pool import Pool
+        from nbaccel.pool.worker_pool import Pool
 
-        pool = Pool(config=config, namespace=self.shell.user_ns, dist=dist)
-        pool.start()
+        new_pool = Pool(config=config, namespace=self.shell.user_ns, dist=joins_group)
+        new_pool.start()
         # What could not start is not kept for the next start.
-        self.pool, self.config, self.dist = pool, config, dist
-        return pool
+        self.pool, self.config, self.dist = new_pool, config, joins_group
+        return new_pool
 
-    def _refuse_other(self, pool: Pool, line: Line) -> None:
-        differing = self._differing(pool, line.wanted, line.given)
+    def _refuse_other(self, live_pool: Pool, magic_line: MagicLine) -> None:
+        differing_names = self._differing(live_pool, magic_line.wanted, magic_line.given)
         mistakes = [
-            f"The workers run with {name}={_effective(pool.plan, name)!r}: got "
-            f"{getattr(line.wanted, name)!r}. Workers keep their settings as long as they live."
-            for name in differing
+            f"The workers run with "
+            f"{setting_name}={_effective_value(live_pool.plan, setting_name)!r}: got "
+            f"{getattr(magic_line.wanted, setting_name)!r}. Workers keep their settings as long as "
+            f"they live."
+            for setting_name in differing_names
         ]
-        if line.dist and not self.dist:
+        if magic_line.dist and not self.dist:
             mistakes.append(
                 "The workers run with dist=False: got --dist. They have not joined a process group "
                 "at their start."
             )
         if mistakes:
-            flags = " ".join([*(flag(line.wanted, n) for n in differing), *["--dist"] * line.dist])
+            restart_flags = " ".join(
+                [
+                    *(flag_of(magic_line.wanted, setting_name) for setting_name in differing_names),
+                    *["--dist"] * magic_line.dist,
+                ]
+            )
             mistakes[-1] += (
-                f" %accelerate restart {flags} starts others, without the variables of these; or "
+                f" %accelerate restart {restart_flags} starts others, without the variables of "
+                f"these; or "
                 "leave it out here."
             )
             raise ConfigError(*mistakes)
 
     @staticmethod
-    def _differing(pool: Pool, wanted: RunConfig, names: Sequence[str]) -> list[str]:
+    def _differing(
+        live_pool: Pool, wanted_config: RunConfig, setting_names: Sequence[str]
+    ) -> list[str]:
         """Settings that the workers do not have, by what comes of them where the plan chooses."""
-        asked = [name for name in names if getattr(wanted, name) != getattr(pool.config, name)]
-        plan = plan_pool(wanted) if asked else pool.plan
-        return [name for name in asked if _effective(plan, name) != _effective(pool.plan, name)]
+        asked_names = [
+            setting_name
+            for setting_name in setting_names
+            if getattr(wanted_config, setting_name) != getattr(live_pool.config, setting_name)
+        ]
+        wanted_plan = plan_pool(wanted_config) if asked_names else live_pool.plan
+        return [
+            setting_name
+            for setting_name in asked_names
+            if _effective_value(wanted_plan, setting_name)
+            != _effective_value(live_pool.plan, setting_name)
+        ]
 
-    def _bind(self, pool: Pool, values: dict[str, Any]) -> None:
+    def _bind(self, live_pool: Pool, worker_values: dict[str, Any]) -> None:
         """Bind what came from the workers: it is theirs, and no change to be sent back."""
-        self.shell.push(values)  # type: ignore[no-untyped-call]
-        pool.bound_here(tuple(values))
+        self.shell.push(worker_values)  # type: ignore[no-untyped-call]
+        live_pool.bound_here(tuple(worker_values))
 
-    def _living(self, what: str, names: Sequence[str]) -> Pool:
+    def _living(self, wanted_action: str, variable_names: Sequence[str]) -> Pool:
         if self.pool is not None and self.is_live():
             return self.pool
-        told = f" ({self.pool.reason})" if self.pool is not None and self.pool.reason else ""
+        reason_text = f" ({self.pool.reason})" if self.pool is not None and self.pool.reason else ""
         raise ConfigError(
-            f"{', '.join(names)} cannot be {what} workers: there are none{told}. "
+            f"{', '.join(variable_names)} cannot be {wanted_action} workers: there are "
+            f"none{reason_text}. "
             "Run a %%accelerate cell first, or start them with %accelerate restart."
         )
 
-    def _autoreload(self, pool: Pool, wanted: bool | None) -> None:
+    def _autoreload(self, live_pool: Pool, wanted_state: bool | None) -> None:
         """Switch IPython's autoreload in the workers, once for as long as they live."""
-        self._reloads = self._reloads if wanted is None else wanted
-        running = self._reloading is pool
-        if self._reloads == running:
+        self._reloads = self._reloads if wanted_state is None else wanted_state
+        is_running = self._reloading is live_pool
+        if self._reloads == is_running:
             return
-        pool.run(_AUTORELOAD.format(mode=2 if self._reloads else 0))
-        self._reloading = pool if self._reloads else None
+        live_pool.run(_AUTORELOAD.format(mode=2 if self._reloads else 0))
+        self._reloading = live_pool if self._reloads else None
 
 
-def _effective(plan: Plan, name: str) -> Any:
+def _effective_value(plan: Plan, setting_name: str) -> Any:
     """What a setting comes to be in a plan."""
-    decided = {choice.name: choice.value for choice in plan.choices}
-    return decided.get(name, getattr(plan.config, name))
+    decided_values = {plan_choice.name: plan_choice.value for plan_choice in plan.choices}
+    return decided_values.get(setting_name, getattr(plan.config, setting_name))

@@ -1,8 +1,9 @@
-"""What works with what, as the tables of the README."""
+"""What works with what, as the tables of `docs/pages/reference/compatibility.md`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from nbaccel.capabilities import (
     DEVICES,
@@ -11,61 +12,88 @@ from nbaccel.capabilities import (
     START_METHODS,
     STRATEGIES,
     DeviceRow,
+    PrecisionRow,
+    computes_in,
+    strategy_fits,
 )
 
-__all__ = ["README_BEGIN", "README_END", "markdown_table", "readme_matrix"]
+__all__ = ["MATRIX_BEGIN", "MATRIX_END", "compatibility_tables", "markdown_table"]
 
-README_BEGIN = "<!-- capabilities:begin -->"
-README_END = "<!-- capabilities:end -->"
+MATRIX_BEGIN = "<!-- capabilities:begin -->"
+MATRIX_END = "<!-- capabilities:end -->"
 
 
-def readme_matrix() -> str:
-    """The tables of the README, in Markdown.
+def compatibility_tables() -> str:
+    """The tables of the documentation, in Markdown.
 
     Returns:
         What stands between the two markers, without them.
     """
-    precisions = [row.name for row in PRECISIONS]
-    methods = [row.name for row in START_METHODS]
-    matrix = [
+    precision_names = [capability_row.name for capability_row in PRECISIONS]
+    method_names = [capability_row.name for capability_row in START_METHODS]
+    device_rows = [
         [
-            f"`{row.name}`: {row.meaning}",
-            *(_mark(row, name) for name in precisions),
-            *("yes" if name in row.start_methods else "" for name in methods),
+            f"`{capability_row.name}`: {capability_row.meaning}",
+            *(_precision_mark(capability_row, precision) for precision in PRECISIONS),
+            *(
+                _device_mark(capability_row) if row_name in capability_row.start_methods else ""
+                for row_name in method_names
+            ),
         ]
-        for row in DEVICES
+        for capability_row in DEVICES
     ]
-    devices = [row.name for row in DEVICES]
-    strategies = [
+    device_names = [capability_row.name for capability_row in DEVICES]
+    strategy_rows = [
         [
-            f"`{row.name}`: {row.meaning}",
-            *("yes" if name in row.devices else "" for name in devices),
-            *("yes" if name in row.precisions else "" for name in precisions),
+            f"`{capability_row.name}`: {capability_row.meaning}",
+            *(
+                _device_mark(other_row) if strategy_fits(capability_row, other_row) else ""
+                for other_row in DEVICES
+            ),
+            *(
+                "yes" if strategy_fits(capability_row, other_row) else ""
+                for other_row in PRECISIONS
+            ),
         ]
-        for row in STRATEGIES
+        for capability_row in STRATEGIES
     ]
-    rows = [("precision", row.name, row.meaning, row.needs) for row in PRECISIONS]
-    rows += [("strategy", row.name, row.meaning, row.needs) for row in STRATEGIES]
-    rows += [("fp8 backend", row.name, row.meaning, row.needs) for row in FP8_BACKENDS]
-    rows += [("start", row.name, row.meaning, row.needs) for row in START_METHODS]
-    needs = [[kind, f"`{name}`", meaning, text] for kind, name, meaning, text in rows]
+    rows_by_kind: dict[str, Sequence[Any]] = {
+        "precision": PRECISIONS,
+        "strategy": STRATEGIES,
+        "fp8 backend": FP8_BACKENDS,
+        "start": START_METHODS,
+    }
+    need_rows = [
+        [row_kind, f"`{capability_row.name}`", capability_row.meaning, capability_row.needs]
+        for row_kind, capability_rows in rows_by_kind.items()
+        for capability_row in capability_rows
+    ]
     return "\n\n".join(
         [
-            markdown_table(["Device", *_quoted(precisions), *_quoted(methods)], matrix),
-            markdown_table(["Strategy", *_quoted(devices), *_quoted(precisions)], strategies),
-            markdown_table(["Kind", "Name", "Meaning", "Needs"], needs),
+            markdown_table(
+                ["Device", *_code_names(precision_names), *_code_names(method_names)], device_rows
+            ),
+            markdown_table(
+                ["Strategy", *_code_names(device_names), *_code_names(precision_names)],
+                strategy_rows,
+            ),
+            markdown_table(["Kind", "Name", "Meaning", "Needs"], need_rows),
         ]
     )
 
 
-def _quoted(names: Sequence[str]) -> list[str]:
+def _code_names(names: Sequence[str]) -> list[str]:
     return [f"`{name}`" for name in names]
 
 
-def _mark(row: DeviceRow, precision: str) -> str:
-    if precision not in row.precisions:
+def _precision_mark(device: DeviceRow, precision: PrecisionRow) -> str:
+    if not computes_in(device, precision):
         return ""
-    return "slow" if precision in dict(row.slow) else "yes"
+    return "slow" if precision.name in dict(device.slow) else _device_mark(device)
+
+
+def _device_mark(device: DeviceRow) -> str:
+    return "never run" if device.never_run else "yes"
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -78,5 +106,5 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     Returns:
         Text without a line end.
     """
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    all_lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(table_line)} |" for table_line in all_lines)

@@ -9,27 +9,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from nbaccel import _catalog
+from nbaccel.abc.asking import Said, Wanted
 from nbaccel.capabilities import (
+    DEVICES,
+    DeviceRow,
+    Fp8Row,
+    PrecisionRow,
+    computes_in,
     device_row,
+    fp8_backend,
     group_backend,
     precision_row,
     start_method_row,
+    strategy_fits,
     strategy_row,
 )
 from nbaccel.config import RunConfig
-from nbaccel.config.contradictions import elastic_reason
+from nbaccel.config.run_config import elastic_reason
 from nbaccel.errors import ConfigError, PlatformUnsupported
-from nbaccel.plan.inventory import Gpu, Inventory, inspect_machine
-from nbaccel.plan.plan import Choice, Plan
-from nbaccel.units import counted, format_bytes
+from nbaccel.plan.inspecting import inspect_machine
+from nbaccel.plan.inventory import Gpu, Inventory
+from nbaccel.plan.launch_plan import Choice, Plan
+from nbaccel.plan.training import unfit_count
+from nbaccel.units import count_noun, format_bytes
 
 __all__ = ["resolve"]
 
 # What a worker takes before the first tensor: measured 117-134 MiB, beside shared libraries.
 _WORKER_FLOOR_BYTES = 150 * 2**20
 # Where nodes meet unless told otherwise: they cannot agree on a free one.
-_NODES_PORT = 29500
-_ASKED = "asked for"
+_MULTI_NODE_PORT = 29500
+_AS_REQUESTED = "asked for"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,246 +66,342 @@ def resolve(config: RunConfig, inventory: Inventory | None = None) -> Plan:
         PlatformUnsupported: This operating system cannot start separate workers.
     """
     found = inspect_machine() if inventory is None else inventory
-    say = _Findings()
-    device = _device(config, found, say)
-    count = _num_processes(config, found, device)
-    method = _start_method(config, count)
-    threads = _threads(config, found, count, say)
-    backend = _backend(config, found, device, count, say)
-    _check_rendezvous(config, say)
-    port = _port(config if not say.mistakes else RunConfig())
-    precision = _precision(config, found, device, count, say)
-    zero = _zero(config, precision, say)
-    _check_memory(found, count, method, say)
-    _refuse(say, _platform_problem(found, method))
+    findings = _Findings()
+    findings.warnings.extend(found.problems)
+    device = _choose_device(config, found, findings)
+    process_count = _choose_num_processes(config, found, device)
+    start_method = _choose_start_method(config, device, process_count, findings)
+    thread_count = _choose_threads(config, found, process_count, findings)
+    group_backend_choice = _choose_backend(config, found, device, process_count, findings)
+    _check_rendezvous(config, findings)
+    port_choice = _choose_port(config if not findings.mistakes else RunConfig())
+    precision_choice = _choose_precision(config, found, device, process_count, findings)
+    requested_strategy, strategy_choices = _choose_strategy(config, device, process_count, findings)
+    _check_memory(found, process_count, start_method, findings)
+    _refuse_mistakes(findings, _platform_problem(found, start_method))
     return Plan(
         config=config,
         inventory=found,
         device=str(device.value),
-        num_processes=int(count.value),
-        world_size=int(count.value) * config.num_nodes,
-        start_method=str(method.value),
-        threads_per_process=int(threads.value),
-        process_group_backend=str(backend.value),
+        num_processes=int(process_count.value),
+        world_size=int(process_count.value) * config.num_nodes,
+        start_method=str(start_method.value),
+        threads_per_process=int(thread_count.value),
+        process_group_backend=str(group_backend_choice.value),
         master_addr=config.rdzv_endpoint.rpartition(":")[0].strip("[]") or config.master_addr,
-        port=port.value if isinstance(port.value, int) else None,
-        choices=(device, count, method, threads, precision, *zero, backend, port),
-        warnings=tuple(say.warnings),
+        port=port_choice.value if isinstance(port_choice.value, int) else None,
+        strategy="" if requested_strategy is None else requested_strategy.strategy,
+        strategy_headline="" if requested_strategy is None else requested_strategy.headline,
+        choices=(
+            device,
+            process_count,
+            start_method,
+            thread_count,
+            precision_choice,
+            *strategy_choices,
+            group_backend_choice,
+            port_choice,
+        ),
+        warnings=tuple(findings.warnings),
     )
 
 
-def _device(config: RunConfig, found: Inventory, say: _Findings) -> Choice:
-    if config.device == "tpu":
-        say.mistakes.append(_no_tpu(found))
-    if config.device == "cuda" and (problem := _no_cuda(found)):
-        say.mistakes.append(problem)
+def _choose_device(config: RunConfig, found: Inventory, findings: _Findings) -> Choice:
     if config.device != "auto":
-        idle = f"; {_gpus(found)} not used" if config.device == "cpu" and found.gpus else ""
-        return Choice("device", config.device, f"{_ASKED}{idle}")
-    if found.tpu_chips:
-        say.warnings.append(
-            f"{counted(found.tpu_chips, 'TPU chip')} found and not used: this version of nbaccel "
-            "has no TPU backend."
+        if refusal_text := _catalog.known_device(config.device).refusal(found):
+            findings.mistakes.append(refusal_text)
+        if device_row(config.device).never_run:
+            findings.warnings.append(
+                f'device="{config.device}" has never been run with nbaccel: what you see may be '
+                "the first fault. Please report what happens."
+            )
+        return Choice(
+            "device", config.device, f"{_AS_REQUESTED}{_idle_devices_text(config.device, found)}"
         )
-    if found.gpus and _is_cpu_build(found):
-        say.warnings.append(f"{_gpus(found)} found and not used: {_cpu_build_remedy(found)}")
-        return Choice("device", "cpu", f"torch {found.torch_version} cannot use a GPU")
-    if found.gpus:
-        return Choice("device", "cuda", f"{_gpus(found)} found")
-    note = f" ({found.gpu_note})" if found.gpu_note else ""
-    return Choice("device", "cpu", f"no GPU found{note}")
-
-
-def _no_cuda(found: Inventory) -> str:
-    if not found.gpus:
-        return (
-            f'device="cuda" needs a GPU: got a machine without one that can be used '
-            f"({found.gpu_note or 'none found'}). Workers would fail in their first CUDA call. "
-            'Give device="cpu", or "auto" to take what there is.'
-        )
-    if _is_cpu_build(found):
-        return (
-            f'device="cuda" needs a CUDA build of PyTorch: got torch {found.torch_version}. '
-            f"Workers would fail in their first CUDA call. {_cpu_build_remedy(found)}"
-        )
-    return ""
-
-
-def _no_tpu(found: Inventory) -> str:
-    there = (
-        counted(found.tpu_chips, "TPU chip") if found.tpu_chips else "a machine without TPU chips"
+    unused_devices = []
+    for device in _catalog.known_devices():
+        device_row_of, device_units = device.row, device.units(found)
+        if device_units and (idle_reason := device.idle_reason(found)):
+            unused_devices.append(_describe_units(device_row_of, device_units))
+            findings.warnings.append(f"{unused_devices[-1]} found and not used: {idle_reason}.")
+        elif device_units:
+            return Choice(
+                "device",
+                device_row_of.name,
+                f"{_describe_units(device_row_of, device_units)} found",
+            )
+    note_text = f" ({found.gpu_note})" if found.gpu_note else ""
+    none_text = (
+        f"{', '.join(unused_devices)} found and not used"
+        if unused_devices
+        else f"no GPU found{note_text}"
     )
-    return (
-        f'device="tpu" cannot be served: got {there}. This version of nbaccel detects TPUs and '
-        'does not drive them. Give device="cpu", or "auto" to take what there is.'
-    )
+    return Choice("device", DEVICES[0].name, none_text)
 
 
-def _is_cpu_build(found: Inventory) -> bool:
-    return found.torch_version.endswith("+cpu")
+def _idle_devices_text(device_name: str, found: Inventory) -> str:
+    """What is there beside the device that was asked for."""
+    if not device_row(device_name).in_host_memory:
+        return ""
+    other_devices = [(device.row, device.units(found)) for device in _catalog.known_devices()]
+    idle_devices = [
+        _describe_units(other_row, device_units)
+        for other_row, device_units in other_devices
+        if device_units and other_row.name != device_name
+    ]
+    return f"; {', '.join(idle_devices)} not used" if idle_devices else ""
 
 
-def _cpu_build_remedy(found: Inventory) -> str:
-    return f"torch {found.torch_version} is built for CPUs only. Install a CUDA build of PyTorch."
-
-
-def _num_processes(config: RunConfig, found: Inventory, device: Choice) -> Choice:
-    name = "num_processes"
+def _choose_num_processes(config: RunConfig, found: Inventory, device: Choice) -> Choice:
+    setting_name, chosen_row = "num_processes", device_row(str(device.value))
     if config.num_processes is not None:
-        return Choice(name, config.num_processes, _ASKED)
-    if config.start_method == "inline":
-        return Choice(name, 1, 'start_method="inline" is this one process')
-    if device.value == "cuda" and found.gpus:
-        return Choice(name, len(found.gpus), f"one per GPU, {len(found.gpus)} found")
+        return Choice(setting_name, config.num_processes, _AS_REQUESTED)
+    if config.start_method == "inline" or chosen_row.start_methods == ("inline",):
+        return Choice(setting_name, 1, 'start_method="inline" is this one process')
+    if device_units := _catalog.known_device(chosen_row.name).units(found):
+        return Choice(
+            setting_name, len(device_units), f"one per {chosen_row.noun}, {len(device_units)} found"
+        )
     return Choice(
-        name, 1, f"one on CPU; num_processes=2 or more share the {counted(found.cpu_cores, 'core')}"
+        setting_name,
+        1,
+        f"one on {chosen_row.noun}; num_processes=2 or more share the "
+        f"{count_noun(found.cpu_cores, 'core')}",
     )
 
 
-def _start_method(config: RunConfig, count: Choice) -> Choice:
-    name = "start_method"
+def _choose_start_method(
+    config: RunConfig, device: Choice, count: Choice, findings: _Findings
+) -> Choice:
+    setting_name = "start_method"
     if config.start_method != "auto":
-        return Choice(name, config.start_method, _ASKED)
-    if count.value == 1 and config.num_nodes == 1 and config.max_restarts == 0:
-        return Choice(name, "inline", "one worker needs no other process; a debugger works")
-    return Choice(name, "template", "a clean process: safe whatever this notebook has run before")
+        choice = Choice(setting_name, config.start_method, _AS_REQUESTED)
+    elif count.value == 1 and config.num_nodes == 1 and config.max_restarts == 0:
+        choice = Choice(
+            setting_name, "inline", "one worker needs no other process; a debugger works"
+        )
+    else:
+        reason = "a clean process: safe whatever this notebook has run before"
+        choice = Choice(setting_name, "template", reason)
+    chosen_row = device_row(str(device.value))
+    if chosen_row.start_methods and choice.value not in chosen_row.start_methods:
+        findings.mistakes.append(
+            f'start_method="{choice.value}" cannot be had on {chosen_row.name}, whose workers '
+            "start by "
+            f"{', '.join(chosen_row.start_methods)} alone. Give num_processes=1 and "
+            f'start_method="{chosen_row.start_methods[0]}", or another device.'
+        )
+    return choice
 
 
-def _threads(config: RunConfig, found: Inventory, count: Choice, say: _Findings) -> Choice:
-    name, workers, cores = "threads_per_process", int(count.value), found.cpu_cores
-    asked = config.threads_per_process
-    threads = max(1, cores // workers) if asked is None else asked
-    if workers > 1 and workers * threads > cores:
-        say.warnings.append(
-            f"{workers} workers with {counted(threads, 'thread')} each share "
-            f"{counted(cores, 'core')}: they will "
+def _choose_threads(
+    config: RunConfig, found: Inventory, count: Choice, findings: _Findings
+) -> Choice:
+    setting_name, num_workers, num_cores = "threads_per_process", int(count.value), found.cpu_cores
+    given_threads = config.threads_per_process
+    num_threads = max(1, num_cores // num_workers) if given_threads is None else given_threads
+    if num_workers > 1 and num_workers * num_threads > num_cores:
+        findings.warnings.append(
+            f"{num_workers} workers with {count_noun(num_threads, 'thread')} each share "
+            f"{count_noun(num_cores, 'core')}: they will "
             "wait for each other. Fewer workers or threads are faster."
         )
     reason = (
-        f"{counted(cores, 'core')} for {counted(workers, 'worker')}" if asked is None else _ASKED
+        f"{count_noun(num_cores, 'core')} for {count_noun(num_workers, 'worker')}"
+        if given_threads is None
+        else _AS_REQUESTED
     )
-    return Choice(name, threads, reason)
+    return Choice(setting_name, num_threads, reason)
 
 
-def _backend(
-    config: RunConfig, found: Inventory, device: Choice, count: Choice, say: _Findings
+def _choose_backend(
+    config: RunConfig, found: Inventory, device: Choice, count: Choice, findings: _Findings
 ) -> Choice:
-    name, workers, gpus = "process_group_backend", int(count.value), len(found.gpus)
-    row = device_row(str(device.value))
-    backend = group_backend(row, num_local=workers, num_devices=gpus)
-    if row.group_backend == row.shared_group_backend:
-        return Choice(name, backend, f"for {row.name}")
-    if workers > gpus > 0:
-        say.warnings.append(
-            f"{workers} workers share {counted(gpus, 'GPU')}, over gloo: NCCL refuses two ranks on "
-            f"one GPU. Each worker has its own CUDA context; num_processes={gpus} is faster."
+    setting_name, num_workers, chosen_row = (
+        "process_group_backend",
+        int(count.value),
+        device_row(str(device.value)),
+    )
+    device_units = _catalog.known_device(chosen_row.name).units(found)
+    backend_name = group_backend(chosen_row, num_local=num_workers, num_devices=len(device_units))
+    if chosen_row.group_backend == chosen_row.shared_group_backend:
+        return Choice(setting_name, backend_name, f"for {chosen_row.name}")
+    devices_text, backend_text = (
+        count_noun(len(device_units), chosen_row.noun),
+        chosen_row.group_backend.upper(),
+    )
+    if num_workers > len(device_units) > 0:
+        findings.warnings.append(
+            f"{num_workers} workers share {devices_text}, over {chosen_row.shared_group_backend}: "
+            f"{backend_text} refuses two ranks on one {chosen_row.noun}. Each worker has a "
+            f"{chosen_row.name.upper()} context of its own; num_processes={len(device_units)} is "
+            "faster."
         )
         return Choice(
-            name, backend, f"{workers} workers share {counted(gpus, 'GPU')}, which NCCL refuses"
+            setting_name,
+            backend_name,
+            f"{num_workers} workers share {devices_text}, which {backend_text} refuses",
         )
-    if workers < gpus:
-        idle = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in found.gpus[workers:])
-        say.warnings.append(
-            f"{counted(workers, 'worker')} for {gpus} GPUs: {idle} will be idle. "
-            f"num_processes={gpus} would use them all."
+    if num_workers < len(device_units):
+        idle_text = ", ".join(f"{unit.index} ({unit.name})" for unit in device_units[num_workers:])
+        findings.warnings.append(
+            f"{count_noun(num_workers, 'worker')} for {devices_text}: {idle_text} will be idle. "
+            f"num_processes={len(device_units)} would use them all."
         )
-    return Choice(name, backend, f"one worker per {row.name} device")
+    return Choice(setting_name, backend_name, f"one worker per {chosen_row.name} device")
 
 
-def _port(config: RunConfig) -> Choice:
+def _choose_port(config: RunConfig) -> Choice:
     if config.use_port is not None:
-        return Choice("use_port", config.use_port, _ASKED)
+        return Choice("use_port", config.use_port, _AS_REQUESTED)
     if config.rdzv_endpoint:
         port = int(config.rdzv_endpoint.rpartition(":")[2])
         return Choice("use_port", port, f"from rdzv_endpoint={config.rdzv_endpoint!r}")
     if config.num_nodes > 1:
-        return Choice("use_port", _NODES_PORT, "nodes must agree on one; this is torch's usual")
+        return Choice(
+            "use_port", _MULTI_NODE_PORT, "nodes must agree on one; this is torch's usual"
+        )
     return Choice("use_port", "free", "the system gives one that nobody uses")
 
 
-def _precision(
-    config: RunConfig, found: Inventory, device: Choice, count: Choice, say: _Findings
+def _choose_precision(
+    config: RunConfig, found: Inventory, device: Choice, count: Choice, findings: _Findings
 ) -> Choice:
-    name, value = "mixed_precision", config.mixed_precision
-    row, precision = device_row(str(device.value)), precision_row(value)
-    if not precision.path:
-        say.mistakes.append(_no_such_precision(value))
-    elif row.path and value not in row.precisions:
-        say.mistakes.append(
-            f'mixed_precision="{value}" cannot be had on {row.name}: it needs {precision.needs}. '
-            "Training would fail in its first step. Give "
-            f'"{row.precisions[-1]}" or "no", or another device.'
-        )
-    if value in (slow := dict(row.slow)):
-        say.warnings.append(
-            f'mixed_precision="{value}" on {row.name} is slow: {slow[value]}. '
+    setting_name, precision_name = "mixed_precision", config.mixed_precision
+    chosen_row, precision_choice = device_row(str(device.value)), precision_row(precision_name)
+    problem_text = _precision_problem(config, chosen_row, precision_choice)
+    if problem_text:
+        findings.mistakes.append(problem_text)
+    if precision_name in (slow_precisions := dict(chosen_row.slow)):
+        findings.warnings.append(
+            f'mixed_precision="{precision_name}" on {chosen_row.name} is slow: '
+            f"{slow_precisions[precision_name]}. "
             '"bf16" is faster there, "no" is exact.'
         )
-    if row.name == "cuda" and precision.path:
-        _check_architecture(value, found.gpus[: int(count.value)], say)
-    return Choice(name, value, "float32, as nothing was asked" if value == "no" else _ASKED)
-
-
-def _no_such_precision(value: str) -> str:
-    return (
-        f'mixed_precision="{value}" cannot be had in this version, which computes nothing in it. '
-        'Training would go on in float32 without a word. Give "bf16"; layers that your function '
-        "converts itself, with TransformerEngine or torchao, compute in 8 bits under it, and "
-        f'Accelerate\'s own Accelerator can be told mixed_precision="{value}" in the function.'
+    if not problem_text:
+        device_units = _catalog.known_device(chosen_row.name).units(found)
+        _check_architecture(precision_choice, device_units[: int(count.value)], findings)
+    return Choice(
+        setting_name,
+        precision_name,
+        "float32, as nothing was asked" if precision_name == "no" else _AS_REQUESTED,
     )
 
 
-def _check_architecture(value: str, gpus: tuple[Gpu, ...], say: _Findings) -> None:
-    row = precision_row(value)
-    weak = [gpu for gpu in gpus if gpu.compute_capability < row.refused_below]
-    if weak:
-        say.mistakes.append(
-            f'mixed_precision="{value}" needs {row.needs}: got {_capabilities(weak)}. '
+def _precision_problem(config: RunConfig, device: DeviceRow, precision: PrecisionRow) -> str:
+    precision_name = precision.name
+    backend_row: Fp8Row | None = None
+    if precision.has_backends and not precision.path:
+        backend_row, missing_text = fp8_backend("" if config.fp8 is None else config.fp8.backend)
+        if missing_text:
+            return (
+                f'mixed_precision="{precision_name}" cannot be had here: {missing_text}. Training '
+                "would fail "
+                'before its first step. Install it, or give "bf16".'
+            )
+    if backend_row is None and not precision.path:
+        return _unserved_precision(precision_name)
+    if device.precisions and not computes_in(device, backend_row or precision):
+        return (
+            f'mixed_precision="{precision_name}" cannot be had on {device.name}: it needs '
+            f"{(backend_row or precision).needs}. Training would fail in its first step. Give "
+            f'"{device.precisions[-1]}" or "no", or another device.'
+        )
+    return ""
+
+
+def _unserved_precision(precision_name: str) -> str:
+    return (
+        f'mixed_precision="{precision_name}" cannot be had in this version, which computes '
+        "nothing in it. "
+        'Training would go on in float32 without a word. Give "bf16"; layers that your function '
+        "converts itself, with TransformerEngine or torchao, compute in 8 bits under it, and "
+        f'Accelerate\'s own Accelerator can be told mixed_precision="{precision_name}" in the '
+        "function."
+    )
+
+
+def _check_architecture(
+    precision: PrecisionRow, device_units: tuple[Gpu, ...], findings: _Findings
+) -> None:
+    known_gpus = [gpu for gpu in device_units if gpu.compute_capability > (0, 0)]
+    refused_gpus = [gpu for gpu in known_gpus if gpu.compute_capability < precision.refused_below]
+    if refused_gpus:
+        findings.mistakes.append(
+            f'mixed_precision="{precision.name}" needs {precision.needs}: got '
+            f"{_describe_gpus(refused_gpus)}. "
             'Training would fail in its first step. Give "bf16", "fp16" or "no".'
         )
-    slow = [gpu for gpu in gpus if gpu.compute_capability < row.imitated_below]
-    if slow:
-        say.warnings.append(
-            f'mixed_precision="{value}" is only imitated by {_capabilities(slow)}: it saves no '
+    imitating_gpus = [
+        gpu for gpu in known_gpus if gpu.compute_capability < precision.imitated_below
+    ]
+    if imitating_gpus:
+        findings.warnings.append(
+            f'mixed_precision="{precision.name}" is only imitated by '
+            f"{_describe_gpus(imitating_gpus)}: it saves no "
             'time. "fp16" is fast there.'
         )
 
 
-def _zero(config: RunConfig, precision: Choice, say: _Findings) -> tuple[Choice, ...]:
-    """How DeepSpeed shards, where it was asked to."""
-    if not config.uses_deepspeed:
-        return ()
-    row = strategy_row("deepspeed")
-    known = bool(precision_row(str(precision.value)).path)  # else it has been refused by now
-    if known and precision.value not in row.precisions:
-        say.mistakes.append(
-            f"zero_stage={config.zero_stage} cannot be had with "
-            f"mixed_precision={precision.value!r}: DeepSpeed's engine casts models to "
-            f"{', '.join(row.precisions[1:])} alone. Use 'bf16', or leave zero_stage out."
+def _choose_strategy(
+    config: RunConfig, device: Choice, count: Choice, findings: _Findings
+) -> tuple[Wanted | None, tuple[Choice, ...]]:
+    """How models will be trained together, where the configuration asks for it."""
+    try:
+        requested_strategy = _catalog.wanted_strategy(Said(run=config))
+    except ConfigError as error:
+        findings.mistakes.extend(error.mistakes)
+        return None, ()
+    if requested_strategy is None:
+        return None, ()
+    chosen_row, precision = (
+        strategy_row(requested_strategy.strategy),
+        precision_row(config.mixed_precision),
+    )
+    chosen_precision: PrecisionRow | Fp8Row = precision
+    if precision.has_backends:  # where none can be used it has been refused by now
+        backend_row, _ = fp8_backend("" if config.fp8 is None else config.fp8.backend)
+        chosen_precision = backend_row or precision
+    if getattr(chosen_precision, "path", "") and not strategy_fits(chosen_row, chosen_precision):
+        findings.mistakes.append(
+            f"{requested_strategy.what} cannot be had with mixed_precision={precision.name!r}: "
+            f"{chosen_row.headline or chosen_row.name} trains in "
+            f"{', '.join(chosen_row.precisions)} alone. Use 'bf16', or leave one of them out."
         )
-    what = {0: "nothing", 1: "the optimizer", 2: "optimizer and gradients", 3: "all, weights too,"}
-    stage = config.zero_stage or 0
-    reason = f"asked for: {what[stage]} in shards, by DeepSpeed"
-    return (Choice("zero_stage", stage, reason),)
+    chosen_device = device_row(str(device.value))
+    if chosen_device.precisions and not strategy_fits(chosen_row, chosen_device):
+        findings.mistakes.append(
+            f"{requested_strategy.what} cannot be had on {device.value}: "
+            f"{chosen_row.headline or chosen_row.name} trains on {', '.join(chosen_row.devices)} "
+            f"alone. Give one of these as device, or leave {requested_strategy.what} out."
+        )
+    if count_problem := unfit_count(
+        chosen_row, requested_strategy.what, int(count.value) * config.num_nodes
+    ):
+        findings.mistakes.append(count_problem)
+    strategy_choices = requested_strategy.choices or (
+        Choice("strategy", chosen_row.name, f"{_AS_REQUESTED}: {chosen_row.meaning}"),
+    )
+    return requested_strategy, strategy_choices
 
 
-def _check_memory(found: Inventory, count: Choice, method: Choice, say: _Findings) -> None:
-    needed = int(count.value) * _WORKER_FLOOR_BYTES
+def _check_memory(found: Inventory, count: Choice, method: Choice, findings: _Findings) -> None:
+    needed_bytes = int(count.value) * _WORKER_FLOOR_BYTES
     if not start_method_row(str(method.value)).separate_processes:
         return
-    if needed > found.host_available_bytes:
-        say.warnings.append(
-            f"{counted(int(count.value), 'worker')} take about {format_bytes(needed)} before "
-            f"their first tensor, and {format_bytes(found.host_available_bytes)} are free: the "
-            "system may kill one. Use fewer workers."
+    if needed_bytes > found.host_available_bytes:
+        findings.warnings.append(
+            f"{count_noun(int(count.value), 'worker')} take about {format_bytes(needed_bytes)} "
+            f"before their first tensor, and {format_bytes(found.host_available_bytes)} are free: "
+            "the system may kill one. Use fewer workers."
         )
 
 
-def _check_rendezvous(config: RunConfig, say: _Findings) -> None:
-    if reason := elastic_reason(config):
-        say.mistakes.append(
-            f"{reason} needs torch elastic, by which nodes agree anew who takes part: this version "
-            "of nbaccel starts a fixed set of nodes. Leave rdzv_backend at 'static' and "
+def _check_rendezvous(config: RunConfig, findings: _Findings) -> None:
+    if elastic_text := elastic_reason(config):
+        findings.mistakes.append(
+            f"{elastic_text} needs torch elastic, by which nodes agree anew who takes part: this "
+            "version of nbaccel starts a fixed set of nodes. Leave rdzv_backend at 'static' and "
             "max_restarts at 0 for several nodes, or put the function in a script for torchrun."
         )
 
@@ -317,19 +424,21 @@ def _platform_problem(found: Inventory, method: Choice) -> str:
     )
 
 
-def _refuse(say: _Findings, platform_problem: str) -> None:
-    if say.mistakes:
-        raise ConfigError(*say.mistakes, *filter(None, [platform_problem]))
+def _refuse_mistakes(findings: _Findings, platform_problem: str) -> None:
+    if findings.mistakes:
+        raise ConfigError(*findings.mistakes, *filter(None, [platform_problem]))
     if platform_problem:
         raise PlatformUnsupported(platform_problem)
 
 
-def _gpus(found: Inventory) -> str:
-    names = sorted({gpu.name for gpu in found.gpus})
-    return f"{counted(len(found.gpus), 'GPU')} ({', '.join(names)})"
+def _describe_units(device: DeviceRow, device_units: tuple[Gpu, ...]) -> str:
+    unit_names = sorted({unit.name for unit in device_units} - {device.noun})
+    return count_noun(len(device_units), device.noun) + (
+        f" ({', '.join(unit_names)})" if unit_names else ""
+    )
 
 
-def _capabilities(gpus: list[Gpu]) -> str:
+def _describe_gpus(gpus: list[Gpu]) -> str:
     return ", ".join(
         f"GPU {gpu.index} ({gpu.name}) of {'.'.join(map(str, gpu.compute_capability))}"
         for gpu in gpus

@@ -8,29 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
-from nbaccel.capabilities import PRECISIONS, device_row
+from nbaccel.abc.asking import Source, Wanted
+from nbaccel.capabilities import (
+    DEVICES,
+    PRECISIONS,
+    STRATEGIES,
+    Fp8Row,
+    PrecisionRow,
+    StrategyRow,
+    computes_in,
+    device_row,
+    fp8_backend,
+    strategy_fits,
+    strategy_row,
+)
+from nbaccel.config import Fp8Config
 from nbaccel.errors import ConfigError
-from nbaccel.plan.plan import Choice, table
+from nbaccel.plan.launch_plan import Choice, choices_table
 
-__all__ = ["Asked", "Found", "TrainingPlan", "plan_training"]
-
-Source = Literal["argument", "environment", "config", "default"]
+__all__ = ["ProcessFacts", "TrainingPlan", "TrainingRequest", "plan_training", "unfit_count"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """What the user said, wherever he said it.
+class TrainingRequest:
+    """What the user said, in a call, a configuration or the environment.
 
     Attributes:
         mixed_precision: The precision by name.
         precision_source: Who said so: an argument, the environment, a `RunConfig`, or nobody.
         accumulation_steps: Batches for one optimizer step.
         accumulation_source: Who said so.
-        fsdp: Whether models are to be sharded by torch.
-        zero_stage: ZeRO stage at which DeepSpeed is to shard them; None leaves it out.
-        cpu: Whether the CPU was asked for.
+        strategy: The strategy that was asked for; None goes by the number of processes.
+        fp8: Which library computes in 8 bits, and how; None where nothing was said.
+        device: The row of the device that was asked for; empty takes what there is.
         split_batches: Whether a loader's batch is cut up, or every process gets whole ones.
     """
 
@@ -38,18 +49,18 @@ class Asked:
     precision_source: Source = "default"
     accumulation_steps: int = 1
     accumulation_source: Source = "default"
-    fsdp: bool = False
-    zero_stage: int | None = None
-    cpu: bool = False
+    strategy: Wanted | None = None
+    fp8: Fp8Config | None = None
+    device: str = ""
     split_batches: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class ProcessFacts:
     """What this process is.
 
     Attributes:
-        device: Type of its device: ``cpu`` or ``cuda``.
+        device: The row of its device: ``cpu`` or ``cuda``, for example.
         device_name: The device as torch writes it.
         world_size: Processes in total.
         rank: Number of this one.
@@ -73,9 +84,9 @@ class TrainingPlan:
     """What an `Accelerator` will do.
 
     Attributes:
-        device: Type of the device.
-        strategy: ``single``, ``ddp``, ``fsdp`` or ``deepspeed``.
-        mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``.
+        device: The row of the device.
+        strategy: The row of the strategy.
+        mixed_precision: The row of the precision.
         accumulation_steps: Batches for one optimizer step.
         num_processes: Processes in total.
         choices: Every decision with its reason.
@@ -92,19 +103,18 @@ class TrainingPlan:
 
     def headline(self) -> str:
         """The plan in one line."""
-        what = {
-            "single": "one process",
-            "ddp": "data parallel",
-            "fsdp": "fully sharded",
-            "deepspeed": "DeepSpeed",
-        }
-        precision = "float32" if self.mixed_precision == "no" else self.mixed_precision
-        parts = [what.get(self.strategy, self.strategy), f"on {self.device.upper()}", precision]
+        own_row = strategy_row(self.strategy)
+        precision_text = "float32" if self.mixed_precision == "no" else self.mixed_precision
+        headline_parts = [
+            own_row.headline or own_row.name,
+            f"on {self.device.upper()}",
+            precision_text,
+        ]
         if self.num_processes > 1:
-            parts.insert(1, f"{self.num_processes} processes")
+            headline_parts.insert(1, f"{self.num_processes} processes")
         if self.accumulation_steps > 1:
-            parts.append(f"{self.accumulation_steps} batches per step")
-        return ", ".join(parts)
+            headline_parts.append(f"{self.accumulation_steps} batches per step")
+        return ", ".join(headline_parts)
 
     def explain(self) -> str:
         """The plan as a table: what, value, why; warnings under it.
@@ -112,13 +122,13 @@ class TrainingPlan:
         Returns:
             Text for a fixed-width font.
         """
-        return table(self.headline(), self.choices, self.warnings)
+        return choices_table(self.headline(), self.choices, self.warnings)
 
     def __str__(self) -> str:
         return self.explain()
 
 
-def plan_training(asked: Asked, found: Found) -> TrainingPlan:
+def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
     """Decide how models will be trained in this process.
 
     Args:
@@ -129,18 +139,19 @@ def plan_training(asked: Asked, found: Found) -> TrainingPlan:
         The plan.
 
     Raises:
-        ConfigError: The precision is unknown, or the device cannot do it.
+        ConfigError: The precision is unknown, the device or the strategy cannot do it, or the
+            strategy does not fit the number of processes.
     """
-    strategy = _strategy(asked, found)
-    choices = (
-        Choice("device", found.device_name, _why_device(asked, found)),
-        Choice("num_processes", found.world_size, _why_count(found)),
-        strategy,
-        Choice("mixed_precision", asked.mixed_precision, _why_precision(asked)),
+    strategy_choice = _strategy_choice(asked.strategy, found)
+    all_choices = (
+        Choice("device", found.device_name, _device_reason(asked, found)),
+        Choice("num_processes", found.world_size, _count_reason(found)),
+        strategy_choice,
+        Choice("mixed_precision", asked.mixed_precision, _precision_reason(asked)),
         Choice(
             "gradient_accumulation_steps",
             asked.accumulation_steps,
-            _by(asked.accumulation_source, "every batch is a step, as nothing was asked"),
+            _source_text(asked.accumulation_source, "every batch is a step, as nothing was asked"),
         ),
         Choice(
             "batches",
@@ -152,79 +163,144 @@ def plan_training(asked: Asked, found: Found) -> TrainingPlan:
     )
     return TrainingPlan(
         device=found.device,
-        strategy=str(strategy.value),
+        strategy=str(strategy_choice.value),
         mixed_precision=asked.mixed_precision,
         accumulation_steps=asked.accumulation_steps,
         num_processes=found.world_size,
-        choices=choices,
-        warnings=(*_judge_precision(asked.mixed_precision, found), *_not_sharded(asked, found)),
+        choices=all_choices,
+        warnings=(
+            *_judge_precision(asked, found, strategy_row(str(strategy_choice.value))),
+            *_effect_warnings(asked.strategy, found),
+        ),
     )
 
 
-def _strategy(asked: Asked, found: Found) -> Choice:
-    if asked.zero_stage is not None:
-        why = f"a DeepSpeedPlugin or zero_stage was given: ZeRO stage {asked.zero_stage}"
-        return Choice("strategy", "deepspeed", why)
-    if asked.fsdp and found.can_meet:
-        return Choice("strategy", "fsdp", "an fsdp_plugin was given: torch's fully_shard")
-    if found.world_size > 1:
-        return Choice("strategy", "ddp", f"{found.world_size} processes, each with a whole model")
-    return Choice("strategy", "single", "there are no other processes")
+def _strategy_choice(requested_strategy: Wanted | None, found: ProcessFacts) -> Choice:
+    if requested_strategy is not None and _takes_effect(requested_strategy, found):
+        chosen_row = strategy_row(requested_strategy.strategy)
+        if count_problem := unfit_count(chosen_row, requested_strategy.what, found.world_size):
+            raise ConfigError(count_problem)
+        return Choice("strategy", chosen_row.name, requested_strategy.reason)
+    process_word = "one" if found.world_size == 1 else "several"
+    chosen_row = next(
+        chosen_row
+        for chosen_row in STRATEGIES
+        if chosen_row.is_default and chosen_row.processes == process_word
+    )
+    default_reason = chosen_row.default_reason.format(world_size=found.world_size)
+    return Choice("strategy", chosen_row.name, default_reason)
 
 
-def _not_sharded(asked: Asked, found: Found) -> Iterator[str]:
-    if asked.fsdp and not found.can_meet:
+def unfit_count(row: StrategyRow, what: str, world_size: int) -> str:
+    """Why a strategy does not train so many processes.
+
+    Args:
+        row: The strategy.
+        what: What asked for it.
+        world_size: Processes in total.
+
+    Returns:
+        A message; empty where it does.
+    """
+    if row.processes in ("", "one" if world_size == 1 else "several"):
+        return ""
+    processes_text = "one process" if world_size == 1 else f"{world_size} processes"
+    remedy_text = "num_processes=2 or more" if world_size == 1 else "num_processes=1"
+    return (
+        f"{what} cannot be had with {processes_text}: {row.name} means that {row.meaning}. Give "
+        f"{remedy_text}, or leave {what} out."
+    )
+
+
+def _takes_effect(requested_strategy: Wanted, found: ProcessFacts) -> bool:
+    return found.can_meet or not strategy_row(requested_strategy.strategy).needs_group
+
+
+def _effect_warnings(requested_strategy: Wanted | None, found: ProcessFacts) -> Iterator[str]:
+    if requested_strategy is not None and not _takes_effect(requested_strategy, found):
         yield (
-            "fsdp_plugin has no effect: this process was started without a launcher, so models are "
-            "trained whole. Use notebook_launcher or torchrun to shard them."
+            f"{requested_strategy.what} has no effect: this process was started without a "
+            "launcher, so models are trained whole. Use notebook_launcher or torchrun to shard "
+            "them."
         )
 
 
-def _why_device(asked: Asked, found: Found) -> str:
-    if asked.cpu:
-        return "the CPU was asked for"
-    return "a GPU was found" if found.device == "cuda" else "no GPU was found"
+def _device_reason(asked: TrainingRequest, found: ProcessFacts) -> str:
+    device = device_row(found.device)
+    if asked.device == device.name:
+        return f"the {device.noun} was asked for"
+    return "no GPU was found" if device == DEVICES[0] else f"a {device.noun} was found"
 
 
-def _why_count(found: Found) -> str:
+def _count_reason(found: ProcessFacts) -> str:
     if found.world_size == 1:
         return "started without a launcher, or with one worker"
     return f"from the process group ({found.backend}); this is process {found.rank}"
 
 
-def _why_precision(asked: Asked) -> str:
+def _precision_reason(asked: TrainingRequest) -> str:
     if asked.mixed_precision == "no" and asked.precision_source == "environment":
         return "float32, as the launcher asked for nothing else"
-    return _by(asked.precision_source, "float32, as nothing was asked")
+    return _source_text(asked.precision_source, "float32, as nothing was asked")
 
 
-def _by(source: Source, otherwise: str) -> str:
+def _source_text(value_source: Source, default_text: str) -> str:
     return {
         "argument": "asked for",
         "config": "from the configuration",
         "environment": "from the environment (the launcher's request)",
-        "default": otherwise,
-    }[source]
+        "default": default_text,
+    }[value_source]
 
 
-def _judge_precision(value: str, found: Found) -> Iterator[str]:
+def _judge_precision(
+    asked: TrainingRequest, found: ProcessFacts, strategy: StrategyRow
+) -> Iterator[str]:
     """Refuse what cannot be done; yield what may disappoint."""
-    known = [row.name for row in PRECISIONS]
-    if value not in known:
+    precision_name = asked.mixed_precision
+    rows_by_name = {device.name: device for device in PRECISIONS}
+    if precision_name not in rows_by_name:
         raise ConfigError(
-            f"mixed_precision={value!r} is unknown: nothing says in which format to compute. "
-            f"Give one of {', '.join(known)}."
+            f"mixed_precision={precision_name!r} is unknown: nothing says in which format to "
+            f"compute. Give one of {', '.join(rows_by_name)}."
         )
-    row = device_row(found.device)
-    precision = next(item for item in PRECISIONS if item.name == value)
-    capability = found.compute_capability or (99, 0)
-    if value not in row.precisions or capability < precision.refused_below:
+    device, precision_choice = device_row(found.device), rows_by_name[precision_name]
+    compute_capability = found.compute_capability or (99, 0)
+    computing_row = _computing_row(precision_choice, asked.fp8)
+    if (
+        not computes_in(device, computing_row)
+        or compute_capability < precision_choice.refused_below
+    ):
         raise ConfigError(
-            f'mixed_precision="{value}" cannot be had on {found.device_name}: it needs '
-            f'{precision.needs}. Training would fail in its first step. Give "bf16" or "no".'
+            f'mixed_precision="{precision_name}" cannot be had on {found.device_name}: it needs '
+            f'{computing_row.needs}. Training would fail in its first step. Give "bf16" or "no".'
         )
-    slow = dict(row.slow)
-    if value in slow:
-        yield f'mixed_precision="{value}" on {row.name} is slow: {slow[value]}.'
-    if capability < precision.imitated_below:
-        yield f'mixed_precision="{value}" is only imitated by this GPU: it saves no time.'
+    if not strategy_fits(strategy, computing_row):
+        raise ConfigError(
+            f'mixed_precision="{precision_name}" cannot be had with the strategy '
+            f"{strategy.name!r}, which "
+            f"trains in {', '.join(strategy.precisions)}. Training would fail in its first step. "
+            'Give "bf16" or "no".'
+        )
+    slow_precisions = dict(device.slow)
+    if precision_name in slow_precisions:
+        yield (
+            f'mixed_precision="{precision_name}" on {device.name} is slow: '
+            f"{slow_precisions[precision_name]}."
+        )
+    if compute_capability < precision_choice.imitated_below:
+        yield f'mixed_precision="{precision_name}" is only imitated by this GPU: it saves no time.'
+
+
+def _computing_row(precision: PrecisionRow, fp8: Fp8Config | None) -> PrecisionRow | Fp8Row:
+    """What computes in a precision: itself, or the library that it leaves it to."""
+    if not precision.has_backends:
+        return precision
+    backend_row, backend_problem = fp8_backend("" if fp8 is None else fp8.backend)
+    if backend_problem:
+        raise ConfigError(
+            f'mixed_precision="{precision.name}" cannot be had: {backend_problem}. Training would '
+            "fail "
+            'before its first step. Install it, or give "bf16".'
+        )
+    return backend_row or precision

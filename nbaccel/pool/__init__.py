@@ -9,14 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nbaccel.pool.pool import CellResult, Pool
     from nbaccel.pool.states import PoolState, WorkerState
+    from nbaccel.pool.worker_pool import CellResult, Pool
 
 __all__ = ["CellResult", "Pool", "PoolState", "WorkerState"]
 
 _HOMES = {
-    "CellResult": "nbaccel.pool.pool",
-    "Pool": "nbaccel.pool.pool",
+    "CellResult": "nbaccel.pool.worker_pool",
+    "Pool": "nbaccel.pool.worker_pool",
     "PoolState": "nbaccel.pool.states",
     "WorkerState": "nbaccel.pool.states",
 }

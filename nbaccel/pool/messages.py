@@ -1,9 +1,8 @@
-"""Messages between the notebook and the workers of a pool, over `launch.wire`'s channels.
+"""Messages between the notebook and the workers of a pool, over `workers.messaging`'s channels.
 
-    notebook ──► Enlist once, then one task at a time: RunCell, RunJob, Pull, …  (a turn)
-             ◄── Returned, Failed, … and Idle, which ends the turn
-    notebook ──► Look, Break      by a channel of its own, to the worker's second thread: it
-             ◄── Whereabouts      answers at once, in the middle of a cell too
+    notebook ──► JoinPool once, then one task at a time: RunCell, RunJob, Pull, …
+             ◄── Returned, Failed, … and Idle, which ends the task
+    notebook ──► Look, Break      by a channel of its own (see `workers.messaging`)
 
 A channel is a nameless pair of sockets inherited by fork: nobody else can connect to it.
 """
@@ -11,24 +10,21 @@ A channel is a nameless pair of sockets inherited by fork: nobody else can conne
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from nbaccel.frames import Frame
-from nbaccel.launch import wire
-from nbaccel.pool.source import Source
+from nbaccel.pool.cell_source import CellSource
+from nbaccel.workers import messaging
 
 __all__ = [
-    "Break",
     "Complete",
-    "Enlist",
     "GoHome",
     "GroupWanted",
     "Idle",
     "Inspect",
     "JoinAll",
     "JoinGroup",
+    "JoinPool",
     "LeaveGroups",
-    "Look",
     "Pull",
     "RunCell",
     "RunJob",
@@ -36,7 +32,6 @@ __all__ = [
     "Staged",
     "Take",
     "Task",
-    "Whereabouts",
 ]
 
 
@@ -55,18 +50,15 @@ class GroupWanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Enlist:
+class JoinPool:
     """Become a worker of a pool. Descriptors: the post's, the second channel's."""
 
-    post: wire.Post
+    post: messaging.WorkerAssignment
     share_back: bool = True
     """Whether weights come home."""
 
-    def serve(self, channel: wire.Channel, fds: list[int], inheritance: Any) -> None:
-        """What a worker does whose first message this is."""
-        from nbaccel.pool import worker
-
-        worker.serve(channel, self, fds, forked_here=inheritance is not None)
+    handler: ClassVar[str] = "nbaccel.pool.cell_worker:serve_cells"
+    """What a worker runs whose first message this is, as module:function."""
 
 
 # ---- notebook → worker: tasks
@@ -77,7 +69,7 @@ class Task:
     """Something to do. Descriptors: what its body says."""
 
     number: int
-    """The turn it belongs to; 0 for one that nobody waits for."""
+    """Counts the tasks that are given out together; 0 for one that nobody waits for."""
     body: Any
 
 
@@ -85,13 +77,13 @@ class Task:
 class RunCell:
     """Run the code of a cell in the worker's namespace. It gives what is to be shown."""
 
-    source: Source
+    source: CellSource
     directory: str | None = None
     """The notebook's working directory, if it has changed since the last cell."""
     environment: dict[str, str | None] = field(default_factory=dict)
     """Environment variables that the notebook has changed since; None for one that is gone."""
     logging: bytes = b""
-    """How the notebook has configured it; see `launch.loggers`."""
+    """How the notebook has configured it; see `workers.worker_output`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +98,7 @@ class Take:
 class RunJob:
     """Make a call as a launch does. Descriptors: the job's. Answered by Returned."""
 
-    job: wire.Job
+    job: messaging.Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,19 +157,6 @@ class Inspect:
     detail: int
 
 
-# ---- notebook → worker: to its second thread, at any time
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """Say where you are. Answered by Whereabouts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Break:
-    """Let the main thread out of a collective that will never complete: cut the connections."""
-
-
 # ---- worker → notebook
 
 
@@ -186,7 +165,7 @@ class Idle:
     """A task is done: the worker waits for the next one."""
 
     number: int = 0
-    """The task's turn."""
+    """The number of the task."""
     shown: Any = None
     """What the task gave for the user to see: a mime bundle, completions; None for nothing."""
     bound: tuple[str, ...] = ()
@@ -204,16 +183,6 @@ class Staged:
     """All that this rank owes of changed weights has been written. Descriptors: `whole`."""
 
     report: Any
-    """`HomeReport`"""
+    """`WeightReport`"""
     whole: tuple[str, ...]
     """Keys of the arenas that files of this rank's own hold completely, in their order."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Whereabouts:
-    """Where the main thread is, and what the worker has in memory."""
-
-    stack: tuple[Frame, ...]
-    """Innermost call first; empty if it waits for a task."""
-    device_bytes: int | None
-    """What torch has reserved on this worker's device; None on a CPU."""

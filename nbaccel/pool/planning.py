@@ -10,7 +10,7 @@ from nbaccel.capabilities import start_method_row
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.plan import Plan, resolve
-from nbaccel.units import counted
+from nbaccel.units import count_noun
 
 __all__ = ["plan_pool", "ranks_of"]
 
@@ -34,35 +34,34 @@ def plan_pool(config: RunConfig) -> Plan:
             f"Live workers need Linux (memfd_create, pidfd_open): this is {sys.platform}. Run the "
             "code in an ordinary cell."
         )
-    mistakes = []
+    config_mistakes = []
     if config.num_nodes > 1:
-        mistakes.append(
+        config_mistakes.append(
             f"num_nodes={config.num_nodes}: live workers belong to one notebook on one machine. "
             "Use notebook_launcher(num_nodes=...) for several."
         )
     if config.start_method == "inline":
-        mistakes.append(
+        config_mistakes.append(
             'start_method="inline" has no workers: the code would run in this very process. Run it '
             'in an ordinary cell, or use "template".'
         )
     if config.max_restarts:
-        mistakes.append(
+        config_mistakes.append(
             f"max_restarts={config.max_restarts}: a cell is not run again after a failure, because "
             "its variables would be those of the first try. Leave it at 0."
         )
-    if mistakes:
-        raise ConfigError(*mistakes)
+    if config_mistakes:
+        raise ConfigError(*config_mistakes)
     plan = resolve(config)
-    if config.uses_deepspeed:
-        _catalog.check_strategy("deepspeed", plan.device, config)
+    _catalog.check_strategy(plan.strategy, plan.device, config)
     if start_method_row(plan.start_method).separate_processes:
         return plan
-    reason = "live workers are processes of their own, whatever their number"
-    return plan.with_start_method("template", reason)
+    refusal_reason = "live workers are processes of their own, whatever their number"
+    return plan.with_start_method("template", refusal_reason)
 
 
 def ranks_of(ranks: Sequence[int] | None, num_processes: int) -> tuple[int, ...]:
-    """The ranks that a turn is for.
+    """The ranks that a task is for.
 
     Args:
         ranks: Those that were asked for; None for all.
@@ -71,13 +70,13 @@ def ranks_of(ranks: Sequence[int] | None, num_processes: int) -> tuple[int, ...]
     Raises:
         ConfigError: There is no such rank, or none at all was asked for.
     """
-    everyone = range(num_processes)
+    all_ranks = range(num_processes)
     if ranks is None:
-        return tuple(everyone)
-    wrong = [rank for rank in ranks if rank not in everyone]
-    if wrong or not ranks:
+        return tuple(all_ranks)
+    unknown_ranks = [rank for rank in ranks if rank not in all_ranks]
+    if unknown_ranks or not ranks:
         raise ConfigError(
-            f"ranks={list(ranks)}: this pool has {counted(num_processes, 'worker')}, "
+            f"ranks={list(ranks)}: this pool has {count_noun(num_processes, 'worker')}, "
             f"numbered from 0 to {num_processes - 1}. A cell that runs nowhere would do "
             "nothing; name some of these, or leave ranks out for all."
         )

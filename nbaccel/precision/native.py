@@ -12,18 +12,21 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
-from nbaccel.abc.precision import Precision
+from nbaccel.abc.precision import Precision, PrecisionSettings
 from nbaccel.config.handlers import AutocastKwargs, GradScalerKwargs
 from nbaccel.precision.scaler import LossScaler
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = ["AutocastForward", "Bf16", "Fp16", "Fp32", "as_float32"]
 
-_LOW = frozenset({torch.float16, torch.bfloat16})
+_SHORT_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 
 class AutocastForward:
@@ -61,7 +64,7 @@ class AutocastForward:
         return as_float32(output)
 
 
-class _Native(Precision):
+class _AutocastPrecision(Precision):
     """What the three have in common.
 
     Args:
@@ -76,16 +79,21 @@ class _Native(Precision):
         self._device_type = device.type
         self._settings = autocast
 
+    @classmethod
+    def build(cls, settings: PrecisionSettings) -> Self:
+        """See :meth:`Precision.build`."""
+        return cls(settings.device, settings.autocast, settings.scaler)
+
     def wrap_forward(self, model: nn.Module) -> None:
         """See :meth:`Precision.wrap_forward`; replaces what an earlier precision put there."""
         self.unwrap_forward(model)
         if self.dtype is None:
             return
-        forward = model.forward
+        own_forward = model.forward
         # `__dict__`, because a compiled module hands other attributes on to what is inside it.
-        model.__dict__["_original_forward"] = forward
+        model.__dict__["_original_forward"] = own_forward
         model.__dict__["forward"] = AutocastForward(
-            forward,
+            own_forward,
             device_type=self._device_type,
             dtype=self.dtype,
             enabled=self._settings.enabled,
@@ -94,38 +102,41 @@ class _Native(Precision):
 
     def unwrap_forward(self, model: nn.Module) -> None:
         """See :meth:`Precision.unwrap_forward`; nothing happens to a model that is not wrapped."""
-        wrapper = model.__dict__.get("forward")
-        if not isinstance(wrapper, AutocastForward):
+        forward_wrapper = model.__dict__.get("forward")
+        if not isinstance(forward_wrapper, AutocastForward):
             return
         del model.__dict__["forward"]
         model.__dict__.pop("_original_forward", None)
-        if not _is_own_method(model, wrapper.forward):
-            model.__dict__["forward"] = wrapper.forward
+        if not _is_own_method(model, forward_wrapper.forward):
+            model.__dict__["forward"] = forward_wrapper.forward
 
     def autocast(self, settings: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """See :meth:`Precision.autocast`."""
         if self.dtype is None:
             return super().autocast(settings)
-        chosen = settings or self._settings
+        autocast_settings = settings or self._settings
         return torch.autocast(
-            self._device_type, self.dtype, chosen.enabled, cache_enabled=chosen.cache_enabled
+            self._device_type,
+            self.dtype,
+            autocast_settings.enabled,
+            cache_enabled=autocast_settings.cache_enabled,
         )
 
 
-class Fp32(_Native):
+class Fp32(_AutocastPrecision):
     """float32 throughout: nothing is changed."""
 
     name: ClassVar[str] = "no"
 
 
-class Bf16(_Native):
+class Bf16(_AutocastPrecision):
     """bfloat16 where it is safe; its range is that of float32, so nothing is scaled."""
 
     name: ClassVar[str] = "bf16"
     dtype = torch.bfloat16
 
 
-class Fp16(_Native):
+class Fp16(_AutocastPrecision):
     """float16 where it is safe; the loss is scaled, because small gradients would vanish."""
 
     name: ClassVar[str] = "fp16"
@@ -157,59 +168,65 @@ def as_float32(tree: Any) -> Any:
         Containers keep their type; other objects stay what they are.
     """
     if isinstance(tree, torch.Tensor):
-        return tree.float() if tree.dtype in _LOW else tree
-    if not _has_short(tree):
+        return tree.float() if tree.dtype in _SHORT_DTYPES else tree
+    if not _has_short_tensors(tree):
         return tree
     if isinstance(tree, Mapping):
-        return _mapping(tree)
+        return _cast_mapping(tree)
     if isinstance(tree, (list, tuple)):
-        return _sequence(tree)
-    return _dataclass(tree)
+        return _cast_sequence(tree)
+    return _cast_dataclass(tree)
 
 
-def _has_short(tree: Any) -> bool:
+def _has_short_tensors(tree: Any) -> bool:
     # Whether to rebuild is asked first, because torch.compile cannot compare containers by `is`.
     if isinstance(tree, torch.Tensor):
-        return tree.dtype in _LOW
+        return tree.dtype in _SHORT_DTYPES
     if isinstance(tree, Mapping):
-        return any(_has_short(item) for item in tree.values())
+        return any(_has_short_tensors(tree_item) for tree_item in tree.values())
     if isinstance(tree, (list, tuple)):
-        return any(_has_short(item) for item in tree)
+        return any(_has_short_tensors(tree_item) for tree_item in tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return any(_has_short(getattr(tree, name)) for name in _fields(tree))
+        return any(
+            _has_short_tensors(getattr(tree, field_name)) for field_name in _set_fields(tree)
+        )
     return False
 
 
-def _mapping(tree: Mapping[Any, Any]) -> Any:
-    items = {key: as_float32(value) for key, value in tree.items()}
+def _cast_mapping(tree: Mapping[Any, Any]) -> Any:
+    cast_items = {item_key: as_float32(item_value) for item_key, item_value in tree.items()}
     if type(tree) is dict:
-        return items
-    make: Callable[..., Any] = type(tree)
+        return cast_items
+    mapping_type: Callable[..., Any] = type(tree)
     if hasattr(tree, "__dataclass_fields__"):  # outputs of transformers
-        return make(**items)
+        return mapping_type(**cast_items)
     if not isinstance(tree, MutableMapping):
-        return make(items)
+        return mapping_type(cast_items)
     # A copy keeps what a new one would lose, such as `default_factory`.
-    clone = copy.copy(tree)
-    for key, value in items.items():
-        clone[key] = value
-    return clone
+    mapping_copy = copy.copy(tree)
+    for item_key, item_value in cast_items.items():
+        mapping_copy[item_key] = item_value
+    return mapping_copy
 
 
-def _sequence(tree: list[Any] | tuple[Any, ...]) -> Any:
-    items = [as_float32(item) for item in tree]
+def _cast_sequence(tree: list[Any] | tuple[Any, ...]) -> Any:
+    cast_items = [as_float32(tree_item) for tree_item in tree]
     if hasattr(tree, "_make"):
-        return tree._make(items)
-    return items if type(tree) is list else type(tree)(items)
+        return tree._make(cast_items)
+    return cast_items if type(tree) is list else type(tree)(cast_items)
 
 
-def _dataclass(tree: Any) -> Any:
-    clone = copy.copy(tree)
-    for name in _fields(tree):
+def _cast_dataclass(tree: Any) -> Any:
+    dataclass_copy = copy.copy(tree)
+    for field_name in _set_fields(tree):
         # The plain way is refused by frozen ones.
-        object.__setattr__(clone, name, as_float32(getattr(tree, name)))
-    return clone
+        object.__setattr__(dataclass_copy, field_name, as_float32(getattr(tree, field_name)))
+    return dataclass_copy
 
 
-def _fields(tree: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
+def _set_fields(tree: Any) -> list[str]:
+    return [
+        dataclass_field.name
+        for dataclass_field in dataclasses.fields(tree)
+        if hasattr(tree, dataclass_field.name)
+    ]

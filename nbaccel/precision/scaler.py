@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import OptState
 
+from nbaccel import torch_private
 from nbaccel.errors import UserMistake
 
 __all__ = ["LossScaler"]
@@ -25,7 +25,7 @@ class LossScaler(torch.amp.GradScaler):
     Takes the arguments of ``torch.amp.GradScaler``.
     """
 
-    def __init__(self, device: str = "cuda", **settings: Any) -> None:
+    def __init__(self, device: str, **settings: Any) -> None:
         super().__init__(device, **settings)
         self._waiting = False
 
@@ -82,7 +82,7 @@ class LossScaler(torch.amp.GradScaler):
         return super().__getstate__()
 
     def _check_scaled(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._enabled and self._scale is None:
+        if self.is_enabled() and torch_private.scale_tensor(self) is None:
             raise UserMistake(
                 f"{type(optimizer).__name__} was to step with mixed_precision='fp16', but no loss "
                 "went through accelerator.backward(), which multiplies it so that small gradients "
@@ -94,14 +94,9 @@ class LossScaler(torch.amp.GradScaler):
         if self._waiting:
             self._waiting = False
             # Nothing was checked where no optimizer had a gradient: torch would assert.
-            if self._enabled and any(
-                state["found_inf_per_device"] for state in self._per_optimizer_states.values()
-            ):
+            if self.is_enabled() and torch_private.infinity_flags(self):
                 super().update()
 
     def _settle_for(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._enabled and self._waiting:
-            # torch keys by identity, and makes an entry for a key it does not have.
-            state = self._per_optimizer_states.get(id(optimizer))
-            if state is not None and state["stage"] is OptState.STEPPED:
-                self._settle()
+        if self.is_enabled() and self._waiting and torch_private.has_stepped(self, optimizer):
+            self._settle()

@@ -21,10 +21,10 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     Returns:
         The model.
     """
-    if _is_row_of_equals(module):
+    if _is_uniform_module_list(module):
         for block in module.children():
             block.compile(**compile_kwargs)
-    elif any(_is_row_of_equals(inner) for inner in module.modules()):
+    elif any(_is_uniform_module_list(inner) for inner in module.modules()):
         for child in module.children():
             compile_regions(child, **compile_kwargs)
     else:
@@ -32,6 +32,6 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     return module
 
 
-def _is_row_of_equals(module: nn.Module) -> bool:
-    kinds = {type(child) for child in module.children()}
-    return isinstance(module, nn.ModuleList) and len(kinds) == 1
+def _is_uniform_module_list(module: nn.Module) -> bool:
+    child_classes = {type(child) for child in module.children()}
+    return isinstance(module, nn.ModuleList) and len(child_classes) == 1

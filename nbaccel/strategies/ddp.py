@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -13,11 +13,18 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
+from nbaccel import torch_private
 from nbaccel.abc.bundle import Bundle
 from nbaccel.abc.place import Place
 from nbaccel.abc.strategy import Strategy
 from nbaccel.config.handlers import DDPCommunicationHookType, DistributedDataParallelKwargs
 from nbaccel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from nbaccel.abc.precision import Precision
+    from nbaccel.plan.training import TrainingRequest
 
 __all__ = ["DdpStrategy"]
 
@@ -56,6 +63,13 @@ class DdpStrategy(Strategy):
         super().__init__(place)
         _check(settings)
         self._settings = settings
+
+    @classmethod
+    def build(
+        cls, place: Place, settings: Any, *, precision: Precision, asked: TrainingRequest
+    ) -> Self:
+        """See :meth:`Strategy.build`."""
+        return cls(place, settings)
 
     def wrap(self, bundle: Bundle) -> Bundle:
         """See :meth:`Strategy.wrap`; a collective.
@@ -150,7 +164,7 @@ def _check(settings: DistributedDataParallelKwargs) -> None:
             f"nothing to act on with comm_hook={kind.value!r}: only PowerSGD keeps a state. Leave "
             "it out, or give comm_hook='power_sgd'."
         )
-    if kind is _Kind.BATCHED_POWER_SGD and not _batched_hook_works():
+    if kind is _Kind.BATCHED_POWER_SGD and not torch_private.orthogonalizes_matrices():
         mistakes.append(
             f"DistributedDataParallelKwargs(comm_hook={kind.value!r}) would end training at its "
             f"first compressed step: torch {torch.__version__} hands two-dimensional matrices to a "
@@ -158,15 +172,6 @@ def _check(settings: DistributedDataParallelKwargs) -> None:
         )
     if mistakes:
         raise ConfigError(*mistakes)
-
-
-def _batched_hook_works() -> bool:
-    # pytorch/pytorch#75157 made orthogonalization batched, and left this hook as it was.
-    try:
-        powerSGD_hook._orthogonalize(torch.eye(2))  # type: ignore[no-untyped-call]
-    except AssertionError:
-        return False
-    return True
 
 
 @contextmanager

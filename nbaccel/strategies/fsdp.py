@@ -18,13 +18,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.checkpoint_activation import checkpoint as recompute
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -40,19 +39,26 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from nbaccel import torch_private
+from nbaccel.abc.asking import SaidBySettings
 from nbaccel.abc.bundle import Bundle
 from nbaccel.abc.place import Place
 from nbaccel.abc.precision import Precision
 from nbaccel.abc.strategy import Strategy
 from nbaccel.config.handlers import FullyShardedDataParallelPlugin
 from nbaccel.errors import ConfigError, PlatformUnsupported
-from nbaccel.strategies import sharded_files, shards
+from nbaccel.strategies import optimizer_shards, sharded_checkpoints
 from nbaccel.strategies.choosing import choose_modules, ignored_parameters
 from nbaccel.strategies.norms import clip_grad_norm
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from nbaccel.plan.training import TrainingRequest
+
 __all__ = ["FsdpStrategy"]
 
-_DTYPES = {
+_DTYPES_BY_NAME = {
     "no": None,
     "fp32": None,
     "float32": None,
@@ -88,9 +94,23 @@ class FsdpStrategy(Strategy):
         super().__init__(place)
         _refuse_old_torch(place.device)
         self._settings = settings
-        self._inner, self._root = _policies(settings.mixed_precision_policy, precision.dtype)
+        self._inner, self._root = _precision_policies(
+            settings.mixed_precision_policy, precision.dtype
+        )
         self._became = WeakTensorKeyDictionary()
         self._syncs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+    @classmethod
+    def build(
+        cls, place: Place, settings: Any, *, precision: Precision, asked: TrainingRequest
+    ) -> Self:
+        """See :meth:`Strategy.build`."""
+        return cls(place, settings, precision)
+
+    @classmethod
+    def said_by(cls, settings: FullyShardedDataParallelPlugin) -> SaidBySettings:
+        """See :meth:`Strategy.said_by`."""
+        return SaidBySettings(writes_shards=settings.writes_shards)
 
     # ---------------------------------------------------------------- preparing
 
@@ -105,7 +125,7 @@ class FsdpStrategy(Strategy):
             if not isinstance(model, FSDPModule) and any(True for _ in model.parameters()):
                 self._shard(model)
         for optimizer in bundle.optimizers:
-            shards.follow(optimizer, self._became)
+            optimizer_shards.follow_parameters(optimizer, self._became)
         return bundle
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -118,40 +138,43 @@ class FsdpStrategy(Strategy):
         return init_device_mesh(self.place.device.type, shape, mesh_dim_names=("shard",))
 
     def _shard(self, model: nn.Module) -> None:
-        _refuse_meta(model)
-        ignored = ignored_parameters(model, self._settings)
-        chosen = choose_modules(model, self._settings, ignored)
-        before = dict(model.named_parameters(remove_duplicate=False))
-        for module in chosen:
+        _refuse_meta_tensors(model)
+        ignored_set = ignored_parameters(model, self._settings)
+        chosen_modules = choose_modules(model, self._settings, ignored_set)
+        old_parameters = dict(model.named_parameters(remove_duplicate=False))
+        for module in chosen_modules:
             if self._settings.activation_checkpointing:
-                recompute(module)
-            fully_shard(module, mp_policy=self._inner, **self._arguments(ignored))
-        fully_shard(model, mp_policy=self._root, **self._arguments(ignored))
-        after = dict(model.named_parameters(remove_duplicate=False))
-        for name, old in before.items():
-            if after[name] is not old and old not in self._became:
-                self._became[old] = after[name]
-                shards.refill(after[name], old)
+                torch_private.recompute_activations(module)
+            fully_shard(module, mp_policy=self._inner, **self._arguments(ignored_set))
+        fully_shard(model, mp_policy=self._root, **self._arguments(ignored_set))
+        new_parameters = dict(model.named_parameters(remove_duplicate=False))
+        for parameter_name, old_parameter in old_parameters.items():
+            if (
+                new_parameters[parameter_name] is not old_parameter
+                and old_parameter not in self._became
+            ):
+                self._became[old_parameter] = new_parameters[parameter_name]
+                optimizer_shards.refill_parameter(new_parameters[parameter_name], old_parameter)
         # In the model's order: a set has another one in every process.
-        alone = [parameter for parameter in model.parameters() if parameter in ignored]
-        for tensor in (*alone, *model.buffers()):
+        unsharded = [parameter for parameter in model.parameters() if parameter in ignored_set]
+        for tensor in (*unsharded, *model.buffers()):
             dist.broadcast(tensor.detach(), 0)
 
-    def _arguments(self, ignored: frozenset[nn.Parameter]) -> dict[str, Any]:
-        offload = self._settings.cpu_offload and self.place.device.type != "cpu"
-        arguments: dict[str, Any] = {
+    def _arguments(self, ignored_set: frozenset[nn.Parameter]) -> dict[str, Any]:
+        offloads_to_host = self._settings.cpu_offload and self.place.device.type != "cpu"
+        shard_arguments: dict[str, Any] = {
             "mesh": self._mesh,
             "reshard_after_forward": self._settings.reshard_after_forward,
-            "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy() if offloads_to_host else OffloadPolicy(),
         }
-        if ignored:
+        if ignored_set:
             if "ignored_params" not in inspect.signature(fully_shard).parameters:
                 raise PlatformUnsupported(
-                    f"ignored_modules={self._settings.ignored_modules!r} needs torch 2.7 or newer; "
-                    f"this is {torch.__version__}, which would shard them. Update torch."
+                    f"ignored_modules={self._settings.ignored_modules!r} needs torch 2.7 or "
+                    f"newer; this is {torch.__version__}, which would shard them. Update torch."
                 )
-            arguments["ignored_params"] = set(ignored)
-        return arguments
+            shard_arguments["ignored_params"] = set(ignored_set)
+        return shard_arguments
 
     # ---------------------------------------------------------------- training
 
@@ -173,35 +196,38 @@ class FsdpStrategy(Strategy):
         return clip_grad_norm(parameters, max_norm, norm_type)
 
     @contextmanager
-    def _syncing(self, model: nn.Module, wanted: bool) -> Iterator[None]:
+    def _syncing(self, model: nn.Module, syncs_gradients: bool) -> Iterator[None]:
         if not isinstance(model, FSDPModule):
             yield
             return
-        before = self._syncs.get(model, True)  # torch can be told, not asked
-        self._syncs[model] = wanted
-        model.set_requires_gradient_sync(wanted)
+        synced_before = self._syncs.get(model, True)  # torch can be told, not asked
+        self._syncs[model] = syncs_gradients
+        model.set_requires_gradient_sync(syncs_gradients)
         try:
             yield
         finally:
-            self._syncs[model] = before
-            model.set_requires_gradient_sync(before)
+            self._syncs[model] = synced_before
+            model.set_requires_gradient_sync(synced_before)
 
     # ---------------------------------------------------------------- keeping
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """See :meth:`Strategy.model_state`; in host memory, empty but on process 0."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(model, options=options)
+        state_options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(model, options=state_options)
         if not self.place.is_main:
             return {}
-        first: dict[int, str] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        first_name_by_id: dict[int, str] = {}
+        for tensor_name, parameter in model.named_parameters(remove_duplicate=False):
             # Tied tensors were gathered once per name; they go on as one.
-            kept = first.setdefault(id(parameter), name)
-            if name in state and kept in state:
-                state[name] = state[kept]
-        whole = {id(value): _whole(value) for value in state.values()}
-        return {name: whole[id(value)] for name, value in state.items()}
+            first_name = first_name_by_id.setdefault(id(parameter), tensor_name)
+            if tensor_name in state and first_name in state:
+                state[tensor_name] = state[first_name]
+        whole_by_id = {id(tensor_value): _whole(tensor_value) for tensor_value in state.values()}
+        return {
+            tensor_name: whole_by_id[id(tensor_value)]
+            for tensor_name, tensor_value in state.items()
+        }
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> None:
         """See :meth:`Strategy.load_model_state`.
@@ -211,12 +237,14 @@ class FsdpStrategy(Strategy):
             state: The state; that of process 0 counts, others may pass an empty one.
             **options: `strict`.
         """
-        choice = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, **options)
-        set_model_state_dict(model, dict(state) if self.place.is_main else {}, options=choice)
+        state_options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, **options)
+        set_model_state_dict(
+            model, dict(state) if self.place.is_main else {}, options=state_options
+        )
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """See :meth:`Strategy.optimizer_state`; in host memory, empty but on process 0."""
-        return shards.gather(optimizer, keep=self.place.is_main)
+        return optimizer_shards.gather_optimizer_state(optimizer, keep=self.place.is_main)
 
     def load_optimizer_state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
@@ -226,13 +254,17 @@ class FsdpStrategy(Strategy):
         Raises:
             ConfigError: The state is of another number of parameters.
         """
-        shards.scatter(optimizer, state, source=self.place.is_main)
+        optimizer_shards.scatter_optimizer_state(optimizer, state, source=self.place.is_main)
+
+    def shard_folder(self, number: int) -> str:
+        """See :meth:`ShardedCheckpoints.shard_folder`; Accelerate's name for it."""
+        return f"pytorch_model_fsdp_{number}"
 
     def save_sharded(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
     ) -> None:
         """See :meth:`ShardedCheckpoints.save_sharded`; files of torch.distributed.checkpoint."""
-        sharded_files.save(model, optimizer, Path(folder))
+        sharded_checkpoints.save_shards(model, optimizer, Path(folder))
 
     def check_sharded(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
@@ -243,7 +275,7 @@ class FsdpStrategy(Strategy):
             CheckpointDamaged: Files are missing, damaged or hold code.
             ConfigError: It is of another model, or has no optimizer.
         """
-        sharded_files.check(model, optimizer, Path(folder), self.place)
+        sharded_checkpoints.check_shards(model, optimizer, Path(folder), self.place)
 
     def load_sharded(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
@@ -253,36 +285,42 @@ class FsdpStrategy(Strategy):
         Raises:
             ConfigError: An optimizer is given and the folder has no state of one.
         """
-        sharded_files.load(model, optimizer, Path(folder))
+        sharded_checkpoints.load_shards(model, optimizer, Path(folder))
 
 
-def _policies(
-    wanted: Any, dtype: torch.dtype | None
+def _precision_policies(
+    given_policy: Any, dtype: torch.dtype | None
 ) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
     """For submodules and for the model itself, which returns float32 unless the user says more."""
-    if isinstance(wanted, MixedPrecisionPolicy):
-        return wanted, wanted
-    if isinstance(wanted, Mapping):
-        policy = MixedPrecisionPolicy(**{name: _dtype(value) for name, value in wanted.items()})
-        return policy, policy
-    chosen = dtype if wanted is None else _dtype(wanted)
-    if chosen is None:
+    if isinstance(given_policy, MixedPrecisionPolicy):
+        return given_policy, given_policy
+    if isinstance(given_policy, Mapping):
+        shared_policy = MixedPrecisionPolicy(
+            **{
+                field_name: _policy_dtype(field_value)
+                for field_name, field_value in given_policy.items()
+            }
+        )
+        return shared_policy, shared_policy
+    compute_dtype = dtype if given_policy is None else _policy_dtype(given_policy)
+    if compute_dtype is None:
         return MixedPrecisionPolicy(), MixedPrecisionPolicy()
     # Sums over many processes lose digits in a short format, so gradients travel in float32.
-    inner = MixedPrecisionPolicy(param_dtype=chosen, reduce_dtype=torch.float32)
-    return inner, dataclasses.replace(inner, output_dtype=torch.float32)
+    inner_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    return inner_policy, dataclasses.replace(inner_policy, output_dtype=torch.float32)
 
 
-def _dtype(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    name = value.removeprefix("torch.")
-    if name not in _DTYPES:
+def _policy_dtype(given_dtype: Any) -> Any:
+    if not isinstance(given_dtype, str):
+        return given_dtype
+    dtype_name = given_dtype.removeprefix("torch.")
+    if dtype_name not in _DTYPES_BY_NAME:
         raise ConfigError(
-            f"mixed_precision_policy names {value!r}, which is no format that layers compute in. "
-            f"Give one of {', '.join(_DTYPES)}, or a torch.distributed.fsdp.MixedPrecisionPolicy."
+            f"mixed_precision_policy names {given_dtype!r}, which is no format that layers "
+            f"compute in. Give one of {', '.join(_DTYPES_BY_NAME)}, or a "
+            f"torch.distributed.fsdp.MixedPrecisionPolicy."
         )
-    return _DTYPES[name]
+    return _DTYPES_BY_NAME[dtype_name]
 
 
 def _refuse_old_torch(device: torch.device) -> None:
@@ -290,16 +328,17 @@ def _refuse_old_torch(device: torch.device) -> None:
     if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         raise PlatformUnsupported(
             f"fsdp_plugin needs torch 2.7 or newer on a CPU: this is {torch.__version__}, whose "
-            "fully_shard trains on GPUs only. Update torch, or leave fsdp_plugin out."
+            f"fully_shard trains on GPUs only. Update torch, or leave fsdp_plugin out."
         )
 
 
-def _refuse_meta(model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+def _refuse_meta_tensors(model: nn.Module) -> None:
+    for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise ConfigError(
-                f"{type(model).__name__}.{name} is on the meta device: it has no values to shard. "
-                "Load the weights first (workers share one copy of a model passed to the launch)."
+                f"{type(model).__name__}.{tensor_name} is on the meta device: it has no values "
+                f"to shard. Load the weights first (workers share one copy of a model passed to "
+                f"the launch)."
             )
 
 

@@ -13,7 +13,7 @@ __all__ = [
 ]
 
 # transformers 5 renamed it; models written for older versions have the other name.
-_NAMES = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+_ENABLING_METHODS = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 
 
 def can_checkpoint_gradients(model: Any) -> bool:
@@ -26,7 +26,9 @@ def can_checkpoint_gradients(model: Any) -> bool:
         True if :func:`enable_gradient_checkpointing` will find it.
     """
     # transformers gives the switch to every model, and some raise when it is turned.
-    return _switch(model) is not None and getattr(model, "supports_gradient_checkpointing", True)
+    return _enabling_method(model) is not None and getattr(
+        model, "supports_gradient_checkpointing", True
+    )
 
 
 def checkpoints_gradients(model: Any) -> bool:
@@ -38,9 +40,16 @@ def checkpoints_gradients(model: Any) -> bool:
     Returns:
         What the model says; False where it says nothing.
     """
-    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
-    name = next((name for name in names if hasattr(type(model), name) or name in vars(model)), "")
-    return bool(getattr(model, name, False))
+    flag_names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    flag_name = next(
+        (
+            flag_name
+            for flag_name in flag_names
+            if hasattr(type(model), flag_name) or flag_name in vars(model)
+        ),
+        "",
+    )
+    return bool(getattr(model, flag_name, False))
 
 
 def enable_gradient_checkpointing(model: Any) -> None:
@@ -52,16 +61,16 @@ def enable_gradient_checkpointing(model: Any) -> None:
     Raises:
         ConfigError: It has none.
     """
-    switch = _switch(model)
-    if switch is None:
+    enable_method = _enabling_method(model)
+    if enable_method is None:
         raise ConfigError(
             f"{type(model).__name__} has no gradient_checkpointing_enable(): torch has no switch "
             "for it that all modules share. Give the model that method, or call "
             "torch.utils.checkpoint in its forward()."
         )
-    switch()
+    enable_method()
 
 
-def _switch(model: Any) -> Any:
-    found = (getattr(model, name, None) for name in _NAMES)
-    return next((method for method in found if callable(method)), None)
+def _enabling_method(model: Any) -> Any:
+    methods = (getattr(model, method_name, None) for method_name in _ENABLING_METHODS)
+    return next((method for method in methods if callable(method)), None)

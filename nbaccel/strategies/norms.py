@@ -25,27 +25,35 @@ def clip_grad_norm(
     Returns:
         The norm before: a plain 0-d tensor, equal on all processes. A collective.
     """
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    graded = [parameter for parameter in given if parameter.grad is not None]
+    given_parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    with_gradients = [parameter for parameter in given_parameters if parameter.grad is not None]
     # torch's kernels for many tensors take sharded ones or plain ones, never both in one list.
-    sharded: list[torch.Tensor] = [p for p in graded if isinstance(p, DTensor)]
-    plain = [p for p in graded if not isinstance(p, DTensor)]
-    kinds = [kind for kind in (sharded, plain) if kind]
-    norms = [_norm(kind, norm_type) for kind in kinds]
-    if not norms:
+    sharded_parameters: list[torch.Tensor] = [
+        item for item in with_gradients if isinstance(item, DTensor)
+    ]
+    plain_parameters = [item for item in with_gradients if not isinstance(item, DTensor)]
+    parameter_groups = [
+        parameter_group
+        for parameter_group in (sharded_parameters, plain_parameters)
+        if parameter_group
+    ]
+    group_norms = [
+        _norm_of_gradients(parameter_group, norm_type) for parameter_group in parameter_groups
+    ]
+    if not group_norms:
         return torch.tensor(0.0)
-    home = norms[0].device
-    together = torch.stack([norm.to(home) for norm in norms])
-    total: torch.Tensor = torch.linalg.vector_norm(together, norm_type)
-    for kind in kinds:
-        clip_grads_with_norm_(kind, max_norm, total)
-    return total
+    norm_device = group_norms[0].device
+    stacked_norms = torch.stack([norm.to(norm_device) for norm in group_norms])
+    total_norm: torch.Tensor = torch.linalg.vector_norm(stacked_norms, norm_type)
+    for parameter_group in parameter_groups:
+        clip_grads_with_norm_(parameter_group, max_norm, total_norm)
+    return total_norm
 
 
-def _norm(parameters: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm: torch.Tensor = get_total_norm(gradients, norm_type)
-    if isinstance(norm, DTensor):
-        whole: torch.Tensor = norm.full_tensor()
-        return whole
-    return norm
+def _norm_of_gradients(parameters: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    total_norm: torch.Tensor = get_total_norm(gradients, norm_type)
+    if isinstance(total_norm, DTensor):
+        full_norm: torch.Tensor = total_norm.full_tensor()
+        return full_norm
+    return total_norm

@@ -1,8 +1,8 @@
 """``DispatchLoader``: process 0 reads, the others get their part from it.
 
 For data that only one process can read, or that cannot be shared out by index. Each round, process
-0 tells the others what comes (:class:`_Round`: the batch without its numbers, the end, or what went
-wrong), then sends the tensors; every process keeps its rows.
+0 tells the others what comes (:class:`_RoundAnnouncement`: the batch without its numbers, the end,
+or what went wrong), then sends the tensors; every process keeps its rows.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, IterDataPipe
 
 from nbaccel.errors import CollectiveMismatch, ConfigError
 from nbaccel.train.gradient import GradientState
-from nbaccel.train.loader import LoaderSettings, PreparedLoader
-from nbaccel.train.position import Position
+from nbaccel.train.loader import LoaderPosition, LoaderSettings, PreparedLoader
 from nbaccel.train.trees import (
     concatenate,
     find_batch_size,
@@ -35,15 +34,15 @@ __all__ = ["DispatchLoader", "SliceFn"]
 SliceFn = Callable[..., Any]
 """``slice_fn(batch, rows: slice, *, process_index: int, num_processes: int) -> batch``."""
 
-_ADVICE = (
+_DISPATCH_ADVICE = (
     "Process 0 joins one batch per process and sends each its rows. Give "
-    "DataLoaderConfiguration(dispatch_batches=False), so that each process reads its own batches, "
-    "or split_batches=True, so that each batch is cut by itself"
+    "DataLoaderConfiguration(dispatch_batches=False), so that each process reads its own "
+    "batches, or split_batches=True, so that each batch is cut by itself"
 )
 
 
 @dataclass(frozen=True)
-class _Blank:
+class _TensorOutline:
     """A tensor without its numbers."""
 
     shape: tuple[int, ...]
@@ -51,7 +50,7 @@ class _Blank:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Round:
+class _RoundAnnouncement:
     """What process 0 tells the others before it sends the tensors.
 
     An error travels as text: not every exception can be pickled.
@@ -59,7 +58,7 @@ class _Round:
 
     batch: Any = None
     is_end: bool = False
-    error: str = ""
+    error_text: str = ""
     is_mistake: bool = False
 
 
@@ -90,168 +89,184 @@ class DispatchLoader(PreparedLoader):
         base: DataLoader[Any],
         gradient_state: GradientState,
         settings: LoaderSettings,
-        position: Position | None = None,
+        position: LoaderPosition | None = None,
         *,
         drop: int = 0,
         slice_fn: SliceFn | None = None,
     ) -> None:
         super().__init__(base, gradient_state, settings, position, drop=drop)
         self.slice_fn = slice_fn
-        self._rows = -1  # of the last round
+        self._last_rows = -1  # of the last round
 
     def __len__(self) -> int:
-        total = len(self.base)
+        num_batches = len(self.base)
         if not self.settings.split_batches:
-            rounds = total / self.settings.place.world_size
-            total = math.floor(rounds) if self.settings.drop_last else math.ceil(rounds)
-        return max(0, total - self._drop)
+            num_rounds = num_batches / self.settings.place.world_size
+            num_batches = (
+                math.floor(num_rounds) if self.settings.drop_last else math.ceil(num_rounds)
+            )
+        return max(0, num_batches - self.batches_to_drop)
 
     def _expected_remainder(self) -> int:
         return -1
 
     def _settle_remainder(self) -> None:
-        self.remainder = self._rows
+        self.remainder = self._last_rows
 
-    def _snapshot(self) -> dict[str, Any] | None:
-        return super()._snapshot() if self.settings.place.is_main else None
+    def _base_snapshot(self) -> dict[str, Any] | None:
+        return super()._base_snapshot() if self.settings.place.is_main else None
 
-    def _open(self, *, draws_now: bool) -> Iterator[Any]:
+    def _open_source(self, *, draws_now: bool) -> Iterator[Any]:
         if self.settings.place.is_main:
-            return self._rounds(self._joined_batches(self._open_base(draws_now=draws_now)))
+            return self._round_parts(self._joined_batches(self._open_base(draws_now=draws_now)))
         # On the others nothing is read, but as much is drawn as process 0 draws to begin.
         if isinstance(self.dataset, IterDataPipe):
             iter(self.base)  # torch lets all processes agree on a seed here
         else:
             torch.empty((), dtype=torch.int64).random_(generator=self.base.generator)
-        return self._rounds(iter(()))
+        return self._round_parts(iter(()))
 
-    def _rounds(self, source: Iterator[Any]) -> Iterator[Any]:
+    def _round_parts(self, batch_source: Iterator[Any]) -> Iterator[Any]:
         """This process's part of every round."""
         place = self.settings.place
-        size = place.world_size
-        beginning: Any = None
-        short = 0
+        world_size = place.world_size
+        first_rows: Any = None
+        short_rows = 0
         while True:
-            batch = self._exchange(source)
+            batch = self._exchange_round(batch_source)
             if batch is None:
                 return
-            if short:
-                raise _uneven(short, size)
-            rows = find_batch_size(batch) or 0
-            if beginning is None:
-                beginning = self._slice(batch, slice(0, size))
-            short = rows if rows % size else 0
-            if short and self.settings.drop_last:
+            if short_rows:
+                raise _uneven_batch_error(short_rows, world_size)
+            num_rows = find_batch_size(batch) or 0
+            if first_rows is None:
+                first_rows = self._slice_batch(batch, slice(0, world_size))
+            short_rows = num_rows if num_rows % world_size else 0
+            if short_rows and self.settings.drop_last:
                 continue
-            self._rows = rows
-            each = math.ceil(rows / size)
-            batch = _filled(batch, beginning, each * size)
-            yield self._slice(batch, slice(place.rank * each, (place.rank + 1) * each))
+            self._last_rows = num_rows
+            rows_each = math.ceil(num_rows / world_size)
+            batch = _fill_rows(batch, first_rows, rows_each * world_size)
+            yield self._slice_batch(
+                batch, slice(place.rank * rows_each, (place.rank + 1) * rows_each)
+            )
 
-    def _slice(self, batch: Any, rows: slice) -> Any:
+    def _slice_batch(self, batch: Any, rows: slice) -> Any:
         if self.slice_fn is None:
             return slice_rows(batch, rows)
         place = self.settings.place
         return self.slice_fn(batch, rows, process_index=place.rank, num_processes=place.world_size)
 
-    def _joined_batches(self, source: Iterator[Any]) -> Iterator[Any]:
+    def _joined_batches(self, batch_source: Iterator[Any]) -> Iterator[Any]:
         """On process 0: the batches of all processes together."""
-        count = 1 if self.settings.split_batches else self.settings.place.world_size
-        while group := list(itertools.islice(source, count)):
-            if len(group) < count and self.settings.drop_last:
+        batches_per_round = 1 if self.settings.split_batches else self.settings.place.world_size
+        while round_batches := list(itertools.islice(batch_source, batches_per_round)):
+            if len(round_batches) < batches_per_round and self.settings.drop_last:
                 return
             if self.slice_fn is None:
-                _check_rows(group)
-            yield _joined(group)
+                _check_divisible_leaves(round_batches)
+            yield _join_batches(round_batches)
 
-    def _exchange(self, source: Iterator[Any]) -> Any:
+    def _exchange_round(self, batch_source: Iterator[Any]) -> Any:
         """The next round's batch, on every process; None at the end."""
         settings = self.settings
-        batch, told, error = _next_round(source)
-        told = settings.collectives.broadcast_object(told)
-        if told.error:
-            raise error or _error_of_process_0(told)
-        if told.is_end:
+        batch, announcement, read_error = _announce_round(batch_source)
+        announcement = settings.collectives.broadcast_object(announcement)
+        if announcement.error_text:
+            raise read_error or _reader_error(announcement)
+        if announcement.is_end:
             return None
         device = settings.device or settings.place.device
         if settings.place.is_main:
             batch = send_to_device(batch, device, non_blocking=settings.non_blocking)
             batch = map_tensors(torch.Tensor.contiguous, batch)
         else:
-            batch = map_leaves(lambda leaf: _allocated(leaf, device), told.batch)
+            batch = map_leaves(lambda leaf: _allocate_tensor(leaf, device), announcement.batch)
         tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
         settings.collectives.broadcast(tensors)
         return batch
 
 
-def _next_round(source: Iterator[Any]) -> tuple[Any, _Round, Exception | None]:
+def _announce_round(
+    batch_source: Iterator[Any],
+) -> tuple[Any, _RoundAnnouncement, Exception | None]:
     """A batch of all processes, what to tell of it, and what went wrong if anything."""
     try:
-        batch = next(source, None)
+        batch = next(batch_source, None)
     except Exception as error:  # whatever it is, the others wait to hear of it
-        text = f"{type(error).__name__}: {error}"
-        return None, _Round(error=text, is_mistake=isinstance(error, ConfigError)), error
+        error_text = f"{type(error).__name__}: {error}"
+        return (
+            None,
+            _RoundAnnouncement(error_text=error_text, is_mistake=isinstance(error, ConfigError)),
+            error,
+        )
     if batch is None:
-        return None, _Round(is_end=True), None
-    blank = map_tensors(lambda tensor: _Blank(tuple(tensor.shape), tensor.dtype), batch)
-    return batch, _Round(batch=blank), None
+        return None, _RoundAnnouncement(is_end=True), None
+    blank_batch = map_tensors(
+        lambda tensor: _TensorOutline(tuple(tensor.shape), tensor.dtype), batch
+    )
+    return batch, _RoundAnnouncement(batch=blank_batch), None
 
 
-def _allocated(leaf: Any, device: torch.device) -> Any:
-    if not isinstance(leaf, _Blank):
+def _allocate_tensor(leaf: Any, device: torch.device) -> Any:
+    if not isinstance(leaf, _TensorOutline):
         return leaf
     return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
 
 
-def _error_of_process_0(told: _Round) -> Exception:
-    if told.is_mistake:
-        return ConfigError(told.error.partition(": ")[2])
+def _reader_error(announcement: _RoundAnnouncement) -> Exception:
+    if announcement.is_mistake:
+        return ConfigError(announcement.error_text.partition(": ")[2])
     return CollectiveMismatch(
-        f"Process 0, which reads for all, could not read the next batch: {told.error}\n"
-        "This process gets its batches from there. See what process 0 raised."
+        f"Process 0, which reads for all, could not read the next batch: "
+        f"{announcement.error_text}\nThis process gets its batches from there. See what process "
+        f"0 raised."
     )
 
 
-def _joined(group: list[Any]) -> Any:
-    if len(group) == 1:
-        return group[0]
+def _join_batches(round_batches: list[Any]) -> Any:
+    if len(round_batches) == 1:
+        return round_batches[0]
     try:
-        return concatenate(group)
+        return concatenate(round_batches)
     except (RuntimeError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"Batches of one round do not fit together: {error}. {_ADVICE}."
+            f"Batches of one round do not fit together: {error}. {_DISPATCH_ADVICE}."
         ) from error
 
 
-def _filled(batch: Any, beginning: Any, rows: int) -> Any:
+def _fill_rows(batch: Any, first_rows: Any, num_rows: int) -> Any:
     """The batch with rows of the first round added until it has so many."""
-    while (find_batch_size(batch) or rows) < rows:
-        batch = concatenate([batch, beginning])
+    while (find_batch_size(batch) or num_rows) < num_rows:
+        batch = concatenate([batch, first_rows])
     return batch
 
 
-def _uneven(rows: int, num_processes: int) -> ConfigError:
+def _uneven_batch_error(num_rows: int, num_processes: int) -> ConfigError:
     return ConfigError(
-        f"A batch of {rows} samples does not divide equally between {num_processes} processes, "
-        "and it was not the last. Samples would be lost, or come twice. Make all batches but the "
-        f"last divisible by {num_processes}, or give "
-        "DataLoaderConfiguration(dispatch_batches=False)."
+        f"A batch of {num_rows} samples does not divide equally between {num_processes} "
+        f"processes, and it was not the last. Samples would be lost, or come twice. Make all "
+        f"batches but the last divisible by {num_processes}, or give "
+        f"DataLoaderConfiguration(dispatch_batches=False)."
     )
 
 
-def _check_rows(group: list[Any]) -> None:
+def _check_divisible_leaves(round_batches: list[Any]) -> None:
     """Refuse what cannot be cut into rows: it would go whole to every process."""
-    first, *others = [list(leaves(batch)) for batch in group]
-    plain = (bool, int, float, type(None))
-    odd = [
+    first_leaves, *other_leaves = [list(leaves(batch)) for batch in round_batches]
+    constant_types = (bool, int, float, type(None))
+    indivisible = [
         leaf
-        for number, leaf in enumerate(first)
+        for leaf_index, leaf in enumerate(first_leaves)
         if not isinstance(leaf, torch.Tensor)
-        and not (isinstance(leaf, plain) and all(leaf == other[number] for other in others))
+        and not (
+            isinstance(leaf, constant_types)
+            and all(leaf == batch_leaves[leaf_index] for batch_leaves in other_leaves)
+        )
     ]
-    if odd:
+    if indivisible:
         raise ConfigError(
-            f"A batch holds {odd[0]!r} ({type(odd[0]).__name__}), which cannot be cut into rows. "
-            "Every process would get all of it. Leave it out in collate_fn, make it a tensor, or "
-            "give DataLoaderConfiguration(dispatch_batches=False)."
+            f"A batch holds {indivisible[0]!r} ({type(indivisible[0]).__name__}), which cannot "
+            f"be cut into rows. Every process would get all of it. Leave it out in collate_fn, "
+            f"make it a tensor, or give DataLoaderConfiguration(dispatch_batches=False)."
         )

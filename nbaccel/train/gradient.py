@@ -9,20 +9,29 @@ batches that another one's loader gives, must know where that loader is.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from nbaccel.config.handlers import GradientAccumulationPlugin
-from nbaccel.train import arrival
+from nbaccel.train import distributed
 
-if TYPE_CHECKING:
-    from nbaccel.train.loader import PreparedLoader
+__all__ = ["GradientState", "IteratedLoader"]
 
-__all__ = ["GradientState"]
+
+class IteratedLoader(Protocol):
+    """What a gradient state asks of a loader."""
+
+    end_of_dataloader: bool
+    """Whether the batch at hand is the last."""
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the last total batch that are no duplicates; -1 where that is not known."""
+
 
 # Of all accelerators of this process, the innermost last. A forked worker iterates over none.
-_ITERATED: list[PreparedLoader] = []
+_ITERATED_LOADERS: list[IteratedLoader] = []
 if hasattr(os, "register_at_fork"):  # Windows has no forks
-    os.register_at_fork(after_in_child=_ITERATED.clear)
+    os.register_at_fork(after_in_child=_ITERATED_LOADERS.clear)
 
 
 class GradientState:
@@ -45,16 +54,16 @@ class GradientState:
         self.num_steps = self.plugin.num_steps or 1
         self.sync_gradients = True
         self.batches_in_group = 1
-        self._loaders: list[PreparedLoader] = []
-        self._told = False
+        self._loader_stack: list[IteratedLoader] = []
+        self._has_told = False
 
     @property
-    def active_dataloader(self) -> PreparedLoader | None:
+    def active_dataloader(self) -> IteratedLoader | None:
         """The innermost loader that is being iterated over, if any.
 
         Of this accelerator's; where it has none, of another one's in this process.
         """
-        loaders = self._loaders or _ITERATED
+        loaders = self._loader_stack or _ITERATED_LOADERS
         return loaders[-1] if loaders else None
 
     @property
@@ -75,6 +84,11 @@ class GradientState:
         return active.remainder if active is not None else -1
 
     @property
+    def unpadded_rows(self) -> int | None:
+        """Rows to keep of what was gathered of the batch at hand; None where all of them count."""
+        return self.remainder if self.end_of_dataloader and self.remainder > 0 else None
+
+    @property
     def sync_with_dataloader(self) -> bool:
         """Whether the last batch of a loader ends a group even if it is short."""
         return self.plugin.sync_with_dataloader
@@ -89,20 +103,20 @@ class GradientState:
         """Whether schedules are written in batches, not in optimizer steps."""
         return bool(self.plugin.adjust_scheduler)
 
-    def tells_adjusted(self) -> bool:
+    def must_tell_adjusted(self) -> bool:
         """Whether it is still to be said that schedules advance by batches: once, on process 0."""
-        told, self._told = self._told, True
-        return not told and arrival.rank() == 0
+        already_told, self._has_told = self._has_told, True
+        return not already_told and distributed.rank() == 0
 
-    def enter(self, loader: PreparedLoader) -> None:
+    def enter_loader(self, loader: IteratedLoader) -> None:
         """A loader is being iterated over from now on."""
-        self._loaders.append(loader)
-        _ITERATED.append(loader)
+        self._loader_stack.append(loader)
+        _ITERATED_LOADERS.append(loader)
 
-    def leave(self, loader: PreparedLoader) -> None:
+    def leave_loader(self, loader: IteratedLoader) -> None:
         """A loader is through, or was left early; whatever began inside it may still run."""
-        for loaders in (self._loaders, _ITERATED):
-            for number in reversed(range(len(loaders))):
-                if loaders[number] is loader:
-                    del loaders[number]
+        for loader_stack in (self._loader_stack, _ITERATED_LOADERS):
+            for stack_index in reversed(range(len(loader_stack))):
+                if loader_stack[stack_index] is loader:
+                    del loader_stack[stack_index]
                     break

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from nbaccel.train.collectives import Collectives
+from nbaccel.train.loader import PreparedLoader
 
-__all__ = ["differences", "fingerprint"]
+__all__ = ["check_in_sync", "find_differences", "parameter_facts", "tensor_fingerprint"]
 
-_CHUNK = 1 << 22  # elements
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MOST_DIFFERENCES = 10
+
+_CHUNK_ELEMENTS = 1 << 22  # elements
+_INTEGER_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def fingerprint(tensor: torch.Tensor) -> int:
+def tensor_fingerprint(tensor: torch.Tensor) -> int:
     """A whole number that is equal where all bits of two tensors are equal, and hardly elsewhere.
 
     Args:
@@ -25,18 +29,23 @@ def fingerprint(tensor: torch.Tensor) -> int:
     Returns:
         The sum of its bits read as integers, weighted by position, modulo 2**64.
     """
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    bits = flat.view(_INTEGERS[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, bits.numel(), _CHUNK):  # the integers take eight bytes each
-        part = bits[start : start + _CHUNK].to(torch.int64)
-        total += (part * torch.arange(start + 1, start + 1 + len(part), device=part.device)).sum()
-    return int(total)
+    flat_tensor = tensor.detach().contiguous().reshape(-1)
+    if flat_tensor.is_complex():
+        flat_tensor = torch.view_as_real(flat_tensor).reshape(-1)
+    bit_integers = flat_tensor.view(_INTEGER_BY_SIZE[flat_tensor.element_size()])
+    weighted_sum = torch.zeros((), dtype=torch.int64, device=flat_tensor.device)
+    for first_element in range(
+        0, bit_integers.numel(), _CHUNK_ELEMENTS
+    ):  # the integers take eight bytes each
+        chunk = bit_integers[first_element : first_element + _CHUNK_ELEMENTS].to(torch.int64)
+        weighted_sum += (
+            chunk
+            * torch.arange(first_element + 1, first_element + 1 + len(chunk), device=chunk.device)
+        ).sum()
+    return int(weighted_sum)
 
 
-def differences(facts: Mapping[str, Any], collectives: Collectives) -> list[str]:
+def find_differences(facts: Mapping[str, Any], collectives: Collectives) -> list[str]:
     """Compare facts over the processes; a collective.
 
     Args:
@@ -46,25 +55,81 @@ def differences(facts: Mapping[str, Any], collectives: Collectives) -> list[str]
     Returns:
         A line for every name whose value is not the same everywhere, the same on all processes.
     """
-    everybody = collectives.answers("check_in_sync", dict(facts))
-    names = list(dict.fromkeys(name for one in everybody for name in one))
-    lines = []
-    for name in names:
-        values = [one.get(name, "missing") for one in everybody]
-        if any(value != values[0] for value in values):
-            odd = [str(rank) for rank, value in enumerate(values) if value != values[0]]
-            plain = all(isinstance(value, (str, float)) for value in values)
-            shown = f": {', '.join(map(str, values))} by process" if plain else ""
-            lines.append(f"{name} differs from process 0's on process {', '.join(odd)}{shown}")
-    return lines
+    facts_by_rank = collectives.answers("check_in_sync", dict(facts))
+    fact_names = list(
+        dict.fromkeys(fact_name for rank_facts in facts_by_rank for fact_name in rank_facts)
+    )
+    message_lines = []
+    for fact_name in fact_names:
+        values_by_rank = [rank_facts.get(fact_name, "missing") for rank_facts in facts_by_rank]
+        if any(value != values_by_rank[0] for value in values_by_rank):
+            other_ranks = [
+                str(rank) for rank, value in enumerate(values_by_rank) if value != values_by_rank[0]
+            ]
+            is_printable = all(isinstance(value, (str, float)) for value in values_by_rank)
+            shown_values = (
+                f": {', '.join(map(str, values_by_rank))} by process" if is_printable else ""
+            )
+            message_lines.append(
+                f"{fact_name} differs from process 0's on process "
+                f"{', '.join(other_ranks)}{shown_values}"
+            )
+    return message_lines
 
 
 def parameter_facts(models: Iterable[nn.Module]) -> dict[str, list[int]]:
     """Fingerprints by name; sharded parameters are left out, since no two processes share them."""
-    several = list(models)
+    all_models = list(models)
     return {
-        (f"model {i}: " if len(several) > 1 else "") + name: [fingerprint(parameter)]
-        for i, model in enumerate(several)
-        for name, parameter in model.named_parameters()
+        (f"model {model_index}: " if len(all_models) > 1 else "") + parameter_name: [
+            tensor_fingerprint(parameter)
+        ]
+        for model_index, model in enumerate(all_models)
+        for parameter_name, parameter in model.named_parameters()
         if not hasattr(parameter, "placements")
     }
+
+
+def check_in_sync(
+    models: Iterable[nn.Module],
+    optimizers: Sequence[Any],
+    loaders: Sequence[PreparedLoader],
+    collectives: Collectives,
+) -> bool:
+    """Compare what the processes train, and warn on process 0 where they differ; a collective.
+
+    Args:
+        models: The users' own modules.
+        optimizers: Of these, with their `param_groups`.
+        loaders: What the loop iterates over.
+        collectives: Of all processes.
+
+    Returns:
+        True where everything is equal, on all processes alike.
+    """
+    sync_facts: dict[str, Any] = dict(parameter_facts(models))
+    for index, optimizer in enumerate(optimizers):
+        for group_index, group in enumerate(optimizer.param_groups):
+            sync_facts[f"learning rate of optimizer {index}, group {group_index}"] = float(
+                group["lr"]
+            )
+    for index, loader in enumerate(loaders):
+        sync_facts[f"batches used of loader {index}"] = (
+            f"{loader.batches_seen} (epoch {loader.iteration})"
+        )
+    message_lines = find_differences(sync_facts, collectives)
+    if message_lines and collectives.place.is_main:
+        more_line = (
+            f"\n  and {len(message_lines) - _MOST_DIFFERENCES} more"
+            if len(message_lines) > _MOST_DIFFERENCES
+            else ""
+        )
+        warnings.warn(
+            "The processes have drifted apart:\n  "
+            + "\n  ".join(message_lines[:_MOST_DIFFERENCES])
+            + f"{more_line}\nThey train different models from here on. Look for code that changes "
+            "weights on one process only, different seeds before the model was built, or a "
+            "`break` that only some take.",
+            stacklevel=3,
+        )
+    return not message_lines

@@ -1,5 +1,12 @@
 """``PreparedLoader``: a data loader that knows its last batch, its place and its position.
 
+[Note: the same order again] An epoch's order is drawn at its beginning: by the sampler's generator
+where it has one, else from the process's random state. So the states at the beginning are kept. A
+resumed epoch puts them back, makes its iterator, skips, reads the first batch, and then returns
+the process's random state to what it was before: the unbroken run, too, had drawn all this long
+ago. The batch that was read ahead when the checkpoint was written is read once more; torch's state
+just before is kept for it, so that a dataset which draws (a random crop) draws the same.
+
 It is a real ``torch.utils.data.DataLoader`` around another one, the `base`, which reads. An
 iteration of it is one generator: whoever leaves early, by ``break``, by an exception or by
 dropping the iterator, closes the generator, and nothing stays behind.
@@ -8,19 +15,20 @@ dropping the iterator, closes the generator, and nothing stays behind.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
+from nbaccel import torch_private
 from nbaccel.abc.place import Place
+from nbaccel.errors import ConfigError
 from nbaccel.train import rng
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.gradient import GradientState
-from nbaccel.train.position import Position
 from nbaccel.train.sampling import (
     BatchSamplerShard,
     IterableDatasetShard,
@@ -29,9 +37,150 @@ from nbaccel.train.sampling import (
 )
 from nbaccel.train.trees import leaves, map_tensors, send_to_device
 
-__all__ = ["LoaderSettings", "PreparedLoader", "chain_of_samplers"]
+__all__ = ["LoaderPosition", "LoaderSettings", "PreparedLoader", "chain_of_samplers"]
 
-_END: Any = object()
+
+_HOST_PLACE = Place(device=torch.device("cpu"))  # orders are drawn there, whatever trains
+
+
+class LoaderPosition:
+    """The epoch and batch that a loader, and the loaders that skip some of its batches, are at.
+
+    Args:
+        generators: What draws the order, by a name of its own each.
+
+    Attributes:
+        epoch: Epochs that were iterated to their end.
+        batches_seen: Batches of the running epoch that were given out, skipped ones included.
+        ahead: Torch's random state before the batch was read that comes after the one at hand.
+        restored: What the next iteration starts from, instead of drawing anew; None: nothing.
+        has_begun: Whether any epoch was begun before the next one.
+    """
+
+    def __init__(self, generators: Mapping[str, torch.Generator]) -> None:
+        self.epoch = 0
+        self.batches_seen = 0
+        self.ahead: torch.Tensor | None = None
+        self.restored_state: dict[str, Any] | None = None
+        self.has_begun = False
+        self._owned_generators = dict(generators)
+        self._epoch_start: dict[str, Any] | None = None  # of the running epoch; None between two
+
+    @property
+    def is_within_epoch(self) -> bool:
+        """Whether an epoch was begun and not ended."""
+        return self._epoch_start is not None or self.restored_state is not None
+
+    def begin_epoch(self, skipped_batches: int) -> None:
+        """An epoch begins now: keep what its order is drawn from."""
+        self.batches_seen = skipped_batches
+        self.ahead = None
+        self._epoch_start = {
+            "process": rng.capture_rng_states(_HOST_PLACE),
+            "generators": self._draw_states(),
+            "has_begun": self.has_begun,
+        }
+        self.has_begun = True
+
+    def end_epoch(self) -> None:
+        """An epoch has ended."""
+        self.epoch += 1
+        self.batches_seen = 0
+        self._epoch_start = None
+
+    def move_to(self, epoch: int) -> None:
+        """Make this the epoch; what is known of the place in another one is void."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.batches_seen = 0
+            self.restored_state = self._epoch_start = None
+
+    def put_back(self) -> dict[str, Any] | None:
+        """Go back to the beginning of the restored epoch, once.
+
+        Returns:
+            What was restored; None where nothing was.
+        """
+        restored_state, self.restored_state = self.restored_state, None
+        if restored_state is not None:
+            rng.restore_rng_states(_HOST_PLACE, restored_state["start"]["process"])
+            self._set_draw_states(restored_state["start"]["generators"])
+        return restored_state
+
+    def state_dict(self, *, is_through: bool = False) -> dict[str, Any]:
+        """The position, in plain containers and tensors.
+
+        Args:
+            is_through: Tell the beginning of the next epoch although this one's last batch is
+                still at hand.
+        """
+        if self.restored_state is not None:
+            return dict(self.restored_state)
+        is_within = self._epoch_start is not None and not is_through
+        return {
+            "epoch": self.epoch + is_through,
+            "batches_seen": self.batches_seen if is_within else 0,
+            "start": self._epoch_start if is_within else None,
+            "ahead": self.ahead if is_within else None,
+            "has_begun": self._epoch_start["has_begun"]
+            if is_within and self._epoch_start
+            else self.has_begun,
+            "generators": self._draw_states(),
+        }
+
+    @staticmethod
+    def check(state: Any) -> None:
+        """Refuse what is no position.
+
+        Raises:
+            ConfigError: It was not :meth:`state_dict` that told it.
+        """
+        if not isinstance(state, Mapping):
+            raise ConfigError(
+                f"No state of a prepared loader, but a {type(state).__name__}: the loader would "
+                f"begin at the wrong batch. Give what its state_dict() returned."
+            )
+        if not {"epoch", "batches_seen", "start", "generators", "has_begun"} <= state.keys():
+            raise ConfigError(
+                f"No state of a prepared loader: it has {', '.join(map(repr, sorted(state)))}. "
+                f"The loader would begin at the wrong batch. Give what its state_dict() "
+                f"returned; of another library's checkpoint, load model and optimizer only."
+            )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a position that :meth:`state_dict` told.
+
+        Raises:
+            ConfigError: It is something else.
+        """
+        self.check(state)
+        self.epoch = int(state["epoch"])
+        self.batches_seen = int(state["batches_seen"])
+        self.has_begun = bool(state["has_begun"])
+        self._epoch_start = None
+        self.restored_state = dict(state) if state["start"] is not None else None
+        self._set_draw_states(state["generators"])
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Leave all that draws the order as it was before the block."""
+        generator_states = self._draw_states()
+        with rng.preserve_rng_states():
+            yield
+        self._set_draw_states(generator_states)
+
+    def _draw_states(self) -> dict[str, torch.Tensor]:
+        return {
+            owner_name: generator.get_state()
+            for owner_name, generator in self._owned_generators.items()
+        }
+
+    def _set_draw_states(self, generator_states: Mapping[str, torch.Tensor]) -> None:
+        for owner_name in generator_states.keys() & self._owned_generators.keys():
+            self._owned_generators[owner_name].set_state(generator_states[owner_name])
+
+
+_END_OF_EPOCH: Any = object()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +217,9 @@ class LoaderSettings:
     stateful: bool = False
     dispatches: bool = False
 
-    def skipping(self, more: int) -> LoaderSettings:
+    def skipping(self, more_batches: int) -> LoaderSettings:
         """The same with so many more batches left out."""
-        return replace(self, skip_batches=self.skip_batches + more)
+        return replace(self, skip_batches=self.skip_batches + more_batches)
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -101,7 +250,7 @@ class PreparedLoader(DataLoader[Any]):
         base: DataLoader[Any],
         gradient_state: GradientState,
         settings: LoaderSettings,
-        position: Position | None = None,
+        position: LoaderPosition | None = None,
         *,
         drop: int = 0,
     ) -> None:
@@ -109,10 +258,10 @@ class PreparedLoader(DataLoader[Any]):
         self.base = base
         self.gradient_state = gradient_state
         self.settings = settings
-        self.position = position or Position(_generators(base))
+        self.position = position or LoaderPosition(_order_generators(base))
         self.end_of_dataloader = False
         self.remainder = -1
-        self._drop = drop
+        self.batches_to_drop = drop
         self._base_state: dict[str, Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -128,8 +277,8 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def sampler(self) -> Any:  # type: ignore[override]
         """What draws the indices; torch forgets it where it is given a batch sampler."""
-        *_, last = chain_of_samplers(self.base)
-        return self.base.sampler if isinstance(last, BatchSampler) else last
+        *_, last_sampler = chain_of_samplers(self.base)
+        return self.base.sampler if isinstance(last_sampler, BatchSampler) else last_sampler
 
     @property
     def batch_size(self) -> int | None:  # type: ignore[override]
@@ -181,18 +330,22 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def even_batches(self) -> bool:
         """Whether the last round is completed from the beginning; may be changed for a while."""
-        return all(shard.even_batches for shard in self._shards())
+        return all(shard.even_batches for shard in self._batch_shards())
 
     @even_batches.setter
     def even_batches(self, even: bool) -> None:
-        for shard in self._shards():
+        for shard in self._batch_shards():
             shard.even_batches = even
 
-    def _shards(self) -> list[BatchSamplerShard]:
-        return [s for s in chain_of_samplers(self.base) if isinstance(s, BatchSamplerShard)]
+    def _batch_shards(self) -> list[BatchSamplerShard]:
+        return [
+            sampler
+            for sampler in chain_of_samplers(self.base)
+            if isinstance(sampler, BatchSamplerShard)
+        ]
 
     def __len__(self) -> int:
-        return max(0, len(self.base) - self._drop)
+        return max(0, len(self.base) - self.batches_to_drop)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell samplers and dataset which epoch is read next.
@@ -201,68 +354,70 @@ class PreparedLoader(DataLoader[Any]):
             epoch: Its number, from 0. It is counted on from there.
         """
         self.position.move_to(epoch)
-        for owner in (*chain_of_samplers(self.base), self.dataset):
-            if hasattr(owner, "set_epoch"):
-                owner.set_epoch(epoch)
+        for epoch_user in (*chain_of_samplers(self.base), self.dataset):
+            if hasattr(epoch_user, "set_epoch"):
+                epoch_user.set_epoch(epoch)
 
     # ------------------------------------------------------------------------- iteration
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        before = self.end_of_dataloader
-        self.gradient_state.enter(self)
+        was_at_end = self.end_of_dataloader
+        self.gradient_state.enter_loader(self)
         try:
-            yield from self._epoch()
+            yield from self._iterate_epoch()
         finally:
-            self.gradient_state.leave(self)
-            self.end_of_dataloader = before
+            self.gradient_state.leave_loader(self)
+            self.end_of_dataloader = was_at_end
 
-    def _epoch(self) -> Iterator[Any]:
+    def _iterate_epoch(self) -> Iterator[Any]:
         position, settings = self.position, self.settings
-        source, current = self._begin()
-        seen = position.batches_seen
-        must_move = self._must_move(current)
-        while current is not _END:
+        batch_source, current_batch = self._begin_epoch()
+        batches_seen = position.batches_seen
+        must_move = self._must_move(current_batch)
+        while current_batch is not _END_OF_EPOCH:
             if must_move:
-                current = send_to_device(
-                    current, settings.device or "cpu", non_blocking=settings.non_blocking
+                current_batch = send_to_device(
+                    current_batch, settings.device or "cpu", non_blocking=settings.non_blocking
                 )
             if settings.stateful:
-                self._base_state = self._snapshot()
+                self._base_state = self._base_snapshot()
             position.ahead = torch.get_rng_state()
-            upcoming = next(source, _END)
-            if upcoming is _END:
+            next_batch = next(batch_source, _END_OF_EPOCH)
+            if next_batch is _END_OF_EPOCH:
                 self.end_of_dataloader = True
                 self._settle_remainder()
-            seen += 1
-            position.batches_seen = seen
-            yield current
-            current = upcoming
-        position.advance()
+            batches_seen += 1
+            position.batches_seen = batches_seen
+            yield current_batch
+            current_batch = next_batch
+        position.end_epoch()
         self._base_state = None
 
-    def _begin(self) -> tuple[Iterator[Any], Any]:
+    def _begin_epoch(self) -> tuple[Iterator[Any], Any]:
         """Make the epoch's iterator and read its first batch. See [Note: the same order again]."""
         self.end_of_dataloader = False
         self.remainder = self._expected_remainder()
         position, settings = self.position, self.settings
-        resumes = position.restored is not None
-        with rng.preserved() if resumes else contextlib.nullcontext():
+        is_resumed = position.restored_state is not None
+        with rng.preserve_rng_states() if is_resumed else contextlib.nullcontext():
             self._match_workers()
-            restored = position.put_back() or {"base": None, "ahead": None}
+            restored_state = position.put_back() or {"base": None, "ahead": None}
             self._synchronize_generators()
             self.set_epoch(position.epoch)
-            goes_on = settings.stateful and not settings.skip_batches and resumes
-            skipped = restored["batches_seen"] if goes_on else settings.skip_batches
-            position.begin(skipped)
-            if goes_on and restored["base"] is not None:
-                self.base.load_state_dict(restored["base"])  # type: ignore[attr-defined]
-            source = self._open(draws_now=resumes)
-            for _ in range(self._drop):
-                if next(source, _END) is _END:
-                    return source, _END
-            if restored["ahead"] is not None:
-                torch.set_rng_state(restored["ahead"])
-            return source, next(source, _END)
+            continues_epoch = settings.stateful and not settings.skip_batches and is_resumed
+            skipped_batches = (
+                restored_state["batches_seen"] if continues_epoch else settings.skip_batches
+            )
+            position.begin_epoch(skipped_batches)
+            if continues_epoch and restored_state["base"] is not None:
+                self.base.load_state_dict(restored_state["base"])  # type: ignore[attr-defined]
+            batch_source = self._open_source(draws_now=is_resumed)
+            for _ in range(self.batches_to_drop):
+                if next(batch_source, _END_OF_EPOCH) is _END_OF_EPOCH:
+                    return batch_source, _END_OF_EPOCH
+            if restored_state["ahead"] is not None:
+                torch.set_rng_state(restored_state["ahead"])
+            return batch_source, next(batch_source, _END_OF_EPOCH)
 
     def _match_workers(self) -> None:
         """Let persistent workers wait exactly if they would in the unbroken run.
@@ -272,15 +427,15 @@ class PreparedLoader(DataLoader[Any]):
         if not self.base.persistent_workers:
             return
         if not self.position.has_begun:
-            self.base._iterator = None
-        elif self.base._iterator is None:
+            torch_private.drop_loader_iterator(self.base)
+        elif not torch_private.has_loader_iterator(self.base):
             with self.position.undisturbed():
                 iter(self.base)
 
-    def _snapshot(self) -> dict[str, Any] | None:
+    def _base_snapshot(self) -> dict[str, Any] | None:
         return self.base.state_dict()  # type: ignore[attr-defined,no-any-return]
 
-    def _open(self, *, draws_now: bool) -> Iterator[Any]:
+    def _open_source(self, *, draws_now: bool) -> Iterator[Any]:
         """Begin to read.
 
         Args:
@@ -289,13 +444,11 @@ class PreparedLoader(DataLoader[Any]):
         return self._open_base(draws_now=draws_now)
 
     def _open_base(self, *, draws_now: bool) -> Iterator[Any]:
-        source: Any = iter(self.base)
-        # A sampler draws when it is first asked. Torch's iterator keeps it in a private attribute;
-        # with worker processes it has asked already, and torchdata's samplers draw at once.
-        indices: Any = getattr(source, "_sampler_iter", None)
-        if draws_now and not self.num_workers and not hasattr(indices, "state_dict"):
-            source._sampler_iter = itertools.chain(list(itertools.islice(indices, 1)), indices)
-        return source  # type: ignore[no-any-return]
+        base_iterator: Any = iter(self.base)
+        # A sampler draws when it is first asked; with worker processes it was asked already.
+        if draws_now and not self.num_workers:
+            torch_private.draw_order_now(base_iterator)
+        return base_iterator  # type: ignore[no-any-return]
 
     def _synchronize_generators(self) -> None:
         settings = self.settings
@@ -307,30 +460,37 @@ class PreparedLoader(DataLoader[Any]):
     def _must_move(self, batch: Any) -> bool:
         """Whether batches come from elsewhere; one is looked at, they are all made alike."""
         device = self.settings.device
-        if device is None or batch is _END:
+        if device is None or batch is _END_OF_EPOCH:
             return False
         if device.type != "cpu":
             return True
-        return any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in leaves(batch))
+        return any(
+            isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in leaves(batch)
+        )
 
     def _expected_remainder(self) -> int:
         """What is known before the epoch is through."""
-        total = self.settings.total_batch_size
+        total_batch_size = self.settings.total_batch_size
         *_, sampler = [None, *chain_of_samplers(self.base)]
-        is_shared = self.settings.place.is_alone or bool(self._shards())
-        if self.settings.drop_last or not total or not is_shared or not hasattr(sampler, "__len__"):
+        is_shared = self.settings.place.is_alone or bool(self._batch_shards())
+        if (
+            self.settings.drop_last
+            or not total_batch_size
+            or not is_shared
+            or not hasattr(sampler, "__len__")
+        ):
             return -1
-        return len(sampler) % total if _has_plain_batches(self.base) else -1
+        return len(sampler) % total_batch_size if _yields_plain_batches(self.base) else -1
 
     def _settle_remainder(self) -> None:
         """The last batch is at hand, so what was counted on the way is complete."""
         if self.remainder >= 0 or self.settings.drop_last:
             return
-        counters: list[Any] = list(self._shards())
+        remainder_counters: list[Any] = list(self._batch_shards())
         # Worker processes read copies of the dataset, whose counts stay there.
         if isinstance(self.dataset, IterableDatasetShard) and not self.num_workers:
-            counters += [self.dataset] if self.settings.batch_size else []
-        for counter in counters:
+            remainder_counters += [self.dataset] if self.settings.batch_size else []
+        for counter in remainder_counters:
             self.remainder = counter.remainder
 
     # ------------------------------------------------------------------------- position
@@ -341,9 +501,9 @@ class PreparedLoader(DataLoader[Any]):
         Returns:
             Numbers, text and tensors in plain containers.
         """
-        stateful = self.settings.stateful
-        state = self.position.state_dict(is_through=stateful and self.end_of_dataloader)
-        state["seeds"] = [sampler.initial_seed for sampler in self._seeded()]
+        is_stateful = self.settings.stateful
+        state = self.position.state_dict(is_through=is_stateful and self.end_of_dataloader)
+        state["seeds"] = [sampler.initial_seed for sampler in self._seedable_samplers()]
         state["base"] = self._base_state if state["start"] is not None else None
         return state
 
@@ -371,39 +531,63 @@ class PreparedLoader(DataLoader[Any]):
         state = map_tensors(torch.Tensor.cpu, dict(state_dict))
         self.position.load_state_dict(state)
         self._base_state = state.get("base")
-        for sampler, seed in zip(self._seeded(), state.get("seeds", ()), strict=False):
+        for sampler, seed in zip(self._seedable_samplers(), state.get("seeds", ()), strict=False):
             sampler.initial_seed = seed
 
-    def _seeded(self) -> list[SeedableRandomSampler]:
-        return [s for s in chain_of_samplers(self.base) if isinstance(s, SeedableRandomSampler)]
+    def _seedable_samplers(self) -> list[SeedableRandomSampler]:
+        return [
+            sampler
+            for sampler in chain_of_samplers(self.base)
+            if isinstance(sampler, SeedableRandomSampler)
+        ]
 
 
 def chain_of_samplers(loader: DataLoader[Any]) -> list[Any]:
     """What draws a loader's indices: its batch sampler, and what that one draws from in turn."""
-    found: list[Any] = []
-    current: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    while current is not None and not any(current is known for known in found):
-        found.append(current)
-        inner = getattr(current, "batch_sampler", None)
-        current = getattr(current, "sampler", None) if inner is None else inner
-    return found
+    samplers: list[Any] = []
+    current_sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    while current_sampler is not None and not any(
+        current_sampler is earlier_sampler for earlier_sampler in samplers
+    ):
+        samplers.append(current_sampler)
+        inner_sampler = getattr(current_sampler, "batch_sampler", None)
+        current_sampler = (
+            getattr(current_sampler, "sampler", None) if inner_sampler is None else inner_sampler
+        )
+    return samplers
 
 
-def _has_plain_batches(loader: DataLoader[Any]) -> bool:
+def _yields_plain_batches(loader: DataLoader[Any]) -> bool:
     """Whether every sample drawn is in one batch; a batch sampler of the user's own may differ."""
-    ours = (BatchSamplerShard, SkipBatchSampler)
-    makers = [s for s in chain_of_samplers(loader) if isinstance(s, BatchSampler)]
-    own = [type(maker) for maker in makers if not isinstance(maker, ours)]
-    return all(c is BatchSampler or c.__module__.startswith("torchdata.") for c in own)
+    shard_types = (BatchSamplerShard, SkipBatchSampler)
+    batch_samplers = [
+        sampler for sampler in chain_of_samplers(loader) if isinstance(sampler, BatchSampler)
+    ]
+    user_types = [
+        type(batch_sampler)
+        for batch_sampler in batch_samplers
+        if not isinstance(batch_sampler, shard_types)
+    ]
+    return all(
+        sampler_type is BatchSampler or sampler_type.__module__.startswith("torchdata.")
+        for sampler_type in user_types
+    )
 
 
-def _generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
+def _order_generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
     """What draws a loader's order, by who has it."""
     dataset: Any = loader.dataset
-    owners = {
+    generator_owners = {
         "loader": loader,
         "sampler": [None, *chain_of_samplers(loader)][-1],
         "dataset": dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset,
     }
-    found = {name: getattr(owner, "generator", None) for name, owner in owners.items()}
-    return {name: g for name, g in found.items() if isinstance(g, torch.Generator)}
+    generators_by_owner = {
+        owner_name: getattr(owner, "generator", None)
+        for owner_name, owner in generator_owners.items()
+    }
+    return {
+        owner_name: generator
+        for owner_name, generator in generators_by_owner.items()
+        if isinstance(generator, torch.Generator)
+    }

@@ -16,19 +16,20 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from nbaccel import torch_private
 from nbaccel.abc.place import Place
 from nbaccel.bars import Bar
-from nbaccel.launch import reporting
 from nbaccel.train.trees import find_batch_size
+from nbaccel.workers import metrics_reporter
 
 __all__ = ["Progress"]
 
-_POST_S = 0.5
-_Batch = TypeVar("_Batch")
-_COUNT = itertools.count()  # of bars in this process: so that processes mean the same one
+_POST_INTERVAL_S = 0.5
+_LoaderBatch = TypeVar("_LoaderBatch")
+_BAR_COUNTER = itertools.count()  # of bars in this process: so that processes mean the same one
 
 
-class Progress(Generic[_Batch]):
+class Progress(Generic[_LoaderBatch]):
     """An iterable over a loader, with a bar.
 
     Args:
@@ -42,73 +43,91 @@ class Progress(Generic[_Batch]):
             all processes' last losses, and samples per second of all together.
     """
 
-    def __init__(self, loader: Iterable[_Batch], place: Place, description: str = "") -> None:
+    def __init__(self, loader: Iterable[_LoaderBatch], place: Place, description: str = "") -> None:
         self._loader = loader
         self._place = place
-        self._number = next(_COUNT)
-        self._loss: torch.Tensor | None = None
-        self._start = time.time()
-        self._posted = 0.0
+        self._bar_number = next(_BAR_COUNTER)
+        self._last_loss: torch.Tensor | None = None
+        self._start_time = time.time()
+        self._last_post_s = 0.0
         self.samples = 0
         try:
-            total = len(loader)  # type: ignore[arg-type]
+            num_batches = len(loader)  # type: ignore[arg-type]
         except TypeError:  # an iterable dataset has no length
-            total = None
+            num_batches = None
         self.bar = Bar(
-            total=total, desc=description or None, disable=not place.is_main, unit="batch"
+            total=num_batches, desc=description or None, disable=not place.is_main, unit="batch"
         )
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
-    def __iter__(self) -> Iterator[_Batch]:
-        self._start = time.time()
-        reporting.loop_begins()
+    def __iter__(self) -> Iterator[_LoaderBatch]:
+        self._start_time = time.time()
+        metrics_reporter.loop_begins()
         try:
             for batch in self._loader:
                 self.samples += find_batch_size(batch) or 0
                 yield batch
                 self.bar.update(1)
-                reporting.step_done()
-                if time.monotonic() - self._posted >= _POST_S:
-                    self._report()
-            self._report()
+                metrics_reporter.step_done()
+                if time.monotonic() - self._last_post_s >= _POST_INTERVAL_S:
+                    self._report_progress()
+            self._report_progress()
         finally:
             self.bar.close()
 
-    def note(self, loss: torch.Tensor) -> None:
+    def note_loss(self, loss: torch.Tensor) -> None:
         """Remember the last loss; it is read from the device only when the bar is drawn."""
-        self._loss = loss.detach()
+        self._last_loss = loss.detach()
 
-    def _report(self) -> None:
-        self._posted = time.monotonic()
-        loss = None if self._loss is None else float(self._loss.float().mean())
-        if loss is not None:
-            reporting.loss_is(loss)
-        mine: dict[str, Any] = {"samples": self.samples, "loss": loss, "since": self._start}
-        everybody = [mine] if self._place.is_alone else self._exchange(mine)
+    def _report_progress(self) -> None:
+        self._last_post_s = time.monotonic()
+        last_loss = None if self._last_loss is None else float(self._last_loss.float().mean())
+        if last_loss is not None:
+            metrics_reporter.loss_is(last_loss)
+        own_numbers: dict[str, Any] = {
+            "samples": self.samples,
+            "loss": last_loss,
+            "since": self._start_time,
+        }
+        all_numbers = [own_numbers] if self._place.is_alone else self._exchange_numbers(own_numbers)
         if not self._place.is_main:
             return
-        seconds = max(time.time() - self._start, 1e-9)
-        shown = {"samples/s": f"{sum(one['samples'] for one in everybody) / seconds:.0f}"}
-        losses = [one["loss"] for one in everybody if one["loss"] is not None]
-        if losses:
-            shown = {"loss": f"{sum(losses) / len(losses):.4g}", **shown}
-        if len(everybody) > 1:
-            shown["processes"] = str(len(everybody))
-        self.bar.set_postfix(shown)
+        elapsed_s = max(time.time() - self._start_time, 1e-9)
+        all_samples = sum(rank_numbers["samples"] for rank_numbers in all_numbers)
+        bar_postfix = {"samples/s": f"{all_samples / elapsed_s:.0f}"}
+        known_losses = [
+            rank_numbers["loss"] for rank_numbers in all_numbers if rank_numbers["loss"] is not None
+        ]
+        if known_losses:
+            bar_postfix = {"loss": f"{sum(known_losses) / len(known_losses):.4g}", **bar_postfix}
+        if len(all_numbers) > 1:
+            bar_postfix["processes"] = str(len(all_numbers))
+        self.bar.set_postfix(bar_postfix)
 
-    def _exchange(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    def _exchange_numbers(self, own_numbers: dict[str, Any]) -> list[dict[str, Any]]:
         """Post one's numbers; process 0 also reads what the others have posted so far."""
         with contextlib.suppress(dist.DistError):  # the store is gone: no bar is worth a failure
-            store = dist.distributed_c10d._get_default_store()
-            store.set(self._key(self._place.rank), json.dumps(mine))
+            group_store = torch_private.default_store()
+            group_store.set(self._store_key(self._place.rank), json.dumps(own_numbers))
             if self._place.is_main:
-                keys = [self._key(rank) for rank in range(1, self._place.world_size)]
-                posted = [json.loads(store.get(key)) for key in keys if store.check([key])]
+                store_keys = [self._store_key(rank) for rank in range(1, self._place.world_size)]
+                posted_numbers = [
+                    json.loads(group_store.get(key))
+                    for key in store_keys
+                    if group_store.check([key])
+                ]
                 # An earlier run on the same store may have left numbers of its own.
-                return [mine, *(one for one in posted if one["since"] > self._start - 3600)]
-        return [mine]
+                return [
+                    own_numbers,
+                    *(
+                        rank_numbers
+                        for rank_numbers in posted_numbers
+                        if rank_numbers["since"] > self._start_time - 3600
+                    ),
+                ]
+        return [own_numbers]
 
-    def _key(self, rank: int) -> str:
-        return f"nbaccel/progress/{self._number}/{rank}"
+    def _store_key(self, rank: int) -> str:
+        return f"nbaccel/progress/{self._bar_number}/{rank}"

@@ -1,7 +1,7 @@
-"""Random number generators: Python's, numpy's, torch's on the CPU and on CUDA devices.
+"""Random number generators: Python's, numpy's, torch's on the CPU and on accelerators.
 
-Asked and set together, so that a run can be repeated and resumed. Nothing here opens a CUDA
-context: a generator that was never used needs no saving.
+Asked and set together, so that a run can be repeated and resumed. Nothing here wakes an
+accelerator: a generator that was never used needs no saving.
 """
 
 from __future__ import annotations
@@ -15,27 +15,35 @@ from typing import Any
 import numpy as np
 import torch
 
+from nbaccel import _catalog
+from nbaccel.abc.device import DeviceRuntime
 from nbaccel.abc.place import Place
 from nbaccel.config.mistakes import closest, shown
 from nbaccel.errors import ConfigError
-from nbaccel.train import arrival
+from nbaccel.train import distributed
 from nbaccel.train.collectives import Collectives
 
-__all__ = ["capture", "preserved", "restore", "set_seed", "synchronize_rng_states"]
+__all__ = [
+    "capture_rng_states",
+    "preserve_rng_states",
+    "restore_rng_states",
+    "set_seed",
+    "synchronize_rng_states",
+]
 
-_SEEDS = 2**32  # numpy takes no larger ones
+_NUM_SEEDS = 2**32  # numpy takes no larger ones
 
 # The names under which Accelerate keeps them, too.
-_PYTHON, _NUMPY, _TORCH, _CUDA = (
-    "random_state",
-    "numpy_random_seed",
-    "torch_manual_seed",
-    "torch_cuda_manual_seed",
-)
+_PYTHON_KEY, _NUMPY_KEY, _TORCH_KEY = "random_state", "numpy_random_seed", "torch_manual_seed"
+
+
+def _device_state_key(device_runtime: DeviceRuntime) -> str:
+    """Such as ``torch_cuda_manual_seed``."""
+    return f"torch_{device_runtime.kind}_manual_seed"
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed Python, numpy and torch (CPU and all CUDA devices).
+    """Seed Python, numpy and torch (CPU and all accelerators).
 
     Args:
         seed: From 0 to 2**32 - 1.
@@ -46,91 +54,100 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Raises:
         ConfigError: The seed is no whole number, or out of range.
     """
-    seed = _checked(seed)
+    seed = _check_seed(seed)
     if device_specific:
-        seed = (seed + arrival.rank()) % _SEEDS
+        seed = (seed + distributed.rank()) % _NUM_SEEDS
     random.seed(seed)
     np.random.seed(seed)  # the global generator is the one that users draw from
-    torch.manual_seed(seed)  # reaches CUDA when, and only if, CUDA wakes
+    torch.manual_seed(seed)  # reaches an accelerator when, and only if, it wakes
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
 
-def _checked(seed: Any) -> int:
+def _check_seed(seed: Any) -> int:
     try:
-        number = operator.index(seed)
+        seed_number = operator.index(seed)
     except TypeError:
-        number = -1
-    if not 0 <= number < _SEEDS:
+        seed_number = -1
+    if not 0 <= seed_number < _NUM_SEEDS:
         raise ConfigError(
-            f"set_seed({shown(seed)}) must get a whole number from 0 to {_SEEDS - 1}. numpy has no "
-            "generator for another one, and the others would be seeded without it. Give one."
+            f"set_seed({shown(seed)}) must get a whole number from 0 to {_NUM_SEEDS - 1}. numpy "
+            "has no generator for another one, and the others would be seeded without it. Give "
+            "one."
         )
-    return number
+    return seed_number
 
 
 # ------------------------------------------------------------------------- keep and give back
 
 
-def capture(place: Place) -> dict[str, Any]:
+def capture_rng_states(place: Place) -> dict[str, Any]:
     """The states of all global generators that this process uses.
 
     Args:
-        place: This process; CUDA counts only where it computes on it.
+        place: This process; an accelerator counts only where it computes on it.
 
     Returns:
-        A dict for :func:`restore`, under the names of Accelerate's ``random_states_<rank>.pkl``:
-        ``random_state`` (tuple), ``numpy_random_seed`` (tuple), ``torch_manual_seed`` (uint8),
-        and on a GPU ``torch_cuda_manual_seed`` (list of uint8, one per visible device).
+        A dict for :func:`restore_rng_states`, under the names of Accelerate's
+        ``random_states_<rank>.pkl``: ``random_state`` (tuple), ``numpy_random_seed``
+        (tuple), ``torch_manual_seed`` (uint8),
+        and on a GPU ``torch_cuda_manual_seed`` (list of uint8, one per visible device), with the
+        name of its kind in the place of ``cuda``.
     """
-    return _states(with_cuda=place.device.type == "cuda")
+    return _generator_states(_catalog.device(place.device_name))
 
 
-def restore(place: Place, state: Mapping[str, Any]) -> None:
-    """Set the global generators to what :func:`capture` gave.
+def restore_rng_states(place: Place, state: Mapping[str, Any]) -> None:
+    """Set the global generators to what :func:`capture_rng_states` gave.
 
     Args:
         place: This process.
-        state: The states; a generator that is missing in it is left as it is, and so are CUDA's
-            where the process does not compute on CUDA.
+        state: The states; a generator that is missing in it is left as it is, and so are those of
+            accelerators on which the process does not compute.
     """
-    _set_states(state, with_cuda=place.device.type == "cuda")
+    _set_generator_states(state, _catalog.device(place.device_name))
 
 
 @contextlib.contextmanager
-def preserved() -> Iterator[None]:
+def preserve_rng_states() -> Iterator[None]:
     """Leave all global generators as they were, whatever the block draws or seeds."""
-    with_cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-    before = _states(with_cuda=with_cuda)
+    awake_devices = tuple(_catalog.awake_accelerators())
+    previous_states = _generator_states(*awake_devices)
     try:
         yield
     finally:
-        _set_states(before, with_cuda=with_cuda)
+        _set_generator_states(previous_states, *awake_devices)
 
 
-def _states(*, with_cuda: bool) -> dict[str, Any]:
-    states = {
-        _PYTHON: random.getstate(),
-        _NUMPY: np.random.get_state(),
-        _TORCH: torch.get_rng_state(),
+def _generator_states(*devices: DeviceRuntime) -> dict[str, Any]:
+    states_by_name = {
+        _PYTHON_KEY: random.getstate(),
+        _NUMPY_KEY: np.random.get_state(),
+        _TORCH_KEY: torch.get_rng_state(),
     }
-    if with_cuda:
-        states[_CUDA] = torch.cuda.get_rng_state_all()
-    return states
+    for device in devices:
+        if device.has_random_state:
+            states_by_name[_device_state_key(device)] = [
+                device.random_state(i) for i in range(device.count())
+            ]
+    return states_by_name
 
 
-def _set_states(states: Mapping[str, Any], *, with_cuda: bool) -> None:
-    if _PYTHON in states:
-        version, internal, gauss = states[_PYTHON]
-        random.setstate((version, tuple(internal), gauss))
-    if _NUMPY in states:
-        np.random.set_state(states[_NUMPY])
-    if _TORCH in states:
-        torch.set_rng_state(states[_TORCH].cpu())
-    if with_cuda:
+def _set_generator_states(states_by_name: Mapping[str, Any], *devices: DeviceRuntime) -> None:
+    if _PYTHON_KEY in states_by_name:
+        python_version, python_state, next_gauss = states_by_name[_PYTHON_KEY]
+        random.setstate((python_version, tuple(python_state), next_gauss))
+    if _NUMPY_KEY in states_by_name:
+        np.random.set_state(states_by_name[_NUMPY_KEY])
+    if _TORCH_KEY in states_by_name:
+        torch.set_rng_state(states_by_name[_TORCH_KEY].cpu())
+    for device in devices:
         # A checkpoint may come from a machine with more devices than this one has.
-        for number, state in enumerate(states.get(_CUDA, ())[: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(state.cpu(), number)
+        device_states = (
+            states_by_name.get(_device_state_key(device), ()) if device.has_random_state else ()
+        )
+        for device_index, device_state in enumerate(device_states[: device.count()]):
+            device.set_random_state(device_state, device_index)
 
 
 # ------------------------------------------------------------------------- the same everywhere
@@ -144,8 +161,8 @@ def synchronize_rng_states(
     """Let every process draw what process 0 would: a collective.
 
     Args:
-        rng_types: Which generators: of ``python``, ``numpy``, ``torch``, ``cuda`` (each process's
-            current device), ``generator`` (the one given).
+        rng_types: Which generators: of ``python``, ``numpy``, ``torch``, ``generator`` (the one
+            given), and devices such as ``cuda`` (each process's current one).
         generator: A generator of the user's own.
         collectives: The processes; None or a single one changes nothing.
 
@@ -153,38 +170,43 @@ def synchronize_rng_states(
         ConfigError: A type is unknown, or ``generator`` is asked for and none is given.
     """
     # An enum member counts as its value: Accelerate's RNGType is one.
-    names = [str(getattr(kind, "value", kind)) for kind in rng_types]
-    chosen = {name: _door(name, generator) for name in names}
-    if collectives is None or collectives.place.is_alone or not chosen:
+    type_names = [str(getattr(type_name, "value", type_name)) for type_name in rng_types]
+    accessors = {type_name: _state_accessors(type_name, generator) for type_name in type_names}
+    if collectives is None or collectives.place.is_alone or not accessors:
         return
-    mine = {kind: get() for kind, (get, _) in chosen.items()}
-    for kind, state in collectives.broadcast_object(mine).items():
-        _, put = chosen[kind]
-        put(state)
+    own_states = {type_name: get_state() for type_name, (get_state, _) in accessors.items()}
+    for type_name, state in collectives.broadcast_object(own_states).items():
+        _, set_state = accessors[type_name]
+        set_state(state)
 
 
-_KINDS = ("python", "numpy", "torch", "cuda", "generator")
-_Door = tuple[Callable[[], Any], Callable[[Any], Any]]
+_StateAccessors = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
-def _door(kind: str, generator: torch.Generator | None) -> _Door:
+def _state_accessors(type_name: str, generator: torch.Generator | None) -> _StateAccessors:
     """How to ask one generator for its state, and how to set it."""
-    if kind == "generator" and generator is None:
+    if type_name == "generator" and generator is None:
         raise ConfigError(
-            f"rng_types has {kind!r}, but generator={generator!r}: there is none whose state could "
-            "be shared. Give a torch.Generator, or leave it out of rng_types."
+            f"rng_types has {type_name!r}, but generator={generator!r}: there is none whose state "
+            "could be shared. Give a torch.Generator, or leave it out of rng_types."
         )
-    doors: dict[str, _Door] = {
+    accessors: dict[str, _StateAccessors] = {
         "python": (random.getstate, random.setstate),
         "numpy": (np.random.get_state, np.random.set_state),
         "torch": (torch.get_rng_state, torch.set_rng_state),
-        "cuda": (torch.cuda.get_rng_state, torch.cuda.set_rng_state),
+    }
+    accessors |= {
+        device.kind: (device.random_state, device.set_random_state)
+        for device in _catalog.devices()
+        if device.has_random_state
     }
     if generator is not None:
-        doors["generator"] = (generator.get_state, generator.set_state)
-    if kind not in doors:
+        accessors["generator"] = (generator.get_state, generator.set_state)
+    if type_name not in accessors:
+        known_types = [*dict.fromkeys((*accessors, "generator"))]
         raise ConfigError(
-            f"rng_types has {kind!r}, which is no generator that nbaccel knows. The processes "
-            f"would draw different numbers.{closest(kind, _KINDS)} Give of {', '.join(_KINDS)}."
+            f"rng_types has {type_name!r}, which is no generator that nbaccel knows. The "
+            f"processes would draw different numbers.{closest(type_name, known_types)} Give of "
+            f"{', '.join(known_types)}."
         )
-    return doors[kind]
+    return accessors[type_name]

@@ -31,29 +31,29 @@ __all__ = [
 ]
 
 
-def check_divisible(batch_size: int | None, num_processes: int, owner: str) -> None:
+def check_divisible(batch_size: int | None, num_processes: int, owner_name: str) -> None:
     """Refuse to split batches that do not fall into equal slices.
 
     Args:
         batch_size: Samples of a batch; None where it is not known.
         num_processes: Number of slices.
-        owner: What is told to split, for the message.
+        owner_name: What is told to split, for the message.
 
     Raises:
         ConfigError: They do not.
     """
     if batch_size is None:
         raise ConfigError(
-            f"{owner} cannot use split_batches=True with batch_size=None: nothing says how long a "
-            f"slice for one of {num_processes} processes is. Give the loader a batch_size (or its "
-            "batch sampler such an attribute), or leave split_batches out."
+            f"{owner_name} cannot use split_batches=True with batch_size=None: nothing says how "
+            f"long a slice for one of {num_processes} processes is. Give the loader a batch_size "
+            "(or its batch sampler such an attribute), or leave split_batches out."
         )
     if batch_size % num_processes:
-        fitting = math.ceil(batch_size / num_processes) * num_processes
+        fitting_size = math.ceil(batch_size / num_processes) * num_processes
         raise ConfigError(
-            f"{owner} cannot use split_batches=True with batch_size={batch_size}: it does not "
-            f"divide into equal slices for {num_processes} processes. Give batch_size={fitting}, "
-            "or leave split_batches out."
+            f"{owner_name} cannot use split_batches=True with batch_size={batch_size}: it does "
+            f"not divide into equal slices for {num_processes} processes. Give "
+            f"batch_size={fitting_size}, or leave split_batches out."
         )
 
 
@@ -152,78 +152,88 @@ class BatchSamplerShard(BatchSampler):
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
-        total = self.total_length
+        num_batches = self.total_length
         if self.split_batches:
-            return total
-        whole, more = divmod(total, self.num_processes)
-        if self.drop_last or not more:
-            return whole
-        return whole + (1 if self.even_batches else int(self.process_index < more))
+            return num_batches
+        full_rounds, extra_batches = divmod(num_batches, self.num_processes)
+        if self.drop_last or not extra_batches:
+            return full_rounds
+        return full_rounds + (1 if self.even_batches else int(self.process_index < extra_batches))
 
     def __iter__(self) -> Iterator[list[int]]:
         self.remainder = -1
-        return self._slices() if self.split_batches else self._turns()
+        return self._slice_batches() if self.split_batches else self._take_turns()
 
-    def _slices(self) -> Iterator[list[int]]:
-        size = self.batch_size or 1
-        each = size // self.num_processes
-        mine = slice(each * self.process_index, each * (self.process_index + 1))
-        first: list[int] = []
+    def _slice_batches(self) -> Iterator[list[int]]:
+        batch_size = self.batch_size or 1
+        slice_size = batch_size // self.num_processes
+        own_slice = slice(slice_size * self.process_index, slice_size * (self.process_index + 1))
+        first_batch: list[int] = []
         remainder = 0
         for batch in self.batch_sampler:
-            first = first or list(batch)
-            if len(batch) == size:
+            first_batch = first_batch or list(batch)
+            if len(batch) == batch_size:
                 remainder = 0
-                yield batch[mine]
+                yield batch[own_slice]
             elif not self.drop_last:
                 remainder = len(batch)
-                filled = itertools.chain(batch, itertools.cycle(first))
-                share = list(itertools.islice(filled, size) if self.even_batches else batch)[mine]
-                if share:
-                    yield share
+                filled_batch = itertools.chain(batch, itertools.cycle(first_batch))
+                own_share = list(
+                    itertools.islice(filled_batch, batch_size) if self.even_batches else batch
+                )[own_slice]
+                if own_share:
+                    yield own_share
         self.remainder = remainder
 
-    def _turns(self) -> Iterator[list[int]]:
-        beginning: list[list[int]] = []  # the first round: what a short one is completed from
-        current: list[list[int]] = []
+    def _take_turns(self) -> Iterator[list[int]]:
+        first_round: list[list[int]] = []  # the first round: what a short one is completed from
+        current_round: list[list[int]] = []
         for batch in self.batch_sampler:
-            if len(current) == self.num_processes:  # it ended with a short batch, but was not last
-                yield current[self.process_index]
-                current = []
-            current.append(batch)
-            if len(beginning) < self.num_processes:
-                beginning.append(batch)
-            if len(current) == self.num_processes and self._is_whole(batch):
-                yield current[self.process_index]
-                current = []
+            if (
+                len(current_round) == self.num_processes
+            ):  # it ended with a short batch, but was not last
+                yield current_round[self.process_index]
+                current_round = []
+            current_round.append(batch)
+            if len(first_round) < self.num_processes:
+                first_round.append(batch)
+            if len(current_round) == self.num_processes and self._is_whole(batch):
+                yield current_round[self.process_index]
+                current_round = []
         # Single indices, with batch_size=None, stand for batches of unknown length.
-        self.remainder = sum(map(len, current)) if all(map(_is_sized, current)) else -1
-        share = self._last_share(current, beginning)
-        if share is not None:
-            yield share
+        self.remainder = (
+            sum(map(len, current_round)) if all(map(_has_length, current_round)) else -1
+        )
+        own_share = self._last_share(current_round, first_round)
+        if own_share is not None:
+            yield own_share
 
     def _is_whole(self, batch: list[int]) -> bool:
         return self.batch_size is None or len(batch) == self.batch_size
 
-    def _last_share(self, current: list[list[int]], beginning: list[list[int]]) -> Any:
+    def _last_share(self, last_round: list[list[int]], first_round: list[list[int]]) -> Any:
         """This process's part of a round that is not full; None where there is none."""
-        missing = len(current) < self.num_processes
-        if not current or (self.drop_last and missing):
+        is_short = len(last_round) < self.num_processes
+        if not last_round or (self.drop_last and is_short):
             return None
         if self.drop_last or not self.even_batches:
-            return current[self.process_index] if self.process_index < len(current) else None
+            return last_round[self.process_index] if self.process_index < len(last_round) else None
         if self.batch_size is None:
-            return [*current, *_repeated(beginning, self.num_processes)][self.process_index]
-        samples = itertools.chain(*current, itertools.cycle(list(itertools.chain(*beginning))))
-        start = self.process_index * self.batch_size
-        return list(itertools.islice(samples, start, start + self.batch_size))
+            return [*last_round, *_repeat_items(first_round, self.num_processes)][
+                self.process_index
+            ]
+        sample_indices = itertools.chain(
+            *last_round, itertools.cycle(list(itertools.chain(*first_round)))
+        )
+        first_sample = self.process_index * self.batch_size
+        return list(itertools.islice(sample_indices, first_sample, first_sample + self.batch_size))
 
 
-def _repeated(items: list[Any], count: int) -> Iterator[Any]:
-    return itertools.islice(itertools.cycle(items), count)
+def _repeat_items(cycled_items: list[Any], num_items: int) -> Iterator[Any]:
+    return itertools.islice(itertools.cycle(cycled_items), num_items)
 
 
-def _is_sized(batch: Any) -> bool:
+def _has_length(batch: Any) -> bool:
     return isinstance(batch, Sized)
 
 
@@ -301,10 +311,10 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.remainder = -1
 
     @property
-    def _share(self) -> int:
+    def _samples_each(self) -> int:
         """Samples of a round that are this process's."""
-        size = self.batch_size or 1
-        return size // self.num_processes if self.split_batches else size
+        batch_size = self.batch_size or 1
+        return batch_size // self.num_processes if self.split_batches else batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset which epoch is read next."""
@@ -313,25 +323,31 @@ class IterableDatasetShard(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        rounds = len(cast("Sized", self.dataset)) / (self._share * self.num_processes)
-        return (math.floor(rounds) if self.drop_last else math.ceil(rounds)) * self._share
+        num_rounds = len(cast("Sized", self.dataset)) / (self._samples_each * self.num_processes)
+        return (
+            math.floor(num_rounds) if self.drop_last else math.ceil(num_rounds)
+        ) * self._samples_each
 
     def __iter__(self) -> Iterator[Any]:
         self.remainder = -1
         generator = getattr(self.dataset, "generator", None)
         if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
             generator.manual_seed(self.epoch)
-        size = self._share * self.num_processes
-        mine = slice(self.process_index * self._share, (self.process_index + 1) * self._share)
-        first: list[Any] = []
-        current: list[Any] = []
+        round_size = self._samples_each * self.num_processes
+        own_slice = slice(
+            self.process_index * self._samples_each, (self.process_index + 1) * self._samples_each
+        )
+        first_round: list[Any] = []
+        current_round: list[Any] = []
         for sample in self.dataset:
-            current.append(sample)
-            if len(current) == size:
-                yield from current[mine]
-                first = first or current
-                current = []
-        self.remainder = len(current)
-        if current and not self.drop_last:
-            filled = itertools.chain(current, itertools.cycle(first or current))
-            yield from list(itertools.islice(filled, size))[mine]
+            current_round.append(sample)
+            if len(current_round) == round_size:
+                yield from current_round[own_slice]
+                first_round = first_round or current_round
+                current_round = []
+        self.remainder = len(current_round)
+        if current_round and not self.drop_last:
+            filled_round = itertools.chain(
+                current_round, itertools.cycle(first_round or current_round)
+            )
+            yield from list(itertools.islice(filled_round, round_size))[own_slice]

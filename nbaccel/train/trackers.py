@@ -12,7 +12,7 @@ import importlib.metadata
 import json
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -20,10 +20,15 @@ from nbaccel._optional import is_installed, require
 from nbaccel.abc.place import Place
 from nbaccel.config.enumerations import LoggerType
 from nbaccel.config.mistakes import closest, shown
-from nbaccel.errors import ConfigError, MissingBackend
-from nbaccel.train import arrival
-from nbaccel.train.tracker_contract import GeneralTracker, flattened, on_main_process, plain
-from nbaccel.train.tracker_services import SERVICES
+from nbaccel.errors import ConfigError, MissingBackend, PlatformUnsupported
+from nbaccel.train import distributed
+from nbaccel.train.tracker_classes import (
+    TRACKER_SERVICES,
+    GeneralTracker,
+    flatten_values,
+    on_main_process,
+    plain_value,
+)
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -33,15 +38,17 @@ __all__ = [
     "JsonlTracker",
     "LoggerType",
     "TensorBoardTracker",
+    "find_started_tracker",
     "find_trackers",
     "get_available_trackers",
+    "logger_type_of",
     "on_main_process",
     "register_tracker_class",
     "start_trackers",
 ]
 
-_GROUP = "nbaccel.trackers"
-_ALL = "all"
+_ENTRY_POINT_GROUP = "nbaccel.trackers"
+_EVERY_TRACKER = "all"
 
 
 class JsonlTracker(GeneralTracker):
@@ -70,13 +77,20 @@ class JsonlTracker(GeneralTracker):
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """See :meth:`GeneralTracker.store_init_configuration`."""
-        self._write({"config": plain(values), "time": time.time()})
+        self._write_line({"config": plain_value(values), "time": time.time()})
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """See :meth:`GeneralTracker.log`; further arguments are written as they are."""
-        self._write({"step": step, "time": time.time(), "values": plain(values), **plain(kwargs)})
+        self._write_line(
+            {
+                "step": step,
+                "time": time.time(),
+                "values": plain_value(values),
+                **plain_value(kwargs),
+            }
+        )
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write_line(self, line: dict[str, Any]) -> None:
         self.tracker.write(json.dumps(line, allow_nan=False) + "\n")
         self.tracker.flush()
 
@@ -102,7 +116,7 @@ class TensorBoardTracker(GeneralTracker):
         super().__init__()
         self.run_name = run_name
         self.logging_dir = Path(logging_dir) / run_name
-        self._options = kwargs
+        self._writer_options = kwargs
 
     @functools.cached_property
     def tracker(self) -> SummaryWriter:
@@ -110,7 +124,7 @@ class TensorBoardTracker(GeneralTracker):
         require("tensorboard", extra="tensorboard", why="log_with='tensorboard'")
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        return SummaryWriter(str(self.logging_dir), **self._options)
+        return SummaryWriter(str(self.logging_dir), **self._writer_options)
 
     @property
     def writer(self) -> SummaryWriter:
@@ -126,16 +140,30 @@ class TensorBoardTracker(GeneralTracker):
         import yaml
         from torch.utils.tensorboard.summary import hparams
 
-        flat = dict(flattened(plain(values)))
+        flat_values = dict(flatten_values(plain_value(values)))
         shown_values = {
-            k: v if isinstance(v, (bool, int, float)) else str(v) for k, v in flat.items()
+            value_name: flat_value
+            if isinstance(flat_value, (bool, int, float))
+            else str(flat_value)
+            for value_name, flat_value in flat_values.items()
         }
         # Not `add_hparams`: it would begin another run, in a subfolder named by the time.
         for summary in hparams(shown_values, {}):  # type: ignore[no-untyped-call]
-            self.tracker._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
+            self._file_writer().add_summary(summary)
         self.tracker.flush()
-        text = yaml.safe_dump(flat, sort_keys=False)
-        (self.logging_dir / "hparams.yml").write_text(text, encoding="utf-8")
+        yaml_text = yaml.safe_dump(flat_values, sort_keys=False)
+        (self.logging_dir / "hparams.yml").write_text(yaml_text, encoding="utf-8")
+
+    def _file_writer(self) -> Any:
+        # Seen in torch 2.6 to 2.15: no public method adds a summary that is made already.
+        writer = getattr(self.tracker, "_get_file_writer", None)
+        if writer is None:
+            installed = importlib.metadata.version("torch")
+            raise PlatformUnsupported(
+                f"torch {installed} has no SummaryWriter._get_file_writer: TensorBoard's HPARAMS "
+                "cannot be written. Call init_trackers() without config=, or use torch 2.6 to 2.15."
+            )
+        return writer()
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write numbers, texts, and dicts of numbers (several curves in one chart).
@@ -148,23 +176,26 @@ class TensorBoardTracker(GeneralTracker):
         Raises:
             ConfigError: A value is nothing that TensorBoard shows so.
         """
-        for name, value in values.items():
-            self._log_one(name, plain(value, exact=True), step, kwargs)
+        for value_name, logged_value in values.items():
+            self._log_one(value_name, plain_value(logged_value, keep_infinite=True), step, kwargs)
         self.tracker.flush()
 
-    def _log_one(self, name: str, value: Any, step: int | None, kwargs: dict[str, Any]) -> None:
-        writer: Any = self.tracker
-        if isinstance(value, (int, float)):
-            writer.add_scalar(name, value, global_step=step, **kwargs)
-        elif isinstance(value, str):
-            writer.add_text(name, value, global_step=step, **kwargs)
-        elif isinstance(value, dict):
-            writer.add_scalars(name, value, global_step=step, **kwargs)
-        elif value is not None:
+    def _log_one(
+        self, value_name: str, logged_value: Any, step: int | None, writer_options: dict[str, Any]
+    ) -> None:
+        summary_writer: Any = self.tracker
+        if isinstance(logged_value, (int, float)):
+            summary_writer.add_scalar(value_name, logged_value, global_step=step, **writer_options)
+        elif isinstance(logged_value, str):
+            summary_writer.add_text(value_name, logged_value, global_step=step, **writer_options)
+        elif isinstance(logged_value, dict):
+            summary_writer.add_scalars(value_name, logged_value, global_step=step, **writer_options)
+        elif logged_value is not None:
             raise ConfigError(
-                f"log({name!r}: {shown(value)}) is no number, text or dict of numbers, and "
-                "TensorBoard shows nothing else this way. Log a number, or use the writer's own "
-                "methods: accelerator.get_tracker('tensorboard', unwrap=True).add_histogram(...)."
+                f"log({value_name!r}: {shown(logged_value)}) is no number, text or dict of "
+                "numbers, and TensorBoard shows nothing else this way. Log a number, or use the "
+                "writer's own methods: accelerator.get_tracker('tensorboard', "
+                "unwrap=True).add_histogram(...)."
             )
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -175,9 +206,9 @@ class TensorBoardTracker(GeneralTracker):
             step: Of the training.
             **kwargs: Of the writer's ``add_images``, such as ``dataformats="NHWC"``.
         """
-        writer: Any = self.tracker
-        for name, images in values.items():
-            writer.add_images(name, images, global_step=step, **kwargs)
+        summary_writer: Any = self.tracker
+        for image_name, images in values.items():
+            summary_writer.add_images(image_name, images, global_step=step, **kwargs)
         self.tracker.flush()
 
     def finish(self) -> None:
@@ -189,7 +220,7 @@ class TensorBoardTracker(GeneralTracker):
 # ------------------------------------------------------------------------- choosing and starting
 
 _Tracker = GeneralTracker | type[GeneralTracker]
-_REGISTERED: dict[str, type[GeneralTracker]] = {}  # of this process, by name
+_REGISTERED_CLASSES: dict[str, type[GeneralTracker]] = {}  # of this process, by name
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
@@ -204,40 +235,54 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     Raises:
         ConfigError: It is no subclass of `GeneralTracker`, or lacks one of these.
     """
-    given: Any = tracker_class
-    if not (isinstance(given, type) and issubclass(given, GeneralTracker)):
+    any_class: Any = tracker_class
+    if not (isinstance(any_class, type) and issubclass(any_class, GeneralTracker)):
         raise ConfigError(
             f"register_tracker_class({shown(tracker_class)}) is no subclass of GeneralTracker: it "
             "could not be told of metrics. Derive the class from nbaccel.tracking.GeneralTracker."
         )
-    lacks = [n for n in ("name", "requires_logging_directory") if not hasattr(tracker_class, n)]
-    if lacks or not tracker_class.name:
+    missing_attributes = [
+        attribute_name
+        for attribute_name in ("name", "requires_logging_directory")
+        if not hasattr(tracker_class, attribute_name)
+    ]
+    if missing_attributes or not tracker_class.name:
         raise ConfigError(
             f"register_tracker_class({tracker_class.__name__}) does not define "
-            f"{', '.join(lacks) or 'a name'}. It could not be found or started. Define it in the "
-            "class."
+            f"{', '.join(missing_attributes) or 'a name'}. It could not be found or started. "
+            "Define it in the class."
         )
-    if tracker_class.name in {*_own(), *SERVICES, *_REGISTERED}:
+    if tracker_class.name in {*_built_in_trackers(), *TRACKER_SERVICES, *_REGISTERED_CLASSES}:
         warnings.warn(
             f"register_tracker_class({tracker_class.__name__}) takes the name "
             f"{tracker_class.name!r} from another tracker. Give it another name to keep both.",
             stacklevel=2,
         )
-    _REGISTERED[tracker_class.name] = tracker_class
+    _REGISTERED_CLASSES[tracker_class.name] = tracker_class
 
 
 def get_available_trackers() -> list[LoggerType]:
     """The trackers whose packages are installed."""
-    return [LoggerType(name) for name, there in _availability().items() if there]
+    return [
+        LoggerType(tracker_name)
+        for tracker_name, is_there in _tracker_availability().items()
+        if is_there
+    ]
 
 
-def _own() -> dict[str, type[GeneralTracker]]:
+def _built_in_trackers() -> dict[str, type[GeneralTracker]]:
     return {tracker.name: tracker for tracker in (JsonlTracker, TensorBoardTracker)}
 
 
-def _availability() -> dict[str, bool]:
-    services = {name: service.is_there() for name, service in SERVICES.items()}
-    return {JsonlTracker.name: True, TensorBoardTracker.name: _has_tensorboard(), **services}
+def _tracker_availability() -> dict[str, bool]:
+    service_availability = {
+        service_name: service.is_there() for service_name, service in TRACKER_SERVICES.items()
+    }
+    return {
+        JsonlTracker.name: True,
+        TensorBoardTracker.name: _has_tensorboard(),
+        **service_availability,
+    }
 
 
 def find_trackers(log_with: Any, logging_dir: str | Path | None = None) -> list[_Tracker]:
@@ -259,62 +304,83 @@ def find_trackers(log_with: Any, logging_dir: str | Path | None = None) -> list[
     """
     if log_with is None:
         return []
-    asked = list(log_with) if isinstance(log_with, (list, tuple, set)) else [log_with]
-    found: list[_Tracker] = []
+    requested = list(log_with) if isinstance(log_with, (list, tuple, set)) else [log_with]
+    matches: list[_Tracker] = []
     mistakes: list[str] = []
-    for item in asked:
+    for requested_item in requested:
         try:
-            found += [tracker for tracker in _matching(item) if tracker not in found]
+            matches += [
+                tracker for tracker in _match_trackers(requested_item) if tracker not in matches
+            ]
         except ConfigError as error:
             mistakes += error.mistakes
     mistakes += [
         f"log_with={tracker.name!r} writes to a folder, but logging_dir={logging_dir!r}. Its files "
         "would land anywhere. Give Accelerator(project_dir=...), or "
         "ProjectConfiguration(logging_dir=...)."
-        for tracker in found
+        for tracker in matches
         # An instance was given its folder when it was made.
         if isinstance(tracker, type) and tracker.requires_logging_directory and logging_dir is None
     ]
     if mistakes:
         raise ConfigError(*mistakes)
-    return found
+    return matches
 
 
-def _matching(item: Any) -> list[_Tracker]:
-    if isinstance(item, GeneralTracker) or (
-        isinstance(item, type) and issubclass(item, GeneralTracker)
+def _match_trackers(requested_item: Any) -> list[_Tracker]:
+    if isinstance(requested_item, GeneralTracker) or (
+        isinstance(requested_item, type) and issubclass(requested_item, GeneralTracker)
     ):
-        return [item]
-    name = getattr(item, "value", item)  # of an enum, Accelerate's LoggerType for one
-    others = {entry.name: entry for entry in importlib.metadata.entry_points(group=_GROUP)}
-    classes = {**_own(), **{n: service.tracker for n, service in SERVICES.items()}, **_REGISTERED}
-    there = _availability()
-    if name == _ALL:
-        installed = [classes[n] for n, is_there in there.items() if is_there]
-        return [*installed, *(_load(entry) for entry in others.values())]
-    if name in classes:
-        if name in _REGISTERED or there[name]:
-            return [classes[name]]
-        _say_left_out(name)
+        return [requested_item]
+    tracker_name = getattr(
+        requested_item, "value", requested_item
+    )  # of an enum, Accelerate's LoggerType for one
+    entry_points = {
+        entry_point.name: entry_point
+        for entry_point in importlib.metadata.entry_points(group=_ENTRY_POINT_GROUP)
+    }
+    classes = {
+        **_built_in_trackers(),
+        **{class_name: service.tracker for class_name, service in TRACKER_SERVICES.items()},
+        **_REGISTERED_CLASSES,
+    }
+    availability = _tracker_availability()
+    if tracker_name == _EVERY_TRACKER:
+        installed = [
+            classes[class_name] for class_name, is_there in availability.items() if is_there
+        ]
+        return [
+            *installed,
+            *(_load_entry_point(entry_point) for entry_point in entry_points.values()),
+        ]
+    if tracker_name in classes:
+        if tracker_name in _REGISTERED_CLASSES or availability[tracker_name]:
+            return [classes[tracker_name]]
+        _warn_left_out(tracker_name)
         return []
-    if name in others:
-        return [_load(others[name])]
-    known = [*classes, *others, _ALL]
+    if tracker_name in entry_points:
+        return [_load_entry_point(entry_points[tracker_name])]
+    known_names = [*classes, *entry_points, _EVERY_TRACKER]
     raise ConfigError(
-        f"log_with={shown(item)} is no tracker that nbaccel knows. Nothing would be logged."
-        f"{closest(str(name), known)} There are: {', '.join(known)}. Give one of these, an "
-        f"instance of a GeneralTracker, or install a package with an entry point in {_GROUP!r}. A "
-        "class given to register_tracker_class is known in the process that did so."
+        f"log_with={shown(requested_item)} is no tracker that nbaccel knows. Nothing would be "
+        f"logged.{closest(str(tracker_name), known_names)} There are: {', '.join(known_names)}. "
+        "Give one of these, an instance of a GeneralTracker, or install a package with an entry "
+        f"point in {_ENTRY_POINT_GROUP!r}. A class given to register_tracker_class is known in "
+        "the process that did so."
     )
 
 
-def _say_left_out(name: str) -> None:
-    if arrival.rank() != 0:
+def _warn_left_out(tracker_name: str) -> None:
+    if distributed.rank() != 0:
         return
-    package = SERVICES[name].distributions[0] if name in SERVICES else name
+    package_name = (
+        TRACKER_SERVICES[tracker_name].distributions[0]
+        if tracker_name in TRACKER_SERVICES
+        else tracker_name
+    )
     warnings.warn(
-        f"log_with={name!r} is left out: {package} is not installed, so nothing is logged there. "
-        f"Install it: pip install {package}",
+        f"log_with={tracker_name!r} is left out: {package_name} is not installed, so nothing is "
+        f"logged there. Install it: pip install {package_name}",
         stacklevel=5,  # past _matching, find_trackers and the Accelerator
     )
 
@@ -323,25 +389,25 @@ def _has_tensorboard() -> bool:
     return is_installed("tensorboard")
 
 
-def _load(entry: importlib.metadata.EntryPoint) -> type[GeneralTracker]:
+def _load_entry_point(entry_point: importlib.metadata.EntryPoint) -> type[GeneralTracker]:
     try:
-        found = entry.load()
+        loaded_class = entry_point.load()
     except ImportError as error:
         raise MissingBackend(
-            f"The tracker {entry.name!r} ({entry.value}) cannot be imported: {error}. Install what "
-            "it needs, or leave it out of log_with."
+            f"The tracker {entry_point.name!r} ({entry_point.value}) cannot be imported: {error}. "
+            "Install what it needs, or leave it out of log_with."
         ) from error
-    if not (isinstance(found, type) and issubclass(found, GeneralTracker)):
+    if not (isinstance(loaded_class, type) and issubclass(loaded_class, GeneralTracker)):
         raise ConfigError(
-            f"The tracker {entry.name!r} ({entry.value}) is {shown(found)}, not a subclass of "
-            "nbaccel's GeneralTracker. It could not be started. Leave it out of log_with, or mend "
-            "the package that brings it."
+            f"The tracker {entry_point.name!r} ({entry_point.value}) is {shown(loaded_class)}, "
+            "not a subclass of nbaccel's GeneralTracker. It could not be started. Leave it out of "
+            "log_with, or mend the package that brings it."
         )
-    return found
+    return loaded_class
 
 
 def start_trackers(
-    found: Iterable[_Tracker],
+    requested_trackers: Iterable[_Tracker],
     place: Place,
     run_name: str,
     *,
@@ -352,7 +418,7 @@ def start_trackers(
     """Make and start trackers on the processes that are to have them.
 
     Args:
-        found: What :func:`find_trackers` gave.
+        requested_trackers: What :func:`find_trackers` gave.
         place: This process.
         run_name: Name of the run, or project.
         logging_dir: Where trackers write that write to a folder.
@@ -362,17 +428,49 @@ def start_trackers(
     Returns:
         The trackers of this process.
     """
-    started: list[GeneralTracker] = []
-    for tracker in found:
+    started_trackers: list[GeneralTracker] = []
+    for tracker in requested_trackers:
         if tracker.main_process_only and not place.is_main:
             continue
         if isinstance(tracker, type):
-            folder = (logging_dir,) if tracker.requires_logging_directory else ()
-            options = (init_kwargs or {}).get(tracker.name, {})
-            make: Any = tracker
-            tracker = make(run_name, *folder, **options)  # noqa: PLW2901 - class to instance
+            folder_arguments = (logging_dir,) if tracker.requires_logging_directory else ()
+            tracker_options = (init_kwargs or {}).get(tracker.name, {})
+            tracker_class: Any = tracker
+            tracker = tracker_class(run_name, *folder_arguments, **tracker_options)  # noqa: PLW2901 - class to instance
         tracker.start()
         if config is not None:
             tracker.store_init_configuration(config)
-        started.append(tracker)
-    return started
+        started_trackers.append(tracker)
+    return started_trackers
+
+
+def find_started_tracker(
+    started_trackers: Sequence[GeneralTracker], tracker_name: str, *, unwrap: bool
+) -> Any:
+    """One of the started trackers; see `Accelerator.get_tracker`.
+
+    Args:
+        started_trackers: What :func:`start_trackers` returned.
+        tracker_name: Name of the one to return.
+        unwrap: Whether to return what is inside it.
+
+    Raises:
+        ConfigError: Trackers have started, and none of that name.
+    """
+    for tracker in started_trackers:
+        if tracker.name == tracker_name:
+            return getattr(tracker, "tracker", tracker) if unwrap else tracker
+    if not started_trackers:
+        return GeneralTracker(_blank=True)
+    raise ConfigError(
+        f"get_tracker({tracker_name!r}) finds none: started are "
+        f"{[tracker.name for tracker in started_trackers]}. Give its name to "
+        "Accelerator(log_with=...), before init_trackers."
+    )
+
+
+def logger_type_of(tracker: _Tracker) -> LoggerType | str | GeneralTracker:
+    """What `Accelerator.log_with` shows for a requested tracker: its name, or the given object."""
+    if not isinstance(tracker, type):
+        return tracker
+    return LoggerType(tracker.name) if tracker.name in LoggerType else tracker.name

@@ -14,10 +14,10 @@ __all__ = [
     "concatenate",
     "find_batch_size",
     "leaves",
-    "like",
     "map_leaves",
     "map_tensors",
     "send_to_device",
+    "sequence_like",
     "slice_rows",
 ]
 
@@ -34,13 +34,13 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any, skip_keys: frozenset[str] = 
         The same containers, with what the function gave.
     """
     if isinstance(tree, (list, tuple)):
-        return like(tree, [map_leaves(fn, item, skip_keys) for item in tree])
+        return sequence_like(tree, [map_leaves(fn, item, skip_keys) for item in tree])
     if isinstance(tree, Mapping):
-        found = {
-            key: value if key in skip_keys else map_leaves(fn, value, skip_keys)
-            for key, value in tree.items()
+        new_items = {
+            item_key: item_value if item_key in skip_keys else map_leaves(fn, item_value, skip_keys)
+            for item_key, item_value in tree.items()
         }
-        return _like_mapping(tree, found)
+        return _mapping_like(tree, new_items)
     return fn(tree)
 
 
@@ -78,9 +78,9 @@ def send_to_device(
     Returns:
         The batch, there; containers keep their type.
     """
-    stay = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
+    stay_keys = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
 
-    def move(leaf: Any) -> Any:
+    def move_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf.to(device, non_blocking=non_blocking)
         to = getattr(leaf, "to", None)
@@ -92,8 +92,8 @@ def send_to_device(
             return to(device)
 
     if isinstance(tensor, Mapping) and hasattr(tensor, "to") and not isinstance(tensor, dict):
-        return move(tensor)  # a BatchEncoding has more inside than its items
-    return map_leaves(move, tensor, stay)
+        return move_leaf(tensor)  # a BatchEncoding has more inside than its items
+    return map_leaves(move_leaf, tensor, stay_keys)
 
 
 def find_batch_size(data: Any) -> int | None:
@@ -119,27 +119,33 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     Returns:
         One tree of that structure.
     """
-    first = data[0]
-    if isinstance(first, (list, tuple)):
-        return like(first, [concatenate(items, dim) for items in zip(*data, strict=True)])
-    if isinstance(first, Mapping):
-        return _like_mapping(
-            first, {key: concatenate([tree[key] for tree in data], dim) for key in first}
+    first_tree = data[0]
+    if isinstance(first_tree, (list, tuple)):
+        return sequence_like(
+            first_tree, [concatenate(items, dim) for items in zip(*data, strict=True)]
         )
-    return torch.cat(list(data), dim) if isinstance(first, torch.Tensor) else first
+    if isinstance(first_tree, Mapping):
+        return _mapping_like(
+            first_tree,
+            {
+                item_key: concatenate([tree[item_key] for tree in data], dim)
+                for item_key in first_tree
+            },
+        )
+    return torch.cat(list(data), dim) if isinstance(first_tree, torch.Tensor) else first_tree
 
 
-def like(model: Any, items: list[Any]) -> Any:
+def sequence_like(example: Any, new_items: list[Any]) -> Any:
     """Items in a sequence of the type of another: a list, a tuple, a named tuple."""
-    if isinstance(model, tuple) and hasattr(model, "_fields"):  # a named tuple
-        return type(model)(*items)
-    return type(model)(items)
+    if isinstance(example, tuple) and hasattr(example, "_fields"):  # a named tuple
+        return type(example)(*new_items)
+    return type(example)(new_items)
 
 
-def _like_mapping(model: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(model) is dict:
-        return items
+def _mapping_like(example: Mapping[Any, Any], new_items: dict[Any, Any]) -> Any:
+    if type(example) is dict:
+        return new_items
     try:
-        return type(model)(items)  # type: ignore[call-arg]
+        return type(example)(new_items)  # type: ignore[call-arg]
     except TypeError:  # such as ModelOutput's dataclasses, whose fields are keywords
-        return type(model)(**items)
+        return type(example)(**new_items)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbaccel._later import FP8, later
+from nbaccel._later import FP8_TRAINING, missing_name_of
 
 __all__ = [
     "convert_model_to_fp8_ao",
@@ -11,7 +11,9 @@ __all__ = [
     "has_ao_layers",
 ]
 
-convert_model_to_fp8_ao = later("convert_model_to_fp8_ao", FP8, __name__)
-filter_first_and_last_linear_layers = later("filter_first_and_last_linear_layers", FP8, __name__)
-filter_linear_layers = later("filter_linear_layers", FP8, __name__)
-has_ao_layers = later("has_ao_layers", FP8, __name__)
+convert_model_to_fp8_ao = missing_name_of("convert_model_to_fp8_ao", FP8_TRAINING, __name__)
+filter_first_and_last_linear_layers = missing_name_of(
+    "filter_first_and_last_linear_layers", FP8_TRAINING, __name__
+)
+filter_linear_layers = missing_name_of("filter_linear_layers", FP8_TRAINING, __name__)
+has_ao_layers = missing_name_of("has_ao_layers", FP8_TRAINING, __name__)

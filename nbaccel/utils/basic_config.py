@@ -12,7 +12,7 @@ import yaml
 from nbaccel import atomic, env
 from nbaccel.config.enumerations import PrecisionType
 from nbaccel.errors import ConfigError
-from nbaccel.plan.inventory import inspect_machine
+from nbaccel.plan.inspecting import inspect_machine
 
 __all__ = ["default_json_config_file", "write_basic_config"]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from nbaccel._later import QUANTIZATION, later
+from nbaccel._later import QUANTIZED_LOADING, missing_name_of
 
 __all__ = [
     "has_4bit_bnb_layers",
     "load_and_quantize_model",
 ]
 
-has_4bit_bnb_layers = later("has_4bit_bnb_layers", QUANTIZATION, __name__)
-load_and_quantize_model = later("load_and_quantize_model", QUANTIZATION, __name__)
+has_4bit_bnb_layers = missing_name_of("has_4bit_bnb_layers", QUANTIZED_LOADING, __name__)
+load_and_quantize_model = missing_name_of("load_and_quantize_model", QUANTIZED_LOADING, __name__)

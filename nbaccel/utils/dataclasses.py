@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from nbaccel._later import FP8, MEGATRON, QUANTIZATION, later
+from typing import TYPE_CHECKING
+
+from nbaccel import _catalog
+from nbaccel._later import FP8_TRAINING, MEGATRON_LM, QUANTIZED_LOADING, missing_name_of
 from nbaccel.config.enumerations import (
     ComputeEnvironment,
     CustomDtype,
@@ -27,7 +30,6 @@ from nbaccel.config.handlers import (
     TorchDynamoPlugin,
 )
 from nbaccel.config.settings import Handler as KwargsHandler
-from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
 from nbaccel.parallelism_config import (
     DeepSpeedSequenceParallelConfig,
     ParallelismConfig,
@@ -36,6 +38,11 @@ from nbaccel.parallelism_config import (
     TorchTensorParallelPlugin,
 )
 from nbaccel.utils.operations import TensorInformation
+
+if TYPE_CHECKING:
+    from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
+else:
+    DeepSpeedPlugin = _catalog.plugin_class("DeepSpeedPlugin")
 
 __all__ = [
     "AORecipeKwargs",
@@ -73,9 +80,9 @@ __all__ = [
     "TorchTensorParallelPlugin",
 ]
 
-AORecipeKwargs = later("AORecipeKwargs", FP8, __name__)
-FP8RecipeKwargs = later("FP8RecipeKwargs", FP8, __name__)
-MSAMPRecipeKwargs = later("MSAMPRecipeKwargs", FP8, __name__)
-TERecipeKwargs = later("TERecipeKwargs", FP8, __name__)
-BnbQuantizationConfig = later("BnbQuantizationConfig", QUANTIZATION, __name__)
-MegatronLMPlugin = later("MegatronLMPlugin", MEGATRON, __name__)
+AORecipeKwargs = missing_name_of("AORecipeKwargs", FP8_TRAINING, __name__)
+FP8RecipeKwargs = missing_name_of("FP8RecipeKwargs", FP8_TRAINING, __name__)
+MSAMPRecipeKwargs = missing_name_of("MSAMPRecipeKwargs", FP8_TRAINING, __name__)
+TERecipeKwargs = missing_name_of("TERecipeKwargs", FP8_TRAINING, __name__)
+BnbQuantizationConfig = missing_name_of("BnbQuantizationConfig", QUANTIZED_LOADING, __name__)
+MegatronLMPlugin = missing_name_of("MegatronLMPlugin", MEGATRON_LM, __name__)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nbaccel._later import DEEPSPEED_INTERNALS, later
+from nbaccel import _catalog
+from nbaccel._later import DEEPSPEED_INTERNALS, missing_name_of
 from nbaccel.abc.standins import DummyOptim, DummyScheduler
-from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
 from nbaccel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
+else:
+    DeepSpeedPlugin = _catalog.plugin_class("DeepSpeedPlugin")
 
 __all__ = [
     "DeepSpeedEngineWrapper",
@@ -21,11 +26,15 @@ __all__ = [
     "map_pytorch_optim_to_deepspeed",
 ]
 
-DeepSpeedEngineWrapper = later("DeepSpeedEngineWrapper", DEEPSPEED_INTERNALS, __name__)
-DeepSpeedOptimizerWrapper = later("DeepSpeedOptimizerWrapper", DEEPSPEED_INTERNALS, __name__)
-DeepSpeedSchedulerWrapper = later("DeepSpeedSchedulerWrapper", DEEPSPEED_INTERNALS, __name__)
-HfDeepSpeedConfig = later("HfDeepSpeedConfig", DEEPSPEED_INTERNALS, __name__)
-map_pytorch_optim_to_deepspeed = later(
+DeepSpeedEngineWrapper = missing_name_of("DeepSpeedEngineWrapper", DEEPSPEED_INTERNALS, __name__)
+DeepSpeedOptimizerWrapper = missing_name_of(
+    "DeepSpeedOptimizerWrapper", DEEPSPEED_INTERNALS, __name__
+)
+DeepSpeedSchedulerWrapper = missing_name_of(
+    "DeepSpeedSchedulerWrapper", DEEPSPEED_INTERNALS, __name__
+)
+HfDeepSpeedConfig = missing_name_of("HfDeepSpeedConfig", DEEPSPEED_INTERNALS, __name__)
+map_pytorch_optim_to_deepspeed = missing_name_of(
     "map_pytorch_optim_to_deepspeed", DEEPSPEED_INTERNALS, __name__
 )
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbaccel import env
+from nbaccel.devices.cuda import CudaDevice
+from nbaccel.devices.nvml import find_cards
 from nbaccel.errors import ConfigError
 from nbaccel.log import get_logger
-from nbaccel.plan.gpus import find_cards
 from nbaccel.utils import imports
 
 __all__ = [
@@ -184,9 +185,8 @@ def check_cuda_p2p_ib_support() -> bool:
 
 def check_cuda_fp8_capability() -> bool:
     """Whether the first GPU computes in fp8."""
-    import torch
-
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    device = CudaDevice()
+    return device.is_available() and device.capability(device.torch_device(0)) >= (8, 9)
 
 
 @dataclass

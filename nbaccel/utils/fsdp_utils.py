@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nbaccel import env
-from nbaccel._later import FSDP_INTERNALS, later
+from nbaccel._later import FSDP_INTERNALS, missing_name_of
 from nbaccel.errors import CheckpointDamaged, ConfigError
 from nbaccel.state import PartialState
 from nbaccel.train import checkpoint
@@ -35,19 +35,19 @@ __all__ = [
 _PREFIX = "model."
 _EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
-ensure_weights_retied = later("ensure_weights_retied", FSDP_INTERNALS, __name__)
-fsdp2_apply_ac = later("fsdp2_apply_ac", FSDP_INTERNALS, __name__)
-fsdp2_canonicalize_names = later("fsdp2_canonicalize_names", FSDP_INTERNALS, __name__)
-fsdp2_load_full_state_dict = later("fsdp2_load_full_state_dict", FSDP_INTERNALS, __name__)
-fsdp2_prepare_model = later("fsdp2_prepare_model", FSDP_INTERNALS, __name__)
-fsdp2_switch_optimizer_parameters = later(
+ensure_weights_retied = missing_name_of("ensure_weights_retied", FSDP_INTERNALS, __name__)
+fsdp2_apply_ac = missing_name_of("fsdp2_apply_ac", FSDP_INTERNALS, __name__)
+fsdp2_canonicalize_names = missing_name_of("fsdp2_canonicalize_names", FSDP_INTERNALS, __name__)
+fsdp2_load_full_state_dict = missing_name_of("fsdp2_load_full_state_dict", FSDP_INTERNALS, __name__)
+fsdp2_prepare_model = missing_name_of("fsdp2_prepare_model", FSDP_INTERNALS, __name__)
+fsdp2_switch_optimizer_parameters = missing_name_of(
     "fsdp2_switch_optimizer_parameters", FSDP_INTERNALS, __name__
 )
-get_fsdp2_grad_scaler = later("get_fsdp2_grad_scaler", FSDP_INTERNALS, __name__)
-load_fsdp_model = later("load_fsdp_model", FSDP_INTERNALS, __name__)
-load_fsdp_optimizer = later("load_fsdp_optimizer", FSDP_INTERNALS, __name__)
-save_fsdp_model = later("save_fsdp_model", FSDP_INTERNALS, __name__)
-save_fsdp_optimizer = later("save_fsdp_optimizer", FSDP_INTERNALS, __name__)
+get_fsdp2_grad_scaler = missing_name_of("get_fsdp2_grad_scaler", FSDP_INTERNALS, __name__)
+load_fsdp_model = missing_name_of("load_fsdp_model", FSDP_INTERNALS, __name__)
+load_fsdp_optimizer = missing_name_of("load_fsdp_optimizer", FSDP_INTERNALS, __name__)
+save_fsdp_model = missing_name_of("save_fsdp_model", FSDP_INTERNALS, __name__)
+save_fsdp_optimizer = missing_name_of("save_fsdp_optimizer", FSDP_INTERNALS, __name__)
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
@@ -110,7 +110,7 @@ def _whole(folder: Path) -> dict[str, torch.Tensor]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 
-    from nbaccel.strategies.shard_files import read_metadata, shard_problems
+    from nbaccel.strategies.sharded_checkpoints import read_metadata, shard_problems
 
     metadata = read_metadata(folder)
     if problems := shard_problems(folder, metadata, 0, 1):

@@ -328,7 +328,8 @@ def is_habana_gaudi1() -> bool:
     if not is_hpu_available():
         return False
     found: Any = importlib.import_module("habana_frameworks.torch.utils.experimental")
-    return bool(found._get_device_type() == found.synDeviceType.synDeviceGaudi)  # its only way
+    device_type = getattr(found, "_get_device_type", None)  # there is no public way to ask
+    return device_type is not None and bool(device_type() == found.synDeviceType.synDeviceGaudi)
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nbaccel import env
-from nbaccel._later import LAUNCH_COMMANDS, later
+from nbaccel._later import LAUNCH_COMMANDS, missing_name_of
 from nbaccel.config.enumerations import DistributedType
 from nbaccel.utils.environment import get_int_from_env
 
@@ -52,10 +52,12 @@ class PrepareForLaunch:
         self.launcher(*args)
 
 
-prepare_deepspeed_cmd_env = later("prepare_deepspeed_cmd_env", LAUNCH_COMMANDS, __name__)
-prepare_multi_gpu_env = later("prepare_multi_gpu_env", LAUNCH_COMMANDS, __name__)
-prepare_sagemager_args_inputs = later("prepare_sagemager_args_inputs", LAUNCH_COMMANDS, __name__)
-prepare_simple_launcher_cmd_env = later(
+prepare_deepspeed_cmd_env = missing_name_of("prepare_deepspeed_cmd_env", LAUNCH_COMMANDS, __name__)
+prepare_multi_gpu_env = missing_name_of("prepare_multi_gpu_env", LAUNCH_COMMANDS, __name__)
+prepare_sagemager_args_inputs = missing_name_of(
+    "prepare_sagemager_args_inputs", LAUNCH_COMMANDS, __name__
+)
+prepare_simple_launcher_cmd_env = missing_name_of(
     "prepare_simple_launcher_cmd_env", LAUNCH_COMMANDS, __name__
 )
-prepare_tpu = later("prepare_tpu", LAUNCH_COMMANDS, __name__)
+prepare_tpu = missing_name_of("prepare_tpu", LAUNCH_COMMANDS, __name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbaccel._later import MEGATRON, later
+from nbaccel._later import MEGATRON_LM, missing_name_of
 
 __all__ = [
     "AbstractTrainStep",
@@ -16,16 +16,16 @@ __all__ = [
     "avg_losses_across_data_parallel_group",
 ]
 
-AbstractTrainStep = later("AbstractTrainStep", MEGATRON, __name__)
-BertTrainStep = later("BertTrainStep", MEGATRON, __name__)
-GPTTrainStep = later("GPTTrainStep", MEGATRON, __name__)
-MegatronEngine = later("MegatronEngine", MEGATRON, __name__)
-MegatronLMDummyDataLoader = later("MegatronLMDummyDataLoader", MEGATRON, __name__)
-MegatronLMDummyScheduler = later("MegatronLMDummyScheduler", MEGATRON, __name__)
-T5TrainStep = later("T5TrainStep", MEGATRON, __name__)
-add_model_config_to_megatron_parser = later(
-    "add_model_config_to_megatron_parser", MEGATRON, __name__
+AbstractTrainStep = missing_name_of("AbstractTrainStep", MEGATRON_LM, __name__)
+BertTrainStep = missing_name_of("BertTrainStep", MEGATRON_LM, __name__)
+GPTTrainStep = missing_name_of("GPTTrainStep", MEGATRON_LM, __name__)
+MegatronEngine = missing_name_of("MegatronEngine", MEGATRON_LM, __name__)
+MegatronLMDummyDataLoader = missing_name_of("MegatronLMDummyDataLoader", MEGATRON_LM, __name__)
+MegatronLMDummyScheduler = missing_name_of("MegatronLMDummyScheduler", MEGATRON_LM, __name__)
+T5TrainStep = missing_name_of("T5TrainStep", MEGATRON_LM, __name__)
+add_model_config_to_megatron_parser = missing_name_of(
+    "add_model_config_to_megatron_parser", MEGATRON_LM, __name__
 )
-avg_losses_across_data_parallel_group = later(
-    "avg_losses_across_data_parallel_group", MEGATRON, __name__
+avg_losses_across_data_parallel_group = missing_name_of(
+    "avg_losses_across_data_parallel_group", MEGATRON_LM, __name__
 )

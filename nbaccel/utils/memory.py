@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nbaccel import _catalog
 from nbaccel.errors import ConfigError, NothingFits
 from nbaccel.log import get_logger
 
@@ -23,7 +24,6 @@ _OUT_OF_MEMORY = (
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
     "DefaultCPUAllocator: can't allocate",
 )
-_DEVICES_WITH_CACHES = ("cuda", "xpu", "npu", "mlu", "musa", "sdaa")
 
 
 def release_memory(*objects: Any) -> list[None]:
@@ -49,13 +49,9 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """
     if garbage_collection:
         gc.collect()
-    for kind in _DEVICES_WITH_CACHES:
-        device: Any = getattr(torch, kind, None)
-        # Asked first: to empty the cache of a device that is not in use would wake it.
-        if device is not None and getattr(device, "is_initialized", lambda: False)():
-            device.empty_cache()
-    if torch.backends.mps.is_available():
-        torch.mps.empty_cache()
+    # One that is not in use has no cache, and to empty it would wake the device.
+    for device in _catalog.awake_accelerators():
+        device.empty_cache()
 
 
 def _free() -> None:

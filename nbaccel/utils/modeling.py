@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbaccel._later import BIG_MODELS, later
+from nbaccel import torch_private
+from nbaccel._later import BIG_MODEL_INFERENCE, missing_name_of
 from nbaccel.config.enumerations import CustomDtype
 from nbaccel.state import PartialState
 from nbaccel.units import parse_bytes
@@ -44,23 +45,29 @@ __all__ = [
 
 _BYTES = {CustomDtype.INT2: 1 / 4, CustomDtype.INT4: 1 / 2, CustomDtype.FP8: 1}
 
-align_module_device = later("align_module_device", BIG_MODELS, __name__)
-calculate_maximum_sizes = later("calculate_maximum_sizes", BIG_MODELS, __name__)
-check_device_map = later("check_device_map", BIG_MODELS, __name__)
-check_tied_parameters_in_config = later("check_tied_parameters_in_config", BIG_MODELS, __name__)
-check_tied_parameters_on_same_device = later(
-    "check_tied_parameters_on_same_device", BIG_MODELS, __name__
+align_module_device = missing_name_of("align_module_device", BIG_MODEL_INFERENCE, __name__)
+calculate_maximum_sizes = missing_name_of("calculate_maximum_sizes", BIG_MODEL_INFERENCE, __name__)
+check_device_map = missing_name_of("check_device_map", BIG_MODEL_INFERENCE, __name__)
+check_tied_parameters_in_config = missing_name_of(
+    "check_tied_parameters_in_config", BIG_MODEL_INFERENCE, __name__
 )
-compute_module_sizes = later("compute_module_sizes", BIG_MODELS, __name__)
-get_balanced_memory = later("get_balanced_memory", BIG_MODELS, __name__)
-get_max_layer_size = later("get_max_layer_size", BIG_MODELS, __name__)
-get_max_memory = later("get_max_memory", BIG_MODELS, __name__)
-infer_auto_device_map = later("infer_auto_device_map", BIG_MODELS, __name__)
-load_checkpoint_in_model = later("load_checkpoint_in_model", BIG_MODELS, __name__)
-load_offloaded_weights = later("load_offloaded_weights", BIG_MODELS, __name__)
-load_state_dict = later("load_state_dict", BIG_MODELS, __name__)
-retie_parameters = later("retie_parameters", BIG_MODELS, __name__)
-set_module_tensor_to_device = later("set_module_tensor_to_device", BIG_MODELS, __name__)
+check_tied_parameters_on_same_device = missing_name_of(
+    "check_tied_parameters_on_same_device", BIG_MODEL_INFERENCE, __name__
+)
+compute_module_sizes = missing_name_of("compute_module_sizes", BIG_MODEL_INFERENCE, __name__)
+get_balanced_memory = missing_name_of("get_balanced_memory", BIG_MODEL_INFERENCE, __name__)
+get_max_layer_size = missing_name_of("get_max_layer_size", BIG_MODEL_INFERENCE, __name__)
+get_max_memory = missing_name_of("get_max_memory", BIG_MODEL_INFERENCE, __name__)
+infer_auto_device_map = missing_name_of("infer_auto_device_map", BIG_MODEL_INFERENCE, __name__)
+load_checkpoint_in_model = missing_name_of(
+    "load_checkpoint_in_model", BIG_MODEL_INFERENCE, __name__
+)
+load_offloaded_weights = missing_name_of("load_offloaded_weights", BIG_MODEL_INFERENCE, __name__)
+load_state_dict = missing_name_of("load_state_dict", BIG_MODEL_INFERENCE, __name__)
+retie_parameters = missing_name_of("retie_parameters", BIG_MODEL_INFERENCE, __name__)
+set_module_tensor_to_device = missing_name_of(
+    "set_module_tensor_to_device", BIG_MODEL_INFERENCE, __name__
+)
 
 
 def convert_file_size_to_int(size: int | str) -> int:
@@ -122,7 +129,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 def is_peft_model(model: nn.Module) -> bool:
     """Whether it is a model of peft, in whatever it may be wrapped."""
     inner: Any = getattr(model, "module", model)
-    inner = getattr(inner, "_orig_mod", inner)
+    inner = torch_private.uncompiled(inner)
     return any(kind.__module__.partition(".")[0] == "peft" for kind in type(inner).__mro__)
 
 

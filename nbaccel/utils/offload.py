@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbaccel._later import BIG_MODELS, later
+from nbaccel._later import BIG_MODEL_INFERENCE, missing_name_of
 
 __all__ = [
     "OffloadedWeightsLoader",
@@ -14,10 +14,12 @@ __all__ = [
     "save_offload_index",
 ]
 
-OffloadedWeightsLoader = later("OffloadedWeightsLoader", BIG_MODELS, __name__)
-PrefixedDataset = later("PrefixedDataset", BIG_MODELS, __name__)
-extract_submodules_state_dict = later("extract_submodules_state_dict", BIG_MODELS, __name__)
-load_offloaded_weight = later("load_offloaded_weight", BIG_MODELS, __name__)
-offload_state_dict = later("offload_state_dict", BIG_MODELS, __name__)
-offload_weight = later("offload_weight", BIG_MODELS, __name__)
-save_offload_index = later("save_offload_index", BIG_MODELS, __name__)
+OffloadedWeightsLoader = missing_name_of("OffloadedWeightsLoader", BIG_MODEL_INFERENCE, __name__)
+PrefixedDataset = missing_name_of("PrefixedDataset", BIG_MODEL_INFERENCE, __name__)
+extract_submodules_state_dict = missing_name_of(
+    "extract_submodules_state_dict", BIG_MODEL_INFERENCE, __name__
+)
+load_offloaded_weight = missing_name_of("load_offloaded_weight", BIG_MODEL_INFERENCE, __name__)
+offload_state_dict = missing_name_of("offload_state_dict", BIG_MODEL_INFERENCE, __name__)
+offload_weight = missing_name_of("offload_weight", BIG_MODEL_INFERENCE, __name__)
+save_offload_index = missing_name_of("save_offload_index", BIG_MODEL_INFERENCE, __name__)

@@ -12,7 +12,7 @@ import torch
 
 from nbaccel._optional import require
 from nbaccel.errors import CollectiveMismatch
-from nbaccel.train import arrival, trees
+from nbaccel.train import distributed, trees
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.trees import concatenate, find_batch_size, leaves, send_to_device
 
@@ -62,7 +62,7 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 
 def _together() -> Collectives:
-    place = arrival.arrive()
+    place = distributed.arrive()
     return Collectives(place)
 
 
@@ -115,7 +115,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     Raises:
         CollectiveMismatch: Not exactly one process gave a tensor.
     """
-    place = arrival.arrive()
+    place = distributed.arrive()
     together = Collectives(place)
     found = together.all_objects(
         None if tensor is None else (tuple(tensor.shape), tensor.dtype), "copy_tensor_to_devices"
@@ -152,7 +152,7 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
         obj: The other sequence.
         generator: The items.
     """
-    return trees.like(obj, list(generator))
+    return trees.sequence_like(obj, list(generator))
 
 
 def recursively_apply(

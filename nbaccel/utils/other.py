@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbaccel import torch_private
 from nbaccel.log import get_logger
 from nbaccel.precision.native import AutocastForward
 from nbaccel.state import PartialState
@@ -74,7 +75,7 @@ def extract_model_from_parallel(
         The module.
     """
     compiled: Any = model if is_compiled_module(model) else None
-    inner = _unwrapped(compiled._orig_mod if compiled is not None else model)
+    inner = _unwrapped(torch_private.uncompiled(model) if compiled is not None else model)
     if recursive:
         inner = _unwrapped_throughout(inner)
     if not keep_fp32_wrapper:
@@ -82,7 +83,7 @@ def extract_model_from_parallel(
     if compiled is None or not keep_torch_compile:
         return inner
     # The wrapper's own submodule, so that what was compiled with it stays.
-    compiled._orig_mod = inner
+    torch_private.replace_wrapped(compiled, inner)
     return model
 
 
@@ -121,8 +122,7 @@ def _restore_forward(model: nn.Module) -> None:
 
 def is_compiled_module(module: nn.Module) -> bool:
     """Whether ``torch.compile`` made it."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    return torch_private.is_compiled(module)
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
@@ -199,7 +199,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
         CheckpointDamaged: It cannot be read, or holds more than tensors and plain data.
     """
     path = Path(f) if isinstance(f, str) else f
-    return files.read(path, map_location=map_location, **kwargs)
+    return files.read_torch_file(path, map_location=map_location, **kwargs)
 
 
 def clean_state_dict_for_safetensors(state_dict: MutableMapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nbaccel.train import arrival, rng
+from nbaccel.train import distributed, rng
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.rng import set_seed
 
@@ -31,4 +31,4 @@ def synchronize_rng_states(rng_types: list[str], generator: torch.Generator | No
         rng_types: Of ``torch``, ``cuda``, ``generator``.
         generator: The one that ``generator`` means.
     """
-    rng.synchronize_rng_states(rng_types, generator, Collectives(arrival.arrive()))
+    rng.synchronize_rng_states(rng_types, generator, Collectives(distributed.arrive()))

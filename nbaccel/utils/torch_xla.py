@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nbaccel._later import TPU, later
+from nbaccel._later import TPU_TRAINING, missing_name_of
 
 __all__ = [
     "install_xla",
 ]
 
-install_xla = later("install_xla", TPU, __name__)
+install_xla = missing_name_of("install_xla", TPU_TRAINING, __name__)

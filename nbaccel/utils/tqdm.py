@@ -6,7 +6,7 @@ from typing import Any
 
 from tqdm import auto
 
-from nbaccel.train import arrival
+from nbaccel.train import distributed
 
 __all__ = ["tqdm"]
 
@@ -22,6 +22,6 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     Returns:
         The bar.
     """
-    if main_process_only and arrival.local_rank() != 0:
+    if main_process_only and distributed.local_rank() != 0:
         kwargs["disable"] = True
     return auto.tqdm(*args, **kwargs)

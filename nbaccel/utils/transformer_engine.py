@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbaccel._later import FP8, later
+from nbaccel._later import FP8_TRAINING, missing_name_of
 
 __all__ = [
     "apply_fp8_autowrap",
@@ -11,7 +11,9 @@ __all__ = [
     "has_transformer_engine_layers",
 ]
 
-apply_fp8_autowrap = later("apply_fp8_autowrap", FP8, __name__)
-contextual_fp8_autocast = later("contextual_fp8_autocast", FP8, __name__)
-convert_model = later("convert_model", FP8, __name__)
-has_transformer_engine_layers = later("has_transformer_engine_layers", FP8, __name__)
+apply_fp8_autowrap = missing_name_of("apply_fp8_autowrap", FP8_TRAINING, __name__)
+contextual_fp8_autocast = missing_name_of("contextual_fp8_autocast", FP8_TRAINING, __name__)
+convert_model = missing_name_of("convert_model", FP8_TRAINING, __name__)
+has_transformer_engine_layers = missing_name_of(
+    "has_transformer_engine_layers", FP8_TRAINING, __name__
+)

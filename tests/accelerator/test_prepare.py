@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from nbaccel import Accelerator
 from nbaccel.errors import ConfigError
 from nbaccel.train.loader import PreparedLoader
-from nbaccel.train.optimizer import PreparedOptimizer
-from nbaccel.train.scheduler import PreparedScheduler
+from nbaccel.train.prepared_optimizer import PreparedOptimizer
+from nbaccel.train.prepared_scheduler import PreparedScheduler
 from tests.accelerator.loops import line, numbers, rows, sgd, together, told, weight
 
 

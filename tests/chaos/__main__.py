@@ -1,7 +1,7 @@
 """The long lane: hundreds of moments, and the table of what survives what.
 
 python -m tests.chaos --moments 320
-python -m tests.chaos --render      docs/reliability.md anew from benchmarks/results/chaos.json
+python -m tests.chaos --render      the table in docs/pages/reliability.md again, from the record
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.chaos.harness import chaos
 from tests.isolation import ROOT
 
 RECORD = ROOT / "benchmarks" / "results" / "chaos.json"
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "pages" / "reliability.md"
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ import json
 from tests.chaos import table
 from tests.isolation import ROOT
 
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "pages" / "reliability.md"
 RECORD = ROOT / "benchmarks" / "results" / "chaos.json"
 
 

@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from nbaccel import ConfigError, Pool, debug_launcher, notebook_launcher
-from nbaccel.config.calls import check_call
+from nbaccel.config.call_arguments import check_call
 
 
 def train(model: nn.Module, epochs: int, lr: float = 0.1) -> None:

@@ -79,3 +79,18 @@ def test_te_recipe_variables_are_those_that_accelerate_reads(monkeypatch):
         "use_autocast_during_eval",
     ):
         assert getattr(read, name) == getattr(wanted, name), name
+
+
+def test_what_variables_tell_is_read_back(monkeypatch):
+    for settings in (
+        {"backend": "te", "margin": 2, "fp8_format": "E4M3", "amax_history_len": 16},
+        {"override_linear_precision": (True, False, True), "use_autocast_during_eval": True},
+        {"backend": "msamp", "opt_level": "O1", "interval": 3},
+    ):
+        config = Fp8Config(**settings)
+        for name, value in config.variables().items():
+            monkeypatch.setenv(name, value)
+        assert Fp8Config.from_environment() == config
+        for name in config.variables():
+            monkeypatch.delenv(name)
+    assert Fp8Config.from_environment() is None

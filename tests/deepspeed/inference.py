@@ -16,7 +16,7 @@ from torch import nn
 from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 
 from nbaccel import Accelerator, DeepSpeedPlugin, deepspeed_environment
-from nbaccel.deepspeed.weights.live import fp32_state_dict
+from nbaccel.deepspeed.weights.live_weights import fp32_state_dict
 from nbaccel.errors import NbaccelError
 from tests.deepspeed import operations
 from tests.deepspeed.engines import changes, world
@@ -92,7 +92,7 @@ def infer(place: str, folder: Path, model: nn.Module) -> dict[str, Any]:
         "same": same(accelerator.get_state_dict(engine), plain),
         "same in fp32": same(fp32_state_dict(engine), t5(0, dtype).float()),
     }
-    accelerator._strategy.load_model_state(engine, other.state_dict())
+    accelerator._run.strategy.load_model_state(engine, other.state_dict())
     found["said"].append(answer(inner, rank))
     found["same after loading"] = same(accelerator.get_state_dict(engine), other)
     accelerator.free_memory()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from nbaccel._optional import is_installed
 from nbaccel.deepspeed import library
 from tests.deepspeed import operations
+from tests.needs import DEEPSPEED
+
+__all__ = ["ABORTS_ON_DISK", "DEEPSPEED", "DISK", "ENGINE", "STATE_ON_DISK"]
 
 
 def _built(names: tuple[str, ...]) -> pytest.MarkDecorator:
@@ -17,7 +19,6 @@ def _built(names: tuple[str, ...]) -> pytest.MarkDecorator:
     )
 
 
-DEEPSPEED = pytest.mark.skipif(not is_installed("deepspeed"), reason="deepspeed is not installed")
 ENGINE = [DEEPSPEED, _built(operations.ENGINE)]
 DISK = [*ENGINE, _built(operations.DISK)]
 ABORTS_ON_DISK = library.older_than(0, 19, 6)

@@ -10,9 +10,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from nbaccel.deepspeed.activations import measure_activations
-from nbaccel.deepspeed.estimate import estimate_memory
+from nbaccel.deepspeed.zero_memory import estimate_memory
 from nbaccel.errors import ConfigError
+from nbaccel.memory.activations import measure_activations
 from nbaccel.strategies.gradient_checkpointing import checkpoints_gradients
 
 WIDTH, ROWS = 64, 32

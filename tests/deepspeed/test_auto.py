@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from nbaccel.config import RunConfig
-from nbaccel.deepspeed.auto import AUTO_KEYS, resolve_auto
+from nbaccel.deepspeed.auto_values import AUTO_KEYS, resolve_auto
 from nbaccel.deepspeed.checking import check_config
-from nbaccel.deepspeed.config import ZERO, ZeroConfig
-from nbaccel.deepspeed.facts import TrainingFacts
-from nbaccel.deepspeed.kinds import AUTO
-from nbaccel.deepspeed.reading import auto_keys
-from nbaccel.deepspeed.schema import quiet
+from nbaccel.deepspeed.field_types import AUTO
+from nbaccel.deepspeed.load_config import auto_keys
+from nbaccel.deepspeed.schema import quiet_logger
+from nbaccel.deepspeed.training_facts import TrainingFacts
+from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Inventory
 from nbaccel.utils import DummyOptim, DummyScheduler
@@ -153,7 +153,7 @@ def test_deepspeed_accepts_what_was_filled_in():
     config = resolve_auto(EVERYTHING, facts=facts, model=model(hidden_size=8)).config
     assert not list(auto_keys(config.to_dict()))
     check_config(config, world_size=1, inventory=CPU)
-    with quiet():
+    with quiet_logger():
         read = import_module("deepspeed.runtime.config").DeepSpeedConfig(config.to_dict())
     assert (read.train_batch_size, read.gradient_clipping) == (4, 1.0)
     assert read.zero_config.reduce_bucket_size == 64

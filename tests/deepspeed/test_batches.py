@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel.deepspeed.batches import call, loss_of, mapped, num_samples, resized
 from nbaccel.errors import ConfigError
+from nbaccel.memory.activations import call, loss_of, mapped, num_samples, resized
 
 Pair = namedtuple("Pair", "inputs targets")  # noqa: PYI024 - as users write it
 

@@ -16,11 +16,10 @@ from nbaccel._origin import install_line
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.combinations import combination_mistakes, doubts
-from nbaccel.deepspeed.config import ZERO, ZeroConfig
-from nbaccel.deepspeed.kinds import AUTO
-from nbaccel.deepspeed.ops import missing_tools, needed_ops
-from nbaccel.deepspeed.schema import deepspeed_schema, quiet
-from nbaccel.deepspeed.section import section_of
+from nbaccel.deepspeed.cpp_operations import missing_tools, needed_ops
+from nbaccel.deepspeed.field_types import AUTO, section_of
+from nbaccel.deepspeed.schema import deepspeed_schema, quiet_logger
+from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Gpu, Inventory
 from tests.house.source import ROOT
@@ -45,7 +44,7 @@ def tools_on_path(monkeypatch):
 
 
 def accepted_by_deepspeed(settings) -> None:
-    with quiet():
+    with quiet_logger():
         import_module("deepspeed.runtime.config").DeepSpeedConfig(settings)
 
 

@@ -11,10 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbaccel.deepspeed.config import ZERO, ZERO_KEYS, ZeroConfig
+from nbaccel.config.field_rules import rule_of
+from nbaccel.deepspeed.field_types import Section, section_of
 from nbaccel.deepspeed.schema import deepspeed_schema
-from nbaccel.deepspeed.section import Section, kind_of, section_of
-from nbaccel.deepspeed.sections import Fp16, OffloadOptimizer, OffloadParam
+from nbaccel.deepspeed.zero_config import (
+    ZERO,
+    ZERO_KEYS,
+    Fp16Section,
+    OffloadOptimizer,
+    OffloadParam,
+    ZeroConfig,
+)
 from nbaccel.errors import ConfigError
 from tests.deepspeed import needs
 
@@ -36,7 +43,7 @@ def keys_of(model):
 
 def good_value(model: type[Section], name: str):
     """A value of the right kind, told from the kind alone."""
-    kind = kind_of(model.model_fields[name])
+    kind = rule_of(model.model_fields[name])
     if kind.allowed:
         return kind.allowed[-1]
     if name == "stage":
@@ -71,7 +78,7 @@ def test_every_key_says_what_it_means_and_refuses_what_is_no_value(model):
     for name in keys_of(model):
         entry = model.model_fields[name]
         assert len(entry.description) > 8
-        with pytest.raises(ConfigError, match=f"^{name} must be {kind_of(entry).must}: got"):
+        with pytest.raises(ConfigError, match=f"^{name} must be {rule_of(entry).must}: got"):
             model(**{name: object()})
 
 
@@ -261,7 +268,7 @@ def test_a_typo_by_hand_is_refused_wherever_it_stands():
     ]  # fmt: skip
     assert str(caught.value).count("Did you mean") == 3
     with pytest.raises(ConfigError, match="Did you mean 'loss_scale'"):
-        Fp16(loss_scal=1)
+        Fp16Section(loss_scal=1)
 
 
 def test_files_are_read_and_written(tmp_path):

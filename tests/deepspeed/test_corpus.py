@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from nbaccel.deepspeed.checking import check_config
-from nbaccel.deepspeed.kinds import AUTO
-from nbaccel.deepspeed.schema import quiet
+from nbaccel.deepspeed.field_types import AUTO
+from nbaccel.deepspeed.schema import quiet_logger
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Gpu, Inventory
 from tests.deepspeed.needs import DEEPSPEED
@@ -51,7 +51,7 @@ def refusal_of_deepspeed(settings: dict[str, Any]) -> str:
     if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(known):
         known["train_micro_batch_size_per_gpu"] = 1
     try:
-        with quiet():
+        with quiet_logger():
             import_module("deepspeed.runtime.config").DeepSpeedConfig(known)
     except Exception as error:
         return f"{type(error).__name__}: {error}"

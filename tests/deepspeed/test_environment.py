@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nbaccel.deepspeed import environment, toolchain
-from nbaccel.deepspeed.device import Wish, check_gpu, refuse_busy
-from nbaccel.deepspeed.environment import deepspeed_environment
+from nbaccel.deepspeed import cpp_operations, environment
+from nbaccel.deepspeed.environment import Wish, check_gpu, deepspeed_environment, refuse_busy
 from nbaccel.errors import (
     ConfigError,
     MissingBackend,
@@ -20,7 +19,7 @@ from nbaccel.errors import (
     PortTaken,
     UnsafeMoment,
 )
-from nbaccel.plan.gpus import Gpu
+from nbaccel.plan.inventory import Gpu
 from tests.deepspeed import needs
 from tests.deepspeed.engines import SWAPPED_WIDTH, world
 from tests.deepspeed.programs import told_by
@@ -114,18 +113,18 @@ def test_a_gpu_without_room_or_that_admits_nobody_else_names_who_has_it():
         with pytest.raises(
             UnsafeMoment, match=rf"\(A100\) is busy: 100.* MiB of 40.* free; {held}"
         ):
-            refuse_busy(card(100 * 2**20), holders=[holder.pid])
+            refuse_busy(card(100 * 2**20), holder_pids=[holder.pid])
         with pytest.raises(UnsafeMoment, match=rf"one process at a time.*{held}.*--compute-mode"):
-            refuse_busy(card(39 * GIB), holders=[holder.pid], exclusive=True)
-        refuse_busy(card(39 * GIB), holders=[holder.pid])
+            refuse_busy(card(39 * GIB), holder_pids=[holder.pid], is_exclusive=True)
+        refuse_busy(card(39 * GIB), holder_pids=[holder.pid])
         holder.communicate(b"\n")
     with pytest.raises(UnsafeMoment, match="nobody may compute on it"):
-        refuse_busy(card(39 * GIB), holders=[], prohibited=True)
+        refuse_busy(card(39 * GIB), holder_pids=[], is_prohibited=True)
 
 
 def test_a_gpu_on_which_this_process_computes_already_is_not_busy():
-    refuse_busy(card(0), holders=[os.getpid()])
-    refuse_busy(card(39 * GIB), holders=[os.getpid()], exclusive=True)
+    refuse_busy(card(0), holder_pids=[os.getpid()])
+    refuse_busy(card(39 * GIB), holder_pids=[os.getpid()], is_exclusive=True)
 
 
 @pytest.mark.gpu
@@ -158,7 +157,7 @@ def test_ninja_beside_python_is_found_by_a_kernel_without_it_on_path(monkeypatch
     ninja.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(ninja.with_name("python")))
     monkeypatch.setenv("PATH", "/nowhere")
-    assert toolchain.path_with_ninja() == f"{ninja.parent}{os.pathsep}/nowhere"
+    assert cpp_operations.path_with_ninja() == f"{ninja.parent}{os.pathsep}/nowhere"
 
 
 def test_ninja_beside_python_goes_before_the_systems(monkeypatch, tmp_path):
@@ -167,40 +166,40 @@ def test_ninja_beside_python_goes_before_the_systems(monkeypatch, tmp_path):
         program.parent.mkdir()
         program.write_text("#!/bin/sh\n")
         program.chmod(0o755)
-    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(cpp_operations.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path / "system"))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    assert toolchain.path_with_ninja() == str(tmp_path / "system")
+    assert cpp_operations.path_with_ninja() == str(tmp_path / "system")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     both = os.pathsep.join([str(tmp_path / "bin"), str(tmp_path / "system")])
-    assert toolchain.path_with_ninja() == both
+    assert cpp_operations.path_with_ninja() == both
     monkeypatch.setenv("PATH", both)
-    assert toolchain.path_with_ninja() == both
+    assert cpp_operations.path_with_ninja() == both
 
 
 def test_a_missing_ninja_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(cpp_operations.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(MissingBackend, match=r"PATH \(/nowhere\).*pip install ninja"):
-        toolchain.path_with_ninja()
+        cpp_operations.path_with_ninja()
 
 
 def test_a_missing_compiler_is_told_unless_the_operation_is_built(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     with pytest.raises(PlatformUnsupported, match=r"'no-such-compiler'.*apt-get install g\+\+"):
-        toolchain.check_compiler()
+        cpp_operations.check_compiler()
     built = tmp_path / "deepspeed_shm_comm" / "deepspeed_shm_comm.so"
     built.parent.mkdir()
     built.touch()
-    toolchain.check_compiler()
+    cpp_operations.check_compiler()
 
 
 def test_the_lock_of_a_killed_build_is_removed(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     lock = locked(tmp_path)
-    assert toolchain.remove_forgotten_locks() == (lock,)
+    assert cpp_operations.remove_forgotten_locks() == (lock,)
     assert not lock.exists()
 
 
@@ -212,7 +211,7 @@ def test_the_lock_of_a_build_that_goes_on_stays(monkeypatch, tmp_path):
         [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as builder:
         assert builder.stdout.readline() == b"held\n"
-        assert toolchain.remove_forgotten_locks() == ()
+        assert cpp_operations.remove_forgotten_locks() == ()
         assert lock.exists()
         builder.communicate(b"\n")
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from nbaccel.config import RunConfig
-from nbaccel.deepspeed.estimate import estimate_memory
-from nbaccel.deepspeed.shape import measure
+from nbaccel.deepspeed.zero_memory import estimate_memory
 from nbaccel.errors import ConfigError
+from nbaccel.memory.model_size import measure
 from nbaccel.plan.inventory import Gpu, Inventory
 
 GIB = 2**30
@@ -298,7 +298,7 @@ def test_a_file_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: estimate("nowhere.json"), r"'nowhere\.json'.*Give a dict"),
+        (lambda: estimate("nowhere.json"), r"'nowhere\.json'.*Give the path of a JSON file"),
         (lambda: estimate(zero(4)), r"stage is 4.*stages 0 to 3"),
         (lambda: estimate(zero(3, optimizer="disk")), r"offload_optimizer.device is 'disk'.*nvme"),
         (lambda: estimate(shape=7), r"from 7: its size is unknown.*Give the module"),

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from nbaccel import notebook_launcher
-from nbaccel.deepspeed.strategy import on_disk, troubles
+from nbaccel.deepspeed.strategy import diagnostics, nvme_swapping
+from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.errors import ConfigError
 from nbaccel.plan.inventory import Inventory
 from tests.deepspeed import needs, operations
@@ -116,11 +117,11 @@ def test_parts_of_more_processes_fit_into_smaller_buffers(tmp_path: Path):
     settings, model = config("nvme", tmp_path), torch.nn.Linear(WIDTH, INNER)
     section = settings["zero_optimization"]["offload_param"]
     section["buffer_size"] = WIDTH * INNER // 4
-    on_disk.check_buffers(model, settings, 4)
+    nvme_swapping.check_buffers(model, ZeroConfig.from_dict(settings), 4)
     with pytest.raises(ConfigError, match=r"reads 524288 numbers of weight"):
-        on_disk.check_buffers(model, settings, 2)
+        nvme_swapping.check_buffers(model, ZeroConfig.from_dict(settings), 2)
     section["device"] = "cpu"
-    on_disk.check_buffers(model, settings, 2)
+    nvme_swapping.check_buffers(model, ZeroConfig.from_dict(settings), 2)
 
 
 def test_a_model_that_is_only_used_needs_no_memory_for_training():
@@ -128,6 +129,7 @@ def test_a_model_that_is_only_used_needs_no_memory_for_training():
     model = torch.nn.Linear(1 << 15, 1 << 15, device="meta")  # 4 GiB of float32
     machine = Inventory(cpu_cores=2, host_available_bytes=9 << 30, host_total_bytes=9 << 30)
     asked = {"device": "cpu", "local_world_size": 1, "num_nodes": 1, "inventory": machine}
-    troubles.host_memory(model, config("cpu"), trains=False, **asked).check()
+    used = ZeroConfig.from_dict(config("cpu"))
+    diagnostics.host_memory(model, used, is_training=False, **asked).check()
     with pytest.raises(ConfigError, match="would kill it at the start"):
-        troubles.host_memory(model, config("cpu"), **asked).check()
+        diagnostics.host_memory(model, used, **asked).check()

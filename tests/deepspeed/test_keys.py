@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbaccel.config import RunConfig
-from nbaccel.deepspeed.auto import resolve_auto
+from nbaccel.deepspeed.auto_values import resolve_auto
 from nbaccel.deepspeed.checking import check_config
 from nbaccel.errors import ConfigError
 from tests.deepspeed import needs
@@ -74,6 +74,16 @@ def test_an_old_name_that_is_still_documented_is_read_by_its_new_one():
     made = checked(aio={"thread_count": 3, "block_size": 1 << 20})
     assert made.config.to_dict()["aio"] == {"intra_op_parallelism": 3, "block_size": 1 << 20}
     assert made.warnings == ("thread_count is an old form: write intra_op_parallelism=3.",)
+
+
+def test_a_key_without_a_field_is_judged_by_deepspeeds_own_model():
+    settings = {"stage": 1, "legacy_stage1": True, "elastic_checkpoint": "auto"}
+    (warning,) = checked(**{ZERO: settings}).warnings
+    key = "zero_optimization.elastic_checkpoint"
+    assert warning == f'{key}="auto" leaves it to DeepSpeed, whose default is False.'
+    told = refused(**{ZERO: {"stage": 1, "legacy_stage1": "old"}})
+    assert "zero_optimization.legacy_stage1 is refused by DeepSpeed: got 'old'. It says: " in told
+    assert "'legacy_stage1'" in refused(**{ZERO: {"stage": 1, "legacy_stage": True}})
 
 
 def test_auto_where_deepspeed_takes_its_default():

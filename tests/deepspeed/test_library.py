@@ -12,7 +12,7 @@ import pytest
 
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.combinations import combination_mistakes
-from nbaccel.deepspeed.config import ZeroConfig
+from nbaccel.deepspeed.zero_config import ZeroConfig
 from tests.deepspeed import needs
 from tests.house.source import ROOT
 
@@ -55,7 +55,7 @@ def test_a_version_that_would_abort_is_refused_where_it_does(
     monkeypatch, version, device, is_refused
 ):
     """Without a GPU an optimizer swapped to disk ends the process before 0.19.6."""
-    monkeypatch.setattr(library, "_installed", lambda: version)
+    monkeypatch.setattr(library, "_installed_version", lambda: version)
     told = "\n".join(combination_mistakes(ZeroConfig.from_dict(ON_DISK), device=device))
     assert ("needs DeepSpeed 0.19.6" in told) == is_refused
     assert (version in told) == is_refused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nbaccel.deepspeed.live import LiveBytes
+from nbaccel.memory.activations import LiveBytes
 
 MIB = 2**20
 

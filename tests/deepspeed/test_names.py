@@ -22,6 +22,7 @@ def test_the_package_alone_wakes_nothing():
     assert done.stdout.strip() == "set()"
 
 
+@needs.DEEPSPEED
 def test_the_published_table_is_one_import_away():
     from nbaccel.deepspeed import deepspeed_table
 

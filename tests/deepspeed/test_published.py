@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbaccel.deepspeed.published import deepspeed_table, zero2_needs, zero3_needs
-from nbaccel.deepspeed.shape import Shape
+from nbaccel.deepspeed.official_formulas import deepspeed_table
 from nbaccel.errors import ConfigError
 from tests.deepspeed.needs import DEEPSPEED
+
+# What DeepSpeed warns of when it is imported is not tested here.
+pytestmark = [DEEPSPEED, pytest.mark.filterwarnings("ignore")]
 
 # DeepSpeed's documentation, "Memory Requirements": T0_3B on one GPU.
 PUBLISHED = """\
@@ -42,48 +44,55 @@ def test_there_is_no_table_for_stage_1():
         deepspeed_table((10, 5), stage=1)
 
 
-numbers = {
-    "total": st.integers(1, 10**12),
-    "layer": st.integers(1, 10**9),
-    "devices": st.integers(1, 16),
-    "nodes": st.integers(1, 64),
-    "factor": st.floats(1, 4),
-    "optimizer": st.booleans(),
-}
-
-
-@DEEPSPEED
-@pytest.mark.filterwarnings("ignore")  # what DeepSpeed warns of when imported is not tested here
-@given(param=st.booleans(), zero_init=st.booleans(), **numbers)
-def test_zero_3_needs_are_deepspeeds_own(
-    total, layer, devices, nodes, factor, optimizer, param, zero_init
+@given(
+    total=st.integers(1, 10**12),
+    layer=st.integers(1, 10**9),
+    devices=st.integers(1, 16),
+    nodes=st.integers(1, 64),
+    factor=st.floats(1, 4),
+)
+def test_a_row_of_zero_3_says_what_deepspeed_says_of_its_options(
+    total, layer, devices, nodes, factor
 ):
-    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as theirs
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 
-    host, device, _ = theirs(total, layer, devices, nodes, optimizer, param, zero_init, factor)
-    assert (host, device) == zero3_needs(
-        Shape(total=total, largest_layer=layer, trainable=total),
-        devices_per_node=devices,
-        num_nodes=nodes,
-        offload_optimizer=optimizer,
-        offload_param=param,
-        zero_init=zero_init,
-        buffer_factor=factor,
+    layer = min(layer, total)
+    table = deepspeed_table(
+        (total, layer), devices_per_node=devices, num_nodes=nodes, buffer_factor=factor
     )
+    for row in table.rows:
+        options = dict(row.options)
+        host, device, _ = estimate_zero3_model_states_mem_needs(
+            total_params=total,
+            largest_layer_params=layer,
+            num_gpus_per_node=devices,
+            num_nodes=nodes,
+            cpu_offload=options["offload_optimizer"] == "cpu",
+            cpu_offload_params=options["offload_param"] == "cpu",
+            zero_init=options["zero_init"] == "1",
+            additional_buffer_factor=factor,
+        )
+        assert (row.host_bytes, row.device_bytes) == (host, device)
 
 
-@DEEPSPEED
-@pytest.mark.filterwarnings("ignore")
-@given(**numbers)
-def test_zero_2_needs_are_deepspeeds_own(total, layer, devices, nodes, factor, optimizer):
-    from deepspeed.runtime.zero.stage_1_and_2 import (
-        estimate_zero2_model_states_mem_needs as theirs,
+@given(
+    total=st.integers(1, 10**12),
+    devices=st.integers(1, 16),
+    nodes=st.integers(1, 64),
+    factor=st.floats(1, 4),
+)
+def test_a_row_of_zero_2_says_what_deepspeed_says_of_its_options(total, devices, nodes, factor):
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+
+    table = deepspeed_table(
+        (total, 1), stage=2, devices_per_node=devices, num_nodes=nodes, buffer_factor=factor
     )
-
-    assert theirs(total, devices, nodes, optimizer, factor) == zero2_needs(
-        Shape(total=total, largest_layer=layer, trainable=total),
-        devices_per_node=devices,
-        num_nodes=nodes,
-        offload_optimizer=optimizer,
-        buffer_factor=factor,
-    )
+    for row in table.rows:
+        needs = estimate_zero2_model_states_mem_needs(
+            total_params=total,
+            num_gpus_per_node=devices,
+            num_nodes=nodes,
+            cpu_offload=dict(row.options)["offload_optimizer"] == "cpu",
+            additional_buffer_factor=factor,
+        )
+        assert (row.host_bytes, row.device_bytes) == needs

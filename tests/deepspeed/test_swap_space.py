@@ -12,8 +12,8 @@ from torch import nn
 
 from nbaccel import ConfigError, notebook_launcher
 from nbaccel.config import RunConfig
-from nbaccel.deepspeed.config import ZeroConfig
-from nbaccel.deepspeed.swap_space import check_room, folder_mistakes
+from nbaccel.deepspeed.leftover_files import check_room, folder_mistakes
+from nbaccel.deepspeed.zero_config import ZeroConfig
 from tests.deepspeed import needs
 
 FULL = 12 << 20
@@ -84,7 +84,8 @@ def test_too_little_room_is_told_with_both_numbers(small_disk):
     settings = swapped_to(small_disk / "swap")
 
     def check() -> None:
-        check_room(model, settings, trains=True, local_world_size=2, num_nodes=1)
+        config = ZeroConfig.from_dict(settings)
+        check_room(model, config, is_training=True, local_world_size=2, num_nodes=1)
 
     with pytest.raises(ConfigError, match=r"has too little room: .*\(\d+ bytes\).*2 process") as e:
         check()
@@ -98,9 +99,9 @@ def test_what_an_earlier_run_left_is_overwritten_and_counts_as_room(small_disk):
     old.mkdir(parents=True)
     (old / "1.tensor.swp").write_bytes(bytes(8 << 20))
     model = nn.Linear(512, 512)  # 4 MiB, with gradients
-    settings = swapped_to(small_disk)
+    config = ZeroConfig.from_dict(swapped_to(small_disk))
 
-    check_room(model, settings, trains=True, local_world_size=1, num_nodes=1)
+    check_room(model, config, is_training=True, local_world_size=1, num_nodes=1)
     (old / "1.tensor.swp").rename(small_disk / "of somebody else")
     with pytest.raises(ConfigError, match="too little room"):
-        check_room(model, settings, trains=True, local_world_size=1, num_nodes=1)
+        check_room(model, config, is_training=True, local_world_size=1, num_nodes=1)

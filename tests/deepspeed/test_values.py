@@ -6,7 +6,7 @@ import pytest
 
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed.checking import check_config
-from nbaccel.deepspeed.values import value_mistakes
+from nbaccel.deepspeed.combinations import value_mistakes
 from nbaccel.errors import ConfigError
 from tests.deepspeed import needs
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from nbaccel.devices.cuda import CudaDevice, driver_in_use
 from nbaccel.plan import Gpu, Inventory, inspect_machine
@@ -52,15 +53,20 @@ def test_a_process_without_proc_is_taken_as_untouched(tmp_path):
     assert driver_in_use(tmp_path / "none") is False
 
 
-def test_description_and_backend():
+def test_units_and_backend(monkeypatch):
     device = CudaDevice()
     two = dataclasses.replace(MACHINE, gpus=(H100, dataclasses.replace(H100, index=1)))
 
-    assert device.describe(MACHINE) == "no GPU (no driver)"
-    assert device.describe(two) == "0: H100 (80.0 GiB), 1: H100 (80.0 GiB)"
-    assert device.count(two) == 2
-    assert device.process_group_backend(2, two) == "nccl"
-    assert device.process_group_backend(3, two) == "gloo"
+    assert device.units(MACHINE) == ()
+    assert "no driver" in device.refusal(MACHINE)
+    assert device.units(two) == two.gpus
+    assert device.refusal(two) == ""
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name == "nccl")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert device.process_group_backend(2) == "cpu:gloo,cuda:nccl"
+    assert device.process_group_backend(3) == "gloo"
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: False)
+    assert device.process_group_backend(2) == "gloo"
 
 
 @pytest.mark.gpu

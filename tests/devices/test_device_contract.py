@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
 import pytest
 
 from nbaccel import _catalog
-from nbaccel.abc.device import Device
-from nbaccel.capabilities import DEVICES
-from nbaccel.plan import inspect_machine
+from nbaccel.abc.device import Device, DeviceRuntime
+from nbaccel.capabilities import driven_devices
+from nbaccel.plan import Inventory, inspect_machine
 
-ROWS = [row for row in DEVICES if row.path]
+ROWS = driven_devices()
 # Only what wakes the hardware needs it; the rest must hold on any machine.
 NEEDING_HARDWARE = [
     pytest.param(row, id=row.name, marks=() if row.name == "cpu" else pytest.mark.gpu)
@@ -28,13 +29,15 @@ def run(code):
 
 def require_hardware(row):
     found = inspect_machine()
-    if _catalog.device(row.name).count(found) == 0:
+    if row is not ROWS[0] and _catalog.device(row.name).refusal(found):
         pytest.skip(f"no {row.name} here: {found.gpu_note}")
 
 
 def test_the_contract_stays_narrow():
-    methods = [name for name in vars(Device) if not name.startswith("_") and name != "name"]
-    assert len(methods) <= 12
+    for part in (Device, DeviceRuntime):
+        methods = [name for name, value in vars(part).items() if callable(value) and name[0] != "_"]
+        assert len(methods) <= 12, f"{part.__name__}: {methods}"
+    assert not Device.__abstractmethods__, "a device writes what differs, and nothing else"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -43,12 +46,13 @@ def test_what_holds_without_the_hardware(row):
     found = inspect_machine()
 
     assert device.name == row.name
-    assert device.count(found) >= 0
-    assert device.describe(found)
+    assert device.row == row
     assert vars(device) == {}
-    one = device.process_group_backend(1, found)
-    assert one in {row.group_backend, row.shared_group_backend}
-    assert device.process_group_backend(10_000, found) == row.shared_group_backend
+    assert bool(device.units(found)) or row is ROWS[0] or device.refusal(found)
+    assert set(device.detect({})) <= {field.name for field in dataclasses.fields(Inventory)}
+    assert device.process_group_backend(10_000) == row.shared_group_backend
+    assert device.profiler_activities()[0] == "cpu"
+    assert isinstance(device.is_available(), bool)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -81,7 +85,15 @@ def test_a_worker_computes_on_its_device(row):
         "    weight = torch.ones(64, 64, device=place, requires_grad=True)\n"
         "    (torch.ones(64, 64, device=place) @ weight).sum().backward()\n"
         "    assert weight.grad.sum().item() == 64.0 ** 3\n"
-        "    if place.type == 'cuda':\n"
-        "        assert torch.cuda.current_device() == place.index\n"
+        "    if place.index is not None:\n"
+        "        assert torch.accelerator.current_device_index() == place.index\n"
+        "state = device.random_state()\n"
+        "first = torch.rand(3, device=place)\n"
+        "device.set_random_state(state)\n"
+        "assert torch.equal(torch.rand(3, device=place), first)\n"
+        "device.synchronize()\n"
+        "device.empty_cache()\n"
+        "held = device.reserved_bytes(place)\n"
+        "assert held is None or held >= 0\n"
     )
     assert done.returncode == 0, done.stderr

@@ -22,7 +22,7 @@ class SourceFile:
 
     @property
     def name(self) -> str:
-        """The path as a reader would say it, e.g. `nbaccel/launch/wire.py`."""
+        """The path as a reader would say it, e.g. `nbaccel/workers/messaging.py`."""
         return str(self.path.relative_to(ROOT))
 
     @property

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import re
+import ast
 import subprocess
 import sys
 
+import pytest
+
+from tests.house import by_name
 from tests.house.source import ROOT, package_files
 
-FLOORS_WITH_BACKENDS = ("nbaccel/devices/", "nbaccel/_catalog")
 LINTER = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 
@@ -23,28 +25,69 @@ def test_the_floors_hold():
     assert linter.returncode == 0, linter.stdout + linter.stderr
 
 
-# What is asked by name instead of through a contract; `mixed_precision == "no"` is data, not one.
-BY_NAME = re.compile(
-    r"\b(backend|strategy|device_type|device_kind)\b\s*(==|!=|\bin\b|\bis\b)\s*[\"'(\[{]"
+# The folders of the backends themselves, and the tables.
+THEIR_OWN = (
+    "nbaccel/devices/",
+    "nbaccel/strategies/",
+    "nbaccel/precision/",
+    "nbaccel/deepspeed/",
+    "nbaccel/capabilities.py",
 )
+# Words that happen to be names of backends.
+NO_BACKENDS = {
+    (
+        "nbaccel/pool/process_groups.py",
+        "gloo",
+    ): "the kind of torch's group, whose abort does not work",
+    ("nbaccel/train/checkpoint/loading.py", "cpu"): "Accelerate's word in map_location",
+}
 
 
-def test_no_backend_is_told_by_its_name_above_its_floor():
-    found = [
-        f"{file.name}:{number}: {line.strip()}"
+def test_no_backend_is_told_by_its_name_outside_its_folder():
+    found = {
+        (file.name, names): f"{file.name}:{number}: {names}: {file.lines[number - 1].strip()}"
         for file in package_files()
-        if not file.name.startswith(FLOORS_WITH_BACKENDS)
-        for number, line in enumerate(file.lines, start=1)
-        if BY_NAME.search(line.partition("#")[0])
-    ]
-    assert not found, "ask the capabilities row or the contract instead:\n" + "\n".join(found)
+        if not file.name.startswith(THEIR_OWN)
+        for number, names in by_name.findings(file.tree)
+    }
+    wrong = [text for place, text in found.items() if place not in NO_BACKENDS]
+    assert not wrong, "ask the capabilities row or the contract instead:\n" + "\n".join(wrong)
+    assert NO_BACKENDS.keys() <= found.keys(), "an exception that nothing needs any more"
 
 
-def test_the_grep_sees_what_it_should():
-    assert BY_NAME.search('if strategy == "ddp":')
-    assert BY_NAME.search('elif plan.backend in ("nccl", "gloo"):')
-    assert not BY_NAME.search("self.strategy = strategy")
-    assert not BY_NAME.search("for strategy in strategies:")
+@pytest.mark.parametrize(
+    "code",
+    [
+        "if anything == 'ddp': pass",
+        "if plan.device != 'cuda': pass",
+        "x = 1 if 'nccl' == f(y) else 2",
+        "if kind in ('cpu', 'xpu'): pass",
+        "match kind:\n    case 'fsdp': pass",
+        "make = {'ddp': 1, 'fsdp': 2}[name]",
+        "make = {'ddp': 1}.get(name)",
+        "_catalog.strategy('deepspeed')",
+        "strategy_row('deepspeed').library",
+        "device.startswith('cuda')",
+        "row = {row.name: row for row in DEVICES}['cuda']",
+    ],
+)
+def test_a_backend_by_name_is_seen_whatever_the_variable_is_called(code):
+    assert [*by_name.findings(ast.parse(code))]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "self.strategy = strategy",
+        "message = 'Give device=\"cpu\"'",
+        "if tensor.device.type == 'cpu': pass",
+        "if precision == 'no': pass",
+        "torch.device('cpu')",
+        "_catalog.strategy(plan.strategy)",
+    ],
+)
+def test_what_asks_for_no_backend_is_not_seen(code):
+    assert not [*by_name.findings(ast.parse(code))]
 
 
 # Whom `from accelerate.utils import ...` served must only change the import.

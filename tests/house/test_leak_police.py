@@ -180,15 +180,15 @@ FAKE_TEMPLATE = """
 import subprocess, sys, types
 
 def install(child_too):
-    # Stands in for nbaccel.launch.warmup: a server that is kept, with or without a worker.
+    # In place of nbaccel.workers.template_prestart: a server that is kept, with a worker or not.
     command = 'sleep 65 & echo; wait' if child_too else 'echo; exec sleep 65'
     server = subprocess.Popen(['sh', '-c', command], stdout=subprocess.PIPE)
     server.stdout.readline()
     server.stdout.close()
-    module = types.ModuleType('nbaccel.launch.warmup')
+    module = types.ModuleType('nbaccel.workers.template_prestart')
     module.current_pid = lambda: server.pid
     module.stop = lambda: (server.kill(), server.wait(), print('template: shut down'))
-    sys.modules['nbaccel.launch.warmup'] = module
+    sys.modules['nbaccel.workers.template_prestart'] = module
 """
 TEMPLATE_ALONE = FAKE_TEMPLATE + "\ndef test():\n    install(child_too=False)\n"
 TEMPLATE_WITH_WORKER = FAKE_TEMPLATE + "\ndef test():\n    install(child_too=True)\n"

@@ -1,17 +1,24 @@
-"""The papers agree with the package: versions, code in the README, no trace of one machine."""
+"""The papers agree with the package: versions, code, tables, names; no trace of one machine."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import re
+from importlib import import_module
 
 import pytest
 
 import nbaccel
+from nbaccel import errors
+from tests.guides import PAGES, python_of
 from tests.house.source import ROOT, tracked_files
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+README = ROOT / "README.md"
+CODE = [
+    (page, number)
+    for page in (README, *sorted(PAGES.rglob("*.md")))
+    for number in range(len(python_of(page)))
+]
 
 
 def declared_version() -> str:
@@ -20,13 +27,41 @@ def declared_version() -> str:
     return re.search(r'^version = "(.+)"$', text, flags=re.MULTILINE)[1]
 
 
-def test_the_readme_shows_code():
-    assert BLOCKS
+def test_the_readme_is_a_front_door():
+    assert python_of(README)
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
 
 
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_code_in_the_readme_compiles(number):
-    compile(BLOCKS[number], f"README.md, block {number}", "exec")
+@pytest.mark.parametrize(("page", "number"), CODE, ids=lambda part: getattr(part, "stem", part))
+def test_code_in_the_papers_compiles(page, number):
+    compile(python_of(page)[number], f"{page.name}, block {number}", "exec")
+
+
+def test_the_readme_shows_the_stored_comparison(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    comparison = import_module("harness.comparison")
+    samples = import_module("harness.samples")
+    results = samples.Results(ROOT / "benchmarks" / "results" / "launch.json")
+    _, _, rest = README.read_text(encoding="utf-8").partition(comparison.BEGIN)
+    shown, _, _ = rest.partition(comparison.END)
+    assert shown.strip() == comparison.render(results).strip()
+
+
+def test_the_tables_are_made_from_the_package(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    tables = import_module("tables")
+    for page, table, begin, end in tables.TABLES:
+        text = page.read_text(encoding="utf-8")
+        assert tables.put_into(text, table(), begin, end) == text, "run python docs/tables.py"
+
+
+def test_the_reference_has_every_public_name():
+    pages = {page: page.read_text(encoding="utf-8") for page in (PAGES / "reference").glob("*.md")}
+    described = re.findall(r"^::: nbaccel\.(\w+)$", "\n".join(pages.values()), flags=re.MULTILINE)
+    listed = re.findall(r"`(\w+)`", pages[PAGES / "reference" / "not_implemented.md"])
+    known = {*described, *listed, *errors.__all__, "__version__"}
+    assert set(nbaccel.__all__) <= known
+    assert len(described) == len(set(described))
 
 
 def test_the_package_is_the_version_it_declares():
@@ -67,4 +102,4 @@ def test_no_file_names_a_path_of_one_machine():
 def test_the_search_for_machine_paths_sees_what_it_should():
     assert MACHINE_PATH.search("cd " + "/" + "work/main")
     assert MACHINE_PATH.search("HOME=/" + "root")
-    assert not MACHINE_PATH.search("nbaccel/launch/worker.py and src/" + "work/x")
+    assert not MACHINE_PATH.search("nbaccel/workers/worker.py and src/" + "work/x")

@@ -8,10 +8,10 @@ from tests.kernel.kernel import Kernel
 def test_the_status_of_a_cell_is_one_output_that_is_changed(kernel: Kernel) -> None:
     cell = kernel.run(
         """
-        from nbaccel.launch.dashboard.board import RankStatus
-        from nbaccel.launch.dashboard.shown import Dashboard
+        from nbaccel.output.dashboard.board import RankStatus
+        from nbaccel.output.dashboard.display import Dashboard
         now = [0.0]
-        board = Dashboard([0, 1], clock=lambda: now[0])
+        board = Dashboard([0, 1], read_clock=lambda: now[0])
         for _ in range(2):
             now[0] += 1
             board.update([RankStatus(rank=r, state="running", seconds=1, rss_bytes=2**30)
@@ -32,8 +32,8 @@ def test_the_status_of_a_cell_is_one_output_that_is_changed(kernel: Kernel) -> N
 def test_displays_of_ranks_come_between_their_lines(kernel: Kernel) -> None:
     cell = kernel.run(
         """
-        from nbaccel.launch.console import Console
-        from nbaccel.launch.wire import ClearOutput, Display
+        from nbaccel.output.console import Console
+        from nbaccel.workers.messaging import ClearOutput, Display
         from IPython.display import HTML
         console = Console([0, 1])
         for rank in (0, 1):
@@ -42,7 +42,7 @@ def test_displays_of_ranks_come_between_their_lines(kernel: Kernel) -> None:
                 data, metadata = get_ipython().display_formatter.format(HTML(value))
                 data["text/plain"] = value
                 console.feed_display(rank, Display({"data": data, "metadata": metadata}))
-        console.tick(final=True)
+        console.tick(is_final=True)
         """
     ).check()
     assert [data["text/html"] for data in cell.displays] == ["same", "rank 0", "rank 1"]

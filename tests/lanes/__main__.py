@@ -3,7 +3,7 @@
     python3 -m tests.lanes colab           # a fresh environment below .lanes/, tests, a record
     python3 -m tests.lanes colab --keep    # the environment stays, for another look
     python3 -m tests.lanes colab --reuse   # the one that stayed is taken as it is
-    python3 -m tests.lanes --render        # the table in docs/versions.md, from the records
+    python3 -m tests.lanes --render        # the table in docs/pages/versions.md, from the records
 
 Each lane writes what it ran with and what came of it to benchmarks/results/lanes/. It needs nothing
 but a Python of its version, as `python3.12` on the PATH or below ~/.pyenv; where there is none, the
@@ -34,7 +34,7 @@ from tests.lanes.environment import HOME, Environment, MissingPython
 from tests.lanes.lanes import LANES, Lane
 
 RECORDS = ROOT / "benchmarks" / "results" / "lanes"
-PAGE = ROOT / "docs" / "versions.md"
+PAGE = ROOT / "docs" / "pages" / "versions.md"
 CONSTRAINTS = ROOT / "constraints"
 _REPORTED = ("torch", "ipython", "ipykernel", "ipywidgets", "deepspeed")
 
@@ -221,7 +221,9 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="leave the environment there")
     parser.add_argument("--reuse", action="store_true", help="take the environment kept before")
     parser.add_argument("--jobs", type=int, default=3)
-    parser.add_argument("--render", action="store_true", help="renew the table in docs/versions.md")
+    parser.add_argument(
+        "--render", action="store_true", help="renew the table in docs/pages/versions.md"
+    )
     asked = parser.parse_args()
     became = {}
     if asked.lane:

@@ -116,7 +116,7 @@ LANES: dict[str, Lane] = {
         title="wheel and sdist, installed",
         source="builds",
         tests=(
-            "tests/cli",
+            "tests/deepspeed/test_to_fp32.py",
             "tests/test_catalog.py",
             "tests/test_capabilities.py",
             "tests/notebook/test_pickers.py",

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from nbaccel.launch import console
-from nbaccel.launch.console import Console
+from nbaccel.output import console
+from nbaccel.output.console import Console
 
 
 class Screen:
@@ -28,7 +28,7 @@ class Screen:
         return self.flush()
 
     def flush(self) -> str:
-        self.console.tick(final=True)
+        self.console.tick(is_final=True)
         found = self._capfd.readouterr()
         self.err = found.err
         return found.out
@@ -105,7 +105,7 @@ def test_which_stream_was_read_first_does_not_keep_lines_apart(screen: Screen) -
 def test_with_a_template_every_line_has_its_prefix_and_none_is_folded(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    screen = Screen(capfd, template="${role_name}${rank}/${local_rank} ${unknown}: ")
+    screen = Screen(capfd, prefix_template="${role_name}${rank}/${local_rank} ${unknown}: ")
     screen.say(0, "x\ny\n")
     screen.say(1, "x\n")
     lines = screen.end().splitlines()

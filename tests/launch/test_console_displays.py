@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from nbaccel.launch import console
-from nbaccel.launch.console import Console
-from nbaccel.launch.wire import ClearOutput, Display
+from nbaccel.output import console
+from nbaccel.output.console import Console
+from nbaccel.workers.messaging import ClearOutput, Display
 from tests.launch.test_console import Screen
 
 
@@ -120,11 +120,11 @@ def test_a_bar_stands_below_a_display(screen: Show) -> None:
 
 
 def test_with_a_template_every_display_has_its_prefix(capfd: pytest.CaptureFixture[str]) -> None:
-    screen = Show(capfd, template="<${rank}> ")
+    screen = Show(capfd, prefix_template="<${rank}> ")
     for rank in (0, 1):
         screen.show(rank, "figure")
     assert screen.flush() == "<0>\nfigure\n<1>\nfigure\n"
-    bare = Show(capfd, template="")
+    bare = Show(capfd, prefix_template="")
     bare.show(0, "figure")
     assert bare.flush() == "figure\n"
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nbaccel import Pool, WorkerDied, notebook_launcher
-from nbaccel.launch import run
-from nbaccel.launch.ending import send
-from nbaccel.launch.member import Member
-from nbaccel.pool import crew
+from nbaccel.workers.worker_group import WorkerGroup
+from nbaccel.workers.worker_handle import WorkerHandle
 from tests import workers
 from tests.kernel.kernel import wait_for
 from tests.process import lives
@@ -24,17 +20,16 @@ from tests.process import lives
 def dying(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:
     """Ranks that are killed as soon as they have been forked, and are gone a moment later."""
     ranks: tuple[int, ...] = request.param
-    hire: Callable[..., Member] = run.hire
+    start = WorkerGroup._start_worker
 
-    def hire_and_kill(starter: Any, rank: int, members: list[Member]) -> Member:
-        member = hire(starter, rank, members)
+    def start_and_kill(group: WorkerGroup, rank: int) -> WorkerHandle:
+        member = start(group, rank)
         if rank in ranks:
-            send(member, signal.SIGKILL)
-            assert wait_for(lambda: starter.name == "fork" or not lives(member.pid))
+            os.kill(member.pid, signal.SIGKILL)
+            assert wait_for(lambda: group._starter.name == "fork" or not lives(member.pid))
         return member
 
-    monkeypatch.setattr(run, "hire", hire_and_kill)
-    monkeypatch.setattr(crew, "hire", hire_and_kill)
+    monkeypatch.setattr(WorkerGroup, "_start_worker", start_and_kill)
     return ranks
 
 

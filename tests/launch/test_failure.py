@@ -5,8 +5,17 @@ from collections.abc import Callable
 
 import pytest
 
-from nbaccel.launch import failure
-from nbaccel.launch.failure import Obituary, Raised, Record, describe, first_cause, parse_stack
+from nbaccel.failures import failure
+from nbaccel.failures.failure import (
+    FailureRecord,
+    FailureReport,
+    RaisedError,
+    RankActivity,
+    describe_error,
+    first_cause,
+    parse_stack,
+)
+from nbaccel.frames import Frame
 
 LOST = [
     ("RuntimeError", "[../gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:3127"),
@@ -19,8 +28,10 @@ LOST = [
 ]
 
 
-def raised(rank: int, time: float, kind: str = "ValueError", text: str = "bad") -> Record:
-    return Record(rank=rank, time=time, raised=Raised(type_name=kind, message=text, frames=()))
+def raised(rank: int, time: float, kind: str = "ValueError", text: str = "bad") -> FailureRecord:
+    return FailureRecord(
+        rank=rank, time=time, raised=RaisedError(type_name=kind, message=text, frames=())
+    )
 
 
 @pytest.mark.parametrize(("kind", "text"), LOST)
@@ -49,23 +60,23 @@ def test_the_first_by_time_is_the_cause_whatever_its_rank() -> None:
 
 
 def test_a_death_counts_like_an_exception() -> None:
-    dead = Record(rank=1, time=5.0, exit_status=-signal.SIGKILL)
+    dead = FailureRecord(rank=1, time=5.0, exit_status=-signal.SIGKILL)
     assert first_cause([raised(0, 1.0, *LOST[0]), dead]) is dead
 
 
 def test_a_missing_process_is_a_consequence_only_where_the_connection_broke() -> None:
-    lost = Raised(
+    lost = RaisedError(
         type_name="torch.distributed.DistNetworkError",
         message="Connection reset by peer",
         frames=(),
     )
-    left = Raised(
+    left = RaisedError(
         type_name="CollectiveTimeout", message="process 0 has left", frames=(), cause=lost
     )
-    never = Raised(type_name="CollectiveTimeout", message="did not come", frames=())
-    dead = Record(rank=0, time=5.0, exit_status=-signal.SIGKILL)
-    assert first_cause([Record(rank=1, time=1.0, raised=left), dead]) is dead
-    assert not Record(rank=1, time=1.0, raised=never).is_consequence
+    never = RaisedError(type_name="CollectiveTimeout", message="did not come", frames=())
+    dead = FailureRecord(rank=0, time=5.0, exit_status=-signal.SIGKILL)
+    assert first_cause([FailureRecord(rank=1, time=1.0, raised=left), dead]) is dead
+    assert not FailureRecord(rank=1, time=1.0, raised=never).is_consequence
 
 
 def test_if_all_lost_their_connections_the_first_is_told() -> None:
@@ -91,7 +102,7 @@ def test_an_exception_is_taken_down_with_causes_notes_and_frames() -> None:
             trouble.__notes__ = ["a note"]
             raise trouble from error
 
-    found = describe(caught_from(outer))
+    found = describe_error(caught_from(outer))
     assert (found.type_name, found.message, found.notes) == ("ValueError", "outer", ("a note",))
     assert found.cause is not None
     assert found.cause.type_name == "KeyError"
@@ -105,13 +116,13 @@ def test_a_context_that_was_suppressed_is_not_told() -> None:
         except ZeroDivisionError:
             raise ValueError("clean") from None
 
-    assert describe(caught_from(work)).cause is None
+    assert describe_error(caught_from(work)).cause is None
 
 
 def test_a_circle_of_causes_ends() -> None:
     one, other = ValueError("one"), ValueError("other")
     one.__cause__, other.__cause__ = other, one
-    found = describe(one)
+    found = describe_error(one)
     assert found.cause is not None
     assert found.cause.cause is None
 
@@ -120,9 +131,9 @@ def test_names_are_as_short_as_a_reader_needs() -> None:
     class Local(Exception):
         pass
 
-    assert describe(KeyError()).type_name == "KeyError"
-    assert describe(Local()).type_name.endswith("Local")
-    assert describe(Local()).type_name.startswith(__name__)
+    assert describe_error(KeyError()).type_name == "KeyError"
+    assert describe_error(Local()).type_name.endswith("Local")
+    assert describe_error(Local()).type_name.startswith(__name__)
 
 
 DUMP = """\
@@ -136,11 +147,11 @@ Current thread 0x00007f0a9c0d2740 (most recent call first):
   File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at
   File "/tmp/ipykernel_1/22.py", line 7 in crash
   File "/home/me/train (old), v2.py", line ??? in <module>
-  File "{house}/launch/worker.py", line 300 in _call
-  File "{house}/launch/worker.py", line 90 in main
+  File "{house}/workers/worker.py", line 300 in _call
+  File "{house}/workers/worker.py", line 90 in main
 
 Extension modules: numpy.core (total: 1)
-""".replace("{house}", failure.__file__.rpartition("/launch/")[0])
+""".replace("{house}", failure.__file__.rpartition("/failures/")[0])
 
 
 def test_the_main_threads_stack_is_read_from_a_dump() -> None:
@@ -150,6 +161,36 @@ def test_the_main_threads_stack_is_read_from_a_dump() -> None:
         ("22.py", 7, "crash"),
         ("train (old), v2.py", 0, "<module>"),
     ]
+
+
+TORCH = "/site-packages/torch/distributed/distributed_c10d.py"
+
+
+@pytest.mark.parametrize(
+    ("stack", "text", "waits"),
+    [
+        ([(TORCH, "wrapper"), (TORCH, "barrier"), ("me.py", "f")], "waiting in barrier", True),
+        ([("me.py", "f")], "running", False),
+        ([("/lib/python3.11/time.py", "nap"), ("me.py", "waiting in")], "in nap", False),
+        ([], "running", False),
+    ],
+)
+def test_what_a_rank_does_is_known_without_reading_its_text(
+    stack: list[tuple[str, str]], text: str, waits: bool
+) -> None:
+    frames = [Frame(file=file, line=3, function=function) for file, function in stack]
+    found = RankActivity.of_stack(frames)
+    assert str(found) == text + (" (me.py:3)" if stack else "")
+    assert bool(found.collective) == waits
+
+
+def test_the_name_that_a_name_error_misses_is_kept() -> None:
+    def use() -> None:
+        unknown_name  # noqa: B018, F821
+
+    assert describe_error(caught_from(use)).missing_name == "unknown_name"
+    assert describe_error(NameError("name 'x' is not defined")).missing_name == ""
+    assert describe_error(KeyError("x")).missing_name == ""
 
 
 def test_of_several_dumps_the_latest_counts() -> None:
@@ -176,13 +217,13 @@ def test_exits_are_named(status: int, text: str) -> None:
 
 @pytest.mark.parametrize("status", [0, 1, -45, *(-s for s in (4, 6, 7, 8, 9, 11, 15))])
 def test_every_exit_is_explained_in_a_few_lines(status: int) -> None:
-    record = Record(rank=0, time=0.0, exit_status=status, max_rss_bytes=3 * 2**30)
+    record = FailureRecord(rank=0, time=0.0, exit_status=status, max_rss_bytes=3 * 2**30)
     assert len(failure.explain_exit(record)) <= 3
 
 
 def test_an_obituary_of_many_ranks_stays_short() -> None:
     records = tuple(raised(rank, float(rank), text="x\n" * 50) for rank in range(64))
-    text = Obituary(
+    text = FailureReport(
         records=records, world_size=64, last_output={0: ["line"] * 20, 1: ["other"]}
     ).lines()
     assert len(text) <= 40

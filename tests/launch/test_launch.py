@@ -1008,9 +1008,9 @@ def test_auto_forks_for_what_cannot_be_sent_and_says_so(capfd: pytest.CaptureFix
 @isolated(timeout_s=100)
 def test_a_worker_that_hangs_at_its_birth_is_ended_and_shown_with_its_stack() -> None:
     from nbaccel.errors import StartupFailed
-    from nbaccel.launch import supervisor
+    from nbaccel.workers import time_limits
 
-    supervisor._BORN_S = 2.0  # seconds; twenty by default
+    time_limits.BORN_S = 2.0  # seconds; twenty by default
 
     def stay_in_the_child() -> None:
         time.sleep(600)
@@ -1054,7 +1054,7 @@ def test_foreign_threads_keep_auto_from_forking_and_do_not_stop_the_template() -
 
 @isolated(timeout_s=100)
 def test_a_fork_after_openmp_and_backward_does_not_hang() -> None:
-    from nbaccel.launch import openmp
+    from nbaccel.workers import fork_safety
 
     torch.set_num_threads(2)
 
@@ -1066,7 +1066,7 @@ def test_a_fork_after_openmp_and_backward_does_not_hang() -> None:
 
     work()
     methods = ["template", "fork"]
-    if openmp.pools_that_stay():  # of torch 2.6
+    if fork_safety.pools_that_stay():  # of torch 2.6
         with pytest.raises(UnsafeFork, match=r"libgomp.*cannot give them up"):
             notebook_launcher(work, (), 2, start_method=methods.pop())
     for method in methods:
@@ -1085,15 +1085,46 @@ def test_looking_at_the_launcher_from_another_thread() -> None:
     assert len(found[0]) == 2
 
 
+def test_a_launch_that_waits_for_another_threads_launch_says_so(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def wait_for_file() -> None:
+        (tmp_path / str(workers.rank())).touch()
+        while not (tmp_path / "go").exists():
+            time.sleep(0.01)
+
+    found: list[Any] = []
+    first = threading.Thread(
+        target=lambda: found.append(notebook_launcher(wait_for_file, num_processes=2))
+    )
+    first.start()
+    while len(list(tmp_path.iterdir())) < 2:
+        time.sleep(0.02)
+    second = threading.Thread(
+        target=lambda: found.append(notebook_launcher(workers.rank, num_processes=2))
+    )
+    second.start()
+    said = ""
+    deadline = time.monotonic() + 60
+    while "waits" not in said and time.monotonic() < deadline:
+        said += capfd.readouterr().err
+        time.sleep(0.02)
+    (tmp_path / "go").touch()
+    first.join()
+    second.join()
+    assert found == [[None, None], [0, 1]]
+    assert said.count("another thread of this notebook has begun a launch") == 1
+
+
 @isolated(timeout_s=100)
 def test_the_template_dies_with_us_and_is_replaced_when_killed() -> None:
-    from nbaccel.launch import warmup
+    from nbaccel.workers import template_prestart
 
     assert notebook_launcher(workers.rank, (), 2) == [0, 1]
-    first = warmup.current_pid()
+    first = template_prestart.current_pid()
     os.kill(first, signal.SIGKILL)
     deadline = time.monotonic() + 20
     while lives(first) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert notebook_launcher(workers.rank, (), 2) == [0, 1]
-    assert warmup.current_pid() not in (None, first)
+    assert template_prestart.current_pid() not in (None, first)

@@ -4,7 +4,7 @@ import os
 import signal
 
 from nbaccel import notebook_launcher
-from nbaccel.launch import worker
+from nbaccel.workers import worker
 
 
 def test_a_worker_that_does_not_leave_after_its_return_is_ended() -> None:
@@ -12,7 +12,9 @@ def test_a_worker_that_does_not_leave_after_its_return_is_ended() -> None:
 
     def stop_at_the_end() -> int:
         told: list[int] = []
-        worker.flush = lambda: os.kill(os.getpid(), signal.SIGSTOP) if told else told.append(1)
+        worker.flush_streams = lambda: (
+            os.kill(os.getpid(), signal.SIGSTOP) if told else told.append(1)
+        )
         return 7
 
     assert list(notebook_launcher(stop_at_the_end, num_processes=2)) == [7, 7]

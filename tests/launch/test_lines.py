@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-from nbaccel.launch.lines import Lines
+from nbaccel.output.lines import LineAssembler
 
 CHUNK = 1 << 16
 
 
-def fed(lines: Lines, data: bytes, size: int = CHUNK) -> list[str]:
+def fed(lines: LineAssembler, data: bytes, size: int = CHUNK) -> list[str]:
     return [
         line for at in range(0, len(data), size) for line in lines.feed(data[at : at + size])[0]
     ]
@@ -19,7 +19,7 @@ def fed(lines: Lines, data: bytes, size: int = CHUNK) -> list[str]:
 @pytest.mark.parametrize("max_chars", [None, 1_000_000])
 def test_the_time_for_a_line_is_linear_in_its_length(max_chars: int | None) -> None:
     began = time.monotonic()
-    lines = Lines(max_chars)
+    lines = LineAssembler(max_chars)
     (line,) = fed(lines, b"x" * 40_000_000 + b"\n")
     assert time.monotonic() - began < 10.0
     assert len(line) == 40_000_000 if max_chars is None else len(line) < 1_000_100
@@ -28,14 +28,14 @@ def test_the_time_for_a_line_is_linear_in_its_length(max_chars: int | None) -> N
 @pytest.mark.parametrize("start", [b"\r", b"y" * 1_000_000 + b"\r" * 100_000])
 def test_the_time_is_linear_with_carriage_returns_in_the_line(start: bytes) -> None:
     began = time.monotonic()
-    (line,) = fed(Lines(), start + b"x" * 20_000_000 + b"\n")
+    (line,) = fed(LineAssembler(), start + b"x" * 20_000_000 + b"\n")
     assert time.monotonic() - began < 10.0
     assert len(line) == 20_000_000
 
 
 def test_of_a_line_that_is_too_long_head_and_tail_are_kept() -> None:
     text = "".join(f"{number:07d} " for number in range(500_000))  # 4 MB
-    lines = Lines(100_000)
+    lines = LineAssembler(100_000)
     (line,) = fed(lines, text.encode() + b"\n")
     head, word, tail = line.partition(" … 3,900,000 characters not shown … ")
     assert word
@@ -44,13 +44,13 @@ def test_of_a_line_that_is_too_long_head_and_tail_are_kept() -> None:
 
 
 def test_a_line_of_the_greatest_length_is_whole() -> None:
-    assert fed(Lines(100_000), b"x" * 100_000 + b"\n") == ["x" * 100_000]
+    assert fed(LineAssembler(100_000), b"x" * 100_000 + b"\n") == ["x" * 100_000]
 
 
 @pytest.mark.parametrize("cut", range(1, 20))
 def test_a_rewrite_may_be_cut_anywhere(cut: int) -> None:
     data = b"\rprog 139\rprog 140 "
-    lines = Lines()
+    lines = LineAssembler()
     lines.feed(data[:cut])
     lines.feed(data[cut:])
     assert lines.bar == "prog 140"
@@ -58,7 +58,7 @@ def test_a_rewrite_may_be_cut_anywhere(cut: int) -> None:
 
 
 def test_what_is_shorter_covers_what_was_there_only_as_far_as_it_goes() -> None:
-    lines = Lines()
+    lines = LineAssembler()
     for piece in (b"\rabcdef", b"\rAB", b"\r", b"x"):
         lines.feed(piece)
     assert lines.bar == "xBcdef"
@@ -69,8 +69,8 @@ def test_what_is_shorter_covers_what_was_there_only_as_far_as_it_goes() -> None:
 def test_pieces_make_the_same_lines_as_the_whole() -> None:
     dice = random.Random(2)
     text = "".join(dice.choice("ab\n\rü→") for _ in range(5_000)).encode()
-    whole = fed(Lines(), text)
-    lines, found, at = Lines(), [], 0
+    whole = fed(LineAssembler(), text)
+    lines, found, at = LineAssembler(), [], 0
     while at < len(text):
         size = dice.randrange(1, 12)
         found += lines.feed(text[at : at + size])[0]
@@ -79,7 +79,7 @@ def test_pieces_make_the_same_lines_as_the_whole() -> None:
 
 
 def test_only_the_last_lines_are_made_where_no_more_are_wanted() -> None:
-    lines = Lines()
+    lines = LineAssembler()
     lines.feed(b"unfinished")
     found = lines.feed(b" line\n1\n2\n3\n4\nunfinished", at_most=3)
     assert found == (["2", "3", "4"], 2)

@@ -214,6 +214,7 @@ def test_a_warning_about_results_names_the_line_that_launched() -> None:
     with Pool(2, namespace={}) as pool:
         told = source_of_the_warning(lambda: notebook_launcher(generate, (), pool=pool))
         assert "(generate, (), pool=pool)" in told
+        assert "pool.call(generate)" in source_of_the_warning(lambda: pool.call(generate))
 
 
 def test_a_bar_that_the_notebook_had_is_no_reason_for_a_warning(show: Show) -> None:

@@ -8,14 +8,20 @@ import pytest
 
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
-from nbaccel.notebook.line import check_ranks, config_names, missing_names, read, told_ranks
+from nbaccel.notebook.magic_line import (
+    check_ranks,
+    config_names,
+    missing_names,
+    ranks_as_text,
+    read_magic_line,
+)
 from nbaccel.plan import resolve
 
 BASE = RunConfig(num_processes=3)
 
 
 def line(text, subcommand="", *, base=BASE, **namespace):
-    return read(text, base=base, namespace=namespace, subcommand=subcommand)
+    return read_magic_line(text, base_config=base, namespace=namespace, subcommand=subcommand)
 
 
 def mistakes(text, subcommand="", **namespace):
@@ -192,4 +198,4 @@ def test_names_that_the_notebook_lacks_are_refused():
     [((0,), "rank 0"), ((0, 1), "ranks 0-1"), ((0, 2, 3, 7), "ranks 0,2-3,7")],
 )
 def test_ranks_are_told_as_people_write_them(ranks, told):
-    assert told_ranks(ranks) == told
+    assert ranks_as_text(ranks) == told

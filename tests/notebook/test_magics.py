@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 from IPython import version_info
 
-from tests.deepspeed.needs import DEEPSPEED
+from tests import needs
 from tests.kernel.kernel import Kernel
+from tests.needs import DEEPSPEED
 
 AFTER_TIME = pytest.mark.skipif(
     version_info < (8,), reason="IPython 7's %%time shows errors without the line of the cell"
@@ -33,6 +34,7 @@ def refused(kernel: Kernel, code: str) -> str:
     return " ".join(text.split())
 
 
+@needs.DEEPSPEED_ROW
 @pytest.mark.parametrize(
     ("code", "said"),
     [
@@ -99,10 +101,11 @@ def leaves_its_names_to_nobody(kernel: Kernel) -> Iterator[None]:
 
 PICKED = """
 from nbaccel.notebook import extension
-picker = next(iter(extension._Slot.loaded.values())).session._picker
+picker = next(iter(extension._ShellSlot.loaded.values())).session._picker
 """
 
 
+@needs.DEEPSPEED_ROW
 def test_config_alone_opens_a_picker_for_the_next_start(kernel: Kernel) -> None:
     shown = kernel.run("%accelerate config").check()
     kinds = {kind for data in shown.displays for kind in data}

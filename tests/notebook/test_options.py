@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from nbaccel.config import RunConfig
-from nbaccel.notebook.manual import cell_manual, line_manual, subcommand_manual
-from nbaccel.notebook.options import SUBCOMMANDS, find, options_of, settings
+from nbaccel.notebook.magic_line import cell_manual, line_manual, subcommand_manual
+from nbaccel.notebook.options import SUBCOMMANDS, find_option, options_of, setting_options
 
 
 def test_every_setting_is_an_option_with_its_description():
-    assert [option.name for option in settings()] == list(RunConfig.model_fields)
-    for option in settings():
+    assert [option.name for option in setting_options()] == list(RunConfig.model_fields)
+    for option in setting_options():
         assert option.flag == "--" + option.name.replace("_", "-")
         assert option.meaning == RunConfig.model_fields[option.name].description
 
@@ -20,7 +20,7 @@ def test_every_setting_is_an_option_with_its_description():
     ("name", "value"),
     [
         ("num_processes", "N"),
-        ("device", "auto|cpu|cuda|tpu"),
+        ("device", "auto|cpu|cuda|xpu|mps|tpu"),
         ("zero_stage", "0|1|2|3"),
         ("monitor_interval", "SECONDS"),
         ("timeout", "SECONDS"),
@@ -30,7 +30,7 @@ def test_every_setting_is_an_option_with_its_description():
     ],
 )
 def test_help_says_what_a_value_is(name, value):
-    (option,) = [option for option in settings() if option.name == name]
+    (option,) = [option for option in setting_options() if option.name == name]
     assert option.value == value
 
 
@@ -46,7 +46,7 @@ def test_help_says_what_a_value_is(name, value):
     ],
 )
 def test_short_and_usual_names_are_found(flag, name):
-    assert find(options_of(), flag).name == name
+    assert find_option(options_of(), flag).name == name
 
 
 def test_no_flag_means_two_things():

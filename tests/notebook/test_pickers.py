@@ -17,9 +17,10 @@ from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
 from nbaccel.notebook.picker.widgets import PickerView
 from nbaccel.notebook.pickers import LaunchPicker, Picker, PrecisionPicker, ZeroPicker
-from tests.deepspeed.needs import DEEPSPEED
+from tests import needs
 from tests.isolation import ROOT
 from tests.kernel.kernel import Kernel
+from tests.needs import DEEPSPEED
 from tests.notebook.machines import WITHOUT_GPU, with_gpus
 
 BUCKET = "zero_optimization.reduce_bucket_size"
@@ -125,6 +126,7 @@ def test_what_is_pressed_is_what_python_holds(show):
     assert "&quot;stage&quot;: 3" in shown.everything()
 
 
+@needs.DEEPSPEED_ROW
 def test_what_python_sets_is_what_is_shown(show):
     shown = show()
     seen = []
@@ -168,6 +170,7 @@ def test_pressing_what_is_chosen_leaves_it_chosen(show):
     assert shown.picker.config.mixed_precision == "bf16"
 
 
+@needs.DEEPSPEED_ROW
 def test_a_change_rebuilds_no_widget(show):
     """Else the keyboard would lose its place."""
     shown = show(model=net())
@@ -208,6 +211,7 @@ def test_a_whole_setting_is_greyed_until_what_it_needs_is_chosen(show):
 
 
 # ------------------------------------------------------------------------------ typed
+@needs.DEEPSPEED_ROW
 @pytest.mark.parametrize(
     ("typed", "kept"),
     [
@@ -227,6 +231,7 @@ def test_a_number_is_read_as_people_type_it(show, typed, kept):
     assert shown.picker.config.deepspeed == {}
 
 
+@needs.DEEPSPEED_ROW
 def test_a_wrong_number_is_told_beside_its_field_and_stays_to_be_mended(show):
     shown = show(config=RunConfig(zero_stage=2))
     before = shown.picker.config
@@ -242,6 +247,7 @@ def test_a_wrong_number_is_told_beside_its_field_and_stays_to_be_mended(show):
     assert shown.picker.config.deepspeed == {"zero_optimization": {"reduce_bucket_size": 1000}}
 
 
+@needs.DEEPSPEED_ROW
 def test_undo_takes_wrong_text_back_too(show):
     shown = show(config=RunConfig(zero_stage=2))
     shown.picker.choose("mixed_precision", "bf16")
@@ -251,6 +257,7 @@ def test_undo_takes_wrong_text_back_too(show):
     assert "Not taken" not in shown.everything()
 
 
+@needs.DEEPSPEED_ROW
 def test_yes_no_and_neither(show):
     overlap = "zero_optimization.overlap_comm"
     shown = show(config=RunConfig(zero_stage=2))
@@ -262,6 +269,7 @@ def test_yes_no_and_neither(show):
 
 
 # ------------------------------------------------------------------------------ advanced
+@needs.DEEPSPEED_ROW
 def test_advanced_settings_are_made_when_they_are_opened(show):
     shown = show(config=RunConfig(zero_stage=3))
     group = "zero_optimization.sub_group_size"
@@ -299,6 +307,7 @@ def test_fp8_opens_its_recipe(show, monkeypatch):
     assert shown.field("fp8.backend").options
 
 
+@needs.DEEPSPEED_ROW
 @pytest.mark.parametrize(
     ("kind", "has", "lacks"),
     [
@@ -329,6 +338,7 @@ def test_memory_is_drawn_anew_with_each_change(show):
     assert bars.value != plain
 
 
+@needs.DEEPSPEED_ROW
 def test_the_remedy_of_the_verdict_is_what_suggest_does(show):
     shown = show(model=big())
     assert "Suggest" in _text(shown.one("nbaccel-memory"))
@@ -414,6 +424,7 @@ def test_mistakes_of_what_is_pasted_are_told_there_and_beside_their_fields(files
     assert not files.one("nbaccel-paste").value
 
 
+@needs.DEEPSPEED_ROW
 def test_what_is_typed_wrong_stays_told_until_something_is_loaded(files):
     files.press("zero_stage", "2")
     files.field(BUCKET).value = "many"
@@ -483,6 +494,7 @@ picker
 """
 
 
+@needs.DEEPSPEED_ROW
 def test_in_a_terminal_it_is_text():
     done = subprocess.run(
         [sys.executable, "-m", "IPython", "--no-banner", "--simple-prompt", "-c", CELL],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import needs
 from tests.kernel.kernel import WAIT_S, Kernel
 from tests.notebook.asking import START, complete, inspect, paged, shown, told
 
@@ -69,6 +70,7 @@ def test_options_that_the_workers_have_pass(live: Kernel, options: str) -> None:
     assert shown(live.run(f"%%accelerate {options}\n3")) == ["3"]
 
 
+@needs.DEEPSPEED_ROW
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -104,7 +104,7 @@ def test_both_write_the_same_files(tmp_path):
     ours, theirs = (
         sorted(path.name for path in (tmp_path / whose).iterdir()) for whose in ("ours", "theirs")
     )
-    assert ours == sorted([*theirs, layout.MANIFEST])
+    assert ours == sorted([*theirs, layout.MANIFEST_FILE])
 
 
 @isolated(timeout_s=800)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deepspeed import needs
+from tests import needs
 from tests.isolation import ROOT
 from tests.peers.examples.runner import Outcome, Request, Run
 

@@ -16,10 +16,10 @@ from torch.utils.data import (
 
 from nbaccel import notebook_launcher
 from nbaccel.config.handlers import DataLoaderConfiguration
-from nbaccel.train.arrival import arrive
 from nbaccel.train.collectives import Collectives
+from nbaccel.train.distributed import arrive
 from nbaccel.train.gradient import GradientState
-from nbaccel.train.loading import prepare_data_loader
+from nbaccel.train.prepare_loader import prepare_data_loader
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,9 @@ import pytest
 
 import nbaccel
 from nbaccel import utils
-from nbaccel._later import BIG_MODELS, later
+from nbaccel._later import BIG_MODEL_INFERENCE, missing_name_of
 from nbaccel.errors import PlatformUnsupported
+from tests import needs
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -132,6 +133,7 @@ def test_everything_that_is_still_to_come_says_what_to_do_instead(name):
         getattr(utils, name)("anything", option=1)
 
 
+@needs.DEEPSPEED_ROW
 @pytest.mark.parametrize("name", ["", *MODULES])
 def test_everything_public_can_be_sent_to_workers(name):
     module = importlib.import_module(f"nbaccel.{name}".rstrip("."))
@@ -141,7 +143,7 @@ def test_everything_public_can_be_sent_to_workers(name):
 
 
 def test_such_a_name_can_be_subclassed_and_compared_with():
-    hook = later("ModelHook", BIG_MODELS, __name__)
+    hook = missing_name_of("ModelHook", BIG_MODEL_INFERENCE, __name__)
     own = type("Own", (hook,), {})
     assert not isinstance(3, hook)
     with pytest.raises(PlatformUnsupported, match="ModelHook belongs to"):

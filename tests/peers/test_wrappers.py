@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from nbaccel.train.gradient import GradientState
-from nbaccel.train.optimizer import PreparedOptimizer
-from nbaccel.train.scheduler import PreparedScheduler
+from nbaccel.train.prepared_optimizer import PreparedOptimizer
+from nbaccel.train.prepared_scheduler import PreparedScheduler
 
 SCHEDULES = {
     "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=8),

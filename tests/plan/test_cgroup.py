@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbaccel.plan.cgroup import Limits, read_limits
+from nbaccel.plan.inspecting import Limits, read_limits
 
 GIB = 2**30
 V2_MOUNT = "31 23 0:28 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"

@@ -10,7 +10,8 @@ import pytest
 
 from nbaccel import env
 from nbaccel.errors import ConfigError
-from nbaccel.plan.inventory import Gpu, Inventory, inspect_machine
+from nbaccel.plan.inspecting import inspect_machine
+from nbaccel.plan.inventory import Gpu, Inventory
 
 T4 = Gpu(
     index=0,

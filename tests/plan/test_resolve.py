@@ -9,6 +9,7 @@ from nbaccel.capabilities import device_row, precision_row
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.plan import Gpu, Inventory, resolve
+from tests import needs
 
 CPU = Inventory(
     cpu_cores=4,
@@ -222,6 +223,7 @@ def test_bf16_on_an_old_gpu_is_imitated():
     assert plan_of(with_gpus(1, (8, 0)), mixed_precision="bf16").warnings == ()
 
 
+@needs.DEEPSPEED_ROW
 @pytest.mark.parametrize("machine", [CPU, with_gpus(1, (9, 0), "H200")], ids=["cpu", "H200"])
 @pytest.mark.parametrize("more", [{}, {"zero_stage": 2}, {"fp8": "te"}], ids=str)
 def test_fp8_is_refused_while_nothing_computes_in_it(machine, more):
@@ -252,6 +254,7 @@ def test_a_precision_needs_hardware():
     assert plan_of(with_gpus(1, (8, 9)), mixed_precision="fp8").warnings == ()
 
 
+@needs.DEEPSPEED_ROW
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_zero_stage_is_a_choice_with_its_reason(stage):
     plan = plan_of(zero_stage=stage)
@@ -261,6 +264,7 @@ def test_a_zero_stage_is_a_choice_with_its_reason(stage):
     assert f"ZeRO-{stage}" in plan.headline()
 
 
+@needs.DEEPSPEED_ROW
 @pytest.mark.usefixtures("fp8_from_8_9")
 def test_a_zero_stage_and_a_precision_that_deepspeed_has_not():
     (message,) = mistakes_of(with_gpus(1, (8, 9)), zero_stage=2, mixed_precision="fp8")

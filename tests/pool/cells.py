@@ -93,7 +93,7 @@ def filename(count: int) -> str:
 def main() -> None:
     requests, answers = sys.stdin, sys.stdout
     sys.stdin = open(os.devnull)  # noqa: PTH123  (a device)
-    from nbaccel.pool.shell import CellShell
+    from nbaccel.pool.cell_shell import CellShell
 
     sent: list[Any] = []
     shell = CellShell.create(sent.append, rank=3)
@@ -130,11 +130,13 @@ def _is_ours(file: str) -> bool:
 
 def _do(shell: Any, what: str, **how: Any) -> Any:
     if what == "run":
-        from nbaccel.pool.source import Source
+        from nbaccel.pool.cell_source import CellSource
 
         name = filename(how["count"])
         return shell.run(
-            Source.of_text(how["text"], filename=name, header=how["header"], count=how["count"])
+            CellSource.of_text(
+                how["text"], filename=name, magic_line=how["header"], count=how["count"]
+            )
         )
     if what == "interrupted":
         alarm = threading.Timer(how.pop("after"), os.kill, (os.getpid(), signal.SIGINT))

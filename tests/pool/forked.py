@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from nbaccel.launch import wire
-from nbaccel.launch.openmp import pause_pools
-from nbaccel.launch.sharing import arena
-from nbaccel.launch.sharing.memory import closing
-from nbaccel.pool.aftermath import staged
-from nbaccel.pool.flow import Flow
-from nbaccel.pool.names import names_of
-from nbaccel.pool.namespace import Namespace
-from nbaccel.pool.travel import open_parcel
+from nbaccel.pool.post_task import staged
+from nbaccel.transfer import arena
+from nbaccel.transfer.free_names import names_of
+from nbaccel.transfer.function_pickling import open_parcel
+from nbaccel.transfer.namespace_sync import NamespaceSync
+from nbaccel.transfer.shared_memory import closing_files
+from nbaccel.transfer.worker_namespace import Namespace
+from nbaccel.workers import messaging
+from nbaccel.workers.fork_safety import pause_pools
 from tests.pool.pair import run
 
 
@@ -28,8 +28,8 @@ class Forked:
 
     def __init__(self) -> None:
         self.ns: dict[str, Any] = vars(sys.modules["__main__"]) | {"__name__": "__main__"}
-        self.flow = Flow(self.ns, [0])
-        self._channel, theirs = wire.Channel.pair()
+        self.flow = NamespaceSync(self.ns, [0])
+        self._channel, theirs = messaging.Channel.pair()
         importlib.import_module("torch._dynamo")  # by the first optimizer; once, not in each child
         pause_pools()  # the child must be able to start its own
         with warnings.catch_warnings():
@@ -62,13 +62,13 @@ class Forked:
         with staged(records, arenas) as homecoming:
             files = [homecoming.staging[key] for key in arenas]
             (report, keys), whole = self._ask(("home", tuple(arenas)), files)
-            with closing(*whole), self.flow.coming_home(records):
+            with closing_files(*whole), self.flow.coming_home(records):
                 homecoming.apply([report], dict(zip(keys, whole, strict=True)))
         self._ask(("settle",))
 
     def pull(self, *names: str) -> dict[str, Any]:
         box, (fd,) = self._ask(("pull", names))
-        with closing(fd):
+        with closing_files(fd):
             return open_parcel(box, fd, self.ns)
 
     def _ask(self, question: tuple[Any, ...], fds: Any = ()) -> tuple[Any, list[int]]:
@@ -83,15 +83,15 @@ class Forked:
         os.waitpid(self._pid, 0)
 
 
-def _serve(channel: wire.Channel) -> None:
+def _serve(channel: messaging.Channel) -> None:
     try:
-        arena.forget()
+        arena.forget_arenas()
         torch.set_num_threads(1)
         ns = vars(sys.modules["__main__"])
-        namespace = Namespace(ns, rank=0, device="cpu")
+        namespace = Namespace(ns, own_rank=0, target_device="cpu")
         while True:
             question, fds = channel.receive()
-            with closing(*fds):
+            with closing_files(*fds):
                 _answer(channel, namespace, ns, question, fds)
     except EOFError:
         os._exit(0)
@@ -100,7 +100,11 @@ def _serve(channel: wire.Channel) -> None:
 
 
 def _answer(
-    channel: wire.Channel, namespace: Namespace, ns: dict[str, Any], question: Any, fds: list[int]
+    channel: messaging.Channel,
+    namespace: Namespace,
+    ns: dict[str, Any],
+    question: Any,
+    fds: list[int],
 ) -> None:
     answer: Any = None
     out: list[int] = []
@@ -125,5 +129,5 @@ def _answer(
     except Exception:
         channel.send((None, traceback.format_exc()))
         return
-    with closing(*out):
+    with closing_files(*out):
         channel.send((answer, None), out)

@@ -10,12 +10,12 @@ import gc
 import textwrap
 from typing import Any
 
-from nbaccel.launch.sharing.memory import closing
-from nbaccel.pool.aftermath import staged
-from nbaccel.pool.flow import Flow, Shipment
-from nbaccel.pool.names import Names, names_of
-from nbaccel.pool.namespace import Namespace
-from nbaccel.pool.travel import open_parcel
+from nbaccel.pool.post_task import staged
+from nbaccel.transfer.free_names import Names, names_of
+from nbaccel.transfer.function_pickling import open_parcel
+from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
+from nbaccel.transfer.shared_memory import closing_files
+from nbaccel.transfer.worker_namespace import Namespace
 
 
 def run(text: str, namespace: dict[str, Any]) -> None:
@@ -29,7 +29,7 @@ class Worker:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.ns: dict[str, Any] = {"__name__": "__main__"}
-        self.namespace = Namespace(self.ns, rank=rank, device="cpu")
+        self.namespace = Namespace(self.ns, own_rank=rank, target_device="cpu")
 
     def mappings(self) -> list[Any]:
         return list(self.namespace._arrivals.mappings.values())
@@ -39,7 +39,7 @@ class Worker:
 
     def pull(self, *names: str, into: dict[str, Any]) -> dict[str, Any]:
         box, fd = self.namespace.pack(names)
-        with closing(fd):
+        with closing_files(fd):
             return open_parcel(box, fd, into)
 
 
@@ -48,7 +48,7 @@ class Pair:
 
     def __init__(self, ranks: int = 1, **values: Any) -> None:
         self.ns: dict[str, Any] = {"__name__": "__main__", **values}
-        self.flow = Flow(self.ns, range(ranks))
+        self.flow = NamespaceSync(self.ns, range(ranks))
         self.workers = [Worker(rank) for rank in range(ranks)]
 
     @property
@@ -59,10 +59,10 @@ class Pair:
         """Run a cell in the notebook itself."""
         run(text, self.ns)
 
-    def send(self, names: Names, *ranks: int, force: bool = False) -> Shipment | None:
+    def send(self, names: Names, *ranks: int, force: bool = False) -> PreparedUpdate | None:
         """Bring names to workers; the closed shipment is given back to look at."""
         ranks = ranks or tuple(worker.rank for worker in self.workers)
-        shipment = self.flow.prepare(names, ranks, force=force)
+        shipment = self.flow.prepare(names, ranks, force_send=force)
         if shipment is None:
             return None
         try:
@@ -80,7 +80,7 @@ class Pair:
         shipment = self.send(Names(frozenset(names)), force=force)
         return shipment.wanted[0] if shipment else ()
 
-    def cell(self, text: str, *ranks: int) -> Shipment | None:
+    def cell(self, text: str, *ranks: int) -> PreparedUpdate | None:
         """Run a cell in the workers, with all that belongs to it."""
         ranks = ranks or tuple(worker.rank for worker in self.workers)
         text = textwrap.dedent(text)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nbaccel.errors import ModelNotShareable, NotSendable
-from nbaccel.pool.names import Names, names_of
+from nbaccel.transfer.free_names import Names, names_of
 from tests.pool.pair import Pair
 
 pytestmark = pytest.mark.no_memfd_growth

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nbaccel.pool.names import Names, is_users, names_of
+from nbaccel.transfer.free_names import Names, is_users, names_of
 
 assert TransformerManager  # loaded, so that magics are understood
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from nbaccel.launch.sharing.arena import named_tensors
+from nbaccel.transfer.arena import named_tensors
 from tests.pool.pair import Pair
 
 pytestmark = pytest.mark.no_memfd_growth

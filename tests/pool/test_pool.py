@@ -17,8 +17,8 @@ from torch import nn
 import nbaccel
 from nbaccel import ConfigError, Pool, RunConfig, WorkerDied, WorkerFailed, notebook_launcher
 from nbaccel.errors import NotSendable, UnsafeMoment
-from nbaccel.launch import warmup
 from nbaccel.pool import PoolState
+from nbaccel.workers import template_prestart
 from tests import workers
 from tests.process import descriptors, lives
 
@@ -170,6 +170,7 @@ def test_the_first_collective_joins_the_group(fresh: Pool) -> None:
     fresh.run("x = torch.ones(1)\ndist.all_reduce(x)")
     assert fresh.pull("before", "x") == {"before": [False] * 2, "x": [torch.tensor([2.0])] * 2}
     fresh.run("dist.init_process_group('gloo'); dist.all_reduce(x)")  # a second time does no harm
+    fresh.run("dist.init_process_group(backend='gloo')")  # by the name that torch gives it
     assert fresh.pull("x") == {"x": [torch.tensor([4.0])] * 2}
 
 
@@ -351,6 +352,20 @@ def test_stop_keeps_the_workers(fresh: Pool, tmp_path: Path, stuck: str) -> None
     assert fresh.pull("kept", "x") == {"kept": [7, 7], "x": [torch.tensor([2.0])] * 2}
 
 
+def test_a_rank_that_dies_after_a_stopped_cell_is_not_taken_for_stopped(
+    fresh: Pool, tmp_path: Path
+) -> None:
+    victim = pids(fresh)[1]
+    mark = tmp_path / "running"
+    thread = interrupt_when(mark)
+    with pytest.raises(KeyboardInterrupt, match="live on"):
+        fresh.run(f"import pathlib, time\npathlib.Path({str(mark)!r}).touch()\ntime.sleep(600)")
+    thread.join()
+    kill_1 = f"import os, signal, time; os.kill({victim}, signal.SIGKILL); time.sleep(600)"
+    with pytest.raises(WorkerDied, match="rank 1 of 2 was killed by SIGKILL"):
+        fresh.run(kill_1, ranks=[0])
+
+
 def test_a_worker_deaf_to_stop_is_ended_and_that_is_said(fresh: Pool, tmp_path: Path) -> None:
     mark = tmp_path / "running"
     thread = interrupt_when(mark)
@@ -529,7 +544,7 @@ def test_a_template_that_is_killed_is_told_as_what_it_was(
     fresh: Pool, signum: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = [psutil.Process(pid) for pid in pids(fresh)]
-    template = warmup.current_pid()
+    template = template_prestart.current_pid()
     assert template is not None
     os.kill(template, signum)
     assert not psutil.wait_procs(before, timeout=10)[1]

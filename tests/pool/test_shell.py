@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nbaccel.errors import MissingBackend
-from nbaccel.pool.shell import CellShell
-from nbaccel.pool.source import Source
+from nbaccel.pool.cell_shell import CellShell
+from nbaccel.pool.cell_source import CellSource
 from tests.pool.cells import Cells, filename
 
 needs_ipython_9 = pytest.mark.skipif(
@@ -454,7 +454,7 @@ def test_a_kernel_s_shell_that_came_by_fork_is_replaced() -> None:
         InteractiveShell._instance = ZMQInteractiveShell._instance = old
         shell = CellShell.create(lambda message: None, rank=0)
         assert not ZMQInteractiveShell.initialized() or ZMQInteractiveShell._instance is not old
-        value = shell.run(Source.of_text("get_ipython()", filename="a.py"))
+        value = shell.run(CellSource.of_text("get_ipython()", filename="a.py"))
         assert value is not None
         assert IPython.get_ipython() is not old
         return str(value["data"]["text/plain"])
@@ -473,7 +473,9 @@ def test_figures_go_on_in_a_fork_of_a_process_that_has_drawn() -> None:
         plt.close(plt.figure())
         sent: list[Any] = []
         shell = CellShell.create(sent.append, rank=0)
-        shell.run(Source.of_text("from matplotlib import pyplot as p\np.plot([1]);", filename="a"))
+        shell.run(
+            CellSource.of_text("from matplotlib import pyplot as p\np.plot([1]);", filename="a")
+        )
         return ",".join(sent[0].content["data"])
 
     assert "image/png" in in_a_child(act)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbaccel.pool.showing import show_results
+from nbaccel.output.publish import show_results
 
 
 def plain(text: str) -> dict[str, Any]:
@@ -93,9 +93,9 @@ def test_in_a_terminal_the_text_is_printed(capsys: pytest.CaptureFixture[str]) -
 def test_showing_needs_neither_torch_nor_ipython() -> None:
     code = (
         "import sys\n"
-        "from nbaccel.pool import showing, status\n"
-        "from nbaccel.launch.dashboard.shown import Dashboard\n"
-        "showing.show_results({0: {'data': {'text/plain': 'x'}, 'metadata': {}}})\n"
+        "from nbaccel.output import publish\n"
+        "from nbaccel.output.dashboard.display import Dashboard\n"
+        "publish.show_results({0: {'data': {'text/plain': 'x'}, 'metadata': {}}})\n"
         "Dashboard([0]).finish()\n"
         "print(sorted({'torch', 'IPython'} & set(sys.modules)))"
     )

@@ -6,7 +6,7 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
-from nbaccel.pool.status import RankStatus, StatusTable
+from nbaccel.pool.user_messages import RankStatus, StatusTable
 
 GIB = 2**30
 

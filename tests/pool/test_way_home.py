@@ -34,7 +34,8 @@ with torch.no_grad():
 
 DIE_HALF_WAY = """
 import os, signal
-from nbaccel.launch.sharing import home, memory
+from nbaccel.transfer import shared_memory as memory
+from nbaccel.transfer import weight_sync as home
 whole = memory.write_at
 def half(fd, data, offset):
     whole(fd, data[: data.nbytes // 2], offset)
@@ -44,13 +45,13 @@ memory.write_at = half
 
 DIE_AT_THE_END = """
 import os, signal
-from nbaccel.launch.sharing import home
-write = home.Homebound.write
+from nbaccel.transfer import weight_sync as home
+write = home.WeightWriter.write
 def last(self):
-    home.Homebound.write = write
+    home.WeightWriter.write = write
     write(self)
     os.kill(os.getpid(), signal.{signal})
-home.Homebound.write = last
+home.WeightWriter.write = last
 """
 
 NO_ROOM = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (4096, -1))\n"
@@ -145,9 +146,11 @@ def test_stop_while_a_rank_writes_keeps_the_workers_and_the_weights(
 ) -> None:
     old = values(model)
     slow = (
-        "import time\nfrom nbaccel.launch.sharing import home\nwrite = home.Homebound.write\n"
-        "def late(self):\n    home.Homebound.write = write\n    time.sleep(60)\n"
-        "home.Homebound.write = late\n"
+        "import time\n"
+        "from nbaccel.transfer import weight_sync as home\n"
+        "write = home.WeightWriter.write\n"
+        "def late(self):\n    home.WeightWriter.write = write\n    time.sleep(60)\n"
+        "home.WeightWriter.write = late\n"
     )
     with pytest.raises(KeyboardInterrupt, match="the next cell writes them back"), StopAfter(0.5):
         fresh.run(TRAIN + slow, ranks=[0])
@@ -161,8 +164,8 @@ def test_a_death_after_the_weights_have_come_takes_nothing_away(
 ) -> None:
     old = values(model)
     end = (
-        "import os\nfrom nbaccel.pool.arrivals import Arrivals\n"
-        "Arrivals.settle = lambda self: os.kill(os.getpid(), 9)\n"
+        "import os\nfrom nbaccel.transfer.received_modules import ReceivedModules\n"
+        "ReceivedModules.settle = lambda self: os.kill(os.getpid(), 9)\n"
     )
     fresh.run(TRAIN + end, ranks=[0])
     assert equal(model, [v - 0.5 for v in old])
@@ -176,14 +179,14 @@ def test_the_notebook_without_descriptors_keeps_the_old_weights_and_says_so(
 ) -> None:
     old = values(model)
     fresh.run("model")
-    took = fresh._aftermath._flow.records  # type: ignore[union-attr]
+    took = fresh._post_task._flow.records  # type: ignore[union-attr]
 
     def none_left(keys: Any) -> Any:
         limit.__enter__()
         return took(keys)
 
     limit = NoDescriptors()
-    monkeypatch.setattr(fresh._aftermath._flow, "records", none_left)  # type: ignore[union-attr]
+    monkeypatch.setattr(fresh._post_task._flow, "records", none_left)  # type: ignore[union-attr]
     try:
         with pytest.raises(WorkerFailed, match="no room for the trained weights"):
             fresh.run(TRAIN)

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from nbaccel import debug_launcher
-from nbaccel.strategies.shards import numbered_parameters, place_like
+from nbaccel.strategies.optimizer_shards import numbered_parameters, place_like
 from tests.strategies.workers import place
 
 

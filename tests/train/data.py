@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from nbaccel.abc.place import Place
 from nbaccel.config.handlers import DataLoaderConfiguration
-from nbaccel.train.arrival import arrive
 from nbaccel.train.collectives import Collectives
+from nbaccel.train.distributed import arrive
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.loader import PreparedLoader
-from nbaccel.train.loading import prepare_data_loader
+from nbaccel.train.prepare_loader import prepare_data_loader
 
 ALONE = Place(device=torch.device("cpu"))
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from nbaccel import notebook_launcher
 from nbaccel.config.handlers import InitProcessGroupKwargs
 from nbaccel.errors import ConfigError
-from nbaccel.train import arrival
+from nbaccel.train import distributed
 from tests.accelerator.loops import told
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -23,21 +23,21 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_that_is_alone_joins_nothing() -> None:
-    place = arrival.arrive(cpu=True)
+    place = distributed.arrive(cpu=True)
     assert (place.rank, place.world_size, place.is_alone, place.backend) == (0, 1, True, "")
     assert place.device == torch.device("cpu")
     assert not dist.is_initialized()
-    assert arrival.rank() == 0
+    assert distributed.rank() == 0
 
 
 def test_processes_find_each_other_and_arriving_again_changes_nothing() -> None:
     def body() -> Any:
         before = dist.is_initialized()
         settings = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=40))
-        place = arrival.arrive(cpu=True, settings=settings)
+        place = distributed.arrive(cpu=True, settings=settings)
         group = dist.group.WORLD
-        again = arrival.arrive(cpu=True)
-        return before, place == again, group is dist.group.WORLD, place, arrival.rank()
+        again = distributed.arrive(cpu=True)
+        return before, place == again, group is dist.group.WORLD, place, distributed.rank()
 
     for rank, (before, same, kept, place, number) in enumerate(
         notebook_launcher(body, num_processes=2)
@@ -55,7 +55,7 @@ def test_processes_find_each_other_and_arriving_again_changes_nothing() -> None:
 def test_a_group_of_the_users_own_is_used() -> None:
     def body() -> Any:
         dist.init_process_group("gloo", timeout=timedelta(seconds=50))
-        place = arrival.arrive(cpu=True)
+        place = distributed.arrive(cpu=True)
         return place.rank, place.world_size
 
     assert list(notebook_launcher(body, num_processes=2)) == [(0, 2), (1, 2)]
@@ -64,7 +64,7 @@ def test_a_group_of_the_users_own_is_used() -> None:
 def test_processes_may_meet_at_a_place_of_the_users_own(tmp_path: Any) -> None:
     def body() -> Any:
         settings = InitProcessGroupKwargs(init_method=f"file://{tmp_path}/meet")
-        place = arrival.arrive(cpu=True, settings=settings)
+        place = distributed.arrive(cpu=True, settings=settings)
         total = torch.ones(1)
         dist.all_reduce(total)
         return place.world_size, total.item()
@@ -87,7 +87,7 @@ def test_an_environment_that_contradicts_itself_is_refused(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    message = told(lambda: arrival.arrive(cpu=True))
+    message = told(lambda: distributed.arrive(cpu=True))
     assert message.startswith(ConfigError.__name__)
     assert words in message
     assert not dist.is_initialized()
@@ -96,21 +96,21 @@ def test_an_environment_that_contradicts_itself_is_refused(
 def test_empty_variables_count_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.setenv(name, "")
-    assert arrival.arrive(cpu=True).is_alone
+    assert distributed.arrive(cpu=True).is_alone
 
 
 def test_the_cpu_can_be_asked_for_by_argument_or_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    assert not arrival.wants_cpu()
-    assert arrival.wants_cpu(True)
+    assert not distributed.wants_cpu()
+    assert distributed.wants_cpu(True)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "yes")
-    assert arrival.wants_cpu()
-    assert arrival.find_device(3) == torch.device("cpu")
+    assert distributed.wants_cpu()
+    assert distributed.find_device(3) == torch.device("cpu")
 
 
 def test_processes_wait_as_long_as_they_are_told() -> None:
-    assert arrival.timeout_s(None) == arrival.timeout_s(InitProcessGroupKwargs()) == 600.0
-    assert arrival.timeout_s(InitProcessGroupKwargs(timeout=2.5)) == 2.5
-    assert arrival.timeout_s(InitProcessGroupKwargs(timeout=timedelta(minutes=1))) == 60.0
+    assert distributed.timeout_s(None) == distributed.timeout_s(InitProcessGroupKwargs()) == 600.0
+    assert distributed.timeout_s(InitProcessGroupKwargs(timeout=2.5)) == 2.5
+    assert distributed.timeout_s(InitProcessGroupKwargs(timeout=timedelta(minutes=1))) == 60.0

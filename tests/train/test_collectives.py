@@ -11,8 +11,8 @@ import torch
 from nbaccel import WorkerFailed, notebook_launcher
 from nbaccel.abc.place import Place
 from nbaccel.errors import CollectiveMismatch, CollectiveTimeout, ConfigError
-from nbaccel.train.arrival import arrive
 from nbaccel.train.collectives import Collectives
+from nbaccel.train.distributed import arrive
 
 ALONE = Collectives(Place(device=torch.device("cpu")))
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from nbaccel import notebook_launcher
-from nbaccel.train.arrival import arrive
 from nbaccel.train.collectives import Collectives
-from nbaccel.train.in_sync import differences, fingerprint, parameter_facts
+from nbaccel.train.distributed import arrive
+from nbaccel.train.in_sync import find_differences, parameter_facts, tensor_fingerprint
 from tests.train.data import ALONE
 
 
@@ -30,20 +30,20 @@ def test_one_changed_element_changes_the_fingerprint(dtype: torch.dtype) -> None
     tensor = torch.zeros(3, 4).to(dtype)
     changed = tensor.clone()
     changed[1, 2] = 1
-    assert fingerprint(tensor) == fingerprint(tensor.clone())
-    assert fingerprint(tensor) != fingerprint(changed)
+    assert tensor_fingerprint(tensor) == tensor_fingerprint(tensor.clone())
+    assert tensor_fingerprint(tensor) != tensor_fingerprint(changed)
 
 
 def test_the_fingerprint_sees_order_and_signs_and_not_a_number() -> None:
     tensor = torch.tensor([1.0, 2.0, 3.0])
-    assert fingerprint(tensor) != fingerprint(tensor.flip(0))
-    assert fingerprint(torch.tensor([0.0])) != fingerprint(torch.tensor([-0.0]))
+    assert tensor_fingerprint(tensor) != tensor_fingerprint(tensor.flip(0))
+    assert tensor_fingerprint(torch.tensor([0.0])) != tensor_fingerprint(torch.tensor([-0.0]))
     bad = torch.tensor([float("nan")])
-    assert fingerprint(bad) == fingerprint(bad.clone())
+    assert tensor_fingerprint(bad) == tensor_fingerprint(bad.clone())
     turned = torch.arange(6.0).view(2, 3)
-    assert fingerprint(turned.t()) == fingerprint(turned.t().contiguous())
-    assert fingerprint(torch.empty(0)) == 0
-    assert fingerprint(torch.tensor(1.0)) != 0
+    assert tensor_fingerprint(turned.t()) == tensor_fingerprint(turned.t().contiguous())
+    assert tensor_fingerprint(torch.empty(0)) == 0
+    assert tensor_fingerprint(torch.tensor(1.0)) != 0
 
 
 def test_models_are_told_apart_only_where_there_are_several() -> None:
@@ -67,7 +67,7 @@ def test_differences_are_told_alike_everywhere_with_plain_values() -> None:
         }
         if place.rank != 1:
             facts["only some"] = "x"
-        return differences(facts, Collectives(place))
+        return find_differences(facts, Collectives(place))
 
     expected = [
         "rate differs from process 0's on process 1, 2: 0.1, 0.2, 0.30000000000000004 by process",
@@ -78,4 +78,4 @@ def test_differences_are_told_alike_everywhere_with_plain_values() -> None:
 
 
 def test_one_process_differs_from_nobody() -> None:
-    assert differences({"a": 1}, Collectives(ALONE)) == []
+    assert find_differences({"a": 1}, Collectives(ALONE)) == []

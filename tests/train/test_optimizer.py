@@ -11,7 +11,7 @@ from nbaccel.config.handlers import AutocastKwargs, GradScalerKwargs
 from nbaccel.errors import ConfigError
 from nbaccel.precision.native import Fp16
 from nbaccel.train.gradient import GradientState
-from nbaccel.train.optimizer import PreparedOptimizer
+from nbaccel.train.prepared_optimizer import PreparedOptimizer
 
 
 @pytest.fixture
@@ -255,5 +255,5 @@ def test_preparing_adds_next_to_nothing_to_a_step(state):
         optimizer.zero_grad()
     finally:
         sys.setprofile(None)
-    assert called.count("nbaccel.train.optimizer") == 2
+    assert called.count("nbaccel.train.prepared_optimizer") == 2
     assert not {name for name in called if name.startswith(("inspect", "importlib", "os"))}

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from nbaccel import ConfigError, notebook_launcher
 from nbaccel.abc.place import Place
 from nbaccel.train import rng
-from nbaccel.train.arrival import arrive
 from nbaccel.train.checkpoint import files
-from nbaccel.train.loading import skip_first_batches
+from nbaccel.train.distributed import arrive
+from nbaccel.train.prepare_loader import skip_first_batches
 from tests.train.data import ALONE, Numbers, lists, prepare
 
 # torchdata 0.11 calls a function that torch 2.13 deprecates, for every loader it makes.
@@ -81,7 +81,7 @@ class Run:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "rng": rng.capture(self.place),
+            "rng": rng.capture_rng_states(self.place),
             "loader": self.loader.state_dict(),
         }
 
@@ -89,7 +89,7 @@ class Run:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.loader.load_state_dict(state["loader"])
-        rng.restore(self.place, state["rng"])
+        rng.restore_rng_states(self.place, state["rng"])
 
     def finish(self) -> None:
         """Take down what two equal runs agree on, the numbers drawn next included."""
@@ -108,7 +108,7 @@ def unbroken(run: Run, step: int, path: Any) -> None:
 
 
 def resumed(run: Run, path: Any, step: int | None, *, skips: bool = True) -> None:
-    run.load(files.read(path))
+    run.load(files.read_torch_file(path))
     first = skip_first_batches(run.loader, step) if skips else run.loader
     for epoch in range(KILLED_IN_EPOCH, EPOCHS):
         for batch in first if epoch == KILLED_IN_EPOCH else run.loader:
@@ -179,7 +179,7 @@ def test_a_stateful_loader_saved_at_its_last_batch_begins_the_next_epoch(tmp_pat
     whole = Run("plain", use_stateful_dataloader=True)
     unbroken(whole, 4, tmp_path / "state")
     later = Run("plain", seed=99, use_stateful_dataloader=True)
-    later.load(files.read(tmp_path / "state"))
+    later.load(files.read_torch_file(tmp_path / "state"))
     assert later.loader.iteration == KILLED_IN_EPOCH + 1
     for _ in range(KILLED_IN_EPOCH + 1, EPOCHS):
         for batch in later.loader:
@@ -194,7 +194,7 @@ def test_a_state_saved_between_epochs_begins_the_next_one(tmp_path):
     torch.save(whole.save(), tmp_path / "state")
     rest = [lists(whole.loader), lists(whole.loader)]
     later = Run("generator", seed=99)
-    later.load(files.read(tmp_path / "state"))
+    later.load(files.read_torch_file(tmp_path / "state"))
     assert (later.loader.iteration, later.loader.batches_seen) == (1, 0)
     assert [lists(later.loader), lists(later.loader)] == rest
 
@@ -212,7 +212,7 @@ def test_a_state_can_be_saved_again_before_anything_was_read(tmp_path):
     whole = Run("plain")
     unbroken(whole, 2, tmp_path / "state")
     between = Run("plain", seed=99)
-    between.load(files.read(tmp_path / "state"))
+    between.load(files.read_torch_file(tmp_path / "state"))
     torch.save(between.save(), tmp_path / "again")
     later = Run("plain", seed=98)
     resumed(later, tmp_path / "again", None)
@@ -223,7 +223,7 @@ def test_telling_the_epoch_again_keeps_what_was_restored_and_another_one_does_no
     whole = Run("plain")
     unbroken(whole, 1, tmp_path / "state")
     later = Run("plain", seed=99)
-    later.load(files.read(tmp_path / "state"))
+    later.load(files.read_torch_file(tmp_path / "state"))
     later.loader.set_epoch(KILLED_IN_EPOCH)
     assert later.loader.batches_seen == 1
     assert later.loader.position.is_within_epoch

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nbaccel import notebook_launcher
-from nbaccel.train.arrival import arrive
+from nbaccel.train.distributed import arrive
 from nbaccel.train.progress import Progress
 from tests.train.data import ALONE, Stream
 
@@ -21,7 +21,7 @@ def test_a_bar_counts_batches_and_samples_and_passes_them_on(
     found = []
     for batch in shown:
         found.append(batch)
-        shown.note(torch.tensor([1.0, 2.0]))
+        shown.note_loss(torch.tensor([1.0, 2.0]))
     assert all(a is b for a, b in zip(found, batches, strict=True))
     assert (shown.samples, shown.bar.n, shown.bar.total) == (7, 2, 2)
     text = capsys.readouterr().err
@@ -62,10 +62,10 @@ def test_process_zero_shows_everybodys_numbers_and_waits_for_nobody() -> None:
         for bar in range(2):
             shown = Progress([torch.ones(2 + place.rank)] * 2, place)
             for _ in shown:
-                shown.note(torch.tensor(float(bar + 2 * place.rank)))
+                shown.note_loss(torch.tensor(float(bar + 2 * place.rank)))
                 torch.distributed.barrier()
             torch.distributed.barrier()
-            shown._report()  # by now both have posted their last numbers
+            shown._report_progress()  # by now both have posted their last numbers
             found.append(getattr(shown.bar, "postfix", ""))  # a hidden bar has none
         if place.is_main:  # a bar of this process alone
             for _ in Progress([torch.ones(1)], place):

@@ -15,15 +15,15 @@ from nbaccel import debug_launcher
 from nbaccel.abc.place import Place
 from nbaccel.errors import ConfigError
 from nbaccel.train import rng
-from nbaccel.train.arrival import arrive
 from nbaccel.train.collectives import Collectives
+from nbaccel.train.distributed import arrive
 
 CPU = Place(device=torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
 def _global_generators_stay() -> Any:
-    with rng.preserved():
+    with rng.preserve_rng_states():
         yield
 
 
@@ -78,23 +78,23 @@ def test_deterministic_algorithms_can_be_asked_for():
 def test_what_was_captured_comes_back():
     rng.set_seed(1)
     random.gauss(0, 1)  # leaves a half-used pair of numbers in the state
-    state = rng.capture(CPU)
+    state = rng.capture_rng_states(CPU)
     first = (*draw(), random.gauss(0, 1), np.random.standard_normal())
-    rng.restore(CPU, state)
+    rng.restore_rng_states(CPU, state)
     assert (*draw(), random.gauss(0, 1), np.random.standard_normal()) == first
 
 
 def test_a_cpu_process_keeps_no_cuda_state_and_ignores_one():
-    state = rng.capture(CPU)
+    state = rng.capture_rng_states(CPU)
     assert set(state) == {"random_state", "numpy_random_seed", "torch_manual_seed"}
-    rng.restore(CPU, {"torch_cuda_manual_seed": [torch.zeros(16, dtype=torch.uint8)]})
+    rng.restore_rng_states(CPU, {"torch_cuda_manual_seed": [torch.zeros(16, dtype=torch.uint8)]})
 
 
 def test_a_block_can_leave_everything_as_it_was():
     rng.set_seed(5)
     expected = draw()
     rng.set_seed(5)
-    with pytest.raises(KeyError), rng.preserved():
+    with pytest.raises(KeyError), rng.preserve_rng_states():
         draw_seed_and_fail()
     assert draw() == expected
 
@@ -102,8 +102,8 @@ def test_a_block_can_leave_everything_as_it_was():
 def test_seeding_and_capturing_wake_no_cuda():
     code = (
         "import torch\nfrom nbaccel.abc.place import Place\nfrom nbaccel.train import rng\n"
-        "rng.set_seed(3)\nrng.capture(Place(device=torch.device('cpu')))\n"
-        "with rng.preserved(): pass\nassert not torch.cuda.is_initialized()\n"
+        "rng.set_seed(3)\nrng.capture_rng_states(Place(device=torch.device('cpu')))\n"
+        "with rng.preserve_rng_states(): pass\nassert not torch.cuda.is_initialized()\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
@@ -115,9 +115,9 @@ def test_seeding_and_capturing_wake_no_cuda():
 def test_cuda_states_come_back():
     place = Place(device=torch.device("cuda", 0))
     rng.set_seed(1)
-    state = rng.capture(place)
+    state = rng.capture_rng_states(place)
     first = torch.rand(3, device="cuda").tolist()
-    rng.restore(place, state)
+    rng.restore_rng_states(place, state)
     assert torch.rand(3, device="cuda").tolist() == first
 
 

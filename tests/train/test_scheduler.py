@@ -11,8 +11,8 @@ from torch.optim import lr_scheduler
 from nbaccel.config.handlers import AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
 from nbaccel.precision.native import Fp16
 from nbaccel.train.gradient import GradientState
-from nbaccel.train.optimizer import PreparedOptimizer
-from nbaccel.train.scheduler import PreparedScheduler
+from nbaccel.train.prepared_optimizer import PreparedOptimizer
+from nbaccel.train.prepared_scheduler import PreparedScheduler
 
 
 class Loop:

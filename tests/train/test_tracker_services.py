@@ -135,7 +135,7 @@ def test_clearml(tmp_path: Path) -> None:
         while_it_runs="""
             tracker.log_images({"eval_picture": image}, step=3)
             tracker.log_table("table", columns=["a"], data=[[1]], step=4)
-            found = [tracker._found is None, run.name]
+            found = [tracker._existing_task is None, run.name]
             """,
         CLEARML_CACHE_DIR=str(tmp_path / "cache"),
         CLEARML_LOG_LEVEL="ERROR",

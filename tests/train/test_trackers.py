@@ -191,7 +191,7 @@ def test_one_that_is_not_installed_is_left_out_with_a_warning(tmp_path):
 
 
 def test_a_class_can_be_registered(monkeypatch, tmp_path):
-    monkeypatch.setattr("nbaccel.train.trackers._REGISTERED", {})
+    monkeypatch.setattr("nbaccel.train.trackers._REGISTERED_CLASSES", {})
     register_tracker_class(Recording)
     assert find_trackers("recording") == [Recording]
     with pytest.warns(UserWarning, match="takes the name 'recording' from another"):

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from nbaccel.deepspeed.advisor.ladder import Step
-from nbaccel.deepspeed.config import ZeroConfig
-from nbaccel.deepspeed.estimate import MemoryEstimate
-from nbaccel.units import counted, format_bytes
+from nbaccel.deepspeed.advisor.ladder import LadderStep
+from nbaccel.deepspeed.zero_config import ZeroConfig
+from nbaccel.memory.estimate import MemoryEstimate
+from nbaccel.units import count_noun, format_bytes
 
 __all__ = ["Advice", "Measured", "Rung"]
 
-_LINE_CHARS = 100
-_HEAD = ("", "rung", "batch", "device", "host", "NVMe", "measured", "verdict")
+_ADVICE_LINE_CHARS = 100
+_TABLE_HEAD = ("", "rung", "batch", "device", "host", "NVMe", "measured", "verdict")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class Rung:
         measured: What a real step took, as far as it came.
     """
 
-    step: Step
+    step: LadderStep
     batch_size: int
     accumulation_steps: int
     config: dict[str, Any] | None
@@ -69,19 +69,36 @@ class Rung:
 
     def cells(self, *, is_chosen: bool) -> tuple[str, ...]:
         """Its line of the table."""
-        found, took = self.estimate, self.measured
-        batch = str(self.batch_size)
+        memory_estimate, measured_step = self.estimate, self.measured
+        batch_text = str(self.batch_size)
         if self.accumulation_steps > 1:
-            batch += f" x {self.accumulation_steps}"
-        sizes = ("", "", "")
-        if found is not None:
-            host = found.host.peak if found.device_free is not None else found.host_needed
-            sizes = (_size(found.device.peak), _size(host), _size(found.nvme.total))
-        measured = ""
-        if took is not None:
-            parts = (took.device_bytes, took.host_bytes)
-            measured = " + ".join(format_bytes(part) for part in parts if part)
-        return ("→" if is_chosen else "", self.name, batch, *sizes, measured, self.verdict)
+            batch_text += f" x {self.accumulation_steps}"
+        size_texts = ("", "", "")
+        if memory_estimate is not None:
+            host_bytes = (
+                memory_estimate.host.peak
+                if memory_estimate.device_free is not None
+                else memory_estimate.host_needed
+            )
+            size_texts = (
+                _size_text(memory_estimate.device.peak),
+                _size_text(host_bytes),
+                _size_text(memory_estimate.nvme.total),
+            )
+        measured_text = ""
+        if measured_step is not None:
+            byte_counts = (measured_step.device_bytes, measured_step.host_bytes)
+            measured_text = " + ".join(
+                format_bytes(byte_count) for byte_count in byte_counts if byte_count
+            )
+        return (
+            "→" if is_chosen else "",
+            self.name,
+            batch_text,
+            *size_texts,
+            measured_text,
+            self.verdict,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -137,8 +154,10 @@ class Advice:
     @property
     def nearest(self) -> Rung | None:
         """Where nothing fits: the rung that lacks least."""
-        refused = [rung for rung in self.rungs if rung.estimate is not None]
-        return min(refused, key=_lacks, default=None) if self.chosen is None else None
+        refused_rungs = [
+            ladder_rung for ladder_rung in self.rungs if ladder_rung.estimate is not None
+        ]
+        return min(refused_rungs, key=_lacking_bytes, default=None) if self.chosen is None else None
 
     def headline(self) -> str:
         """The advice in one line.
@@ -146,24 +165,30 @@ class Advice:
         Returns:
             What to take, or what is missing.
         """
-        where = "1 process" if self.num_processes == 1 else f"{self.num_processes} processes"
-        rung = self.chosen
-        if rung is not None:
-            by = "a real step" if rung.verdict == "works" else "estimate"
-            batch = f"batch {rung.batch_size}"
-            if rung.accumulation_steps > 1:
-                batch += f" x {rung.accumulation_steps} accumulated"
-            also = ""
-            if rung.step.stage and rung.step.gradient_checkpointing:
-                also = ", gradient checkpointing"
-            return f"{rung.name}{also}, {self.precision}, {batch}, {where}: fits by {by}"
-        near = self.nearest
-        if near is None or near.estimate is None:
-            return f"Nothing fits: none of {counted(len(self.rungs), 'rung')} can be had here"
-        batch = f"with a batch of {near.batch_size}"
-        if not near.estimate.lacking:
-            return f"Nothing fits: {near.name} {batch} should by estimate, and did not"
-        return f"Nothing fits: {near.name} {batch} comes nearest, and lacks {_missing(near)}"
+        machine_text = "1 process" if self.num_processes == 1 else f"{self.num_processes} processes"
+        ladder_rung = self.chosen
+        if ladder_rung is not None:
+            proof_note = "a real step" if ladder_rung.verdict == "works" else "estimate"
+            batch_text = f"batch {ladder_rung.batch_size}"
+            if ladder_rung.accumulation_steps > 1:
+                batch_text += f" x {ladder_rung.accumulation_steps} accumulated"
+            checkpointing_note = ""
+            if ladder_rung.step.stage and ladder_rung.step.gradient_checkpointing:
+                checkpointing_note = ", gradient checkpointing"
+            return (
+                f"{ladder_rung.name}{checkpointing_note}, {self.precision}, {batch_text}, "
+                f"{machine_text}: fits by {proof_note}"
+            )
+        nearest_rung = self.nearest
+        if nearest_rung is None or nearest_rung.estimate is None:
+            return f"Nothing fits: none of {count_noun(len(self.rungs), 'rung')} can be had here"
+        batch_text = f"with a batch of {nearest_rung.batch_size}"
+        if not nearest_rung.estimate.lacking:
+            return f"Nothing fits: {nearest_rung.name} {batch_text} should by estimate, and did not"
+        return (
+            f"Nothing fits: {nearest_rung.name} {batch_text} comes nearest, and lacks "
+            f"{_missing_memory(nearest_rung)}"
+        )
 
     def explain(self) -> str:
         """All rungs with what they need, the verdict and why; what to know under it.
@@ -171,18 +196,37 @@ class Advice:
         Returns:
             Text for a fixed-width font.
         """
-        rows = [_HEAD, *(rung.cells(is_chosen=rung is self.chosen) for rung in self.rungs)]
-        used = [column for column in range(len(_HEAD)) if any(row[column] for row in rows[1:])]
-        widths = {column: max(len(row[column]) for row in rows) for column in used}
-        lines = [self.headline(), ""]
-        for row, rung in zip(rows, (None, *self.rungs), strict=True):
-            cells = [_aligned(row[column], widths[column], column) for column in used]
-            lines.append("  ".join(cells).rstrip())
-            if rung is not None:
-                lines += textwrap.wrap(
-                    rung.reason, _LINE_CHARS, initial_indent=" " * 6, subsequent_indent=" " * 6
+        table_rows = [
+            _TABLE_HEAD,
+            *(
+                ladder_rung.cells(is_chosen=ladder_rung is self.chosen)
+                for ladder_rung in self.rungs
+            ),
+        ]
+        used_columns = [
+            column_index
+            for column_index in range(len(_TABLE_HEAD))
+            if any(table_row[column_index] for table_row in table_rows[1:])
+        ]
+        column_widths = {
+            column_index: max(len(table_row[column_index]) for table_row in table_rows)
+            for column_index in used_columns
+        }
+        output_lines = [self.headline(), ""]
+        for table_row, ladder_rung in zip(table_rows, (None, *self.rungs), strict=True):
+            row_cells = [
+                _aligned_text(table_row[column_index], column_widths[column_index], column_index)
+                for column_index in used_columns
+            ]
+            output_lines.append("  ".join(row_cells).rstrip())
+            if ladder_rung is not None:
+                output_lines += textwrap.wrap(
+                    ladder_rung.reason,
+                    _ADVICE_LINE_CHARS,
+                    initial_indent=" " * 6,
+                    subsequent_indent=" " * 6,
                 )
-        return "\n".join([*lines, "", *self._remarks()])
+        return "\n".join([*output_lines, "", *self._remarks()])
 
     def __str__(self) -> str:
         return self.explain()
@@ -196,49 +240,73 @@ class Advice:
         return {"text/plain": self.explain(), "text/html": self._repr_html_()}
 
     def _repr_html_(self) -> str:
-        rows = [(*rung.cells(is_chosen=rung is self.chosen), rung.reason) for rung in self.rungs]
-        used = [0] + [c for c in range(1, len(_HEAD) + 1) if {row[c] for row in rows} - {"", "-"}]
-        head = "".join(_cell("th", (*_HEAD, "why")[column], column) for column in used)
-        body = "".join(
-            "<tr>" + "".join(_cell("td", row[column], column) for column in used) + "</tr>"
-            for row in rows
+        table_rows = [
+            (*ladder_rung.cells(is_chosen=ladder_rung is self.chosen), ladder_rung.reason)
+            for ladder_rung in self.rungs
+        ]
+        used_columns = [0] + [
+            column_index
+            for column_index in range(1, len(_TABLE_HEAD) + 1)
+            if {table_row[column_index] for table_row in table_rows} - {"", "-"}
+        ]
+        table_head = "".join(
+            _html_cell("th", (*_TABLE_HEAD, "why")[column_index], column_index)
+            for column_index in used_columns
         )
-        remarks = "".join(f"<p>{escape(text)}</p>" for text in self._remarks())
+        table_body = "".join(
+            "<tr>"
+            + "".join(
+                _html_cell("td", table_row[column_index], column_index)
+                for column_index in used_columns
+            )
+            + "</tr>"
+            for table_row in table_rows
+        )
+        remarks_html = "".join(f"<p>{escape(remark_text)}</p>" for remark_text in self._remarks())
         return (
-            f"<p><b>{escape(self.headline())}</b></p><table><thead><tr>{head}</tr></thead>"
-            f"<tbody>{body}</tbody></table>{remarks}"
+            f"<p><b>{escape(self.headline())}</b></p><table><thead><tr>{table_head}</tr></thead>"
+            f"<tbody>{table_body}</tbody></table>{remarks_html}"
         )
 
     def _remarks(self) -> list[str]:
-        remarks = []
+        remark_texts = []
         if self.largest_batch_size is not None:
-            more = "" if self.is_largest else "; larger ones were not tried"
-            remarks.append(
+            larger_note = "" if self.is_largest else "; larger ones were not tried"
+            remark_texts.append(
                 f"Largest batch with which a real step worked: {self.largest_batch_size} samples "
-                f"per process{more}."
+                f"per process{larger_note}."
             )
-        return [*remarks, *self.warnings]
+        return [*remark_texts, *self.warnings]
 
 
-def _lacks(rung: Rung) -> int:
-    return sum(rung.estimate.lacking.values()) if rung.estimate is not None else 0
+def _lacking_bytes(ladder_rung: Rung) -> int:
+    return sum(ladder_rung.estimate.lacking.values()) if ladder_rung.estimate is not None else 0
 
 
-def _missing(rung: Rung) -> str:
-    words = {"device": "on each device", "host": "of host memory", "nvme": "of disk"}
-    lacking = rung.estimate.lacking if rung.estimate is not None else {}
-    return " and ".join(f"{format_bytes(size)} {words[name]}" for name, size in lacking.items())
+def _missing_memory(ladder_rung: Rung) -> str:
+    place_words = {"device": "on each device", "host": "of host memory", "nvme": "of disk"}
+    lacking_bytes = ladder_rung.estimate.lacking if ladder_rung.estimate is not None else {}
+    return " and ".join(
+        f"{format_bytes(missing_bytes)} {place_words[place_name]}"
+        for place_name, missing_bytes in lacking_bytes.items()
+    )
 
 
-def _cell(tag: str, text: str, column: int) -> str:
-    side = "right" if 2 <= column <= 6 else "left"
-    wrap = "" if column == len(_HEAD) else ";white-space:nowrap"  # reasons are long
-    return f"<{tag} style='text-align:{side}{wrap}'>{escape(text)}</{tag}>"
+def _html_cell(html_tag: str, cell_text: str, column_index: int) -> str:
+    text_side = "right" if 2 <= column_index <= 6 else "left"
+    wrap_style = (
+        "" if column_index == len(_TABLE_HEAD) else ";white-space:nowrap"
+    )  # reasons are long
+    return (
+        f"<{html_tag} style='text-align:{text_side}{wrap_style}'>{escape(cell_text)}</{html_tag}>"
+    )
 
 
-def _aligned(text: str, width: int, column: int) -> str:
-    return text.rjust(width) if 2 <= column <= 6 else text.ljust(width)
+def _aligned_text(cell_text: str, column_width: int, column_index: int) -> str:
+    return (
+        cell_text.rjust(column_width) if 2 <= column_index <= 6 else cell_text.ljust(column_width)
+    )
 
 
-def _size(num_bytes: int) -> str:
+def _size_text(num_bytes: int) -> str:
     return format_bytes(num_bytes) if num_bytes else "-"

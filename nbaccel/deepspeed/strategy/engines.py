@@ -1,5 +1,14 @@
 """Making DeepSpeed's engine, and what a notebook expects of it beyond that.
 
+Memory that is freed goes back to the system where that matters.
+
+glibc keeps freed blocks of up to 32 MiB in its heaps (``mallopt(3)``, M_MMAP_THRESHOLD): gradients
+and gathered parameters are freed in each step, and the system counts more than there are tensors.
+Other C libraries return what is freed, and nothing is changed there.
+
+transformers asks a weak reference of its own, in which ``HfDeepSpeedConfig`` puts itself. The same
+reference makes ``generate`` keep ranks in step.
+
 input, output   floating-point inputs take the engine's format, outputs come back as float32,
 as with every other strategy here
 generate        keeps ranks in step where weights are in shards
@@ -9,11 +18,12 @@ quiet           no dozen lines of DeepSpeed's own log, unless the configuration 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import inspect
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,24 +31,62 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from nbaccel.abc.standins import DummyOptim, DummyScheduler
-from nbaccel.deepspeed import library
-from nbaccel.deepspeed.config import ZERO
-from nbaccel.deepspeed.strategy import heap, on_disk
-from nbaccel.deepspeed.strategy.settling import stage_of
+from nbaccel.deepspeed import library, private_api
+from nbaccel.deepspeed.strategy import nvme_swapping
+from nbaccel.deepspeed.strategy.zero_init import fetch_together
+from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.errors import ConfigError
 from nbaccel.precision.native import as_float32
 
-__all__ = ["begin_comm", "fetch_together", "is_engines", "make_engine"]
+__all__ = [
+    "begin_comm",
+    "is_engines",
+    "make_engine",
+    "return_all",
+    "return_at_once",
+]
+
+
+_M_MMAP_THRESHOLD = -3
+_RETURNED_FROM = 1 << 20
+"""Bytes from which a block is returned when it is freed. To fetch it anew takes time, more for many
+small ones: activations of small models are below, gradients of large ones above."""
+
+
+def return_all() -> None:
+    """Return what was freed until now, such as the model's first tensors, which an engine replaces.
+
+    These are 4 bytes for each parameter, in every process.
+    """
+    trim_heap = _of_glibc("malloc_trim")
+    if trim_heap is not None:
+        trim_heap(ctypes.c_size_t(0))
+
+
+def return_at_once() -> None:
+    """From now on return large blocks when they are freed, for the rest of this process."""
+    set_option = _of_glibc("mallopt")
+    if set_option is not None:
+        set_option(ctypes.c_int(_M_MMAP_THRESHOLD), ctypes.c_int(_RETURNED_FROM))
+
+
+def _of_glibc(function_name: str) -> Callable[..., Any] | None:
+    c_function = ctypes.CDLL(None)
+    return (
+        getattr(c_function, function_name, None)
+        if hasattr(c_function, "gnu_get_libc_version")
+        else None
+    )
 
 
 def make_engine(
     model: nn.Module,
     optimizer: Any,
     scheduler: Any,
-    settings: Mapping[str, Any],
+    zero_config: ZeroConfig,
     *,
     moe_layers: str | None,
-    several: bool,
+    has_several: bool,
 ) -> Any:
     """Make an engine, where :func:`begin_comm` has been called.
 
@@ -46,9 +94,9 @@ def make_engine(
         model: The model; it is changed: cast, and at stage 3 taken apart.
         optimizer: A torch optimizer or what stands for one; None for none.
         scheduler: The same of its schedule.
-        settings: Checked, without ``"auto"``.
+        zero_config: Checked, without ``"auto"``.
         moe_layers: Class names of mixture-of-experts layers, with commas.
-        several: Whether there are other processes.
+        has_several: Whether there are other processes.
 
     Returns:
         The engine.
@@ -56,28 +104,28 @@ def make_engine(
     Raises:
         ConfigError: The model has no layers of these names.
     """
-    deepspeed = library.load("deepspeed", why="Training with DeepSpeed")
-    settings = dict(settings)
-    settings.setdefault("steps_per_print", math.inf)
-    arguments: dict[str, Any] = {"model": model, "config": settings}
+    deepspeed = library.load_module("deepspeed", why="Training with DeepSpeed")
+    config_settings = zero_config.to_dict()
+    config_settings.setdefault("steps_per_print", math.inf)
+    engine_arguments: dict[str, Any] = {"model": model, "config": config_settings}
     if isinstance(optimizer, DummyOptim):
-        arguments["model_parameters"] = optimizer.params
+        engine_arguments["model_parameters"] = optimizer.params
     elif optimizer is not None:
-        settings.setdefault("zero_allow_untested_optimizer", True)
-        arguments["optimizer"] = _for_offload(optimizer, settings)
+        config_settings.setdefault("zero_allow_untested_optimizer", True)
+        engine_arguments["optimizer"] = _for_offload(optimizer, zero_config)
     if isinstance(scheduler, DummyScheduler):
         if scheduler.lr_scheduler_callable is not None:
-            arguments["lr_scheduler"] = scheduler.lr_scheduler_callable
+            engine_arguments["lr_scheduler"] = scheduler.lr_scheduler_callable
     elif scheduler is not None and is_engines(scheduler):
-        arguments["lr_scheduler"] = scheduler
-    if moe_layers and stage_of(settings) == 3:
+        engine_arguments["lr_scheduler"] = scheduler
+    if moe_layers and zero_config.zero_stage == 3:
         fetch_together(model, moe_layers)
-    with _quiet(settings):
-        engine, *_ = deepspeed.initialize(**arguments)
-    _convert(engine)
-    heap.return_all()
-    on_disk.skip_repeated_reads(engine.module)
-    if several and stage_of(settings) == 3:
+    with _quiet_logger(zero_config):
+        engine, *_ = deepspeed.initialize(**engine_arguments)
+    _convert_inputs(engine)
+    return_all()
+    nvme_swapping.skip_repeated_reads(engine.module)
+    if has_several and zero_config.zero_stage == 3:
         _keep_in_step(engine.module)
     return engine
 
@@ -89,89 +137,77 @@ def is_engines(scheduler: Any) -> bool:
     return isinstance(scheduler, DummyScheduler) or type(scheduler).__name__ in VALID_LR_SCHEDULES
 
 
-def _for_offload(optimizer: Any, settings: Mapping[str, Any]) -> Any:
+def _for_offload(optimizer: Any, zero_config: ZeroConfig) -> Any:
     """DeepSpeed steps on the CPU by optimizers of its own; those of torch are made into them."""
-    device = (settings.get(ZERO, {}).get("offload_optimizer") or {}).get("device", "none")
-    if device == "none" or settings.get("zero_force_ds_cpu_optimizer") is False:
+    offload_section = zero_config.offload_optimizer
+    device = "none" if offload_section is None else offload_section.device or "none"
+    if device == "none" or zero_config.zero_force_ds_cpu_optimizer is False:
         return optimizer
     if type(optimizer).__module__.startswith("deepspeed."):
         return optimizer
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    kinds: dict[type, tuple[Callable[..., Any], dict[str, Any]]] = {
+    offload_classes: dict[type, tuple[Callable[..., Any], dict[str, Any]]] = {
         torch.optim.AdamW: (DeepSpeedCPUAdam, {"adamw_mode": True}),
         torch.optim.Adam: (DeepSpeedCPUAdam, {"adamw_mode": False}),
         torch.optim.Adagrad: (DeepSpeedCPUAdagrad, {}),
     }
-    if type(optimizer) not in kinds:
+    if type(optimizer) not in offload_classes:
         raise ConfigError(
             f"{type(optimizer).__name__} cannot step where DeepSpeed offloads "
             f"(offload_optimizer.device={device!r}): it has AdamW, Adam and Adagrad for the CPU. "
             'Use one of these, or set "zero_force_ds_cpu_optimizer": false for a slow one.'
         )
-    make, more = kinds[type(optimizer)]
-    known = inspect.signature(make).parameters
-    defaults = {key: value for key, value in optimizer.defaults.items() if key in known}
+    make_optimizer, more_arguments = offload_classes[type(optimizer)]
+    known_arguments = inspect.signature(make_optimizer).parameters
+    known_defaults = {
+        setting_name: setting_value
+        for setting_name, setting_value in optimizer.defaults.items()
+        if setting_name in known_arguments
+    }
     # The same groups, not copies: a schedule made for the old one sets their learning rates.
-    made = make(optimizer.param_groups, **{**defaults, **more})
+    offload_optimizer = make_optimizer(
+        optimizer.param_groups, **{**known_defaults, **more_arguments}
+    )
     optimizer._opt_called = True  # torch's schedules would warn that the old one never stepped
-    return made
-
-
-def fetch_together(model: nn.Module, names: str) -> None:
-    """Let ZeRO-3 gather layers as one, whose parts are not all used in every pass.
-
-    Args:
-        model: The model.
-        names: Class names of such layers, with commas.
-
-    Raises:
-        ConfigError: The model has none of such a name.
-    """
-    from deepspeed.utils import set_z3_leaf_modules
-
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    there = {type(module).__name__: type(module) for module in model.modules()}
-    missing = [name for name in wanted if name not in there]
-    if missing:
-        raise ConfigError(
-            f"transformer_moe_cls_names={names!r}: {type(model).__name__} has no layer of class "
-            f"{', '.join(missing)}. Its experts would be fetched one by one, which can hang. It "
-            f"has {', '.join(sorted(there))}."
-        )
-    set_z3_leaf_modules(model, [there[name] for name in wanted])
+    return offload_optimizer
 
 
 @contextlib.contextmanager
-def _quiet(settings: Mapping[str, Any]) -> Iterator[None]:
+def _quiet_logger(zero_config: ZeroConfig) -> Iterator[None]:
     from deepspeed.utils import logger
 
-    before = logger.level
-    if settings.get("log_level") is None and not settings.get("dump_state"):
+    level_before = logger.level
+    if zero_config.log_level is None and not zero_config.dump_state:
         logger.setLevel("WARNING")
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level_before)
 
 
-def begin_comm(settings: Mapping[str, Any]) -> None:
+def begin_comm(zero_config: ZeroConfig) -> None:
     """Let DeepSpeed take up the process group, without which it cannot even destroy an engine.
 
     Args:
-        settings: Of the engine to come.
+        zero_config: Of the engine to come.
     """
-    deepspeed = library.load("deepspeed", why="Training with DeepSpeed")
+    deepspeed = library.load_module("deepspeed", why="Training with DeepSpeed")
+    private_api.refuse_missing()
     # It prints a line for the operation it loads.
-    with _quiet(settings), contextlib.redirect_stdout(io.StringIO()):
+    with _quiet_logger(zero_config), contextlib.redirect_stdout(io.StringIO()):
         deepspeed.init_distributed(dist_init_required=False)
 
 
-def _convert(engine: Any) -> None:
+def _convert_inputs(engine: Any) -> None:
     """Let it take and give what models here take and give, whatever it computes in."""
     dtype = next(
-        (p.dtype for p in engine.module.parameters() if p.dtype in (torch.bfloat16, torch.float16)),
+        (
+            parameter.dtype
+            for parameter in engine.module.parameters()
+            if parameter.dtype in (torch.bfloat16, torch.float16)
+        ),
         None,
     )
     if dtype is None or not (engine.bfloat16_enabled() or engine.fp16_enabled()):
@@ -187,17 +223,20 @@ def _convert(engine: Any) -> None:
     engine.register_forward_hook(lambda _, __, output: as_float32(output))
 
 
-def _keep_in_step(module: nn.Module) -> None:
-    """Let `generate` go on on every rank until the last has finished; see transformers' guide."""
-    generate: Any = getattr(module, "generate", None)
-    if not callable(generate) or "synced_gpus" not in inspect.signature(generate).parameters:
+def _keep_in_step(user_module: nn.Module) -> None:
+    """Let `generate` go on on every rank until the last has finished: transformers' guide."""
+    original_generate: Any = getattr(user_module, "generate", None)
+    if (
+        not callable(original_generate)
+        or "synced_gpus" not in inspect.signature(original_generate).parameters
+    ):
         return
 
-    @functools.wraps(generate)
+    @functools.wraps(original_generate)
     def in_step(*args: Any, **kwargs: Any) -> Any:
         # A rank that stopped early would leave the others waiting for its part of the weights.
         if kwargs.get("synced_gpus") is None:
             kwargs["synced_gpus"] = True
-        return generate(*args, **kwargs)
+        return original_generate(*args, **kwargs)
 
-    module.generate = in_step  # type: ignore[assignment]
+    user_module.generate = in_step  # type: ignore[assignment]

@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbaccel.deepspeed.strategy import on_disk, pieces
+from nbaccel.deepspeed.strategy import local_shards, nvme_swapping
 from nbaccel.errors import ConfigError
 
-__all__ = ["gather", "scatter"]
+__all__ = ["gather_weights", "scatter_weights"]
 
 _AT_A_TIME_BYTES = 256 << 20
 
 
-def gather(module: nn.Module, *, keep: bool) -> dict[str, Any]:
+def gather_weights(user_module: nn.Module, *, keep: bool) -> dict[str, Any]:
     """The state dict, whole; a collective where weights are in shards.
 
     Args:
-        module: The user's own module inside the engine.
+        user_module: The user's own module inside the engine.
         keep: Whether this process wants it.
 
     Returns:
@@ -33,102 +33,141 @@ def gather(module: nn.Module, *, keep: bool) -> dict[str, Any]:
     """
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-    state = module.state_dict(keep_vars=True)
-    tensors = {id(t): t for t in state.values() if isinstance(t, torch.Tensor)}
-    whole: dict[int, torch.Tensor] = {}
-    on_disk.free_buffers(module)
-    for some in _by_size(tensors.values()):
-        cut = [tensor for tensor in some if pieces.is_partitioned(tensor)]
-        with GatheredParameters(cut, enabled=bool(cut)):
+    module_state = user_module.state_dict(keep_vars=True)
+    unique_tensors = {
+        id(own_tensor): own_tensor
+        for own_tensor in module_state.values()
+        if isinstance(own_tensor, torch.Tensor)
+    }
+    whole_tensors: dict[int, torch.Tensor] = {}
+    nvme_swapping.free_buffers(user_module)
+    for tensor_group in _groups_by_size(unique_tensors.values()):
+        cut_tensors = [tensor for tensor in tensor_group if local_shards.is_partitioned(tensor)]
+        with GatheredParameters(cut_tensors, enabled=bool(cut_tensors)):
             if keep:
                 # Of flattened groups: a view would drag all of the group into a file.
-                whole |= {id(t): t.detach().to("cpu", copy=True) for t in some}
-    return {name: whole.get(id(value), value) for name, value in state.items()} if keep else {}
+                whole_tensors |= {
+                    id(own_tensor): own_tensor.detach().to("cpu", copy=True)
+                    for own_tensor in tensor_group
+                }
+    return (
+        {
+            tensor_name: whole_tensors.get(id(tensor_value), tensor_value)
+            for tensor_name, tensor_value in module_state.items()
+        }
+        if keep
+        else {}
+    )
 
 
-def scatter(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+def scatter_weights(
+    user_module: nn.Module, given_state: Mapping[str, Any], *, is_strict: bool = True
+) -> None:
     """Load a whole state dict; a collective.
 
     Args:
-        module: The user's own module inside the engine.
-        state: Tensors by name; those of process 0 count.
-        strict: Whether every name must be there, and no other.
+        user_module: The user's own module inside the engine.
+        given_state: Tensors by name; those of process 0 count.
+        is_strict: Whether every name must be there, and no other.
 
     Raises:
         ConfigError: Names or shapes do not fit, on every process; nothing was loaded then.
     """
-    own = {
-        name: value
-        for name, value in module.state_dict(keep_vars=True).items()
-        if isinstance(value, torch.Tensor)
+    own_tensors = {
+        tensor_name: tensor_value
+        for tensor_name, tensor_value in user_module.state_dict(keep_vars=True).items()
+        if isinstance(tensor_value, torch.Tensor)
     }
-    problem = [_misfit(module, own, state, strict=strict) if dist.get_rank() == 0 else ""]
-    named = [[name for name in own if name in state]]
-    dist.broadcast_object_list(problem, 0)
-    dist.broadcast_object_list(named, 0)
-    if problem[0]:
-        raise ConfigError(str(problem[0]))
-    done: set[int] = set()
+    misfit_text = [
+        _misfit_text(user_module, own_tensors, given_state, is_strict=is_strict)
+        if dist.get_rank() == 0
+        else ""
+    ]
+    names_by_kind = [[tensor_name for tensor_name in own_tensors if tensor_name in given_state]]
+    dist.broadcast_object_list(misfit_text, 0)
+    dist.broadcast_object_list(names_by_kind, 0)
+    if misfit_text[0]:
+        raise ConfigError(str(misfit_text[0]))
+    done_ids: set[int] = set()
     with torch.no_grad():
-        for name in named[0]:
-            tensor = own[name]
-            if id(tensor) in done:
+        for tensor_name in names_by_kind[0]:
+            tensor = own_tensors[tensor_name]
+            if id(tensor) in done_ids:
                 continue
-            done.add(id(tensor))
-            whole = _from_first(state.get(name), tensor)
-            if pieces.is_cut(tensor):
-                pieces.assign(tensor, whole)
+            done_ids.add(id(tensor))
+            whole_tensor = _from_first(given_state.get(tensor_name), tensor)
+            if local_shards.is_cut(tensor):
+                local_shards.assign(tensor, whole_tensor)
             else:
-                tensor.detach().copy_(whole)
+                tensor.detach().copy_(whole_tensor)
 
 
-def _from_first(value: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
+def _from_first(tensor_value: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
     """Process 0's tensor on every process, in float32 where it is a floating-point one."""
     dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
     device = tensor.device
-    shape = pieces.shape_of(tensor)
-    if dist.get_rank() == 0 and value is not None:
-        whole = value.detach().to(device, dtype).contiguous()
+    shape = local_shards.shape_of(tensor)
+    if dist.get_rank() == 0 and tensor_value is not None:
+        whole_tensor = tensor_value.detach().to(device, dtype).contiguous()
     else:
-        whole = torch.empty(shape, dtype=dtype, device=device)
-    dist.broadcast(whole, 0)
-    return whole
+        whole_tensor = torch.empty(shape, dtype=dtype, device=device)
+    dist.broadcast(whole_tensor, 0)
+    return whole_tensor
 
 
-def _misfit(
-    module: nn.Module, own: Mapping[str, torch.Tensor], state: Mapping[str, Any], *, strict: bool
+def _misfit_text(
+    user_module: nn.Module,
+    own_tensors: Mapping[str, torch.Tensor],
+    given_state: Mapping[str, Any],
+    *,
+    is_strict: bool,
 ) -> str:
-    shapes = {name: pieces.shape_of(t) for name, t in own.items()}
-    wrong = [
-        f"{name} has shape {tuple(state[name].shape)} instead of {shape}"
-        for name, shape in shapes.items()
-        if name in state and tuple(state[name].shape) != shape
+    own_shapes = {
+        tensor_name: local_shards.shape_of(own_tensor)
+        for tensor_name, own_tensor in own_tensors.items()
+    }
+    wrong_texts = [
+        f"{tensor_name} has shape {tuple(given_state[tensor_name].shape)} instead of {shape}"
+        for tensor_name, shape in own_shapes.items()
+        if tensor_name in given_state and tuple(given_state[tensor_name].shape) != shape
     ]
-    if strict:
-        wrong += [f"{name} is missing" for name in own if name not in state]
-        wrong += [f"{name} is unknown" for name in state if name not in own]
-    if not wrong:
+    if is_strict:
+        wrong_texts += [
+            f"{tensor_name} is missing"
+            for tensor_name in own_tensors
+            if tensor_name not in given_state
+        ]
+        wrong_texts += [
+            f"{tensor_name} is unknown"
+            for tensor_name in given_state
+            if tensor_name not in own_tensors
+        ]
+    if not wrong_texts:
         return ""
-    more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+    more_text = f" and {len(wrong_texts) - 5} more" if len(wrong_texts) > 5 else ""
     return (
-        f"The state does not fit {type(module).__name__}: {'; '.join(wrong[:5])}{more}. Weights "
-        "would go to the wrong places. Load the state of the same model, or give strict=False for "
-        "names alone."
+        f"The state does not fit {type(user_module).__name__}: "
+        f"{'; '.join(wrong_texts[:5])}{more_text}. Weights would go to the wrong places. Load the "
+        "state of the same model, or give strict=False for names alone."
     )
 
 
-def _by_size(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _groups_by_size(cut_tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """The tensors in lists that are not too big together, gathered."""
-    some: list[torch.Tensor] = []
-    nbytes = 0
-    for tensor in tensors:
-        count = int(getattr(tensor, "ds_numel", tensor.numel()))
+    tensor_group: list[torch.Tensor] = []
+    group_bytes = 0
+    for tensor in cut_tensors:
+        element_count = int(getattr(tensor, "ds_numel", tensor.numel()))
         # Each that is on disk takes one of the few buffers.
-        alone = on_disk.is_on_disk(tensor) or any(map(on_disk.is_on_disk, some))
-        if some and (alone or nbytes + count * tensor.element_size() > _AT_A_TIME_BYTES):
-            yield some
-            some, nbytes = [], 0
-        some.append(tensor)
-        nbytes += count * tensor.element_size()
-    if some:
-        yield some
+        is_alone = nvme_swapping.is_on_disk(tensor) or any(
+            map(nvme_swapping.is_on_disk, tensor_group)
+        )
+        if tensor_group and (
+            is_alone or group_bytes + element_count * tensor.element_size() > _AT_A_TIME_BYTES
+        ):
+            yield tensor_group
+            tensor_group, group_bytes = [], 0
+        tensor_group.append(tensor)
+        group_bytes += element_count * tensor.element_size()
+    if tensor_group:
+        yield tensor_group

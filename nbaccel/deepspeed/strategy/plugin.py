@@ -1,5 +1,8 @@
 """``DeepSpeedPlugin``: how an `Accelerator` is told to train with DeepSpeed.
 
+Code that was written for Accelerate fills in ``"auto"`` by hand with these; `prepare` here does it
+by `resolve_auto`, with reasons.
+
 Names, defaults and environment variables are Accelerate's. A file or dictionary says more than the
 arguments can; where both say something, and not the same, that is refused.
 """
@@ -12,23 +15,185 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbaccel import env
-from nbaccel.config.dotted import value_at
-from nbaccel.config.engine import BATCH_SIZES, tidied
+from nbaccel.config.engine import BATCH_SIZES, tidied_settings
 from nbaccel.config.handlers import Settings
 from nbaccel.config.mistakes import shown
+from nbaccel.config.nested_keys import has_key, put_at, value_at
 from nbaccel.deepspeed import library
-from nbaccel.deepspeed.config import ZERO, ZeroConfig, old_forms
-from nbaccel.deepspeed.kinds import AUTO
-from nbaccel.deepspeed.reading import load_settings
-from nbaccel.deepspeed.strategy.filling import Filling
+from nbaccel.deepspeed.field_types import AUTO
+from nbaccel.deepspeed.load_config import load_settings
+from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, old_forms
 from nbaccel.errors import ConfigError, PlatformUnsupported
 
-__all__ = ["DeepSpeedPlugin", "Plugins"]
+if TYPE_CHECKING:
+    from torch import nn
 
-_KEYS = {
+
+__all__ = ["DeepSpeedPlugin", "Filling", "Plugins"]
+
+
+_MOE_LAYERS = "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"
+
+
+class Filling:
+    """Filling in a configuration by hand, and which of several plugins is in force."""
+
+    deepspeed_config: dict[str, Any]
+    transformer_moe_cls_names: str | None
+    _selected: bool = False
+
+    @property
+    def selected(self) -> bool:
+        """Whether it is the plugin that the next `prepare` of its Accelerator goes by."""
+        return self._selected
+
+    @selected.setter
+    def selected(self, value: bool) -> None:
+        raise NotImplementedError(
+            f"selected={value} cannot be set: which plugin is in force belongs to an Accelerator. "
+            "Call accelerator.state.select_deepspeed_plugin(name)."
+        )
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Refused, as in Accelerate: an Accelerator chooses among its plugins, by their names.
+
+        Raises:
+            ConfigError: Unless the Accelerator's state calls it.
+        """
+        if not _from_accelerator_state:
+            raise ConfigError(
+                f"select({_from_accelerator_state}) cannot be called on a DeepSpeedPlugin: which "
+                "one is in force belongs to an Accelerator. Call "
+                "accelerator.state.select_deepspeed_plugin(name)."
+            )
+        self._selected = True
+
+    def _unselect(self) -> None:
+        self._selected = False
+
+    def fill_match(
+        self,
+        ds_key_long: str,
+        mismatches: list[str] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Fill in one ``"auto"``, or compare one value.
+
+        Args:
+            ds_key_long: A dotted key; nothing happens where the configuration has not its section.
+            mismatches: Gets a line where a value is another one.
+            must_match: Whether values are compared.
+            **kwargs: Values by dotted keys.
+
+        Raises:
+            ConfigError: It is ``"auto"``, and none of the values is for it.
+        """
+        section_path = ds_key_long.rpartition(".")[0]
+        if section_path and not isinstance(value_at(self.deepspeed_config, section_path), Mapping):
+            return
+        file_value = value_at(self.deepspeed_config, ds_key_long)
+        if file_value == AUTO:
+            if ds_key_long not in kwargs:
+                raise ConfigError(
+                    f'{ds_key_long}="auto" cannot be filled in: no value was given for it. '
+                    "DeepSpeed would fall back to its own default or fail. Give it by its dotted "
+                    "name, or write a value in the configuration."
+                )
+            put_at(self.deepspeed_config, ds_key_long, kwargs[ds_key_long])
+            return
+        given_value = kwargs.get(ds_key_long, file_value)
+        if (
+            must_match
+            and file_value is not None
+            and file_value != given_value
+            and mismatches is not None
+        ):
+            mismatches.append(f"- ds {ds_key_long}={file_value} vs arg {ds_key_long}={given_value}")
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: dict[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Fill in every ``"auto"``, and compare every value, of the configuration or a section.
+
+        Args:
+            prefix: The section, with a dot at its end; empty for all.
+            mismatches: Gets a line for each value that is another one.
+            config: The section; the configuration where left out.
+            must_match: Whether values are compared.
+            **kwargs: Values by dotted keys.
+
+        Raises:
+            ConfigError: A value is missing, or there are mismatches.
+        """
+        found_mismatches = [] if mismatches is None else mismatches
+        for config_key, key_value in list(
+            (self.deepspeed_config if config is None else config).items()
+        ):
+            if isinstance(key_value, dict):
+                self.deepspeed_config_process(
+                    f"{prefix}{config_key}.", found_mismatches, key_value, must_match, **kwargs
+                )
+            else:
+                self.fill_match(f"{prefix}{config_key}", found_mismatches, must_match, **kwargs)
+        if found_mismatches and not prefix:
+            raise ConfigError(
+                "The DeepSpeed configuration says something else than the code: "
+                f"{shown(found_mismatches)}. "
+                'One of them would be ignored. Write "auto" in the configuration.'
+            )
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Write a precision where the configuration leaves it open.
+
+        Args:
+            mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``, which runs in a bfloat16 model.
+
+        Raises:
+            ConfigError: The other one is turned on.
+        """
+        wanted_format = {"fp8": "bf16"}.get(mixed_precision, mixed_precision)
+        other_format = {"fp16": "bf16", "bf16": "fp16"}.get(wanted_format)
+        if other_format and value_at(self.deepspeed_config, f"{other_format}.enabled") is True:
+            raise ConfigError(
+                f"mixed_precision={mixed_precision!r} contradicts the DeepSpeed configuration, "
+                f"where {other_format}.enabled is true. Training has one number format. Leave one "
+                "out."
+            )
+        for format_name in ("fp16", "bf16"):
+            is_enabled = format_name == wanted_format
+            if not has_key(self.deepspeed_config, format_name):
+                cast_setting = {"auto_cast": True} if is_enabled and format_name == "fp16" else {}
+                self.deepspeed_config[format_name] = {"enabled": is_enabled, **cast_setting}
+            if value_at(self.deepspeed_config, f"{format_name}.enabled") == AUTO:
+                put_at(self.deepspeed_config, f"{format_name}.enabled", is_enabled)
+
+    def set_moe_leaf_modules(self, model: nn.Module) -> None:
+        """Let ZeRO-3 fetch each mixture-of-experts layer as one; `prepare` does it by itself.
+
+        Args:
+            model: Has layers of the classes that ``transformer_moe_cls_names`` names.
+
+        Raises:
+            ConfigError: It has none of such a name.
+        """
+        from nbaccel.deepspeed.strategy.zero_init import fetch_together
+
+        if self.transformer_moe_cls_names is None:
+            self.transformer_moe_cls_names = env.read(_MOE_LAYERS)
+        if self.transformer_moe_cls_names:
+            fetch_together(model, self.transformer_moe_cls_names)
+
+
+_KEY_OF_ARGUMENT = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
     "zero_stage": f"{ZERO}.stage",
@@ -41,17 +206,17 @@ _KEYS = {
 """Argument → where DeepSpeed's file has it."""
 
 
-def _steps(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
+def _read_steps(given_text: str) -> int | str:
+    return int(given_text) if given_text.isdecimal() else given_text
 
 
-def _number(text: str) -> float | str:
-    return text if text == AUTO else float(text)
+def _read_number(given_text: str) -> float | str:
+    return given_text if given_text == AUTO else float(given_text)
 
 
-_VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", _steps),
-    "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", _number),
+_VARIABLE_OF_ARGUMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", _read_steps),
+    "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", _read_number),
     "zero_stage": ("ACCELERATE_DEEPSPEED_ZERO_STAGE", int),
     "offload_optimizer_device": ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", str),
     "offload_param_device": ("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", str),
@@ -118,28 +283,40 @@ class DeepSpeedPlugin(Filling, Settings):
     def __post_init__(self) -> None:
         library.check_version()
         self._refuse_msamp()
-        said = {name for name in _KEYS if getattr(self, name) is not None}
+        given_names = {
+            argument_name
+            for argument_name in _KEY_OF_ARGUMENT
+            if getattr(self, argument_name) is not None
+        }
         self._read_variables()
-        settings = self._file()
-        if settings is None:
-            settings = {ZERO: {"stage": 2 if self.zero_stage is None else self.zero_stage}}
-        mistakes = [
-            mistake for name in _KEYS if (mistake := self._merge(settings, name, said=name in said))
+        config_settings = self._file()
+        if config_settings is None:
+            config_settings = {ZERO: {"stage": 2 if self.zero_stage is None else self.zero_stage}}
+        merge_mistakes = [
+            merge_mistake
+            for argument_name in _KEY_OF_ARGUMENT
+            if (
+                merge_mistake := self._merge(
+                    config_settings, argument_name, was_given=argument_name in given_names
+                )
+            )
         ]
-        if mistakes:
-            raise ConfigError(*mistakes)
-        for name in BATCH_SIZES:
-            settings.setdefault(name, AUTO)
-        settings.setdefault("gradient_clipping", AUTO)
-        self.deepspeed_config = settings
-        for name, key in _KEYS.items():
-            setattr(self, name, self.get_value(key, getattr(self, name)))
+        if merge_mistakes:
+            raise ConfigError(*merge_mistakes)
+        for argument_name in BATCH_SIZES:
+            config_settings.setdefault(argument_name, AUTO)
+        config_settings.setdefault("gradient_clipping", AUTO)
+        self.deepspeed_config = config_settings
+        for argument_name, config_key in _KEY_OF_ARGUMENT.items():
+            setattr(self, argument_name, self.get_value(config_key, getattr(self, argument_name)))
         if self.zero_stage is None:
             self.zero_stage = 0  # DeepSpeed's default; without one nobody would use DeepSpeed
         if self.zero3_init_flag is None:
-            chosen = env.flag("ACCELERATE_DEEPSPEED_ZERO3_INIT")
+            chosen_flag = env.flag("ACCELERATE_DEEPSPEED_ZERO3_INIT")
             # To import it would cost seconds, for models that may be nobody's but the user's.
-            self.zero3_init_flag = "transformers" in sys.modules if chosen is None else chosen
+            self.zero3_init_flag = (
+                "transformers" in sys.modules if chosen_flag is None else chosen_flag
+            )
         self.zero3_init_flag = bool(self.zero3_init_flag and self.zero_stage == 3)
 
     # ---------------------------------------------------------------- reading
@@ -160,10 +337,19 @@ class DeepSpeedPlugin(Filling, Settings):
     @property
     def mixed_precision(self) -> str | None:
         """What the file asks for: ``no``, ``fp16`` or ``bf16``; None where it leaves it open."""
-        enabled = {name: self.get_value(f"{name}.enabled") for name in ("fp16", "bf16")}
-        if any(value is True for value in enabled.values()):
-            return next(name for name, value in enabled.items() if value is True)
-        return "no" if all(value is False for value in enabled.values()) else None
+        enabled_by_format = {
+            format_name: self.get_value(f"{format_name}.enabled")
+            for format_name in ("fp16", "bf16")
+        }
+        if any(is_enabled is True for is_enabled in enabled_by_format.values()):
+            return next(
+                format_name
+                for format_name, is_enabled in enabled_by_format.items()
+                if is_enabled is True
+            )
+        return (
+            "no" if all(is_enabled is False for is_enabled in enabled_by_format.values()) else None
+        )
 
     @property
     def accumulation_steps(self) -> int | None:
@@ -180,12 +366,12 @@ class DeepSpeedPlugin(Filling, Settings):
         """
         from nbaccel.deepspeed.strategy import zero_init
 
-        before, self.zero3_init_flag = self.zero3_init_flag, enable and self.zero_stage == 3
-        with zero_init.applied(self.deepspeed_config if self.zero3_init_flag else None):
+        flag_before, self.zero3_init_flag = self.zero3_init_flag, enable and self.zero_stage == 3
+        with zero_init.applied_config(self.deepspeed_config if self.zero3_init_flag else None):
             try:
                 yield
             finally:
-                self.zero3_init_flag = before
+                self.zero3_init_flag = flag_before
 
     def is_zero3_init_enabled(self) -> bool:
         """Whether transformers builds models in shards."""
@@ -202,48 +388,51 @@ class DeepSpeedPlugin(Filling, Settings):
             )
 
     def _read_variables(self) -> None:
-        for name, (variable, read) in _VARIABLES.items():
-            text = (env.read(variable) or "").strip()
-            if getattr(self, name) is not None or not text or text == "none":
+        for argument_name, (variable_name, read_variable) in _VARIABLE_OF_ARGUMENT.items():
+            given_text = (env.read(variable_name) or "").strip()
+            if getattr(self, argument_name) is not None or not given_text or given_text == "none":
                 continue
             try:
-                setattr(self, name, read(text))
+                setattr(self, argument_name, read_variable(given_text))
             except ValueError:
                 raise ConfigError(
-                    f"Environment variable {variable}={text!r} cannot be read: DeepSpeedPlugin "
-                    f"takes {name} from it. Correct or unset it."
+                    f"Environment variable {variable_name}={given_text!r} cannot be read: "
+                    f"DeepSpeedPlugin takes {argument_name} from it. Correct or unset it."
                 ) from None
 
     def _file(self) -> dict[str, Any] | None:
-        given = self.hf_ds_config
-        if given is None or given == "none":
+        given_config = self.hf_ds_config
+        if given_config is None or given_config == "none":
             return None
-        if hasattr(given, "config") and not isinstance(given, (Mapping, ZeroConfig)):
-            given = given.config  # HfDeepSpeedConfig of transformers or Accelerate
-        if isinstance(given, str):
-            given = _text(given)
-        settings, _ = old_forms(load_settings(given))
-        return tidied(settings)
+        if hasattr(given_config, "config") and not isinstance(given_config, (Mapping, ZeroConfig)):
+            given_config = given_config.config  # HfDeepSpeedConfig of transformers or Accelerate
+        if isinstance(given_config, str):
+            given_config = _config_text(given_config)
+        config_settings, _ = old_forms(load_settings(given_config))
+        return tidied_settings(config_settings)
 
-    def _merge(self, settings: dict[str, Any], name: str, *, said: bool) -> str:
+    def _merge(
+        self, config_settings: dict[str, Any], argument_name: str, *, was_given: bool
+    ) -> str:
         """Put an argument where the file has ``"auto"`` or nothing; the mistake where it cannot."""
-        value, key = getattr(self, name), _KEYS[name]
-        if value is None or value == "none":
+        argument_value, config_key = getattr(self, argument_name), _KEY_OF_ARGUMENT[argument_name]
+        if argument_value is None or argument_value == "none":
             return ""
-        *holders, last = key.split(".")
-        holder = settings
-        for step in holders:
-            found = holder.setdefault(step, {})
-            if not isinstance(found, dict):
+        *section_names, last_key = config_key.split(".")
+        section_holder = config_settings
+        for section_name in section_names:
+            inner_section = section_holder.setdefault(section_name, {})
+            if not isinstance(inner_section, dict):
                 return ""  # the check says what is wrong with it
-            holder = found
-        there = holder.get(last, AUTO)
-        if there == AUTO:
-            holder[last] = value
-        elif said and value not in (there, AUTO):
+            section_holder = inner_section
+        file_value = section_holder.get(last_key, AUTO)
+        if file_value == AUTO:
+            section_holder[last_key] = argument_value
+        elif was_given and argument_value not in (file_value, AUTO):
             return (
-                f"DeepSpeedPlugin({name}={value!r}) contradicts its configuration, where {key} is "
-                f"{shown(there)}. One of them would be ignored. Leave one out."
+                f"DeepSpeedPlugin({argument_name}={argument_value!r}) contradicts its "
+                f"configuration, where {config_key} is {shown(file_value)}. One of them would be "
+                "ignored. Leave one out."
             )
         return ""
 
@@ -262,19 +451,23 @@ class Plugins:
     """
 
     def __init__(self, given: Any) -> None:
-        named = given if isinstance(given, Mapping) else {"default": given}
+        named_plugins = given if isinstance(given, Mapping) else {"default": given}
         if isinstance(given, (list, tuple)):
-            named = {str(number): plugin for number, plugin in enumerate(given)}
-        wrong = {
-            name: item for name, item in named.items() if not isinstance(item, DeepSpeedPlugin)
+            named_plugins = {
+                str(plugin_number): known_plugin for plugin_number, known_plugin in enumerate(given)
+            }
+        wrong_items = {
+            plugin_name: given_item
+            for plugin_name, given_item in named_plugins.items()
+            if not isinstance(given_item, DeepSpeedPlugin)
         }
-        if wrong or not named:
+        if wrong_items or not named_plugins:
             raise ConfigError(
-                f"deepspeed_plugin got {shown(wrong or given)}, which is no DeepSpeedPlugin. "
+                f"deepspeed_plugin got {shown(wrong_items or given)}, which is no DeepSpeedPlugin. "
                 "Nothing says how to shard. Give DeepSpeedPlugin(...), or a dictionary of names "
                 "and such."
             )
-        self.by_name: dict[str, DeepSpeedPlugin] = dict(named)
+        self.by_name: dict[str, DeepSpeedPlugin] = dict(named_plugins)
         self._selected = next(iter(self.by_name))
         self.select(self._selected)
 
@@ -302,25 +495,25 @@ class Plugins:
         Raises:
             ConfigError: There is none of that name.
         """
-        chosen = self.get(name)
-        for plugin in self.by_name.values():
-            plugin._unselect()
-        chosen.select(_from_accelerator_state=True)
+        chosen_plugin = self.get(name)
+        for known_plugin in self.by_name.values():
+            known_plugin._unselect()
+        chosen_plugin.select(_from_accelerator_state=True)
         self._selected = name
 
 
-def _text(given: str) -> str:
+def _config_text(given_config: str) -> str:
     """A path or JSON text as it stands; decoded from Base64, as DeepSpeed's launcher passes it."""
-    if not given.lstrip().startswith("{") and not _is_path(given):
+    if not given_config.lstrip().startswith("{") and not _is_path(given_config):
         with contextlib.suppress(ValueError):
-            decoded = base64.urlsafe_b64decode(given.strip()).decode()
-            if decoded.lstrip().startswith("{"):
-                return decoded
-    return given
+            decoded_text = base64.urlsafe_b64decode(given_config.strip()).decode()
+            if decoded_text.lstrip().startswith("{"):
+                return decoded_text
+    return given_config
 
 
-def _is_path(given: str) -> bool:
+def _is_path(given_config: str) -> bool:
     try:
-        return Path(given).exists()
+        return Path(given_config).exists()
     except (OSError, ValueError):  # no path has so many characters, or a null one
         return False

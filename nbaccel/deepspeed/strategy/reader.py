@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from nbaccel.deepspeed.strategy.pieces import assign, hold, is_cut, local_pieces, whole_shape
-from nbaccel.deepspeed.strategy.stripping import inner_module, plain_state
-from nbaccel.deepspeed.strategy.swapping import leave
-from nbaccel.deepspeed.strategy.taking_back import remember, take_back
+from nbaccel.deepspeed.strategy.local_shards import assign, hold, is_cut, local_pieces, whole_shape
+from nbaccel.deepspeed.strategy.nvme_swapping import leave
+from nbaccel.deepspeed.strategy.restore import inner_module, plain_state, remember, take_back
 from nbaccel.deepspeed.teardown import forget_groups, tear_down
+from nbaccel.deepspeed.weights.placeholders import check_whole
 
 __all__ = [
     "assign",
+    "check_whole",
     "forget_groups",
     "hold",
     "inner_module",

@@ -1,4 +1,4 @@
-"""Whether transformers builds models in shards, by ``deepspeed.zero.Init``.
+"""Models built in shards (``deepspeed.zero.Init``), and layers that are gathered as one.
 
 transformers asks a weak reference of its own, in which ``HfDeepSpeedConfig`` puts itself. The same
 reference makes ``generate`` keep ranks in step.
@@ -9,19 +9,24 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbaccel._optional import is_installed
-from nbaccel.deepspeed.kinds import AUTO
+from nbaccel.deepspeed import private_api
+from nbaccel.deepspeed.field_types import AUTO
+from nbaccel.errors import ConfigError
 
-__all__ = ["announced", "applied"]
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["announced_config", "applied_config", "fetch_together"]
 
 
-def announced(settings: Mapping[str, Any], world_size: int = 1) -> Any:
+def announced_config(zero_settings: Mapping[str, Any], world_size: int = 1) -> Any:
     """Let transformers build what comes in shards.
 
     Args:
-        settings: A DeepSpeed configuration of stage 3.
+        zero_settings: A DeepSpeed configuration of stage 3.
         world_size: Processes.
 
     Returns:
@@ -31,42 +36,76 @@ def announced(settings: Mapping[str, Any], world_size: int = 1) -> Any:
         return None
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-    make: Any = HfDeepSpeedConfig
-    return make(_concrete(settings, world_size))
+    make_config: Any = HfDeepSpeedConfig
+    return make_config(_without_auto(zero_settings, world_size))
 
 
 @contextlib.contextmanager
-def applied(settings: Mapping[str, Any] | None) -> Iterator[None]:
+def applied_config(zero_settings: Mapping[str, Any] | None) -> Iterator[None]:
     """The same for a block; with None models are built whole in it.
 
     Args:
-        settings: A DeepSpeed configuration of stage 3, or None.
+        zero_settings: A DeepSpeed configuration of stage 3, or None.
     """
     if not is_installed("transformers"):
         yield
         return
     from transformers.integrations import deepspeed as integration
 
-    module: Any = integration
-    before = module._hf_deepspeed_config_weak_ref
-    module.unset_hf_deepspeed_config()
-    kept = announced(settings) if settings is not None else None
+    reference_before = private_api.hf_config_reference()
+    unset_config: Any = integration.unset_hf_deepspeed_config
+    unset_config()
+    kept_config = announced_config(zero_settings) if zero_settings is not None else None
     try:
         yield
     finally:
-        del kept
-        module._hf_deepspeed_config_weak_ref = before
+        del kept_config
+        private_api.keep_hf_config_reference(reference_before)
 
 
-def _concrete(settings: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+def _without_auto(zero_settings: Mapping[str, Any], world_size: int) -> dict[str, Any]:
     """DeepSpeed reads batch sizes here, too, and knows no "auto"; sizes mean nothing for it."""
-    found = copy.deepcopy(dict(settings))
-    for key in [key for key, value in found.items() if value == AUTO]:
-        del found[key]
-    for section in [value for value in found.values() if isinstance(value, dict)]:
-        for key in [key for key, value in section.items() if value == AUTO]:
-            del section[key]
-    if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & found.keys():
-        found["train_micro_batch_size_per_gpu"] = 1
-        found["train_batch_size"] = world_size * found.get("gradient_accumulation_steps", 1)
-    return found
+    concrete_settings = copy.deepcopy(dict(zero_settings))
+    for config_key in [
+        config_key for config_key, key_value in concrete_settings.items() if key_value == AUTO
+    ]:
+        del concrete_settings[config_key]
+    for config_section in [
+        key_value for key_value in concrete_settings.values() if isinstance(key_value, dict)
+    ]:
+        for config_key in [
+            config_key for config_key, key_value in config_section.items() if key_value == AUTO
+        ]:
+            del config_section[config_key]
+    if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & concrete_settings.keys():
+        concrete_settings["train_micro_batch_size_per_gpu"] = 1
+        concrete_settings["train_batch_size"] = world_size * concrete_settings.get(
+            "gradient_accumulation_steps", 1
+        )
+    return concrete_settings
+
+
+def fetch_together(model: nn.Module, class_names: str) -> None:
+    """Let ZeRO-3 gather layers as one, whose parts are not all used in every pass.
+
+    Args:
+        model: The model.
+        class_names: Class names of such layers, with commas.
+
+    Raises:
+        ConfigError: The model has none of such a name.
+    """
+    from deepspeed.utils import set_z3_leaf_modules
+
+    wanted_names = [
+        class_name.strip() for class_name in class_names.split(",") if class_name.strip()
+    ]
+    known_classes = {type(model_part).__name__: type(model_part) for model_part in model.modules()}
+    missing_names = [class_name for class_name in wanted_names if class_name not in known_classes]
+    if missing_names:
+        raise ConfigError(
+            f"transformer_moe_cls_names={class_names!r}: {type(model).__name__} has no layer of "
+            f"class {', '.join(missing_names)}. Its experts would be fetched one by one, which can "
+            f"hang. It has {', '.join(sorted(known_classes))}."
+        )
+    set_z3_leaf_modules(model, [known_classes[class_name] for class_name in wanted_names])

@@ -1,19 +1,292 @@
-"""Weights in fp32 out of a checkpoint of ZeRO-0/1/2/3, without DeepSpeed and without its model."""
+"""Weights in fp32 out of a checkpoint of ZeRO-0/1/2/3, without DeepSpeed and without its model.
+
+The format (https://github.com/huggingface/safetensors): length of the header as 8 bytes, little
+end first; the header, JSON, filled up with blanks; all tensors without gaps. Names and the index
+of several files are those that Hugging Face's libraries read.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Protocol
 
+from huggingface_hub import split_state_dict_into_shards_factory
+
+from nbaccel import atomic
 from nbaccel.bars import Bar
-from nbaccel.deepspeed.weights.layout import read_layout
-from nbaccel.deepspeed.weights.reading import Reader, check_records
-from nbaccel.deepspeed.weights.writing import Written, plan, publishing, write_shard
+from nbaccel.deepspeed.weights.checkpoint_layout import read_layout
+from nbaccel.deepspeed.weights.fp32_reading import Reader, check_records
+from nbaccel.deepspeed.weights.torch_archive import DTYPES, Weight
+from nbaccel.disk import free_bytes
+from nbaccel.errors import CheckpointFailed, ConfigError
+from nbaccel.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["load_fp32_state_dict", "zero_to_fp32"]
+
+__all__ = [
+    "Shard",
+    "Written",
+    "load_fp32_state_dict",
+    "plan",
+    "publishing",
+    "write_shard",
+    "zero_to_fp32",
+]
+
+
+FAMILY = "model{suffix}.safetensors"
+_INDEX_FILE = FAMILY.format(suffix="") + ".index.json"
+_ALIGNED_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What was written.
+
+    Attributes:
+        files: The files with weights, and their index if there are several.
+        num_tensors: How many weights.
+        num_bytes: Bytes of all of them, without headers.
+    """
+
+    files: tuple[Path, ...]
+    num_tensors: int
+    num_bytes: int
+
+    @classmethod
+    def told(cls, output_folder: Path, file_shards: Sequence[Shard]) -> Written:
+        """What is there once `file_shards` have been written to `output_folder`."""
+        weight_names = [file_shard.filename for file_shard in file_shards] + [_INDEX_FILE] * (
+            len(file_shards) > 1
+        )
+        return cls(
+            tuple(output_folder / weight_name for weight_name in weight_names),
+            sum(len(file_shard.weights) for file_shard in file_shards),
+            sum(file_shard.nbytes for file_shard in file_shards),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file to be.
+
+    Attributes:
+        filename: Its name.
+        weights: What it holds, in this order.
+        tied: Names of parameters → the name here of the one that each is.
+    """
+
+    filename: str
+    weights: tuple[Weight, ...]
+    tied: Mapping[str, str]
+
+    @property
+    def header(self) -> bytes:
+        """All that comes before the first tensor."""
+        header_entries: dict[str, object] = {"__metadata__": {"format": "pt", **self.tied}}
+        first_byte = 0
+        for stored_weight in self.weights:
+            header_entries[stored_weight.name] = {
+                "dtype": DTYPES[stored_weight.dtype][0],
+                "shape": list(stored_weight.shape),
+                "data_offsets": [first_byte, first_byte + stored_weight.nbytes],
+            }
+            first_byte += stored_weight.nbytes
+        header_text = json.dumps(header_entries, separators=(",", ":"), ensure_ascii=False).encode()
+        header_text += b" " * (-len(header_text) % _ALIGNED_BYTES)
+        return len(header_text).to_bytes(8, "little") + header_text
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(stored_weight.nbytes for stored_weight in self.weights)
+
+
+def plan(
+    stored_weights: Mapping[str, Weight], tied_names: Mapping[str, str], max_shard_size: int | str
+) -> list[Shard]:
+    """Distribute weights over files.
+
+    Args:
+        stored_weights: By name.
+        tied_names: Names of parameters → the name in `stored_weights` of the one that each is.
+            They are not written twice; the header tells.
+        max_shard_size: Most bytes of one file, as a number or ``"5GB"``; a single weight may be
+            larger.
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigError: There is nothing to write, or the size is none.
+    """
+    most_bytes = parse_bytes(max_shard_size)
+    if not most_bytes:
+        raise ConfigError(
+            f"max_shard_size={max_shard_size!r} leaves no room for a weight in a file. Use "
+            f'"5GB", for example.'
+        )
+    if not stored_weights:
+        raise ConfigError(
+            f"There is no weight to write ({len(stored_weights)} found): the checkpoint's "
+            f"parameters may all be frozen, and frozen ones are left out. Allow them."
+        )
+    shard_split = split_state_dict_into_shards_factory(
+        dict(stored_weights),
+        get_storage_size=lambda stored_weight: stored_weight.nbytes,
+        filename_pattern=FAMILY,
+        max_shard_size=most_bytes,
+    )
+    return [
+        Shard(
+            shard_name,
+            tuple(
+                sorted(
+                    (stored_weights[weight_name] for weight_name in weight_names), key=_by_alignment
+                )
+            ),
+            {
+                weight_name: tied_target
+                for weight_name, tied_target in tied_names.items()
+                if tied_target in set(weight_names)
+            },
+        )
+        for shard_name, weight_names in shard_split.filename_to_tensors.items()
+    ]
+
+
+def _by_alignment(stored_weight: Weight) -> int:
+    """Large elements first: then each tensor begins at a multiple of its element's size."""
+    return -DTYPES[stored_weight.dtype][1]
+
+
+class WeightSource(Protocol):
+    """Gives the bytes of a weight."""
+
+    def __call__(self, stored_weight: Weight) -> Iterator[memoryview]:
+        """The bytes of a weight, in order."""
+
+
+def write_shard(
+    file_shard: Shard, output_folder: Path, weight_source: WeightSource
+) -> Iterator[int]:
+    """Write one file.
+
+    Args:
+        file_shard: Which.
+        output_folder: Where to.
+        weight_source: What gives the bytes.
+
+    Yields:
+        The number of bytes, after each piece that has been written.
+    """
+    shard_path = output_folder / file_shard.filename
+    with shard_path.open("wb") as shard_file:
+        shard_file.write(file_shard.header)
+        for stored_weight in file_shard.weights:
+            yield from _write_weight(shard_file, stored_weight, weight_source)
+    atomic.sync_path(shard_path)
+
+
+def _write_weight(
+    shard_file: IO[bytes], stored_weight: Weight, weight_source: WeightSource
+) -> Iterator[int]:
+    done_bytes = 0
+    for byte_chunk in weight_source(stored_weight):
+        shard_file.write(byte_chunk)
+        done_bytes += len(byte_chunk)
+        yield len(byte_chunk)
+    if done_bytes != stored_weight.nbytes:
+        raise CheckpointFailed(
+            f"{stored_weight.name} should have {stored_weight.nbytes:,} bytes, and "
+            f"{done_bytes:,} were read: a file changed while it was being read. Try again when "
+            f"nobody writes there."
+        )
+
+
+@contextlib.contextmanager
+def publishing(output_folder: Path, file_shards: Iterable[Shard]) -> Iterator[Path]:
+    """A place to write files in; they take their names together, when all have been written.
+
+    Weights of an earlier save in the folder are replaced; other files stay. If something goes
+    wrong, the folder is as it was.
+
+    Args:
+        output_folder: Where the files are to be; made if it does not exist.
+        file_shards: What will be written; the index of several is written here.
+
+    Yields:
+        A folder to write them into.
+
+    Raises:
+        ConfigError: `output_folder` is a file, or its disk has too little room.
+        CheckpointFailed: The disk was full, or failed.
+    """
+    file_shards = list(file_shards)
+    made_folders = [
+        shard_path
+        for shard_path in (output_folder, *output_folder.parents)
+        if not shard_path.exists()
+    ]
+    try:
+        _make_folder(output_folder)
+        _check_disk_room(output_folder, file_shards)
+        with atomic.partial_folder(output_folder, "model") as temporary_folder:
+            yield temporary_folder
+            if len(file_shards) > 1:
+                _write_index(file_shards, temporary_folder / _INDEX_FILE)
+            atomic.publish_weights(temporary_folder, output_folder, FAMILY)
+    except BaseException as error:  # an interrupt, too, leaves nothing behind
+        for shard_path in made_folders:  # a folder that was not there is not there
+            with contextlib.suppress(OSError):
+                shard_path.rmdir()
+        if isinstance(error, OSError):
+            raise CheckpointFailed(
+                f"Writing weights to {output_folder} failed: {error}. What was written is gone, "
+                f"and what was there before is as it was; "
+                f"{format_bytes(free_bytes(output_folder))} are free. Mend the cause, or give a "
+                f"folder on another disk."
+            ) from error
+        raise
+
+
+def _make_folder(output_folder: Path) -> None:
+    if output_folder.exists() and not output_folder.is_dir():
+        raise ConfigError(
+            f"{output_folder} is a file: weights and their index need a folder. Give a folder's "
+            f"name."
+        )
+    output_folder.mkdir(parents=True, exist_ok=True)
+
+
+def _check_disk_room(output_folder: Path, file_shards: list[Shard]) -> None:
+    needed_bytes = sum(file_shard.nbytes for file_shard in file_shards)
+    available_bytes = free_bytes(output_folder)
+    if needed_bytes > available_bytes:
+        raise ConfigError(
+            f"{output_folder}: {format_bytes(needed_bytes)} of weights are to be written, and "
+            f"its disk has {format_bytes(available_bytes)} free. Make room, or give a folder on "
+            f"another disk. (Weights of an earlier save there stay until the new ones are whole.)"
+        )
+
+
+def _write_index(file_shards: list[Shard], shard_path: Path) -> None:
+    weight_names = {
+        stored_weight.name: file_shard.filename
+        for file_shard in file_shards
+        for stored_weight in file_shard.weights
+    }
+    index_content = {
+        "metadata": {"total_size": sum(file_shard.nbytes for file_shard in file_shards)},
+        "weight_map": dict(sorted(weight_names.items())),
+    }
+    shard_path.write_text(json.dumps(index_content, indent=2) + "\n", encoding="utf-8")
 
 
 def zero_to_fp32(
@@ -51,18 +324,26 @@ def zero_to_fp32(
             little room. Nothing has been written then.
         CheckpointFailed: A file could not be read or written; `output_dir` is as it was.
     """
-    layout = read_layout(checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters)
-    shards = plan(layout.weights, layout.tied, max_shard_size)
-    check_records(layout.weights.values())
-    folder = Path(output_dir).expanduser()
-    total = sum(shard.nbytes for shard in shards)
-    bar = Bar(total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=not progress)
-    with bar, publishing(folder, shards) as workshop, Reader() as reader:
-        for shard in shards:
-            bar.set_description(shard.filename)
-            for done in write_shard(shard, workshop, reader.chunks):
-                bar.update(done)
-    return Written.told(folder, shards)
+    checkpoint_layout = read_layout(
+        checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters
+    )
+    file_shards = plan(checkpoint_layout.weights, checkpoint_layout.tied, max_shard_size)
+    check_records(checkpoint_layout.weights.values())
+    output_folder = Path(output_dir).expanduser()
+    total_bytes = sum(file_shard.nbytes for file_shard in file_shards)
+    progress_bar = Bar(
+        total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, disable=not progress
+    )
+    with (
+        progress_bar,
+        publishing(output_folder, file_shards) as temporary_folder,
+        Reader() as weight_reader,
+    ):
+        for file_shard in file_shards:
+            progress_bar.set_description(file_shard.filename)
+            for done_bytes in write_shard(file_shard, temporary_folder, weight_reader.chunks):
+                progress_bar.update(done_bytes)
+    return Written.told(output_folder, file_shards)
 
 
 def load_fp32_state_dict(
@@ -89,16 +370,21 @@ def load_fp32_state_dict(
     """
     import torch
 
-    layout = read_layout(checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters)
-    check_records(layout.weights.values())
-    state: dict[str, torch.Tensor] = {}
-    with Reader() as reader:
-        for name, weight in layout.weights.items():
-            tensor = torch.empty(weight.shape, dtype=getattr(torch, weight.dtype))
-            place = tensor.reshape(-1).view(torch.uint8).numpy().data
-            done = 0
-            for chunk in reader.chunks(weight):
-                place[done : done + len(chunk)] = chunk
-                done += len(chunk)
-            state[name] = tensor
-    return state | {name: state[target] for name, target in layout.tied.items()}
+    checkpoint_layout = read_layout(
+        checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters
+    )
+    check_records(checkpoint_layout.weights.values())
+    state_dict: dict[str, torch.Tensor] = {}
+    with Reader() as weight_reader:
+        for weight_name, stored_weight in checkpoint_layout.weights.items():
+            tensor = torch.empty(stored_weight.shape, dtype=getattr(torch, stored_weight.dtype))
+            target_bytes = tensor.reshape(-1).view(torch.uint8).numpy().data
+            done_bytes = 0
+            for byte_chunk in weight_reader.chunks(stored_weight):
+                target_bytes[done_bytes : done_bytes + len(byte_chunk)] = byte_chunk
+                done_bytes += len(byte_chunk)
+            state_dict[weight_name] = tensor
+    return state_dict | {
+        weight_name: state_dict[tied_target]
+        for weight_name, tied_target in checkpoint_layout.tied.items()
+    }

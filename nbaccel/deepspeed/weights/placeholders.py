@@ -27,8 +27,8 @@ def is_placeholder(parameter: torch.Tensor) -> bool:
     Returns:
         True where its shape is not the one that it was made with.
     """
-    whole = getattr(parameter, "ds_shape", None)
-    return whole is not None and tuple(parameter.shape) != tuple(whole)
+    whole_shape = getattr(parameter, "ds_shape", None)
+    return whole_shape is not None and tuple(parameter.shape) != tuple(whole_shape)
 
 
 def placeholders(module_or_state: nn.Module | Mapping[str, Any]) -> list[str]:
@@ -47,12 +47,26 @@ def placeholders(module_or_state: nn.Module | Mapping[str, Any]) -> list[str]:
     from torch import nn
 
     if isinstance(module_or_state, nn.Module):
-        named = module_or_state.named_parameters(remove_duplicate=False)
-        return [name for name, parameter in named if is_placeholder(parameter)]
-    tensors = {n: t for n, t in module_or_state.items() if isinstance(t, torch.Tensor)}
-    empty = [n for n, t in tensors.items() if is_placeholder(t) or _is_empty(t)]
-    ones = [n for n, t in tensors.items() if _is_one(t)]
-    return empty + (ones if 2 * len(ones) > len(tensors) > 1 else [])
+        named_parameters = module_or_state.named_parameters(remove_duplicate=False)
+        return [
+            parameter_name
+            for parameter_name, parameter in named_parameters
+            if is_placeholder(parameter)
+        ]
+    named_tensors = {
+        tensor_name: given_tensor
+        for tensor_name, given_tensor in module_or_state.items()
+        if isinstance(given_tensor, torch.Tensor)
+    }
+    empty_names = [
+        tensor_name
+        for tensor_name, given_tensor in named_tensors.items()
+        if is_placeholder(given_tensor) or _is_empty(given_tensor)
+    ]
+    meta_names = [
+        tensor_name for tensor_name, given_tensor in named_tensors.items() if _is_one(given_tensor)
+    ]
+    return empty_names + (meta_names if 2 * len(meta_names) > len(named_tensors) > 1 else [])
 
 
 def _is_empty(tensor: torch.Tensor) -> bool:
@@ -64,25 +78,25 @@ def _is_one(tensor: torch.Tensor) -> bool:
     return is_single and tensor.item() == 1.0
 
 
-def check_whole(module_or_state: nn.Module | Mapping[str, Any], what: str) -> None:
+def check_whole(module_or_state: nn.Module | Mapping[str, Any], checked_thing: str) -> None:
     """Refuse weights that are placeholders of ZeRO-3, before they are saved or loaded.
 
     Args:
         module_or_state: A module, or the state dict of one.
-        what: What was asked for, to begin the message with: ``"save_model('out')"``.
+        checked_thing: What was asked for, to begin the message with: ``"save_model('out')"``.
 
     Raises:
         ConfigError: Some are; it names them and says how to get the weights.
     """
-    found = placeholders(module_or_state)
-    if not found:
+    placeholder_names = placeholders(module_or_state)
+    if not placeholder_names:
         return
-    named = ", ".join(found[:3]) + (" …" if found[3:] else "")
+    listed_names = ", ".join(placeholder_names[:3]) + (" …" if placeholder_names[3:] else "")
     raise ConfigError(
-        f"{what}: {len(found)} of the weights are ZeRO-3 placeholders ({named}), tensors of shape "
-        "(0,) or tensor([1.]) in the place of parameters that are spread over the ranks. A file "
-        "of them is worthless. To save whole weights call nbaccel.fp32_state_dict(engine) or "
-        "nbaccel.save_16bit_weights(engine, folder) on every rank, or use "
-        "accelerator.save_model(model, folder). From a checkpoint of engine.save_checkpoint, "
-        "nbaccel.zero_to_fp32(...) makes them."
+        f"{checked_thing}: {len(placeholder_names)} of the weights are ZeRO-3 placeholders "
+        f"({listed_names}), tensors of shape (0,) or tensor([1.]) in the place of parameters that "
+        "are spread over the ranks. A file of them is worthless. To save whole weights call "
+        "nbaccel.fp32_state_dict(engine) or nbaccel.save_16bit_weights(engine, folder) on every "
+        "rank, or use accelerator.save_model(model, folder). From a checkpoint of "
+        "engine.save_checkpoint, nbaccel.zero_to_fp32(...) makes them."
     )

@@ -1,171 +1,218 @@
-"""Every choice that a picker offers: its meaning, its unit, and where it lands.
+"""Every choice that a picker offers: its name, its meaning, its unit, and where it lands.
 
 Nothing is listed twice: settings of a run come from `RunConfig`, those of FP8 from `Fp8Config`,
-DeepSpeed's from `ZeroConfig`, each with its own description. What stands here is which come first,
-what they are called in plain words, and the unit of a number.
+each with its own description, and those of strategies from their forms. What stands here is which
+come first, what they are called in plain words, and the unit of a number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Any, get_args
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from nbaccel.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS, START_METHODS
+from nbaccel import _catalog
+from nbaccel.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS, START_METHODS, STRATEGIES
 from nbaccel.config import Fp8Config, RunConfig
-from nbaccel.deepspeed import kinds
-from nbaccel.deepspeed.auto import AUTO_KEYS
-from nbaccel.deepspeed.config import ZERO, ZERO_KEYS, ZeroConfig
-from nbaccel.deepspeed.section import kind_of, section_of
 from nbaccel.notebook.options import kinds_of, words_of
-from nbaccel.notebook.picker.words import (
-    COMMON,
-    DEFAULTS,
-    LABELS,
-    MEANINGS,
-    OPTIMIZER_PLACE,
-    OPTIMIZERS,
-    PARAM_PLACE,
-    PASSES,
-    PLACES,
-    SCHEDULES,
-    SECTIONS,
-    STAGES,
-    UNIT_OF,
-    YOURS,
-    Option,
-)
 from nbaccel.plan.matrix import markdown_table
+from nbaccel.strategies.settings_form import ChoiceOption, Setting, SettingsForm
 
 __all__ = [
-    "OPTIMIZER_PLACE",
+    "CHOICES_BEGIN",
+    "CHOICES_END",
+    "GEMM_PASSES",
     "PANELS",
-    "PARAM_PLACE",
-    "README_BEGIN",
-    "README_END",
-    "Option",
+    "ChoiceOption",
     "Setting",
     "by_name",
-    "readme_choices",
+    "choices_tables",
+    "form_of",
     "settings",
+    "settings_forms",
+    "title_of",
 ]
 
-PANELS = ("precision", "zero", "launch")
-README_BEGIN = "<!-- choices:begin -->"
-README_END = "<!-- choices:end -->"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """One choice.
-
-    Attributes:
-        name: Its name among all choices; for a key of DeepSpeed that key, with dots.
-        label: How it is called.
-        meaning: What it does, in one line.
-        unit: Of a number: ``elements``, ``samples``; empty where it counts nothing.
-        panel: ``precision``, ``zero`` or ``launch``.
-        section: Its heading among the advanced; empty where it is shown at once.
-        kind: ``one-of``, ``whole``, ``number``, ``truth``, ``text``, ``words`` or ``table``.
-        options: The values of ``one-of``.
-        run_field: Where it lands in `RunConfig`, with dots.
-        deepspeed_key: Where it lands in DeepSpeed's JSON, with dots; empty where it does not.
-        default: What is in force where nothing is chosen; None where that depends.
-        takes_auto: Whether ``"auto"`` may stand there.
-    """
-
-    name: str
-    label: str
-    meaning: str
-    panel: str
-    kind: str
-    run_field: str
-    unit: str = ""
-    section: str = ""
-    options: tuple[Option, ...] = ()
-    deepspeed_key: str = ""
-    default: Any = None
-    takes_auto: bool = False
-
-
-_KINDS = {
-    id(get_args(alias)[-1]): name
-    for name, aliases in {
-        "whole": (kinds.Whole, kinds.WholeFromOne, kinds.Steps, kinds.Depth),
-        "number": (kinds.Number, kinds.Fraction),
-        "truth": (kinds.Truth,),
-        "text": (kinds.Text,),
-        "words": (kinds.Words,),
-        "table": (kinds.Table,),
-    }.items()
-    for alias in aliases
+_PANEL_TITLES = {"precision": "Precision", "zero": "Training", "launch": "Launch"}
+# Names of the choices that come first, in the order in which they are shown.
+_COMMON_FIELDS = {
+    "precision": ("mixed_precision",),
+    "zero": ("gradient_accumulation_steps", "activation_checkpointing"),
+    "launch": (
+        "device",
+        "num_processes",
+        "start_method",
+        "num_nodes",
+        "node_rank",
+        "master_addr",
+        "use_port",
+    ),
+}
+_FIELD_LABELS = {
+    "mixed_precision": "Precision",
+    "gradient_accumulation_steps": "Accumulation",
+    "activation_checkpointing": "Activation checkpointing",
+    "device": "Device",
+    "num_processes": "Processes",
+    "start_method": "Start method",
+    "num_nodes": "Nodes",
+    "node_rank": "This node's number",
+    "master_addr": "Address of node 0",
+    "use_port": "Port",
+    "fp8.backend": "FP8 backend",
+    "fp8.opt_level": "MS-AMP level",
+    "fp8.fp8_format": "Format",
+    "fp8.amax_history_len": "Amax history",
+    "fp8.amax_compute_algo": "Amax algorithm",
+    "fp8.use_autocast_during_eval": "FP8 in evaluation",
+}
+# Where a description says how to write the value, and a form has the values to choose from.
+_FIELD_MEANINGS = {
+    "mixed_precision": "Number format of the forward and backward pass.",
+}
+# Of numbers that count something else than what their meaning begins with.
+_UNIT_OF = {
+    "gradient_accumulation_steps": "batches",
+    "fp8.interval": "steps",
+    "fp8.amax_history_len": "steps",
+    "fp8.margin": "powers of two",
+    "num_processes": "processes",
+    "num_nodes": "machines",
+    "max_restarts": "restarts",
+    "threads_per_process": "threads",
+    "timeout": "s",
+    "monitor_interval": "s",
+}
+GEMM_PASSES = {
+    "fprop": "forward",
+    "dgrad": "input gradient",
+    "wgrad": "weight gradient",
 }
 
 
+PANELS = ("precision", "zero", "launch")
+CHOICES_BEGIN = "<!-- choices:begin -->"
+CHOICES_END = "<!-- choices:end -->"
+
+
 @cache
-def settings(panel: str) -> tuple[Setting, ...]:
+def settings_forms() -> tuple[SettingsForm, ...]:
+    """What strategies offer that have settings of their own."""
+    return _catalog.settings_forms()
+
+
+@cache
+def _forms_by_setting() -> dict[str, SettingsForm]:
+    return {
+        setting.name: settings_form
+        for settings_form in settings_forms()
+        for setting in settings_form.settings()
+    }
+
+
+def form_of(setting_name: str) -> SettingsForm | None:
+    """The form that a choice belongs to; None for one of the run itself."""
+    return _forms_by_setting().get(setting_name)
+
+
+def title_of(panel_name: str) -> str:
+    """The heading of a panel."""
+    if panel_name == "zero":
+        return (
+            ", ".join(settings_form.title for settings_form in settings_forms())
+            or _PANEL_TITLES[panel_name]
+        )
+    return _PANEL_TITLES[panel_name]
+
+
+@cache
+def settings(panel_name: str) -> tuple[Setting, ...]:
     """The choices of a panel: the common ones first, then the rest by section.
 
     Args:
-        panel: One of `PANELS`.
+        panel_name: One of `PANELS`.
 
     Returns:
         All of them.
     """
-    makers = {"precision": _of_precision, "zero": _of_zero, "launch": _of_launch}
-    found = {setting.name: setting for setting in makers[panel]()}
-    first = [found.pop(name) for name in COMMON[panel]]
+    panel_makers = {"precision": _of_precision, "zero": _of_zero, "launch": _of_launch}
+    panel_settings = {setting.name: setting for setting in panel_makers[panel_name]()}
+    common_names = (
+        [
+            setting_name
+            for settings_form in settings_forms()
+            for setting_name in settings_form.common
+        ]
+        if panel_name == "zero"
+        else []
+    )
+    first_settings = [
+        panel_settings.pop(setting_name)
+        for setting_name in common_names or _COMMON_FIELDS[panel_name]
+    ]
     sections: dict[str, list[Setting]] = {}
-    for setting in found.values():
+    for setting in panel_settings.values():
         sections.setdefault(setting.section, []).append(setting)
-    return (*first, *(setting for group in sections.values() for setting in group))
+    return (
+        *first_settings,
+        *(setting for section_settings in sections.values() for setting in section_settings),
+    )
 
 
 @cache
 def by_name() -> dict[str, Setting]:
     """Name → choice, of all panels."""
-    return {setting.name: setting for panel in PANELS for setting in settings(panel)}
+    return {setting.name: setting for panel_name in PANELS for setting in settings(panel_name)}
 
 
 def _of_precision() -> Iterator[Setting]:
-    field = RunConfig.model_fields["mixed_precision"]
-    labels = {"no": "fp32"}
+    model_field = RunConfig.model_fields["mixed_precision"]
+    precision_labels = {"no": "fp32"}
     yield Setting(
         name="mixed_precision",
-        label=LABELS["mixed_precision"],
-        meaning=_meaning("mixed_precision", field),
+        label=_FIELD_LABELS["mixed_precision"],
+        meaning=_meaning_of("mixed_precision", model_field),
         panel="precision",
         kind="one-of",
         options=tuple(
-            Option(row.name, labels.get(row.name, row.name), _sentence(row.meaning))
-            for row in PRECISIONS
+            ChoiceOption(
+                precision_row.name,
+                precision_labels.get(precision_row.name, precision_row.name),
+                _as_sentence(precision_row.meaning),
+            )
+            for precision_row in PRECISIONS
         ),
         run_field="mixed_precision",
-        deepspeed_key="bf16.enabled, fp16.enabled",
+        strategy_key=", ".join(
+            settings_form.key_of("mixed_precision") for settings_form in settings_forms()
+        ),
         default="no",
     )
-    for name, entry in Fp8Config.model_fields.items():
-        if name == "override_linear_precision":
-            yield from _overrides()
+    for field_name, fp8_field in Fp8Config.model_fields.items():
+        if field_name == "override_linear_precision":
+            yield from _override_settings()
             continue
-        setting = _of_model("fp8." + name, entry, panel="precision", section="FP8")
-        if name == "backend":
-            rows = (Option(r.name, r.name, _sentence(r.meaning)) for r in FP8_BACKENDS)
-            auto = Option("auto", "auto", "What is installed.")
-            setting = replace(setting, options=(auto, *rows))
+        setting = _of_model(
+            "fp8." + field_name, fp8_field, panel_name="precision", section_name="FP8"
+        )
+        if field_name == "backend":
+            backend_options = (
+                ChoiceOption(backend_row.name, backend_row.name, _as_sentence(backend_row.meaning))
+                for backend_row in FP8_BACKENDS
+            )
+            auto_option = ChoiceOption("auto", "auto", "What is installed.")
+            setting = replace(setting, options=(auto_option, *backend_options))
         yield setting
 
 
-def _overrides() -> Iterator[Setting]:
-    for name, what in PASSES.items():
+def _override_settings() -> Iterator[Setting]:
+    for pass_name, pass_meaning in GEMM_PASSES.items():
         yield Setting(
-            name=f"fp8.override_{name}",
-            label=f"Higher precision: {what}",
-            meaning=f"Whether the product of the {what} is computed in higher precision.",
+            name=f"fp8.override_{pass_name}",
+            label=f"Higher precision: {pass_meaning}",
+            meaning=f"Whether the product of the {pass_meaning} is computed in higher precision.",
             panel="precision",
             section="FP8",
             kind="truth",
@@ -175,146 +222,109 @@ def _overrides() -> Iterator[Setting]:
 
 
 def _of_launch() -> Iterator[Setting]:
-    elsewhere = {"mixed_precision", "fp8", "deepspeed", "zero_stage"}
-    elsewhere |= {"gradient_accumulation_steps", "activation_checkpointing"}
-    rows = {
-        "device": [(row.name, row.meaning) for row in DEVICES],
-        "start_method": [(row.name, row.meaning) for row in START_METHODS],
+    other_panels = {"mixed_precision", "fp8", "deepspeed", "zero_stage"}
+    other_panels |= {"gradient_accumulation_steps", "activation_checkpointing"}
+    field_rows = {
+        "device": [(catalog_row.name, catalog_row.meaning) for catalog_row in DEVICES],
+        "start_method": [(catalog_row.name, catalog_row.meaning) for catalog_row in START_METHODS],
+        "strategy": [(catalog_row.name, catalog_row.meaning) for catalog_row in STRATEGIES],
     }
-    for name, entry in RunConfig.model_fields.items():
-        if name in elsewhere:
+    for field_name, model_field in RunConfig.model_fields.items():
+        if field_name in other_panels:
             continue
-        section = "" if name in COMMON["launch"] else "Launch"
-        setting = _of_model(name, entry, panel="launch", section=section)
-        if name in rows:
-            options = (Option(word, word, _sentence(meaning)) for word, meaning in rows[name])
-            auto = Option("auto", "auto", "What the plan chooses.")
-            setting = replace(setting, options=(auto, *options))
+        section_name = "" if field_name in _COMMON_FIELDS["launch"] else "Launch"
+        setting = _of_model(field_name, model_field, panel_name="launch", section_name=section_name)
+        if field_name in field_rows:
+            field_options = (
+                ChoiceOption(option_word, option_word, _as_sentence(option_meaning))
+                for option_word, option_meaning in field_rows[field_name]
+            )
+            auto_option = ChoiceOption("auto", "auto", "What the plan chooses.")
+            setting = replace(setting, options=(auto_option, *field_options))
         yield setting
 
 
-def _of_model(name: str, entry: FieldInfo, *, panel: str, section: str) -> Setting:
+def _of_model(
+    field_name: str, model_field: FieldInfo, *, panel_name: str, section_name: str
+) -> Setting:
     """A setting of `RunConfig` or `Fp8Config`, by its type."""
-    words = words_of(entry.annotation)
-    plain = {bool: "truth", int: "whole", float: "number", str: "text"}
+    allowed_words = words_of(model_field.annotation)
+    kind_names = {bool: "truth", int: "whole", float: "number", str: "text"}
     return Setting(
-        name=name,
-        label=_label(name),
-        meaning=_meaning(name, entry),
-        unit=UNIT_OF.get(name, ""),
-        panel=panel,
-        section=section,
-        kind="one-of" if words else plain.get(kinds_of(entry.annotation)[0], "table"),
-        options=tuple(Option(word, str(word)) for word in words),
-        run_field=name,
-        default=entry.default,
+        name=field_name,
+        label=_label_of(field_name),
+        meaning=_meaning_of(field_name, model_field),
+        unit=_UNIT_OF.get(field_name, ""),
+        panel=panel_name,
+        section=section_name,
+        kind="one-of"
+        if allowed_words
+        else kind_names.get(kinds_of(model_field.annotation)[0], "table"),
+        options=tuple(
+            ChoiceOption(allowed_word, str(allowed_word)) for allowed_word in allowed_words
+        ),
+        run_field=field_name,
+        default=model_field.default,
     )
 
 
 def _of_zero() -> Iterator[Setting]:
-    stage = RunConfig.model_fields["zero_stage"]
-    yield Setting(
-        name="zero_stage",
-        label=LABELS["zero_stage"],
-        meaning=_meaning("zero_stage", stage),
-        panel="zero",
-        kind="one-of",
-        options=STAGES,
-        run_field="zero_stage",
-        deepspeed_key=f"{ZERO}.stage",
-    )
-    for name, key in (("activation_checkpointing", ""), ("gradient_accumulation_steps",) * 2):
-        entry = RunConfig.model_fields[name]
-        setting = _of_model(name, entry, panel="zero", section="")
-        yield replace(setting, deepspeed_key=key)
-    yield from _of_section(ZeroConfig, "")
+    for field_name in _COMMON_FIELDS["zero"]:
+        strategy_keys = filter(
+            None, (settings_form.key_of(field_name) for settings_form in settings_forms())
+        )
+        setting = _of_model(
+            field_name, RunConfig.model_fields[field_name], panel_name="zero", section_name=""
+        )
+        yield replace(setting, strategy_key=", ".join(strategy_keys))
+    for settings_form in settings_forms():
+        yield from settings_form.settings()
 
 
-def _of_section(model: type[BaseModel], path: str) -> Iterator[Setting]:
-    said = {f"{ZERO}.stage", "gradient_accumulation_steps", "fp16.enabled", "bf16.enabled"}
-    for name, entry in model.model_fields.items():
-        place = ZERO if not path and name in ZERO_KEYS else path
-        key = f"{place}.{name}" if place else name
-        inner = section_of(entry)
-        if inner is not None:
-            yield from _of_section(inner, key)
-        elif name != "extra" and key not in said:
-            yield _of_key(key, place, entry)
-
-
-def _of_key(key: str, place: str, entry: FieldInfo) -> Setting:
-    kind = kind_of(entry)
-    words = kind.allowed if kind is not None else ()
-    special = {
-        OPTIMIZER_PLACE: PLACES,
-        PARAM_PLACE: PLACES,
-        "optimizer.type": (YOURS, *(Option(name, name) for name in OPTIMIZERS)),
-        "scheduler.type": (YOURS, *(Option(name, name) for name in SCHEDULES)),
-    }
-    options = special.get(key, ())
-    if words and not options:
-        options = (Option(None, "default"), *(Option(word, word) for word in words))
-    meaning = _meaning(key, entry)
-    named = "elements" if "element" in meaning.lower() else ""
-    return Setting(
-        name=key,
-        label=_label(key),
-        meaning=meaning,
-        unit=UNIT_OF.get(key, named),
-        panel="zero",
-        section="" if key in COMMON["zero"] else SECTIONS[place],
-        kind="one-of" if options else _KINDS[id(kind)],
-        options=options,
-        run_field="deepspeed",
-        deepspeed_key=key,
-        default=DEFAULTS.get(key),
-        takes_auto=key in AUTO_KEYS,
-    )
-
-
-def _meaning(name: str, entry: FieldInfo) -> str:
+def _meaning_of(field_name: str, model_field: FieldInfo) -> str:
     """Its description; where that speaks of Python's None, a form has an empty field."""
-    return MEANINGS.get(name) or (entry.description or "").replace("; None ", "; empty ")
+    return _FIELD_MEANINGS.get(field_name) or (model_field.description or "").replace(
+        "; None ", "; empty "
+    )
 
 
-def _label(name: str) -> str:
-    last = name.rpartition(".")[2]
-    return LABELS.get(name, last.replace("_", " ").capitalize())
+def _label_of(field_name: str) -> str:
+    last_part = field_name.rpartition(".")[2]
+    return _FIELD_LABELS.get(field_name, last_part.replace("_", " ").capitalize())
 
 
-def _sentence(meaning: str) -> str:
-    return meaning[:1].upper() + meaning[1:].replace("`", "") + "."
+def _as_sentence(meaning_text: str) -> str:
+    return meaning_text[:1].upper() + meaning_text[1:].replace("`", "") + "."
 
 
-# ------------------------------------------------------------------------------ README
-def readme_choices() -> str:
-    """The table of the README: each choice, and where it lands.
+# ----------------------------------------------------------------------- documentation
+def choices_tables() -> str:
+    """The tables of `docs/pages/reference/choices.md`: each choice, and what it sets.
 
     Returns:
         What stands between the two markers, without them.
     """
-    everything = list(by_name().values())
-    common = [setting for setting in everything if not setting.section]
-    rest = [setting for setting in everything if setting.section]
-    head = ("Choice", "Meaning", "`RunConfig` field", "DeepSpeed key")
-    more = f"<details><summary>The other {len(rest)}, under “Advanced”</summary>"
+    all_settings = list(by_name().values())
+    common_settings = [setting for setting in all_settings if not setting.section]
+    other_settings = [setting for setting in all_settings if setting.section]
+    table_head = ("Choice", "Meaning", "`RunConfig` field", "DeepSpeed key")
     return "\n\n".join(
         [
-            markdown_table(head, [_row(setting) for setting in common]),
-            more,
-            markdown_table(head, [_row(setting) for setting in rest]),
-            "</details>",
+            "## Shown first",
+            markdown_table(table_head, [_table_row(setting) for setting in common_settings]),
+            f"## Under “Advanced”: {len(other_settings)} more",
+            markdown_table(table_head, [_table_row(setting) for setting in other_settings]),
         ]
     )
 
 
-def _row(setting: Setting) -> tuple[str, str, str, str]:
-    unit = f" [{setting.unit}]" if setting.unit else ""
-    keys = setting.deepspeed_key.split(", ") if setting.deepspeed_key else []
-    where = f"{setting.section}: " if setting.section else ""
+def _table_row(setting: Setting) -> tuple[str, str, str, str]:
+    unit_text = f" [{setting.unit}]" if setting.unit else ""
+    strategy_keys = setting.strategy_key.split(", ") if setting.strategy_key else []
+    section_text = f"{setting.section}: " if setting.section else ""
     return (
-        f"{where}{setting.label}{unit}",
+        f"{section_text}{setting.label}{unit_text}",
         setting.meaning.replace("|", "\\|"),
         f"`{setting.run_field}`",
-        ", ".join(f"`{key}`" for key in keys),
+        ", ".join(f"`{strategy_key}`" for strategy_key in strategy_keys),
     )

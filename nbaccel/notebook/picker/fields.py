@@ -1,4 +1,4 @@
-"""The fields of a picker: one choice each, as buttons, a list or a line of text.
+"""The fields of a picker, its sections, and the panel that says what comes of the choices.
 
 A field holds no state of its own but what was typed and refused: it shows what the picker's model
 says (`sync`) and hands on what the user does. Its widgets are made once; later only their values
@@ -15,32 +15,113 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets as w
 
-from nbaccel.notebook.picker.drawing import css_name, error_html, label_html, note_html
+from nbaccel.notebook.picker.choices import settings_forms
+from nbaccel.notebook.picker.html import (
+    bars_html,
+    css_name,
+    error_html,
+    face_html,
+    heading_html,
+    label_html,
+    note_html,
+    resolved_html,
+    verdict_html,
+)
 
 if TYPE_CHECKING:
-    from nbaccel.notebook.picker.choices import Option, Setting
+    from nbaccel.notebook.picker.choices import ChoiceOption, Setting
     from nbaccel.notebook.picker.model import PickerModel
 
+
 __all__ = [
-    "Choose",
-    "Field",
+    "ChooseValue",
+    "FacesPanel",
+    "FoldedSection",
     "LineField",
     "ListField",
+    "MemoryPanel",
     "OptionsField",
-    "Shared",
+    "SettingField",
+    "SharedFields",
     "as_text",
     "as_value",
     "field_for",
     "toggle_class",
 ]
 
-Choose = Callable[["Field", Any], None]
-_FEW = 5  # more options than these are a list
-_GROUPED = re.compile(r"\d{1,3}(,\d{3})+")  # 500,000,000
-_TRUTHS = {True: "yes", False: "no"}
+
+class FoldedSection:
+    """Settings below a heading.
+
+    The heading is a button, which the keyboard reaches and opens in every front end.
+
+    Args:
+        section_title: The heading.
+        settings: What is in it; it is hidden while none of them means anything.
+        model: The picker's model.
+        shared_fields: Layouts and styles.
+        make_widgets: Makes what is in it, when it is opened first.
+
+    Attributes:
+        box: What is shown.
+        heading: The button.
+    """
+
+    def __init__(
+        self,
+        section_title: str,
+        settings: Sequence[Setting],
+        model: PickerModel,
+        shared_fields: SharedFields,
+        make_widgets: Callable[[], list[w.Widget]],
+    ) -> None:
+        self._title, self._settings, self._model, self._make = (
+            section_title,
+            settings,
+            model,
+            make_widgets,
+        )
+        self._is_shown: bool | None = None
+        self.heading = shared_fields.new_toggle(section_title, "")
+        self.heading.add_class("nbaccel-opens").add_class(
+            f"nbaccel-opens-{css_name(section_title)}"
+        )
+        self.heading.observe(lambda change: self._turn(is_open=change.new), "value")
+        self._inside = shared_fields.new_box([])
+        self._inside.add_class("nbaccel-section").add_class("nbaccel-hidden")
+        self.box = shared_fields.new_box([self.heading, self._inside])
+        self.sync()
+
+    def sync(self) -> None:
+        """Show it where it means something, with the number of settings made in it."""
+        if not self._settings:
+            return
+        is_shown = any(self._model.is_shown(setting.name) for setting in self._settings)
+        toggle_class(self.box, "nbaccel-hidden", not is_shown)
+        if is_shown and self._is_shown is False:
+            self.heading.value = True  # what was just chosen is settled in it
+        self._is_shown = is_shown
+        num_set = sum(self._is_set(setting) for setting in self._settings) if is_shown else 0
+        self.heading.description = f"{self._title} ({num_set} set)" if num_set else self._title
+
+    def _is_set(self, setting: Setting) -> bool:
+        setting_value = self._model.value(setting.name)
+        return setting_value is not None and setting_value != setting.default
+
+    def _turn(self, *, is_open: bool) -> None:
+        if is_open and not self._inside.children:
+            self._inside.children = self._make()
+        toggle_class(self._inside, "nbaccel-hidden", not is_open)
 
 
-class Shared:
+ChooseValue = Callable[["SettingField", Any], None]
+_MAX_BUTTONS = 5  # more options than these are a list, unless their words are short
+_ROW_CHARS = 30
+_GROUPED_DIGITS = re.compile(r"\d{1,3}(,\d{3})+")  # 500,000,000
+_TRUTH_WORDS = {True: "yes", False: "no"}
+
+
+class SharedFields:
     """Layouts and styles that all widgets have in common: each of their own would be a message."""
 
     def __init__(self) -> None:
@@ -59,25 +140,27 @@ class Shared:
         """Widgets one below another."""
         return w.VBox(children, layout=self.layout)
 
-    def new_toggle(self, text: str, tooltip: str) -> w.ToggleButton:
+    def new_toggle(self, button_text: str, tooltip: str) -> w.ToggleButton:
         """A button that is on or off."""
         return w.ToggleButton(
-            description=text, tooltip=tooltip, layout=self.width, style=self._toggle
+            description=button_text, tooltip=tooltip, layout=self.width, style=self._toggle
         )
 
-    def new_button(self, text: str, css_class: str, press: Callable[[], None]) -> w.Button:
+    def new_button(
+        self, button_text: str, css_class: str, on_press: Callable[[], None]
+    ) -> w.Button:
         """A button that does something."""
-        button = w.Button(description=text, layout=self.width, style=self._button)
-        button.on_click(lambda _: press())
+        button = w.Button(description=button_text, layout=self.width, style=self._button)
+        button.on_click(lambda _: on_press())
         return button.add_class("nbaccel-action").add_class(css_class)
 
 
-def _new_style(kind: type[w.Widget], **values: str) -> w.Widget:
+def _new_style(widget_class: type[w.Widget], **values: str) -> w.Widget:
     """A style as this kind of widget takes it: ipywidgets 8 has more classes of them than 7."""
-    return kind.class_traits()["style"].klass(**values)
+    return widget_class.class_traits()["style"].klass(**values)
 
 
-class Field:
+class SettingField:
     """One choice.
 
     Attributes:
@@ -87,25 +170,29 @@ class Field:
     """
 
     def __init__(
-        self, setting: Setting, model: PickerModel, choose: Choose, shared: Shared
+        self,
+        setting: Setting,
+        model: PickerModel,
+        on_choose: ChooseValue,
+        shared_fields: SharedFields,
     ) -> None:
         self.setting = setting
         self.messages: tuple[str, ...] = ()
-        self._model, self._hand_on, self._shared = model, choose, shared
+        self._model, self._hand_on, self._shared = model, on_choose, shared_fields
         self._is_syncing = False
-        self._note, self._errors = shared.new_html(), shared.new_html()
-        self.box = shared.new_box([*self._controls(), self._note, self._errors])
+        self._note, self._errors = shared_fields.new_html(), shared_fields.new_html()
+        self.box = shared_fields.new_box([*self._controls(), self._note, self._errors])
         self.box.add_class("nbaccel-setting").add_class(f"nbaccel-{css_name(setting.name)}")
         self.sync()
 
     def sync(self) -> None:
         """Show what the model says."""
-        name = self.setting.name
-        is_shown = self._model.is_shown(name)
+        setting_name = self.setting.name
+        is_shown = self._model.is_shown(setting_name)
         toggle_class(self.box, "nbaccel-hidden", not is_shown)
         if is_shown:
             with self._syncing():
-                self._show(self._model.value(name), self._model.refusal(name))
+                self._show(self._model.value(setting_name), self._model.refusal(setting_name))
                 self._errors.value = error_html(self.messages)
 
     def tell(self, messages: tuple[str, ...]) -> None:
@@ -120,67 +207,84 @@ class Field:
     def _controls(self) -> list[w.Widget]:
         raise NotImplementedError
 
-    def _show(self, value: Any, refusal: str) -> None:
+    def _show(self, shown_value: Any, refusal: str) -> None:
         raise NotImplementedError
 
-    def _choose(self, value: Any) -> None:
+    def _choose(self, chosen_value: Any) -> None:
         if not self._is_syncing:
-            self._hand_on(self, value)
+            self._hand_on(self, chosen_value)
 
     @contextmanager
     def _syncing(self) -> Iterator[None]:
-        before, self._is_syncing = self._is_syncing, True
+        was_syncing, self._is_syncing = self._is_syncing, True
         try:
             yield
         finally:
-            self._is_syncing = before
+            self._is_syncing = was_syncing
 
     def _label(self) -> str:
-        label, unit = self.setting.label, self.setting.unit
-        return label if unit in ("", label.lower()) else f"{label} [{unit}]"
+        setting_label, setting_unit = self.setting.label, self.setting.unit
+        return (
+            setting_label
+            if setting_unit in ("", setting_label.lower())
+            else f"{setting_label} [{setting_unit}]"
+        )
 
 
-class OptionsField(Field):
+class OptionsField(SettingField):
     """A few options, each a button; one that cannot be chosen is greyed and says why."""
 
     def _controls(self) -> list[w.Widget]:
-        heading = self._shared.new_html()
-        heading.value = label_html(self._label())
-        self._buttons = [self._button(option) for option in self.setting.options]
-        row = w.HBox(self._buttons, layout=self._shared.layout)
-        return [heading, row.add_class("nbaccel-options")]
+        label_widget = self._shared.new_html()
+        label_widget.value = label_html(self._label())
+        self._buttons = [self._button(choice_option) for choice_option in self.setting.options]
+        button_row = w.HBox(self._buttons, layout=self._shared.layout)
+        return [label_widget, button_row.add_class("nbaccel-options")]
 
-    def _button(self, option: Option) -> w.ToggleButton:
-        button = self._shared.new_toggle(option.label, option.meaning)
-        button.add_class(f"nbaccel-option-{css_name(option.value)}")
-        button.observe(lambda change: self._pressed(button, option, change.new), "value")
-        return button
+    def _button(self, choice_option: ChoiceOption) -> w.ToggleButton:
+        toggle_button = self._shared.new_toggle(choice_option.label, choice_option.meaning)
+        toggle_button.add_class(f"nbaccel-option-{css_name(choice_option.value)}")
+        toggle_button.observe(
+            lambda change: self._pressed(toggle_button, choice_option, change.new), "value"
+        )
+        return toggle_button
 
-    def _pressed(self, button: w.ToggleButton, option: Option, is_on: bool) -> None:
+    def _pressed(
+        self, toggle_button: w.ToggleButton, choice_option: ChoiceOption, is_on: bool
+    ) -> None:
         if self._is_syncing:
             return
         if is_on:
-            self._choose(option.value)
+            self._choose(choice_option.value)
         # What was on stays on: options are taken back by choosing another.
         self.sync()
 
-    def _show(self, value: Any, refusal: str) -> None:
-        reasons: dict[str, list[str]] = {}
-        meaning = ""
-        for button, offer in zip(self._buttons, self._model.offers(self.setting.name), strict=True):
-            is_on = offer.option.value == value
-            button.value = is_on
-            button.disabled = bool(refusal or offer.reason)
-            button.tooltip = refusal or offer.reason or offer.option.meaning
+    def _show(self, shown_value: Any, refusal: str) -> None:
+        labels_by_reason: dict[str, list[str]] = {}
+        chosen_meaning = ""
+        for toggle_button, option_offer in zip(
+            self._buttons, self._model.offers(self.setting.name), strict=True
+        ):
+            is_on = option_offer.option.value == shown_value
+            toggle_button.value = is_on
+            toggle_button.disabled = bool(refusal or option_offer.reason)
+            toggle_button.tooltip = refusal or option_offer.reason or option_offer.option.meaning
             if is_on:
-                meaning = offer.option.meaning
-            if offer.reason:
-                reasons.setdefault(offer.reason, []).append(offer.option.label)
-        told = [f"{', '.join(labels)}: {reason}" for reason, labels in reasons.items()]
-        self._note.value = note_html(meaning or self.setting.meaning, refusal=refusal, reasons=told)
+                chosen_meaning = option_offer.option.meaning
+            if option_offer.reason:
+                labels_by_reason.setdefault(option_offer.reason, []).append(
+                    option_offer.option.label
+                )
+        reason_lines = [
+            f"{', '.join(option_labels)}: {reason}"
+            for reason, option_labels in labels_by_reason.items()
+        ]
+        self._note.value = note_html(
+            chosen_meaning or self.setting.meaning, refusal=refusal, reasons=reason_lines
+        )
 
 
-class ListField(Field):
+class ListField(SettingField):
     """Many options, or yes and no: a list to open. What cannot be chosen stands below, with why."""
 
     def _controls(self) -> list[w.Widget]:
@@ -192,49 +296,63 @@ class ListField(Field):
         self._list.observe(lambda change: self._picked(change.new), "index")
         return [self._list]
 
-    def _picked(self, place: int | None) -> None:
-        if not self._is_syncing and place is not None:
-            self._choose(self._values[place])
+    def _picked(self, list_index: int | None) -> None:
+        if not self._is_syncing and list_index is not None:
+            self._choose(self._values[list_index])
             self.sync()
 
-    def _show(self, value: Any, refusal: str) -> None:
-        options, reasons = self._offered()
-        if value not in [known for _, known in options]:
-            options.append((as_text(value) or "default", value))  # from a file, say
-        self._values = [known for _, known in options]
-        labels = tuple(label for label, _ in options)
-        if labels != self._list.options:
-            self._list.options = labels
-        self._list.index = self._values.index(value)
+    def _show(self, shown_value: Any, refusal: str) -> None:
+        list_options, reason_lines = self._offered()
+        if shown_value not in [known_value for _, known_value in list_options]:
+            list_options.append(
+                (as_text(shown_value) or "default", shown_value)
+            )  # from a file, say
+        self._values = [known_value for _, known_value in list_options]
+        option_labels = tuple(option_label for option_label, _ in list_options)
+        if option_labels != self._list.options:
+            self._list.options = option_labels
+        self._list.index = self._values.index(shown_value)
         self._list.disabled = bool(refusal)
-        self._note.value = note_html(self.setting.meaning, refusal=refusal, reasons=reasons)
+        self._note.value = note_html(self.setting.meaning, refusal=refusal, reasons=reason_lines)
 
     def _offered(self) -> tuple[list[tuple[str, Any]], list[str]]:
         if self.setting.kind == "truth":
             return self._truths(), []
-        offers = self._model.offers(self.setting.name)
-        options = [(offer.option.label, offer.option.value) for offer in offers if not offer.reason]
-        told = [f"{offer.option.label}: {offer.reason}" for offer in offers if offer.reason]
-        return options, told
+        option_offers = self._model.offers(self.setting.name)
+        list_options = [
+            (option_offer.option.label, option_offer.option.value)
+            for option_offer in option_offers
+            if not option_offer.reason
+        ]
+        reason_lines = [
+            f"{option_offer.option.label}: {option_offer.reason}"
+            for option_offer in option_offers
+            if option_offer.reason
+        ]
+        return list_options, reason_lines
 
     def _truths(self) -> list[tuple[str, Any]]:
-        named: list[tuple[str, Any]] = [(word, truth) for truth, word in _TRUTHS.items()]
-        default = _TRUTHS.get(self.setting.default)
-        if self.setting.run_field != "deepspeed" and default is not None:
-            return named  # such a field always holds one of the two
-        left = "default" if default is None else f"default ({default})"
-        auto = [("auto", "auto")] if self.setting.takes_auto else []
-        return [(left, None), *named, *auto]
+        named_truths: list[tuple[str, Any]] = [
+            (truth_word, truth_value) for truth_value, truth_word in _TRUTH_WORDS.items()
+        ]
+        default_word = _TRUTH_WORDS.get(self.setting.default)
+        if not self.setting.may_be_open and default_word is not None:
+            return named_truths  # such a field always holds one of the two
+        default_label = "default" if default_word is None else f"default ({default_word})"
+        auto_option = [("auto", "auto")] if self.setting.takes_auto else []
+        return [(default_label, None), *named_truths, *auto_option]
 
 
-class LineField(Field):
+class LineField(SettingField):
     """A number, text, words or a table, typed; empty leaves it to what is in force otherwise."""
 
     def _controls(self) -> list[w.Widget]:
-        default = self.setting.default
+        default_value = self.setting.default
         self._line = w.Text(
             description=self._label(),
-            placeholder="default" if default in (None, "") else f"default: {_readable(default)}",
+            placeholder="default"
+            if default_value in (None, "")
+            else f"default: {_readable_default(default_value)}",
             continuous_update=False,
             layout=self._shared.width,
             style=self._shared.text,
@@ -242,107 +360,204 @@ class LineField(Field):
         self._line.observe(lambda change: self._entered(change.new), "value")
         return [self._line]
 
-    def _entered(self, text: str) -> None:
+    def _entered(self, typed_text: str) -> None:
         if not self._is_syncing:
-            self._choose(as_value(text, self.setting.kind))
+            self._choose(as_value(typed_text, self.setting.kind))
             self.sync()
 
-    def _show(self, value: Any, refusal: str) -> None:
+    def _show(self, shown_value: Any, refusal: str) -> None:
         if not self.messages:  # what was refused stays, to be mended
-            self._line.value = as_text(value)
+            self._line.value = as_text(shown_value)
         self._line.disabled = bool(refusal)
         self._note.value = note_html(self.setting.meaning, refusal=refusal)
 
 
-def field_for(setting: Setting, model: PickerModel, choose: Choose, shared: Shared) -> Field:
+def field_for(
+    setting: Setting, model: PickerModel, on_choose: ChooseValue, shared_fields: SharedFields
+) -> SettingField:
     """The field that fits a choice.
 
     Args:
         setting: The choice.
         model: What it is a choice of.
-        choose: Called with the field and a value when the user gives one.
-        shared: Layouts and styles.
+        on_choose: Called with the field and a value when the user gives one.
+        shared_fields: Layouts and styles.
 
     Returns:
         The field.
     """
     if setting.kind == "one-of":
-        is_first = not setting.section and len(setting.options) <= _FEW
-        return (OptionsField if is_first else ListField)(setting, model, choose, shared)
+        option_labels = [choice_option.label for choice_option in setting.options]
+        fits_row = len(option_labels) <= _MAX_BUTTONS or len("".join(option_labels)) <= _ROW_CHARS
+        is_row = fits_row and not setting.section
+        return (OptionsField if is_row else ListField)(setting, model, on_choose, shared_fields)
     if setting.kind == "truth":
-        return ListField(setting, model, choose, shared)
-    return LineField(setting, model, choose, shared)
+        return ListField(setting, model, on_choose, shared_fields)
+    return LineField(setting, model, on_choose, shared_fields)
 
 
-def toggle_class(widget: w.DOMWidget, name: str, is_on: bool) -> None:
+def toggle_class(widget: w.DOMWidget, class_name: str, is_on: bool) -> None:
     """Give a widget a class or take it, without a message where nothing changes.
 
     Args:
         widget: The widget.
-        name: The class.
+        class_name: The class.
         is_on: Whether it is to have it.
     """
     if is_on:
-        widget.add_class(name)
+        widget.add_class(class_name)
     else:
-        widget.remove_class(name)
+        widget.remove_class(class_name)
 
 
-def as_text(value: Any) -> str:
+def as_text(setting_value: Any) -> str:
     """A value as it is typed: a table as JSON, words with commas between them.
 
     Args:
-        value: What a configuration holds.
+        setting_value: What a configuration holds.
     """
-    if value is None:
+    if setting_value is None:
         return ""
-    if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
-        return ", ".join(value)
-    if isinstance(value, (dict, list, tuple, bool)):
-        return json.dumps(value)
-    return str(value)
+    if isinstance(setting_value, (list, tuple)) and all(
+        isinstance(list_item, str) for list_item in setting_value
+    ):
+        return ", ".join(setting_value)
+    if isinstance(setting_value, (dict, list, tuple, bool)):
+        return json.dumps(setting_value)
+    return str(setting_value)
 
 
-def as_value(text: str, kind: str) -> Any:
+def as_value(typed_text: str, setting_kind: str) -> Any:
     """What was typed, as the value that is meant; text that is none stays text, to be refused.
 
     Args:
-        text: What was typed: ``5e8`` and ``500_000_000`` are the same whole number.
-        kind: The kind of the setting.
+        typed_text: What was typed: ``5e8`` and ``500_000_000`` are the same whole number.
+        setting_kind: The kind of the setting.
 
     Returns:
         The value; None where nothing was typed.
     """
-    text = text.strip()
-    if not text:
+    typed_text = typed_text.strip()
+    if not typed_text:
         return None
-    if text == "auto" or kind == "text":
-        return text
-    readers: dict[str, Callable[[str], Any]] = {
-        "whole": _whole,
+    if typed_text == "auto" or setting_kind == "text":
+        return typed_text
+    kind_readers: dict[str, Callable[[str], Any]] = {
+        "whole": _whole_number,
         "number": float,
-        "words": _words,
+        "words": _typed_words,
         "table": json.loads,
     }
     try:
-        return readers[kind](text)
+        return kind_readers[setting_kind](typed_text)
     except ValueError:  # what it should have been is said by whoever refuses it
-        return text
+        return typed_text
 
 
-def _readable(value: Any) -> str:
-    return f"{value:,}" if type(value) is int else as_text(value)
+def _readable_default(default_value: Any) -> str:
+    return f"{default_value:,}" if type(default_value) is int else as_text(default_value)
 
 
-def _whole(text: str) -> int | float:
-    if _GROUPED.fullmatch(text):
-        text = text.replace(",", "")
+def _whole_number(number_text: str) -> int | float:
+    if _GROUPED_DIGITS.fullmatch(number_text):
+        number_text = number_text.replace(",", "")
     try:
-        return int(text)
+        return int(number_text)
     except ValueError:
-        number = float(text)
-        return int(number) if number.is_integer() else number
+        parsed_number = float(number_text)
+        return int(parsed_number) if parsed_number.is_integer() else parsed_number
 
 
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+def _typed_words(typed_text: str) -> list[str]:
+    return [typed_word.strip() for typed_word in typed_text.split(",") if typed_word.strip()]
+
+
+_RUN_FACES = ("YAML", "Command line", "Python")
+_RESOLVED_FACE = "Resolved"
+
+
+class MemoryPanel:
+    """Whether it fits, and a bar per place.
+
+    Args:
+        model: The picker's model.
+        shared_fields: Layouts and styles.
+
+    Attributes:
+        box: What is shown.
+    """
+
+    def __init__(self, model: PickerModel, shared_fields: SharedFields) -> None:
+        self._model = model
+        heading_widget, self._verdict, self._bars = (shared_fields.new_html() for _ in range(3))
+        heading_widget.value = heading_html("Memory")
+        self._bars.add_class("nbaccel-bars")
+        self.box = shared_fields.new_box([heading_widget, self._verdict, self._bars])
+        self.box.add_class("nbaccel-panel").add_class("nbaccel-memory")
+
+    def sync(self) -> None:
+        """Draw what the model says now."""
+        self._verdict.value = verdict_html(self._model.verdict)
+        self._bars.value = bars_html(self._model.bars())
+
+
+class FacesPanel:
+    """The configuration in one language at a time, and what was left open.
+
+    Args:
+        model: The picker's model.
+        shared_fields: Layouts and styles.
+
+    Attributes:
+        box: What is shown.
+    """
+
+    def __init__(self, model: PickerModel, shared_fields: SharedFields) -> None:
+        self._model = model
+        self._not_chosen = {
+            settings_form.file_name: settings_form.not_chosen for settings_form in settings_forms()
+        }
+        face_names = (*self._not_chosen, *_RUN_FACES)
+        self._picked = face_names[0]
+        self._is_syncing = False
+        heading_widget, label_widget, self._text = (shared_fields.new_html() for _ in range(3))
+        heading_widget.value = heading_html("Configuration")
+        label_widget.value = label_html("Shown as", is_hidden=True)
+        self._buttons = {
+            face_name: shared_fields.new_toggle(face_name, "")
+            for face_name in (*face_names, _RESOLVED_FACE)
+        }
+        for face_name, face_button in self._buttons.items():
+            face_button.add_class(f"nbaccel-face-{css_name(face_name)}")
+            face_button.observe(
+                lambda change, face_name=face_name: self._pressed(face_name, change.new), "value"
+            )
+        button_row = w.HBox(list(self._buttons.values()), layout=shared_fields.layout)
+        self.box = shared_fields.new_box(
+            [heading_widget, label_widget, button_row.add_class("nbaccel-options"), self._text]
+        )
+        self.box.add_class("nbaccel-panel").add_class("nbaccel-faces")
+
+    def sync(self) -> None:
+        """Write what the model says now."""
+        faces_by_name = {config_face.name: config_face for config_face in self._model.faces()}
+        shown_name = (
+            self._picked
+            if self._picked in faces_by_name or self._picked == _RESOLVED_FACE
+            else "YAML"
+        )
+        self._is_syncing = True
+        for face_name, face_button in self._buttons.items():
+            is_missing = face_name not in faces_by_name and face_name != _RESOLVED_FACE
+            face_button.value, face_button.disabled = face_name == shown_name, is_missing
+            face_button.tooltip = self._not_chosen.get(face_name, "") if is_missing else ""
+        self._is_syncing = False
+        if shown_name == _RESOLVED_FACE:
+            self._text.value = resolved_html(self._model.resolved())
+        else:
+            self._text.value = face_html(faces_by_name[shown_name])
+
+    def _pressed(self, face_name: str, is_on: bool) -> None:
+        if not self._is_syncing:
+            self._picked = face_name if is_on else self._picked
+            self.sync()

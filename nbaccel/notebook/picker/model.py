@@ -15,30 +15,47 @@ from typing import Any, TypeVar
 
 from nbaccel import atomic
 from nbaccel.config import RunConfig, run_config_of
-from nbaccel.config.engine import engine_config
 from nbaccel.config.mistakes import closest
-from nbaccel.deepspeed.estimate import MemoryEstimate
 from nbaccel.errors import ConfigError, NbaccelError
-from nbaccel.notebook.picker import greying
-from nbaccel.notebook.picker.choices import Option, Setting, by_name, settings
-from nbaccel.notebook.picker.edits import edited, value_of
-from nbaccel.notebook.picker.files import mistakes_by_setting, read_source
-from nbaccel.notebook.picker.memory import Bar, Need, Segment, Yardstick, told_together
-from nbaccel.notebook.picker.opens import Opens, filled_in
+from nbaccel.memory.estimate import MemoryEstimate
+from nbaccel.notebook.picker import availability
+from nbaccel.notebook.picker.choices import ChoiceOption, Setting, by_name, settings, settings_forms
+from nbaccel.notebook.picker.edits import edit_config, value_of
+from nbaccel.notebook.picker.exporters import (
+    ConfigFace,
+    faces_of,
+    mistakes_by_setting,
+    read_settings_source,
+)
+from nbaccel.notebook.picker.memory_model import (
+    MemoryBar,
+    MemoryModel,
+    MemoryNeed,
+    told_together,
+)
 from nbaccel.notebook.picker.suggesting import Suggester, refusal_of
-from nbaccel.notebook.picker.texts import Face, faces_of
 from nbaccel.plan import Inventory, Plan, inspect_machine, resolve
-from nbaccel.plan.plan import Choice
+from nbaccel.plan.launch_plan import Choice
+from nbaccel.strategies.settings_form import FilledConfig, SettingsForm
 from nbaccel.units import format_bytes
 
-__all__ = ["Bar", "Face", "Offer", "Option", "PickerModel", "Segment", "Setting", "Verdict"]
+__all__ = [
+    "ChoiceOption",
+    "ConfigFace",
+    "FitVerdict",
+    "MemoryBar",
+    "OptionOffer",
+    "PickerModel",
+    "Setting",
+]
+
 
 _MAX_UNDO = 100
-_T = TypeVar("_T")
+_Cached = TypeVar("_Cached")
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class OptionOffer:
     """An option, and whether it can be chosen.
 
     Attributes:
@@ -46,12 +63,12 @@ class Offer:
         reason: Why it cannot; empty where it can.
     """
 
-    option: Option
+    option: ChoiceOption
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class FitVerdict:
     """Whether a run fits.
 
     Attributes:
@@ -87,18 +104,18 @@ class PickerModel:
         sample_batch: Any = None,
         inventory: Inventory | None = None,
     ) -> None:
-        _check(model, sample_batch)
+        _check_model_and_batch(model, sample_batch)
         self.inventory = inventory or inspect_machine()
         self.remarks: tuple[str, ...] = ()
         self._config = RunConfig() if config is None else run_config_of(config)
         self._module = model
         self._yardstick = None
         if model is not None:
-            self._yardstick = Yardstick(
+            self._yardstick = MemoryModel(
                 model=model, sample_batch=sample_batch, inventory=self.inventory
             )
         self._past: list[RunConfig] = []
-        self._shelf: dict[str, Any] = {}
+        self._before: dict[SettingsForm, RunConfig] = {}
         self._observers: list[Callable[[], None]] = []
         self._known: dict[str, Any] = {}  # what follows from the present state, found when asked
         self._settle(self._config, ())
@@ -121,23 +138,23 @@ class PickerModel:
         except NbaccelError:  # told by `problems`
             return None
 
-    def _once(self, name: str, make: Callable[[], _T]) -> _T:
+    def _once(self, cache_key: str, make_value: Callable[[], _Cached]) -> _Cached:
         """What follows from the present state, found when it is first asked for."""
-        if name not in self._known:
-            self._known[name] = make()
-        found: _T = self._known[name]
-        return found
+        if cache_key not in self._known:
+            self._known[cache_key] = make_value()
+        known_value: _Cached = self._known[cache_key]
+        return known_value
 
     @property
     def problems(self) -> tuple[str, ...]:
         """Why this machine cannot serve what is chosen; nothing where it can."""
         if self.plan is not None:
             return ()
-        return greying.problems_of(self._config, self.inventory)
+        return availability.problems_of(self._config, self.inventory)
 
-    def settings(self, panel: str) -> tuple[Setting, ...]:
+    def settings(self, panel_name: str) -> tuple[Setting, ...]:
         """The choices of a panel: ``precision``, ``zero`` or ``launch``."""
-        return settings(panel)
+        return settings(panel_name)
 
     def setting(self, name: str) -> Setting:
         """A choice by its name.
@@ -145,13 +162,13 @@ class PickerModel:
         Raises:
             ConfigError: There is none.
         """
-        found = by_name().get(name)
-        if found is None:
+        known_setting = by_name().get(name)
+        if known_setting is None:
             raise ConfigError(
                 f"There is no choice {name!r}: nothing would change."
                 f"{closest(name, by_name()) or ' PickerModel.settings() lists them.'}"
             )
-        return found
+        return known_setting
 
     def value(self, name: str) -> Any:
         """What is chosen; None where it is left to the plan or to DeepSpeed."""
@@ -176,29 +193,33 @@ class PickerModel:
 
     # ------------------------------------------------------------------- what is greyed
 
-    def offers(self, name: str) -> tuple[Offer, ...]:
+    def offers(self, name: str) -> tuple[OptionOffer, ...]:
         """The options of a choice, those that cannot be chosen with the reason."""
         return self._once(f"offers {name}", lambda: self._find_offers(self.setting(name)))
 
-    def _find_offers(self, setting: Setting) -> tuple[Offer, ...]:
-        view = self._view()
+    def _find_offers(self, setting: Setting) -> tuple[OptionOffer, ...]:
+        current_view = self._view()
         return tuple(
-            Offer(option, greying.option_refusal(view, setting, option))
-            for option in setting.options
+            OptionOffer(
+                choice_option, availability.option_refusal(current_view, setting, choice_option)
+            )
+            for choice_option in setting.options
         )
 
     def refusal(self, name: str) -> str:
         """Why a whole choice is greyed; empty where it can be made."""
-        return greying.setting_refusal(self._view(), self.setting(name))
+        return availability.setting_refusal(self._view(), self.setting(name))
 
     def is_shown(self, name: str) -> bool:
         """Whether a choice means anything as things are."""
-        return greying.is_shown(self._view(), self.setting(name))
+        return availability.is_shown(self._view(), self.setting(name))
 
-    def _view(self) -> greying.View:
+    def _view(self) -> availability.PickerState:
         return self._once(
             "view",
-            lambda: greying.View(self._config, self.inventory, self._module, self.problems),
+            lambda: availability.PickerState(
+                self._config, self.inventory, self._module, self.problems
+            ),
         )
 
     # ------------------------------------------------------------------- changing
@@ -213,16 +234,19 @@ class PickerModel:
         Raises:
             ConfigError: It cannot be taken; everything stays as it was.
         """
-        setting = self.setting(name)
-        for offer in self.offers(name):
-            if offer.option.value == value and offer.reason:
+        chosen_setting = self.setting(name)
+        for option_offer in self.offers(name):
+            if option_offer.option.value == value and option_offer.reason:
                 raise ConfigError(
-                    f"{name}={value!r} cannot be chosen: {offer.reason}. Training would fail or "
+                    f"{name}={value!r} cannot be chosen: {option_offer.reason}. Training would "
+                    f"fail or "
                     "ignore it. Choose another."
                 )
-        device = self.plan.device if self.plan is not None else "cpu"
-        edit = edited(self._config, setting, value, device=device, shelf=self._shelf)
-        self._become(edit.config, edit.remarks)
+        plan_device = self.plan.device if self.plan is not None else "cpu"
+        config_edit = edit_config(
+            self._config, chosen_setting, value, device=plan_device, earlier_configs=self._before
+        )
+        self._become(config_edit.config, config_edit.remarks)
 
     def replace(self, config: Any) -> None:
         """Take over a whole configuration, as one change.
@@ -254,8 +278,8 @@ class PickerModel:
         Raises:
             ConfigError: It cannot be read or holds mistakes, all of them; nothing is changed.
         """
-        config, remarks = read_source(source, self._config, self.inventory)
-        self._become(config, remarks)
+        loaded_config, load_remarks = read_settings_source(source, self._config, self.inventory)
+        self._become(loaded_config, load_remarks)
 
     def save(self, path: str | Path, face: str = "YAML") -> None:
         """Write one of the faces to a file, whole or not at all.
@@ -267,14 +291,14 @@ class PickerModel:
         Raises:
             ConfigError: There is no such face now, or the file cannot be written.
         """
-        found = {each.name: each.text for each in self.faces()}
-        if face not in found:
+        face_texts = {config_face.name: config_face.text for config_face in self.faces()}
+        if face not in face_texts:
             raise ConfigError(
-                f"There is no {face!r} to save: as things are there are {', '.join(found)}. "
+                f"There is no {face!r} to save: as things are there are {', '.join(face_texts)}. "
                 "Name one of them; DeepSpeed's JSON needs a ZeRO stage."
             )
         try:
-            atomic.write_text(Path(path).expanduser(), found[face].rstrip("\n") + "\n")
+            atomic.write_text(Path(path).expanduser(), face_texts[face].rstrip("\n") + "\n")
         except OSError as error:
             raise ConfigError(
                 f"{str(path)!r} cannot be written: {error}. The configuration would be lost with "
@@ -285,15 +309,16 @@ class PickerModel:
         """Mistakes by the choice beside which they belong; under ``""`` the others."""
         return mistakes_by_setting(error)
 
-    def _become(self, config: RunConfig, remarks: tuple[str, ...]) -> None:
-        if config != self._config:
-            if self._config.uses_deepspeed:
-                self._shelf = dict(self._config.deepspeed or {})
+    def _become(self, new_config: RunConfig, remarks: tuple[str, ...]) -> None:
+        if new_config != self._config:
+            for settings_form in settings_forms():
+                if settings_form.is_chosen(self._config):
+                    self._before[settings_form] = self._config
             self._past = [*self._past[1 - _MAX_UNDO :], self._config]
-        self._settle(config, remarks)
+        self._settle(new_config, remarks)
 
-    def _settle(self, config: RunConfig, remarks: tuple[str, ...]) -> None:
-        self._config = config
+    def _settle(self, new_config: RunConfig, remarks: tuple[str, ...]) -> None:
+        self._config = new_config
         self._known.clear()
         self.remarks = (*remarks, *self.problems, *(self.plan.warnings if self.plan else ()))
         for callback in tuple(self._observers):
@@ -302,16 +327,24 @@ class PickerModel:
     # ------------------------------------------------------------------- memory
 
     @property
-    def need(self) -> Need | None:
+    def need(self) -> MemoryNeed | None:
         """What the run needs; None without a model, or where this machine cannot serve it."""
         return self._once("need", self._measured)[0]
 
-    def _measured(self) -> tuple[Need | None, str]:
+    def _measured(self) -> tuple[MemoryNeed | None, str]:
         """The need, or why it cannot be told."""
         if self._yardstick is None or self.plan is None:
             return None, ""
         try:
-            return self._yardstick.need(self._config, self.plan, self._opens().config), ""
+            chosen_form, strategy_document = next(
+                (
+                    (chosen_form, filled_config.config)
+                    for chosen_form, filled_config in self._filled()
+                    if filled_config.config is not None
+                ),
+                (None, {}),
+            )
+            return self._yardstick.need(self._config, self.plan, chosen_form, strategy_document), ""
         except ConfigError as error:
             return None, error.mistakes[0]
 
@@ -320,58 +353,85 @@ class PickerModel:
         """The numbers behind the bars."""
         return None if self.need is None else self.need.estimate
 
-    def bars(self) -> tuple[Bar, ...]:
+    def bars(self) -> tuple[MemoryBar, ...]:
         """Memory, place by place; nothing without a model."""
         return () if self.need is None else self.need.bars
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> FitVerdict:
         """Whether it fits, with what to do if it does not."""
         return self._once("verdict", self._judge)
 
-    def _judge(self) -> Verdict:
+    def _judge(self) -> FitVerdict:
         if self.plan is None:
-            return Verdict(None, "This machine cannot serve what is chosen.", self.problems[0])
+            return FitVerdict(None, "This machine cannot serve what is chosen.", self.problems[0])
         if self._yardstick is None:
-            return Verdict(None, "Memory is not shown.", "Give the model: configure(model, batch).")
+            return FitVerdict(
+                None, "Memory is not shown.", "Give the model: configure(model, batch)."
+            )
         if self.need is None:
-            return Verdict(
+            return FitVerdict(
                 None, "Memory cannot be estimated.", self._once("need", self._measured)[1]
             )
-        short = [bar for bar in self.bars() if bar.lacking]
-        if short:
-            told = ", ".join(
-                told_together(short, lambda bar: f"{format_bytes(bar.lacking)} too little")
+        short_bars = [memory_bar for memory_bar in self.bars() if memory_bar.lacking]
+        if short_bars:
+            needs_text = ", ".join(
+                told_together(
+                    short_bars, lambda memory_bar: f"{format_bytes(memory_bar.lacking)} too little"
+                )
             )
-            return Verdict(False, f"Does not fit: {told}.", self._suggester().remedy(self._config))
-        needed = [bar for bar in self.bars() if bar.needed]
-        told = ", ".join(
+            return FitVerdict(
+                False, f"Does not fit: {needs_text}.", self._suggester().remedy(self._config)
+            )
+        needed_bars = [memory_bar for memory_bar in self.bars() if memory_bar.needed]
+        needs_text = ", ".join(
             told_together(
-                needed,
-                lambda bar: f"{format_bytes(bar.needed)} of {format_bytes(bar.capacity)}",
+                needed_bars,
+                lambda memory_bar: (
+                    f"{format_bytes(memory_bar.needed)} of {format_bytes(memory_bar.capacity)}"
+                ),
             )
         )
-        more = "" if self._yardstick.sample_batch is not None else _NO_BATCH
-        return Verdict(True, f"Fits: {told}.", more)
+        no_batch_text = "" if self._yardstick.sample_batch is not None else _NO_BATCH
+        return FitVerdict(True, f"Fits: {needs_text}.", no_batch_text)
 
     # ------------------------------------------------------------------- faces
 
-    def faces(self) -> tuple[Face, ...]:
+    def faces(self) -> tuple[ConfigFace, ...]:
         """The configuration in all languages."""
-        return self._once("faces", lambda: faces_of(self._config, self._opens().config))
+        return self._once("faces", lambda: faces_of(self._config, self._documents()))
 
     def resolved(self) -> tuple[Choice, ...]:
         """What is left open, as the plan decides it and as ``"auto"`` is filled in."""
-        plan = () if self.plan is None else self.plan.choices
-        return (*plan, *self._opens().choices)
-
-    def _opens(self) -> Opens:
-        batch = None if self._yardstick is None else self._yardstick.sample_batch
-        return self._once(
-            "opens",
-            lambda: filled_in(
-                engine_config(self._config), self._config, self.plan, self._module, batch
+        plan_choices = () if self.plan is None else self.plan.choices
+        return (
+            *plan_choices,
+            *(
+                plan_choice
+                for _, filled_config in self._filled()
+                for plan_choice in filled_config.choices
             ),
+        )
+
+    def _documents(self) -> dict[str, dict[str, Any]]:
+        return {
+            settings_form.file_name: filled_config.config
+            for settings_form, filled_config in self._filled()
+            if filled_config.config is not None
+        }
+
+    def _filled(self) -> list[tuple[SettingsForm, FilledConfig]]:
+        """What each strategy's own configuration comes to."""
+        sample_batch = None if self._yardstick is None else self._yardstick.sample_batch
+        return self._once(
+            "filled",
+            lambda: [
+                (
+                    settings_form,
+                    settings_form.filled_in(self._config, self.plan, self._module, sample_batch),
+                )
+                for settings_form in settings_forms()
+            ],
         )
 
     # ------------------------------------------------------------------- suggesting
@@ -411,27 +471,34 @@ class PickerModel:
         """
         if self._yardstick is None or self._yardstick.sample_batch is None:
             return
-        for config in _variants(self):
+        for variant_config in _config_variants(self):
             with contextlib.suppress(ConfigError):  # told where it is chosen
-                self._yardstick.activation_bytes(config, engine_config(config) or {})
+                batch_sizes = (
+                    settings_form.batch_size(settings_form.document(variant_config) or {})
+                    for settings_form in settings_forms()
+                )
+                self._yardstick.activation_bytes(
+                    variant_config, next(filter(None, batch_sizes), None)
+                )
 
 
 _NO_BATCH = "Activations are not in it: give configure(model, sample_batch)."
 
 
-def _variants(model: PickerModel) -> Iterator[RunConfig]:
-    recomputes = (False, True)
-    if model.refusal("activation_checkpointing"):
-        recomputes = (model.config.activation_checkpointing,) * 2
-    for offer in model.offers("mixed_precision"):
-        if not offer.reason:
-            for again in dict.fromkeys(recomputes):
-                yield model.config.changed(
-                    mixed_precision=offer.option.value, activation_checkpointing=again
+def _config_variants(picker_model: PickerModel) -> Iterator[RunConfig]:
+    recompute_choices = (False, True)
+    if picker_model.refusal("activation_checkpointing"):
+        recompute_choices = (picker_model.config.activation_checkpointing,) * 2
+    for option_offer in picker_model.offers("mixed_precision"):
+        if not option_offer.reason:
+            for with_recompute in dict.fromkeys(recompute_choices):
+                yield picker_model.config.changed(
+                    mixed_precision=option_offer.option.value,
+                    activation_checkpointing=with_recompute,
                 )
 
 
-def _check(model: Any, sample_batch: Any) -> None:
+def _check_model_and_batch(model: Any, sample_batch: Any) -> None:
     if model is not None and not callable(getattr(model, "modules", None)):
         raise ConfigError(
             f"model={type(model).__name__} is no module: its parameters decide what fits. Give a "

@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from nbaccel._optional import is_installed
-from nbaccel._origin import install_line
-from nbaccel.capabilities import strategy_row
-from nbaccel.config import RunConfig, dotted
-from nbaccel.config.engine import BATCH_SIZES, engine_config
-from nbaccel.deepspeed.advisor.ladder import Step, ladder
-from nbaccel.deepspeed.config import ZERO
-from nbaccel.deepspeed.decided import nvme_folders
+from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
-from nbaccel.notebook.picker.memory import Yardstick
-from nbaccel.notebook.picker.opens import filled_in
+from nbaccel.notebook.picker.choices import settings_forms
+from nbaccel.notebook.picker.memory_model import MemoryModel
 from nbaccel.plan import Plan, resolve
 from nbaccel.strategies import gradient_checkpointing
+from nbaccel.strategies.settings_form import Suggestion
 from nbaccel.units import format_bytes
 
-__all__ = ["Suggester", "Suggestion", "refusal_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Suggestion:
-    """What to take.
-
-    Attributes:
-        config: The settings.
-        headline: What they are, in one line.
-        remarks: What is worth knowing.
-    """
-
-    config: RunConfig
-    headline: str
-    remarks: tuple[str, ...] = ()
+__all__ = ["Suggester", "refusal_of"]
 
 
 def refusal_of(module: Any, plan: Plan | None) -> str:
@@ -62,7 +39,7 @@ class Suggester:
         yardstick: Measures them.
     """
 
-    def __init__(self, yardstick: Yardstick) -> None:
+    def __init__(self, yardstick: MemoryModel) -> None:
         self._yardstick = yardstick
         # Asked once: the answer is looked for in all modules.
         self._recomputes = gradient_checkpointing.checkpoints_gradients(yardstick.model)
@@ -79,8 +56,18 @@ class Suggester:
         Raises:
             ConfigError: Nothing fits.
         """
-        if is_installed(strategy_row("deepspeed").library):
-            return self._by_advisor(config)
+        plan = resolve(config, self._yardstick.inventory)
+        for settings_form in settings_forms():
+            suggestion = settings_form.advised(
+                config,
+                plan,
+                self._yardstick.model,
+                self._yardstick.sample_batch,
+                checkpoints=self._recomputes,
+                inventory=self._yardstick.inventory,
+            )
+            if suggestion is not None:
+                return suggestion
         return self._by_estimates(config)
 
     def remedy(self, config: RunConfig) -> str:
@@ -92,126 +79,61 @@ class Suggester:
         Returns:
             A sentence.
         """
-        for step, candidate in self._steps(config):
-            if candidate is not None and self._lacking(candidate) == 0:
-                return f"{_name(step)} would fit: press Suggest."
-        smaller = "a smaller batch, " if self._yardstick.sample_batch is not None else ""
-        return f"Nothing on the ladder fits: take {smaller}more devices, or a smaller model."
-
-    def _by_advisor(self, config: RunConfig) -> Suggestion:
-        from nbaccel.advising import advise
-
-        plan = resolve(config, self._yardstick.inventory)
-        advice = advise(
-            self._yardstick.model,
-            self._yardstick.sample_batch,
-            config=self._base(config) or None,
-            num_processes=plan.num_processes,
-            num_nodes=config.num_nodes,
-            nvme_path=_folder(config),
-            precision={"no": "fp32", "fp8": "bf16"}.get(
-                config.mixed_precision, config.mixed_precision
-            ),
-            inventory=self._yardstick.inventory,
-        )
-        chosen = advice.chosen
-        if chosen is None or chosen.config is None:
-            raise ConfigError(
-                f"{advice.headline()}. Training would run out of memory with {config}. "
-                "Use a smaller batch, more devices, or a smaller model."
-            )
-        settings = copy.deepcopy(dict(chosen.config))
-        beside_the_point = ["Activations are not in it"]  # the verdict says it
-        if "optimizer" not in (config.deepspeed or {}):
-            settings.pop("optimizer", None)  # it is the code's own
-            beside_the_point.append("torch_adam")
-        batch, steps = chosen.batch_size, chosen.accumulation_steps
-        settings = {key: value for key, value in settings.items() if key not in BATCH_SIZES}
-        remarks = [
-            text for text in advice.warnings if not any(part in text for part in beside_the_point)
-        ]
-        if steps > 1 and steps != (config.gradient_accumulation_steps or 1):
-            remarks.append(f"Give your data loader batch_size={batch}: {steps} make a step.")
-        headline = f"Suggested: {advice.headline()}"
-        found = self._with(config, chosen.step, settings, steps if steps > 1 else None)
-        return Suggestion(found, headline, tuple(remarks))
+        for candidate_name, candidate_config in self._candidates(config):
+            if self._lacking(candidate_config) == 0:
+                return f"{candidate_name} would fit: press Suggest."
+        batch_remedy = "a smaller batch, " if self._yardstick.sample_batch is not None else ""
+        return f"Nothing on the ladder fits: take {batch_remedy}more devices, or a smaller model."
 
     def _by_estimates(self, config: RunConfig) -> Suggestion:
-        for step, candidate in self._steps(config):
-            if candidate is not None and self._lacking(candidate) == 0:
-                headline = f"Suggested: {_name(step)}: fits by estimate"
-                missing = f"DeepSpeed is not installed: {install_line('deepspeed')}"
-                return Suggestion(candidate, headline, (missing,) if step.stage else ())
-        least = min(
-            (self._lacking(candidate) for _, candidate in self._steps(config) if candidate),
-            default=0,
+        for candidate_name, candidate_config in self._candidates(config):
+            if self._lacking(candidate_config) == 0:
+                chosen_forms = (
+                    settings_form
+                    for settings_form in settings_forms()
+                    if settings_form.is_chosen(candidate_config)
+                )
+                missing_libraries = tuple(
+                    filter(None, (settings_form.missing_library for settings_form in chosen_forms))
+                )
+                return Suggestion(
+                    candidate_config,
+                    f"Suggested: {candidate_name}: fits by estimate",
+                    missing_libraries,
+                )
+        least_lacking = min(
+            (self._lacking(candidate_config) for _, candidate_config in self._candidates(config))
         )
         raise ConfigError(
-            f"Nothing fits: the leanest way lacks {format_bytes(least)}. Training would run out of "
+            f"Nothing fits: the leanest way lacks {format_bytes(least_lacking)}. Training would "
+            f"run out of "
             f"memory with {config}. Use a smaller batch, more devices, or a smaller model."
         )
 
-    def _steps(self, config: RunConfig) -> Iterator[tuple[Step, RunConfig | None]]:
-        """The ladder, each rung as settings; None for one that cannot be had."""
-        on = self._recomputes
-        can = gradient_checkpointing.can_checkpoint_gradients(self._yardstick.model)
-        for step in ladder(has_switch=can, is_on=on):
-            if (step.gradient_checkpointing and not (can or on)) or (
-                step.uses_nvme and _folder(config) is None
-            ):
-                continue
-            if step.stage and config.mixed_precision not in strategy_row("deepspeed").precisions:
-                continue
-            yield step, self._with(config, step, self._base(config), None)
+    def _candidates(self, config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+        """Ways to train, the fastest first, each with its name."""
+        can_recompute = self._recomputes
+        can_checkpoint = gradient_checkpointing.can_checkpoint_gradients(self._yardstick.model)
+        replicated_config = config.changed(
+            zero_stage=None, deepspeed=None, activation_checkpointing=False
+        )
+        yield "As it is", replicated_config
+        if can_checkpoint and not can_recompute:
+            yield "Gradient checkpointing", replicated_config.changed(activation_checkpointing=True)
+        for settings_form in settings_forms():
+            yield from settings_form.leaner(
+                config, can_checkpoint=can_checkpoint, checkpoints=can_recompute
+            )
 
     def _lacking(self, config: RunConfig) -> int:
-        plan = resolve(config, self._yardstick.inventory)
         yardstick = self._yardstick
-        settings = filled_in(
-            engine_config(config), config, plan, yardstick.model, yardstick.sample_batch
-        ).config
-        return yardstick.need(config, plan, settings).lacking
-
-    def _with(
-        self, config: RunConfig, step: Step, settings: dict[str, Any], accumulation: int | None
-    ) -> RunConfig:
-        model_has_it = step.gradient_checkpointing and not self._recomputes
-        changes: dict[str, Any] = {"activation_checkpointing": model_has_it}
-        if accumulation is not None:
-            changes["gradient_accumulation_steps"] = accumulation
-        if not step.stage:
-            return config.changed(zero_stage=None, deepspeed=None, **changes)
-        settings = copy.deepcopy(settings)
-        for half in ("fp16", "bf16"):
-            section = settings.get(half)
-            if isinstance(section, dict):  # the run says it
-                section.pop("enabled", None)
-                if not section or section == {"auto_cast": True}:
-                    del settings[half]
-        zero = settings.setdefault(ZERO, {})
-        zero.pop("stage", None)
-        for name, place in (
-            ("offload_optimizer", step.offload_optimizer),
-            ("offload_param", step.offload_param),
-        ):
-            if place != "none" and name not in zero:
-                zero[name] = {"device": place}
-                if place == "nvme":
-                    zero[name]["nvme_path"] = _folder(config)
-        return config.changed(zero_stage=step.stage, deepspeed=settings, **changes)
-
-    def _base(self, config: RunConfig) -> dict[str, Any]:
-        """What was chosen beside what the ladder decides."""
-        settings: dict[str, Any] = copy.deepcopy(dict(config.deepspeed or {}))
-        for name in ("offload_optimizer", "offload_param"):
-            dotted.drop(settings, f"{ZERO}.{name}")
-        return settings
-
-
-def _folder(config: RunConfig) -> str | None:
-    return next(map(str, nvme_folders(config.deepspeed)), None)
-
-
-def _name(step: Step) -> str:
-    also = ", gradient checkpointing" if step.stage and step.gradient_checkpointing else ""
-    return f"{step.name[:1].upper()}{step.name[1:]}{also}"
+        plan = resolve(config, yardstick.inventory)
+        chosen_form = next(
+            (chosen_form for chosen_form in settings_forms() if chosen_form.is_chosen(config)), None
+        )
+        strategy_document = None
+        if chosen_form is not None:
+            strategy_document = chosen_form.filled_in(
+                config, plan, yardstick.model, yardstick.sample_batch
+            ).config
+        return yardstick.need(config, plan, chosen_form, strategy_document or {}).lacking

@@ -11,23 +11,193 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as w
 
 from nbaccel.errors import ConfigError
-from nbaccel.notebook.picker.actions import Actions, Files
-from nbaccel.notebook.picker.drawing import error_html, front_html, heading_html, remarks_html
-from nbaccel.notebook.picker.fields import Field, Shared, field_for
-from nbaccel.notebook.picker.outlook import Faces, Memory
-from nbaccel.notebook.picker.sections import Section
-from nbaccel.notebook.picker.words import TITLES
+from nbaccel.notebook.picker.choices import PANELS, title_of
+from nbaccel.notebook.picker.fields import (
+    FacesPanel,
+    FoldedSection,
+    MemoryPanel,
+    SettingField,
+    SharedFields,
+    field_for,
+)
+from nbaccel.notebook.picker.html import (
+    error_html,
+    front_html,
+    heading_html,
+    remarks_html,
+    title_html,
+)
 
 if TYPE_CHECKING:
     from nbaccel.notebook.picker.choices import Setting
     from nbaccel.notebook.picker.model import PickerModel
 
-__all__ = ["PickerView"]
+
+__all__ = ["ActionsRow", "CarryOut", "FilesPanel", "PickerView"]
+
+
+CarryOut = Callable[..., tuple[str, ...]]
+_SUGGEST = "Suggest"
+_NO_CHANGE = "Nothing has been changed yet"
+
+
+class ActionsRow:
+    """The line at the top.
+
+    Args:
+        model: The picker's model.
+        shared_fields: Layouts and styles.
+        carry_out: Does something and shows what goes wrong.
+
+    Attributes:
+        box: What is shown.
+    """
+
+    def __init__(
+        self, model: PickerModel, shared_fields: SharedFields, carry_out: CarryOut
+    ) -> None:
+        self._model, self._carry_out = model, carry_out
+        title_widget = shared_fields.new_html()
+        title_widget.value = title_html()
+        self._suggest = shared_fields.new_button(_SUGGEST, "nbaccel-suggest", self._on_suggest)
+        self._undo = shared_fields.new_button("Undo", "nbaccel-undo", self._on_undo)
+        self.box = w.HBox([title_widget, self._suggest, self._undo], layout=shared_fields.layout)
+        self.box.add_class("nbaccel-head")
+
+    def sync(self) -> None:
+        """Grey what cannot be done now."""
+        self._undo.disabled = not self._model.can_undo
+        self._undo.tooltip = "Take the last change back" if self._model.can_undo else _NO_CHANGE
+        suggest_refusal = self._model.suggest_refusal
+        self._suggest.disabled = bool(suggest_refusal)
+        self._suggest.tooltip = suggest_refusal or "Take the fastest settings that fit"
+
+    def _on_undo(self) -> None:
+        self._carry_out(self._model.undo)
+
+    def _on_suggest(self) -> None:
+        self._suggest.disabled, self._suggest.description = True, "Looking …"
+        try:
+            self._carry_out(self._model.suggest)
+        finally:
+            self._suggest.description = _SUGGEST
+            self.sync()
+
+
+class FilesPanel:
+    """Loading from a file, a path or pasted text; saving.
+
+    Args:
+        model: The picker's model.
+        shared_fields: Layouts and styles.
+        carry_out: Does something and shows what goes wrong.
+
+    Attributes:
+        section: What is shown, when it is opened.
+    """
+
+    def __init__(
+        self, model: PickerModel, shared_fields: SharedFields, carry_out: CarryOut
+    ) -> None:
+        self._model, self._shared, self._carry_out = model, shared_fields, carry_out
+        self._faces: w.Dropdown | None = None
+        self.section = FoldedSection("Load or save", (), model, shared_fields, self._make)
+        self.section.box.add_class("nbaccel-files")
+
+    def sync(self) -> None:
+        """Offer the languages that there are now."""
+        if self._faces is not None:
+            face_names = tuple(config_face.name for config_face in self._model.faces())
+            if self._faces.options != face_names:
+                kept_name = self._faces.value
+                self._faces.options = face_names
+                self._faces.value = kept_name if kept_name in face_names else "YAML"
+
+    def _make(self) -> list[w.Widget]:
+        text_style = {"layout": self._shared.width, "style": self._shared.text}
+        self._upload = w.FileUpload(
+            description="Load a file",
+            accept=".json,.yaml,.yml",
+            icon="",  # Notebook 7 is refused the font of its icons
+            layout=self._shared.width,
+        )
+        self._upload.observe(lambda change: self._on_upload(change.new), "value")
+        self._path = w.Text(description="Path", placeholder="ds_config.json", **text_style)
+        self._paste = w.Textarea(
+            description="Or paste it",
+            placeholder="a DeepSpeed configuration or a RunConfig, as JSON or YAML",
+            **text_style,
+        )
+        self._errors = self._shared.new_html()
+        self._target = w.Text(description="Save to", placeholder="run.yaml", **text_style)
+        self._faces = w.Dropdown(
+            description="as", layout=self._shared.width, style=self._shared.list
+        )
+        self.sync()
+        new_button = self._shared.new_button
+        return [
+            self._upload.add_class("nbaccel-upload"),
+            self._row(
+                self._path.add_class("nbaccel-path"),
+                new_button("Load", "nbaccel-load", self._on_path),
+            ),
+            self._row(
+                self._paste.add_class("nbaccel-paste"),
+                new_button("Take over", "nbaccel-take-over", self._on_paste),
+            ),
+            self._errors.add_class("nbaccel-load-errors"),
+            self._row(
+                self._target.add_class("nbaccel-target"),
+                self._faces.add_class("nbaccel-save-as"),
+                new_button("Save", "nbaccel-save", self._on_save),
+            ),
+        ]
+
+    def _row(self, *widgets: w.Widget) -> w.Widget:
+        return w.HBox(widgets, layout=self._shared.layout).add_class("nbaccel-row")
+
+    def _on_upload(self, uploaded_files: Sequence[Any] | dict[str, Any]) -> None:
+        if not uploaded_files:
+            return
+        first_file = next(
+            iter(uploaded_files.values() if isinstance(uploaded_files, dict) else uploaded_files)
+        )
+        file_content = bytes(first_file["content"])
+        self._load(lambda: file_content.decode() + "\n")
+        self._upload.set_trait(
+            "value", type(uploaded_files)()
+        )  # read-only in ipywidgets 7, and a dict there
+
+    def _on_path(self) -> None:
+        self._load(lambda: Path(self._path.value.strip()))
+
+    def _on_paste(self) -> None:
+        # With a line's end it is text, whatever it looks like.
+        if not self._load(lambda: self._paste.value + "\n"):
+            self._paste.value = ""
+
+    def _load(self, read_source: Callable[[], str | Path]) -> tuple[str, ...]:
+        load_mistakes = self._carry_out(lambda: self._model.load(read_source()), done="Loaded.")
+        self._errors.value = error_html(load_mistakes)
+        return load_mistakes
+
+    def _on_save(self) -> None:
+        target_path, face_name = (
+            self._target.value.strip(),
+            str(self._faces.value) if self._faces else "",
+        )
+        save_mistakes = self._carry_out(
+            lambda: self._model.save(target_path, face_name),
+            done=f"Saved to {target_path} as {face_name}.",
+        )
+        self._errors.value = error_html(save_mistakes)
+
 
 _FEW_SECTIONS = 2  # more of them lie below one "Advanced"
 
@@ -37,10 +207,10 @@ class PickerView:
 
     Args:
         model: What it shows and changes.
-        panels: Which panels.
+        panel_names: Which panels.
         is_whole: Whether memory, the configuration and files are shown, too.
         lock: Held while what the user does is carried out.
-        hides: A class of elements that are not to be seen as long as this is.
+        hidden_class: A class of elements that are not to be seen as long as this is.
 
     Attributes:
         root: The widget that holds all others.
@@ -49,24 +219,24 @@ class PickerView:
     def __init__(
         self,
         model: PickerModel,
-        panels: Sequence[str],
+        panel_names: Sequence[str],
         *,
         is_whole: bool,
         lock: threading.RLock,
-        hides: str,
+        hidden_class: str,
     ) -> None:
-        self._model, self._lock, self._shared = model, lock, Shared()
-        self._fields: dict[str, Field] = {}
-        self._sections: list[Section] = []
-        self._told_elsewhere: list[Field] = []
+        self._model, self._lock, self._shared = model, lock, SharedFields()
+        self._fields: dict[str, SettingField] = {}
+        self._sections: list[FoldedSection] = []
+        self._told_elsewhere: list[SettingField] = []
         self._said: tuple[str, ...] = ()
         self._wrong: tuple[str, ...] = ()
-        front, self._told = self._shared.new_html(), self._shared.new_html()
-        front.value = front_html(hides)
-        settings = {name: self._panel(name) for name in panels}
-        self._parts: list[Memory | Faces | Files | Actions] = []
+        front_widget, self._told = self._shared.new_html(), self._shared.new_html()
+        front_widget.value = front_html(hidden_class)
+        panel_boxes = {panel_name: self._panel(panel_name) for panel_name in panel_names}
+        self._parts: list[MemoryPanel | FacesPanel | FilesPanel | ActionsRow] = []
         self.root = self._shared.new_box(
-            [front.add_class("nbaccel-front"), *self._whole(settings, is_whole=is_whole)]
+            [front_widget.add_class("nbaccel-front"), *self._whole(panel_boxes, is_whole=is_whole)]
         ).add_class("nbaccel-picker")
         self.sync()
 
@@ -74,12 +244,12 @@ class PickerView:
     def sync(self) -> None:
         """Show what the model says now."""
         with self._lock:
-            for field in list(self._fields.values()):
-                field.sync()
-            for section in self._sections:
-                section.sync()
-            for part in self._parts:
-                part.sync()
+            for setting_field in list(self._fields.values()):
+                setting_field.sync()
+            for folded_section in self._sections:
+                folded_section.sync()
+            for view_part in self._parts:
+                view_part.sync()
             self._tell()
 
     # ---------------------------------------------------------------- in
@@ -87,7 +257,7 @@ class PickerView:
         self,
         action: Callable[[], Any],
         *,
-        field: Field | None = None,
+        field: SettingField | None = None,
         done: str = "",
     ) -> tuple[str, ...]:
         """Do what the user asks for; whatever goes wrong is shown to him.
@@ -117,7 +287,7 @@ class PickerView:
             self._tell()
             return ()
 
-    def _forget(self, field: Field | None) -> None:
+    def _forget(self, field: SettingField | None) -> None:
         """Take back what was told of earlier mistakes; what is typed wrong stays so, and told."""
         for each in self._told_elsewhere:
             each.tell(())
@@ -132,7 +302,7 @@ class PickerView:
             field.tell(())
             field.sync()
 
-    def _place(self, error: ConfigError, field: Field | None) -> None:
+    def _place(self, error: ConfigError, field: SettingField | None) -> None:
         """Show each mistake beside the field that it is about, if that can be seen."""
         rest: list[str] = []
         for name, messages in self._model.mistakes_of(error).items():
@@ -153,16 +323,19 @@ class PickerView:
         remarks = dict.fromkeys([*self._said, *self._model.remarks])
         self._told.value = error_html(self._wrong) + remarks_html(remarks)
 
-    def _choose(self, field: Field, value: Any) -> None:
+    def _choose(self, field: SettingField, value: Any) -> None:
         self.carry_out(lambda: self._model.choose(field.setting.name, value), field=field)
 
     # ---------------------------------------------------------------- building
     def _whole(self, panels: dict[str, w.Widget], *, is_whole: bool) -> list[w.Widget]:
         if not is_whole:
             return [self._shared.new_box(list(panels.values())), self._told]
-        files = Files(self._model, self._shared, self.carry_out)
-        actions = Actions(self._model, self._shared, self.carry_out)
-        memory, faces = Memory(self._model, self._shared), Faces(self._model, self._shared)
+        files = FilesPanel(self._model, self._shared, self.carry_out)
+        actions = ActionsRow(self._model, self._shared, self.carry_out)
+        memory, faces = (
+            MemoryPanel(self._model, self._shared),
+            FacesPanel(self._model, self._shared),
+        )
         self._parts = [memory, faces, files, actions]
         self._sections.append(files.section)
         # Memory is in sight while precision and stage are chosen; what grows comes last.
@@ -177,7 +350,7 @@ class PickerView:
     def _panel(self, name: str) -> w.Widget:
         settings = self._model.settings(name)
         heading = self._shared.new_html()
-        heading.value = heading_html(TITLES[name])
+        heading.value = heading_html(title_of(name))
         sections: dict[str, list[Setting]] = {}
         for setting in settings:
             sections.setdefault(setting.section, []).append(setting)
@@ -190,7 +363,7 @@ class PickerView:
         if len(sections) <= _FEW_SECTIONS:
             return [self._section(name, of).box for name, of in sections.items()]
         everything = [setting for of in sections.values() for setting in of]
-        advanced = Section(
+        advanced = FoldedSection(
             "Advanced",
             everything,
             self._model,
@@ -200,9 +373,11 @@ class PickerView:
         self._sections.append(advanced)
         return [advanced.box]
 
-    def _section(self, name: str, settings: Sequence[Setting]) -> Section:
-        title = name if name not in TITLES.values() else "Advanced"
-        section = Section(title, settings, self._model, self._shared, lambda: self._made(settings))
+    def _section(self, name: str, settings: Sequence[Setting]) -> FoldedSection:
+        title = name if name not in map(title_of, PANELS) else "Advanced"
+        section = FoldedSection(
+            title, settings, self._model, self._shared, lambda: self._made(settings)
+        )
         self._sections.append(section)
         return section
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from nbaccel.train.checkpoint.checkpoints import Checkpoints
 from nbaccel.train.checkpoint.files import save, save_model
 from nbaccel.train.checkpoint.loading import load_state
-from nbaccel.train.checkpoint.parts import Parts, check_checkpointable
-from nbaccel.train.checkpoint.saving import save_state
+from nbaccel.train.checkpoint.saving import CheckpointParts, check_checkpointable, save_state
 
 __all__ = [
+    "CheckpointParts",
     "Checkpoints",
-    "Parts",
     "check_checkpointable",
     "load_state",
     "save",

@@ -13,10 +13,9 @@ from nbaccel.abc.place import Place
 from nbaccel.config.handlers import ProjectConfiguration
 from nbaccel.errors import ConfigError
 from nbaccel.log import get_logger
-from nbaccel.train.checkpoint import series
+from nbaccel.train.checkpoint import checkpoint_folder
 from nbaccel.train.checkpoint.loading import LoadHook, load_state
-from nbaccel.train.checkpoint.parts import Parts
-from nbaccel.train.checkpoint.saving import SaveHook, save_state
+from nbaccel.train.checkpoint.saving import CheckpointParts, SaveHook, save_state
 from nbaccel.train.collectives import Collectives
 
 __all__ = ["Checkpoints"]
@@ -36,7 +35,7 @@ class Checkpoints:
     def __init__(
         self, configuration: ProjectConfiguration, place: Place, collectives: Collectives
     ) -> None:
-        self._configuration = configuration
+        self._project_configuration = configuration
         self._place = place
         self._collectives = collectives
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
@@ -73,7 +72,7 @@ class Checkpoints:
     def save(
         self,
         folder: str | Path | None,
-        parts: Parts,
+        parts: CheckpointParts,
         *,
         step: int,
         safe_serialization: bool = True,
@@ -93,10 +92,10 @@ class Checkpoints:
             ConfigError: No folder is given, or none can be made of that name.
             CheckpointFailed: On every process, if any failed; nothing has changed then.
         """
-        configuration = self._configuration
-        numbered = configuration.automatic_checkpoint_naming
-        made = save_state(
-            self._target(folder),
+        configuration = self._project_configuration
+        is_numbered = configuration.automatic_checkpoint_naming
+        checkpoint_path = save_state(
+            self._target_folder(folder),
             parts,
             self._place,
             self._collectives,
@@ -104,16 +103,18 @@ class Checkpoints:
             safe_serialization=safe_serialization,
             save_on_each_node=configuration.save_on_each_node,
             hooks=self._save_hooks.values(),
-            series=numbered,
+            series=is_numbered,
         )
-        number = series.number_of(made) if numbered else None
-        configuration.iteration = (configuration.iteration if number is None else number) + 1
-        if numbered and self._place.is_local_main:
-            series.rotate(made.parent, configuration.total_limit)
-        return made
+        checkpoint_number = checkpoint_folder.number_of(checkpoint_path) if is_numbered else None
+        configuration.iteration = (
+            configuration.iteration if checkpoint_number is None else checkpoint_number
+        ) + 1
+        if is_numbered and self._place.is_local_main:
+            checkpoint_folder.delete_oldest(checkpoint_path.parent, configuration.total_limit)
+        return checkpoint_path
 
-    def _target(self, folder: str | Path | None) -> Path:
-        if not self._configuration.automatic_checkpoint_naming:
+    def _target_folder(self, folder: str | Path | None) -> Path:
+        if not self._project_configuration.automatic_checkpoint_naming:
             if folder is None:
                 raise ConfigError(
                     f"save_state(output_dir={folder!r}) has nowhere to save to, because "
@@ -121,16 +122,21 @@ class Checkpoints:
                     "ProjectConfiguration(automatic_checkpoint_naming=True)."
                 )
             return Path(folder)
-        number = series.next_number(self._configuration)
-        target = series.folder_of(self._configuration) / f"checkpoint_{number}"
+        checkpoint_number = checkpoint_folder.next_number(self._project_configuration)
+        numbered_folder = (
+            checkpoint_folder.folder_of(self._project_configuration)
+            / f"checkpoint_{checkpoint_number}"
+        )
         if folder is not None:
-            _log.warning("checkpoints are numbered: saving to %s, not to %s", target, folder)
-        return target
+            _log.warning(
+                "checkpoints are numbered: saving to %s, not to %s", numbered_folder, folder
+            )
+        return numbered_folder
 
     def load(
         self,
         folder: str | Path | None,
-        parts: Parts,
+        parts: CheckpointParts,
         *,
         map_location: str | None = None,
         load_kwargs: Mapping[str, Any] | None = None,
@@ -152,9 +158,9 @@ class Checkpoints:
             ConfigError: There is no such checkpoint, or it does not fit; nothing is loaded then.
             CheckpointFailed: Another process failed.
         """
-        source = self._source(folder)
-        step = load_state(
-            source,
+        source_folder = self._source_folder(folder)
+        saved_step = load_state(
+            source_folder,
             parts,
             self._place,
             self._collectives,
@@ -163,31 +169,31 @@ class Checkpoints:
             hooks=self._load_hooks.values(),
             **options,
         )
-        number = series.number_of(source)
-        if folder is None and number is not None:
-            self._configuration.iteration = number + 1
-        return step
+        checkpoint_number = checkpoint_folder.number_of(source_folder)
+        if folder is None and checkpoint_number is not None:
+            self._project_configuration.iteration = checkpoint_number + 1
+        return saved_step
 
-    def _source(self, folder: str | Path | None) -> Path:
+    def _source_folder(self, folder: str | Path | None) -> Path:
         if folder is not None:
             return Path(folder)
-        if not self._configuration.automatic_checkpoint_naming:
+        if not self._project_configuration.automatic_checkpoint_naming:
             raise ConfigError(
                 f"load_state(input_dir={folder!r}) has nothing to load from, because checkpoints "
                 "are not numbered. Give the folder that save_state returned."
             )
         # Process 0 chooses: another one might look a moment later, when there is one more.
-        choice: tuple[Path | None, str] = (None, "")
+        folder_choice: tuple[Path | None, str] = (None, "")
         if self._place.is_main:
-            choice = _choice(self._configuration)
-        path, problem = self._collectives.broadcast_object(choice)
-        if path is None:
-            raise ConfigError(problem)
-        return Path(path)
+            folder_choice = _latest_or_problem(self._project_configuration)
+        chosen_path, problem_text = self._collectives.broadcast_object(folder_choice)
+        if chosen_path is None:
+            raise ConfigError(problem_text)
+        return Path(chosen_path)
 
 
-def _choice(configuration: ProjectConfiguration) -> tuple[Path | None, str]:
+def _latest_or_problem(configuration: ProjectConfiguration) -> tuple[Path | None, str]:
     try:
-        return series.latest(configuration), ""
+        return checkpoint_folder.latest_checkpoint(configuration), ""
     except ConfigError as error:
         return None, str(error)

@@ -15,19 +15,19 @@ from huggingface_hub import save_torch_state_dict
 
 from nbaccel import atomic
 from nbaccel.config.mistakes import shown
-from nbaccel.deepspeed.weights.placeholders import check_whole
 from nbaccel.errors import CheckpointDamaged, ConfigError
 from nbaccel.intact import OLD_TORCH_FORMAT
+from nbaccel.transfer.sharded_tensors import shard_readers
 
-__all__ = ["outline", "read", "save", "save_model"]
+__all__ = ["read_torch_file", "read_torch_outline", "save", "save_model"]
 
-_FAMILIES = {True: "model{suffix}.safetensors", False: "pytorch_model{suffix}.bin"}
+_WEIGHT_FILE_PATTERNS = {True: "model{suffix}.safetensors", False: "pytorch_model{suffix}.bin"}
 
 
 # ------------------------------------------------------------------------- reading
 
 
-def read(path: Path, *, allowed: Iterable[Any] = (), **options: Any) -> Any:
+def read_torch_file(path: Path, *, allowed: Iterable[Any] = (), **options: Any) -> Any:
     """Read what ``torch.save`` wrote, without running code that might be in it.
 
     Args:
@@ -44,8 +44,8 @@ def read(path: Path, *, allowed: Iterable[Any] = (), **options: Any) -> Any:
     options = {"weights_only": True, "map_location": "cpu", **options}
     try:
         # Leaving the block takes its classes off the list, those too that the user had put there.
-        known = set(torch.serialization.get_safe_globals())
-        with torch.serialization.safe_globals(list({*_numpy_globals(), *allowed} - known)):
+        user_globals = set(torch.serialization.get_safe_globals())
+        with torch.serialization.safe_globals(list({*_numpy_globals(), *allowed} - user_globals)):
             return torch.load(path, **options)
     except (MemoryError, ModuleNotFoundError):
         raise  # the machine's fault, not the file's
@@ -54,56 +54,59 @@ def read(path: Path, *, allowed: Iterable[Any] = (), **options: Any) -> Any:
         raise CheckpointDamaged(_why_unreadable(path, error)) from None
 
 
-def outline(path: Path, **options: Any) -> Any:
+def read_torch_outline(path: Path, **options: Any) -> Any:
     """Read what ``torch.save`` wrote, but for the numbers: tensors are on ``meta``.
 
     Args:
         path: The file.
-        **options: As of :func:`read`.
+        **options: As of :func:`read_torch_file`.
 
     Returns:
-        As :func:`read`; nothing of the numbers was in memory, unless torch is older than 1.6 that
-        wrote the file.
+        As :func:`read_torch_file`; nothing of the numbers was in memory, unless torch is older than
+        1.6 that wrote the file.
 
     Raises:
         CheckpointDamaged: It cannot be read, or holds something else.
     """
     with path.open("rb") as file:
         is_old = file.read(len(OLD_TORCH_FORMAT)) == OLD_TORCH_FORMAT
-    return read(path, **{**options, "map_location": "cpu" if is_old else "meta"})
+    return read_torch_file(path, **{**options, "map_location": "cpu" if is_old else "meta"})
 
 
 def _why_unreadable(path: Path, error: Exception) -> str:
-    named = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
-    if named:
+    global_match = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
+    if global_match:
         return (
-            f"{path} holds a {named[1]}: only numbers, text, tensors and plain containers are "
-            "read, because a pickle of anything else can run any code. Nothing of it was run or "
-            "loaded. If you wrote this file yourself and nobody could change it, "
-            "torch.serialization.add_safe_globals allows this class, and "
-            "load_state(..., load_kwargs={'weights_only': False}) all."
+            f"{path} holds a {global_match[1]}: only numbers, text, tensors and plain containers "
+            "are read, because a pickle of anything else can run any code. Nothing of it was run "
+            "or loaded. If you wrote this file yourself and nobody could change it, "
+            "torch.serialization.add_safe_globals allows this class, and load_state(..., "
+            "load_kwargs={'weights_only': False}) all."
         )
-    reason = str(error).partition("\n")[0][:200] or "it ends too early"
-    if "weights_only" in reason:
-        reason = "it is no pickle of plain data"
+    torch_reason = str(error).partition("\n")[0][:200] or "it ends too early"
+    if "weights_only" in torch_reason:
+        torch_reason = "it is no pickle of plain data"
     return (
-        f"{path} cannot be read ({type(error).__name__}: {reason}): it is truncated, damaged or "
-        "of something else. Nothing has been loaded. Load another checkpoint, or copy the file "
-        "again from where it was saved."
+        f"{path} cannot be read ({type(error).__name__}: {torch_reason}): it is truncated, "
+        f"damaged or of something else. Nothing has been loaded. Load another checkpoint, or "
+        f"copy the file again from where it was saved."
     )
 
 
 def _numpy_globals() -> list[Any]:
     """What pickles of numpy arrays and scalars name: nothing in it does more than hold numbers."""
-    makers = {"_reconstruct": np.zeros(1).__reduce__()[0], "scalar": np.float64(0).__reduce__()[0]}
+    reducers = {
+        "_reconstruct": np.zeros(1).__reduce__()[0],
+        "scalar": np.float64(0).__reduce__()[0],
+    }
     # numpy 1 and 2 keep them in packages of different names, and a file has the name of its writer.
-    named = [
-        (maker, f"numpy.{package}.multiarray.{name}")
-        for name, maker in makers.items()
-        for package in ("core", "_core")
+    named_reducers = [
+        (reducer, f"numpy.{package_name}.multiarray.{reducer_name}")
+        for reducer_name, reducer in reducers.items()
+        for package_name in ("core", "_core")
     ]
-    dtypes = {type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}
-    return [*named, np.ndarray, np.dtype, *sorted(dtypes, key=str)]
+    dtype_classes = {type(np.dtype(type_code)) for type_code in "?bBhHiIlLqQefd"}
+    return [*named_reducers, np.ndarray, np.dtype, *sorted(dtype_classes, key=str)]
 
 
 # ------------------------------------------------------------------------- writing
@@ -121,58 +124,58 @@ def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = Fals
         ConfigError: Not a dict of tensors, and safetensors hold nothing else; or placeholders that
             ZeRO-3 has in the place of weights.
     """
-    _check_whole(obj, f"save(..., {str(path)!r})")
+    _check_no_placeholders(obj, f"save(..., {str(path)!r})")
     if safe_serialization:
-        _check_tensors(obj, "safe_serialization=False")
+        _check_only_tensors(obj, "safe_serialization=False")
     if not isinstance(path, (str, os.PathLike)):
         _save_to_stream(obj, path, safe_serialization)
         return
     path = Path(path)
-    with atomic.workshop(path.parent, path.name) as folder:
+    with atomic.partial_folder(path.parent, path.name) as folder:
         if safe_serialization:
             save_torch_state_dict(dict(obj), folder, max_shard_size=sys.maxsize)
-            made = folder / "model.safetensors"
+            written_file = folder / "model.safetensors"
         else:
-            made = folder / "object"
-            _pickle(obj, made)
-        atomic.sync(made)
-        made.replace(path)
+            written_file = folder / "object"
+            _pickle_to_file(obj, written_file)
+        atomic.sync_path(written_file)
+        written_file.replace(path)
 
 
-class _Noting:
+class _ErrorNotingFile:
     """A file that remembers why it could not be written: torch forgets it and tells a riddle."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
+        self._wrapped_file = file
         self.error: OSError | None = None
 
     def write(self, data: bytes) -> int:
         try:
-            return self._file.write(data)
+            return self._wrapped_file.write(data)
         except OSError as error:
             self.error = error
             raise
 
     def flush(self) -> None:
-        self._file.flush()
+        self._wrapped_file.flush()
 
 
-def _pickle(obj: Any, path: Path) -> None:
+def _pickle_to_file(obj: Any, path: Path) -> None:
     try:
         torch.save(obj, path)
     except RuntimeError:
         # Once more through Python, at half the speed: now it fails with the reason, or not at all.
-        _pickle_noting(obj, path)
+        _pickle_with_reason(obj, path)
 
 
-def _pickle_noting(obj: Any, path: Path) -> None:
+def _pickle_with_reason(obj: Any, path: Path) -> None:
     with path.open("wb") as file:
-        noting = _Noting(file)
+        noting_file = _ErrorNotingFile(file)
         try:
-            torch.save(obj, cast("IO[bytes]", noting))
+            torch.save(obj, cast("IO[bytes]", noting_file))
         except RuntimeError as error:
-            if noting.error is not None:
-                raise noting.error from error
+            if noting_file.error is not None:
+                raise noting_file.error from error
             raise
 
 
@@ -182,7 +185,9 @@ def _save_to_stream(obj: Any, stream: IO[bytes], safe_serialization: bool) -> No
         return
     from safetensors.torch import save as to_bytes
 
-    stream.write(to_bytes({name: tensor.contiguous() for name, tensor in obj.items()}))
+    stream.write(
+        to_bytes({tensor_name: tensor.contiguous() for tensor_name, tensor in obj.items()})
+    )
 
 
 def save_model(
@@ -209,42 +214,47 @@ def save_model(
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(
-            f"save_model(save_directory={str(folder)!r}) is a file: weights and their index need a "
-            "folder. Give the folder's name, without that of a file."
+            f"save_model(save_directory={str(folder)!r}) is a file: weights and their index need "
+            f"a folder. Give the folder's name, without that of a file."
         )
-    _check_tensors(state_dict, "accelerator.save(state_dict, file), which pickles it")
-    _check_whole(state_dict, f"save_model(save_directory={str(folder)!r})")
+    _check_only_tensors(state_dict, "accelerator.save(state_dict, file), which pickles it")
+    _check_no_placeholders(state_dict, f"save_model(save_directory={str(folder)!r})")
     folder.mkdir(parents=True, exist_ok=True)
-    family = _FAMILIES[safe_serialization]
-    with atomic.workshop(folder, "model") as workshop:
+    name_pattern = _WEIGHT_FILE_PATTERNS[safe_serialization]
+    with atomic.partial_folder(folder, "model") as workshop:
         save_torch_state_dict(
             dict(state_dict),
             workshop,
-            filename_pattern=family,
+            filename_pattern=name_pattern,
             max_shard_size=max_shard_size,
             safe_serialization=safe_serialization,
         )
-        atomic.publish(workshop, folder, family)
+        atomic.publish_weights(workshop, folder, name_pattern)
 
 
-def _check_whole(obj: Any, what: str) -> None:
-    if "deepspeed" not in sys.modules:
-        return  # then an empty tensor is just an empty tensor
-    for part in (obj, *(obj.values() if isinstance(obj, Mapping) else ())):
-        if isinstance(part, (Mapping, torch.nn.Module)):
-            check_whole(part, what)
+def _check_no_placeholders(obj: Any, call_text: str) -> None:
+    checked_parts = (obj, *(obj.values() if isinstance(obj, Mapping) else ()))
+    # Without a library that leaves placeholders, an empty tensor is just an empty tensor.
+    for reader in shard_readers():
+        for checked_part in checked_parts:
+            if isinstance(checked_part, (Mapping, torch.nn.Module)):
+                reader.check_whole(checked_part, call_text)
 
 
-def _check_tensors(state: Any, remedy: str) -> None:
-    if not isinstance(state, Mapping):
+def _check_only_tensors(state_dict: Any, remedy: str) -> None:
+    if not isinstance(state_dict, Mapping):
         raise ConfigError(
-            f"Weights were to be saved, but this is {shown(state)}, and files of weights hold a "
-            f"dict of tensors. Give one, or use {remedy}."
+            f"Weights were to be saved, but this is {shown(state_dict)}, and files of weights "
+            f"hold a dict of tensors. Give one, or use {remedy}."
         )
-    odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
-    if odd:
+    other_names = [
+        tensor_name
+        for tensor_name, any_value in state_dict.items()
+        if not isinstance(any_value, torch.Tensor)
+    ]
+    if other_names:
         raise ConfigError(
-            f"{', '.join(map(repr, odd[:3]))}{' …' if len(odd) > 3 else ''} cannot be saved here: "
-            f"a {type(state[odd[0]]).__name__} is no tensor, and files of weights hold nothing "
-            f"else. Leave it out, or use {remedy}."
+            f"{', '.join(map(repr, other_names[:3]))}{' …' if len(other_names) > 3 else ''} "
+            f"cannot be saved here: a {type(state_dict[other_names[0]]).__name__} is no tensor, "
+            f"and files of weights hold nothing else. Leave it out, or use {remedy}."
         )

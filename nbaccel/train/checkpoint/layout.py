@@ -24,21 +24,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Contents", "gradients", "is_part", "loader_file", "numbered", "random_states"]
+__all__ = [
+    "CheckpointContents",
+    "gradients_file",
+    "is_checkpoint_part",
+    "loader_file",
+    "numbered_name",
+    "random_states_file",
+]
 
-SAFE, UNSAFE = "model.safetensors", "pytorch_model.bin"
-OPTIMIZER, SCHEDULER, SCALER = "optimizer.bin", "scheduler.bin", "scaler.pt"
-SAMPLER, STATEFUL = "sampler.bin", "dl_state_dict.bin"
-CUSTOM = "custom_checkpoint_{}.pkl"
-MANIFEST = "nbaccel_manifest.json"
-SHARDED_OPTIMIZER = "optimizer_{}"
-SHARD_KINDS = {
+SAFE_WEIGHTS, PICKLED_WEIGHTS = "model.safetensors", "pytorch_model.bin"
+OPTIMIZER_FILE, SCHEDULER_FILE, SCALER_FILE = "optimizer.bin", "scheduler.bin", "scaler.pt"
+SAMPLER_FILE, STATEFUL_LOADER_FILE = "sampler.bin", "dl_state_dict.bin"
+CUSTOM_OBJECT_FILE = "custom_checkpoint_{}.pkl"
+MANIFEST_FILE = "nbaccel_manifest.json"
+OPTIMIZER_SHARDS = "optimizer_{}"
+SHARD_FOLDERS = {
     "fsdp": re.compile(r"pytorch_model_fsdp_(\d+)"),
     "deepspeed": re.compile(r"pytorch_model(?:_(\d+))?"),
 }
 """Strategies whose processes write shards, and what folders they write for each model."""
 
-_PART = re.compile(
+_CHECKPOINT_PART = re.compile(
     r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin"
     r"|(optimizer|scheduler)(_\d+)?\.bin|(sampler|dl_state_dict)(_\d+)?(_rank\d+)?\.bin"
     r"|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
@@ -47,40 +54,37 @@ _PART = re.compile(
 )
 
 
-def is_part(name: str) -> bool:
+def is_checkpoint_part(name: str) -> bool:
     """Whether a file or folder of this name is a checkpoint's own, not one of the user's."""
-    return _PART.fullmatch(name) is not None
+    return _CHECKPOINT_PART.fullmatch(name) is not None
 
 
-def numbered(name: str, number: int) -> str:
+def numbered_name(file_name: str, number: int) -> str:
     """A name with its number: ``optimizer.bin`` for 0, then ``optimizer_1.bin``."""
-    stem, dot, ending = name.partition(".")
-    return name if number == 0 else f"{stem}_{number}{dot}{ending}"
+    file_stem, separator, file_ending = file_name.partition(".")
+    return file_name if number == 0 else f"{file_stem}_{number}{separator}{file_ending}"
 
 
-def sharded_model(kind: str, number: int) -> str:
-    """The folder of a model in shards."""
-    return f"pytorch_model_fsdp_{number}" if kind == "fsdp" else numbered("pytorch_model", number)
-
-
-def random_states(rank: int) -> str:
+def random_states_file(rank: int) -> str:
     """The file of a process's generators."""
     return f"random_states_{rank}.pkl"
 
 
-def gradients(rank: int) -> str:
+def gradients_file(rank: int) -> str:
     """The file of a process's gradients that wait for an optimizer step."""
     return f"gradients_{rank}.bin"
 
 
 def loader_file(number: int, *, stateful: bool, rank: int = 0) -> str:
     """The file that says where a loader is, for one process."""
-    stem, _, ending = numbered(STATEFUL if stateful else SAMPLER, number).partition(".")
-    return f"{stem}_rank{rank}.{ending}" if rank else f"{stem}.{ending}"
+    file_stem, _, file_ending = numbered_name(
+        STATEFUL_LOADER_FILE if stateful else SAMPLER_FILE, number
+    ).partition(".")
+    return f"{file_stem}_rank{rank}.{file_ending}" if rank else f"{file_stem}.{file_ending}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Contents:
+class CheckpointContents:
     """What a folder has of a checkpoint.
 
     Attributes:
@@ -100,25 +104,25 @@ class Contents:
     has_scaler: bool
 
     @classmethod
-    def of(cls, folder: Path) -> Contents:
+    def of(cls, folder: Path) -> CheckpointContents:
         """Look into a folder."""
-        files = [p.name for p in folder.iterdir() if not p.is_dir()]
-        folders = [p.name for p in folder.iterdir() if p.is_dir()]
+        file_names = [path.name for path in folder.iterdir() if not path.is_dir()]
+        folder_names = [path.name for path in folder.iterdir() if path.is_dir()]
         return cls(
-            models=_numbers(files, r"model(?:_(\d+))?\.safetensors")
-            | _numbers(files, r"pytorch_model(?:_(\d+))?\.bin"),
+            models=_matched_numbers(file_names, r"model(?:_(\d+))?\.safetensors")
+            | _matched_numbers(file_names, r"pytorch_model(?:_(\d+))?\.bin"),
             sharded_models={
-                kind: found
-                for kind, pattern in SHARD_KINDS.items()
-                if (found := _numbers(folders, pattern))
+                shard_kind: model_numbers
+                for shard_kind, pattern in SHARD_FOLDERS.items()
+                if (model_numbers := _matched_numbers(folder_names, pattern))
             },
-            optimizers=_numbers(files, r"optimizer(?:_(\d+))?\.bin"),
-            schedulers=_numbers(files, r"scheduler(?:_(\d+))?\.bin"),
-            custom=_numbers(files, r"custom_checkpoint_(\d+)\.pkl"),
-            has_scaler=SCALER in files,
+            optimizers=_matched_numbers(file_names, r"optimizer(?:_(\d+))?\.bin"),
+            schedulers=_matched_numbers(file_names, r"scheduler(?:_(\d+))?\.bin"),
+            custom=_matched_numbers(file_names, r"custom_checkpoint_(\d+)\.pkl"),
+            has_scaler=SCALER_FILE in file_names,
         )
 
 
-def _numbers(names: list[str], pattern: str | re.Pattern[str]) -> frozenset[int]:
-    matches = (re.fullmatch(pattern, name) for name in names)
-    return frozenset(int(match[1] or 0) for match in matches if match)
+def _matched_numbers(file_names: list[str], pattern: str | re.Pattern[str]) -> frozenset[int]:
+    name_matches = (re.fullmatch(pattern, file_name) for file_name in file_names)
+    return frozenset(int(name_match[1] or 0) for name_match in name_matches if name_match)

@@ -1,5 +1,7 @@
 """``load_state``: puts back what ``save_state`` wrote, if all of it is there and as it was written.
 
+What is small is read now and kept; of weights, optimizers and gradients only names and shapes.
+
     each process                                                everybody hears of it
     ------------                                                ---------------------
     sizes and checksums of files (shared out in a node)    ◄─►  damaged? nothing is loaded
@@ -15,12 +17,15 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
+from torch.optim import Optimizer
 
 from nbaccel.abc.place import Place
 from nbaccel.config.mistakes import shown
@@ -28,15 +33,311 @@ from nbaccel.errors import CheckpointDamaged, ConfigError
 from nbaccel.intact import Recorded
 from nbaccel.log import get_logger
 from nbaccel.train import rng
-from nbaccel.train.checkpoint import layout, manifest
-from nbaccel.train.checkpoint.files import read
-from nbaccel.train.checkpoint.folder import all_fine, standing
-from nbaccel.train.checkpoint.parts import Parts, check_contents
-from nbaccel.train.checkpoint.sources import Sources, find_sources
-from nbaccel.train.checkpoint.trial import Trial, Verdict, twins
+from nbaccel.train.checkpoint import checkpoint_folder, layout
+from nbaccel.train.checkpoint.checkpoint_folder import all_succeed, find_checkpoint
+from nbaccel.train.checkpoint.compatibility import (
+    CheckpointSources,
+    find_sources,
+    model_problem,
+    optimizer_problem,
+    state_problem,
+)
+from nbaccel.train.checkpoint.files import read_torch_file, read_torch_outline
+from nbaccel.train.checkpoint.saving import CheckpointParts, check_contents
 from nbaccel.train.collectives import Collectives
 
-__all__ = ["LoadHook", "load_state"]
+__all__ = ["LoadHook", "LoadTrial", "LoadVerdict", "load_state", "tied_tensor_names"]
+
+
+@dataclass(slots=True)
+class LoadVerdict:
+    """What is wrong with a checkpoint.
+
+    Attributes:
+        damaged: Files that are not as they were saved.
+        unfit: Files that do not fit what is to be loaded.
+    """
+
+    damaged: list[str] = field(default_factory=list)
+    unfit: list[str] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Raise what was found, if anything was.
+
+        Raises:
+            CheckpointDamaged: Files are damaged.
+            ConfigError: They do not fit.
+        """
+        if self.damaged:
+            raise CheckpointDamaged(*self.damaged)
+        if self.unfit:
+            raise ConfigError(*self.unfit)
+
+
+class LoadTrial:
+    """Reads for one process; afterwards it has what is small.
+
+    Args:
+        sources: The files.
+        parts: What they are to be loaded into.
+        options: Of ``torch.load``, for optimizers, schedulers and loaders.
+
+    Attributes:
+        schedulers: States by number.
+        scaler: Its state, if there is one.
+        custom: States of registered objects by number; models and optimizers among them are read
+            when they are loaded.
+        loaders: States by number.
+        generators: Random states of this process; None where it has none.
+        step: The accumulation step; None where no file has it.
+        verdict: What is wrong.
+    """
+
+    def __init__(
+        self, sources: CheckpointSources, parts: CheckpointParts, options: Mapping[str, Any]
+    ) -> None:
+        self._sources = sources
+        self._parts = parts
+        self._options = dict(options)
+        self.schedulers: dict[int, Any] = {}
+        self.scaler: Any = None
+        self.custom: dict[int, Any] = {}
+        self.loaders: dict[int, Any] = {}
+        self.generators: Any = None
+        self.step: int | None = None
+        self.verdict = LoadVerdict()
+
+    def run(self, place: Place, *, strict: bool, with_models: bool) -> LoadVerdict:
+        """Read everything.
+
+        Args:
+            place: This process.
+            strict: Whether a model and its file must have the same names.
+            with_models: Whether weights must fit; with load hooks, only they know which are read.
+
+        Returns:
+            What is wrong.
+        """
+        if with_models:
+            for object_number, path in self._sources.weights.items():
+                self._attempt_step(
+                    partial(self.check_weights, path, self._parts.models[object_number], strict)
+                )
+        for object_number, path in self._sources.optimizers.items():
+            self._attempt_step(partial(self._check_optimizer, path, object_number))
+        for shard_check in self._shard_checks():
+            self._attempt_step(shard_check)
+        for read_step in (self._read_schedulers, self._read_loaders, self._read_custom):
+            self._attempt_step(read_step)
+        if self._sources.gradients is not None:
+            self._attempt_step(
+                partial(read_torch_outline, self._sources.gradients, **self._options)
+            )
+        self._attempt_step(partial(self._read_generators, place))
+        return self.verdict
+
+    def _attempt_step(self, check_step: Callable[[], Any]) -> None:
+        try:
+            check_step()
+        except CheckpointDamaged as error:
+            self.verdict.damaged += error.mistakes
+        except ConfigError as error:
+            self.verdict.unfit += error.mistakes
+
+    # --------------------------------------------------------------------- names and shapes
+
+    def check_weights(self, path: Path, model: nn.Module, strict: bool) -> None:
+        """Compare a file of weights with a model.
+
+        Raises:
+            CheckpointDamaged: It cannot be read.
+            ConfigError: It does not fit.
+        """
+        model = self._parts.strategy.unwrap(model)
+        saved_shapes = (
+            _safetensors_shapes(path) if path.suffix == ".safetensors" else _pickled_shapes(path)
+        )
+        for tensor_name, tied_name in tied_tensor_names(model).items():
+            if tensor_name not in saved_shapes and tied_name in saved_shapes:
+                saved_shapes[tensor_name] = saved_shapes[tied_name]
+        _refuse_problem(path, model_problem(model, saved_shapes, strict=strict))
+
+    def _check_optimizer(self, path: Path, optimizer_number: int) -> None:
+        optimizer, _ = self._parts.plain_optimizers()[optimizer_number]
+        _refuse_problem(
+            path, optimizer_problem(optimizer, read_torch_outline(path, **self._options))
+        )
+
+    def _shard_checks(self) -> Iterator[Callable[[], None]]:
+        sharder = self._parts.sharder
+        if sharder is not None:
+            sources = self._sources
+            for source_shards in (
+                *sources.sharded_models.values(),
+                *sources.sharded_optimizers.values(),
+            ):
+                yield partial(
+                    sharder.check_sharded,
+                    source_shards.model,
+                    source_shards.optimizer,
+                    source_shards.folder,
+                )
+
+    # --------------------------------------------------------------------- what is small
+
+    def _read_schedulers(self) -> None:
+        for scheduler_number, path in enumerate(self._sources.schedulers):
+            self.schedulers[scheduler_number] = self._read_state(
+                path, self._parts.schedulers[scheduler_number]
+            )
+        if self._sources.scaler is not None:
+            self.scaler = read_torch_file(self._sources.scaler)
+            _refuse_problem(self._sources.scaler, state_problem(self._parts.scaler, self.scaler))
+
+    def _read_loaders(self) -> None:
+        loaders = dict(self._parts.stateful_loaders())
+        for loader_number, path in self._sources.loaders.items():
+            loader_state = self.loaders[loader_number] = read_torch_file(path, **self._options)
+            check_method = getattr(loaders[loader_number], "check_state_dict", None)
+            if check_method is not None:
+                check_method(loader_state)
+            elif not getattr(loaders[loader_number], "use_stateful_dataloader", False):
+                _refuse_problem(path, state_problem(loaders[loader_number], loader_state))
+
+    def _read_custom(self) -> None:
+        for object_number, (path, custom_object) in enumerate(
+            zip(self._sources.custom, self._parts.custom, strict=True)
+        ):
+            if isinstance(custom_object, nn.Module):
+                _refuse_problem(path, model_problem(custom_object, _pickled_shapes(path)))
+            elif isinstance(custom_object, Optimizer):
+                _refuse_problem(path, optimizer_problem(custom_object, read_torch_outline(path)))
+            else:
+                self.custom[object_number] = read_custom(path, custom_object, self._options)
+
+    def _read_state(self, path: Path, stateful_object: Any) -> Any:
+        saved_state = read_torch_file(path, **self._options)
+        _refuse_problem(path, state_problem(stateful_object, saved_state))
+        return saved_state
+
+    def _read_generators(self, place: Place) -> None:
+        sources = self._sources
+        first_states = (
+            {} if sources.first_generators is None else read_torch_file(sources.first_generators)
+        )
+        own_states = None if sources.generators is None else read_torch_file(sources.generators)
+        try:
+            self.step = (first_states if own_states is None else own_states).get("step")
+            if own_states is not None:
+                with rng.preserve_rng_states():
+                    rng.restore_rng_states(place, own_states)
+        except Exception as error:  # generators refuse what is not theirs in many ways
+            raise CheckpointDamaged(
+                f"{sources.generators} holds no states of random number generators "
+                f"({type(error).__name__}: {error}). Load another checkpoint."
+            ) from error
+        self.generators = own_states
+
+
+def read_custom(path: Path, custom_object: Any, options: Mapping[str, Any]) -> Any:
+    """The state of a registered object: plain data, and classes that its state has now.
+
+    Args:
+        path: The file.
+        custom_object: The object.
+        options: Of ``torch.load``; ``weights_only=False`` allows any pickle.
+
+    Returns:
+        The state.
+
+    Raises:
+        CheckpointDamaged: It cannot be read, or holds something else.
+    """
+    read_options = {
+        option_name: option_value
+        for option_name, option_value in options.items()
+        if option_name == "weights_only"
+    }
+    return read_torch_file(path, allowed=_classes_in(custom_object.state_dict()), **read_options)
+
+
+def _classes_in(state_dict: Any) -> set[type]:
+    """Classes of the user's own in a state: instances of them may be read back."""
+    user_classes: set[type] = set()
+    pending_values, seen_ids = [state_dict], set()
+    while pending_values:
+        state_value = pending_values.pop()
+        if id(state_value) in seen_ids:
+            continue
+        seen_ids.add(id(state_value))
+        value_class = state_value if isinstance(state_value, type) else type(state_value)
+        if value_class.__module__ != "builtins":
+            user_classes.add(value_class)
+        if isinstance(state_value, Mapping):
+            pending_values += [*state_value.keys(), *state_value.values()]
+        elif isinstance(state_value, (list, tuple, set, frozenset)):
+            pending_values += state_value
+        elif not isinstance(state_value, type) and not value_class.__module__.startswith(
+            ("torch", "numpy")
+        ):
+            pending_values += getattr(state_value, "__dict__", {}).values()
+    return user_classes
+
+
+def _refuse_problem(path: Path, problem_text: str) -> None:
+    if problem_text:
+        raise ConfigError(
+            f"{path} {problem_text}. Nothing has been loaded. Prepare and register the same "
+            "objects in the same order as when it was saved, or load another checkpoint."
+        )
+
+
+def _safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(path, "numpy") as file:
+            tensor_names = file.keys()
+            stored_shapes = {
+                tensor_name: tuple(file.get_slice(tensor_name).get_shape())
+                for tensor_name in tensor_names
+            }
+            tied_metadata = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointDamaged(
+            f"{path} cannot be read ({error}). Nothing has been loaded. Load another checkpoint."
+        ) from error
+    tied_shapes = {
+        tensor_name: stored_shapes[tied_name]
+        for tensor_name, tied_name in tied_metadata.items()
+        if tied_name in stored_shapes
+    }
+    return {**tied_shapes, **stored_shapes}
+
+
+def _pickled_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    state_outline = read_torch_outline(path)
+    if not isinstance(state_outline, Mapping):
+        raise ConfigError(f"{path} holds no weights by name, but a {type(state_outline).__name__}.")
+    return {
+        str(tensor_name): tuple(tensor_outline.shape)
+        for tensor_name, tensor_outline in state_outline.items()
+        if hasattr(tensor_outline, "shape")
+    }
+
+
+def tied_tensor_names(model: nn.Module) -> dict[str, str]:
+    """Names of tied tensors, each with another name of the same tensor."""
+    names_by_tensor: dict[int, list[str]] = {}
+    for list_named in (model.named_parameters, model.named_buffers):
+        for tensor_name, tensor in list_named(remove_duplicate=False):
+            names_by_tensor.setdefault(id(tensor), []).append(tensor_name)
+    return {
+        tensor_name: tied_name
+        for tied_names in names_by_tensor.values()
+        for tensor_name in tied_names
+        for tied_name in tied_names
+        if tied_name != tensor_name
+    }
+
 
 LoadHook = Callable[[list[Any], str], None]
 _log = get_logger(__name__)
@@ -44,7 +345,7 @@ _log = get_logger(__name__)
 
 def load_state(
     folder: str | Path,
-    parts: Parts,
+    parts: CheckpointParts,
     place: Place,
     collectives: Collectives,
     *,
@@ -83,58 +384,66 @@ def load_state(
         TypeError: Another `map_location`.
         CheckpointFailed: Another process failed.
     """
-    device = _device(map_location, place)
-    what = f"load_state({str(folder)!r})"
+    device = _read_device(map_location, place)
+    call_text = f"load_state({str(folder)!r})"
     hooks = list(hooks)
-    reading = {"map_location": device, **(load_kwargs or {})}
-    strict = bool(options.get("strict", True))
-    with all_fine(collectives, what):
-        found = standing(Path(folder))
-        check_contents(found, parts, with_models=not hooks)
-        recorded, verdict = _recorded(found)
-        sources = find_sources(found, parts, place, recorded)
+    read_options = {"map_location": device, **(load_kwargs or {})}
+    is_strict = bool(options.get("strict", True))
+    with all_succeed(collectives, call_text):
+        source_folder = find_checkpoint(Path(folder))
+        check_contents(source_folder, parts, with_models=not hooks)
+        recorded, verdict = _read_recorded(source_folder)
+        sources = find_sources(source_folder, parts, place, recorded)
         verdict.damaged += sources.damaged(place)
-    _judge_together(collectives, what, verdict)
-    trial = Trial(sources, parts, reading)
-    with all_fine(collectives, what):
-        verdict = trial.run(place, strict=strict, with_models=not hooks)
-    _judge_together(collectives, what, verdict)
-    loading = _Loading(sources, parts, trial, reading)
-    with loading.undone_on_failure():
-        with all_fine(collectives, what):
-            models = loading.models_left_by(hooks, strict)
-            loading.small()
-    with all_fine(collectives, what):
-        loading.models(models, device, options)
-        loading.optimizers()
-        loading.large_objects()
-        loading.gradients()
-        loading.generators(place)
-    return trial.step
+    _judge_together(collectives, call_text, verdict)
+    load_trial = LoadTrial(sources, parts, read_options)
+    with all_succeed(collectives, call_text):
+        verdict = load_trial.run(place, strict=is_strict, with_models=not hooks)
+    _judge_together(collectives, call_text, verdict)
+    state_loader = _StateLoader(sources, parts, load_trial, read_options)
+    with state_loader.undone_on_failure():
+        with all_succeed(collectives, call_text):
+            remaining_models = state_loader.models_left_by(hooks, is_strict)
+            state_loader.load_small_states()
+    with all_succeed(collectives, call_text):
+        state_loader.load_models(remaining_models, device, options)
+        state_loader.load_optimizers()
+        state_loader.load_large_objects()
+        state_loader.load_gradients()
+        state_loader.generators(place)
+    return load_trial.step
 
 
-def _recorded(folder: Path) -> tuple[Mapping[str, Recorded], Verdict]:
+def _read_recorded(folder: Path) -> tuple[Mapping[str, Recorded], LoadVerdict]:
     try:
-        return manifest.read(folder), Verdict()
+        return checkpoint_folder.read_manifest(folder), LoadVerdict()
     except CheckpointDamaged as error:
-        return {}, Verdict(damaged=list(error.mistakes))
+        return {}, LoadVerdict(damaged=list(error.mistakes))
 
 
-def _judge_together(collectives: Collectives, what: str, mine: Verdict) -> None:
+def _judge_together(collectives: Collectives, call_text: str, own_verdict: LoadVerdict) -> None:
     """Raise what any process found, the same on all.
 
     Raises:
         CheckpointDamaged: Files are damaged.
         ConfigError: They do not fit.
     """
-    found = collectives.answers(f"{what}: all files read", [mine.damaged, mine.unfit])
-    Verdict(
-        damaged=list(dict.fromkeys(text for damaged, _ in found for text in damaged)),
-        unfit=list(dict.fromkeys(text for _, unfit in found for text in unfit)),
+    verdicts_by_rank = collectives.answers(
+        f"{call_text}: all files read", [own_verdict.damaged, own_verdict.unfit]
+    )
+    LoadVerdict(
+        damaged=list(
+            dict.fromkeys(
+                problem_text for damaged, _ in verdicts_by_rank for problem_text in damaged
+            )
+        ),
+        unfit=list(
+            dict.fromkeys(problem_text for _, unfit in verdicts_by_rank for problem_text in unfit)
+        ),
     ).check()
 
 
-def _device(map_location: str | None, place: Place) -> torch.device:
+def _read_device(map_location: str | None, place: Place) -> torch.device:
     if map_location not in {None, "cpu", "on_device"}:
         raise TypeError(
             f"load_state(map_location={shown(map_location)}) must be 'cpu' or 'on_device'. "
@@ -143,30 +452,34 @@ def _device(map_location: str | None, place: Place) -> torch.device:
     return place.device if map_location == "on_device" else torch.device("cpu")
 
 
-class _Loading:
+class _StateLoader:
     """One process's share of a load, once everything has been read and found to fit."""
 
     def __init__(
-        self, sources: Sources, parts: Parts, trial: Trial, reading: Mapping[str, Any]
+        self,
+        sources: CheckpointSources,
+        parts: CheckpointParts,
+        trial: LoadTrial,
+        reading: Mapping[str, Any],
     ) -> None:
         self._sources = sources
         self._parts = parts
         self._trial = trial
-        self._reading = dict(reading)
-        self._undo: list[Callable[[], Any]] = []
+        self._read_options = dict(reading)
+        self._undo_steps: list[Callable[[], Any]] = []
 
     def models_left_by(self, hooks: Sequence[LoadHook], strict: bool) -> list[nn.Module]:
         """Let hooks load what they want; the models that are left fit their files."""
-        models = list(self._parts.models)
-        for hook in hooks:
-            hook(models, str(self._sources.folder))
-        for number in range(len(models) if hooks else 0):
-            if number in self._sources.weights:
-                path = self._sources.weights[number]
-                self._trial.check_weights(path, models[number], strict)
-            elif number not in self._sources.sharded_models:
-                raise ConfigError(_no_weights(self._sources.folder, number))
-        return models
+        remaining_models = list(self._parts.models)
+        for load_hook in hooks:
+            load_hook(remaining_models, str(self._sources.folder))
+        for model_number in range(len(remaining_models) if hooks else 0):
+            if model_number in self._sources.weights:
+                path = self._sources.weights[model_number]
+                self._trial.check_weights(path, remaining_models[model_number], strict)
+            elif model_number not in self._sources.sharded_models:
+                raise ConfigError(_missing_weights(self._sources.folder, model_number))
+        return remaining_models
 
     # --------------------------------------------------------------------- can be undone
 
@@ -176,111 +489,118 @@ class _Loading:
         try:
             yield
         except BaseException:  # an interrupt, too
-            for put_back in reversed(self._undo):
+            for put_back in reversed(self._undo_steps):
                 # What refuses its own state has been changed, and there is nothing to be done.
                 with contextlib.suppress(Exception):
                     put_back()
             raise
 
-    def small(self) -> None:
+    def load_small_states(self) -> None:
         """Schedulers, scaler, registered objects and loaders: any may refuse its state."""
         parts, trial = self._parts, self._trial
-        for number, state in trial.schedulers.items():
-            self._load(parts.schedulers[number], state)
+        for object_number, saved_state in trial.schedulers.items():
+            self._load_undoable(parts.schedulers[object_number], saved_state)
         if parts.scaler is not None:
-            self._load(parts.scaler, trial.scaler)
-        for number, state in trial.custom.items():
-            self._load(parts.custom[number], state)
-        self._loaders()
+            self._load_undoable(parts.scaler, trial.scaler)
+        for object_number, saved_state in trial.custom.items():
+            self._load_undoable(parts.custom[object_number], saved_state)
+        self._load_loaders()
 
-    def _load(self, item: Any, state: Any) -> None:
+    def _load_undoable(self, stateful_object: Any, saved_state: Any) -> None:
         with contextlib.suppress(Exception):  # a state that cannot be copied cannot be put back
-            before = copy.deepcopy(item.state_dict())
-            self._undo.append(lambda: item.load_state_dict(before))
-        item.load_state_dict(state)
+            previous_state = copy.deepcopy(stateful_object.state_dict())
+            self._undo_steps.append(lambda: stateful_object.load_state_dict(previous_state))
+        stateful_object.load_state_dict(saved_state)
 
-    def _loaders(self) -> None:
-        for number, loader in self._parts.stateful_loaders():
-            if number in self._trial.loaders:
-                loader.load_state_dict(self._trial.loaders[number])
+    def _load_loaders(self) -> None:
+        for loader_number, loader in self._parts.stateful_loaders():
+            if loader_number in self._trial.loaders:
+                loader.load_state_dict(self._trial.loaders[loader_number])
             else:
                 _log.warning(
                     "%s has no state of loader %d: it begins at its first epoch",
                     self._sources.folder,
-                    number,
+                    loader_number,
                 )
 
     # --------------------------------------------------------------------- cannot be undone
 
-    def models(
+    def load_models(
         self, models: Sequence[nn.Module], device: torch.device, options: Mapping[str, Any]
     ) -> None:
         """Weights, by number of those that hooks have left."""
         sources, strategy = self._sources, self._parts.strategy
-        for number, model in enumerate(models):
-            shards = sources.sharded_models.get(number)
-            if shards is not None and self._parts.sharder is not None:
-                own = self._parts.optimizer_of(model)
-                self._parts.sharder.load_sharded(model, own, shards.folder)
+        for model_number, model in enumerate(models):
+            model_shards = sources.sharded_models.get(model_number)
+            if model_shards is not None and self._parts.sharder is not None:
+                own_optimizer = self._parts.optimizer_of(model)
+                self._parts.sharder.load_sharded(model, own_optimizer, model_shards.folder)
             else:
-                path = sources.weights[number]
-                state = _weights(path, strategy.unwrap(model), device)
-                strategy.load_model_state(model, state, **options)
+                path = sources.weights[model_number]
+                saved_weights = _read_weights(path, strategy.unwrap(model), device)
+                strategy.load_model_state(model, saved_weights, **options)
 
-    def optimizers(self) -> None:
+    def load_optimizers(self) -> None:
         """Optimizers' states."""
         strategy, sharder = self._parts.strategy, self._parts.sharder
-        for number, (optimizer, model) in enumerate(self._parts.plain_optimizers()):
-            shards = self._sources.sharded_optimizers.get(number)
-            path = self._sources.optimizers.get(number)
-            if shards is not None and sharder is not None:
-                sharder.load_sharded(shards.model, optimizer, shards.folder)
+        for optimizer_number, (optimizer, model) in enumerate(self._parts.plain_optimizers()):
+            optimizer_shards = self._sources.sharded_optimizers.get(optimizer_number)
+            path = self._sources.optimizers.get(optimizer_number)
+            if optimizer_shards is not None and sharder is not None:
+                sharder.load_sharded(optimizer_shards.model, optimizer, optimizer_shards.folder)
             elif path is not None and model is None:
-                optimizer.load_state_dict(read(path, **self._reading))
+                optimizer.load_state_dict(read_torch_file(path, **self._read_options))
             elif path is not None and model is not None:
-                strategy.load_optimizer_state(model, optimizer, read(path, **self._reading))
+                strategy.load_optimizer_state(
+                    model, optimizer, read_torch_file(path, **self._read_options)
+                )
 
-    def large_objects(self) -> None:
+    def load_large_objects(self) -> None:
         """Registered models and optimizers, of which no second copy is kept."""
-        for number, item in enumerate(self._parts.custom):
-            if number not in self._trial.custom:
-                item.load_state_dict(read(self._sources.custom[number]))
+        for object_number, custom_object in enumerate(self._parts.custom):
+            if object_number not in self._trial.custom:
+                custom_object.load_state_dict(read_torch_file(self._sources.custom[object_number]))
 
-    def gradients(self) -> None:
+    def load_gradients(self) -> None:
         """Gradients that wait for an optimizer step."""
         if self._sources.gradients is not None:
-            self._parts.set_gradients(read(self._sources.gradients, **self._reading))
+            self._parts.set_gradients(
+                read_torch_file(self._sources.gradients, **self._read_options)
+            )
 
     def generators(self, place: Place) -> None:
         """Random numbers go on as they would have."""
         if self._trial.generators is not None:
-            rng.restore(place, self._trial.generators)
+            rng.restore_rng_states(place, self._trial.generators)
         else:
-            name = layout.random_states(place.rank)
-            _log.warning("%s has no %s: random numbers begin anew", self._sources.folder, name)
+            file_name = layout.random_states_file(place.rank)
+            _log.warning("%s has no %s: random numbers begin anew", self._sources.folder, file_name)
 
 
-def _no_weights(folder: Path, number: int) -> str:
-    safe, unsafe = (layout.numbered(name, number) for name in (layout.SAFE, layout.UNSAFE))
+def _missing_weights(folder: Path, model_number: int) -> str:
+    safe_name, pickle_name = (
+        layout.numbered_name(base_name, model_number)
+        for base_name in (layout.SAFE_WEIGHTS, layout.PICKLED_WEIGHTS)
+    )
     return (
-        f"The checkpoint {str(folder)!r} has neither {safe} nor {unsafe}, but model {number} is to "
-        "be loaded, and no load hook took it. Prepare the models that were saved, or register the "
-        "hook that loads this one."
+        f"The checkpoint {str(folder)!r} has neither {safe_name} nor {pickle_name}, but model "
+        f"{model_number} is to be loaded, and no load hook took it. Prepare the models that were "
+        "saved, or register the hook that loads this one."
     )
 
 
-def _weights(path: Path, model: nn.Module, device: torch.device) -> dict[str, Any]:
+def _read_weights(path: Path, model: nn.Module, device: torch.device) -> dict[str, Any]:
     if path.suffix != ".safetensors":
-        return dict(read(path, map_location=device))
+        return dict(read_torch_file(path, map_location=device))
     return _read_safetensors(path, model, device)
 
 
 def _read_safetensors(path: Path, model: nn.Module, device: torch.device) -> dict[str, Any]:
     """Weights by name, those included that were left out because they are tied to others."""
     with safe_open(path, framework="pt", device=str(device)) as file:
-        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
-        names = {**twins(model), **(file.metadata() or {})}
-    for name, twin in names.items():
-        if name not in state and twin in state:
-            state[name] = state[twin]
-    return state
+        weights_by_name = {tensor_name: file.get_tensor(tensor_name) for tensor_name in file.keys()}  # noqa: SIM118 - no dict
+        tied_names = {**tied_tensor_names(model), **(file.metadata() or {})}
+    for tensor_name, tied_name in tied_names.items():
+        if tensor_name not in weights_by_name and tied_name in weights_by_name:
+            weights_by_name[tensor_name] = weights_by_name[tied_name]
+    return weights_by_name

@@ -2,27 +2,226 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from nbaccel.abc.place import Place
+from nbaccel.abc.strategy import ShardedCheckpoints, Strategy
+from nbaccel.errors import ConfigError
 from nbaccel.train import rng
 from nbaccel.train.checkpoint import layout
+from nbaccel.train.checkpoint.checkpoint_folder import new_checkpoint
 from nbaccel.train.checkpoint.files import save
-from nbaccel.train.checkpoint.folder import new_checkpoint
-from nbaccel.train.checkpoint.parts import Parts
+from nbaccel.train.checkpoint.layout import CheckpointContents
 from nbaccel.train.collectives import Collectives
+from nbaccel.units import count_noun
 
-__all__ = ["SaveHook", "save_state"]
+__all__ = ["CheckpointParts", "SaveHook", "check_checkpointable", "check_contents", "save_state"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointParts:
+    """What is saved together, in the order in which it was prepared.
+
+    Attributes:
+        strategy: Knows how the models are wrapped or sharded.
+        models: Models, wrapped or not.
+        optimizers: Torch optimizers, or objects that have theirs as ``optimizer``.
+        schedulers: Objects with `state_dict` and `load_state_dict`.
+        loaders: Data loaders; those without `state_dict` are passed over.
+        scaler: Of fp16, if there is one.
+        custom: Registered objects.
+        in_shards: Whether every process is to write its shards, if the strategy can.
+        amid_group: Whether gradients of some batches wait for an optimizer step. They are saved,
+            too, unless they are sharded: torch keeps those where nobody can reach them.
+    """
+
+    strategy: Strategy
+    models: Sequence[nn.Module] = ()
+    optimizers: Sequence[Any] = ()
+    schedulers: Sequence[Any] = ()
+    loaders: Sequence[Any] = ()
+    scaler: torch.amp.GradScaler | None = None
+    custom: Sequence[Any] = ()
+    in_shards: bool = False
+    amid_group: bool = False
+
+    @property
+    def sharder(self) -> ShardedCheckpoints | None:
+        """The strategy, if it can read and write shards."""
+        return self.strategy if isinstance(self.strategy, ShardedCheckpoints) else None
+
+    def plain_optimizers(self) -> list[tuple[torch.optim.Optimizer, nn.Module | None]]:
+        """Torch's own optimizers, each with the model whose parameters it steps."""
+        torch_optimizers = [
+            getattr(prepared_optimizer, "optimizer", prepared_optimizer)
+            for prepared_optimizer in self.optimizers
+        ]
+        return [(optimizer, self._model_of(optimizer)) for optimizer in torch_optimizers]
+
+    def _model_of(self, optimizer: torch.optim.Optimizer) -> nn.Module | None:
+        engine_model = getattr(optimizer, "model", None)  # an engine's optimizer says it
+        if any(model is engine_model for model in self.models):
+            return engine_model
+        stepped_ids = {
+            id(p) for param_group in optimizer.param_groups for p in param_group["params"]
+        }
+        for model in self.models:
+            if any(id(parameter) in stepped_ids for parameter in model.parameters()):
+                return model
+        return None
+
+    def gradients(self) -> dict[int, dict[str, torch.Tensor]]:
+        """This process's gradients by number of the model and name of the parameter."""
+        return {
+            model_number: {
+                parameter_name: parameter.grad
+                for parameter_name, parameter in self.strategy.unwrap(model).named_parameters()
+                if parameter.grad is not None
+            }
+            for model_number, model in enumerate(self.models)
+        }
+
+    def set_gradients(self, saved_gradients: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        """Put back what :meth:`gradients` gave; a parameter that is not in it has none."""
+        for model_number, model in enumerate(self.models):
+            for parameter_name, parameter in self.strategy.unwrap(model).named_parameters():
+                saved_gradient = saved_gradients.get(model_number, {}).get(parameter_name)
+                parameter.grad = (
+                    None if saved_gradient is None else saved_gradient.to(parameter.device)
+                )
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        """The first optimizer that steps a model's parameters; its shards lie with the model's."""
+        model_optimizers = (
+            optimizer
+            for optimizer, stepped_model in self.plain_optimizers()
+            if stepped_model is model
+        )
+        return next(model_optimizers, None)
+
+    def stateful_loaders(self) -> list[tuple[int, Any]]:
+        """Loaders that can say where they are, by their number among all."""
+        return [
+            (number, loader)
+            for number, loader in enumerate(self.loaders)
+            if hasattr(loader, "state_dict")
+        ]
+
+
+def check_checkpointable(objects: Sequence[Any]) -> None:
+    """Refuse objects that cannot be part of a checkpoint.
+
+    Args:
+        objects: What was given to ``register_for_checkpointing``.
+
+    Raises:
+        ConfigError: Some lack `state_dict` or `load_state_dict`; it lists them all.
+    """
+    mistakes = []
+    for object_number, custom_object in enumerate(objects):
+        needed_methods = ("state_dict", "load_state_dict")
+        missing_methods = [
+            method_name
+            for method_name in needed_methods
+            if not callable(getattr(custom_object, method_name, None))
+        ]
+        if missing_methods:
+            mistakes.append(
+                f"register_for_checkpointing: object {object_number}, a "
+                f"{type(custom_object).__name__}, has no {' and no '.join(missing_methods)}, so "
+                "it could be neither saved nor restored. Give it both methods, or register an "
+                "object that has them."
+            )
+    if mistakes:
+        raise ConfigError(*mistakes)
+
+
+# ------------------------------------------------------------------------- is all there?
+
+
+def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = True) -> None:
+    """Refuse a folder that does not fit, before anything is loaded from it.
+
+    Kinds of which nothing was prepared may be there: a script that evaluates needs no optimizer.
+
+    Args:
+        folder: The checkpoint.
+        parts: What is to be loaded.
+        with_models: Whether weights count; a load hook may have its own.
+
+    Raises:
+        ConfigError: Something is missing or superfluous; it lists what was found and expected.
+    """
+    contents = CheckpointContents.of(folder)
+    folder_text, mistakes = f"The checkpoint {str(folder)!r}", []
+    expected_kinds = [("scheduler", len(parts.schedulers), contents.schedulers)]
+    own_kind = parts.sharder.shard_kind if parts.sharder is not None else ""
+    own_shards = contents.sharded_models.get(own_kind, frozenset())
+    other_shards = {
+        object_kind: model_numbers
+        for object_kind, model_numbers in contents.sharded_models.items()
+        if object_kind != own_kind
+    }
+    if other_shards and not (own_shards or contents.models) and (parts.models or parts.optimizers):
+        mistakes += [
+            _foreign_shards(folder_text, object_kind, model_numbers)
+            for object_kind, model_numbers in other_shards.items()
+        ]
+    else:
+        if not own_shards:  # else they are in there, and whoever reads them will look
+            expected_kinds.insert(0, ("optimizer", len(parts.optimizers), contents.optimizers))
+        if with_models:
+            expected_kinds.insert(0, ("model", len(parts.models), contents.models | own_shards))
+    for object_kind, num_expected, numbers_there in expected_kinds:
+        if num_expected and numbers_there != frozenset(range(num_expected)):
+            mistakes.append(_count_mismatch(folder_text, object_kind, numbers_there, num_expected))
+    if contents.custom != frozenset(range(len(parts.custom))):
+        mistakes.append(
+            _count_mismatch(folder_text, "registered object", contents.custom, len(parts.custom))
+        )
+    if parts.scaler is not None and not contents.has_scaler:
+        mistakes.append(_count_mismatch(folder_text, "scaler", frozenset(), 1))
+    if mistakes:
+        raise ConfigError(*mistakes)
+
+
+def _count_mismatch(
+    folder_text: str, object_kind: str, numbers_found: frozenset[int], num_expected: int
+) -> str:
+    numbers_text = f" ({', '.join(map(str, sorted(numbers_found)))})" if numbers_found else ""
+    return (
+        f"{folder_text} has {count_noun(len(numbers_found), object_kind)}{numbers_text}, but "
+        f"{num_expected} {'is' if num_expected == 1 else 'are'} to be loaded. States would go to "
+        "the wrong ones, or be lost. Prepare and register the same objects in the same order as "
+        "when it was saved."
+    )
+
+
+def _foreign_shards(folder_text: str, shard_kind: str, model_numbers: frozenset[int]) -> str:
+    remedies = {
+        "fsdp": "with FSDP as it was saved, or save it with state_dict_type='FULL_STATE_DICT'",
+        "deepspeed": "with DeepSpeed as it was saved, or take its weights: nbaccel to-fp32 DIR OUT",
+    }
+    return (
+        f"{folder_text} has {count_noun(len(model_numbers), 'model')} in shards, one file per "
+        "process. The strategy of this run cannot put them together. Load it "
+        f"{remedies[shard_kind]}."
+    )
+
 
 SaveHook = Callable[[list[Any], list[Any], str], None]
 
 
 def save_state(
     folder: str | Path,
-    parts: Parts,
+    parts: CheckpointParts,
     place: Place,
     collectives: Collectives,
     *,
@@ -57,95 +256,106 @@ def save_state(
         CheckpointFailed: On every process, if any failed; what was there before is as it was.
     """
     with new_checkpoint(Path(folder), place, collectives, series=series) as (partial, target):
-        writes = place.is_main or (save_on_each_node and place.is_local_main)
-        _Writing(partial, parts, writes).run(list(hooks), place, step, safe_serialization)
+        writes_shared = place.is_main or (save_on_each_node and place.is_local_main)
+        _StateWriter(partial, parts, writes_shared).write_all(
+            list(hooks), place, step, safe_serialization
+        )
     return target
 
 
-class _Writing:
+class _StateWriter:
     """One process's share of a save.
 
     A strategy's state dicts are collectives, so a process that fails must go on to the end of
     them: it writes no more, and raises what it met first when the others are through, too.
     """
 
-    def __init__(self, folder: Path, parts: Parts, writes: bool) -> None:
+    def __init__(self, folder: Path, parts: CheckpointParts, writes: bool) -> None:
         self._folder = folder
         self._parts = parts
         self._sharder = parts.sharder if parts.in_shards else None
-        self._writes = writes
-        self._errors: list[Exception] = []
+        self._writes_shared = writes
+        self._met_errors: list[Exception] = []
 
-    def run(self, hooks: list[SaveHook], place: Place, step: int, safe: bool) -> None:
-        self._models(hooks, safe)
-        self._optimizers()
-        self._loaders(place)
-        self._rest()
+    def write_all(
+        self, hooks: list[SaveHook], place: Place, step: int, use_safetensors: bool
+    ) -> None:
+        self._write_models(hooks, use_safetensors)
+        self._write_optimizers()
+        self._write_loaders(place)
+        self._write_small_states()
         if self._parts.amid_group and self._parts.sharder is None:
-            waiting = self._folder / layout.gradients(place.rank)
-            self._attempt(lambda: save(self._parts.gradients(), waiting))
-        states = {"step": step, **rng.capture(place)}
-        self._attempt(lambda: save(states, self._folder / layout.random_states(place.rank)))
-        if self._errors:
-            raise self._errors[0]
+            gradients_path = self._folder / layout.gradients_file(place.rank)
+            self._attempt_step(lambda: save(self._parts.gradients(), gradients_path))
+        rank_states = {"step": step, **rng.capture_rng_states(place)}
+        self._attempt_step(
+            lambda: save(rank_states, self._folder / layout.random_states_file(place.rank))
+        )
+        if self._met_errors:
+            raise self._met_errors[0]
 
-    def _models(self, hooks: list[SaveHook], safe: bool) -> None:
-        parts, weights = self._parts, []
-        for number, model in enumerate(parts.models):
+    def _write_models(self, hooks: list[SaveHook], use_safetensors: bool) -> None:
+        parts, model_states = self._parts, []
+        for model_number, model in enumerate(parts.models):
             if self._sharder is None:
-                weights.append(parts.strategy.model_state(model))
+                model_states.append(parts.strategy.model_state(model))
             else:
-                name = layout.sharded_model(self._sharder.shard_kind, number)
-                folder = self._folder / name
+                folder = self._folder / self._sharder.shard_folder(model_number)
                 self._sharder.save_sharded(model, parts.optimizer_of(model), folder)
-        models = list(parts.models)
-        for hook in hooks:
-            self._attempt(partial(hook, models, weights, str(self._folder)))
-        for number, state in enumerate(weights):
-            name = layout.numbered(layout.SAFE if safe else layout.UNSAFE, number)
-            self._write(state, name, safe)
+        remaining_models = list(parts.models)
+        for save_hook in hooks:
+            self._attempt_step(
+                partial(save_hook, remaining_models, model_states, str(self._folder))
+            )
+        for model_number, model_state in enumerate(model_states):
+            file_name = layout.numbered_name(
+                layout.SAFE_WEIGHTS if use_safetensors else layout.PICKLED_WEIGHTS, model_number
+            )
+            self._write_file(model_state, file_name, use_safetensors)
 
-    def _optimizers(self) -> None:
-        for number, (optimizer, model) in enumerate(self._parts.plain_optimizers()):
-            name = layout.numbered(layout.OPTIMIZER, number)
+    def _write_optimizers(self) -> None:
+        for optimizer_number, (optimizer, model) in enumerate(self._parts.plain_optimizers()):
+            file_name = layout.numbered_name(layout.OPTIMIZER_FILE, optimizer_number)
             if model is None:
-                self._write(optimizer.state_dict(), name)
+                self._write_file(optimizer.state_dict(), file_name)
             elif self._sharder is None:
-                self._write(self._parts.strategy.optimizer_state(model, optimizer), name)
+                self._write_file(self._parts.strategy.optimizer_state(model, optimizer), file_name)
             elif optimizer is not self._parts.optimizer_of(model):
-                folder = self._folder / layout.SHARDED_OPTIMIZER.format(number)
+                folder = self._folder / layout.OPTIMIZER_SHARDS.format(optimizer_number)
                 self._sharder.save_sharded(model, optimizer, folder)
 
-    def _loaders(self, place: Place) -> None:
-        for number, loader in self._parts.stateful_loaders():
-            stateful = bool(getattr(loader, "use_stateful_dataloader", False))
+    def _write_loaders(self, place: Place) -> None:
+        for loader_number, loader in self._parts.stateful_loaders():
+            is_stateful = bool(getattr(loader, "use_stateful_dataloader", False))
             # Each process has workers, random numbers and a part of the data of its own.
-            name = layout.loader_file(number, stateful=stateful, rank=place.rank)
-            self._attempt(partial(self._save_state_of, loader, name))
+            file_name = layout.loader_file(loader_number, stateful=is_stateful, rank=place.rank)
+            self._attempt_step(partial(self._save_state_of, loader, file_name))
 
-    def _rest(self) -> None:
-        for number, scheduler in enumerate(self._parts.schedulers):
-            self._write_state_of(scheduler, layout.numbered(layout.SCHEDULER, number))
+    def _write_small_states(self) -> None:
+        for object_number, scheduler in enumerate(self._parts.schedulers):
+            self._write_state_of(
+                scheduler, layout.numbered_name(layout.SCHEDULER_FILE, object_number)
+            )
         if self._parts.scaler is not None:
-            self._write_state_of(self._parts.scaler, layout.SCALER)
-        for number, item in enumerate(self._parts.custom):
-            self._write_state_of(item, layout.CUSTOM.format(number))
+            self._write_state_of(self._parts.scaler, layout.SCALER_FILE)
+        for object_number, custom_object in enumerate(self._parts.custom):
+            self._write_state_of(custom_object, layout.CUSTOM_OBJECT_FILE.format(object_number))
 
-    def _write_state_of(self, item: Any, name: str) -> None:
-        if self._writes:
-            self._attempt(partial(self._save_state_of, item, name))
+    def _write_state_of(self, stateful_object: Any, file_name: str) -> None:
+        if self._writes_shared:
+            self._attempt_step(partial(self._save_state_of, stateful_object, file_name))
 
-    def _save_state_of(self, item: Any, name: str) -> None:
-        save(item.state_dict(), self._folder / name)
+    def _save_state_of(self, stateful_object: Any, file_name: str) -> None:
+        save(stateful_object.state_dict(), self._folder / file_name)
 
-    def _write(self, state: Any, name: str, safe: bool = False) -> None:
-        if self._writes:
-            self._attempt(lambda: save(state, self._folder / name, safe))
+    def _write_file(self, state_dict: Any, file_name: str, use_safetensors: bool = False) -> None:
+        if self._writes_shared:
+            self._attempt_step(lambda: save(state_dict, self._folder / file_name, use_safetensors))
 
-    def _attempt(self, action: Callable[[], None]) -> None:
-        if self._errors:
+    def _attempt_step(self, write_step: Callable[[], None]) -> None:
+        if self._met_errors:
             return
         try:
-            action()
+            write_step()
         except Exception as error:  # raised at the end of `run`, see the class
-            self._errors.append(error)
+            self._met_errors.append(error)

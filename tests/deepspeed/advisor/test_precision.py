@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel.deepspeed.advisor import precision
-from nbaccel.deepspeed.advisor.precision import choose_precision
+from nbaccel.deepspeed.advisor import ladder
+from nbaccel.deepspeed.advisor.ladder import choose_precision
 from nbaccel.errors import ConfigError
 from tests.deepspeed.advisor.models import machine
 
@@ -17,7 +17,9 @@ HOPPER, TURING = machine(1).gpus, machine(1, (7, 5)).gpus
 
 
 def chosen(asked="auto", config=(), model=None, gpus=()):
-    return choose_precision(asked, config=dict(config), model=model or nn.Linear(1, 1), gpus=gpus)
+    return choose_precision(
+        asked, base_config=dict(config), model=model or nn.Linear(1, 1), device_units=gpus
+    )
 
 
 def test_a_gpu_that_has_bf16_trains_in_it_and_an_older_one_in_fp16():
@@ -36,12 +38,12 @@ def test_a_model_pretrained_in_bf16_is_warned_of_fp16():
 
 @pytest.mark.parametrize(("has_bf16", "name"), [(True, "bf16"), (False, "fp32")])
 def test_a_cpu_trains_in_bf16_where_it_has_instructions(monkeypatch, has_bf16, name):
-    monkeypatch.setattr(precision, "_cpu_has_bf16", lambda: has_bf16)
+    monkeypatch.setattr(ladder, "_cpu_has_bf16", lambda: has_bf16)
     assert chosen().name == name
 
 
 def test_a_model_in_16_bit_stays_so_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(precision, "_cpu_has_bf16", lambda: False)
+    monkeypatch.setattr(ladder, "_cpu_has_bf16", lambda: False)
     assert chosen(model=nn.Linear(1, 1).half()).name == "bf16"
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from nbaccel import advise
 from nbaccel.deepspeed.checking import check_config
-from nbaccel.deepspeed.config import ZeroConfig
+from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.errors import ConfigError
 from tests.deepspeed import needs
 from tests.deepspeed.advisor.models import GIB, LIBAIO, WIDTH, Blocks, machine

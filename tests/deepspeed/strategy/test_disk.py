@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nbaccel import Accelerator, DeepSpeedPlugin, notebook_launcher, zero_to_fp32
-from nbaccel.deepspeed.strategy import swapping
+from nbaccel.deepspeed.strategy import nvme_swapping
+from nbaccel.deepspeed.zero_config import ZeroConfig
 from tests.deepspeed import needs
 from tests.deepspeed.programs import told_by
 from tests.deepspeed.strategy.test_training import distance
@@ -108,30 +109,30 @@ class TestOnDisk:
 
 
 # ----------------------------------------------------------------------------- claims alone
-def settings(path: Path, device: str = "nvme") -> dict[str, Any]:
+def settings(path: Path, device: str = "nvme") -> ZeroConfig:
     section = {"device": device, **({"nvme_path": str(path)} if device == "nvme" else {})}
-    return {"zero_optimization": {"stage": 3, "offload_param": section}}
+    return ZeroConfig(stage=3, offload_param=section)
 
 
 def test_a_claim_leaves_what_others_have_in_the_folder(tmp_path):
     given = settings(tmp_path)
-    found, claimed = swapping.claim(given, rank=0)
+    found, claimed = nvme_swapping.claim(given, rank=0)
     assert found == given
     for rank in (0, 1):
         place = tmp_path / "zero_stage_3" / "optimizer" / f"rank{rank}"
         place.mkdir(parents=True)
         (place / "1.tensor.swp").touch()
     (tmp_path / "mine.txt").touch()
-    second, other = swapping.claim(given, rank=0)
-    assert second["zero_optimization"]["offload_param"]["nvme_path"] == str(tmp_path / "engine_1")
+    second, other = nvme_swapping.claim(given, rank=0)
+    assert second.offload_param.nvme_path == str(tmp_path / "engine_1")
     claimed.release()
     claimed.release()
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [
         "1.tensor.swp",
         "mine.txt",
     ]
-    swapping.leave()
-    again, third = swapping.claim(given, rank=1)
+    nvme_swapping.leave()
+    again, third = nvme_swapping.claim(given, rank=1)
     assert again == given
     third.release()
     other.release()
@@ -139,14 +140,14 @@ def test_a_claim_leaves_what_others_have_in_the_folder(tmp_path):
 
 
 def test_a_forked_process_leaves_the_files_of_its_parent(tmp_path):
-    _, claimed = swapping.claim(settings(tmp_path), rank=0)
+    _, claimed = nvme_swapping.claim(settings(tmp_path), rank=0)
     mine = tmp_path / "zero_stage_3" / "bfloat16params" / "rank0" / "0.swp"
     mine.parent.mkdir(parents=True)
     mine.touch()
     pid = os.fork()
     if pid == 0:
         try:
-            swapping.leave()
+            nvme_swapping.leave()
         finally:
             os._exit(0)
     os.waitpid(pid, 0)
@@ -171,7 +172,7 @@ class TestWithoutLauncher:
 
 def test_what_does_not_swap_claims_nothing(tmp_path):
     given = settings(tmp_path, "cpu")
-    found, claimed = swapping.claim(given, rank=0)
+    found, claimed = nvme_swapping.claim(given, rank=0)
     assert found == given
     assert not claimed.folders
     claimed.release()

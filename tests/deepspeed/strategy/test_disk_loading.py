@@ -44,7 +44,7 @@ def load_and_go_on(model: nn.Module, start: Path, place: str, folder: Path) -> d
         accelerator.backward(engine(rows).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    accelerator._strategy.load_model_state(engine, torch.load(start, weights_only=True))
+    accelerator._run.strategy.load_model_state(engine, torch.load(start, weights_only=True))
     loaded = {name: value.clone() for name, value in fp32_state_dict(engine).items()}
     accelerator.backward(engine(rows).square().mean())
     optimizer.step()

@@ -90,7 +90,7 @@ def test_mistakes_are_told_before_any_process_starts(start, monkeypatch):
     from nbaccel import ConfigError, Pool
     from nbaccel.launch import run as launching
 
-    monkeypatch.setattr(launching, "launch", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(launching, "launch_plan", lambda *_: pytest.fail("a process was started"))
     wrong = RunConfig(
         num_processes=2,
         device="cpu",

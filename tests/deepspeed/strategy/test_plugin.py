@@ -14,8 +14,8 @@ from torch import nn
 
 from nbaccel import Accelerator, DeepSpeedPlugin, RunConfig
 from nbaccel.config.handlers import FullyShardedDataParallelPlugin
-from nbaccel.deepspeed.config import ZeroConfig
-from nbaccel.deepspeed.strategy.troubles import host_memory
+from nbaccel.deepspeed.strategy.diagnostics import host_memory
+from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.plan import inspect_machine
 from tests.deepspeed import needs
@@ -203,16 +203,16 @@ def machine(total: int, available: int):
 
 def test_too_little_host_memory_is_said_before_the_system_kills_anybody():
     model = nn.Linear(1000, 1000, device="meta")  # 1 001 000 parameters
-    settings = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    config = ZeroConfig(stage=2, offload_optimizer="cpu")
 
     def check(total: int, available: int) -> bool:
         memory = host_memory(
             model,
-            settings,
+            config,
             device="cuda",
             local_world_size=2,
             num_nodes=1,
-            inventory=machine(total, available),
+            machine_inventory=machine(total, available),
         )
         memory.check()
         return memory.is_short

@@ -20,7 +20,7 @@ from torch import nn
 from nbaccel import notebook_launcher
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed.environment import deepspeed_environment
-from nbaccel.deepspeed.weights.live import fp32_state_dict, save_16bit_weights
+from nbaccel.deepspeed.weights.live_weights import fp32_state_dict, save_16bit_weights
 from nbaccel.deepspeed.weights.placeholders import placeholders
 from nbaccel.errors import NbaccelError
 from nbaccel.train.checkpoint import save_model

@@ -13,11 +13,16 @@ import torch
 from safetensors.torch import load_file
 
 import nbaccel
-from nbaccel.deepspeed.weights.archive import Unknown, read_outline
+from nbaccel.deepspeed.weights.converting import plan, publishing, write_shard
+from nbaccel.deepspeed.weights.fp32_reading import CHUNK_BYTES, Reader
 from nbaccel.deepspeed.weights.placeholders import check_whole, placeholders
-from nbaccel.deepspeed.weights.reading import CHUNK_BYTES, Reader
-from nbaccel.deepspeed.weights.stored import DTYPES, StoredTensor, Weight
-from nbaccel.deepspeed.weights.writing import plan, publishing, write_shard
+from nbaccel.deepspeed.weights.torch_archive import (
+    DTYPES,
+    StoredTensor,
+    Unknown,
+    Weight,
+    read_outline,
+)
 from nbaccel.errors import CheckpointFailed, ConfigError
 from tests.isolation import isolated
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 import nbaccel
-from nbaccel.deepspeed.weights.layout import read_layout
-from nbaccel.deepspeed.weights.reading import Reader
+from nbaccel.deepspeed.weights.checkpoint_layout import read_layout
+from nbaccel.deepspeed.weights.fp32_reading import Reader
 from nbaccel.errors import CheckpointFailed, ConfigError
 from tests.deepspeed import needs
 

@@ -4,47 +4,47 @@ from __future__ import annotations
 
 import pytest
 
-from nbaccel.launch import wire
-from nbaccel.launch.dashboard.board import Board
-from nbaccel.launch.dashboard.following import Following, Watched
+from nbaccel.output.dashboard.board import RunBoard
+from nbaccel.output.dashboard.following import DashboardUpdater, WatchedCall
+from nbaccel.workers import messaging
 
 
 class Seen:
     """What the dashboards of a test were told; they work as ever."""
 
     def __init__(self) -> None:
-        self.shows: list[Following] = []
-        self.watched: list[Watched] = []
-        self.heard: list[tuple[int, wire.Metrics]] = []
+        self.shows: list[DashboardUpdater] = []
+        self.watched: list[WatchedCall] = []
+        self.heard: list[tuple[int, messaging.Metrics]] = []
 
     @property
-    def board(self) -> Board:
+    def board(self) -> RunBoard:
         """The newest one."""
         return self.shows[-1]._dashboard.board
 
-    def messages_of(self, rank: int) -> list[wire.Metrics]:
+    def messages_of(self, rank: int) -> list[messaging.Metrics]:
         return [message for who, message in self.heard if who == rank]
 
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     found = Seen()
-    begin, hear, look = Following.__init__, Following.hear, Following.look
+    begin, hear, look = DashboardUpdater.__init__, DashboardUpdater.hear, DashboardUpdater.look
 
-    def noting_begin(self: Following, *args: object, **more: object) -> None:
+    def noting_begin(self: DashboardUpdater, *args: object, **more: object) -> None:
         begin(self, *args, **more)
         found.shows.append(self)
 
-    def noting_hear(self: Following, rank: int, message: wire.Metrics) -> None:
+    def noting_hear(self: DashboardUpdater, rank: int, message: messaging.Metrics) -> None:
         found.heard.append((rank, message))
         hear(self, rank, message)
 
-    def noting_look(self: Following, watched: Watched) -> None:
+    def noting_look(self: DashboardUpdater, watched: WatchedCall) -> None:
         if watched not in found.watched:
             found.watched.append(watched)
         look(self, watched)
 
-    monkeypatch.setattr(Following, "__init__", noting_begin)
-    monkeypatch.setattr(Following, "hear", noting_hear)
-    monkeypatch.setattr(Following, "look", noting_look)
+    monkeypatch.setattr(DashboardUpdater, "__init__", noting_begin)
+    monkeypatch.setattr(DashboardUpdater, "hear", noting_hear)
+    monkeypatch.setattr(DashboardUpdater, "look", noting_look)
     return found

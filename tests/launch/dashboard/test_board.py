@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbaccel.launch.dashboard.board import Board, History, Pace, RankStatus, loss_name, mean
-from nbaccel.launch.wire import Metrics
+from nbaccel.output.dashboard.board import (
+    MetricHistory,
+    RankStatus,
+    RunBoard,
+    StepPace,
+    loss_name,
+    mean,
+)
+from nbaccel.workers.messaging import Metrics
 
 GIB = 2**30
 
@@ -29,7 +36,7 @@ def row(state: str = "running", **more: object) -> RankStatus:
 
 @given(st.integers(min_value=1, max_value=3000), st.integers(min_value=2, max_value=40))
 def test_a_history_is_bounded_even_and_spans_the_run(count: int, most: int) -> None:
-    history = History(most)
+    history = MetricHistory(most)
     for i in range(count):
         history.add(float(i))
     values = history.values()
@@ -41,7 +48,7 @@ def test_a_history_is_bounded_even_and_spans_the_run(count: int, most: int) -> N
 
 
 def test_an_empty_history_has_nothing() -> None:
-    history = History()
+    history = MetricHistory()
     assert (history.first, history.last, history.values()) == (None, None, [])
 
 
@@ -49,7 +56,7 @@ def test_an_empty_history_has_nothing() -> None:
 
 
 def test_speed_is_of_the_last_seconds_and_of_all() -> None:
-    pace = Pace(window_s=10)
+    pace = StepPace(window_s=10)
     for second in range(101):
         pace.add(second, min(second, 50) * 2 + max(0, second - 50) * 8)
     assert pace.recent(100.0) == pytest.approx(8.0)
@@ -57,14 +64,14 @@ def test_speed_is_of_the_last_seconds_and_of_all() -> None:
 
 
 def test_one_moment_has_no_speed() -> None:
-    pace = Pace()
+    pace = StepPace()
     assert (pace.overall, pace.recent(1.0)) == (None, None)
     pace.add(1.0, 5)
     assert (pace.overall, pace.recent(1.0)) == (None, None)
 
 
 def test_a_loop_that_stands_still_has_no_speed_and_a_slow_one_has() -> None:
-    quick, slow = Pace(), Pace()
+    quick, slow = StepPace(), StepPace()
     for i in range(10):
         quick.add(i * 0.25, i)
         slow.add(i * 20.0, i)
@@ -73,7 +80,7 @@ def test_a_loop_that_stands_still_has_no_speed_and_a_slow_one_has() -> None:
 
 
 def test_who_counts_anew_is_timed_anew() -> None:
-    pace = Pace()
+    pace = StepPace()
     pace.add(0.0, 0)
     pace.add(10.0, 100)
     pace.add(20.0, 0)
@@ -99,7 +106,7 @@ def test_the_loss_is_what_is_called_so(names: list[str], chosen: str | None) -> 
 
 
 def test_a_better_name_that_comes_later_begins_a_history_of_its_own() -> None:
-    board = Board([0], began=0.0)
+    board = RunBoard([0], began_at=0.0)
     board.hear(0, metrics(1.0, 1, lr=0.1))
     board.hear(0, metrics(2.0, 2, lr=0.1, loss=5.0))
     board.hear(0, metrics(3.0, 3, lr=0.1, loss=4.0))
@@ -109,7 +116,7 @@ def test_a_better_name_that_comes_later_begins_a_history_of_its_own() -> None:
 
 
 def test_a_rank_that_is_not_shown_is_not_heard() -> None:
-    board = Board([0], began=0.0)
+    board = RunBoard([0], began_at=0.0)
     board.hear(7, metrics(1.0, 1, loss=1.0))
     assert list(board.ranks) == [0]
 
@@ -118,7 +125,7 @@ def test_a_rank_that_is_not_shown_is_not_heard() -> None:
 
 
 def test_peaks_stay_and_a_rank_that_has_gone_keeps_its_last_weight() -> None:
-    board = Board([0], began=0.0)
+    board = RunBoard([0], began_at=0.0)
     for held in (1, 4, 2):
         board.see([row(rss_bytes=held * GIB, device_bytes=held * GIB)])
     board.see([row("done", rss_bytes=0, device_bytes=None)])
@@ -128,7 +135,7 @@ def test_peaks_stay_and_a_rank_that_has_gone_keeps_its_last_weight() -> None:
 
 
 def test_the_driver_knows_better_than_the_worker() -> None:
-    board = Board([0], began=0.0)
+    board = RunBoard([0], began_at=0.0)
     board.hear(0, metrics(0.5, 1, device_bytes=GIB))
     assert board.ranks[0].device_bytes == GIB
     board.see([row(device_bytes=3 * GIB)])
@@ -137,7 +144,7 @@ def test_the_driver_knows_better_than_the_worker() -> None:
 
 
 def test_a_state_is_as_old_as_when_it_was_first_seen() -> None:
-    board = Board([0], began=0.0)
+    board = RunBoard([0], began_at=0.0)
     board.now = 3.0
     board.see([row("starting", seconds=3.0)])
     board.now = 5.0
@@ -148,7 +155,7 @@ def test_a_state_is_as_old_as_when_it_was_first_seen() -> None:
 
 
 def test_the_last_line_stays_when_nothing_new_is_printed() -> None:
-    board = Board([0], began=0.0)
+    board = RunBoard([0], began_at=0.0)
     board.see([row(last_line="epoch 1")])
     board.see([row()])
     assert board.ranks[0].last_line == "epoch 1"

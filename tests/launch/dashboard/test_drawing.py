@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbaccel.launch.dashboard import drawing
-from nbaccel.launch.dashboard.board import Board, RankStatus
-from nbaccel.launch.wire import Metrics
+from nbaccel.output.dashboard import drawing
+from nbaccel.output.dashboard.board import RankStatus, RunBoard
+from nbaccel.workers.messaging import Metrics
 
 GIB = 2**30
 NASTY = '</td><script>alert(1)</script> & \x1b[31mred\x1b[0m \x07"quoted"'
@@ -59,15 +59,15 @@ class Page(HTMLParser):
         return [row[self.rows[0].index(name)] for row in self.rows[1:] if len(row) > 1]
 
 
-def board_of(num_ranks: int, **more: object) -> Board:
-    board = Board(range(num_ranks), began=0.0)
+def board_of(num_ranks: int, **more: object) -> RunBoard:
+    board = RunBoard(range(num_ranks), began_at=0.0)
     board.now = 12.0
     settled = {"state": "running", "seconds": 12.0, "rss_bytes": GIB} | more
     board.see([RankStatus(rank=rank, **settled) for rank in range(num_ranks)])
     return board
 
 
-def told(board: Board, rank: int, steps: int, *losses: float, name: str = "loss") -> None:
+def told(board: RunBoard, rank: int, steps: int, *losses: float, name: str = "loss") -> None:
     for i, loss in enumerate(losses):
         message = Metrics(
             time=1.0 + i, steps=steps + i, values=((name, loss), ("lr", 0.5)), device_bytes=None
@@ -75,8 +75,8 @@ def told(board: Board, rank: int, steps: int, *losses: float, name: str = "loss"
         board.hear(rank, message)
 
 
-def both(board: Board) -> list[str]:
-    return [drawing.live_html(board, by_hand=True), drawing.static_html(board)]
+def both(board: RunBoard) -> list[str]:
+    return [drawing.live_html(board, by_hand=True), drawing.final_html(board)]
 
 
 # ------------------------------------------------------------------------- HTML
@@ -153,7 +153,7 @@ def test_eight_ranks_have_a_row_each() -> None:
 def test_what_stays_opens_with_the_summary_and_a_curve() -> None:
     board = board_of(2, state="done", last_line="saved")
     told(board, 0, 1000, 4.0, 2.0, 1.0)
-    page = Page(drawing.static_html(board))
+    page = Page(drawing.final_html(board))
     words = "2 ranks · 12.0 s · step 1,002 (1/s) · loss 1 █▃▁ · up to 1.0 GiB each"
     assert page.text.startswith(words)
     assert page.column("loss")[0].endswith("4 → 1")
@@ -178,7 +178,7 @@ def test_the_mean_loss_is_of_ranks_that_mean_the_same() -> None:
     told(board, 0, 1, 1.0)
     told(board, 1, 1, 3.0)
     told(board, 2, 1, 100.0, name="eval_loss")
-    assert "loss 2 " in drawing.summary(board)
+    assert "loss 2 " in drawing.summary_line(board)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_speeds_are_read_at_a_glance(steps: int, seconds: float, words: str) -> 
     board = board_of(1)
     for time, count in ((0.0, 0), (seconds, steps)):
         board.hear(0, Metrics(time=time, steps=count, values=(), device_bytes=None))
-    assert f"step {steps:,} ({words})" in drawing.summary(board)
+    assert f"step {steps:,} ({words})" in drawing.summary_line(board)
 
 
 # ------------------------------------------------------------------------- curves

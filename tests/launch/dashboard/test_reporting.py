@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from nbaccel import Accelerator, Pool, WorkerFailed, notebook_launcher
-from nbaccel.launch import reporting, wire
+from nbaccel.devices.cpu import CpuDevice
+from nbaccel.workers import messaging, metrics_reporter
 from tests.launch.dashboard.conftest import Seen
 
 Launch = Callable[..., Any]
@@ -62,7 +63,7 @@ def test_messages_are_a_quarter_of_a_second_apart(seen: Seen) -> None:
         times = [message.time for message in seen.messages_of(rank)]
         assert 3 <= len(times) <= 6
         gaps = [b - a for a, b in itertools.pairwise(times[:-1])]  # the last one may come at once
-        assert min(gaps) >= reporting.EVERY_S
+        assert min(gaps) >= metrics_reporter.REPORT_INTERVAL_S
 
 
 def test_the_step_that_is_given_is_the_one_that_is_told(launch: Launch, seen: Seen) -> None:
@@ -170,7 +171,7 @@ def test_a_process_that_a_rank_forks_is_not_the_rank(seen: Seen) -> None:
         child = os.fork()
         if child == 0:
             accelerator.log({"loss": 99.0}, step=99)
-            reporting.flush()
+            metrics_reporter.flush()
             os._exit(0)
         os.waitpid(child, 0)
 
@@ -204,12 +205,12 @@ def test_without_a_launch_nobody_is_told() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.log({"loss": 1.0})
     assert list(accelerator.progress([torch.ones(1)])) == [torch.ones(1)]
-    assert reporting._reporter is None
+    assert metrics_reporter._process_reporter is None
 
 
 def test_a_notebook_that_does_not_listen_holds_no_worker_up() -> None:
-    ours, theirs = wire.Channel.pair()
-    reporter = reporting.Reporter(theirs, "cpu")
+    ours, theirs = messaging.Channel.pair()
+    reporter = metrics_reporter.Reporter(theirs, CpuDevice(), "cpu")
     while theirs.try_send("filled"):
         pass
     began = time.monotonic()

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from nbaccel import notebook_launcher
-from nbaccel.launch import publish
-from nbaccel.launch.dashboard.board import RankStatus
-from nbaccel.launch.dashboard.shown import Dashboard
-from nbaccel.launch.wire import Metrics
+from nbaccel.output import publish
+from nbaccel.output.dashboard.board import RankStatus
+from nbaccel.output.dashboard.display import Dashboard
+from nbaccel.workers.messaging import Metrics
 
 GIB = 2**30
 
@@ -38,7 +38,7 @@ class Cell:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(publish, "has_cells", lambda: True)
-        monkeypatch.setattr(publish, "display", self.take)
+        monkeypatch.setattr(publish, "publish_display", self.take)
         self.outputs: dict[str, Mapping[str, str]] = {}
         self.taken = 0
 
@@ -70,7 +70,7 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> Cell:
 
 
 def test_a_short_cell_shows_nothing(cell: Cell, clock: Clock) -> None:
-    board = Dashboard([0, 1], clock=clock)
+    board = Dashboard([0, 1], read_clock=clock)
     clock.now += 0.9
     assert board.due_in() == pytest.approx(0.1)
     board.update([row(0), row(1)])
@@ -79,7 +79,7 @@ def test_a_short_cell_shows_nothing(cell: Cell, clock: Clock) -> None:
 
 
 def test_a_longer_one_is_told_in_place_once_a_second(cell: Cell, clock: Clock) -> None:
-    board = Dashboard([0, 1], clock=clock)
+    board = Dashboard([0, 1], read_clock=clock)
     for _ in range(30):
         clock.now += 0.1
         board.update([row(0), row(1)])
@@ -92,7 +92,7 @@ def test_a_longer_one_is_told_in_place_once_a_second(cell: Cell, clock: Clock) -
 
 
 def test_ranks_that_do_the_same_are_one_line(cell: Cell, clock: Clock) -> None:
-    board = Dashboard(range(4), clock=clock)
+    board = Dashboard(range(4), read_clock=clock)
     clock.now += 12
     waiting = "waiting in all_reduce (Cell In[3], line 5)"
     board.update([row(0, waiting), row(2, waiting), row(1, waiting), row(3, rss_bytes=2 * GIB)])
@@ -104,7 +104,7 @@ def test_ranks_that_do_the_same_are_one_line(cell: Cell, clock: Clock) -> None:
 
 
 def test_many_that_do_different_things_are_cut(cell: Cell, clock: Clock) -> None:
-    board = Dashboard(range(64), clock=clock)
+    board = Dashboard(range(64), read_clock=clock)
     clock.now += 2
     board.update([row(i, f"thing {i}") for i in range(64)])
     assert cell.text.count("\n") == 9
@@ -112,7 +112,7 @@ def test_many_that_do_different_things_are_cut(cell: Cell, clock: Clock) -> None
 
 
 def test_afterwards_one_line_stays_with_the_peak(cell: Cell, clock: Clock) -> None:
-    board = Dashboard([0], clock=clock)
+    board = Dashboard([0], read_clock=clock)
     clock.now += 2
     board.update([row(0, rss_bytes=3 * GIB, device_bytes=5 * GIB)])
     clock.now += 2
@@ -123,12 +123,12 @@ def test_afterwards_one_line_stays_with_the_peak(cell: Cell, clock: Clock) -> No
 
 
 @pytest.mark.parametrize(
-    ("how", "word"), [({"failed": True}, "failed"), ({"interrupted": True}, "stopped")]
+    ("how", "word"), [({"has_failed": True}, "failed"), ({"was_interrupted": True}, "stopped")]
 )
 def test_a_cell_that_did_not_end_well_says_so(
     cell: Cell, clock: Clock, how: dict[str, bool], word: str
 ) -> None:
-    board = Dashboard([0, 1], clock=clock)
+    board = Dashboard([0, 1], read_clock=clock)
     clock.now += 3
     board.update([row(0), row(1)])
     board.finish(**how)
@@ -136,7 +136,7 @@ def test_a_cell_that_did_not_end_well_says_so(
 
 
 def test_after_the_cell_was_cleared_it_is_shown_anew(cell: Cell, clock: Clock) -> None:
-    board = Dashboard([0], clock=clock)
+    board = Dashboard([0], read_clock=clock)
     clock.now += 1
     board.update([row(0)])
     board.cleared()
@@ -148,7 +148,7 @@ def test_after_the_cell_was_cleared_it_is_shown_anew(cell: Cell, clock: Clock) -
 def test_a_terminal_gets_a_line_now_and_then(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    board = Dashboard([0, 1], clock=clock)
+    board = Dashboard([0, 1], read_clock=clock)
     at = []
     for second in range(700):
         board.update([row(0, "reading")])
@@ -156,7 +156,7 @@ def test_a_terminal_gets_a_line_now_and_then(
             at.append(second)
         clock.now += 1
     assert at == [1, 5, 15, 60, 120, 240, 480]
-    board.finish(failed=True)
+    board.finish(has_failed=True)
     assert capsys.readouterr().err == (
         "nbaccel: 2 ranks · failed after 11 min 40 s · up to 1.0 GiB each\n"
     )
@@ -164,7 +164,7 @@ def test_a_terminal_gets_a_line_now_and_then(
 
 def test_what_ranks_hold_is_told_from_least_to_most(clock: Clock) -> None:
     said: list[str] = []
-    board = Dashboard([0, 1], say=said.append, clock=clock)
+    board = Dashboard([0, 1], say_line=said.append, read_clock=clock)
     clock.now += 1
     board.update([row(0, device_bytes=GIB), row(1, rss_bytes=2 * GIB, device_bytes=3 * GIB)])
     assert "[0-1] running · 1.0 GiB to 2.0 GiB, on the device 1.0 GiB to 3.0 GiB" in said[0]
@@ -172,7 +172,7 @@ def test_what_ranks_hold_is_told_from_least_to_most(clock: Clock) -> None:
 
 def test_the_lines_of_a_terminal_go_where_they_are_told(clock: Clock) -> None:
     said: list[str] = []
-    board = Dashboard([0], say=said.append, clock=clock)
+    board = Dashboard([0], say_line=said.append, read_clock=clock)
     clock.now += 1
     board.update([row(0, "reading")])
     assert said == ["nbaccel: 1 rank · 1.0 s · up to 1.0 GiB\nnbaccel: [0] reading · 1.0 GiB"]
@@ -180,7 +180,7 @@ def test_the_lines_of_a_terminal_go_where_they_are_told(clock: Clock) -> None:
 
 def test_memory_is_looked_at_more_often_than_a_terminal_is_told(clock: Clock) -> None:
     said: list[str] = []
-    board = Dashboard([0], say=said.append, clock=clock)
+    board = Dashboard([0], say_line=said.append, read_clock=clock)
     for gib in (1, 7, 2, 1):
         clock.now += 1
         board.update([row(0, rss_bytes=gib * GIB)])
@@ -191,7 +191,7 @@ def test_memory_is_looked_at_more_often_than_a_terminal_is_told(clock: Clock) ->
 def test_it_can_be_turned_off(cell: Cell, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBACCEL_DASHBOARD", "0")
     said: list[str] = []
-    board = Dashboard([0], clock=clock, say=said.append)
+    board = Dashboard([0], read_clock=clock, say_line=said.append)
     clock.now += 5
     board.update([row(0)])
     board.finish()
@@ -203,7 +203,7 @@ def metrics(time: float, steps: int, loss: float = 1.0) -> Metrics:
 
 
 def test_a_whole_output_is_not_replaced_for_each_message(cell: Cell, clock: Clock) -> None:
-    board = Dashboard([0], clock=clock)
+    board = Dashboard([0], read_clock=clock)
     clock.now += 1
     board.update([row(0)])
     for i in range(110):
@@ -219,7 +219,7 @@ def test_a_whole_output_is_not_replaced_for_each_message(cell: Cell, clock: Cloc
 
 
 def test_a_board_without_news_waits_for_the_next_second(cell: Cell, clock: Clock) -> None:
-    board = Dashboard([0], clock=clock)
+    board = Dashboard([0], read_clock=clock)
     clock.now += 1
     board.update([row(0)])
     clock.now += 0.5
@@ -229,7 +229,7 @@ def test_a_board_without_news_waits_for_the_next_second(cell: Cell, clock: Clock
 
 
 def test_where_no_click_would_be_heard_the_words_say_how_to_stop(cell: Cell, clock: Clock) -> None:
-    board = Dashboard([0], stop=lambda: None, clock=clock)
+    board = Dashboard([0], stop_launch=lambda: None, read_clock=clock)
     clock.now += 1
     board.update([row(0)])
     assert "Stop: interrupt the cell" in cell.html
@@ -238,12 +238,12 @@ def test_where_no_click_would_be_heard_the_words_say_how_to_stop(cell: Cell, clo
 
 
 def test_what_stays_is_folded_away(cell: Cell, clock: Clock) -> None:
-    board = Dashboard([0, 1], clock=clock)
+    board = Dashboard([0, 1], read_clock=clock)
     clock.now += 1
     board.update([row(0, last_line="saved"), row(1)])
     board.hear(0, metrics(100.5, 0, 4.0))
     board.hear(0, metrics(101.0, 50, 2.0))
-    board.finish([row(0, state="done", rss_bytes=0), row(1, state="failed")], failed=True)
+    board.finish([row(0, state="done", rss_bytes=0), row(1, state="failed")], has_failed=True)
     assert cell.text == (
         "2 ranks · failed after 1.0 s · step 50 (100/s) · loss 2 · up to 1.0 GiB each"
     )

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from nbaccel import Accelerator, notebook_launcher
-from nbaccel.launch.dashboard.weighing import Scales, resident
-from nbaccel.plan.gpus import Meter, find_cards
+from nbaccel.devices.cpu import CpuDevice
+from nbaccel.devices.cuda import CudaDevice
+from nbaccel.devices.nvml import Meter, find_cards
+from nbaccel.output.dashboard.following import MemoryMeter, resident
 from tests.launch.dashboard.conftest import Seen
 
 MIB = 2**20
@@ -31,7 +33,7 @@ def test_a_process_weighs_what_it_holds_and_nothing_once_it_has_gone() -> None:
 
 def test_where_no_gpu_is_used_the_driver_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Meter, "open", lambda: pytest.fail("asked"))
-    scales = Scales(uses_gpus=False)
+    scales = MemoryMeter(CpuDevice())
     assert scales.on_gpus([os.getpid()]) == {}
     scales.close()
 
@@ -41,7 +43,7 @@ def test_without_a_driver_nobody_holds_anything_and_it_is_asked_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert Meter.open() is None
-    scales = Scales(uses_gpus=True)
+    scales = MemoryMeter(CudaDevice())
     assert scales.on_gpus([os.getpid()]) == {}
     monkeypatch.setattr(Meter, "open", lambda: pytest.fail("asked again"))
     assert scales.on_gpus([os.getpid()]) == {}

@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 from nbaccel.errors import ModelNotShareable
-from nbaccel.launch.sharing import arena, memory
-from nbaccel.launch.sharing.find import find_modules
+from nbaccel.transfer import arena, shared_memory
+from nbaccel.transfer.find_modules import find_modules
 from tests.process import descriptors
 
 pytestmark = pytest.mark.no_memfd_growth
 
 
 def share(*modules: nn.Module) -> arena.Sharing:
-    return arena.share(find_modules(modules))
+    return arena.share_modules(find_modules(modules))
 
 
 def fds() -> int:
@@ -79,7 +79,7 @@ def test_slots_describe_the_bytes_in_the_file() -> None:
     values = snapshot(module)
     sharing = share(module)
     for home, slot in sharing.modules[0].slots:
-        reader = memory.Mapping(home.fd, home.nbytes, private=True)
+        reader = shared_memory.Mapping(home.fd, home.nbytes, is_private=True)
         assert torch.equal(slot.view(reader), values[slot.name]), slot.name
 
 
@@ -193,14 +193,14 @@ def test_a_module_without_tensors_needs_no_arena() -> None:
 def test_a_forked_child_forgets_that_memory_is_shared() -> None:
     module = nn.Linear(3, 3)
     home = share(module).arenas()[0]
-    living = set(arena._LIVING)
+    living = set(arena._LIVING_ARENAS)
     try:
-        arena.forget()
-        assert arena.find(module.weight.data_ptr(), 4) is None
+        arena.forget_arenas()
+        assert arena.find_arena(module.weight.data_ptr(), 4) is None
     finally:
         for found in living:
-            arena._LIVING.add(found)
-    assert arena.find(module.weight.data_ptr(), 4) is home
+            arena._LIVING_ARENAS.add(found)
+    assert arena.find_arena(module.weight.data_ptr(), 4) is home
 
 
 # ------------------------------------------------------------------------- refusals

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel.launch import system, template, warmup, wire
-from nbaccel.launch.sharing import homecoming as homecoming_module
-from nbaccel.launch.sharing import memory
-from nbaccel.launch.sharing.arena import named_tensors
-from nbaccel.launch.sharing.memory import PAGE_BYTES
+from nbaccel.failures import process_death
+from nbaccel.transfer import shared_memory
+from nbaccel.transfer import weight_sync as homecoming_module
+from nbaccel.transfer.arena import named_tensors
+from nbaccel.transfer.shared_memory import PAGE_BYTES
+from nbaccel.workers import messaging, template, template_prestart
 from tests.launch.sharing.trip import Trip, Worker, replace_tensor
 
 pytestmark = pytest.mark.no_memfd_growth
@@ -350,7 +351,7 @@ def test_an_interrupt_in_the_midst_of_closing_costs_no_staging_file(launch):
 
     def interrupted_before_it_closes(fds: Sequence[int]) -> None:
         signal.raise_signal(signal.SIGINT)
-        memory.close_all(fds)
+        shared_memory.close_all(fds)
 
     with pytest.raises(KeyboardInterrupt):
         homecoming.close(interrupted_before_it_closes)
@@ -362,12 +363,12 @@ def test_an_interrupt_while_the_template_is_told_costs_no_staging_file(launch, m
     homecoming = launch(Net()).homecoming
     (fd,) = homecoming.staging.values()
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    monkeypatch.setattr(warmup, "current", lambda: SimpleNamespace(socket=here))
-    monkeypatch.setattr(wire.Channel, "send", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(template_prestart, "current", lambda: SimpleNamespace(socket=here))
+    monkeypatch.setattr(messaging.Channel, "send", lambda *_: signal.raise_signal(signal.SIGINT))
     went_on = []
 
     def to_the_end() -> None:
-        with system.uninterrupted():
+        with process_death.uninterrupted():
             homecoming.close(template.dispose)
             went_on.append(True)
 
@@ -378,7 +379,7 @@ def test_an_interrupt_while_the_template_is_told_costs_no_staging_file(launch, m
 
 
 def test_where_the_second_file_cannot_be_made_the_first_is_closed(launch, monkeypatch):
-    made, real = [], memory.create_file
+    made, real = [], shared_memory.create_file
 
     def create(name: str, nbytes: int) -> int:
         if made:
@@ -388,7 +389,7 @@ def test_where_the_second_file_cannot_be_made_the_first_is_closed(launch, monkey
 
     trip = launch(Net())
     (arena,) = trip.arenas.values()
-    monkeypatch.setattr(homecoming_module.memory, "create_file", create)
+    monkeypatch.setattr(homecoming_module.shared_memory, "create_file", create)
     with pytest.raises(OSError, match="too many"):
-        homecoming_module.Homecoming(trip.sharing, {"a": arena, "b": arena})
+        homecoming_module.WeightReceiver(trip.sharing, {"a": arena, "b": arena})
     assert not is_open(made[0])

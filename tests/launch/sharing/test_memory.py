@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from nbaccel.launch.sharing import memory
-from nbaccel.launch.sharing.memory import PAGE_BYTES, Mapping
+from nbaccel.transfer import shared_memory
+from nbaccel.transfer.shared_memory import PAGE_BYTES, Mapping
 from tests.process import descriptors
 
 PAGES = 8
@@ -18,14 +18,14 @@ NBYTES = (PAGES - 1) * PAGE_BYTES + 100  # the last page is not a whole one
 
 @pytest.fixture
 def file() -> Iterator[int]:
-    fd = memory.create_file("test", NBYTES)
+    fd = shared_memory.create_file("test", NBYTES)
     yield fd
     os.close(fd)
 
 
 def read(fd: int, nbytes: int, offset: int = 0) -> bytes:
     into = bytearray(nbytes)
-    memory.read_at(fd, memoryview(into), offset)
+    shared_memory.read_at(fd, memoryview(into), offset)
     return bytes(into)
 
 
@@ -42,17 +42,17 @@ def test_a_file_has_no_name_and_is_not_inherited_by_programs(file: int) -> None:
 
 
 def test_an_empty_file_can_be_mapped() -> None:
-    fd = memory.create_file("test", 0)
-    with memory.closing(fd):
+    fd = shared_memory.create_file("test", 0)
+    with shared_memory.closing_files(fd):
         assert os.fstat(fd).st_size == 1
 
 
 def test_what_is_written_in_small_steps_is_read_in_small_steps(
     file: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_COPY_BYTES", 7)
+    monkeypatch.setattr(shared_memory, "_COPY_BYTES", 7)
     data = bytes(range(256))
-    memory.write_at(file, memoryview(data), 3)
+    shared_memory.write_at(file, memoryview(data), 3)
     assert read(file, 256, 3) == data
     assert read(file, 3) == bytes(3)
 
@@ -63,7 +63,7 @@ def test_reading_beyond_the_end_says_where_it_ended(file: int) -> None:
 
 
 def test_a_shared_mapping_writes_to_the_file(file: int) -> None:
-    one, other = Mapping(file, NBYTES, private=False), Mapping(file, NBYTES, private=False)
+    one, other = Mapping(file, NBYTES, is_private=False), Mapping(file, NBYTES, is_private=False)
     one.bytes()[NBYTES - 1] = 7
     assert other.bytes()[NBYTES - 1] == 7
     assert read(file, 1, NBYTES - 1) == b"\x07"
@@ -71,15 +71,15 @@ def test_a_shared_mapping_writes_to_the_file(file: int) -> None:
 
 
 def test_a_private_mapping_keeps_its_writes_to_itself(file: int) -> None:
-    one, other = Mapping(file, NBYTES, private=True), Mapping(file, NBYTES, private=True)
+    one, other = Mapping(file, NBYTES, is_private=True), Mapping(file, NBYTES, is_private=True)
     one.bytes()[:] = 1
     assert other.bytes().max() == 0
     assert read(file, NBYTES) == bytes(NBYTES)
 
 
 def test_a_private_mapping_knows_which_pages_it_wrote(file: int) -> None:
-    memory.write_at(file, memoryview(bytes([5]) * NBYTES), 0)
-    mapping = Mapping(file, NBYTES, private=True)
+    shared_memory.write_at(file, memoryview(bytes([5]) * NBYTES), 0)
+    mapping = Mapping(file, NBYTES, is_private=True)
     view = mapping.bytes()
     assert int(view.sum()) == 5 * NBYTES
     assert mapping.written() == [], "reading is not writing"
@@ -93,34 +93,34 @@ def test_a_private_mapping_knows_which_pages_it_wrote(file: int) -> None:
 
 
 def test_a_page_written_with_what_it_held_already_counts_as_written(file: int) -> None:
-    mapping = Mapping(file, NBYTES, private=True)
+    mapping = Mapping(file, NBYTES, is_private=True)
     mapping.bytes()[0] = 0
     assert mapping.written() == [(0, PAGE_BYTES)]
 
 
 def test_another_file_takes_the_place_under_the_same_addresses(file: int) -> None:
-    mapping = Mapping(file, NBYTES, private=False)
+    mapping = Mapping(file, NBYTES, is_private=False)
     tensor = torch.from_numpy(mapping.bytes())
     address = tensor.data_ptr()
-    other = memory.create_file("test", NBYTES)
-    with memory.closing(other):
-        memory.write_at(other, memoryview(b"\x09" * NBYTES), 0)
-        mapping.replace(other, private=False)
+    other = shared_memory.create_file("test", NBYTES)
+    with shared_memory.closing_files(other):
+        shared_memory.write_at(other, memoryview(b"\x09" * NBYTES), 0)
+        mapping.replace(other, is_private=False)
     assert tensor.data_ptr() == address
     assert bool((tensor == 9).all())
     assert read(file, NBYTES) == bytes(NBYTES), "the old file is as it was"
 
 
 def test_a_private_replacement_forgets_what_was_written(file: int) -> None:
-    mapping = Mapping(file, NBYTES, private=True)
+    mapping = Mapping(file, NBYTES, is_private=True)
     mapping.bytes()[:] = 3
-    mapping.replace(file, private=True)
+    mapping.replace(file, is_private=True)
     assert mapping.bytes().max() == 0
     assert mapping.written() == []
 
 
 def test_a_mapping_lives_as_long_as_its_last_view(file: int) -> None:
-    mapping = Mapping(file, NBYTES, private=False)
+    mapping = Mapping(file, NBYTES, is_private=False)
     address = mapping.address
     array, view = mapping.bytes(), mapping.view(10, 20)
     del mapping
@@ -133,7 +133,7 @@ def test_a_mapping_lives_as_long_as_its_last_view(file: int) -> None:
 
 
 def test_contains_is_exact_at_both_ends(file: int) -> None:
-    mapping = Mapping(file, NBYTES, private=True)
+    mapping = Mapping(file, NBYTES, is_private=True)
     assert mapping.contains(mapping.address, NBYTES)
     assert not mapping.contains(mapping.address, NBYTES + 1)
     assert not mapping.contains(mapping.address - 1, 1)
@@ -142,7 +142,7 @@ def test_contains_is_exact_at_both_ends(file: int) -> None:
 
 def test_mapping_a_closed_descriptor_is_an_error_that_leaks_nothing() -> None:
     with pytest.raises(OSError, match="mapping 4096 bytes"):
-        Mapping(10_000, 4096, private=True)
+        Mapping(10_000, 4096, is_private=True)
 
 
 def test_merge_and_gaps_part_the_whole() -> None:
@@ -150,27 +150,27 @@ def test_merge_and_gaps_part_the_whole() -> None:
     for _ in range(200):
         raw = [tuple(sorted(random.integers(0, 60, 2).tolist())) for _ in range(random.integers(6))]
         covered = {i for start, stop in raw for i in range(start, stop)}
-        merged = [span for span in memory.merge(raw) if span[0] < span[1]]
-        left = list(memory.gaps(merged, 60))
+        merged = [span for span in shared_memory.merge_ranges(raw) if span[0] < span[1]]
+        left = list(shared_memory.gaps_between(merged, 60))
         assert {i for a, b in merged for i in range(a, b)} == covered
         assert {i for a, b in left for i in range(a, b)} == set(range(60)) - covered
-        assert memory.total(merged) == len(covered)
-        assert memory.total(left) == 60 - len(covered)
+        assert shared_memory.total_bytes(merged) == len(covered)
+        assert shared_memory.total_bytes(left) == 60 - len(covered)
 
 
 def test_closing_closes_on_an_error_too() -> None:
-    fd = memory.create_file("test", 1)
-    with pytest.raises(ZeroDivisionError), memory.closing(fd):
+    fd = shared_memory.create_file("test", 1)
+    with pytest.raises(ZeroDivisionError), shared_memory.closing_files(fd):
         _ = 1 / 0
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
 
 
 def test_pages_that_are_given_back_show_the_file_again() -> None:
-    fd = memory.create_file("test", 3 * PAGE_BYTES + 10)
-    with memory.closing(fd):
-        memory.write_at(fd, memoryview(b"file" * PAGE_BYTES)[: 3 * PAGE_BYTES + 10], 0)
-        private = memory.Mapping(fd, 3 * PAGE_BYTES + 10, private=True)
+    fd = shared_memory.create_file("test", 3 * PAGE_BYTES + 10)
+    with shared_memory.closing_files(fd):
+        shared_memory.write_at(fd, memoryview(b"file" * PAGE_BYTES)[: 3 * PAGE_BYTES + 10], 0)
+        private = shared_memory.Mapping(fd, 3 * PAGE_BYTES + 10, is_private=True)
         private.view(0, private.nbytes)[:] = b"x" * private.nbytes
         private.give_back(PAGE_BYTES, 2 * PAGE_BYTES)
         private.give_back(3 * PAGE_BYTES, private.nbytes)

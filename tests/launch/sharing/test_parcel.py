@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from nbaccel.launch.sharing import arena, memory, parcel
-from nbaccel.launch.sharing.find import find_modules
-from nbaccel.launch.sharing.parcel import Sender
+from nbaccel.transfer import arena, pickling, shared_memory
+from nbaccel.transfer.find_modules import find_modules
+from nbaccel.transfer.pickling import Sender
 from tests.process import descriptors
 
 MIB = 2**20
@@ -23,11 +23,14 @@ pytestmark = pytest.mark.no_memfd_growth
 def travel(obj: Any, sender: Sender | None = None, *, most_pickled: int = 100_000) -> Any:
     """Pack and unpack; the pickle itself must be small."""
     sender = sender or Sender.create()
-    packed, fd = parcel.pack(obj, sender)
-    assert memory.total([packed.pickle]) < most_pickled
-    table = {key: memory.Mapping(a.fd, a.nbytes, private=True) for key, a in sender.arenas.items()}
-    with memory.closing(fd):
-        return parcel.unpack(packed, fd, table)
+    packed, fd = pickling.pack(obj, sender)
+    assert shared_memory.total_bytes([packed.pickle]) < most_pickled
+    table = {
+        key: shared_memory.Mapping(a.fd, a.nbytes, is_private=True)
+        for key, a in sender.arenas.items()
+    }
+    with shared_memory.closing_files(fd):
+        return pickling.unpack(packed, fd, table)
 
 
 @pytest.fixture
@@ -64,9 +67,9 @@ def test_arrays_of_odd_order_and_type() -> None:
 
 
 def test_receivers_do_not_see_each_others_writes() -> None:
-    packed, fd = parcel.pack(torch.zeros(10), Sender.create())
-    with memory.closing(fd):
-        one, other = (parcel.unpack(packed, fd, {}) for _ in range(2))
+    packed, fd = pickling.pack(torch.zeros(10), Sender.create())
+    with shared_memory.closing_files(fd):
+        one, other = (pickling.unpack(packed, fd, {}) for _ in range(2))
     one.fill_(3)
     assert not other.any()
 
@@ -185,14 +188,14 @@ def test_the_source_of_a_file_does_not_travel() -> None:
 
 def test_a_shared_model_travels_by_address_only() -> None:
     module = nn.Linear(512, 512)
-    arena.share([("args[0]", module)])
+    arena.share_modules([("args[0]", module)])
     sender = Sender.create()
-    packed, fd = parcel.pack((module, module.weight[3], [module.bias]), sender)
-    with memory.closing(fd):
+    packed, fd = pickling.pack((module, module.weight[3], [module.bias]), sender)
+    with shared_memory.closing_files(fd):
         assert packed.nbytes < 100_000
         (home,) = sender.arenas.values()
-        private = memory.Mapping(home.fd, home.nbytes, private=True)
-        found, row, (bias,) = parcel.unpack(packed, fd, dict.fromkeys(sender.arenas, private))
+        private = shared_memory.Mapping(home.fd, home.nbytes, is_private=True)
+        found, row, (bias,) = pickling.unpack(packed, fd, dict.fromkeys(sender.arenas, private))
     assert found.bias is bias
     assert torch.equal(found.weight, module.weight)
     with torch.no_grad():
@@ -203,7 +206,7 @@ def test_a_shared_model_travels_by_address_only() -> None:
 
 def test_a_shared_model_in_a_closure_travels_by_address_too() -> None:
     module = nn.Linear(512, 512)
-    sharing = arena.share(find_modules((module,)))
+    sharing = arena.share_modules(find_modules((module,)))
     sender = Sender.create(sharing.stand_ins)
     assert torch.equal(travel(lambda: module.weight, sender)(), module.weight)
     assert list(sender.arenas.values()) == sharing.arenas()
@@ -241,7 +244,7 @@ def _doubled(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor
 
 def test_modules_that_pickle_in_their_own_way_keep_it() -> None:
     models = [OwnState(3, 2), OwnRestore(3, 2), OwnBirth(3, 2)]
-    arena.share([("models", nn.ModuleList(models))])
+    arena.share_modules([("models", nn.ModuleList(models))])
     sent, restored, born = travel(models)
     assert sent.sent
     assert restored.restored
@@ -253,7 +256,7 @@ def test_modules_that_pickle_in_their_own_way_keep_it() -> None:
 def test_a_module_has_all_its_tables_of_hooks_after_the_journey() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     model[0].register_forward_hook(_doubled)
-    arena.share([("model", model)])
+    arena.share_modules([("model", model)])
     found = travel(model)
     assert vars(found[1]).keys() == vars(model[1]).keys()
     assert {k: type(v) for k, v in vars(found[1]).items()} == {
@@ -270,7 +273,7 @@ def test_what_a_shared_tensor_has_besides_its_values_travels_too() -> None:
     model.weight.requires_grad_(False)
     model.bias.is_special = True  # type: ignore[attr-defined]
     model.twin = model.bias  # type: ignore[assignment]
-    arena.share([("model", model)])
+    arena.share_modules([("model", model)])
     found = travel(model)
     assert [found.weight.requires_grad, found.bias.requires_grad] == [False, True]
     assert found.bias.is_special
@@ -279,20 +282,20 @@ def test_what_a_shared_tensor_has_besides_its_values_travels_too() -> None:
 
 
 def test_a_pickle_that_grows_too_long_is_given_up() -> None:
-    with pytest.raises(parcel.TooCostly):
-        parcel.pack([str(i) * 100 for i in range(10_000)], Sender.create(), limit_bytes=MIB)
+    with pytest.raises(pickling.TooCostly):
+        pickling.pack([str(i) * 100 for i in range(10_000)], Sender.create(), limit_bytes=MIB)
 
 
 @pytest.mark.usefixtures("no_new_descriptors")
 def test_the_limit_does_not_count_what_travels_beside() -> None:
-    _, fd = parcel.pack(np.zeros(MIB), Sender.create(), limit_bytes=MIB)
+    _, fd = pickling.pack(np.zeros(MIB), Sender.create(), limit_bytes=MIB)
     os.close(fd)
 
 
 @pytest.mark.usefixtures("no_new_descriptors")
 def test_a_failed_pickle_leaves_no_file() -> None:
     with pytest.raises(TypeError, match="generator"):
-        parcel.pack([np.zeros(MIB), (i for i in range(3))], Sender.create())
+        pickling.pack([np.zeros(MIB), (i for i in range(3))], Sender.create())
 
 
 class Local(Exception):
@@ -300,8 +303,8 @@ class Local(Exception):
 
 
 def test_a_forked_childs_answer_comes_back_by_name() -> None:
-    packed, fd = parcel.pack_plain((Local("x"), torch.ones(3)), Sender.create())
-    with memory.closing(fd):
-        error, ones = parcel.unpack(packed, fd, {})
+    packed, fd = pickling.pack_plain((Local("x"), torch.ones(3)), Sender.create())
+    with shared_memory.closing_files(fd):
+        error, ones = pickling.unpack(packed, fd, {})
     assert type(error) is Local
     assert ones.tolist() == [1, 1, 1]

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from nbaccel.launch.sharing import arena, home, memory, parcel
-from nbaccel.launch.sharing.find import find_modules
-from nbaccel.launch.sharing.homecoming import Homecoming
+from nbaccel.transfer import arena, pickling, shared_memory, weight_sync
+from nbaccel.transfer.find_modules import find_modules
+from nbaccel.transfer.weight_sync import WeightReceiver
 
 
 class Worker:
@@ -22,13 +22,16 @@ class Worker:
 
     def __init__(self, trip: Trip, rank: int) -> None:
         self.mappings = {
-            key: memory.Mapping(found.fd, found.nbytes, private=True)
+            key: shared_memory.Mapping(found.fd, found.nbytes, is_private=True)
             for key, found in trip.arenas.items()
         }
-        call = parcel.unpack(trip.parcel, trip.fd, self.mappings)
+        call = pickling.unpack(trip.parcel, trip.fd, self.mappings)
         self.args, modules = call
-        self.homebound = home.Homebound(
-            rank=rank, modules=modules, mappings=self.mappings, staging=trip.homecoming.staging
+        self.homebound = weight_sync.WeightWriter(
+            own_rank=rank,
+            shared_modules=modules,
+            arena_mappings=self.mappings,
+            staging_files=trip.homecoming.staging,
         )
 
 
@@ -36,20 +39,20 @@ class Trip:
     """One launch of a function of these arguments, without processes."""
 
     def __init__(self, *args: Any) -> None:
-        self.sharing = arena.share(find_modules(args))
-        sender = parcel.Sender.create(self.sharing.stand_ins)
+        self.sharing = arena.share_modules(find_modules(args))
+        sender = pickling.Sender.create(self.sharing.stand_ins)
         for found in self.sharing.arenas():
             sender.key(found)
-        manifests = home.manifests(self.sharing, sender.keys)
+        manifests = weight_sync.module_manifests(self.sharing, sender.keys)
         modules = tuple(zip(manifests, (m.module for m in self.sharing.modules), strict=True))
-        self.parcel, self.fd = parcel.pack((args, modules), sender)
+        self.parcel, self.fd = pickling.pack((args, modules), sender)
         self.arenas = dict(sender.arenas)
-        self.homecoming = Homecoming(self.sharing, self.arenas)
+        self.homecoming = WeightReceiver(self.sharing, self.arenas)
 
     def worker(self, rank: int = 0) -> Worker:
         return Worker(self, rank)
 
-    def come_home(self, *workers: Worker) -> home.HomeReport:
+    def come_home(self, *workers: Worker) -> weight_sync.WeightReport:
         """All ranks have returned; the first worker's report is given back."""
         reports = [worker.homebound.write() for worker in workers]
         self.homecoming.apply(reports)

@@ -7,19 +7,23 @@ from html.parser import HTMLParser
 
 import pytest
 
-from nbaccel.notebook.picker import drawing
-from nbaccel.notebook.picker.memory import Bar, Segment
-from nbaccel.notebook.picker.model import Verdict
-from nbaccel.notebook.picker.texts import Face
-from nbaccel.plan.plan import Choice
+from nbaccel.notebook.picker import html as html_module
+from nbaccel.notebook.picker.exporters import ConfigFace
+from nbaccel.notebook.picker.memory_model import BarSegment, MemoryBar
+from nbaccel.notebook.picker.model import FitVerdict
+from nbaccel.plan.launch_plan import Choice
 
 GIB = 2**30
 EVIL = "<script>alert('&\"')</script>"
 
 
-def bar(capacity: int = 10 * GIB, *, parameters: int, free: int = 0, lacking: int = 0) -> Bar:
-    segments = (Segment("parameters", parameters), Segment("buckets", GIB), Segment("free", free))
-    return Bar(
+def bar(capacity: int = 10 * GIB, *, parameters: int, free: int = 0, lacking: int = 0) -> MemoryBar:
+    segments = (
+        BarSegment("parameters", parameters),
+        BarSegment("buckets", GIB),
+        BarSegment("free", free),
+    )
+    return MemoryBar(
         label=EVIL,
         capacity=capacity,
         segments=segments,
@@ -57,17 +61,17 @@ class Reader(HTMLParser):
 
 
 DRAWN = {
-    "note": drawing.note_html(EVIL, refusal=EVIL, reasons=[EVIL]),
-    "reasons": drawing.note_html(EVIL, reasons=[EVIL, EVIL]),
-    "error": drawing.error_html([EVIL]),
-    "remarks": drawing.remarks_html([EVIL]),
-    "heading": drawing.heading_html(EVIL),
-    "label": drawing.label_html(EVIL),
-    "verdict": drawing.verdict_html(Verdict(False, EVIL, EVIL)),
-    "bars": drawing.bars_html([bar(parameters=2 * GIB, free=7 * GIB)]),
-    "lacking": drawing.bars_html([bar(parameters=20 * GIB, lacking=11 * GIB)]),
-    "face": drawing.face_html(Face(EVIL, "json", EVIL)),
-    "resolved": drawing.resolved_html([Choice(EVIL, EVIL, EVIL)]),
+    "note": html_module.note_html(EVIL, refusal=EVIL, reasons=[EVIL]),
+    "reasons": html_module.note_html(EVIL, reasons=[EVIL, EVIL]),
+    "error": html_module.error_html([EVIL]),
+    "remarks": html_module.remarks_html([EVIL]),
+    "heading": html_module.heading_html(EVIL),
+    "label": html_module.label_html(EVIL),
+    "verdict": html_module.verdict_html(FitVerdict(False, EVIL, EVIL)),
+    "bars": html_module.bars_html([bar(parameters=2 * GIB, free=7 * GIB)]),
+    "lacking": html_module.bars_html([bar(parameters=20 * GIB, lacking=11 * GIB)]),
+    "face": html_module.face_html(ConfigFace(EVIL, "json", EVIL)),
+    "resolved": html_module.resolved_html([Choice(EVIL, EVIL, EVIL)]),
 }
 
 
@@ -80,13 +84,13 @@ def test_text_is_shown_as_it_is_and_never_run(what):
 
 
 def test_what_is_only_a_style_asks_nobody_for_anything():
-    front = drawing.front_html("nbaccel-static-1")
+    front = html_module.front_html("nbaccel-static-1")
     assert not re.search(r"https?://|@import|url\(", front)
     assert ".nbaccel-static-1 { display: none }" in front
 
 
 def test_every_rule_of_the_style_is_the_pickers_own():
-    style = Reader(drawing.front_html("nbaccel-static-1")).words[0]
+    style = Reader(html_module.front_html("nbaccel-static-1")).words[0]
     style = re.sub(r"/\*.*?\*/", "", style, flags=re.DOTALL)
     style = re.sub(r"@media[^{]*\{((?:[^{}]*\{[^{}]*\})*)\s*\}", r"\1", style)
     selectors = [s.strip() for rule in re.findall(r"([^{}]+)\{", style) for s in rule.split(",")]
@@ -95,7 +99,7 @@ def test_every_rule_of_the_style_is_the_pickers_own():
 
 
 def test_parts_of_a_bar_are_as_wide_as_they_are_big():
-    read = Reader(drawing.bars_html([bar(parameters=2 * GIB, free=7 * GIB)]))
+    read = Reader(html_module.bars_html([bar(parameters=2 * GIB, free=7 * GIB)]))
     widths = [a["style"] for a in read.of("nbaccel-segment")]
     assert widths == ["width:20.000%", "width:10.000%", "width:70.000%"]
     assert not read.of("nbaccel-capacity")
@@ -108,13 +112,13 @@ def test_parts_of_a_bar_are_as_wide_as_they_are_big():
 
 def test_devices_that_hold_the_same_share_one_legend():
     same, other = (bar(parameters=size * GIB) for size in (2, 3))
-    read = Reader(drawing.bars_html([same, same, same, other]))
+    read = Reader(html_module.bars_html([same, same, same, other]))
     assert len(read.of("nbaccel-track")) == 4
     assert len(read.of("nbaccel-legend")) == 2
 
 
 def test_where_it_does_not_fit_the_capacity_is_marked_and_told_in_words():
-    read = Reader(drawing.bars_html([bar(parameters=19 * GIB, lacking=10 * GIB)]))
+    read = Reader(html_module.bars_html([bar(parameters=19 * GIB, lacking=10 * GIB)]))
     assert read.of("nbaccel-lacks")
     (mark,) = read.of("nbaccel-capacity")
     assert mark["style"] == "left:50.00%"
@@ -122,24 +126,24 @@ def test_where_it_does_not_fit_the_capacity_is_marked_and_told_in_words():
 
 
 def test_every_kind_of_memory_has_a_colour():
-    from nbaccel.notebook.picker.memory import KINDS
+    from nbaccel.notebook.picker.memory_model import SEGMENT_KINDS
 
-    style = Reader(drawing.front_html("x")).words[0]
-    for kind in (*KINDS, "others", "free"):
+    style = Reader(html_module.front_html("x")).words[0]
+    for kind in (*SEGMENT_KINDS, "others", "free"):
         assert f".nbaccel-{kind} {{ background" in style
 
 
 def test_a_place_of_unknown_size_is_drawn():
-    read = Reader(drawing.bars_html([bar(0, parameters=3 * GIB)]))
+    read = Reader(html_module.bars_html([bar(0, parameters=3 * GIB)]))
     assert [a["style"] for a in read.of("nbaccel-segment")] == ["width:75.000%", "width:25.000%"]
 
 
 def test_nothing_to_say_is_nothing_shown():
-    assert drawing.note_html("") == ""
-    assert drawing.error_html([]) == ""
-    assert drawing.remarks_html([]) == ""
-    assert drawing.bars_html([]) == ""
-    assert drawing.verdict_html(Verdict(None, "", "")) == ""
+    assert html_module.note_html("") == ""
+    assert html_module.error_html([]) == ""
+    assert html_module.remarks_html([]) == ""
+    assert html_module.bars_html([]) == ""
+    assert html_module.verdict_html(FitVerdict(None, "", "")) == ""
 
 
 @pytest.mark.parametrize(
@@ -151,4 +155,4 @@ def test_nothing_to_say_is_nothing_shown():
     ],
 )
 def test_names_become_classes(name, css):
-    assert drawing.css_name(name) == css
+    assert html_module.css_name(name) == css

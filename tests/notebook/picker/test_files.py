@@ -7,7 +7,7 @@ import pytest
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
 from nbaccel.notebook.picker.model import PickerModel
-from tests.deepspeed import needs
+from tests import needs
 from tests.notebook.machines import WITHOUT_GPU
 
 FILE = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "gradient_clipping": 0.5}
@@ -80,6 +80,7 @@ def test_what_cannot_be_read_is_told(picker, source, told):
     assert picker.config == before
 
 
+@needs.DEEPSPEED_ROW
 def test_saving_is_whole_or_not_at_all(picker, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("what was there")

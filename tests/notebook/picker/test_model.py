@@ -5,14 +5,17 @@ import json
 import pytest
 import torch
 
+import nbaccel
 from nbaccel.config import RunConfig
 from nbaccel.config.engine import engine_config
-from nbaccel.deepspeed.estimate import estimate_memory
 from nbaccel.errors import ConfigError
-from nbaccel.notebook.picker.choices import OPTIMIZER_PLACE, PARAM_PLACE
 from nbaccel.notebook.picker.model import PickerModel
-from nbaccel.notebook.picker.texts import static_html, static_text
+from nbaccel.notebook.picker.picker_display import picker_html, picker_text
+from tests import needs
 from tests.notebook.machines import GIB, WITHOUT_GPU, with_gpus
+
+OPTIMIZER_PLACE = "zero_optimization.offload_optimizer.device"
+PARAM_PLACE = "zero_optimization.offload_param.device"
 
 BUCKET = "zero_optimization.reduce_bucket_size"
 
@@ -32,6 +35,7 @@ def reasons(picker: PickerModel, name: str) -> dict[str, str]:
 
 
 # ------------------------------------------------------------------------------ choosing
+@needs.DEEPSPEED_ROW
 def test_a_choice_makes_a_new_configuration():
     picker = PickerModel(inventory=with_gpus(2))
     first = picker.config
@@ -57,6 +61,7 @@ def test_a_choice_makes_a_new_configuration():
     assert len(calls) == 4
 
 
+@needs.DEEPSPEED_ROW
 def test_undo_walks_back_to_the_start():
     picker = PickerModel(inventory=with_gpus(1))
     states = [picker.config]
@@ -77,6 +82,7 @@ def test_what_is_chosen_again_is_no_change():
     assert not picker.can_undo
 
 
+@needs.DEEPSPEED_ROW
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
@@ -98,6 +104,7 @@ def test_a_refused_choice_changes_nothing_and_says_why(name, value, told):
     assert not picker.can_undo
 
 
+@needs.DEEPSPEED_ROW
 @pytest.mark.parametrize(
     ("typed", "kept"),
     [("5e7", 50_000_000), ("500_000", 500_000), ("1,000", 1000), (" 7 ", 7), ("auto", "auto")],
@@ -112,6 +119,7 @@ def test_numbers_are_read_as_people_type_them(typed, kept):
     assert picker.config.num_processes == 2
 
 
+@needs.DEEPSPEED_ROW
 def test_an_empty_field_is_the_default():
     picker = PickerModel(RunConfig(num_processes=2, zero_stage=2), inventory=WITHOUT_GPU)
     picker.choose(BUCKET, 1000)
@@ -121,6 +129,7 @@ def test_an_empty_field_is_the_default():
     assert picker.config == RunConfig(zero_stage=2, deepspeed={})
 
 
+@needs.DEEPSPEED_ROW
 def test_engine_choices_are_kept_while_it_is_off():
     picker = PickerModel(inventory=with_gpus(1))
     picker.choose("zero_stage", 3)
@@ -135,6 +144,7 @@ def test_engine_choices_are_kept_while_it_is_off():
     assert picker.value(OPTIMIZER_PLACE) is None
 
 
+@needs.DEEPSPEED_ROW
 def test_a_lower_stage_takes_with_it_what_needs_the_higher_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     picker = PickerModel(RunConfig(zero_stage=3), inventory=with_gpus(1))
@@ -154,6 +164,7 @@ def test_a_lower_stage_takes_with_it_what_needs_the_higher_one(tmp_path, monkeyp
     assert engine_config(picker.config)["zero_optimization"] == {"stage": 0}
 
 
+@needs.DEEPSPEED_ROW
 def test_an_optimizer_of_deepspeed_needs_a_stand_in():
     picker = PickerModel(RunConfig(zero_stage=2), inventory=with_gpus(1))
     picker.choose("optimizer.type", "AdamW")
@@ -199,6 +210,7 @@ def test_options_are_greyed_by_the_machine():
     assert "cannot be served" in reasons(new, "device")["tpu"]
 
 
+@needs.DEEPSPEED_ROW
 def test_options_are_greyed_by_other_choices():
     picker = PickerModel(RunConfig(num_processes=2), inventory=with_gpus(2))
     assert "cannot run num_processes=2" in reasons(picker, "start_method")["inline"]
@@ -227,6 +239,7 @@ def test_activation_checkpointing_needs_a_switch():
     assert PickerModel(inventory=WITHOUT_GPU).refusal("activation_checkpointing") == ""
 
 
+@needs.DEEPSPEED_ROW
 def test_every_option_that_is_offered_can_be_chosen_and_no_other():
     """Over all stages: what is greyed is refused, what is not is taken."""
     for stage in (None, 0, 1, 2, 3):
@@ -249,6 +262,7 @@ def test_every_option_that_is_offered_can_be_chosen_and_no_other():
 
 
 # ------------------------------------------------------------------------------ memory
+@needs.DEEPSPEED_ROW
 def test_bars_are_the_estimate_against_the_machine():
     model = big()
     picker = PickerModel(RunConfig(num_processes=2), model=model, inventory=with_gpus(2))
@@ -256,7 +270,7 @@ def test_bars_are_the_estimate_against_the_machine():
     picker.choose("mixed_precision", "bf16")
     picker.choose(OPTIMIZER_PLACE, "cpu")
 
-    estimate = estimate_memory(
+    estimate = nbaccel.estimate_memory(
         model, engine_config(picker.config), num_processes=2, inventory=with_gpus(2)
     )
     first, second, host = picker.bars()
@@ -273,6 +287,7 @@ def test_bars_are_the_estimate_against_the_machine():
     assert picker.verdict.fits is estimate.fits
 
 
+@needs.DEEPSPEED_ROW
 def test_what_does_not_fit_says_how_much_and_what_would():
     picker = PickerModel(RunConfig(num_processes=2), model=big(), inventory=with_gpus(2))
 
@@ -305,6 +320,7 @@ def test_processes_beyond_the_cards_share_them():
     assert first.needed == 2 * second.needed
 
 
+@needs.DEEPSPEED_ROW
 def test_activations_follow_batch_and_precision():
     model, batch = net(256), torch.randn(64, 256)
     picker = PickerModel(model=model, sample_batch=batch, inventory=WITHOUT_GPU)
@@ -318,7 +334,7 @@ def test_activations_follow_batch_and_precision():
 
 
 def test_a_rehearsal_measures_what_may_be_chosen(monkeypatch):
-    from nbaccel.deepspeed import activations
+    from nbaccel.memory import activations
 
     model, batch = net(64), torch.randn(8, 64)
     picker = PickerModel(model=model, sample_batch=batch, inventory=WITHOUT_GPU)
@@ -382,6 +398,7 @@ def test_what_is_no_model_is_refused(wrong):
 
 
 # ------------------------------------------------------------------------------ suggesting
+@needs.DEEPSPEED_ROW
 def test_suggest_takes_the_fastest_that_fits_as_one_change():
     picker = PickerModel(
         RunConfig(num_processes=2, mixed_precision="bf16"), model=big(), inventory=with_gpus(2)
@@ -400,10 +417,11 @@ def test_suggest_takes_the_fastest_that_fits_as_one_change():
     assert picker.config == before
 
 
+@needs.DEEPSPEED_ROW
 def test_suggest_by_estimates_where_deepspeed_is_not_there(monkeypatch):
-    from nbaccel.notebook.picker import suggesting
+    from nbaccel.deepspeed.form import zero_form
 
-    monkeypatch.setattr(suggesting, "is_installed", lambda name: False)
+    monkeypatch.setattr(zero_form, "is_installed", lambda name: False)
     picker = PickerModel(RunConfig(num_processes=2), model=big(), inventory=with_gpus(2))
     headline = picker.suggest()
     assert "by estimate" in headline
@@ -423,6 +441,7 @@ def test_suggest_says_when_nothing_fits():
 
 
 # ------------------------------------------------------------------------------ faces
+@needs.DEEPSPEED_ROW
 def test_faces_say_the_same():
     picker = PickerModel(
         RunConfig(
@@ -442,15 +461,15 @@ def test_faces_say_the_same():
     names: dict = {}
     exec(faces["Python"].partition("notebook_launcher(train")[0], names)
     assert names["config"] == picker.config
-    from nbaccel.notebook.line import read
+    from nbaccel.notebook.magic_line import read_magic_line
 
     line = faces["Command line"].removeprefix("%%accelerate")
-    assert read(line, base=RunConfig(), namespace={}).wanted == picker.config
+    assert read_magic_line(line, base_config=RunConfig(), namespace={}).wanted == picker.config
 
 
 def test_the_line_carries_every_setting():
-    from nbaccel.notebook.line import read
-    from nbaccel.notebook.picker.texts import faces_of
+    from nbaccel.notebook.magic_line import read_magic_line
+    from nbaccel.notebook.picker.exporters import faces_of
 
     config = RunConfig(
         mixed_precision="fp8",
@@ -461,11 +480,14 @@ def test_the_line_carries_every_setting():
         activation_checkpointing=True,
         timeout=5,
     )
-    line = {f.name: f.text for f in faces_of(config, None)}["Command line"]
-    wanted = read(line.removeprefix("%%accelerate"), base=RunConfig(), namespace={}).wanted
+    line = {f.name: f.text for f in faces_of(config, {})}["Command line"]
+    wanted = read_magic_line(
+        line.removeprefix("%%accelerate"), base_config=RunConfig(), namespace={}
+    ).wanted
     assert wanted == config
 
 
+@needs.DEEPSPEED_ROW
 def test_auto_is_shown_resolved_with_reasons():
     picker = PickerModel(
         RunConfig(num_processes=2, zero_stage=2, deepspeed={"gradient_clipping": "auto"}),
@@ -486,19 +508,20 @@ def test_auto_is_shown_resolved_with_reasons():
     assert "data loader" in told["train_micro_batch_size_per_gpu"].reason
 
 
+@needs.DEEPSPEED_ROW
 def test_static_faces_hold_choices_and_estimate():
     picker = PickerModel(
         RunConfig(num_processes=2, zero_stage=3, master_addr="<script>"),
         model=net(),
         inventory=with_gpus(2),
     )
-    text, html = static_text(picker), static_html(picker)
+    text, html = picker_text(picker), picker_html(picker)
     for part in ("ZeRO stage", "cuda:1 · NVIDIA H100", "Fits:", "zero_stage: 3"):
         assert part in text
         assert part in html
     assert "<script>" not in html
     assert "2 processes" in text
-    alone = static_text(picker, ["launch"])
+    alone = picker_text(picker, ["launch"])
     assert "2 processes" in alone
     assert "Precision  " not in alone
     assert "1 machine " in text

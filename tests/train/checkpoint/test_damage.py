@@ -35,7 +35,7 @@ FILES = (
 
 @pytest.fixture(autouse=True)
 def _global_generators_stay():
-    with rng.preserved():
+    with rng.preserve_rng_states():
         yield
 
 
@@ -66,7 +66,7 @@ def load(training: Training, folder: Path, **options: Any) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     """A checkpoint with every kind of file, its weights as safetensors or as a pickle."""
     found = {}
-    with rng.preserved():
+    with rng.preserve_rng_states():
         for safe in (True, False):
             training = whole_training(0)
             found[safe] = save_state(
@@ -90,7 +90,7 @@ def test_nothing_is_loaded_of_a_checkpoint_with_a_damaged_file(
     for name in FILES:
         folder = damaged_copy(saved[name != FILES[1]], tmp_path / "ckpt", name, damage)
         if not has_manifest:  # as Accelerate writes it
-            (folder / layout.MANIFEST).unlink()
+            (folder / layout.MANIFEST_FILE).unlink()
             if damage == "flipped" and name == "model.safetensors":
                 continue  # there is no checksum
             if damage == "missing" and name.startswith(("sampler", "dl_", "grad", "random")):
@@ -124,11 +124,11 @@ def test_what_is_not_to_be_loaded_may_be_damaged(saved, tmp_path):
 
 
 def test_a_damaged_manifest_is_named_and_can_be_deleted(saved, tmp_path):
-    folder = damaged_copy(saved[True], tmp_path / "ckpt", layout.MANIFEST, "truncated")
+    folder = damaged_copy(saved[True], tmp_path / "ckpt", layout.MANIFEST_FILE, "truncated")
     training = whole_training(1)
     with pytest.raises(CheckpointDamaged, match=r"nbaccel_manifest.json is truncated.*delete"):
         load(training, folder)
-    (folder / layout.MANIFEST).unlink()
+    (folder / layout.MANIFEST_FILE).unlink()
     load(training, folder)
 
 
@@ -160,7 +160,7 @@ def test_an_optimizer_of_another_model_is_refused(saved, tmp_path):
     training = whole_training(1)
     before = everything(training)
     folder = damaged_copy(saved[True], tmp_path / "ckpt", "optimizer.bin", "missing")
-    (folder / layout.MANIFEST).unlink()
+    (folder / layout.MANIFEST_FILE).unlink()
     save(other.optimizer.state_dict(), folder / "optimizer.bin")
     with pytest.raises(ConfigError, match=r"optimizer.bin .* exp_avg of parameter 0 has shape"):
         load(training, folder)
@@ -176,7 +176,7 @@ def test_a_file_of_another_kind_is_refused(saved, tmp_path, name):
     training = whole_training(1)
     before = everything(training)
     folder = damaged_copy(saved[True], tmp_path / "ckpt", name, "missing")
-    (folder / layout.MANIFEST).unlink()
+    (folder / layout.MANIFEST_FILE).unlink()
     save({"weight": torch.ones(3)}, folder / name)
     with pytest.raises(ConfigError, match=rf"{name} holds no state of .*but weight"):
         load(training, folder)
@@ -187,7 +187,7 @@ def test_random_states_of_something_else_are_refused_and_nothing_is_drawn_anew(s
     training = whole_training(1)
     before = everything(training)
     folder = damaged_copy(saved[True], tmp_path / "ckpt", "random_states_0.pkl", "missing")
-    (folder / layout.MANIFEST).unlink()
+    (folder / layout.MANIFEST_FILE).unlink()
     save({"step": 1, "torch_manual_seed": torch.ones(3)}, folder / "random_states_0.pkl")
     with pytest.raises(CheckpointDamaged, match=r"random_states_0.pkl holds no states of random"):
         load(training, folder)

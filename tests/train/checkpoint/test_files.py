@@ -14,7 +14,7 @@ from safetensors.torch import load, load_file
 
 from nbaccel.errors import CheckpointDamaged, ConfigError
 from nbaccel.train.checkpoint import save, save_model
-from nbaccel.train.checkpoint.files import read
+from nbaccel.train.checkpoint.files import read_torch_file
 from tests.train.checkpoint.training import Tied
 
 
@@ -36,7 +36,7 @@ def four_layers(value: float = 1.0) -> dict[str, torch.Tensor]:
 
 def test_an_object_is_saved_and_read(tmp_path):
     save({"a": torch.ones(2), "lr": np.float64(0.5), "k": np.arange(3)}, tmp_path / "x.pt")
-    state = read(tmp_path / "x.pt")
+    state = read_torch_file(tmp_path / "x.pt")
     assert state["a"].tolist() == [1, 1]
     assert state["lr"] == 0.5
     assert state["k"].tolist() == [0, 1, 2]
@@ -62,7 +62,7 @@ def rewritten(path: Path, state: bytes):
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for name, content in kept.items():
             archive.writestr(name, state if name.endswith("data.pkl") else content)
-    return read(path)
+    return read_torch_file(path)
 
 
 def test_code_in_a_file_is_not_run(tmp_path):
@@ -72,7 +72,7 @@ def test_code_in_a_file_is_not_run(tmp_path):
 
     torch.save({"state": Evil()}, tmp_path / "x.pt")
     with pytest.raises(CheckpointDamaged, match=r"x.pt holds a (io|_io).open: only") as caught:
-        read(tmp_path / "x.pt")
+        read_torch_file(tmp_path / "x.pt")
     assert "likely succeed" not in str(caught.value)
     assert caught.value.__suppress_context__, "torch's advice is to let the file run anything"
     assert names(tmp_path) == ["x.pt"]
@@ -82,7 +82,7 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path):
     save("old", tmp_path / "x.pt")
     with pytest.raises(OSError, match=r"No space left"):
         save([torch.ones(3), Unwilling()], tmp_path / "x.pt")
-    assert read(tmp_path / "x.pt") == "old"
+    assert read_torch_file(tmp_path / "x.pt") == "old"
     assert names(tmp_path) == ["x.pt"]
 
 
@@ -141,7 +141,7 @@ def test_files_of_an_earlier_save_go_and_others_stay(tmp_path):
 def test_a_model_can_be_a_pickle(tmp_path):
     save_model(four_layers(), tmp_path, safe_serialization=False)
     assert names(tmp_path) == ["pytorch_model.bin"]
-    assert read(tmp_path / "pytorch_model.bin").keys() == four_layers().keys()
+    assert read_torch_file(tmp_path / "pytorch_model.bin").keys() == four_layers().keys()
 
 
 def test_a_model_that_cannot_be_saved_leaves_the_old_one(tmp_path):

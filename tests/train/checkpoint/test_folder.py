@@ -11,10 +11,14 @@ import pytest
 
 from nbaccel import debug_launcher
 from nbaccel.errors import CheckpointFailed, ConfigError, WorkerFailed
-from nbaccel.train.arrival import arrive
 from nbaccel.train.checkpoint import load_state, save_state
-from nbaccel.train.checkpoint.folder import discard, new_checkpoint, standing
+from nbaccel.train.checkpoint.checkpoint_folder import (
+    discard_checkpoint,
+    find_checkpoint,
+    new_checkpoint,
+)
 from nbaccel.train.collectives import Collectives
+from nbaccel.train.distributed import arrive
 from tests.train.checkpoint.training import ALONE, Training, arrived
 
 COLLECTIVES = Collectives(ALONE)
@@ -80,7 +84,7 @@ def test_an_interrupt_leaves_nothing_of_the_new(tmp_path):
 def test_between_the_two_renames_the_old_one_is_found_and_put_back(tmp_path):
     target = build(tmp_path / "ckpt", "old")
     target.rename(tmp_path / ".ckpt.old")
-    assert (standing(target) / "optimizer.bin").read_text() == "old"
+    assert (find_checkpoint(target) / "optimizer.bin").read_text() == "old"
     with pytest.raises(CheckpointFailed), new_checkpoint(target, ALONE, COLLECTIVES):
         raise OSError(5, "broken")
     assert (target / "optimizer.bin").read_text() == "old"
@@ -132,8 +136,8 @@ def test_a_relative_name_is_meant_from_the_working_folder(tmp_path, monkeypatch)
 
 def test_what_is_deleted_loses_its_name_first(tmp_path):
     target = build(tmp_path / "ckpt")
-    discard(target)
-    discard(target)  # another process was quicker
+    discard_checkpoint(target)
+    discard_checkpoint(target)  # another process was quicker
     assert not names(tmp_path)
 
 

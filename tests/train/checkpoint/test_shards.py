@@ -25,9 +25,9 @@ from nbaccel.config.handlers import (
 from nbaccel.errors import ConfigError, NbaccelError
 from nbaccel.precision.native import Fp32
 from nbaccel.strategies.fsdp import FsdpStrategy
-from nbaccel.strategies.shard_files import read_metadata
-from nbaccel.train.arrival import arrive
+from nbaccel.strategies.sharded_checkpoints import read_metadata
 from nbaccel.train.checkpoint import load_state, save_state
+from nbaccel.train.distributed import arrive
 from tests import damage
 from tests.train.checkpoint.training import ALONE, Training
 

@@ -15,13 +15,13 @@ from nbaccel import debug_launcher
 from nbaccel.errors import CheckpointDamaged, ConfigError
 from nbaccel.train import rng
 from nbaccel.train.checkpoint import Checkpoints, layout, load_state, save_state
-from nbaccel.train.checkpoint.files import read
+from nbaccel.train.checkpoint.files import read_torch_file
 from tests.train.checkpoint.training import ALONE, Training, arrived
 
 
 @pytest.fixture(autouse=True)
 def _global_generators_stay():
-    with rng.preserved():
+    with rng.preserve_rng_states():
         yield
 
 
@@ -87,7 +87,7 @@ def test_the_files_are_named_as_accelerate_names_them(tmp_path):
 def test_random_states_can_be_read_without_running_code(tmp_path):
     training = Training()
     folder = save(training, tmp_path / "ckpt", step=5)
-    states = read(folder / "random_states_0.pkl")  # as weights only
+    states = read_torch_file(folder / "random_states_0.pkl")  # as weights only
     assert states["step"] == 5
     assert states["random_state"] == random.getstate()
     assert states["numpy_random_seed"][1].dtype == np.uint32
@@ -210,7 +210,9 @@ def test_random_states_of_a_process_that_was_not_there_begin_anew(tmp_path, capl
     folder = save(Training(), tmp_path / "ckpt", step=2)
     second = Training(replace(ALONE, rank=0))
     (folder / "random_states_0.pkl").rename(folder / "random_states_1.pkl")
-    (folder / layout.MANIFEST).unlink()  # else it is known that there was one, and it is missed
+    (
+        folder / layout.MANIFEST_FILE
+    ).unlink()  # else it is known that there was one, and it is missed
     assert load(second, folder) is None
     assert "random numbers begin anew" in caplog.text
 

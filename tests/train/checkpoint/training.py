@@ -10,9 +10,9 @@ from torch import nn
 
 from nbaccel.abc.place import Place
 from nbaccel.strategies.single import SingleStrategy
-from nbaccel.train.arrival import arrive
-from nbaccel.train.checkpoint import Parts
+from nbaccel.train.checkpoint import CheckpointParts
 from nbaccel.train.collectives import Collectives
+from nbaccel.train.distributed import arrive
 
 ALONE = Place(device=torch.device("cpu"))
 
@@ -72,7 +72,7 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.1, total_steps=100)
         self.loaders = [Position(), object(), Position(stateful=True)]
         self.counter = Counter()
-        self.parts = Parts(
+        self.parts = CheckpointParts(
             strategy=SingleStrategy(place),
             models=[self.model],
             optimizers=[self.optimizer],

@@ -1,0 +1,97 @@
+"""How a strategy is asked for: what was said, and what a strategy makes of it.
+
+Each strategy judges for itself, in a light module that its capability row names (``wanted``), so
+that no list of strategies is kept anywhere else and none of them is imported in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from nbaccel import env
+from nbaccel.config.variables import STRATEGY_VARIABLE
+
+if TYPE_CHECKING:
+    from nbaccel.config import RunConfig
+    from nbaccel.plan.launch_plan import Choice
+
+__all__ = ["Said", "SaidBySettings", "Source", "Wanted"]
+
+Source = Literal["argument", "config", "environment", "default"]
+"""Who said something, the strongest first: what is said in a call wins over a configuration."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+    """Everything that may ask for a strategy.
+
+    Attributes:
+        run: The configuration; None where none was given.
+        arguments: Plugins that an `Accelerator` was given, by the argument's name.
+        handlers: Its ``kwargs_handlers``.
+        has_environment: Whether environment variables count: they do in a process that trains, and
+            not where a launch is planned, whose workers get variables of their own.
+    """
+
+    run: RunConfig | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    handlers: tuple[Any, ...] = ()
+    has_environment: bool = False
+
+    def flag(self, name: str) -> bool:
+        """Whether an environment variable that counts says yes."""
+        return self.has_environment and bool(env.flag(name))
+
+    def source_of_name(self, strategy: str) -> Source | None:
+        """Who has named a strategy; None where nobody has."""
+        if self.run is not None and self.run.strategy == strategy:
+            return "config"
+        if self.has_environment and env.read(STRATEGY_VARIABLE) == strategy:
+            return "environment"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """A strategy says that it was asked for.
+
+    Attributes:
+        strategy: Its name.
+        source: Who asked.
+        what: What asked, as messages write it: ``zero_stage=2``, ``fsdp_plugin``.
+        reason: Why it is taken, for the training plan.
+        settings: Makes its settings; called where training begins, and not for a launch's plan.
+        headline: Its part of the launch plan's first line.
+        choices: Its lines of the launch plan's table.
+    """
+
+    strategy: str
+    source: Source
+    what: str
+    reason: str
+    settings: Callable[[], Any]
+    headline: str = ""
+    choices: tuple[Choice, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaidBySettings:
+    """What a strategy's settings say of training beside sharding.
+
+    Attributes:
+        mixed_precision: The precision by name; None where they leave it open.
+        accumulation_steps: Batches for one optimizer step; None where they leave it open.
+        writes_shards: Whether every process writes its own part of a checkpoint.
+        reason: Why the strategy is taken, where only the settings can tell.
+        speaker: What says it, as messages call it.
+        remedy: How else than by leaving it out a contradiction with it can be mended.
+    """
+
+    mixed_precision: str | None = None
+    accumulation_steps: int | None = None
+    writes_shards: bool = False
+    reason: str = ""
+    speaker: str = "what the strategy was told"
+    remedy: str = ""

@@ -1,0 +1,177 @@
+"""``GradientSteps``: accumulation, backward passes, clipping, and when gradients are reduced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbaccel import torch_private
+from nbaccel.accelerator.preparer import PreparedObjects
+from nbaccel.accelerator.training_run import TrainingRun
+from nbaccel.errors import ConfigError
+from nbaccel.train.gradient import GradientState
+from nbaccel.train.prepared_optimizer import PreparedOptimizer
+
+__all__ = ["GradientSteps"]
+
+_NO_CONTEXT = contextlib.nullcontext()
+
+
+class GradientSteps:
+    """The way from a loss to gradients that an optimizer can use.
+
+    Args:
+        run: Strategy and precision of the run.
+        gradient_state: Which batch of an accumulated group is at hand; counted here.
+        prepared: Optimizers and loaders that are used in the loop.
+
+    Attributes:
+        step: Batches since the last complete group.
+    """
+
+    def __init__(
+        self, run: TrainingRun, gradient_state: GradientState, prepared: PreparedObjects
+    ) -> None:
+        self._run = run
+        self._gradient_state = gradient_state
+        self._prepared = prepared
+        self.step = 0
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Compute gradients of a 0-d loss, scaled for accumulation and fp16."""
+        gradient_state = self._gradient_state
+        if gradient_state.num_steps != 1:
+            loss = loss / gradient_state.num_steps
+        scaler = self._run.precision.scaler
+        if scaler is not None:
+            loss = scaler.scale(loss)
+        self._run.strategy.backward(loss, sync=gradient_state.sync_gradients, **options)
+
+    def fused_backward(self, loss: torch.Tensor, learning_rate: float | None) -> None:
+        """Backward and step in one, of optimizers that have it; see `Accelerator.lomo_backward`."""
+        optimizers = self._prepared.optimizers
+        fused_backwards = [
+            method
+            for optimizer in optimizers
+            if (method := getattr(optimizer, "fused_backward", None))
+        ]
+        if not fused_backwards or learning_rate is None:
+            class_names = [type(optimizer.optimizer).__name__ for optimizer in optimizers]
+            raise ConfigError(
+                f"lomo_backward(learning_rate={learning_rate!r}) needs a learning rate and an "
+                f"optimizer with `fused_backward`; prepared are {class_names or 'none'}. Prepare "
+                "one of lomo_optim, or call accelerator.backward(loss)."
+            )
+        for fused_backward in fused_backwards:
+            fused_backward(loss, learning_rate)
+
+    def accumulate(self, models: tuple[nn.Module, ...]) -> contextlib.AbstractContextManager[None]:
+        """Count one batch, and return the context for its forward and backward passes."""
+        gradient_state = self._gradient_state
+        self._count_batch()
+        if (
+            gradient_state.sync_gradients
+            or gradient_state.sync_each_batch
+            or self._run.place.is_alone
+        ):
+            return _NO_CONTEXT
+        if len(models) == 1:
+            return self._run.strategy.no_sync(models[0])
+        return self._no_sync_of_all(models)
+
+    @contextlib.contextmanager
+    def _no_sync_of_all(self, models: Iterable[nn.Module]) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for model in models:
+                stack.enter_context(self._run.strategy.no_sync(model))
+            yield
+
+    def _count_batch(self) -> None:
+        gradient_state = self._gradient_state
+        gradient_state.batches_in_group = (
+            1 if gradient_state.sync_gradients else gradient_state.batches_in_group + 1
+        )
+        if gradient_state.sync_with_dataloader and gradient_state.end_of_dataloader:
+            self.step = 0
+            gradient_state.sync_gradients = True
+        else:
+            self.step += 1
+            gradient_state.sync_gradients = self.step % gradient_state.num_steps == 0
+
+    def resume_at(self, saved_step: int) -> None:
+        """Go on where a checkpoint was saved, amid a group of batches, too."""
+        gradient_state = self._gradient_state
+        self.step = saved_step
+        gradient_state.batches_in_group = saved_step % gradient_state.num_steps
+        gradient_state.sync_gradients = gradient_state.batches_in_group == 0
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide fp16's factor out of gradients, once per step; None for all optimizers."""
+        scaler = self._run.precision.scaler
+        if scaler is None or not scaler.is_enabled():
+            return
+        gradient_state = self._gradient_state
+        if not gradient_state.sync_gradients:
+            raise ConfigError(
+                f"Gradients were to be unscaled or clipped after batch {self.step} of a group of "
+                f"{gradient_state.num_steps}: those of later batches would be added in "
+                f"another scale (fp16 multiplies the loss by {scaler.get_scale():.0f}). Clip "
+                "under `if accelerator.sync_gradients:`."
+            )
+        chosen_optimizers = self._prepared.optimizers if optimizer is None else optimizer
+        for chosen_optimizer in (
+            chosen_optimizers
+            if isinstance(chosen_optimizers, (list, tuple))
+            else [chosen_optimizers]
+        ):
+            torch_optimizer = (
+                chosen_optimizer.optimizer
+                if isinstance(chosen_optimizer, PreparedOptimizer)
+                else chosen_optimizer
+            )
+            # torch raises at the second time.
+            if not torch_private.gradients_are_unscaled(scaler, torch_optimizer):
+                scaler.unscale_(torch_optimizer)
+
+    def clip_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Scale gradients down to a norm over the whole model; returns the norm before, 0-d."""
+        self.unscale_gradients()
+        return self._run.strategy.clip_grad_norm(parameters, max_norm, norm_type)
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Cut every element of the gradients to ``[-clip_value, clip_value]``."""
+        if self._run.strategy.owns_precision:
+            raise ConfigError(
+                f"clip_grad_value_({clip_value}) is not available with strategy "
+                f"{self._run.initial_plan.strategy!r}: its engine holds the gradients, and clips "
+                "by norm alone. Use clip_grad_norm_."
+            )
+        self.unscale_gradients()
+        nn.utils.clip_grad_value_(parameters, clip_value)
+
+    @contextlib.contextmanager
+    def join(self, models: Iterable[nn.Module], even_batches: bool | None) -> Iterator[None]:
+        """Let processes run out of batches at different times in the block."""
+        join_context = self._run.strategy.join(models)
+        if join_context is None:
+            raise ConfigError(
+                "join_uneven_inputs is not available with strategy "
+                f"{self._run.initial_plan.strategy!r}: its forward passes need every process, so "
+                "the longest would wait for ever. Keep even_batches=True."
+            )
+        previous_settings = [(loader, loader.even_batches) for loader in self._prepared.loaders]
+        try:
+            if even_batches is not None:
+                for loader, _ in previous_settings:
+                    loader.even_batches = even_batches
+            with join_context:
+                yield
+        finally:
+            for loader, was_even in previous_settings:
+                loader.even_batches = was_even

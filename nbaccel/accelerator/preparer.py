@@ -1,0 +1,338 @@
+"""``Preparer``: models, optimizers, loaders and schedulers made ready, step by visible step."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from nbaccel import _catalog, torch_private
+from nbaccel.abc.bundle import Bundle
+from nbaccel.abc.standins import DummyOptim, DummyScheduler
+from nbaccel.accelerator.training_run import TrainingRun
+from nbaccel.errors import ConfigError
+from nbaccel.strategies.compiling import compile_regions
+from nbaccel.strategies.gradient_checkpointing import enable_gradient_checkpointing
+from nbaccel.train.gradient import GradientState
+from nbaccel.train.loader import PreparedLoader
+from nbaccel.train.prepare_loader import prepare_data_loader
+from nbaccel.train.prepared_optimizer import PreparedOptimizer
+from nbaccel.train.prepared_scheduler import PreparedScheduler
+
+__all__ = ["PrepareOptions", "PreparedObjects", "Preparer"]
+
+_OPTIMIZER_TYPES = (torch.optim.Optimizer, DummyOptim)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedObjects:
+    """What `prepare` returned so far, in its order; shared by the parts of an accelerator."""
+
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[PreparedOptimizer] = field(default_factory=list)
+    schedulers: list[PreparedScheduler] = field(default_factory=list)
+    loaders: list[PreparedLoader] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Forget them all."""
+        for object_list in (self.models, self.optimizers, self.schedulers, self.loaders):
+            object_list.clear()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareOptions:
+    """Settings of an accelerator that may change between two calls of `prepare`.
+
+    Attributes:
+        device_placement: Whether models and batches are moved to the device.
+        rng_types: Random generators to synchronise when an epoch starts.
+        step_scheduler_with_optimizer: Whether schedules step only when optimizers do.
+    """
+
+    device_placement: bool
+    rng_types: Sequence[str]
+    step_scheduler_with_optimizer: bool
+
+
+class Preparer:
+    """Makes things ready for a run, and lets go of them.
+
+    Args:
+        run: The run.
+        gradient_state: What optimizers, schedulers and loaders share.
+        prepared: Where everything that was made ready is listed.
+    """
+
+    def __init__(
+        self, run: TrainingRun, gradient_state: GradientState, prepared: PreparedObjects
+    ) -> None:
+        self._run = run
+        self._gradient_state = gradient_state
+        self._prepared = prepared
+
+    def prepare(
+        self,
+        args: Sequence[Any],
+        device_placement: Sequence[bool | None] | None,
+        options: PrepareOptions,
+    ) -> list[Any]:
+        """The arguments in their order, with what can be prepared replaced."""
+        if device_placement is not None and len(device_placement) != len(args):
+            raise ConfigError(
+                f"device_placement has {len(device_placement)} entries for {len(args)} arguments: "
+                "it would be unclear which is meant. Give one for each."
+            )
+        placements = [
+            options.device_placement if placement is None else placement
+            for placement in device_placement or [None] * len(args)
+        ]
+        first_index = {id(given_item): index for index, given_item in reversed([*enumerate(args)])}
+        # What is given twice is prepared once; but two loops over one loader are two loaders.
+        distinct_indices = [
+            index
+            for index, given_item in enumerate(args)
+            if first_index[id(given_item)] == index or isinstance(given_item, DataLoader)
+        ]
+        ready_items = self._prepare_distinct(
+            [args[index] for index in distinct_indices],
+            [placements[index] for index in distinct_indices],
+            options,
+        )
+        by_index = dict(zip(distinct_indices, ready_items, strict=True))
+        return [
+            by_index[index if index in by_index else first_index[id(given_item)]]
+            for index, given_item in enumerate(args)
+        ]
+
+    def prepare_for_evaluation(self, model: nn.Module, *, to_device: bool) -> nn.Module:
+        """A model that computes in the run's precision, without being wrapped for training."""
+        placed_bundle = self._place_models(Bundle(models=(model,)), [to_device])
+        return self._wrap_forward(placed_bundle).models[0]
+
+    def prepare_loader(
+        self,
+        data_loader: DataLoader[Any],
+        *,
+        to_device: bool,
+        rng_types: Sequence[str],
+        slice_fn: Callable[..., Any] | None = None,
+    ) -> PreparedLoader:
+        """Share one data loader out over the processes; see `Accelerator.prepare_data_loader`."""
+        if isinstance(data_loader, PreparedLoader):
+            return data_loader
+        prepared_loader = prepare_data_loader(
+            data_loader,
+            self._run.place,
+            self._gradient_state,
+            self._run.request.data,
+            self._run.collectives,
+            put_on_device=to_device,
+            rng_types=rng_types,
+            slice_fn=slice_fn,
+        )
+        self._prepared.loaders.append(prepared_loader)
+        return prepared_loader
+
+    def prepare_scheduler(self, scheduler: Any, *, with_optimizer: bool) -> PreparedScheduler:
+        """Make one learning-rate scheduler ready, after its optimizer."""
+        for earlier in self._prepared.schedulers:
+            if scheduler is earlier or scheduler is earlier.scheduler:
+                return earlier
+        if isinstance(scheduler, PreparedScheduler):
+            return scheduler
+        given_optimizer = getattr(scheduler, "optimizer", None)
+        optimizers = [
+            prepared_optimizer
+            for prepared_optimizer in self._prepared.optimizers
+            if any(
+                given_optimizer is optimizer_part
+                for optimizer_part in _optimizer_parts(prepared_optimizer)
+            )
+        ]
+        splits_batches = self._run.request.data.split_batches
+        prepared_scheduler = PreparedScheduler(
+            scheduler,
+            optimizers or list(self._prepared.optimizers),
+            self._gradient_state,
+            steps_per_call=1 if splits_batches else self._run.place.world_size,
+            with_optimizer=with_optimizer,
+        )
+        self._prepared.schedulers.append(prepared_scheduler)
+        return prepared_scheduler
+
+    def _prepare_distinct(
+        self, args: Sequence[Any], placements: Sequence[bool], options: PrepareOptions
+    ) -> list[Any]:
+        ready_items = [self._prepared_before(given_item) for given_item in args]
+        new_indices = [index for index, given_item in enumerate(ready_items) if given_item is None]
+        for index in new_indices:
+            ready_items[index] = args[index]
+        model_indices = [index for index in new_indices if isinstance(args[index], nn.Module)]
+        optimizer_indices = [
+            index for index in new_indices if isinstance(args[index], _OPTIMIZER_TYPES)
+        ]
+        scheduler_indices = [index for index in new_indices if _is_scheduler(args[index])]
+        for index in new_indices:  # first: an engine asks for the size of a batch
+            if isinstance(given_item := args[index], DataLoader):
+                ready_items[index] = self.prepare_loader(
+                    given_item, to_device=placements[index], rng_types=options.rng_types
+                )
+        bundle = Bundle(
+            models=tuple(args[index] for index in model_indices),
+            optimizers=tuple(args[index] for index in optimizer_indices),
+            schedulers=tuple(args[index] for index in scheduler_indices),
+            loaders=tuple(self._prepared.loaders),
+        )
+        for bundle_step in self._bundle_steps([placements[index] for index in model_indices]):
+            bundle = bundle_step(bundle)
+        for numbers, ready_objects in (
+            (model_indices, bundle.models),
+            (optimizer_indices, bundle.optimizers),
+        ):
+            for index, given_item in zip(numbers, ready_objects, strict=True):
+                ready_items[index] = given_item
+        self._prepared.models.extend(bundle.models)
+        # Last: they look for their optimizers.
+        for index, scheduler in zip(scheduler_indices, bundle.schedulers, strict=True):
+            ready_items[index] = self.prepare_scheduler(
+                scheduler, with_optimizer=options.step_scheduler_with_optimizer
+            )
+        return ready_items
+
+    def _bundle_steps(self, placements: Sequence[bool]) -> tuple[Callable[[Bundle], Bundle], ...]:
+        """What is done to a bundle, in order."""
+        wrapping_steps = (
+            self._checkpoint_activations,
+            self._wrap_models,
+            self._compile_models,
+            self._wrap_optimizers,
+        )
+        if self._run.strategy.owns_precision:
+            return wrapping_steps
+        return (
+            lambda bundle: self._place_models(bundle, placements),
+            self._run.precision.convert,
+            self._wrap_forward,
+            *wrapping_steps,
+        )
+
+    def _checkpoint_activations(self, bundle: Bundle) -> Bundle:
+        if self._run.request.activation_checkpointing:
+            for model in bundle.models:
+                enable_gradient_checkpointing(model)
+        return bundle
+
+    def _wrap_models(self, bundle: Bundle) -> Bundle:
+        bundle = self._run.strategy.wrap(bundle)
+        _refuse_stand_ins(bundle, self._run.initial_plan.strategy)
+        return bundle
+
+    def _prepared_before(self, given_item: Any) -> Any:
+        """What this has become, if it was prepared before; else None."""
+        for model in self._prepared.models:
+            if given_item is model or given_item is self._run.strategy.unwrap(model):
+                return model
+        for optimizer in self._prepared.optimizers:
+            if any(given_item is optimizer_part for optimizer_part in _optimizer_parts(optimizer)):
+                return optimizer
+        return given_item if isinstance(given_item, PreparedOptimizer) else None
+
+    def _place_models(self, bundle: Bundle, placements: Sequence[bool]) -> Bundle:
+        for model, to_device in zip(bundle.models, placements, strict=True):
+            device_map = getattr(model, "hf_device_map", None) or {}
+            if len(set(device_map.values())) > 1 and not self._run.place.is_alone:
+                raise ConfigError(
+                    f"This model is spread over several devices (hf_device_map={device_map}), and "
+                    f"{self._run.place.world_size} processes would each need all of them. Load it "
+                    "without device_map, or train in one process."
+                )
+            if to_device and len(set(device_map.values())) <= 1:
+                model.to(self._run.place.device)  # optimizers follow in PreparedOptimizer
+        return bundle
+
+    def _wrap_forward(self, bundle: Bundle) -> Bundle:
+        for model in bundle.models:
+            self._run.precision.wrap_forward(model)
+        return bundle
+
+    def _compile_models(self, bundle: Bundle) -> Bundle:
+        if not self._run.dynamo.compiles:
+            return bundle
+        for model in bundle.models:
+            # In place: a wrapper around it would hide from the strategy what it wrapped itself.
+            if self._run.dynamo.use_regional_compilation:
+                compile_regions(model, **self._run.dynamo.to_kwargs())
+            else:
+                model.compile(**self._run.dynamo.to_kwargs())
+        return bundle
+
+    def _wrap_optimizers(self, bundle: Bundle) -> Bundle:
+        wrapped_optimizers = tuple(
+            PreparedOptimizer(optimizer, self._gradient_state, self._run.precision.scaler)
+            for optimizer in bundle.optimizers
+        )
+        self._prepared.optimizers.extend(wrapped_optimizers)
+        return replace(bundle, optimizers=wrapped_optimizers)
+
+    def unwrap(self, model: nn.Module, *, keep_autocast: bool, keep_compiled: bool) -> nn.Module:
+        """The user's own module inside a prepared one; see `Accelerator.unwrap_model`."""
+        uncompiled = torch_private.uncompiled(model)  # one that the caller compiled
+        inner_model = self._run.strategy.unwrap(uncompiled)
+        if not keep_compiled:
+            inner_model = torch_private.uncompiled(inner_model)
+            torch_private.forget_compiled_call(inner_model)
+        if not keep_autocast:
+            self._run.precision.unwrap_forward(torch_private.uncompiled(inner_model))
+        if keep_compiled and uncompiled is not model:
+            if uncompiled is inner_model:
+                return model
+            compiled_wrapper: Any = (
+                model  # torch has no public way to compile another with the same options
+            )
+            inner_model = type(compiled_wrapper)(inner_model, compiled_wrapper.dynamo_ctx)
+        return inner_model
+
+    def release(self) -> None:
+        """Let go of everything prepared, and of the device's cached memory."""
+        self._run.strategy.release()
+        self._prepared.clear()
+        gc.collect()  # DDP and its model refer to each other
+        _catalog.device(self._run.place.device_name).empty_cache()
+
+
+def _is_scheduler(given_object: Any) -> bool:
+    """Whether it sets learning rates: torch's kind, or one with torch's methods."""
+    if isinstance(given_object, (torch.optim.lr_scheduler.LRScheduler, DummyScheduler)):
+        return True
+    scheduler_methods = ("step", "get_last_lr", "state_dict", "load_state_dict")
+    is_other = isinstance(given_object, (nn.Module, *_OPTIMIZER_TYPES, PreparedScheduler, type))
+    return not is_other and all(
+        callable(getattr(given_object, method_name, None)) for method_name in scheduler_methods
+    )
+
+
+def _optimizer_parts(optimizer: PreparedOptimizer) -> tuple[Any, ...]:
+    """The optimizer, what is in it, and what was given for it."""
+    inner_optimizer = optimizer.optimizer
+    given_optimizer = getattr(inner_optimizer, "given", None)
+    return (optimizer, inner_optimizer, *([given_optimizer] if given_optimizer else ()))
+
+
+def _refuse_stand_ins(bundle: Bundle, strategy_name: str) -> None:
+    stand_in_names = [
+        type(bundle_item).__name__
+        for bundle_item in (*bundle.optimizers, *bundle.schedulers)
+        if isinstance(bundle_item, (DummyOptim, DummyScheduler))
+    ]
+    if stand_in_names:
+        raise ConfigError(
+            f"prepare got {' and '.join(stand_in_names)} with strategy {strategy_name!r}: they "
+            "stand for what a DeepSpeed configuration describes, and there is none here. Nothing "
+            "would be trained. Give optimizers and schedules of torch, or a deepspeed_plugin with "
+            "a configuration."
+        )

@@ -1,0 +1,128 @@
+"""``TrainingCheckpoints``: everything that was prepared, saved and put back together."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from nbaccel import torch_private
+from nbaccel.accelerator.gradient_steps import GradientSteps
+from nbaccel.accelerator.preparer import PreparedObjects
+from nbaccel.accelerator.training_run import TrainingRun
+from nbaccel.train import checkpoint
+from nbaccel.train.gradient import GradientState
+
+__all__ = ["TrainingCheckpoints"]
+
+
+class TrainingCheckpoints:
+    """Checkpoints of a run.
+
+    Args:
+        run: The run; its strategy knows how models are wrapped or sharded.
+        prepared: What is saved.
+        steps: Where the accumulation of gradients stands; saved, too.
+        gradient_state: The same, as optimizers and loaders see it.
+
+    Attributes:
+        folders: Names of checkpoints, and the hooks that run before saving and loading.
+    """
+
+    def __init__(
+        self,
+        run: TrainingRun,
+        prepared: PreparedObjects,
+        steps: GradientSteps,
+        gradient_state: GradientState,
+    ) -> None:
+        self._run = run
+        self._prepared = prepared
+        self._gradient_steps = steps
+        self._gradient_state = gradient_state
+        self._custom_objects: list[Any] = []
+        self.folders = checkpoint.Checkpoints(run.request.project, run.place, run.collectives)
+
+    def save(
+        self, folder: str | Path | None, *, safe_serialization: bool, exclude_frozen: bool
+    ) -> Path:
+        """Save everything that training needs to go on; see `Accelerator.save_state`."""
+        if exclude_frozen:
+            warnings.warn(
+                "save_state(exclude_frozen_parameters=True) writes frozen weights all the same: "
+                "load_state puts back a whole model. For what was trained alone use the model's "
+                "own save_pretrained, or accelerator.save(...) with a part of its state dict.",
+                stacklevel=3,
+            )
+        checkpoint_parts = self._checkpoint_parts()
+        step, num_steps = self._gradient_steps.step, self._gradient_state.num_steps
+        if checkpoint_parts.amid_group and checkpoint_parts.sharder is not None:
+            warnings.warn(
+                f"save_state amid a group of {num_steps} batches: gradients "
+                f"of {step % num_steps} of them are sharded, and will "
+                "not be in the checkpoint. Save where accelerator.sync_gradients is True.",
+                stacklevel=3,
+            )
+        return self.folders.save(
+            folder, checkpoint_parts, step=step, safe_serialization=safe_serialization
+        )
+
+    def load(
+        self,
+        folder: str | Path | None,
+        *,
+        map_location: str | None,
+        load_kwargs: Mapping[str, Any] | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Put back what :meth:`save` wrote; see `Accelerator.load_state`."""
+        saved_step = self.folders.load(
+            folder,
+            self._checkpoint_parts(),
+            map_location=map_location,
+            load_kwargs=load_kwargs,
+            **options,
+        )
+        if saved_step is not None:
+            self._gradient_steps.resume_at(saved_step)
+
+    def _checkpoint_parts(self) -> checkpoint.CheckpointParts:
+        return checkpoint.CheckpointParts(
+            strategy=self._run.strategy,
+            models=self._prepared.models,
+            optimizers=self._prepared.optimizers,
+            schedulers=self._prepared.schedulers,
+            loaders=self._prepared.loaders,
+            scaler=self._run.precision.scaler,
+            custom=self._custom_objects,
+            amid_group=not self._gradient_state.sync_gradients,
+            in_shards=self._run.request.writes_shards,
+        )
+
+    def register(self, *objects: Any) -> None:
+        """Save and load further objects, which have `state_dict` and `load_state_dict`."""
+        checkpoint.check_checkpointable(objects)
+        self._custom_objects += objects
+
+    def state_dict(self, model: nn.Module, unwrap: bool) -> dict[str, Any]:
+        """The whole state dict of a prepared model; see `Accelerator.get_state_dict`."""
+        strategy = self._run.strategy
+        # An engine's own may hold placeholders, and its names are those of the module anyway.
+        inner_model = torch_private.uncompiled(model)
+        if not unwrap and inner_model is model and not strategy.owns_precision:
+            return dict(model.state_dict())
+        model_state = strategy.model_state(inner_model)
+        # What was compiled before `prepare` sits deeper, and shows in the names.
+        return {
+            tensor_name.replace(torch_private.COMPILED_PREFIX, ""): tensor_value
+            for tensor_name, tensor_value in model_state.items()
+        }
+
+    @property
+    def writes_here(self) -> bool:
+        """Whether this process writes files that exist once per run, or once per node."""
+        place = self._run.place
+        return place.is_local_main if self._run.request.project.save_on_each_node else place.is_main

@@ -1,0 +1,108 @@
+"""``TrainingRun``: what was decided for a run, and what does its work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from nbaccel import _catalog
+from nbaccel.abc.place import Place
+from nbaccel.abc.precision import Precision, PrecisionSettings
+from nbaccel.abc.strategy import Strategy
+from nbaccel.accelerator.arguments import Request
+from nbaccel.config.handlers import TorchDynamoPlugin
+from nbaccel.plan.training import ProcessFacts, TrainingPlan, plan_training
+from nbaccel.train import distributed
+from nbaccel.train.collectives import Collectives
+
+__all__ = ["TrainingRun"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingRun:
+    """What all parts of one `Accelerator` are given; it does not change while training.
+
+    Attributes:
+        request: The arguments, the environment and the configuration, made one.
+        place: This process among the others.
+        initial_plan: The decisions that need no model, each with its reason.
+        strategy: How the processes train a model together.
+        precision: The number format that layers compute in.
+        collectives: Collective operations over all processes.
+        dynamo: How prepared models are compiled, if at all.
+    """
+
+    request: Request
+    place: Place
+    initial_plan: TrainingPlan
+    strategy: Strategy
+    precision: Precision
+    collectives: Collectives
+    dynamo: TorchDynamoPlugin
+
+    @classmethod
+    def begin(cls, request: Request, dynamo: TorchDynamoPlugin) -> TrainingRun:
+        """Join the process group, and choose strategy and precision.
+
+        Args:
+            request: The arguments.
+            dynamo: How prepared models are to be compiled.
+
+        Raises:
+            ConfigError: The arguments do not fit this process; it has not joined the others then.
+        """
+        asked, handlers = request.asked, request.handlers
+        device_backend = _catalog.device(asked.device or distributed.name_device())
+        expected_place = Place(
+            device=device_backend.torch_device(distributed.local_rank()),
+            device_row=device_backend.name,
+            world_size=distributed.world_size(),
+        )
+        # Planned twice: a refusal after the processes have met would leave the others waiting.
+        plan_training(asked, _observed_facts(expected_place))
+        _catalog.precision(asked.mixed_precision, asked.fp8)
+        place = distributed.arrive(device=device_backend.name, settings=handlers.process_group)
+        plan = plan_training(asked, _observed_facts(place))
+        strategy_class = _catalog.strategy(plan.strategy)
+        # An engine casts models and scales losses itself: doing both would scale twice.
+        precision_name = "no" if strategy_class.owns_precision else asked.mixed_precision
+        precision = _build_precision(request, place, precision_name)
+        strategy_settings = request.settings_for(plan.strategy)
+        return cls(
+            request=request,
+            place=place,
+            initial_plan=plan,
+            strategy=strategy_class.build(
+                place, strategy_settings, precision=precision, asked=asked
+            ),
+            precision=precision,
+            collectives=Collectives(place, distributed.timeout_s(handlers.process_group)),
+            dynamo=dynamo,
+        )
+
+    @property
+    def plan(self) -> TrainingPlan:
+        """The decisions so far, with those that the strategy took from the prepared models."""
+        initial_plan = self.initial_plan
+        return replace(initial_plan, choices=(*initial_plan.choices, *self.strategy.choices))
+
+
+def _observed_facts(place: Place) -> ProcessFacts:
+    return ProcessFacts(
+        device=place.device_name,
+        device_name=str(place.device),
+        world_size=place.world_size,
+        rank=place.rank,
+        backend=place.backend,
+        can_meet=distributed.can_meet(),
+        compute_capability=_catalog.device(place.device_name).capability(place.device),
+    )
+
+
+def _build_precision(request: Request, place: Place, precision_name: str) -> Precision:
+    precision_settings = PrecisionSettings(
+        device=place.device,
+        autocast=request.handlers.autocast,
+        scaler=request.handlers.scaler,
+        fp8=request.asked.fp8,
+    )
+    return _catalog.precision(precision_name, request.asked.fp8).build(precision_settings)

@@ -1,0 +1,222 @@
+"""Calls that cannot work, found before anything is started: arguments and keywords.
+
+Python's own TypeError names the launcher or, seconds later, a worker; what the user wants to know
+is how to write the call.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from nbaccel.config.mistakes import closest, shown
+from nbaccel.config.run_config import RunConfig
+from nbaccel.errors import ConfigError
+
+__all__ = ["check_call", "explained"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_RANK_NAMES = ("rank", "local_rank", "global_rank", "gpu", "gpu_id", "process_index", "proc_id")
+"""What the first parameter of a function for `torch.multiprocessing.spawn` is called."""
+_POSITIONAL_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def explained(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a launcher tell of arguments that it does not have how they are meant to be written.
+
+    Args:
+        function: The launcher. Its first parameter is the function that it launches.
+
+    Returns:
+        The same, but for a `ConfigError` in place of Python's TypeError.
+    """
+    call_signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        __tracebackhide__ = True
+        try:
+            call_signature.bind(*args, **kwargs)
+        except TypeError as error:
+            call_mistakes = _unknown_keywords(function.__name__, call_signature, args, kwargs)
+            raise ConfigError(
+                *(call_mistakes or [_call_refusal(function.__name__, error)])
+            ) from None
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _unknown_keywords(
+    function_name: str,
+    call_signature: inspect.Signature,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> list[str]:
+    """What is to be said of each keyword that the launcher does not have."""
+    launched_function = args[0] if args else kwargs.get("function")
+    its_own = _parameters_of(launched_function)
+    return [
+        f"{function_name}() has no argument {argument_name!r}: got "
+        f"{argument_name}={shown(argument_value)}. "
+        + _meant_keyword(argument_name, call_signature, its_own, launched_function)
+        for argument_name, argument_value in kwargs.items()
+        if argument_name not in call_signature.parameters
+    ]
+
+
+def _meant_keyword(
+    given_name: str,
+    call_signature: inspect.Signature,
+    its_own: Mapping[str, Any],
+    launched_function: Any,
+) -> str:
+    if given_name in its_own:
+        return (
+            f"It is one of {_function_name(launched_function)}()'s own: these go into a tuple, in "
+            f"their order. Write args=({', '.join(its_own)},)."
+        )
+    if given_name in RunConfig.model_fields and "config" in call_signature.parameters:
+        return f"It is a setting of RunConfig. Write config=RunConfig({given_name}=…)."
+    near_names = closest(given_name, call_signature.parameters).strip()
+    return near_names or f"The arguments are: {', '.join(call_signature.parameters)}."
+
+
+def _call_refusal(function_name: str, error: TypeError) -> str:
+    error_text = str(error)
+    if "'function'" in error_text:
+        return (
+            f"{function_name}() got no function: each worker calls one. Write "
+            f"{function_name}(train, (model,)), with the function itself and a tuple of its "
+            "arguments."
+        )
+    return (
+        f"{function_name}() cannot be called like this: {error_text}. Write {function_name}(train, "
+        "(model,), num_processes=2), for example."
+    )
+
+
+def check_call(called_function: Any, args: Any) -> None:
+    """Refuse a call that cannot work, as far as that can be told without making it.
+
+    Args:
+        called_function: What each worker is to call.
+        args: Its arguments.
+
+    Raises:
+        ConfigError: `function(*args)` would raise a TypeError in each worker.
+    """
+    if call_mistakes := _swapped_argument_mistakes(called_function, args):
+        raise ConfigError(*call_mistakes)
+
+
+def _swapped_argument_mistakes(called_function: Any, args: Any) -> list[str]:
+    if _are_swapped(called_function, args):
+        return [
+            f"function is {_kind_of_value(called_function)} and args is {_function_name(args)}(): "
+            f"they are swapped. The function comes first: write ({_function_name(args)}, (…,)), "
+            "with its arguments in a tuple."
+        ]
+    call_mistakes = []
+    if not callable(called_function):
+        call_mistakes.append(
+            f"function={shown(called_function)} is not callable: each worker calls it. Pass the "
+            "function itself, train, not its result, train()."
+        )
+    if not isinstance(args, (tuple, list)):
+        call_mistakes.append(
+            f"args is {_kind_of_value(args)}, not a tuple: it is unpacked into the call. For one "
+            "argument write args=(model,), with the comma."
+        )
+    return call_mistakes or _binding_mistakes(called_function, tuple(args))
+
+
+def _are_swapped(called_function: Any, args: Any) -> bool:
+    return inspect.isroutine(args) and not inspect.isroutine(called_function)
+
+
+def _kind_of_value(argument_value: Any) -> str:
+    type_name = type(argument_value).__name__
+    return f"{'an' if type_name[:1].lower() in 'aeiou' else 'a'} {type_name}"
+
+
+def _function_name(called_function: Any) -> str:
+    return str(getattr(called_function, "__name__", type(called_function).__name__))
+
+
+def _signature_of(called_function: Any) -> inspect.Signature | None:
+    # A decorator may give arguments of its own to what it wraps: its own signature counts.
+    try:
+        return inspect.signature(called_function, follow_wrapped=False)
+    except (TypeError, ValueError):  # it is written in C, and has none
+        return None
+
+
+def _parameters_of(called_function: Any) -> Mapping[str, inspect.Parameter]:
+    call_signature = _signature_of(called_function)
+    return call_signature.parameters if call_signature is not None else {}
+
+
+def _binding_mistakes(called_function: Any, args: tuple[Any, ...]) -> list[str]:
+    """What is missing in a call, or too many."""
+    call_signature = _signature_of(called_function)
+    if call_signature is None:
+        return []
+    try:
+        call_signature.bind(*args)
+    except TypeError:
+        return [_binding_message(_function_name(called_function), call_signature, args)]
+    return []
+
+
+def _binding_message(
+    function_name: str, call_signature: inspect.Signature, args: tuple[Any, ...]
+) -> str:
+    parameter_list = list(call_signature.parameters.values())
+    taken_parameters = [
+        parameter for parameter in parameter_list if parameter.kind in _POSITIONAL_KINDS
+    ]
+    needed_names = [
+        parameter.name for parameter in taken_parameters if parameter.default is parameter.empty
+    ]
+    missing_names = needed_names[len(args) :]
+    only_by_name = [
+        parameter.name
+        for parameter in parameter_list
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+    ]
+    got_text = f"got {shown(args) if args else 'args=()'}"
+    if len(missing_names) == 1 and taken_parameters[0].name in _RANK_NAMES:
+        other_names = ", ".join(needed_names[1:])
+        return (
+            f"{function_name}({', '.join(needed_names)}) needs {missing_names[0]}: {got_text}. "
+            "mp.spawn passes the rank as "
+            f"the first argument, and this launcher does not: its workers have it in the "
+            f"environment. Write def {function_name}({other_names}) with "
+            f"{taken_parameters[0].name} = "
+            f'int(os.environ["RANK"]) in it, or launch lambda {other_names}: '
+            f'{function_name}(int(os.environ["RANK"]){", " if other_names else ""}{other_names}).'
+        )
+    if missing_names:
+        return (
+            f"{function_name}() needs {', '.join(missing_names)}: {got_text}. Each worker would "
+            f"raise a TypeError. Write args=({', '.join(needed_names)},)."
+        )
+    if only_by_name:
+        given_names = ", ".join(f"{argument_name}=…" for argument_name in only_by_name)
+        return (
+            f"{function_name}() takes {', '.join(only_by_name)} by name only, and args has values "
+            f"without names. Pass functools.partial({function_name}, {given_names}) as the "
+            "function."
+        )
+    taken_names = ", ".join(parameter.name for parameter in taken_parameters)
+    return (
+        f"{function_name}() takes "
+        f"{f'no more than {taken_names}' if taken_names else 'no arguments'}: {got_text}. Each "
+        "worker would raise a TypeError. Write "
+        f"{f'args=({taken_names},)' if taken_names else 'no args'}."
+    )

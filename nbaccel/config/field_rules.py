@@ -1,0 +1,348 @@
+"""What a setting must be, and the message about a value that is not.
+
+One vocabulary for all settings: those of `RunConfig` and `Fp8Config`, the sections of a DeepSpeed
+configuration, and the dataclasses that an `Accelerator` takes. pydantic checks the value by its
+type; the :class:`FieldRule` beside the type says what would be right, why it matters and what to
+do. Nothing in this file knows which settings exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    GetCoreSchemaHandler,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema
+
+from nbaccel.config.mistakes import closest, shown
+from nbaccel.config.read_values import read_number
+from nbaccel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = [
+    "FieldCheck",
+    "FieldMistake",
+    "FieldRule",
+    "OptionalCount",
+    "checked_as",
+    "explain_mistakes",
+    "field_mistakes",
+    "mistakes_in",
+    "refuse_mistakes",
+    "rule_of",
+]
+
+_UNKNOWN_SETTING = "extra_forbidden"
+_CHECK_KEY = "nbaccel.check"
+"""Key of a dataclass field's metadata under which its :class:`FieldCheck` stands."""
+
+
+class FieldMistake(str):
+    """A message about one setting, which knows where that setting stands.
+
+    Args:
+        message_text: The message.
+        path: See below.
+
+    Attributes:
+        path: Dotted path of the setting; empty where the message is about the whole.
+    """
+
+    __slots__ = ("path",)
+    path: str
+
+    def __new__(cls, message_text: str, path: str = "") -> Self:  # noqa: D102
+        new_mistake = super().__new__(cls, message_text)
+        new_mistake.path = path
+        return new_mistake
+
+    def under(self, section_path: str) -> FieldMistake:
+        """The same message about a setting of a section.
+
+        Args:
+            section_path: Dotted path of the section.
+        """
+        path_separator = "." if self.path else ": "
+        setting_path = f"{section_path}.{self.path}" if self.path else section_path
+        return FieldMistake(f"{section_path}{path_separator}{self}", setting_path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldRule:
+    """What a setting must be: stands in ``Annotated`` beside its type.
+
+    Attributes:
+        must: What the value must be, after "must be".
+        do: The remedy, as an instruction without a full stop.
+        why: What the setting does, or what a wrong value would do: one clause. Where it is empty,
+            the description of the field says it.
+        read: Makes of what people write what the type checks; raises ValueError for a value that
+            the type would accept and that is wrong.
+        allowed: The words, where only some are allowed.
+        words: Words that people write for one of the allowed ones.
+        problems: Sentences added to a refusal: backends of other packages that are missing, and
+            why.
+        value_kind: What a form offers for it: ``whole``, ``number``, ``truth``, ``text``,
+            ``words`` or ``table``; empty where the form does not ask.
+    """
+
+    must: str
+    do: str
+    why: str = ""
+    read: Callable[[Any], Any] | None = None
+    allowed: tuple[str, ...] = ()
+    words: Mapping[str, str] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+    value_kind: str = ""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        if self.read is None:
+            return handler(source)
+        return BeforeValidator(self.read).__get_pydantic_core_schema__(source, handler)
+
+    def refusal(
+        self,
+        setting_name: str,
+        given_value: object,
+        *,
+        owner: str = "",
+        field_meaning: str = "",
+    ) -> str:
+        """The message about a value that the rule does not allow.
+
+        Args:
+            setting_name: The setting.
+            given_value: What was given.
+            owner: The class that was called with it; empty for a setting of a configuration.
+            field_meaning: Takes the place of `why` where that is empty.
+        """
+        message_head = (
+            f"{owner}({setting_name}={shown(given_value)}) must be {self.must}"
+            if owner
+            else f"{setting_name} must be {self.must}: got {shown(given_value)}"
+        )
+        meant_word = (
+            closest(given_value, self.allowed, self.words) if isinstance(given_value, str) else ""
+        )
+        stated_reason = (self.why or field_meaning).strip().rstrip(".")
+        message_parts = (
+            f"{message_head}.",
+            f"{stated_reason}." if stated_reason else "",
+            meant_word.lstrip() or f"{self.do}.",
+        )
+        return " ".join(
+            message_part for message_part in (*message_parts, *self.problems) if message_part
+        )
+
+
+OptionalCount = Annotated[
+    int | None,
+    Field(ge=1),
+    FieldRule(
+        read=read_number,
+        must="a whole number of at least 1, or None",
+        why="A smaller value has no meaning",
+        do="Give one, or leave it out",
+    ),
+]
+
+
+def rule_of(model_field: FieldInfo) -> FieldRule:
+    """The rule that stands beside a field's type.
+
+    Args:
+        model_field: A field of a model; every field has a rule, which tests check.
+    """
+    return next(
+        metadata_item
+        for metadata_item in model_field.metadata
+        if isinstance(metadata_item, FieldRule)
+    )
+
+
+# ------------------------------------------------------------------------------ pydantic models
+
+
+def explain_mistakes(
+    model: type[BaseModel],
+    error: ValidationError,
+    given_settings: Mapping[str, Any],
+    *,
+    said_by: Mapping[str, str] | None = None,
+    unknown_remedy: str = "",
+) -> tuple[FieldMistake, ...]:
+    """One message per setting that is wrong.
+
+    Args:
+        model: The model that was validated.
+        error: What its validation raised.
+        given_settings: What was validated; messages show values as they were given, not as they
+            were read.
+        said_by: Who else than the user set a value, by the name of the setting.
+        unknown_remedy: What to do about a name that resembles no setting; empty lists them all.
+
+    Returns:
+        Messages in the order in which the mistakes were found.
+    """
+    by_name: dict[str, tuple[FieldMistake, ...]] = {}
+    for error_detail in error.errors(include_url=False):
+        setting_name = str(error_detail["loc"][0]) if error_detail["loc"] else ""
+        # A union reports each of its branches; the user made one mistake.
+        if setting_name in by_name:
+            continue
+        given_value = given_settings.get(setting_name, error_detail["input"])
+        inner_error = error_detail.get("ctx", {}).get("error")
+        if isinstance(inner_error, ConfigError):  # the setting is a group with settings of its own
+            by_name[setting_name] = tuple(
+                field_mistake.under(setting_name) for field_mistake in mistakes_in(inner_error)
+            )
+            continue
+        if error_detail["type"] == _UNKNOWN_SETTING:
+            message_text = _unknown_setting(model, setting_name, given_value, unknown_remedy)
+        elif setting_name not in model.model_fields:
+            problem = error_detail["msg"]
+            message_text = f"{model.__name__} cannot be built from {shown(given_value)}: {problem}."
+        else:
+            model_field = model.model_fields[setting_name]
+            message_text = rule_of(model_field).refusal(
+                setting_name, given_value, field_meaning=model_field.description or ""
+            )
+        speaker_name = (said_by or {}).get(setting_name, "")
+        by_name[setting_name] = (
+            FieldMistake(
+                f"{speaker_name}: {message_text}" if speaker_name else message_text, setting_name
+            ),
+        )
+    return tuple(
+        field_mistake for setting_mistakes in by_name.values() for field_mistake in setting_mistakes
+    )
+
+
+def _unknown_setting(
+    model: type[BaseModel], setting_name: str, given_value: object, unknown_remedy: str
+) -> str:
+    owner_settings = tuple(model.model_fields)
+    advice_text = (
+        closest(setting_name, owner_settings).lstrip()
+        or unknown_remedy
+        or f"The settings are: {', '.join(owner_settings)}."
+    )
+    return (
+        f"{setting_name} is no setting of {model.__name__}: got "
+        f"{setting_name}={shown(given_value)}. It would change nothing, without a word. "
+        f"{advice_text}"
+    )
+
+
+def mistakes_in(error: ConfigError) -> tuple[FieldMistake, ...]:
+    """The messages of an error with the paths of their settings.
+
+    Args:
+        error: One that a validation raised; a message without a path is about the whole.
+    """
+    # `ConfigError.mistakes` are plain texts; what was raised stands in `args`.
+    return tuple(
+        error_argument
+        if isinstance(error_argument, FieldMistake)
+        else FieldMistake(str(error_argument))
+        for error_argument in error.args
+    )
+
+
+# ------------------------------------------------------------------------------ dataclasses
+
+
+class FieldCheck:
+    """The type and the rule of a dataclass field, which dataclasses do not check themselves.
+
+    Args:
+        annotated_type: ``Annotated[type, FieldRule(...)]``.
+    """
+
+    def __init__(self, annotated_type: Any) -> None:
+        self.annotated = annotated_type
+        self.rule: FieldRule = next(
+            metadata_item
+            for metadata_item in get_args(annotated_type)
+            if isinstance(metadata_item, FieldRule)
+        )
+
+    @cached_property
+    def adapter(self) -> TypeAdapter[Any]:
+        """Pydantic's validator; made when first used, for building one takes a millisecond."""
+        return TypeAdapter(self.annotated)
+
+    def read(self, setting_name: str, given_value: Any, *, owner: str = "") -> Any:
+        """The value as it is kept.
+
+        Args:
+            setting_name: The setting.
+            given_value: What was given for it.
+            owner: The class that was called with it; empty for a key of a configuration.
+
+        Raises:
+            ConfigError: The value is not what the rule says.
+        """
+        try:
+            return self.adapter.validate_python(given_value)
+        except ValidationError as error:
+            message_text = self.rule.refusal(setting_name, given_value, owner=owner)
+            raise ConfigError(FieldMistake(message_text, setting_name)) from error
+
+
+def checked_as(annotated_type: Any) -> dict[str, FieldCheck]:
+    """Metadata of a dataclass field that :func:`field_mistakes` checks.
+
+    Args:
+        annotated_type: ``Annotated[type, FieldRule(...)]``.
+    """
+    return {_CHECK_KEY: FieldCheck(annotated_type)}
+
+
+def field_mistakes(owner_settings: Any) -> list[FieldMistake]:
+    """Read the fields of a dataclass that have a check, and tell what is wrong with them.
+
+    Args:
+        owner_settings: A dataclass instance; a right value is replaced by the one that was read.
+
+    Returns:
+        One message per wrong value.
+    """
+    found_mistakes: list[FieldMistake] = []
+    for dataclass_field in fields(owner_settings):
+        if (field_check := dataclass_field.metadata.get(_CHECK_KEY)) is None:
+            continue
+        given_value = getattr(owner_settings, dataclass_field.name)
+        try:
+            read_value = field_check.read(
+                dataclass_field.name, given_value, owner=type(owner_settings).__name__
+            )
+        except ConfigError as error:
+            found_mistakes += mistakes_in(error)
+        else:
+            setattr(owner_settings, dataclass_field.name, read_value)
+    return found_mistakes
+
+
+def refuse_mistakes(found_mistakes: Iterable[str]) -> None:
+    """Raise all mistakes together, if there are any.
+
+    Raises:
+        ConfigError: There are.
+    """
+    if all_mistakes := tuple(found_mistakes):
+        raise ConfigError(*all_mistakes)

@@ -1,0 +1,279 @@
+"""``FullyShardedDataParallelPlugin``: how torch's ``fully_shard`` (FSDP2) shards models.
+
+Arguments come in Accelerate's order. Those of FSDP1 that change no number are taken, and one
+warning says that ``fully_shard`` has its own way there; those that would change one are refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from nbaccel.config.field_rules import (
+    FieldCheck,
+    FieldRule,
+    OptionalCount,
+    checked_as,
+    field_mistakes,
+    refuse_mistakes,
+)
+from nbaccel.config.read_values import read_whole
+from nbaccel.config.settings import Settings
+
+__all__ = ["FullyShardedDataParallelPlugin"]
+
+_PLUGIN_NAME = "FullyShardedDataParallelPlugin"
+_WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
+_STATE_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
+_SHARDING_STRATEGIES = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
+# What fully_shard does in its own way, whatever is said.
+_OWN_WAY = {
+    "backward_prefetch": "it prefetches by itself",
+    "forward_prefetch": "it prefetches by itself",
+}
+_ALWAYS_DONE = ("use_orig_params", "sync_module_states", "limit_all_gathers")
+# Torch's classes, known by name: nothing here imports torch.
+_OFFLOAD_POLICIES = {"CPUOffloadPolicy": True, "OffloadPolicy": False}
+
+
+def plain_name(named_value: Any) -> str:
+    """Of an enum's member or its text: ``FULL_SHARD``."""
+    return str(getattr(named_value, "name", named_value)).rpartition(".")[2].upper()
+
+
+def _wrap_policy(given_value: Any) -> Any:
+    if isinstance(given_value, str) and given_value.lower() not in _WRAP_POLICIES:
+        raise ValueError(given_value)
+    return given_value
+
+
+def _state_dict_type(given_value: Any) -> Any:
+    return None if given_value is None else plain_name(given_value)
+
+
+_VERSION_FIELD = Annotated[
+    Literal[1, 2] | None,
+    FieldRule(
+        read=read_whole,
+        must="1, 2 or None",
+        why="FSDP has these two versions",
+        do="Leave it out to get fully_shard, which is 2",
+    ),
+]
+_WRAP_POLICY = Annotated[
+    Any,
+    FieldRule(
+        read=_wrap_policy,
+        must=f"one of {', '.join(_WRAP_POLICIES)}, or a function from a module to True or False",
+        allowed=_WRAP_POLICIES,
+        why="Nothing says what to shard",
+        do="Leave it out to shard the blocks that the model names",
+    ),
+]
+_STATE_TYPE = Annotated[
+    Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] | None,
+    FieldRule(
+        read=_state_dict_type,
+        must=f"one of {', '.join(_STATE_TYPES)}",
+        allowed=_STATE_TYPES,
+        why="Checkpoints could not be written",
+        do="Leave it out to write shards",
+    ),
+]
+
+
+@dataclass
+class FullyShardedDataParallelPlugin(Settings):
+    """How torch's ``fully_shard`` (FSDP2) shards models.
+
+    Attributes:
+        fsdp_version: 2; 1 is taken and trains with ``fully_shard``, too, which a warning says.
+        sharding_strategy: FSDP1's word for `reshard_after_forward`: ``FULL_SHARD`` for True,
+            ``SHARD_GRAD_OP`` for False.
+        reshard_after_forward: Whether gathered weights are given up after the forward: less
+            memory, one more gather in the backward (ZeRO-3); False keeps them (ZeRO-2). None: True.
+        backward_prefetch: FSDP1's, without effect: ``fully_shard`` prefetches by itself.
+        mixed_precision_policy: ``torch.distributed.fsdp.MixedPrecisionPolicy``, a dict of its
+            arguments, or ``fp16``/``bf16``; None follows the Accelerator's precision.
+        auto_wrap_policy: Which submodules are sharded on their own: ``transformer_based_wrap``
+            (classes named in `transformer_cls_names_to_wrap`, or the model's `_no_split_modules`),
+            ``size_based_wrap`` (`min_num_params`), ``no_wrap``, or a function ``module -> bool``.
+            None: transformer blocks where the model names them, else no submodule.
+        cpu_offload: Whether shards live in host memory; torch's policy objects are understood.
+        ignored_modules: Submodules left alone, or a regular expression on their names.
+        state_dict_type: How ``save_state`` writes: ``SHARDED_STATE_DICT`` (every process its
+            shard, torch.distributed.checkpoint) or ``FULL_STATE_DICT`` (one file). None: as
+            `state_dict_config` says, else one file for `fsdp_version` 1 and shards for 2.
+        state_dict_config: Torch's ``FullStateDictConfig`` or ``ShardedStateDictConfig``, another
+            way to say `state_dict_type`. Whole weights are always collected in host memory.
+        optim_state_dict_config: The same for the optimizer, which is written as the model is.
+        limit_all_gathers: FSDP1's; True is the only way of ``fully_shard``.
+        use_orig_params: The same.
+        param_init_fn: FSDP1's, refused: build the model in an outer cell.
+        sync_module_states: As `limit_all_gathers`.
+        forward_prefetch: As `backward_prefetch`.
+        activation_checkpointing: Whether wrapped submodules recompute activations.
+        activation_checkpointing_offload: Refused: this version does not move them to the host.
+        cpu_ram_efficient_loading: Taken for compatibility: workers share one copy anyway.
+        transformer_cls_names_to_wrap: Class names of submodules sharded on their own.
+        min_num_params: Least parameters of a submodule sharded on its own.
+    """
+
+    fsdp_version: int | None = field(default=None, metadata=checked_as(_VERSION_FIELD))
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: str | Callable[[Any], bool] | None = field(
+        default=None, metadata=checked_as(_WRAP_POLICY)
+    )
+    cpu_offload: Any = None
+    ignored_modules: Any = None
+    state_dict_type: Any = field(default=None, metadata=checked_as(_STATE_TYPE))
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool = True
+    use_orig_params: bool | None = None
+    param_init_fn: Any = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool | None = None
+    activation_checkpointing_offload: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    transformer_cls_names_to_wrap: Sequence[str] | None = None
+    min_num_params: int | None = field(default=None, metadata=checked_as(OptionalCount))
+
+    def __post_init__(self) -> None:
+        found_mistakes, contradiction_texts = field_mistakes(self), list[str]()
+        if not any(field_mistake.path == "state_dict_type" for field_mistake in found_mistakes):
+            contradiction_texts = self._contradictions()
+        refuse_mistakes([*found_mistakes, *contradiction_texts, *self._unfollowed()])
+        self._warn_of_fsdp1()
+        if self.state_dict_type is None:
+            self.state_dict_type = (
+                _kind_of(self.state_dict_config) or _STATE_TYPES[self.fsdp_version != 1]
+            )
+        self.fsdp_version = 2
+        sharding_choice = self.sharding_strategy or self.reshard_after_forward
+        if sharding_choice is None or isinstance(sharding_choice, bool):
+            self.reshard_after_forward = sharding_choice is not False
+        else:
+            self.reshard_after_forward = _SHARDING_STRATEGIES[plain_name(sharding_choice)]
+        self.cpu_offload = _offloads_shards(self.cpu_offload)
+        self.activation_checkpointing = bool(self.activation_checkpointing)
+
+    @property
+    def writes_shards(self) -> bool:
+        """Whether every process writes its own shard of a checkpoint."""
+        return plain_name(self.state_dict_type) == "SHARDED_STATE_DICT"
+
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Let ``save_state`` write in another way from now on: train in shards, save one file.
+
+        Args:
+            state_dict_type: ``FULL_STATE_DICT`` or ``SHARDED_STATE_DICT``; None leaves it.
+
+        Raises:
+            ConfigError: It is another.
+        """
+        if state_dict_type is not None:
+            self.state_dict_type = FieldCheck(_STATE_TYPE).read(
+                "state_dict_type", state_dict_type, owner=type(self).__name__
+            )
+
+    def set_mixed_precision(
+        self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
+    ) -> None:
+        """Give the number format, where none was given.
+
+        Args:
+            mixed_precision: ``fp16``, ``bf16`` or ``fp32``.
+            buffer_autocast: FSDP1's, without effect: ``fully_shard`` leaves buffers as they are.
+            override: Whether it replaces one that was given.
+        """
+        del buffer_autocast
+        if override or self.mixed_precision_policy is None:
+            self.mixed_precision_policy = None if mixed_precision == "fp32" else mixed_precision
+
+    def set_auto_wrap_policy(self, model: Any) -> None:
+        """Nothing to do: what is sharded on its own is chosen in `prepare`, by the model there."""
+
+    def set_cpu_offload(self) -> None:
+        """Nothing to do: `cpu_offload` is a truth value as soon as it is given."""
+
+    # ------------------------------------------------------------------------- what cannot be
+
+    def _contradictions(self) -> list[str]:
+        if self.state_dict_type is None:
+            return []
+        return [
+            f"{_PLUGIN_NAME}(state_dict_type={self.state_dict_type!r}) contradicts "
+            f"{setting_name}={getattr(self, setting_name)!r}: checkpoints would be written as only "
+            "one of them says. Leave one of them out."
+            for setting_name in ("state_dict_config", "optim_state_dict_config")
+            if _kind_of(getattr(self, setting_name)) not in (None, self.state_dict_type)
+        ]
+
+    def _unfollowed(self) -> list[str]:
+        """Settings that ``fully_shard`` cannot follow, each with what to do instead."""
+        refused_settings = [
+            f"{_PLUGIN_NAME}({setting_name}={given_value!r}) cannot be followed: fully_shard knows "
+            f"{' and '.join(_SHARDING_STRATEGIES)}. Give reshard_after_forward=True or False; for "
+            "NO_SHARD leave the plugin out, which trains with DDP."
+            for setting_name in ("sharding_strategy", "reshard_after_forward")
+            if not isinstance(given_value := getattr(self, setting_name), (bool, type(None)))
+            and plain_name(given_value) not in _SHARDING_STRATEGIES
+        ]
+        if self.param_init_fn is not None:
+            refused_settings.append(
+                f"{_PLUGIN_NAME}(param_init_fn={self.param_init_fn!r}) is FSDP1's and would have "
+                "no effect with fully_shard. Leave it out; build the model with its values before "
+                "prepare."
+            )
+        if self.activation_checkpointing_offload:
+            refused_settings.append(
+                f"{_PLUGIN_NAME}(activation_checkpointing_offload=True) cannot be followed: this "
+                "version recomputes activations and does not move them to host memory. Leave it "
+                "out."
+            )
+        return refused_settings
+
+    def _warn_of_fsdp1(self) -> None:
+        """Say once what is FSDP1's and changes no number."""
+        fsdp1_settings = ["fsdp_version=1"] * (self.fsdp_version == 1)
+        fsdp1_settings += [
+            f"{setting_name}={given_value!r} ({own_behaviour})"
+            for setting_name, own_behaviour in _OWN_WAY.items()
+            if (given_value := self._of(setting_name))
+        ]
+        fsdp1_settings += [
+            f"{setting_name}=False (it always does it)"
+            for setting_name in _ALWAYS_DONE
+            if self._of(setting_name) is False
+        ]
+        if fsdp1_settings:
+            warnings.warn(
+                f"{_PLUGIN_NAME}({', '.join(fsdp1_settings)}): fully_shard, which is FSDP2, "
+                "trains in FSDP1's place. Losses and weights are the same; parameters are "
+                "DTensors, and none is flattened. Leave these arguments out.",
+                stacklevel=4,  # past __post_init__ and the __init__ that dataclass made
+            )
+
+    def _of(self, setting_name: str) -> Any:
+        return getattr(self, setting_name)
+
+
+def _kind_of(state_dict_config: Any) -> str | None:
+    """Which `state_dict_type` one of torch's configurations belongs to."""
+    class_name = type(state_dict_config).__name__
+    if state_dict_config is None or not class_name.endswith("StateDictConfig"):
+        return None
+    return "FULL_STATE_DICT" if class_name.startswith("Full") else "SHARDED_STATE_DICT"
+
+
+def _offloads_shards(given_value: Any) -> bool:
+    if type(given_value).__name__ == "CPUOffload":
+        return bool(given_value.offload_params)
+    return bool(_OFFLOAD_POLICIES.get(type(given_value).__name__, given_value))

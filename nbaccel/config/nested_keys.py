@@ -1,0 +1,71 @@
+"""Reading and changing nested mappings by dotted keys: ``zero_optimization.stage``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["drop_at", "has_key", "put_at", "value_at"]
+
+
+def value_at(
+    nested_settings: Mapping[str, Any] | None, dotted_key: str, default: Any = None
+) -> Any:
+    """What is under a key.
+
+    Args:
+        nested_settings: Nested mappings.
+        dotted_key: With dots.
+        default: What to answer where there is nothing.
+
+    Returns:
+        The value.
+    """
+    current_value: Any = nested_settings
+    for key_step in dotted_key.split("."):
+        if not isinstance(current_value, Mapping) or key_step not in current_value:
+            return default
+        current_value = current_value[key_step]
+    return current_value
+
+
+def has_key(nested_settings: Mapping[str, Any] | None, dotted_key: str) -> bool:
+    """Whether there is anything under a key, be it None.
+
+    Args:
+        nested_settings: Nested mappings.
+        dotted_key: With dots.
+    """
+    missing_marker = object()
+    return value_at(nested_settings, dotted_key, missing_marker) is not missing_marker
+
+
+def put_at(nested_settings: dict[str, Any], dotted_key: str, new_value: Any) -> None:
+    """Write a value, and the sections that are not there yet.
+
+    Args:
+        nested_settings: Nested dictionaries; changed.
+        dotted_key: With dots.
+        new_value: The value.
+    """
+    *section_steps, last_step = dotted_key.split(".")
+    for key_step in section_steps:
+        nested_settings = nested_settings.setdefault(key_step, {})
+    nested_settings[last_step] = new_value
+
+
+def drop_at(nested_settings: dict[str, Any], dotted_key: str) -> None:
+    """Take a key out, and the sections that it leaves empty.
+
+    Args:
+        nested_settings: Nested dictionaries; changed.
+        dotted_key: With dots; nothing happens where there is none.
+    """
+    first_step, separator, remaining_key = dotted_key.partition(".")
+    inner_section = nested_settings.get(first_step)
+    if not separator:
+        nested_settings.pop(first_step, None)
+    elif isinstance(inner_section, dict):
+        drop_at(inner_section, remaining_key)
+        if not inner_section:
+            del nested_settings[first_step]

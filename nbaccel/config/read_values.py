@@ -1,0 +1,157 @@
+"""What people write for a value, as the value that a validator compares.
+
+Numbers come as text from YAML and environment variables, as scalars from NumPy and torch, and as
+members of enums. Each reader here takes one such value and returns a plain one; what it cannot
+read it returns unchanged, so that the validator refuses it with the value that was given.
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from enum import Enum
+from typing import Any
+
+__all__ = [
+    "numbers_read",
+    "plain_value",
+    "read_number",
+    "read_port",
+    "read_truth",
+    "read_whole",
+    "read_word",
+]
+
+
+def plain_value(given_value: Any) -> Any:
+    """A Python value for a scalar of NumPy or torch and for a member of an enum.
+
+    Args:
+        given_value: Anything.
+
+    Returns:
+        The plain value, or the same object.
+    """
+    if isinstance(given_value, Enum):
+        return given_value.value
+    if getattr(given_value, "ndim", None) == 0 and callable(getattr(given_value, "item", None)):
+        return given_value.item()
+    return given_value
+
+
+def read_number(given_value: Any) -> Any:
+    """A number for a number; a truth value is none, though Python counts with it.
+
+    Args:
+        given_value: What was given for a number; a ``timedelta`` counts as seconds.
+
+    Returns:
+        What the validator goes on with.
+
+    Raises:
+        ValueError: It is True or False.
+    """
+    given_value = plain_value(given_value)
+    if isinstance(given_value, bool):
+        raise ValueError("a truth value is not a number")
+    return given_value.total_seconds() if isinstance(given_value, timedelta) else given_value
+
+
+def read_whole(given_value: Any) -> Any:
+    """A whole number for one of a list, which is compared and not converted.
+
+    Args:
+        given_value: What was given for it.
+
+    Returns:
+        What the validator goes on with.
+
+    Raises:
+        ValueError: It is True or False.
+    """
+    given_value = read_number(given_value)
+    if isinstance(given_value, str):
+        given_value = numbers_read(given_value)
+    return (
+        int(given_value)
+        if isinstance(given_value, float) and given_value.is_integer()
+        else given_value
+    )
+
+
+def numbers_read(given_value: Any) -> Any:
+    """A number for text that is one, also inside of lists and mappings: ``"3e-5"``.
+
+    YAML 1.1 has no number without a point before the exponent, so that its readers make text of
+    ``lr: 3e-5``.
+
+    Args:
+        given_value: Parameters of which none is text that looks like a number and is none.
+
+    Returns:
+        The same with numbers; what is no number stays.
+    """
+    if isinstance(given_value, dict):
+        return {
+            entry_key: numbers_read(inner_value) for entry_key, inner_value in given_value.items()
+        }
+    if isinstance(given_value, list):
+        return [numbers_read(inner_value) for inner_value in given_value]
+    if not isinstance(given_value, str):
+        return given_value
+    for number_type in (int, float):
+        try:
+            parsed_number = number_type(given_value)
+        except ValueError:
+            continue
+        return parsed_number if math.isfinite(parsed_number) else given_value
+    return given_value
+
+
+def read_port(given_value: Any) -> Any:
+    """A port, where 0 and an empty text ask for a free one, as they do for a socket.
+
+    Args:
+        given_value: What was given for a port.
+
+    Returns:
+        None for a free port, otherwise what the validator goes on with.
+    """
+    port_text = given_value.strip() if isinstance(given_value, str) else given_value
+    return (
+        None
+        if port_text in (0, "0", "") and not isinstance(port_text, bool)
+        else read_number(port_text)
+    )
+
+
+def read_word(given_value: Any) -> Any:
+    """A word of a list, in lower case; None and YAML's bare ``no`` are the word "no".
+
+    Args:
+        given_value: What was given for a word.
+
+    Returns:
+        What the validator goes on with.
+    """
+    # YAML 1.1 reads `mixed_precision: no` as False.
+    if given_value is None or given_value is False:
+        return "no"
+    return given_value.strip().lower() if isinstance(given_value, str) else given_value
+
+
+def read_truth(given_value: Any) -> Any:
+    """A truth value; a number other than 0 and 1 is refused by the validator itself.
+
+    Args:
+        given_value: What was given for a truth value.
+
+    Returns:
+        What the validator goes on with.
+
+    Raises:
+        ValueError: It is None, which means neither.
+    """
+    if given_value is None:
+        raise ValueError("None is neither true nor false")
+    return given_value

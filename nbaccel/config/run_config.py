@@ -1,0 +1,647 @@
+"""``RunConfig``: what the user said about a run, and nothing that was found out.
+
+It is frozen, complete and travels as JSON or YAML; ``nbaccel.plan.resolve`` turns it into what
+will happen. Values that contradict themselves are refused here, values that this machine cannot
+serve are refused there.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Collection
+from inspect import Parameter, Signature
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_type_hints
+
+from pydantic import ConfigDict, Field, JsonValue, ValidationError
+
+from nbaccel.capabilities import (
+    DEVICES,
+    ENTRY_POINT_PROBLEMS,
+    PRECISIONS,
+    START_METHODS,
+    STRATEGIES,
+    words_of_rows,
+)
+from nbaccel.config import engine
+from nbaccel.config.exchange import Exchangeable
+from nbaccel.config.field_rules import FieldRule, explain_mistakes
+from nbaccel.config.fp8 import Fp8Config
+from nbaccel.config.mistakes import shown
+from nbaccel.config.read_values import (
+    plain_value,
+    read_number,
+    read_port,
+    read_truth,
+    read_whole,
+    read_word,
+)
+from nbaccel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Configured", "RunConfig", "contradictions", "elastic_reason", "run_config_of"]
+
+_AUTO_NAME = "auto"
+_DEVICE_NAMES = (_AUTO_NAME, *(row.name for row in DEVICES))
+_PRECISION_NAMES = tuple(row.name for row in PRECISIONS)
+_STRATEGY_NAMES = (_AUTO_NAME, *(row.name for row in STRATEGIES))
+_START_METHODS = (_AUTO_NAME, *(row.name for row in START_METHODS))
+if TYPE_CHECKING:
+    # A checker cannot know the rows that other packages add.
+    DeviceName = str
+    PrecisionName = str
+    StrategyName = str
+    StartMethodName = str
+else:
+    DeviceName = Literal[_DEVICE_NAMES]
+    PrecisionName = Literal[_PRECISION_NAMES]
+    StrategyName = Literal[_STRATEGY_NAMES]
+    StartMethodName = Literal[_START_METHODS]
+ZeroStage = Literal[0, 1, 2, 3]
+
+
+class RunConfig(Exchangeable):
+    """How a training function is to be run.
+
+    All settings are keyword-only and have a default; wrong ones raise
+    :class:`~nbaccel.errors.ConfigError`, which lists every mistake at once.
+
+    Examples:
+        >>> RunConfig(num_processes=2, mixed_precision="bf16")
+        RunConfig(num_processes=2, mixed_precision='bf16')
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, validate_default=False
+    )
+
+    num_processes: Annotated[
+        int | None,
+        Field(ge=1, description="Workers on this node; None lets the plan choose."),
+        FieldRule(
+            read=read_number,
+            must="a whole number of at least 1, or None",
+            why="It counts the workers on this node",
+            do="Give for example 2, or leave it out and the plan chooses",
+        ),
+    ] = None
+    device: Annotated[
+        DeviceName,
+        Field(description="What the workers compute on; auto takes GPUs where there are some."),
+        FieldRule(
+            read=read_word,
+            must=f"one of {', '.join(_DEVICE_NAMES)}",
+            allowed=_DEVICE_NAMES,
+            why="The workers compute on it",
+            do='Leave it at "auto" to take what this machine has',
+            words=words_of_rows(DEVICES),
+            problems=ENTRY_POINT_PROBLEMS,
+        ),
+    ] = "auto"
+    mixed_precision: Annotated[
+        PrecisionName,
+        Field(description="Number format of the forward and backward pass; no keeps float32."),
+        FieldRule(
+            read=read_word,
+            must=f"one of {', '.join(_PRECISION_NAMES)}",
+            allowed=_PRECISION_NAMES,
+            why="It decides in which number format the forward and backward pass compute",
+            do='"no" keeps float32',
+            words=words_of_rows(PRECISIONS),
+            problems=ENTRY_POINT_PROBLEMS,
+        ),
+    ] = "no"
+    strategy: Annotated[
+        StrategyName,
+        Field(
+            description="How workers train one model together; auto goes by the other settings, "
+            "and by the plugins that training code gives."
+        ),
+        FieldRule(
+            read=read_word,
+            must=f"one of {', '.join(_STRATEGY_NAMES)}",
+            allowed=_STRATEGY_NAMES,
+            why="It decides what each worker holds of the model",
+            do='Leave it at "auto" to go by the other settings',
+            words=words_of_rows(STRATEGIES),
+            problems=ENTRY_POINT_PROBLEMS,
+        ),
+    ] = "auto"
+    start_method: Annotated[
+        StartMethodName,
+        Field(description="How workers come to be: forked from a clean template or this process."),
+        FieldRule(
+            read=read_word,
+            must=f"one of {', '.join(_START_METHODS)}",
+            allowed=_START_METHODS,
+            why="It decides how workers come to be",
+            do='Leave it at "auto": it takes the safest that works',
+            words={"spawn": "template", "forkserver": "template", "none": "inline"},
+        ),
+    ] = "auto"
+    use_port: Annotated[
+        int | None,
+        Field(ge=1, le=65535, description="TCP port where workers meet; None takes a free one."),
+        FieldRule(
+            read=read_port,
+            must="a TCP port from 1 to 65535, or None or 0",
+            why="Workers meet at it",
+            do="Leave it out and a free port is taken",
+        ),
+    ] = None
+    master_addr: Annotated[
+        str,
+        Field(min_length=1, description="Host name or address of the first node."),
+        FieldRule(
+            must="a host name or an address",
+            why="Workers meet there",
+            do='Leave it at "127.0.0.1" on one machine',
+        ),
+    ] = "127.0.0.1"
+    node_rank: Annotated[
+        int,
+        Field(ge=0, description="Number of this node among all nodes, from 0."),
+        FieldRule(
+            read=read_number,
+            must="a whole number of at least 0",
+            why="It numbers this node among all nodes, from 0",
+            do="Give 0 on the first node",
+        ),
+    ] = 0
+    num_nodes: Annotated[
+        int,
+        Field(ge=1, description="Nodes (machines) that take part."),
+        FieldRule(
+            read=read_number,
+            must="a whole number of at least 1",
+            why="It counts the machines that take part",
+            do="Give 1 for this machine alone",
+        ),
+    ] = 1
+    rdzv_backend: Annotated[
+        str,
+        Field(min_length=1, description="How nodes find each other: static, c10d, etcd, ..."),
+        FieldRule(
+            must="the name of a rendezvous backend of torch elastic",
+            why="Nodes find each other by it",
+            do='Leave it at "static" unless nodes may come and go; then "c10d"',
+        ),
+    ] = "static"
+    rdzv_endpoint: Annotated[
+        str,
+        Field(description="host:port of the rendezvous; empty takes master_addr and use_port."),
+        FieldRule(
+            must='text of the form "host:port", or empty',
+            why="Nodes meet there",
+            do="Leave it out to use master_addr and use_port",
+        ),
+    ] = ""
+    rdzv_conf: Annotated[
+        dict[str, JsonValue] | None,
+        Field(description="Further settings of the rendezvous backend."),
+        FieldRule(
+            must="a dictionary of JSON values, or None",
+            why="It is handed to the rendezvous backend and stored as JSON",
+            do='Give for example {"timeout": 60}',
+        ),
+    ] = None
+    rdzv_id: Annotated[
+        str,
+        Field(min_length=1, description="Name of this job; equal on all its nodes."),
+        FieldRule(
+            must="a name that is not empty",
+            why="Nodes of one job recognise each other by it",
+            do='Leave it at "none" if no other job shares the rendezvous',
+        ),
+    ] = "none"
+    max_restarts: Annotated[
+        int,
+        Field(ge=0, description="How often failed workers are started again, all together."),
+        FieldRule(
+            read=read_number,
+            must="a whole number of at least 0",
+            why="It counts how often all workers are started again after a failure",
+            do="Give 0 to report the first failure",
+        ),
+    ] = 0
+    monitor_interval: Annotated[
+        float,
+        Field(
+            gt=0,
+            description="Seconds; taken for compatibility, workers are watched without polling.",
+        ),
+        FieldRule(
+            read=read_number,
+            must="a number of seconds above 0",
+            why="It is taken for compatibility alone",
+            do="Leave it at 0.1",
+        ),
+    ] = 0.1
+    log_line_prefix_template: Annotated[
+        str | None,
+        Field(description="Prefix of a worker's output lines, with ${rank} and the like."),
+        FieldRule(
+            must="text or None",
+            why="It stands before every line that a worker prints",
+            do='Give for example "[${rank}] "',
+        ),
+    ] = None
+    timeout: Annotated[
+        float | None,
+        Field(gt=0, description="Seconds after which a launch is ended; None never ends it."),
+        FieldRule(
+            read=read_number,
+            must="a number of seconds above 0, or None",
+            why="A launch that takes longer is ended",
+            do="Leave it out for no limit",
+        ),
+    ] = None
+    share_back: Annotated[
+        bool,
+        Field(description="Whether trained weights come back into the notebook's own model."),
+        FieldRule(
+            read=read_truth,
+            must="True or False",
+            why="It decides whether the notebook's own model is trained afterwards",
+            do="Leave it at True to find the trained weights in the notebook",
+        ),
+    ] = True
+    threads_per_process: Annotated[
+        int | None,
+        Field(ge=1, description="CPU threads of each worker; None shares the cores out."),
+        FieldRule(
+            read=read_number,
+            must="a whole number of at least 1, or None",
+            why="Each worker computes on the CPU with that many threads",
+            do="Leave it out to share the cores out",
+        ),
+    ] = None
+    zero_stage: Annotated[
+        ZeroStage | None,
+        Field(
+            description="ZeRO stage: 1 shards the optimizer, 2 also gradients, 3 also weights; "
+            "0 or None shards nothing."
+        ),
+        FieldRule(
+            read=read_whole,
+            must="one of 0, 1, 2, 3, or None",
+            why="It decides what each worker holds only a shard of",
+            do="Leave it out and every worker holds the whole model",
+        ),
+    ] = None
+    deepspeed: Annotated[
+        dict[str, JsonValue] | None,
+        Field(description="DeepSpeed's configuration: a mapping, JSON text or a file."),
+        FieldRule(
+            read=engine.read_document,
+            must="a DeepSpeed configuration, as a dictionary, JSON text or the path of a JSON file",
+            why="The engine of each worker is made by it",
+            do='Give for example {"gradient_clipping": 1.0}, or leave it out',
+        ),
+    ] = None
+    gradient_accumulation_steps: Annotated[
+        int | None,
+        Field(ge=1, description="Batches that make one optimizer step; None leaves it open."),
+        FieldRule(
+            read=read_number,
+            must="a whole number of at least 1, or None",
+            why="So many batches make one optimizer step",
+            do="Give 1 to step after every batch",
+        ),
+    ] = None
+    activation_checkpointing: Annotated[
+        bool,
+        Field(
+            description="Compute activations again in the backward pass: less memory, about a "
+            "third more time. For models with gradient_checkpointing_enable()."
+        ),
+        FieldRule(
+            read=read_truth,
+            must="True or False",
+            why="It decides whether activations are kept or computed again",
+            do="Leave it at False where memory suffices",
+        ),
+    ] = False
+    fp8: Annotated[
+        Fp8Config | None,
+        Field(description="Backend and recipe of FP8; None takes the defaults."),
+        FieldRule(
+            read=Fp8Config.read,
+            must="an Fp8Config, a dictionary of its settings, or the name of a backend",
+            why="It decides which library computes in 8 bits, and how it scales",
+            do='Give for example {"backend": "te"}, or leave it out',
+        ),
+    ] = None
+
+    if not TYPE_CHECKING:  # a checker must see the keywords, not **settings
+
+        def __init__(self, **settings: Any) -> None:
+            given_settings = {
+                setting_name: plain_value(setting_value)
+                for setting_name, setting_value in settings.items()
+            }
+            config_document, file_settings = _read_document(given_settings)
+            settings = {**file_settings, **given_settings}
+            all_mistakes: list[str] = []
+            validation_error: ValidationError | None = None
+            wrong_names: set[str] = set()
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                said_by = dict.fromkeys(file_settings, "DeepSpeed configuration")
+                validation_error, all_mistakes = (
+                    error,
+                    [*explain_mistakes(type(self), error, settings, said_by=said_by)],
+                )
+                wrong_names = {str(error_detail["loc"][0]) for error_detail in error.errors()}
+                # What is right alone is still compared with each other, so that the user
+                # hears everything in one go. The object itself is never handed out.
+                super().__init__(
+                    **{
+                        setting_name: setting_value
+                        for setting_name, setting_value in settings.items()
+                        if setting_name not in wrong_names
+                    }
+                )
+            right_settings = {
+                setting_name: getattr(self, setting_name)
+                for setting_name in given_settings
+                if setting_name not in wrong_names
+            }
+            all_mistakes += engine.disagreements(config_document, right_settings)
+            all_mistakes += contradictions(self, ignoring=wrong_names)
+            if all_mistakes:
+                raise ConfigError(*all_mistakes) from validation_error
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        """Whether DeepSpeed is to train: at a stage above 0, or with a configuration of its own."""
+        return self.deepspeed is not None or bool(self.zero_stage)
+
+    def changed(self, **settings: Any) -> Self:
+        """A copy with other values, validated like a new one.
+
+        A DeepSpeed configuration among them decides what it speaks of (stage, precision,
+        accumulation), unless that is given beside it.
+
+        Args:
+            **settings: The settings to change.
+
+        Returns:
+            The copy.
+
+        Raises:
+            ConfigError: The new settings are wrong or contradict the others.
+        """
+        kept_settings = dict(self)
+        config_document = _document_of(settings.get("deepspeed"))
+        if config_document is not None:
+            settings["deepspeed"] = config_document
+            decided_settings = engine.taken_out(config_document)[1]
+            kept_settings = {
+                setting_name: setting_value
+                for setting_name, setting_value in kept_settings.items()
+                if setting_name not in decided_settings
+            }
+        return type(self)(**{**kept_settings, **settings})
+
+    def __hash__(self) -> int:
+        # rdzv_conf is a dictionary, which the hash of a frozen model cannot digest.
+        return hash(self.to_json())
+
+
+def _document_of(given_document: Any) -> engine.Document | None:
+    """A DeepSpeed configuration that can be read; None where there is none, or one to refuse."""
+    try:
+        config_document = engine.read_document(given_document)
+    except ValueError:
+        return None
+    return config_document if isinstance(config_document, engine.Document) else None
+
+
+def _read_document(given_settings: dict[str, Any]) -> tuple[engine.Document, dict[str, Any]]:
+    """Read a DeepSpeed configuration and take out of it what has a setting of its own.
+
+    Args:
+        given_settings: What the user said. Its configuration is replaced by what is left of it;
+            settings that are None, and decided by the configuration, are removed.
+
+    Returns:
+        The whole configuration, empty where there is none that can be read, and the settings that
+        it decides.
+    """
+    config_document = _document_of(given_settings.get("deepspeed"))
+    if config_document is None:
+        return engine.Document(), {}
+    given_settings["deepspeed"], decided_settings = engine.taken_out(config_document)
+    file_settings = {"zero_stage": engine.stage_left_open(config_document), **decided_settings}
+    for setting_name in file_settings:
+        if (
+            given_settings.get(setting_name, ...) is None
+            and RunConfig.model_fields[setting_name].default is None
+        ):
+            del given_settings[setting_name]
+    return config_document, {
+        setting_name: setting_value
+        for setting_name, setting_value in file_settings.items()
+        if setting_name not in given_settings
+    }
+
+
+class Configured(Protocol):
+    """What has a configuration: a picker, for example."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The settings as they are now."""
+
+
+def run_config_of(given_config: Any) -> RunConfig:
+    """The settings that somebody gave as ``config=``.
+
+    Args:
+        given_config: A `RunConfig`, or what has one as its ``config``, as a picker does.
+
+    Returns:
+        The settings as they are now.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if isinstance(given_config, RunConfig):
+        return given_config
+    inner_config = getattr(given_config, "config", None)
+    if isinstance(inner_config, RunConfig):
+        return inner_config
+    raise ConfigError(
+        f"config must be a RunConfig, or a picker: got {shown(given_config)}. All settings are "
+        "taken from it. Make one: RunConfig(num_processes=2), for example."
+    )
+
+
+def _tidy_signature() -> Signature:
+    """The signature as a notebook shows it: types without constraints and hints."""
+    field_types = get_type_hints(RunConfig)
+    return Signature(
+        [
+            Parameter(
+                setting_name,
+                Parameter.KEYWORD_ONLY,
+                default=model_field.default,
+                annotation=field_types[setting_name],
+            )
+            for setting_name, model_field in RunConfig.model_fields.items()
+        ]
+    )
+
+
+RunConfig.__signature__ = _tidy_signature()
+
+
+# ------------------------------------------------------------------------- contradictions
+# Only what holds on every machine: what depends on this one is judged by the plan.
+
+
+def contradictions(config: RunConfig, *, ignoring: Collection[str] = ()) -> tuple[str, ...]:
+    """Every contradiction between settings.
+
+    Args:
+        config: The settings.
+        ignoring: Settings already found wrong: nothing is said of what involves them.
+
+    Returns:
+        One message each.
+    """
+    contradiction_texts = (
+        contradiction_check(config)
+        for involved_names, contradiction_check in _CONTRADICTION_CHECKS
+        if not any(setting_name in ignoring for setting_name in involved_names)
+    )
+    return tuple(contradiction for contradiction in contradiction_texts if contradiction)
+
+
+def _node_in_range(run_config: RunConfig) -> str:
+    if run_config.node_rank < run_config.num_nodes:
+        return ""
+    return (
+        f"node_rank must be below num_nodes: got node_rank={run_config.node_rank} with "
+        f"num_nodes={run_config.num_nodes}. The other nodes would wait for a node that never "
+        "comes. Number the nodes from 0, or raise num_nodes."
+    )
+
+
+def _nodes_need_a_count(run_config: RunConfig) -> str:
+    if run_config.num_nodes == 1 or run_config.num_processes is not None:
+        return ""
+    return (
+        f"num_processes cannot be left out with num_nodes={run_config.num_nodes}. "
+        "Every node must know how many workers the others have. "
+        "Give the same num_processes on every node."
+    )
+
+
+def _nodes_need_a_real_address(run_config: RunConfig) -> str:
+    setting_name, host_name = "master_addr", run_config.master_addr
+    if run_config.rdzv_endpoint:
+        setting_name, host_name = "rdzv_endpoint", _host_of(run_config.rdzv_endpoint)
+    if run_config.num_nodes == 1 or not _is_loopback(host_name):
+        return ""
+    return (
+        f"{setting_name} cannot be {host_name!r} with num_nodes={run_config.num_nodes}. "
+        "On each node that address is the node itself, so they would never meet. "
+        "Give the address of the first node as the others reach it."
+    )
+
+
+def _endpoint_has_a_port(run_config: RunConfig) -> str:
+    port_text = run_config.rdzv_endpoint.rpartition(":")[2]
+    # Only static rendezvous must know the port; other backends have one of their own.
+    if not run_config.rdzv_endpoint or run_config.rdzv_backend != "static":
+        return ""
+    if port_text.isdecimal() and 1 <= int(port_text) <= 65535:
+        return ""
+    return (
+        f'rdzv_endpoint must be "host:port": got {run_config.rdzv_endpoint!r}. '
+        "Static rendezvous connects to exactly that port. Add a port from 1 to 65535."
+    )
+
+
+def _etcd_needs_an_endpoint(run_config: RunConfig) -> str:
+    if not run_config.rdzv_backend.startswith("etcd") or run_config.rdzv_endpoint:
+        return ""
+    return (
+        f"rdzv_endpoint cannot be empty with rdzv_backend={run_config.rdzv_backend!r}. "
+        'The etcd server must be found. Give its "host:port".'
+    )
+
+
+def _inline_is_one(run_config: RunConfig) -> str:
+    if run_config.start_method != "inline" or run_config.num_processes in (None, 1):
+        return ""
+    return (
+        f'start_method="inline" cannot run num_processes={run_config.num_processes}. '
+        "Inline means in this very process, which is one. "
+        'Give num_processes=1, or start_method="auto".'
+    )
+
+
+def _inline_is_alone(run_config: RunConfig) -> str:
+    upper_limits = (
+        ("num_nodes", run_config.num_nodes, 1),
+        ("max_restarts", run_config.max_restarts, 0),
+    )
+    exceeding_settings = [
+        f"{setting_name}={setting_value}"
+        for setting_name, setting_value, largest_value in upper_limits
+        if setting_value > largest_value
+    ]
+    if run_config.start_method != "inline" or not exceeding_settings:
+        return ""
+    return (
+        f'start_method="inline" cannot go with {" and ".join(exceeding_settings)}. '
+        "Inline is this very process: it meets no other node and cannot be started again. "
+        f'Give start_method="auto", or leave out {exceeding_settings[0].partition("=")[0]}.'
+    )
+
+
+def elastic_reason(config: RunConfig) -> str:
+    """The settings that need a rendezvous in which nodes agree anew who takes part.
+
+    A fixed set of nodes, and restarts on one node, need none: the launcher does those itself.
+
+    Args:
+        config: The settings.
+
+    Returns:
+        ``rdzv_backend='c10d'``, for example, or nothing.
+    """
+    if config.rdzv_backend != "static":
+        return f"rdzv_backend={config.rdzv_backend!r}"
+    if config.num_nodes > 1 and config.max_restarts > 0:
+        return f"max_restarts={config.max_restarts} with num_nodes={config.num_nodes}"
+    return ""
+
+
+def _host_of(endpoint_text: str) -> str:
+    host_name, separator, _ = endpoint_text.rpartition(":")
+    return (host_name if separator else endpoint_text).strip("[]")
+
+
+def _is_loopback(host_name: str) -> bool:
+    stripped_name = host_name.strip().strip("[]").lower()
+    try:
+        return ipaddress.ip_address(stripped_name).is_loopback
+    except ValueError:  # a name
+        return stripped_name == "localhost" or stripped_name.startswith("localhost.")
+
+
+_CONTRADICTION_CHECKS: tuple[tuple[tuple[str, ...], Callable[[RunConfig], str]], ...] = (
+    (("node_rank", "num_nodes"), _node_in_range),
+    (("num_processes", "num_nodes"), _nodes_need_a_count),
+    (("master_addr", "rdzv_endpoint", "num_nodes"), _nodes_need_a_real_address),
+    (("rdzv_endpoint", "rdzv_backend"), _endpoint_has_a_port),
+    (("rdzv_endpoint", "rdzv_backend"), _etcd_needs_an_endpoint),
+    (("start_method", "num_processes"), _inline_is_one),
+    (("start_method", "num_nodes", "max_restarts"), _inline_is_alone),
+)

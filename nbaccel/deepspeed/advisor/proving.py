@@ -1,0 +1,242 @@
+"""Proof by launching: real steps in worker processes, and what their ends mean."""
+
+from __future__ import annotations
+
+import re
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nbaccel import env
+from nbaccel.capabilities import device_row
+from nbaccel.deepspeed.advisor.advice import Measured, Rung
+from nbaccel.deepspeed.advisor.search import Walk
+from nbaccel.deepspeed.advisor.trial import Search, StepTrial, TrialProgress, run_trial
+from nbaccel.disk import nearest_folder
+from nbaccel.errors import WorkerFailed
+from nbaccel.plan import Plan
+from nbaccel.strategies.gradient_checkpointing import checkpoints_gradients
+from nbaccel.units import format_bytes
+
+__all__ = ["Prover", "is_out_of_memory"]
+
+_MOST_TIMES = 2**10
+"""How many times the first batch is the largest that is tried."""
+_SAMPLES_PER_STEP = 2
+"""Forward passes that are accumulated in a trial: the second shows what accumulation keeps."""
+_OUT_OF_MEMORY_WORDS = re.compile(
+    r"out of memory|(can't|cannot|unable to|could not) allocate|not enough memory"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|std::bad_alloc|can't start new thread",
+    re.IGNORECASE,
+)
+
+
+def is_out_of_memory(error: WorkerFailed) -> bool:
+    """Whether a launch failed for want of memory: on a device, on the host, or by a kill.
+
+    Args:
+        error: What the launch raised.
+
+    Returns:
+        True where any rank says so: the others only lost their connection to it.
+    """
+    return any(_is_want_of_memory(failure_record) for failure_record in error.failures)
+
+
+def _is_want_of_memory(failure_record: Any) -> bool:
+    if failure_record.exit_status is not None:
+        was_killed = failure_record.exit_status == -signal.SIGKILL
+        return was_killed or bool(_OUT_OF_MEMORY_WORDS.search(failure_record.evidence))
+    raised_error = failure_record.raised
+    while raised_error is not None:
+        if raised_error.type_name.endswith("MemoryError") or _OUT_OF_MEMORY_WORDS.search(
+            raised_error.message
+        ):
+            return True
+        raised_error = raised_error.cause
+    return False
+
+
+@dataclass(kw_only=True, slots=True)
+class Prover:
+    """Tries rungs with real steps, as often as it may.
+
+    Args:
+        walk: The walk whose rungs are tried.
+        plan: Which processes there will be.
+        max_trials: How many launches are left.
+        timeout_s: How long one of them may take.
+        launch: ``notebook_launcher``.
+    """
+
+    walk: Walk
+    plan: Plan
+    max_trials: int
+    timeout_s: float
+    launch: Callable[..., Any]
+
+    def prove(self, ladder_rung: Rung) -> Rung:
+        """Try a rung with one step.
+
+        Args:
+            ladder_rung: One that fits by estimate.
+
+        Returns:
+            The rung with what was measured: ``works``, or ``out of memory`` with the reason.
+
+        Raises:
+            WorkerFailed: It failed for another reason, which would meet every rung.
+        """
+        if self.max_trials < 1:
+            proof_reason = (
+                f"{ladder_rung.reason} It was not tried: no launch of max_trials was left."
+            )
+            return replace(ladder_rung, verdict="not tried", reason=proof_reason)
+        trial_progress, error = self._launch(ladder_rung, None)
+        measured_step = Measured(
+            device_bytes=trial_progress.device_bytes, host_bytes=trial_progress.host_bytes
+        )
+        if error is None:
+            proof_reason = f"A real step worked. {ladder_rung.reason}"
+            return replace(
+                ladder_rung, verdict="works", reason=proof_reason, measured=measured_step
+            )
+        step_place = "in its first step" if trial_progress.trying else "while the engine was made"
+        proof_reason = f"Memory ran out {step_place}: {_failure_text(error)}. {ladder_rung.reason}"
+        return replace(
+            ladder_rung, verdict="out of memory", reason=proof_reason, measured=measured_step
+        )
+
+    def largest(self, ladder_rung: Rung) -> tuple[Rung, Search]:
+        """Find the largest batch with which a rung works: doubling, then the middle.
+
+        Args:
+            ladder_rung: One that works.
+
+        Returns:
+            The rung, with fewer accumulated passes where a larger batch allows that, and what the
+            search ended with.
+        """
+        batch_search = Search(
+            works=ladder_rung.batch_size, most=ladder_rung.batch_size * _MOST_TIMES
+        )
+        while self.max_trials > 0 and (batch_size := batch_search.following()) is not None:
+            trial_progress, error = self._launch(ladder_rung, batch_search)
+            working_batch = max(batch_search.works, trial_progress.works)
+            failing_batch = (
+                batch_search.fails if error is None else trial_progress.trying or batch_size
+            )
+            batch_search = replace(batch_search, works=working_batch, fails=failing_batch)
+        return self._widened(ladder_rung, batch_search.works), batch_search
+
+    def _widened(self, ladder_rung: Rung, largest_batch: int) -> Rung:
+        batch_size, accumulation_steps = ladder_rung.batch_size, ladder_rung.accumulation_steps
+        while accumulation_steps % 2 == 0 and 2 * batch_size <= largest_batch:
+            batch_size, accumulation_steps = 2 * batch_size, accumulation_steps // 2
+        if batch_size == ladder_rung.batch_size or ladder_rung.config is None:
+            return ladder_rung
+        return replace(
+            ladder_rung,
+            batch_size=batch_size,
+            accumulation_steps=accumulation_steps,
+            config=self.walk.with_batch(ladder_rung, batch_size, accumulation_steps),
+            reason=f"{ladder_rung.reason} Batches of {batch_size} worked, too.",
+        )
+
+    def _launch(
+        self, ladder_rung: Rung, batch_search: Search | None
+    ) -> tuple[TrialProgress, WorkerFailed | None]:
+        """One launch: how far it came, and for what want of memory it ended."""
+        self.max_trials -= 1
+        # The advice tells how a trial went; summaries of failed launches would alarm.
+        hidden_dashboard = env.applied({"NBACCEL_DASHBOARD": "0"})
+        with _trial_folder(ladder_rung) as (trial_folder, trial_config), hidden_dashboard:
+            step_trial = self._trial(ladder_rung, batch_search, trial_folder, trial_config)
+            try:
+                self.launch(
+                    run_trial,
+                    (self.walk.recipe.model, self.walk.sample_batch, step_trial),
+                    config=self.plan.config.changed(
+                        num_processes=self.plan.num_processes,
+                        start_method="template",
+                        share_back=False,
+                        timeout=self.timeout_s,
+                    ),
+                )
+            except WorkerFailed as error:
+                if not is_out_of_memory(error):
+                    raise
+                return TrialProgress.read(trial_folder, self.plan.num_processes), error
+            return TrialProgress.read(trial_folder, self.plan.num_processes), None
+
+    def _trial(
+        self,
+        ladder_rung: Rung,
+        batch_search: Search | None,
+        trial_folder: str,
+        trial_config: dict[str, Any],
+    ) -> StepTrial:
+        memory_budget, rung_estimate = self.walk.budget, ladder_rung.estimate
+        on_cpu = device_row(self.plan.device).in_host_memory
+        host_bytes = memory_budget.host
+        if host_bytes is None and on_cpu and rung_estimate is not None:
+            host_bytes = rung_estimate.host_free
+        host_share = None if host_bytes is None else host_bytes // self.plan.num_processes
+        if host_share is not None and on_cpu:
+            host_share += memory_budget.device or 0  # what a device is to have is host memory here
+        model = self.walk.recipe.model
+        return StepTrial(
+            config=trial_config,
+            batch_size=(batch_search.following() if batch_search else None)
+            or ladder_rung.batch_size,
+            gradient_checkpointing=ladder_rung.step.gradient_checkpointing
+            and not checkpoints_gradients(model),
+            folder=trial_folder,
+            device=self.plan.device,
+            search=batch_search,
+            device_bytes=memory_budget.device,
+            host_bytes=host_share,
+        )
+
+
+@contextmanager
+def _trial_folder(ladder_rung: Rung) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A folder for notes, and the configuration with a folder for swap files; both go again."""
+    trial_config = dict(ladder_rung.config or {})
+    accumulation_steps = min(ladder_rung.accumulation_steps, _SAMPLES_PER_STEP)
+    trial_config["gradient_accumulation_steps"] = accumulation_steps
+    zero_section = {**trial_config.get("zero_optimization", {})}
+    offload_sections = {
+        section_name: offload_section
+        for section_name in ("offload_optimizer", "offload_param")
+        if (offload_section := zero_section.get(section_name)) and offload_section.get("nvme_path")
+    }
+    with tempfile.TemporaryDirectory(prefix="nbaccel-trial-") as notes_folder:
+        if not offload_sections:
+            yield notes_folder, trial_config
+            return
+        disk_folder = nearest_folder(Path(next(iter(offload_sections.values()))["nvme_path"]))
+        with tempfile.TemporaryDirectory(prefix="nbaccel-trial-", dir=disk_folder) as swap_folder:
+            zero_section |= {
+                section_name: {**offload_section, "nvme_path": swap_folder}
+                for section_name, offload_section in offload_sections.items()
+            }
+            yield notes_folder, {**trial_config, "zero_optimization": zero_section}
+
+
+def _failure_text(error: WorkerFailed) -> str:
+    """What the rank that met the end of memory said, in one line."""
+    failure_record: Any = next(
+        failure_record for failure_record in error.failures if _is_want_of_memory(failure_record)
+    )
+    error_text = " ".join(str(failure_record.headline).split())
+    peak_text = (
+        f" after {format_bytes(failure_record.max_rss_bytes)}"
+        if failure_record.max_rss_bytes
+        else ""
+    )
+    return f"rank {failure_record.rank} {error_text[:160]}{peak_text}"

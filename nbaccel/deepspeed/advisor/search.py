@@ -1,0 +1,340 @@
+"""Walking the ladder: what each rung needs, and whether that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nbaccel.deepspeed.advisor.advice import Rung
+from nbaccel.deepspeed.advisor.ladder import (
+    LOWERED,
+    LOWERED_KEYS,
+    LadderStep,
+    Recipe,
+    halvings,
+    ladder,
+)
+from nbaccel.deepspeed.checking import check_config
+from nbaccel.deepspeed.zero_memory import estimate_memory
+from nbaccel.errors import ConfigError
+from nbaccel.memory.activations import measure_activations, resized
+from nbaccel.memory.estimate import MemoryEstimate
+from nbaccel.plan.inventory import Inventory
+from nbaccel.strategies.gradient_checkpointing import (
+    can_checkpoint_gradients,
+    checkpoints_gradients,
+)
+from nbaccel.units import format_bytes
+
+__all__ = ["Budget", "Walk", "climb"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """What may be used, in bytes. None leaves it to what is free.
+
+    Attributes:
+        device: On each device.
+        host: On each host.
+        nvme: On the disk.
+    """
+
+    device: int | None = None
+    host: int | None = None
+    nvme: int | None = None
+
+    def of(self, memory_estimate: MemoryEstimate) -> MemoryEstimate:
+        """The estimate beside this budget.
+
+        Args:
+            memory_estimate: What was estimated.
+
+        Returns:
+            The same needs, compared with what may be used.
+        """
+        return replace(
+            memory_estimate,
+            device_free=memory_estimate.device_free if self.device is None else self.device,
+            host_free=memory_estimate.host_free if self.host is None else self.host,
+            nvme_free=memory_estimate.nvme_free if self.nvme is None else self.nvme,
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class Walk:
+    """One walk up the ladder with one model.
+
+    Args:
+        recipe: What all configurations have in common.
+        sample_batch: What one process calls the model with; None leaves activations out.
+        num_processes: Processes on each machine.
+        num_nodes: Machines.
+        inventory: The machine.
+        budget: What of it may be used.
+    """
+
+    recipe: Recipe
+    sample_batch: Any
+    num_processes: int
+    num_nodes: int
+    inventory: Inventory
+    budget: Budget
+    _activations: dict[tuple[int, bool], int] = field(default_factory=dict)
+    _torch_adam: dict[LadderStep, bool] = field(default_factory=dict)
+
+    def rounds(self, batch_size: int, accumulation_steps: int) -> Iterator[Iterator[Rung]]:
+        """The whole ladder, then again with half the batch, and so on.
+
+        Args:
+            batch_size: Samples of a process in one forward pass, at first.
+            accumulation_steps: Forward passes of one optimizer step, at first.
+
+        Yields:
+            The rungs with one batch size, the fastest first. With smaller batches those are left
+            out whose model states alone do not fit: no batch is small enough for them.
+        """
+        hopeless_steps: set[LadderStep] = set()
+        for size, steps in halvings(batch_size, accumulation_steps):
+            yield self._round(size, steps, hopeless_steps)
+            if self.sample_batch is None:
+                return  # without activations every batch needs the same
+
+    def _round(
+        self, batch_size: int, accumulation_steps: int, hopeless_steps: set[LadderStep]
+    ) -> Iterator[Rung]:
+        model = self.recipe.model
+        has_switch, is_on = can_checkpoint_gradients(model), checkpoints_gradients(model)
+        for ladder_step in ladder(has_switch=has_switch, is_on=is_on):
+            if ladder_step in hopeless_steps:
+                continue
+            ladder_rung = self._judged(
+                ladder_step, batch_size, accumulation_steps, has_switch=has_switch or is_on
+            )
+            if ladder_rung.estimate is None or self._needs_too_much(ladder_rung.estimate):
+                hopeless_steps.add(ladder_step)
+            yield ladder_rung
+
+    def _needs_too_much(self, memory_estimate: MemoryEstimate) -> bool:
+        device_alone = replace(
+            memory_estimate, device=replace(memory_estimate.device, activations=0)
+        )
+        return not device_alone.fits
+
+    def _judged(
+        self, ladder_step: LadderStep, batch_size: int, accumulation_steps: int, *, has_switch: bool
+    ) -> Rung:
+        if ladder_step.gradient_checkpointing and not has_switch:
+            model_name = type(self.recipe.model).__name__
+            refusal_reason = f"{model_name} has no gradient_checkpointing_enable() to turn it on."
+            return self._refused(ladder_step, batch_size, accumulation_steps, refusal_reason)
+        if ladder_step.uses_nvme and self.recipe.nvme_path is None:
+            return self._refused(
+                ladder_step, batch_size, accumulation_steps, "No nvme_path was given to swap to."
+            )
+        rung_config = self.recipe.config(ladder_step, batch_size, accumulation_steps)
+        try:
+            rung_config = self._checked(ladder_step, rung_config)
+        except ConfigError as error:
+            return self._refused(
+                ladder_step, batch_size, accumulation_steps, " ".join(error.mistakes)
+            )
+        ladder_rung = self._estimated(ladder_step, batch_size, accumulation_steps, rung_config)
+        # What ZeRO-3 has at once is lowered before the next rung, which is slower, is looked at.
+        for at_once in LOWERED if ladder_step.stage == 3 else ():
+            if ladder_rung.is_accepted:
+                break
+            lowered_config = self.recipe.config(
+                ladder_step, batch_size, accumulation_steps, at_once=at_once
+            )
+            lowered_config = self._checked(ladder_step, lowered_config)
+            if lowered_config != ladder_rung.config:
+                ladder_rung = self._estimated(
+                    ladder_step, batch_size, accumulation_steps, lowered_config
+                )
+        return ladder_rung
+
+    def _estimated(
+        self,
+        ladder_step: LadderStep,
+        batch_size: int,
+        accumulation_steps: int,
+        rung_config: dict[str, Any],
+    ) -> Rung:
+        memory_estimate = self.budget.of(
+            estimate_memory(
+                self.recipe.shape,
+                rung_config,
+                num_processes=self.num_processes,
+                num_nodes=self.num_nodes,
+                activation_bytes=self._activation_bytes(batch_size, ladder_step),
+                inventory=self.inventory,
+            )
+        )
+        return Rung(
+            step=ladder_step,
+            batch_size=batch_size,
+            accumulation_steps=accumulation_steps,
+            config=rung_config,
+            estimate=memory_estimate,
+            verdict="fits" if memory_estimate.fits else "does not fit",
+            reason=f"{_shortage_reason(memory_estimate)}{self._lowered(rung_config)}",
+        )
+
+    def with_batch(
+        self, ladder_rung: Rung, batch_size: int, accumulation_steps: int
+    ) -> dict[str, Any]:
+        """The configuration of a rung with another batch.
+
+        Args:
+            ladder_rung: One that can be had.
+            batch_size: Samples of a process in one forward pass.
+            accumulation_steps: Forward passes of one optimizer step.
+
+        Returns:
+            What ``deepspeed.initialize`` takes; what was lowered stays so.
+        """
+        at_once = next(iter(self._lowered_keys(ladder_rung.config or {}).values()), None)
+        return self.recipe.config(ladder_rung.step, batch_size, accumulation_steps, at_once=at_once)
+
+    def _lowered_keys(self, rung_config: dict[str, Any]) -> dict[str, int]:
+        """What was lowered that the user had left open."""
+        zero_section = rung_config.get("zero_optimization") or {}
+        given_section = self.recipe.base.get("zero_optimization") or {}
+        return {
+            config_key: zero_section[config_key]
+            for config_key in LOWERED_KEYS
+            if config_key in zero_section and config_key not in given_section
+        }
+
+    def _lowered(self, rung_config: dict[str, Any]) -> str:
+        lowered_texts = [
+            f"{config_key}={lowered_value}"
+            for config_key, lowered_value in self._lowered_keys(rung_config).items()
+        ]
+        return f" With {', '.join(lowered_texts)} in place of 1e9." if lowered_texts else ""
+
+    def _checked(self, ladder_step: LadderStep, rung_config: dict[str, Any]) -> dict[str, Any]:
+        """The configuration, or nearly the same, which DeepSpeed and this machine take.
+
+        On a GPU DeepSpeed compiles its Adam, and few notebooks have the compiler for it. Torch's
+        own computes the same.
+        """
+        torch_config = _with_torch_adam(rung_config)
+        if ladder_step in self._torch_adam:  # with another batch the same would be found
+            return (
+                torch_config
+                if torch_config is not None and self._torch_adam[ladder_step]
+                else rung_config
+            )
+        world_size = self.num_processes * self.num_nodes
+        self._torch_adam[ladder_step] = False
+        try:
+            check_config(rung_config, world_size=world_size, inventory=self.inventory)
+        except ConfigError as error:
+            if torch_config is None:
+                raise
+            try:
+                check_config(torch_config, world_size=world_size, inventory=self.inventory)
+            except ConfigError:
+                raise error from None
+            self._torch_adam[ladder_step] = True
+            return torch_config
+        return rung_config
+
+    def _refused(
+        self, ladder_step: LadderStep, batch_size: int, accumulation_steps: int, refusal_reason: str
+    ) -> Rung:
+        return Rung(
+            step=ladder_step,
+            batch_size=batch_size,
+            accumulation_steps=accumulation_steps,
+            config=None,
+            estimate=None,
+            verdict="not available",
+            reason=refusal_reason,
+        )
+
+    def _activation_bytes(self, batch_size: int, ladder_step: LadderStep) -> int:
+        """Measured once for each size: a model on no device runs in seconds."""
+        if self.sample_batch is None:
+            return 0
+        config_key = (batch_size, ladder_step.gradient_checkpointing)
+        if config_key not in self._activations:
+            self._activations[config_key] = measure_activations(
+                self.recipe.model,
+                resized(self.sample_batch, batch_size),
+                precision=self.recipe.precision,
+                gradient_checkpointing=ladder_step.gradient_checkpointing
+                and not checkpoints_gradients(self.recipe.model),
+            ).peak
+        return self._activations[config_key]
+
+
+def climb(
+    ladder_rounds: Iterator[Iterator[Rung]], prove_rung: Callable[[Rung], Rung] | None = None
+) -> tuple[tuple[Rung, ...], Rung | None]:
+    """Take the first rung that fits.
+
+    Args:
+        ladder_rounds: What :meth:`Walk.ladder_rounds` yields.
+        prove_rung: Tries a rung that fits by estimate with a real step, and says what came of it.
+
+    Returns:
+        All rungs that were looked at, and the one to take; None where none fits. Those above it
+        are estimated only.
+    """
+    seen_rungs: list[Rung] = []
+    for round_rungs in ladder_rounds:
+        chosen_rung = None
+        for ladder_rung in round_rungs:
+            tried_rung = ladder_rung
+            if chosen_rung is None and ladder_rung.is_accepted:
+                tried_rung = ladder_rung if prove_rung is None else prove_rung(ladder_rung)
+                chosen_rung = tried_rung if tried_rung.is_accepted else None
+            elif chosen_rung is not None and ladder_rung.is_accepted:
+                tried_rung = replace(
+                    ladder_rung, reason=f"{ladder_rung.reason} It is slower than what was chosen."
+                )
+            seen_rungs.append(tried_rung)
+        if chosen_rung is not None:
+            return tuple(seen_rungs), chosen_rung
+    return tuple(seen_rungs), None
+
+
+def _with_torch_adam(rung_config: dict[str, Any]) -> dict[str, Any] | None:
+    """The same with torch's Adam; None where that is no choice."""
+    optimizer = rung_config.get("optimizer") or {}
+    optimizer_params = optimizer.get("params") or {}
+    has_offload = "offload_optimizer" in (rung_config.get("zero_optimization") or {})
+    if optimizer.get("type", "").lower() not in ("adam", "adamw") or has_offload:
+        return None
+    if "torch_adam" in optimizer_params:
+        return None
+    return {
+        **rung_config,
+        "optimizer": {**optimizer, "params": {**optimizer_params, "torch_adam": True}},
+    }
+
+
+def _shortage_reason(memory_estimate: MemoryEstimate) -> str:
+    """The numbers that decide: what is lacking, or how much of what there is."""
+    place_words = {"device": "on each device", "host": "of host memory", "nvme": "of disk"}
+    needs_by_place = {
+        "device": (memory_estimate.device.peak, memory_estimate.device_free),
+        "host": (memory_estimate.host_needed, memory_estimate.host_free),
+        "nvme": (memory_estimate.nvme.total, memory_estimate.nvme_free),
+    }
+    if lacking_bytes := memory_estimate.lacking:
+        told_needs = [
+            f"{format_bytes(needs_by_place[place_name][0])} {place_words[place_name]}, "
+            f"{format_bytes(batch_size)} more than there is"
+            for place_name, batch_size in lacking_bytes.items()
+        ]
+        return f"It needs {' and '.join(told_needs)}."
+    told_needs = [
+        f"{format_bytes(needed_bytes)} of {format_bytes(free_bytes)} {place_words[place_name]}"
+        for place_name, (needed_bytes, free_bytes) in needs_by_place.items()
+        if free_bytes is not None and needed_bytes
+    ]
+    return f"It needs {', '.join(told_needs)}."

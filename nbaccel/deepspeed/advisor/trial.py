@@ -1,0 +1,285 @@
+"""One real step by DeepSpeed's engine, in a worker that ends with it. This is what workers run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import resource
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbaccel import _catalog, env
+from nbaccel.capabilities import device_row
+from nbaccel.deepspeed import cpp_operations
+from nbaccel.memory.activations import LiveBytes, call, loss_of, mapped, resized, storage_key
+from nbaccel.strategies.gradient_checkpointing import enable_gradient_checkpointing
+from nbaccel.units import format_bytes
+
+__all__ = ["Search", "StepTrial", "TrialProgress", "run_trial"]
+
+
+_PROCESS_BYTES = 192 * 2**20
+"""What a worker takes beside tensors: stacks of gloo's and OpenMP's threads, compiled operations.
+
+Measured with engines of all stages and a model of 6 MB, 2 processes: 100 to 130 MiB of data.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Search:
+    """The largest batch that works, between one that does and one that does not.
+
+    Attributes:
+        works: Samples that are known to work.
+        fails: Samples that are known not to; None where nothing is known.
+        most: Samples not to go beyond.
+    """
+
+    works: int
+    fails: int | None = None
+    most: int
+
+    def following(self) -> int | None:
+        """The size to try next: twice as much, then the middle.
+
+        Returns:
+            Samples; None when the two are within an eighth of each other.
+        """
+        if self.fails is None:
+            doubled_batch = min(2 * self.works, self.most)
+            return doubled_batch if doubled_batch > self.works else None
+        if self.fails - self.works <= max(1, self.works // 8):
+            return None
+        return (self.works + self.fails) // 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTrial:
+    """What workers are to do.
+
+    Attributes:
+        config: DeepSpeed's configuration.
+        batch_size: Samples of the first step.
+        gradient_checkpointing: Whether to turn it on.
+        folder: Where each worker notes how far it came: a worker that is killed tells nothing else.
+        device: What workers compute on.
+        search: Larger batches to try in the same engine; None for one step only.
+        device_bytes: What it may use of a GPU; None for all.
+        host_bytes: What it may use of host memory; None for all.
+    """
+
+    config: dict[str, Any]
+    batch_size: int
+    gradient_checkpointing: bool
+    folder: str
+    device: str
+    search: Search | None = None
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialProgress:
+    """How far a worker came.
+
+    Attributes:
+        works: Samples of the largest step that worked; 0 for none.
+        trying: Samples of the step that was begun last; 0 while the engine was made.
+        device_bytes: The most bytes of tensors on its GPU.
+        host_bytes: The most bytes of tensors in host memory.
+    """
+
+    works: int = 0
+    trying: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+    @classmethod
+    def read(cls, note_folder: str, num_processes: int) -> TrialProgress:
+        """What all workers noted: the least that worked, the most that was taken.
+
+        Args:
+            note_folder: Where they noted it.
+            num_processes: How many there were.
+
+        Returns:
+            All in one.
+        """
+        note_files = [Path(note_folder, f"{rank}.json") for rank in range(num_processes)]
+        rank_notes = [
+            json.loads(note_file.read_text()) if note_file.exists() else {}
+            for note_file in note_files
+        ]
+        largest_values = {
+            note_key: max(trial_note.get(note_key, 0) for trial_note in rank_notes)
+            for note_key in ("trying", "device_bytes", "host_bytes")
+        }
+        return cls(
+            works=min(trial_note.get("works", 0) for trial_note in rank_notes), **largest_values
+        )
+
+
+def run_trial(model: nn.Module, sample_batch: Any, step_trial: StepTrial) -> None:
+    """Make an engine and step, or step with each batch size of a search.
+
+    Args:
+        model: The model, as the launcher shares it.
+        sample_batch: What it is called with.
+        step_trial: The configuration, the sizes and the limits.
+
+    Raises:
+        RuntimeError: Memory did not suffice, or whatever DeepSpeed and the model raise.
+    """
+    env.update({"PATH": cpp_operations.path_with_ninja()})
+    with _quiet_deepspeed():
+        import deepspeed
+
+        cpp_operations.remove_forgotten_locks()
+        ds_accelerator = deepspeed.accelerator.get_accelerator()
+        on_gpu = not device_row(step_trial.device).in_host_memory
+        own_tensors = [*model.parameters(), *model.buffers()]
+        _limit_memory(step_trial, own_tensors, on_gpu=on_gpu)
+        if step_trial.gradient_checkpointing:
+            enable_gradient_checkpointing(model)
+        model.train()
+        with LiveBytes(own_tensors, device="cpu") as live_bytes:
+            trial_note = _TrialNote(step_trial, live_bytes, ds_accelerator, on_gpu=on_gpu)
+            with trial_note.taken():
+                engine, *_ = deepspeed.initialize(model=model, config=step_trial.config)
+                if not on_gpu:
+                    live_bytes.adopt(
+                        parameter for parameter in engine.module.parameters() if parameter.numel()
+                    )
+                _step_through(engine, sample_batch, step_trial, trial_note)
+
+
+def _step_through(
+    engine: Any, sample_batch: Any, step_trial: StepTrial, trial_note: _TrialNote
+) -> None:
+    batch_size: int | None = step_trial.batch_size
+    batch_search = step_trial.search
+    trial_note.trying = step_trial.batch_size
+    # Some optimizers make their states in the first step: the peak comes with the second.
+    _training_step(engine, resized(sample_batch, step_trial.batch_size))
+    while batch_size is not None:
+        trial_note.trying = batch_size
+        _training_step(engine, resized(sample_batch, batch_size))
+        _catalog.device(step_trial.device).synchronize()  # what fails later fails here
+        trial_note.check()
+        trial_note.works = batch_size
+        trial_note.write()
+        if batch_search is None:
+            return
+        batch_search = Search(works=batch_size, fails=batch_search.fails, most=batch_search.most)
+        batch_size = batch_search.following()
+
+
+def _training_step(engine: Any, sample_batch: Any) -> None:
+    """One optimizer step: as many forward and backward passes as are accumulated."""
+    half_dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = next(
+        (
+            half_dtypes[dtype_name]
+            for dtype_name in half_dtypes
+            if getattr(engine, f"{_ENABLED_SECTION[dtype_name]}")()
+        ),
+        None,
+    )
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        wanted_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        return tensor.detach().to(engine.device, wanted_dtype)
+
+    local_batch = mapped(sample_batch, moved)
+    for _ in range(engine.gradient_accumulation_steps()):
+        engine.backward(loss_of(call(engine, local_batch, module=engine.module)))
+        engine.step()
+
+
+_ENABLED_SECTION = {"bf16": "bfloat16_enabled", "fp16": "fp16_enabled"}
+
+
+class _TrialNote:
+    """Writes down how far this worker came, whatever ends it."""
+
+    def __init__(
+        self, step_trial: StepTrial, live_bytes: LiveBytes, ds_accelerator: Any, *, on_gpu: bool
+    ) -> None:
+        self._host_bytes = step_trial.host_bytes
+        self._file = Path(step_trial.folder, f"{env.read('RANK', '0')}.json")
+        self._live = live_bytes
+        self._accelerator = ds_accelerator if on_gpu else None
+        self.works = 0
+        self.trying = 0
+        if on_gpu:
+            ds_accelerator.reset_peak_memory_stats()
+
+    def check(self) -> None:
+        """The room that the limit of the process leaves beside tensors is not for tensors."""
+        if self._host_bytes is not None and self._live.peak > self._host_bytes:
+            raise MemoryError(
+                f"tensors took {format_bytes(self._live.peak)} of host memory, and a worker's "
+                f"share is {format_bytes(self._host_bytes)}, with a batch of {self.trying}"
+            )
+
+    def write(self) -> None:
+        gpu_accelerator = self._accelerator
+        note_values = {
+            "works": self.works,
+            "trying": self.trying,
+            "host_bytes": self._live.peak,
+            "device_bytes": 0
+            if gpu_accelerator is None
+            else int(gpu_accelerator.max_memory_allocated()),
+        }
+        self._file.write_text(json.dumps(note_values))
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.write()
+
+
+def _limit_memory(step_trial: StepTrial, own_tensors: list[torch.Tensor], *, on_gpu: bool) -> None:
+    """Hold this worker to its share, so that it alone meets the end of it."""
+    if on_gpu and step_trial.device_bytes is not None:
+        _catalog.device(step_trial.device).limit_memory(step_trial.device_bytes)
+    if step_trial.host_bytes is None:
+        return
+    # The model's pages are mapped already. Those that it trains in become the worker's own.
+    mapped_pages = {
+        storage_key(own_tensor): own_tensor.untyped_storage().nbytes() for own_tensor in own_tensors
+    }
+    soft_limit = _data_bytes() - sum(mapped_pages.values()) + step_trial.host_bytes + _PROCESS_BYTES
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+    allowed_bytes = (
+        soft_limit if hard_limit == resource.RLIM_INFINITY else min(soft_limit, hard_limit)
+    )
+    resource.setrlimit(resource.RLIMIT_DATA, (allowed_bytes, hard_limit))
+
+
+def _data_bytes() -> int:
+    """What RLIMIT_DATA counts: private memory that can be written to (Linux, proc(5), VmData)."""
+    for status_line in Path("/proc/self/status").read_text().splitlines():
+        if status_line.startswith("VmData:"):
+            return int(status_line.split()[1]) * 1024
+    return 0
+
+
+@contextlib.contextmanager
+def _quiet_deepspeed() -> Iterator[None]:
+    """What DeepSpeed and torch say while they are tried is about them, not about the model."""
+    logging.disable(logging.CRITICAL)  # for good: the process ends with the trial
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,80 @@
+"""Whether DeepSpeed is to train; asked of every launch and `Accelerator`, so it imports nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nbaccel.abc.asking import Said, Source, Wanted
+from nbaccel.config.engine import engine_config
+from nbaccel.plan.launch_plan import Choice
+
+if TYPE_CHECKING:
+    from nbaccel.config import RunConfig
+    from nbaccel.deepspeed.strategy.plugin import Plugins
+
+__all__ = ["wanted"]
+
+_STRATEGY_NAME = "deepspeed"
+_SHARDED_WORDS = {
+    0: "nothing",
+    1: "the optimizer",
+    2: "optimizer and gradients",
+    3: "all, weights too,",
+}
+
+
+def wanted(said: Said) -> Wanted | None:
+    """Asked for by a plugin, by a run's configuration, by name, or by ``ACCELERATE_USE_DEEPSPEED``.
+
+    Args:
+        said: What was said.
+    """
+    for argument_name in ("deepspeed_plugin", "deepspeed_plugins"):
+        if (given_plugin := said.arguments.get(argument_name)) is not None:
+            return _wanted_choice("argument", argument_name, given_plugin=given_plugin)
+    run_config = said.run
+    if run_config is not None and run_config.uses_deepspeed:
+        return _wanted_choice(
+            "config", f"zero_stage={run_config.zero_stage}", run_config=run_config
+        )
+    if (setting_source := said.source_of_name(_STRATEGY_NAME)) is not None:
+        return _wanted_choice(setting_source, 'strategy="deepspeed"')
+    if said.flag("ACCELERATE_USE_DEEPSPEED"):
+        return _wanted_choice("environment", "ACCELERATE_USE_DEEPSPEED")
+    return None
+
+
+def _wanted_choice(
+    setting_source: Source,
+    setting_text: str,
+    *,
+    given_plugin: Any = None,
+    run_config: RunConfig | None = None,
+) -> Wanted:
+    def settings() -> Plugins:
+        from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin, Plugins
+
+        if given_plugin is not None:
+            return Plugins(given_plugin)
+        if run_config is None:
+            return Plugins(DeepSpeedPlugin(None))
+        config_file = None if run_config.deepspeed is None else engine_config(run_config)
+        return Plugins(DeepSpeedPlugin(config_file, zero_stage=run_config.zero_stage))
+
+    stage = None if run_config is None else run_config.zero_stage or 0
+    strategy_choice = () if stage is None else (_strategy_choice(stage),)
+    return Wanted(
+        strategy=_STRATEGY_NAME,
+        source=setting_source,
+        what=setting_text,
+        reason="a DeepSpeedPlugin or zero_stage was given",
+        settings=settings,
+        headline="" if stage is None else f"ZeRO-{stage}",
+        choices=strategy_choice,
+    )
+
+
+def _strategy_choice(stage: int) -> Choice:
+    return Choice(
+        "zero_stage", stage, f"asked for: {_SHARDED_WORDS[stage]} in shards, by DeepSpeed"
+    )

@@ -1,0 +1,84 @@
+"""Where DeepSpeed's C++ operations are built, and a line that says when one is.
+
+DeepSpeed compiles an operation when it is first used, silently, for a minute or two.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nbaccel import env
+from nbaccel._optional import require
+
+__all__ = ["BUILDER", "announce", "change_builder", "folder", "is_built"]
+
+
+BUILDER = "deepspeed.ops.op_builder.builder"
+"""The module whose class compiles every operation, whoever asks for it."""
+
+
+def folder(environ: Mapping[str, str]) -> Path:
+    """Where torch builds operations, one folder each: its rule, by versions of Python and CUDA.
+
+    Args:
+        environ: The environment of the process that builds.
+
+    Returns:
+        The folder; it need not be there yet.
+    """
+    if chosen_folder := environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(chosen_folder)
+    cpp_extension = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
+    version = require("torch.version", extra="", why="DeepSpeed's C++ parts")
+    device_kind = "cpu"
+    if version.hip is not None:
+        device_kind = f"rocm{version.hip.replace('.', '')}"
+    elif version.cuda is not None:
+        device_kind = f"cu{version.cuda.replace('.', '')}"
+    python_tag = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    return Path(cpp_extension.get_default_build_root()) / f"{python_tag}_{device_kind}"
+
+
+def is_built(operation_name: str, environ: Mapping[str, str]) -> bool:
+    """Whether an operation is there already, from an earlier use or from DeepSpeed's installation.
+
+    Args:
+        operation_name: Its name.
+        environ: The environment of the process that loads it.
+    """
+    installed_version = getattr(sys.modules.get("deepspeed.git_version_info"), "installed_ops", {})
+    built_operation = folder(environ) / operation_name / f"{operation_name}.so"
+    return bool(installed_version.get(operation_name)) or built_operation.exists()
+
+
+def announce() -> None:
+    """Let the DeepSpeed of this process say what it compiles, if it has been imported."""
+    if BUILDER in sys.modules:
+        change_builder(sys.modules[BUILDER])
+
+
+def change_builder(builder_module: Any) -> None:
+    """Let DeepSpeed's builder print a line before it compiles; changing it again does nothing.
+
+    Args:
+        builder_module: ``deepspeed.ops.op_builder.builder``.
+    """
+    builder_class = builder_module.OpBuilder
+    build_operation = builder_class.jit_load
+    if hasattr(build_operation, "__wrapped__"):
+        return
+
+    @functools.wraps(build_operation)
+    def built(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_built(self.name, env.snapshot()):
+            sys.stderr.write(
+                f"nbaccel: DeepSpeed compiles {self.name} now, once: a minute or two\n"
+            )
+            sys.stderr.flush()
+        return build_operation(self, *args, **kwargs)
+
+    builder_class.jit_load = built

@@ -1,0 +1,436 @@
+"""DeepSpeed's C++ operations: which ones a configuration needs, and what it takes to build them.
+
+On a CPU every engine loads one, whatever its stage, and torch asks for ninja even where the
+operation was built long ago. The errors of all this come late and name something else.
+Which operations a configuration needs is told by `ops`.
+
+DeepSpeed builds them when they are first used, inside the training process: a missing tool shows
+there as a traceback, and the lock of a build that was killed as an endless silence.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from nbaccel import env
+from nbaccel._optional import is_installed, require
+from nbaccel._origin import install_line
+from nbaccel.deepspeed import build_notice, library
+from nbaccel.deepspeed.zero_config import ZeroConfig
+from nbaccel.errors import MissingBackend, PlatformUnsupported, UnsafeMoment
+from nbaccel.log import get_logger
+
+__all__ = [
+    "check_compiler",
+    "check_tools",
+    "compiler_of",
+    "holder_of",
+    "is_forgotten",
+    "missing_tools",
+    "needed_ops",
+    "ninja_beside_python",
+    "no_compiler",
+    "offloads_optimizer",
+    "path_with_ninja",
+    "remove_forgotten_locks",
+]
+
+
+_log = get_logger(__name__)
+_CPU_OPERATION = "deepspeed_shm_comm"
+# Where a lock's holder may run on another machine, which no look at processes can tell.
+_SHARED_FILE_SYSTEMS = (
+    *("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "fuse.sshfs"),
+)
+
+
+def check_tools(device: str) -> None:
+    """Refuse what would fail in every worker, when it makes its engine.
+
+    Args:
+        device: Type of the device.
+
+    Raises:
+        MissingBackend: There is no DeepSpeed, it is too old, or there is no ninja.
+        PlatformUnsupported: There is no C++ compiler, and one is needed.
+    """
+    if not is_installed("deepspeed"):
+        raise MissingBackend(
+            f"zero_stage needs DeepSpeed, which is not installed for {sys.executable}: workers on "
+            f"{device} could not shard anything. Install it: {install_line('deepspeed')}",
+            name="deepspeed",
+        )
+    library.check_version()
+    path_with_ninja()
+    if device == "cpu":
+        check_compiler()
+
+
+def path_with_ninja() -> str | None:
+    """What PATH must be for ninja to be found, and always the same one.
+
+    A kernel that was started as ``venv/bin/python`` does not have ``venv/bin`` on its PATH. If it
+    took the system's ninja, and a shell with the environment activated its own, each would build
+    anew what the other has built: versions of ninja remember commands in different ways.
+
+    Returns:
+        The PATH; None where it is unset and not needed.
+
+    Raises:
+        MissingBackend: There is no ninja.
+    """
+    search_path = env.read("PATH")
+    found_ninja, first_path = ninja_beside_python(), shutil.which("ninja", path=search_path)
+    if first_path is not None and (found_ninja is None or Path(first_path) == found_ninja):
+        return search_path
+    if found_ninja is None:
+        raise MissingBackend(
+            f"DeepSpeed needs ninja to load its C++ operations, also those already built: none is "
+            f"in PATH ({search_path}) nor beside {sys.executable}. Install it: pip install ninja",
+            name="ninja",
+        )
+    return os.pathsep.join([str(found_ninja.parent), *filter(None, [search_path])])
+
+
+def ninja_beside_python() -> Path | None:
+    """The ninja that pip installed for this Python, wherever PATH leads.
+
+    Returns:
+        The program; None where there is none.
+    """
+    beside_python = (str(Path(sys.executable).parent), sysconfig.get_path("scripts"))
+    found_ninja = shutil.which("ninja", path=os.pathsep.join(beside_python))
+    return Path(found_ninja) if found_ninja else None
+
+
+def compiler_of(environ: Mapping[str, str]) -> list[str] | None:
+    """The C++ compiler that torch takes in this environment.
+
+    Args:
+        environ: The environment of the process that builds.
+
+    Returns:
+        Its path and the options that `CXX` gives it; None where it is not on PATH.
+    """
+    compiler_name, *compiler_options = _compiler_words(environ)
+    compiler_path = shutil.which(compiler_name, path=environ.get("PATH", os.defpath))
+    return [compiler_path, *compiler_options] if compiler_path else None
+
+
+def no_compiler(environ: Mapping[str, str], missing_operations: Sequence[str]) -> str:
+    """What to say where there is no compiler.
+
+    Args:
+        environ: The environment of the process that builds.
+        missing_operations: What it would build.
+
+    Returns:
+        What is wrong, why it matters, what to do.
+    """
+    return (
+        f"The C++ compiler {_compiler_words(environ)[0]!r} is not on PATH. DeepSpeed builds "
+        f"{', '.join(missing_operations)} on first use and needs one. Install it: apt-get install "
+        "g++ (or conda install gxx_linux-64); or set CXX to the one you have."
+    )
+
+
+def _compiler_words(environ: Mapping[str, str]) -> list[str]:
+    return shlex.split(environ.get("CXX", "")) or ["c++"]
+
+
+def check_compiler() -> None:
+    """Refuse to go on where the operation that every engine on a CPU needs cannot be built.
+
+    Raises:
+        PlatformUnsupported: There is no C++ compiler, and the operation was not built before.
+    """
+    environ = env.snapshot()
+    if compiler_of(environ) is None and not build_notice.is_built(_CPU_OPERATION, environ):
+        raise PlatformUnsupported(no_compiler(environ, [_CPU_OPERATION]))
+
+
+def remove_forgotten_locks() -> tuple[Path, ...]:
+    """Remove locks that a killed process left in the folders of half-built operations.
+
+    Whoever builds keeps the lock open until it is through; whoever comes second waits until the
+    file is gone, silently and for ever.
+
+    Returns:
+        The locks removed.
+
+    Raises:
+        UnsafeMoment: Nobody here holds a lock, but somebody elsewhere may.
+    """
+    return tuple(
+        lock_path
+        for lock_path in _lock_files()
+        if is_forgotten(lock_path) and _was_removed(lock_path)
+    )
+
+
+def is_forgotten(lock_path: Path) -> bool:
+    """Whether whoever made a lock is gone.
+
+    Operations that were built long ago are locked for a moment, too, by each process that loads
+    them, so one look is not enough: the lock must be the same one, and nobody's, all the while.
+
+    Args:
+        lock_path: The file.
+
+    Raises:
+        UnsafeMoment: Nobody here holds it, but somebody elsewhere may.
+    """
+    seen_identity = _file_identity(lock_path)
+    for _ in range(3):
+        if seen_identity is None:
+            return False  # the build ended while we looked
+        if (holder_process := holder_of(lock_path)) is not None:
+            _log.info(
+                "%s is being built by process %s: DeepSpeed waits", lock_path.parent, holder_process
+            )
+            return False
+        time.sleep(0.05)  # a build that ends closes its lock first and removes it then
+        if _file_identity(lock_path) != seen_identity:
+            return False
+    if not _would_be_seen(lock_path):
+        raise UnsafeMoment(
+            f"{lock_path} says that somebody builds the operation {lock_path.parent.name}, and no "
+            "process that can be seen from here does. DeepSpeed would wait for ever. If none does "
+            f"on another machine or as another user, remove it: rm {shlex.quote(str(lock_path))}"
+        )
+    return True
+
+
+def _file_identity(lock_path: Path) -> tuple[int, int] | None:
+    """Tells a file from another one of the same name, made later; None where there is none."""
+    try:
+        lock_status = lock_path.stat()
+    except OSError:
+        return None
+    return lock_status.st_ino, lock_status.st_ctime_ns
+
+
+def _was_removed(lock_path: Path) -> bool:
+    _log.warning("removing %s: whoever was building %s is gone", lock_path, lock_path.parent.name)
+    lock_path.unlink(missing_ok=True)
+    return True
+
+
+def holder_of(lock_path: Path) -> int | None:
+    """The process that has a lock open: who builds keeps it so until it is through.
+
+    Args:
+        lock_path: The file.
+
+    Returns:
+        Its process id; None where no process that can be seen from here has.
+    """
+    wanted_path = str(lock_path.resolve())
+    for running_process in psutil.process_iter():
+        try:
+            if any(open_file.path == wanted_path for open_file in running_process.open_files()):
+                return running_process.pid
+        except (psutil.Error, OSError):  # gone meanwhile, or not ours to look into
+            continue
+    return None
+
+
+def _would_be_seen(lock_path: Path) -> bool:
+    """Whether a holder of this file must be a process that we can look into."""
+    if hasattr(os, "geteuid") and os.geteuid() not in (0, lock_path.stat().st_uid):
+        return False
+    file_mounts = [
+        disk_partition
+        for disk_partition in psutil.disk_partitions(all=True)
+        if lock_path.resolve().is_relative_to(disk_partition.mountpoint)
+    ]
+    mount_type = (
+        max(file_mounts, key=lambda disk_partition: len(disk_partition.mountpoint)).fstype
+        if file_mounts
+        else ""
+    )
+    return not mount_type.startswith(_SHARED_FILE_SYSTEMS)
+
+
+def _lock_files() -> list[Path]:
+    return sorted(build_notice.folder(env.snapshot()).glob("*/lock"))
+
+
+_AIO_PROGRAM = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
+_COMPILE_S = 60
+
+
+def offloads_optimizer(zero_config: ZeroConfig) -> bool:
+    """Whether the optimizer steps on the host.
+
+    Args:
+        zero_config: The configuration.
+
+    Returns:
+        True where its state is on the host or on disk.
+    """
+    config_section = zero_config.offload_optimizer
+    return (
+        zero_config.zero_stage > 0
+        and config_section is not None
+        and config_section.device in ("cpu", "nvme")
+    )
+
+
+def needed_ops(zero_config: ZeroConfig, *, device: str) -> tuple[str, ...]:
+    """The C++ parts that a run of this configuration loads.
+
+    Args:
+        zero_config: The configuration.
+        device: What the processes compute on: ``cpu``, ``cuda``.
+
+    Returns:
+        Names, as DeepSpeed's.
+    """
+    operation_names = ["deepspeed_shm_comm"] if device == "cpu" else []
+    config_section = zero_config.optimizer
+    optimizer_name = (config_section.type or "").lower() if config_section else ""
+    is_offloaded = offloads_optimizer(zero_config)
+    if optimizer_name in ("adam", "adamw") and not (
+        (config_section and config_section.params) or {}
+    ).get("torch_adam"):
+        operation_names.append("cpu_adam" if is_offloaded else "fused_adam")
+    elif optimizer_name == "lion":
+        operation_names.append("cpu_lion" if is_offloaded else "fused_lion")
+    elif optimizer_name == "adagrad" and is_offloaded:
+        operation_names.append("cpu_adagrad")
+    elif optimizer_name == "lamb":
+        operation_names.append("fused_lamb")
+    offload_sections = (zero_config.offload_optimizer, zero_config.offload_param)
+    if any(
+        offload_section is not None and offload_section.device == "nvme"
+        for offload_section in offload_sections
+    ):
+        operation_names.append("async_io")
+    return tuple(operation_names)
+
+
+def missing_tools(
+    zero_config: ZeroConfig, *, device: str, environ: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """What is missing here to build the parts that are needed, and how to get it.
+
+    Args:
+        zero_config: The configuration.
+        device: What the processes compute on.
+        environ: The environment they will have; this process's where left out.
+
+    Yields:
+        A message for each thing that is missing.
+    """
+    environ = _as_it_will_be() if environ is None else environ
+    version_info = library.load_module("deepspeed.git_version_info", why="DeepSpeed's C++ parts")
+    built_operations = {
+        operation_name
+        for operation_name, is_there in version_info.installed_ops.items()
+        if is_there
+    }
+    operation_names = [
+        operation_name
+        for operation_name in needed_ops(zero_config, device=device)
+        if operation_name not in built_operations
+    ]
+    if not operation_names:
+        return
+    compiler_command = compiler_of(environ)
+    purpose_text = f"DeepSpeed builds {', '.join(operation_names)} on first use"
+    if compiler_command is None:
+        yield no_compiler(environ, operation_names)
+    if shutil.which("ninja", path=environ.get("PATH", os.defpath)) is None:
+        yield _no_ninja(purpose_text)
+    if (
+        "async_io" in operation_names
+        and compiler_command is not None
+        and not _links_aio(compiler_command, environ)
+    ):
+        yield (
+            f"The library libaio cannot be compiled and linked against here. {purpose_text} and "
+            "reads the disk by it. Install it: apt-get install libaio-dev; where it is somewhere "
+            "else, name its folders in CFLAGS (-I) and LDFLAGS (-L)."
+        )
+    if device == "cuda" and any(
+        operation_name.startswith("fused_") for operation_name in operation_names
+    ):
+        yield from _no_toolkit(purpose_text)
+    yield from _stale_locks(operation_names, environ)
+
+
+def _as_it_will_be() -> Mapping[str, str]:
+    """This process's environment, with the ninja that our own environments put on PATH."""
+    environ = env.snapshot()
+    ninja_path = ninja_beside_python()
+    if ninja_path is None:
+        return environ
+    search_path = environ.get("PATH", os.defpath)
+    return {**environ, "PATH": os.pathsep.join([search_path, str(ninja_path.parent)])}
+
+
+def _no_toolkit(purpose_text: str) -> Iterator[str]:
+    # torch has looked for it as the build will; that wakes no CUDA context.
+    cpp_extension = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
+    if cpp_extension.CUDA_HOME is None:
+        yield (
+            "The CUDA toolkit with its compiler nvcc is not found: CUDA_HOME is "
+            f"{cpp_extension.CUDA_HOME}. {purpose_text} and needs it. Install the toolkit of "
+            "torch's CUDA version and set CUDA_HOME, or set optimizer.params.torch_adam to true."
+        )
+
+
+def _no_ninja(purpose_text: str) -> str:
+    beside_python = ninja_beside_python()
+    remedy_text = "Install it: pip install ninja."
+    if beside_python is not None:
+        remedy_text = (
+            f"It is installed beside this Python: add {str(beside_python.parent)!r} to PATH."
+        )
+    return (
+        f"The program 'ninja' is not on PATH. {purpose_text}, or loads them, through it. "
+        f"{remedy_text}"
+    )
+
+
+def _links_aio(compiler_command: list[str], environ: Mapping[str, str]) -> bool:
+    compiler_flags = [*shlex.split(environ.get("CFLAGS", "")), "-x", "c++", "-", "-o", os.devnull]
+    compiler_flags += [*shlex.split(environ.get("LDFLAGS", "")), "-laio"]
+    try:
+        finished_process = subprocess.run(
+            [*compiler_command, *compiler_flags],
+            input=_AIO_PROGRAM.encode(),
+            capture_output=True,
+            timeout=_COMPILE_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return finished_process.returncode == 0
+
+
+def _stale_locks(operation_names: list[str], environ: Mapping[str, str]) -> Iterator[str]:
+    for operation_name in operation_names:
+        lock_path = build_notice.folder(environ) / operation_name / "lock"
+        try:
+            forgotten_lock = is_forgotten(lock_path)
+        except UnsafeMoment as error:
+            yield str(error)
+            continue
+        if forgotten_lock:
+            yield (
+                f"A build of {operation_name} was cut short and left its lock {str(lock_path)!r}. "
+                "The next process that needs it would wait there for ever, without a word. "
+                "Delete that file."
+            )

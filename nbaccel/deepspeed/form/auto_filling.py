@@ -1,0 +1,92 @@
+"""A DeepSpeed configuration of a form, with ``"auto"`` filled in as far as something decides it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from nbaccel.config import RunConfig, nested_keys
+from nbaccel.config.field_rules import mistakes_in
+from nbaccel.deepspeed.auto_values import UndecidedKey, resolve_auto
+from nbaccel.deepspeed.load_config import auto_keys
+from nbaccel.deepspeed.training_facts import TrainingFacts
+from nbaccel.errors import ConfigError
+from nbaccel.plan import Plan
+from nbaccel.plan.launch_plan import Choice
+from nbaccel.strategies.settings_form import FilledConfig
+
+__all__ = ["filled_in"]
+
+_FILLED_LATER = {
+    "train_micro_batch_size_per_gpu": "filled in by prepare, from your data loader",
+    "train_batch_size": "filled in by prepare, from your data loader",
+}
+
+
+def filled_in(
+    config_settings: dict[str, Any],
+    run_config: RunConfig,
+    launch_plan: Plan | None,
+    user_module: Any,
+    sample_batch: Any,
+) -> FilledConfig:
+    """Fill in ``"auto"`` where the run, the model or the batch decides it.
+
+    Args:
+        config_settings: A DeepSpeed configuration.
+        run_config: How it will be run.
+        launch_plan: What that comes to; None where it cannot be run here.
+        user_module: The model; None where there is none.
+        sample_batch: What one process calls it with, or None.
+
+    Returns:
+        The configuration, and what was decided.
+    """
+    world_size = 1 if launch_plan is None else launch_plan.world_size
+    training_facts = TrainingFacts(
+        world_size=world_size,
+        micro_batch_size=_samples_of_batch(config_settings, sample_batch),
+        accumulation_steps=run_config.gradient_accumulation_steps,
+    )
+    remaining_settings, later_reasons = copy.deepcopy(config_settings), dict[str, str]()
+    resolved_config = None
+    while resolved_config is None:
+        try:
+            resolved_config = resolve_auto(
+                remaining_settings, facts=training_facts, run=run_config, model=user_module
+            )
+        except ConfigError as error:
+            undecided_mistakes = [
+                found_mistake
+                for found_mistake in mistakes_in(error)
+                if isinstance(found_mistake, UndecidedKey)
+            ]
+            if not undecided_mistakes:
+                return FilledConfig(
+                    config_settings, (Choice("DeepSpeed", "refused", error.mistakes[0]),)
+                )
+            for undecided_mistake in undecided_mistakes:
+                auto_key = undecided_mistake.path
+                nested_keys.drop_at(remaining_settings, auto_key)
+                later_reasons[auto_key] = _FILLED_LATER.get(auto_key, undecided_mistake.reason)
+    filled_config = copy.deepcopy(config_settings)
+    decided_settings = resolved_config.config.to_dict()
+    for auto_key in auto_keys(config_settings):
+        if auto_key not in later_reasons:
+            nested_keys.put_at(
+                filled_config, auto_key, nested_keys.value_at(decided_settings, auto_key)
+            )
+    later_choices = tuple(
+        Choice(auto_key, "auto", later_reason) for auto_key, later_reason in later_reasons.items()
+    )
+    return FilledConfig(filled_config, (*resolved_config.choices, *later_choices))
+
+
+def _samples_of_batch(config_settings: dict[str, Any], sample_batch: Any) -> int | None:
+    if sample_batch is None or isinstance(
+        config_settings.get("train_micro_batch_size_per_gpu"), int
+    ):
+        return None
+    from nbaccel.memory.activations import num_samples
+
+    return num_samples(sample_batch)

@@ -1,0 +1,94 @@
+"""A run with another ZeRO stage or another key, and what must change beside it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nbaccel.config import RunConfig, nested_keys
+from nbaccel.deepspeed.form.key_settings import OPTIMIZER_PLACE, PARAM_PLACE
+from nbaccel.deepspeed.zero_config import ZERO
+from nbaccel.strategies.settings_form import Edit
+
+__all__ = ["with_key", "with_stage"]
+
+_PLACE_CONTENTS = {OPTIMIZER_PLACE: "optimizer state", PARAM_PLACE: "parameters"}
+
+
+def with_stage(
+    run_config: RunConfig, stage: int | None, earlier_settings: Mapping[str, Any]
+) -> Edit:
+    """A run with another ZeRO stage.
+
+    Args:
+        run_config: The run; it stays as it is.
+        stage: The stage; None trains without DeepSpeed.
+        earlier_settings: A DeepSpeed configuration that is taken up again where DeepSpeed is
+            chosen anew.
+
+    Returns:
+        The run, without offloading that the stage cannot do, which is told.
+    """
+    if stage is None:
+        return Edit(run_config.changed(zero_stage=None, deepspeed=None))
+    config_settings = copy.deepcopy(dict(run_config.deepspeed or {}))
+    if not run_config.uses_deepspeed:
+        config_settings = copy.deepcopy(dict(earlier_settings))
+    run_edit = Edit(run_config)
+    if stage < 3 and nested_keys.has_key(config_settings, PARAM_PLACE):
+        nested_keys.drop_at(config_settings, f"{ZERO}.offload_param")
+        run_edit.remarks += (f"Parameters stay on the device: stage {stage} cannot offload them.",)
+    if stage == 0 and nested_keys.has_key(config_settings, OPTIMIZER_PLACE):
+        nested_keys.drop_at(config_settings, f"{ZERO}.offload_optimizer")
+        run_edit.remarks += ("Optimizer state stays on the device: stage 0 cannot offload it.",)
+    elif stage < 3 and nested_keys.value_at(config_settings, OPTIMIZER_PLACE) == "nvme":
+        nested_keys.put_at(config_settings, OPTIMIZER_PLACE, "cpu")
+        nested_keys.drop_at(config_settings, f"{ZERO}.offload_optimizer.nvme_path")
+        run_edit.remarks += (f"Optimizer state goes to the CPU: stage {stage} cannot use NVMe.",)
+    run_edit.config = run_config.changed(zero_stage=stage, deepspeed=config_settings)
+    return run_edit
+
+
+def with_key(run_config: RunConfig, config_key: str, key_value: Any) -> Edit:
+    """A run with another value for a key of DeepSpeed.
+
+    Args:
+        run_config: The run; it stays as it is.
+        config_key: The key, with dots.
+        key_value: Its value; None leaves it to DeepSpeed.
+
+    Returns:
+        The run, with what belongs to the value, which is told.
+    """
+    config_settings = copy.deepcopy(dict(run_config.deepspeed or {}))
+    edit_remarks: tuple[str, ...] = ()
+    if key_value in (None, ""):
+        nested_keys.drop_at(config_settings, config_key)
+    else:
+        nested_keys.put_at(config_settings, config_key, key_value)
+    if config_key in _PLACE_CONTENTS:
+        section_path = config_key.rpartition(".")[0]
+        if key_value in (None, "none"):
+            nested_keys.drop_at(config_settings, section_path)
+        elif key_value == "nvme" and not nested_keys.value_at(
+            config_settings, f"{section_path}.nvme_path"
+        ):
+            swap_folder = str(Path.cwd() / "nvme_offload")
+            nested_keys.put_at(config_settings, f"{section_path}.nvme_path", swap_folder)
+            edit_remarks += (
+                f"Files of {_PLACE_CONTENTS[config_key]} go to {swap_folder}: change it to a fast "
+                "disk.",
+            )
+        elif key_value == "cpu":
+            nested_keys.drop_at(config_settings, f"{section_path}.nvme_path")
+    if config_key in ("optimizer.type", "scheduler.type") and key_value is not None:
+        part_name = config_key.partition(".")[0]
+        dummy_name = {"optimizer": "DummyOptim", "scheduler": "DummyScheduler"}[part_name]
+        edit_remarks += (
+            f"DeepSpeed makes the {part_name}: prepare a {dummy_name} in the place of yours.",
+        )
+    elif config_key in ("optimizer.type", "scheduler.type"):
+        config_settings.pop(config_key.partition(".")[0], None)
+    return Edit(run_config.changed(deepspeed=config_settings), edit_remarks)

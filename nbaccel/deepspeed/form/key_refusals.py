@@ -1,0 +1,101 @@
+"""When a ZeRO stage, an offload or another key cannot be chosen, or means nothing."""
+
+from __future__ import annotations
+
+from nbaccel._optional import is_installed
+from nbaccel._origin import install_line
+from nbaccel.config import RunConfig, nested_keys
+from nbaccel.deepspeed import library
+from nbaccel.deepspeed.form.key_settings import OPTIMIZER_PLACE, PARAM_PLACE
+from nbaccel.deepspeed.zero_config import ZERO
+
+__all__ = ["engine_refusal", "key_is_shown", "key_refusal", "place_refusal"]
+
+PLACE_KEYS = (OPTIMIZER_PLACE, PARAM_PLACE)
+_STAGE_3_PREFIXES = (f"{ZERO}.stage3_", f"{ZERO}.offload_param.", f"{ZERO}.leaf_module.")
+
+
+def _stage_of_run(run_config: RunConfig) -> int | None:
+    return run_config.zero_stage if run_config.uses_deepspeed else None
+
+
+def _offload_place(run_config: RunConfig, place_key: str) -> str | None:
+    """Where something is offloaded to; None where it is not."""
+    offload_place: str | None = nested_keys.value_at(run_config.deepspeed, place_key)
+    return None if offload_place == "none" else offload_place
+
+
+def engine_refusal(run_config: RunConfig) -> str:
+    """Why DeepSpeed's engine cannot train a run: a clause; empty where it can.
+
+    Args:
+        run_config: The run.
+    """
+    strategy_row = library.row()
+    if not is_installed(strategy_row.library):
+        return f"DeepSpeed is not installed: {install_line('deepspeed')}"
+    if run_config.mixed_precision not in strategy_row.precisions:
+        return f"DeepSpeed's engine does not train in {run_config.mixed_precision}"
+    return ""
+
+
+def place_refusal(run_config: RunConfig, key_name: str, offload_place: str | None) -> str:
+    """Why something cannot be offloaded: a clause; empty where it can.
+
+    Args:
+        run_config: The run.
+        key_name: `OPTIMIZER_PLACE` or `PARAM_PLACE`.
+        offload_place: ``cpu`` or ``nvme``; None is on the device.
+    """
+    stage = _stage_of_run(run_config)
+    if offload_place is None:
+        return ""
+    if stage is None:
+        return "choose a ZeRO stage first"
+    if key_name == PARAM_PLACE and stage < 3:
+        return f"needs ZeRO stage 3: the stage is {stage}"
+    if stage == 0:
+        return "needs ZeRO stage 1 or higher: the stage is 0"
+    if offload_place == "nvme" and stage < 3:
+        return f"needs ZeRO stage 3: the stage is {stage}"
+    return ""
+
+
+def key_refusal(run_config: RunConfig, key_name: str) -> str:
+    """Why a key cannot be set: a clause; empty where it can.
+
+    Args:
+        run_config: The run.
+        key_name: The key, with dots.
+    """
+    stage = _stage_of_run(run_config)
+    if stage is None:
+        return "choose a ZeRO stage first"
+    if key_name.startswith(_STAGE_3_PREFIXES) and key_name != PARAM_PLACE and stage != 3:
+        return f"for stage 3 only: the stage is {stage}"
+    if key_name.startswith(f"{ZERO}.offload_optimizer.") and key_name != OPTIMIZER_PLACE:
+        return (
+            ""
+            if _offload_place(run_config, OPTIMIZER_PLACE)
+            else "optimizer state is on the device"
+        )
+    if key_name.startswith(f"{ZERO}.offload_param.") and key_name != PARAM_PLACE:
+        return "" if _offload_place(run_config, PARAM_PLACE) else "parameters are on the device"
+    if key_name.startswith("aio.") and "nvme" not in [
+        _offload_place(run_config, place_key) for place_key in PLACE_KEYS
+    ]:
+        return "nothing is on NVMe"
+    return ""
+
+
+def key_is_shown(run_config: RunConfig, key_name: str) -> bool:
+    """Whether a key means anything: folders do where something is on disk.
+
+    Args:
+        run_config: The run.
+        key_name: The key, with dots.
+    """
+    for place_key in PLACE_KEYS:
+        if key_name == place_key.replace(".device", ".nvme_path"):
+            return _offload_place(run_config, place_key) == "nvme"
+    return True

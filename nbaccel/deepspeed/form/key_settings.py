@@ -1,0 +1,220 @@
+"""Each key of a DeepSpeed configuration as a choice: its name, its meaning, its unit.
+
+Nothing is listed twice: keys and descriptions come from `ZeroConfig`. What stands here is which
+come first, what they are called in plain words, and the unit of a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from nbaccel.config import RunConfig
+from nbaccel.config.field_rules import rule_of
+from nbaccel.deepspeed.auto_values import AUTO_KEYS
+from nbaccel.deepspeed.field_types import section_of
+from nbaccel.deepspeed.zero_config import ZERO, ZERO_KEYS, ZeroConfig
+from nbaccel.strategies.settings_form import ChoiceOption, Setting
+
+__all__ = ["COMMON", "DEFAULTS", "OPTIMIZER_PLACE", "PARAM_PLACE", "PLACES", "key_settings"]
+
+OPTIMIZER_PLACE = f"{ZERO}.offload_optimizer.device"
+PARAM_PLACE = f"{ZERO}.offload_param.device"
+
+COMMON = (
+    "zero_stage",
+    OPTIMIZER_PLACE,
+    f"{ZERO}.offload_optimizer.nvme_path",
+    PARAM_PLACE,
+    f"{ZERO}.offload_param.nvme_path",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "activation_checkpointing",
+    f"{ZERO}.overlap_comm",
+    f"{ZERO}.reduce_bucket_size",
+    f"{ZERO}.allgather_bucket_size",
+    f"{ZERO}.stage3_prefetch_bucket_size",
+    "optimizer.type",
+    "scheduler.type",
+)
+LABELS = {
+    "zero_stage": "ZeRO stage",
+    OPTIMIZER_PLACE: "Optimizer state on",
+    PARAM_PLACE: "Parameters on",
+    f"{ZERO}.offload_optimizer.nvme_path": "Folder for optimizer state",
+    f"{ZERO}.offload_param.nvme_path": "Folder for parameters",
+    "train_micro_batch_size_per_gpu": "Batch per process",
+    "gradient_clipping": "Gradient clipping",
+    f"{ZERO}.overlap_comm": "Overlap communication",
+    f"{ZERO}.reduce_bucket_size": "Reduce bucket",
+    f"{ZERO}.allgather_bucket_size": "All-gather bucket",
+    f"{ZERO}.stage3_prefetch_bucket_size": "Prefetch bucket",
+    "optimizer.type": "Optimizer",
+    "scheduler.type": "Scheduler",
+}
+# Where a description says how to write the value, and a form has the values to choose from.
+MEANINGS = {
+    "zero_stage": "What each process holds only a shard of.",
+    "optimizer.type": "Who makes the optimizer, and which.",
+    "scheduler.type": "Who makes the learning rate schedule, and which.",
+}
+SECTIONS = {
+    "": "Engine",
+    ZERO: "ZeRO",
+    f"{ZERO}.offload_optimizer": "Optimizer offload",
+    f"{ZERO}.offload_param": "Parameter offload",
+    f"{ZERO}.leaf_module": "Leaf modules",
+    "optimizer": "Optimizer",
+    "scheduler": "Scheduler",
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "torch_autocast": "torch.autocast",
+    "data_types": "Number formats",
+    "aio": "Disk access (aio)",
+    "activation_checkpointing": "Activation checkpointing by DeepSpeed",
+    "checkpoint": "Checkpoints",
+    "checkpoint.parallel_write": "Checkpoints",
+    "checkpoint.writer": "Checkpoints",
+    "flops_profiler": "Profiler",
+    "comms_logger": "Communication log",
+    "tensorboard": "TensorBoard",
+    "csv_monitor": "CSV files",
+    "wandb": "Weights & Biases",
+    "comet": "Comet",
+    "timers.throughput": "Timers",
+}
+# Of numbers that count something else than what their meaning begins with.
+UNIT_OF = {
+    "aio.block_size": "bytes",
+    "checkpoint.writer.io_buffer_size": "bytes",
+    "train_batch_size": "samples",
+    "train_micro_batch_size_per_gpu": "samples",
+    "comet.samples_log_interval": "samples",
+    "steps_per_print": "steps",
+    "flops_profiler.profile_step": "steps",
+    "fp16.loss_scale_window": "steps",
+    "fp16.initial_scale_power": "powers of two",
+    "gradient_clipping": "norm",
+    "aio.intra_op_parallelism": "threads",
+    "aio.queue_depth": "requests",
+    f"{ZERO}.offload_optimizer.buffer_count": "buffers",
+    f"{ZERO}.offload_param.buffer_count": "buffers",
+    f"{ZERO}.zero_hpz_partition_size": "ranks",
+    "sequence_parallel_size": "ranks",
+}
+# DeepSpeed's own, for what a user is likely to look at; a test holds them against the library.
+DEFAULTS = {
+    "gradient_clipping": 1.0,
+    f"{ZERO}.overlap_comm": None,
+    f"{ZERO}.reduce_bucket_size": 500_000_000,
+    f"{ZERO}.allgather_bucket_size": 500_000_000,
+    f"{ZERO}.stage3_prefetch_bucket_size": 50_000_000,
+    f"{ZERO}.stage3_param_persistence_threshold": 100_000,
+    f"{ZERO}.stage3_max_live_parameters": 1_000_000_000,
+    f"{ZERO}.stage3_max_reuse_distance": 1_000_000_000,
+    f"{ZERO}.sub_group_size": 1_000_000_000,
+    f"{ZERO}.contiguous_gradients": True,
+    f"{ZERO}.reduce_scatter": True,
+    f"{ZERO}.offload_optimizer.buffer_count": 4,
+    f"{ZERO}.offload_param.buffer_count": 5,
+    f"{ZERO}.offload_param.buffer_size": 100_000_000,
+}
+STAGES = (
+    ChoiceOption(None, "off", "Every process holds the whole model: plain data-parallel training."),
+    ChoiceOption(0, "0", "DeepSpeed's engine, nothing in shards."),
+    ChoiceOption(1, "1", "Shards the optimizer."),
+    ChoiceOption(2, "2", "Shards optimizer and gradients."),
+    ChoiceOption(3, "3", "Shards optimizer, gradients and weights."),
+)
+PLACES = (
+    ChoiceOption(None, "device", "On the device that computes."),
+    ChoiceOption("cpu", "CPU", "In host memory: slower, and room on the device."),
+    ChoiceOption("nvme", "NVMe", "In files on a fast disk: slowest, and the most room (stage 3)."),
+)
+OPTIMIZERS = ("AdamW", "Adam", "Lion", "Adagrad", "Muon", "SGD")
+SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+YOURS = ChoiceOption(None, "yours", "The one that your code makes.")
+
+
+def key_settings() -> Iterator[Setting]:
+    """The stage, then every key of a DeepSpeed configuration.
+
+    Yields:
+        The choices; those that stand for a setting of the run are left out.
+    """
+    stage = RunConfig.model_fields["zero_stage"]
+    yield Setting(
+        name="zero_stage",
+        label=LABELS["zero_stage"],
+        meaning=_meaning_of_key("zero_stage", stage),
+        panel="zero",
+        kind="one-of",
+        options=STAGES,
+        run_field="zero_stage",
+        strategy_key=f"{ZERO}.stage",
+    )
+    yield from _of_section(ZeroConfig, "")
+
+
+def _of_section(model: type[BaseModel], section_path: str) -> Iterator[Setting]:
+    run_keys = {f"{ZERO}.stage", "gradient_accumulation_steps", "fp16.enabled", "bf16.enabled"}
+    for field_name, model_field in model.model_fields.items():
+        section_place = ZERO if not section_path and field_name in ZERO_KEYS else section_path
+        key_path = f"{section_place}.{field_name}" if section_place else field_name
+        inner_section = section_of(model_field)
+        if inner_section is not None:
+            yield from _of_section(inner_section, key_path)
+        elif field_name != "extra" and key_path not in run_keys:
+            yield _of_key(key_path, section_place, model_field)
+
+
+def _of_key(key_path: str, section_place: str, model_field: FieldInfo) -> Setting:
+    field_rule = rule_of(model_field)
+    special_options = {
+        OPTIMIZER_PLACE: PLACES,
+        PARAM_PLACE: PLACES,
+        "optimizer.type": (
+            YOURS,
+            *(ChoiceOption(field_name, field_name) for field_name in OPTIMIZERS),
+        ),
+        "scheduler.type": (
+            YOURS,
+            *(ChoiceOption(field_name, field_name) for field_name in SCHEDULES),
+        ),
+    }
+    key_options = special_options.get(key_path, ())
+    if field_rule.allowed and not key_options:
+        key_options = (
+            ChoiceOption(None, "default"),
+            *(ChoiceOption(allowed_word, allowed_word) for allowed_word in field_rule.allowed),
+        )
+    key_meaning = _meaning_of_key(key_path, model_field)
+    named_unit = "elements" if "element" in key_meaning.lower() else ""
+    return Setting(
+        name=key_path,
+        label=_label_of_key(key_path),
+        meaning=key_meaning,
+        unit=UNIT_OF.get(key_path, named_unit),
+        panel="zero",
+        section="" if key_path in COMMON else SECTIONS[section_place],
+        kind="one-of" if key_options else field_rule.value_kind,
+        options=key_options,
+        run_field="deepspeed",
+        strategy_key=key_path,
+        default=DEFAULTS.get(key_path),
+        takes_auto=key_path in AUTO_KEYS,
+        may_be_open=True,
+    )
+
+
+def _meaning_of_key(key_path: str, model_field: FieldInfo) -> str:
+    """Its description; where that speaks of Python's None, a form has an empty field."""
+    return MEANINGS.get(key_path) or (model_field.description or "").replace("; None ", "; empty ")
+
+
+def _label_of_key(key_path: str) -> str:
+    last_part = key_path.rpartition(".")[2]
+    return LABELS.get(key_path, last_part.replace("_", " ").capitalize())

@@ -1,0 +1,308 @@
+"""``DeepSpeedForm``: DeepSpeed's choices in the pickers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nbaccel._optional import is_installed
+from nbaccel._origin import install_line
+from nbaccel.capabilities import device_row, precision_row
+from nbaccel.config import RunConfig, nested_keys
+from nbaccel.config.engine import BATCH_SIZES, engine_config
+from nbaccel.deepspeed import library
+from nbaccel.deepspeed.advisor.advise import advise
+from nbaccel.deepspeed.advisor.ladder import LadderStep, ladder
+from nbaccel.deepspeed.combinations import combination_mistakes
+from nbaccel.deepspeed.form.auto_filling import filled_in
+from nbaccel.deepspeed.form.key_edits import with_key, with_stage
+from nbaccel.deepspeed.form.key_refusals import (
+    PLACE_KEYS,
+    engine_refusal,
+    key_is_shown,
+    key_refusal,
+    place_refusal,
+)
+from nbaccel.deepspeed.form.key_settings import COMMON, key_settings
+from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig
+from nbaccel.deepspeed.zero_memory import estimate_memory, nvme_folders
+from nbaccel.errors import ConfigError
+from nbaccel.memory.estimate import MemoryEstimate
+from nbaccel.memory.model_size import Shape
+from nbaccel.plan import Inventory, Plan
+from nbaccel.strategies.settings_form import Edit, FilledConfig, Setting, SettingsForm, Suggestion
+
+__all__ = ["DeepSpeedForm"]
+
+_KEY_OF_RUN_FIELD = {
+    "mixed_precision": "bf16.enabled, fp16.enabled",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
+
+
+class DeepSpeedForm(SettingsForm):
+    """The ZeRO stage, offloading, and every key that `ZeroConfig` names."""
+
+    title = "ZeRO and DeepSpeed"
+    file_name = "DeepSpeed JSON"
+    not_chosen = "needs a ZeRO stage: without one DeepSpeed does not train"
+    common = COMMON
+
+    def settings(self) -> Iterator[Setting]:
+        """See :meth:`SettingsForm.settings`."""
+        return key_settings()
+
+    def key_of(self, run_field: str) -> str:
+        """See :meth:`SettingsForm.key_of`."""
+        return _KEY_OF_RUN_FIELD.get(run_field, "")
+
+    def is_chosen(self, config: RunConfig) -> bool:
+        """See :meth:`SettingsForm.is_chosen`."""
+        return config.uses_deepspeed
+
+    def document(self, config: RunConfig) -> dict[str, Any] | None:
+        """See :meth:`SettingsForm.document`."""
+        return engine_config(config)
+
+    def value_of(self, config: RunConfig, setting: Setting) -> Any:
+        """See :meth:`SettingsForm.value_of`."""
+        if setting.name == "zero_stage":
+            return config.zero_stage if config.uses_deepspeed else None
+        key_value = nested_keys.value_at(config.deepspeed, setting.strategy_key)
+        return None if setting.name in PLACE_KEYS and key_value == "none" else key_value
+
+    def edited(
+        self, config: RunConfig, setting: Setting, value: Any, *, before: RunConfig | None
+    ) -> Edit:
+        """See :meth:`SettingsForm.edited`."""
+        if setting.name == "zero_stage":
+            return with_stage(config, value, (before and before.deepspeed) or {})
+        if not config.uses_deepspeed:
+            raise ConfigError(
+                f"{setting.name}={value!r} is for DeepSpeed, which is off. Nothing would read it. "
+                "Choose a ZeRO stage first."
+            )
+        return with_key(config, setting.name, value)
+
+    def check(self, config: RunConfig, device: str) -> None:
+        """See :meth:`SettingsForm.check`."""
+        config_settings = ZeroConfig.from_dict(engine_config(config) or {})
+        # Whether a CPU computes in float16 is asked of DeepSpeed, which takes seconds to import:
+        # what is launched with it is checked then.
+        device = "" if device_row(device).in_host_memory else device
+        if wrong_texts := [*combination_mistakes(config_settings, device=device)]:
+            raise ConfigError(*wrong_texts)
+
+    def option_refusal(self, config: RunConfig, setting: Setting, value: Any) -> str:
+        """See :meth:`SettingsForm.option_refusal`."""
+        if setting.name == "zero_stage":
+            return "" if value is None else engine_refusal(config)
+        return place_refusal(config, setting.name, value) if setting.name in PLACE_KEYS else ""
+
+    def setting_refusal(self, config: RunConfig, setting: Setting) -> str:
+        """See :meth:`SettingsForm.setting_refusal`."""
+        return "" if setting.name == "zero_stage" else key_refusal(config, setting.name)
+
+    def is_shown(self, config: RunConfig, setting: Setting) -> bool:
+        """See :meth:`SettingsForm.is_shown`."""
+        return key_is_shown(config, setting.name)
+
+    def filled_in(
+        self, config: RunConfig, plan: Plan | None, module: Any, sample_batch: Any
+    ) -> FilledConfig:
+        """See :meth:`SettingsForm.filled_in`."""
+        config_document = engine_config(config)
+        if config_document is None:
+            return FilledConfig(None)
+        return filled_in(config_document, config, plan, module, sample_batch)
+
+    def batch_size(self, document: Mapping[str, Any]) -> int | None:
+        """See :meth:`SettingsForm.batch_size`."""
+        size = document.get("train_micro_batch_size_per_gpu")
+        return size if isinstance(size, int) else None
+
+    def estimate(
+        self,
+        shape: Shape,
+        document: Mapping[str, Any],
+        *,
+        num_processes: int,
+        num_nodes: int,
+        activation_bytes: int,
+        inventory: Inventory,
+    ) -> MemoryEstimate:
+        """See :meth:`SettingsForm.estimate`."""
+        return estimate_memory(
+            shape,
+            document,
+            num_processes=num_processes,
+            num_nodes=num_nodes,
+            activation_bytes=activation_bytes,
+            inventory=inventory,
+        )
+
+    @property
+    def missing_library(self) -> str:
+        """See :meth:`SettingsForm.missing_library`."""
+        if is_installed(library.row().library):
+            return ""
+        return f"DeepSpeed is not installed: {install_line('deepspeed')}"
+
+    def leaner(
+        self, config: RunConfig, *, can_checkpoint: bool, checkpoints: bool
+    ) -> Iterator[tuple[str, RunConfig]]:
+        """See :meth:`SettingsForm.leaner`."""
+        if config.mixed_precision not in library.row().precisions:
+            return
+        for ladder_step in ladder(has_switch=can_checkpoint, is_on=checkpoints):
+            if not ladder_step.stage or (ladder_step.uses_nvme and _nvme_folder(config) is None):
+                continue  # without a stage it is not DeepSpeed that trains
+            checkpointing_note = (
+                ", gradient checkpointing" if ladder_step.gradient_checkpointing else ""
+            )
+            step_name = f"{ladder_step.name[:1].upper()}{ladder_step.name[1:]}{checkpointing_note}"
+            yield (
+                step_name,
+                _with_step(
+                    config, ladder_step, _base_settings(config), None, checkpoints=checkpoints
+                ),
+            )
+
+    def advised(
+        self,
+        config: RunConfig,
+        plan: Plan,
+        model: Any,
+        sample_batch: Any,
+        *,
+        checkpoints: bool,
+        inventory: Inventory,
+    ) -> Suggestion | None:
+        """See :meth:`SettingsForm.advised`."""
+        if self.missing_library:
+            return None
+        memory_advice = advise(
+            model,
+            sample_batch,
+            config=_base_settings(config) or None,
+            num_processes=plan.num_processes,
+            num_nodes=config.num_nodes,
+            nvme_path=_nvme_folder(config),
+            precision=_precision_of(config),
+            inventory=inventory,
+        )
+        chosen_rung = memory_advice.chosen
+        if chosen_rung is None or chosen_rung.config is None:
+            raise ConfigError(
+                f"{memory_advice.headline()}. Training would run out of memory with {config}. "
+                "Use a smaller batch, more devices, or a smaller model."
+            )
+        config_settings = copy.deepcopy(dict(chosen_rung.config))
+        beside_the_point = ["Activations are not in it"]  # the verdict says it
+        if "optimizer" not in (config.deepspeed or {}):
+            config_settings.pop("optimizer", None)  # it is the code's own
+            beside_the_point.append("torch_adam")
+        batch_size, accumulation_steps = chosen_rung.batch_size, chosen_rung.accumulation_steps
+        config_settings = {
+            config_key: key_value
+            for config_key, key_value in config_settings.items()
+            if config_key not in BATCH_SIZES
+        }
+        form_remarks = [
+            warning_text
+            for warning_text in memory_advice.warnings
+            if not any(text_part in warning_text for text_part in beside_the_point)
+        ]
+        if accumulation_steps > 1 and accumulation_steps != (
+            config.gradient_accumulation_steps or 1
+        ):
+            form_remarks.append(
+                f"Give your data loader batch_size={batch_size}: {accumulation_steps} make a step."
+            )
+        suggested_config = _with_step(
+            config,
+            chosen_rung.step,
+            config_settings,
+            accumulation_steps if accumulation_steps > 1 else None,
+            checkpoints=checkpoints,
+        )
+        return Suggestion(
+            suggested_config, f"Suggested: {memory_advice.headline()}", tuple(form_remarks)
+        )
+
+    def read(
+        self, settings: Mapping[str, Any], config: RunConfig, inventory: Inventory
+    ) -> tuple[RunConfig, tuple[str, ...]]:
+        """See :meth:`SettingsForm.read`."""
+        if self.missing_library:
+            form_remarks: tuple[str, ...] = (
+                "DeepSpeed is not installed: keys were not compared with those it knows.",
+            )
+            config_document = ZeroConfig.from_dict(settings).to_dict()
+        else:
+            from nbaccel.deepspeed.checking import check_config
+
+            checked_config = check_config(
+                settings, inventory=inventory, allow_auto=True, check_tools=False, run=config
+            )
+            form_remarks, config_document = checked_config.warnings, checked_config.config.to_dict()
+        return config.changed(deepspeed=config_document), form_remarks
+
+    def is_document(self, settings: Mapping[str, Any]) -> bool:
+        """See :meth:`SettingsForm.is_document`."""
+        return set(settings) == {"gradient_accumulation_steps"}
+
+
+def _with_step(
+    run_config: RunConfig,
+    ladder_step: LadderStep,
+    config_settings: dict[str, Any],
+    accumulation_steps: int | None,
+    *,
+    checkpoints: bool,
+) -> RunConfig:
+    model_has_it = ladder_step.gradient_checkpointing and not checkpoints
+    run_changes: dict[str, Any] = {"activation_checkpointing": model_has_it}
+    if accumulation_steps is not None:
+        run_changes["gradient_accumulation_steps"] = accumulation_steps
+    if not ladder_step.stage:
+        return run_config.changed(zero_stage=None, deepspeed=None, **run_changes)
+    config_settings = copy.deepcopy(config_settings)
+    for half_section in ("fp16", "bf16"):
+        config_section = config_settings.get(half_section)
+        if isinstance(config_section, dict):  # the run says it
+            config_section.pop("enabled", None)
+            if not config_section or config_section == {"auto_cast": True}:
+                del config_settings[half_section]
+    zero_section = config_settings.setdefault(ZERO, {})
+    zero_section.pop("stage", None)
+    for section_name, offload_place in (
+        ("offload_optimizer", ladder_step.offload_optimizer),
+        ("offload_param", ladder_step.offload_param),
+    ):
+        if offload_place != "none" and section_name not in zero_section:
+            zero_section[section_name] = {"device": offload_place}
+            if offload_place == "nvme":
+                zero_section[section_name]["nvme_path"] = _nvme_folder(run_config)
+    return run_config.changed(
+        zero_stage=ladder_step.stage, deepspeed=config_settings, **run_changes
+    )
+
+
+def _base_settings(run_config: RunConfig) -> dict[str, Any]:
+    """What was chosen beside what the ladder decides."""
+    config_settings: dict[str, Any] = copy.deepcopy(dict(run_config.deepspeed or {}))
+    for section_name in ("offload_optimizer", "offload_param"):
+        nested_keys.drop_at(config_settings, f"{ZERO}.{section_name}")
+    return config_settings
+
+
+def _nvme_folder(run_config: RunConfig) -> str | None:
+    return next(map(str, nvme_folders(run_config.deepspeed)), None)
+
+
+def _precision_of(run_config: RunConfig) -> str:
+    """As the advisor calls it; what a library computes in 8 bits is kept in bfloat16."""
+    row = precision_row(run_config.mixed_precision)
+    return "bf16" if row.has_backends else {"no": "fp32"}.get(row.name, row.name)

@@ -1,0 +1,62 @@
+"""A DeepSpeed configuration as it stands, wherever it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbaccel.config.engine import DOCUMENT_NAME
+from nbaccel.config.exchange import read_source
+from nbaccel.config.mistakes import shown
+from nbaccel.deepspeed.field_types import AUTO
+from nbaccel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nbaccel.deepspeed.zero_config import ZeroConfig
+
+__all__ = ["auto_keys", "load_settings"]
+
+
+# "auto" is a word of DeepSpeed's own here.
+_OWN_AUTO = frozenset({"data_types.keep_in_fp32_modules", "pipeline.stages"})
+
+
+def load_settings(given_config: Mapping[str, Any] | str | Path | ZeroConfig) -> dict[str, Any]:
+    """The settings as they stand, as plain values.
+
+    Args:
+        given_config: A dictionary, the path of a JSON file, JSON text, or a :class:`ZeroConfig`.
+
+    Returns:
+        A copy.
+
+    Raises:
+        ConfigError: The file cannot be read, or it or the dictionary is nothing that JSON holds.
+    """
+    config_settings = read_source(given_config, DOCUMENT_NAME)
+    if not isinstance(config_settings, dict):
+        raise ConfigError(
+            f"{DOCUMENT_NAME} cannot be a {type(given_config).__name__}: got "
+            f"{shown(given_config)}. There is nothing to read in it. Give a dictionary, a path or "
+            "a ZeroConfig."
+        )
+    return config_settings
+
+
+def auto_keys(config_settings: Mapping[str, Any], section_path: str = "") -> Iterator[str]:
+    """The keys whose value is ``"auto"``, except where that is a word of DeepSpeed's.
+
+    Args:
+        config_settings: A DeepSpeed configuration.
+        section_path: The section it is.
+
+    Yields:
+        Dotted paths.
+    """
+    for config_key, key_value in config_settings.items():
+        key_path = f"{section_path}{config_key}"
+        if isinstance(key_value, Mapping):
+            yield from auto_keys(key_value, f"{key_path}.")
+        elif key_value == AUTO and isinstance(key_value, str) and key_path not in _OWN_AUTO:
+            yield key_path

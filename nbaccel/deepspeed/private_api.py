@@ -1,0 +1,396 @@
+"""Every private part of DeepSpeed and of transformers that nbaccel uses: one function each.
+
+Private parts may change with any release. What stands here was seen in DeepSpeed 0.18.5 to 0.19.8
+unless its function says otherwise. When DeepSpeed is first loaded in a process, `missing_parts`
+looks for all of them, so that a release without one is told of by name, with what is lost, before
+a worker meets it. Where DeepSpeed has a public function, that one is used and is not listed here.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from nbaccel.errors import MissingBackend
+
+__all__ = [
+    "ZERO3_MODULE_ATTRIBUTES",
+    "data_parallel_group",
+    "engine_settings",
+    "forget_group_references",
+    "fp32_fragment",
+    "has_fp32_fragment",
+    "hf_config_reference",
+    "is_swapped_out",
+    "keep_hf_config_reference",
+    "missing_parts",
+    "muon_argument_names",
+    "refuse_missing",
+    "removed_keys",
+    "write_swapped_fp32",
+    "zero3_optimizer",
+]
+
+_FIRST_SEEN, _LAST_SEEN = "0.18.5", "0.19.8"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrivatePart:
+    """A private attribute that nbaccel reads.
+
+    Attributes:
+        name: The attribute.
+        module: The module of DeepSpeed that has it.
+        holder: The class in that module that has it; or the function whose code uses it, where
+            DeepSpeed gives the attribute to parameters and engines while it makes an engine.
+        is_on_instances: Whether `holder` is such a function.
+        lost: What cannot be done without it: a clause.
+        is_silent: Whether its absence looks like a tensor that ZeRO does not have in parts, so
+            that training would end without an error and without its float32 weights.
+    """
+
+    name: str
+    module: str
+    holder: str
+    lost: str
+    is_on_instances: bool = False
+    is_silent: bool = False
+
+    def is_there(self) -> bool:
+        """Whether the DeepSpeed that is loaded has it; True where its module is not loaded."""
+        part_module = sys.modules.get(self.module)
+        if part_module is None:
+            return True
+        part_holder: Any = part_module
+        for attribute_name in self.holder.split("."):
+            part_holder = getattr(part_holder, attribute_name, None)
+        if self.is_on_instances:
+            return self.name in _names_in(part_holder)
+        return hasattr(part_holder, self.name)
+
+    def message(self) -> str:
+        """What is missing, what is lost by it, and which DeepSpeed has it."""
+        loaded_version = getattr(
+            sys.modules.get("deepspeed"), "__version__", "(of unknown version)"
+        )
+        return (
+            f"DeepSpeed {loaded_version} has no private attribute {self.name} ({self.module}."
+            f"{self.holder}), which nbaccel reads: {self.lost}. It was there from {_FIRST_SEEN} to "
+            f"{_LAST_SEEN}. "
+            f'Install one of these: pip install "deepspeed>={_FIRST_SEEN},<={_LAST_SEEN}"'
+        )
+
+    def read(self, owner: Any) -> Any:
+        """The attribute of an object.
+
+        Raises:
+            MissingBackend: The object has none.
+        """
+        try:
+            return getattr(owner, self.name)
+        except AttributeError as error:
+            raise MissingBackend(self.message(), name="deepspeed") from error
+
+
+def _names_in(inspected_function: Any) -> frozenset[str]:
+    """The attributes that a function's code uses, also those that it looks for by ``hasattr``."""
+    code_object = getattr(inspected_function, "__code__", None)
+    if code_object is None:
+        return frozenset()
+    return frozenset(code_object.co_names) | {
+        code_constant for code_constant in code_object.co_consts if isinstance(code_constant, str)
+    }
+
+
+_FRAGMENT_MODULE = "deepspeed.utils.tensor_fragment"
+_STAGE_3_MODULE = "deepspeed.runtime.zero.stage3"
+_ON_DISK = "weights that a notebook changes cannot reach float32 copies on disk (ZeRO 3 with nvme)"
+
+_HP_MAPPING = PrivatePart(
+    name="_hp_mapping",
+    module=_FRAGMENT_MODULE,
+    holder="safe_get_full_fp32_param",
+    is_on_instances=True,
+    is_silent=True,
+    lost="float32 weights trained by ZeRO 1 and 2 cannot be read back",
+)
+_Z3_OPTIMIZER = PrivatePart(
+    name="_z3_optimizer",
+    module=_FRAGMENT_MODULE,
+    holder="safe_get_full_fp32_param",
+    is_on_instances=True,
+    is_silent=True,
+    lost="float32 weights trained by ZeRO 3 cannot be read back",
+)
+_DP_GROUP = PrivatePart(
+    name="_dp_group",
+    module=_FRAGMENT_MODULE,
+    holder="get_full_hp_param",
+    is_on_instances=True,
+    lost="float32 weights of a live engine of ZeRO 1 or 2 cannot be written to a file",
+)
+_FP32_PARTITION = PrivatePart(
+    name="_get_fp32_opt_state_partition",
+    module=_STAGE_3_MODULE,
+    holder="DeepSpeedZeroOptimizer_Stage3",
+    lost=_ON_DISK,
+)
+_IS_SWAPPABLE = PrivatePart(
+    name="_swappable_optimizer_subgroup",
+    module=_STAGE_3_MODULE,
+    holder="DeepSpeedZeroOptimizer_Stage3",
+    lost=_ON_DISK,
+)
+_SWAP_OUT = PrivatePart(
+    name="_optimizer_states_and_gradient_swap_out",
+    module=_STAGE_3_MODULE,
+    holder="DeepSpeedZeroOptimizer_Stage3",
+    lost=_ON_DISK,
+)
+_ENGINE_CONFIG = PrivatePart(
+    name="_config",
+    module="deepspeed.runtime.engine",
+    holder="DeepSpeedEngine.gradient_clipping",
+    is_on_instances=True,
+    lost="clip_grad_norm_ cannot set the engine's norm, and checkpoints cannot be checked",
+)
+_PRIVATE_PARTS = (
+    _HP_MAPPING,
+    _Z3_OPTIMIZER,
+    _DP_GROUP,
+    _FP32_PARTITION,
+    _IS_SWAPPABLE,
+    _SWAP_OUT,
+    _ENGINE_CONFIG,
+)
+
+
+# ------------------------------------------------------------------------------ the check
+
+
+def missing_parts() -> Iterator[PrivatePart]:
+    """The private parts that the DeepSpeed of this process does not have.
+
+    Yields:
+        Each of them; none where DeepSpeed has not been loaded.
+    """
+    for private_part in _PRIVATE_PARTS:
+        if not private_part.is_there():
+            yield private_part
+
+
+@lru_cache(maxsize=1)
+def warn_of_missing() -> None:
+    """Warn of each part that is missing; once per process, when DeepSpeed has been loaded."""
+    for private_part in missing_parts():
+        warnings.warn(private_part.message(), stacklevel=2)
+
+
+def refuse_missing() -> None:
+    """Refuse to train where the result would be wrong without a word.
+
+    Raises:
+        MissingBackend: A part is missing without which trained weights would stay behind.
+    """
+    silent_messages = [
+        private_part.message() for private_part in missing_parts() if private_part.is_silent
+    ]
+    if silent_messages:
+        raise MissingBackend("\n".join(silent_messages), name="deepspeed")
+
+
+# ------------------------------------------------------------------------------ parameters
+
+
+def has_fp32_fragment(tensor: Any) -> bool:
+    """Whether ZeRO 1 or 2 keeps a float32 copy of a parameter, in parts.
+
+    It has on every rank; `fp32_fragment` is None on those that hold none of it.
+    """
+    return hasattr(tensor, _HP_MAPPING.name)
+
+
+def fp32_fragment(tensor: Any) -> Any:
+    """This rank's part of a parameter's float32 copy under ZeRO 1 and 2.
+
+    Returns:
+        DeepSpeed's mapping, with ``lp_fragment_address`` and ``hp_fragment``; None where the part
+        is another rank's, the engine never stepped or was destroyed, or ZeRO does not have it.
+    """
+    return getattr(tensor, _HP_MAPPING.name, None)
+
+
+def data_parallel_group(parameter: Any) -> Any:
+    """The process group over which ZeRO 1 and 2 share a parameter's float32 copy.
+
+    Raises:
+        MissingBackend: This DeepSpeed does not say it.
+    """
+    return _DP_GROUP.read(parameter)
+
+
+def zero3_optimizer(tensor: Any) -> Any:
+    """The ZeRO 3 optimizer that trains a parameter; None where it is only inferred with."""
+    return getattr(tensor, _Z3_OPTIMIZER.name, None)
+
+
+def is_swapped_out(tensor: Any) -> bool:
+    """Whether the float32 copy of a ZeRO 3 parameter lies on disk between steps.
+
+    Raises:
+        MissingBackend: This DeepSpeed does not say it.
+    """
+    optimizer = zero3_optimizer(tensor)
+    if optimizer is None or not tensor.requires_grad:
+        return False
+    subgroup_index = optimizer.grad_position[optimizer.get_param_id(tensor)][0]
+    return bool(_IS_SWAPPABLE.read(optimizer)(subgroup_index))
+
+
+def write_swapped_fp32(tensor: Any, write: Callable[[Any], None]) -> None:
+    """Change this rank's part of a float32 copy that lies on disk.
+
+    ``deepspeed.utils.safe_set_local_fp32_param`` compares sizes with the 16-bit part, which is
+    empty where that lies on disk, too, and refuses every value then.
+
+    Args:
+        tensor: A parameter for which `is_swapped_out`.
+        write: Is given the part, a flat float32 tensor in a buffer, and changes it in place.
+
+    Raises:
+        MissingBackend: This DeepSpeed has no such way.
+    """
+    optimizer = zero3_optimizer(tensor)
+    read_partition, swap_out = _FP32_PARTITION.read(optimizer), _SWAP_OUT.read(optimizer)
+    partition_values, subgroup_index = read_partition(tensor, release_swap_buffers=False)
+    write(partition_values.detach().view(-1))
+    swap_out(subgroup_index)
+
+
+# ------------------------------------------------------------------------------ modules, engines
+
+ZERO3_MODULE_ATTRIBUTES = frozenset(
+    {
+        "_external_params",
+        "_original_parameters",
+        "applied_pre_backward_ref_cnt",
+        "ds_grads_remaining",
+        "ds_id",
+        "ds_recompute_parameters",
+    }
+)
+"""Attributes of plain types that ZeRO 3 gives each module; others are of its own types."""
+
+
+def engine_settings(engine: Any) -> Any:
+    """The ``DeepSpeedConfig`` that an engine goes by; what is changed in it is read anew.
+
+    Raises:
+        MissingBackend: This DeepSpeed's engines keep none.
+    """
+    return _ENGINE_CONFIG.read(engine)
+
+
+# Where `deepspeed.utils.groups` keeps groups and what it derives from them, in 0.17.0 to 0.19.7.
+_GROUP_VARIABLES: dict[str, int | None] = {
+    "_EXPERT_PARALLEL_GROUP": None,
+    "_EXPERT_PARALLEL_GROUP_RANKS": None,
+    "_EXPERT_DATA_PARALLEL_GROUP": None,
+    "_EXPERT_DATA_PARALLEL_GROUP_RANKS": None,
+    "_ALL_TO_ALL_GROUP": None,
+    "_WORLD_GROUP": None,
+    "_ZERO_PARAM_INTRA_PARALLEL_GROUP": None,
+    "_TENSOR_MODEL_PARALLEL_GROUP": None,
+    "_MODEL_PARALLEL_GROUP": None,
+    "_DATA_PARALLEL_GROUP": None,
+    "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE": None,
+    "_MPU_TENSOR_MODEL_PARALLEL_RANK": None,
+    "expert_tensor_parallel_world_size": 1,
+    "mesh_device": None,
+    "mpu": None,
+}
+
+
+def forget_group_references(groups_module: Any) -> None:
+    """Empty DeepSpeed's lists of groups, which only its own `destroy` does, and from 0.19.8 on.
+
+    Args:
+        groups_module: The module ``deepspeed.utils.groups``; a variable that it does not
+            have is skipped.
+    """
+    release_groups = getattr(groups_module, "_release_process_group_references", None)
+    if release_groups is not None:
+        release_groups()
+        return
+    for attribute_name, empty_value in _GROUP_VARIABLES.items():
+        held_value = getattr(groups_module, attribute_name, None)
+        if isinstance(held_value, dict):
+            held_value.clear()
+        elif held_value is not None:
+            setattr(groups_module, attribute_name, empty_value)
+
+
+# ------------------------------------------------------------------------------ configuration
+
+
+def removed_keys(config_reader: Any) -> Mapping[str, str]:
+    """Keys that DeepSpeed had, and its sentence on each; from 0.19.7 on, empty before.
+
+    Args:
+        config_reader: The module ``deepspeed.runtime.config``.
+    """
+    zero_keys: Mapping[str, str] = getattr(config_reader, "_REMOVED_ZERO_CONFIG_KEYS", {})
+    return {
+        **getattr(config_reader, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {}),
+        **{
+            f"zero_optimization.{key_name}": removal_text
+            for key_name, removal_text in zero_keys.items()
+        },
+    }
+
+
+def muon_argument_names(engine_class: Any) -> frozenset[str]:
+    """What DeepSpeed's Muon takes for its two halves; from 0.19.7 on, empty before.
+
+    Args:
+        engine_class: ``DeepSpeedEngine``.
+    """
+    half_keys = [
+        getattr(engine_class, attribute_name, None)
+        for attribute_name in ("_MUON_HALF_KEYS", "_ADAM_HALF_KEYS")
+    ]
+    return (
+        frozenset(argument_name for half_names in half_keys for argument_name in half_names or ())
+        if all(half_keys)
+        else frozenset()
+    )
+
+
+# ------------------------------------------------------------------------------ transformers
+
+_TRANSFORMERS_MODULE = "transformers.integrations.deepspeed"
+_HF_CONFIG = "_hf_deepspeed_config_weak_ref"
+"""In transformers 4.30 to 5; only unsetting it is public."""
+
+
+def hf_config_reference() -> Any:
+    """The weak reference by which transformers knows that models are built in shards.
+
+    Returns:
+        The reference; None where there is none, or the module is not loaded.
+    """
+    return getattr(sys.modules.get(_TRANSFORMERS_MODULE), _HF_CONFIG, None)
+
+
+def keep_hf_config_reference(config_reference: Any) -> None:
+    """Put a reference back that `hf_config_reference` gave; nothing where nothing is loaded.
+
+    Args:
+        config_reference: The reference, or None.
+    """
+    if (part_module := sys.modules.get(_TRANSFORMERS_MODULE)) is not None:
+        setattr(part_module, _HF_CONFIG, config_reference)

@@ -1,0 +1,497 @@
+"""``DeepSpeedStrategy``: engines of DeepSpeed hold optimizer, gradients and weights in shards."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from nbaccel.abc.asking import SaidBySettings
+from nbaccel.abc.bundle import Bundle
+from nbaccel.abc.place import Place
+from nbaccel.abc.shards import Remembered
+from nbaccel.abc.standins import DummyOptim
+from nbaccel.abc.strategy import Strategy
+from nbaccel.deepspeed import leftover_files
+from nbaccel.deepspeed.auto_values import Resolved
+from nbaccel.deepspeed.strategy import (
+    diagnostics,
+    engine_checkpoints,
+    engines,
+    gathering,
+    nvme_swapping,
+    shared_environment,
+    zero_init,
+)
+from nbaccel.deepspeed.strategy.engine_driver import (
+    Drive,
+    EngineOptimizer,
+    EngineScheduler,
+    drive_of_loss,
+    drive_of_parameters,
+)
+from nbaccel.deepspeed.strategy.engines import begin_comm, is_engines, make_engine
+from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin, Plugins
+from nbaccel.deepspeed.strategy.resolve_config import check_parts, settle_config
+from nbaccel.deepspeed.strategy.restore import remember, take_back_together
+from nbaccel.deepspeed.training_facts import made_in
+from nbaccel.errors import ConfigError
+from nbaccel.plan.training import TrainingRequest
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from nbaccel.abc.precision import Precision
+
+__all__ = ["DeepSpeedStrategy"]
+
+
+class DeepSpeedStrategy(Strategy):
+    """DeepSpeed's ZeRO.
+
+    Args:
+        place: This process among the others.
+        plugins: What to shard, and where to keep it.
+        asked: What else the Accelerator was asked.
+    """
+
+    name: ClassVar[str] = "deepspeed"
+    owns_precision: ClassVar[bool] = True
+    shard_kind: ClassVar[str] = "deepspeed"
+
+    def __init__(self, place: Place, plugins: Plugins, asked: TrainingRequest) -> None:
+        super().__init__(place)
+        self._plugins = plugins
+        self._open: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._asked = asked
+        self._drives: dict[int, Drive] = {}
+        self._before: dict[int, Remembered] = {}
+        self._lease = shared_environment.Lease(place.device)
+        if place.is_alone:
+            # A cell that is run again forgets its Accelerator; the notebook's modules stay.
+            end_finalizer = weakref.finalize(
+                self, _end_all, self._drives, self._before, self._lease
+            )
+            end_finalizer.atexit = False
+        else:
+            leave_finalizer = weakref.finalize(self, shared_environment.add, self._drives)
+            leave_finalizer.atexit = False
+        self._announced: Any = None
+        active_plugin = plugins.active
+        if active_plugin.is_zero3_init_enabled():
+            self._lease.take()  # DeepSpeed builds in shards with a process group alone
+            # Kept: transformers has a weak reference to it.
+            self._announced = zero_init.announced_config(
+                active_plugin.deepspeed_config, place.world_size
+            )
+
+    @classmethod
+    def build(
+        cls, place: Place, settings: Any, *, precision: Precision, asked: TrainingRequest
+    ) -> Self:
+        """See :meth:`Strategy.build`."""
+        return cls(place, settings, asked)
+
+    @classmethod
+    def said_by(cls, settings: Plugins) -> SaidBySettings:
+        """See :meth:`Strategy.said_by`; what the plugin in force says."""
+        active_plugin = settings.active
+        return SaidBySettings(
+            mixed_precision=active_plugin.mixed_precision,
+            accumulation_steps=active_plugin.accumulation_steps,
+            writes_shards=True,
+            reason="a DeepSpeedPlugin or zero_stage was given: "
+            f"ZeRO stage {active_plugin.zero_stage}",
+            speaker="the DeepSpeed configuration",
+            remedy=', or write "enabled": "auto" there',
+        )
+
+    # ---------------------------------------------------------------- preparing
+
+    def wrap(self, bundle: Bundle) -> Bundle:
+        """See :meth:`Strategy.wrap`; a collective.
+
+        A model without an optimizer gets an engine only at stage 3, which shards what it holds.
+
+        Raises:
+            ConfigError: The configuration is wrong, or does not fit what was prepared.
+        """
+        if not (bundle.models or bundle.optimizers):
+            return bundle
+        active_plugin = self._plugins.active
+        given_settings = self._as_given(active_plugin)
+        check_parts(given_settings, bundle.models, bundle.optimizers, bundle.schedulers)
+        owned_optimizers = _optimizers_by_model(bundle)
+        self._lease.take()
+        models, engine_drives = [], []
+        try:
+            for model_number, model in enumerate(bundle.models):
+                made_engine = self._engine_for(
+                    model, owned_optimizers.get(model_number), bundle, active_plugin, given_settings
+                )
+                models.append(made_engine.engine if made_engine else model)
+                engine_drives.append(made_engine)
+        except BaseException:  # an interrupt, too, leaves no environment without engines
+            if not self._drives and self._announced is None:
+                self._lease.give_up()
+            raise
+        by_optimizer = {
+            id(owned_optimizer): engine_drives[model_number]
+            for model_number, owned_optimizer in owned_optimizers.items()
+        }
+        return replace(
+            bundle,
+            models=tuple(models),
+            optimizers=tuple(
+                _proxy_of(by_optimizer[id(owned_optimizer)], owned_optimizer)
+                for owned_optimizer in bundle.optimizers
+            ),
+            schedulers=tuple(
+                _schedule_of(engine_drives, by_optimizer, lr_scheduler)
+                for lr_scheduler in bundle.schedulers
+            ),
+        )
+
+    def _as_given(self, active_plugin: DeepSpeedPlugin) -> dict[str, Any]:
+        """Its configuration with the "auto" values that an earlier `prepare` has filled in."""
+        settled_config, given_settings = self._open.get(id(active_plugin), (None, {}))
+        return (
+            given_settings
+            if active_plugin.deepspeed_config is settled_config
+            else active_plugin.deepspeed_config
+        )
+
+    def _engine_for(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        training_bundle: Bundle,
+        active_plugin: DeepSpeedPlugin,
+        given_settings: dict[str, Any],
+    ) -> Drive | None:
+        own_schedulers = [
+            lr_scheduler
+            for lr_scheduler in training_bundle.schedulers
+            if _is_of(lr_scheduler, optimizer) and is_engines(lr_scheduler)
+        ]
+        scheduler = own_schedulers[0] if own_schedulers else None
+        is_training = optimizer is not None or _is_trained_by_file(
+            model, given_settings, training_bundle
+        )
+        engine_settings = given_settings
+        if not is_training:
+            engine_settings = {k: v for k, v in given_settings.items() if k not in _TRAINING_KEYS}
+        parts = (model, optimizer, scheduler, training_bundle.loaders)
+        resolved_config = settle_config(
+            engine_settings, active_plugin, self._asked, self.place, *parts
+        )
+        if not is_training and resolved_config.config.zero_stage < 3:
+            model.to(self.place.device)
+            return None
+        if is_training or id(active_plugin) not in self._open:
+            active_plugin.deepspeed_config = resolved_config.config.to_dict()
+            self._open[id(active_plugin)] = (active_plugin.deepspeed_config, given_settings)
+        self.choices += resolved_config.choices
+        self._tell_before(model, optimizer, resolved_config, is_training=is_training)
+        begin_comm(resolved_config.config)
+        if not self.place.is_alone:
+            take_back_together(model, self.place.device)
+            shared_environment.end()
+        states_before, made_as = remember(model), made_in(model)
+        own_config, claimed_folders = nvme_swapping.claim(resolved_config.config, self.place.rank)
+        try:
+            engine = make_engine(
+                model,
+                optimizer,
+                scheduler,
+                own_config,
+                moe_layers=active_plugin.transformer_moe_cls_names,
+                has_several=not self.place.is_alone,
+            )
+        except BaseException:  # an interrupt, too: nobody would ever release it
+            claimed_folders.release()
+            raise
+        clipping_norm = given_settings.get("gradient_clipping")
+        own_clipping = float(clipping_norm) if isinstance(clipping_norm, (int, float)) else None
+        engine_drive = Drive(
+            engine, claimed_folders, diagnostics.Troubles(engine, made_as), own_clipping
+        )
+        self._drives[id(engine)] = engine_drive
+        self._before[id(engine)] = states_before
+        return engine_drive
+
+    def _tell_before(
+        self, model: nn.Module, optimizer: Any, resolved_config: Resolved, *, is_training: bool
+    ) -> None:
+        """What is better known before an engine is made; some of it ends the attempt."""
+        for warning_text in resolved_config.warnings:
+            warnings.warn(warning_text, stacklevel=2)
+        nvme_swapping.check_buffers(model, resolved_config.config, self.place.world_size)
+        local_processes = self.place.local_world_size
+        node_count = max(1, self.place.world_size // local_processes)
+        host_memory = diagnostics.host_memory(
+            model,
+            resolved_config.config,
+            is_training=is_training,
+            device=self.place.device.type,
+            local_world_size=local_processes,
+            num_nodes=node_count,
+        )
+        if host_memory.is_short:
+            engines.return_at_once()
+        if not self.place.is_local_main:
+            return
+        # The others wait in their first collective, and have written nothing yet.
+        leftover_files.check_room(
+            model,
+            resolved_config.config,
+            is_training=is_training,
+            local_world_size=local_processes,
+            num_nodes=node_count,
+            in_use=nvme_swapping.folders_in_use(),
+        )
+        host_memory.check()
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """See :meth:`Strategy.unwrap`."""
+        engine_drive = self._drives.get(id(model))
+        if engine_drive is None:
+            return model
+        engine_drive.step()
+        inner_module: nn.Module = engine_drive.engine.module
+        return inner_module
+
+    def release(self, models: Iterable[nn.Module] | None = None) -> None:
+        """See :meth:`Strategy.release`.
+
+        Where this process is alone, the user's own module gets its weights back, whole, and can be
+        trained again in any way.
+        """
+        chosen_keys = list(self._drives) if models is None else [id(model) for model in models]
+        engine_drives = {key: self._drives.pop(key) for key in chosen_keys if key in self._drives}
+        for engine_drive in engine_drives.values():
+            engine_drive.step()
+        _end_drives(engine_drives, self._before, is_alone=self.place.is_alone)
+        if not self._drives:
+            self._announced = None
+            self._lease.give_up()
+
+    # ---------------------------------------------------------------- training
+
+    def backward(self, loss: torch.Tensor, *, sync: bool, **options: Any) -> None:
+        """See :meth:`Strategy.backward`; the engine's.
+
+        Raises:
+            ConfigError: The loss comes from no engine that can train, or from several.
+            TrainingDiverged: The step before could not go on.
+        """
+        engine_drive = drive_of_loss(loss, list(self._drives.values()))
+        engine_drive.backward(loss, sync=sync, **options)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """See :meth:`Strategy.no_sync`; from stage 2 on gradients are reduced all the same."""
+        engine_drive = self._drives.get(id(model))
+        return engine_drive.syncing(False) if engine_drive else nullcontext()
+
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """See :meth:`Strategy.sync_in_backward`."""
+        engine_drive = self._drives.get(id(model))
+        return engine_drive.syncing(True) if engine_drive else nullcontext()
+
+    def join(
+        self, models: Iterable[nn.Module], **options: Any
+    ) -> AbstractContextManager[None] | None:
+        """See :meth:`Strategy.join`; None: an engine reduces with everyone."""
+        return nullcontext() if self.place.is_alone else None
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """See :meth:`Strategy.clip_grad_norm`; the engine clips in its step, which is taken here.
+
+        Raises:
+            ConfigError: Another norm than the Euclidean one.
+        """
+        if norm_type != 2.0:
+            raise ConfigError(
+                f"clip_grad_norm_(norm_type={norm_type}) cannot be had with DeepSpeed, which adds "
+                "up squares over its shards. Leave norm_type out."
+            )
+        engine_drive = drive_of_parameters(parameters, list(self._drives.values()))
+        return engine_drive.clipped_step(max_norm)
+
+    # ---------------------------------------------------------------- keeping
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """See :meth:`Strategy.model_state`; in host memory, empty but on process 0."""
+        return gathering.gather_weights(self.unwrap(model), keep=self.place.is_main)
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> None:
+        """See :meth:`Strategy.load_model_state`.
+
+        Args:
+            model: The model.
+            state: The state; that of process 0 counts, others may pass an empty one.
+            **options: `strict`.
+        """
+        if id(model) in self._drives:
+            gathering.scatter_weights(self.unwrap(model), state, **options)
+        else:
+            model.load_state_dict(state, **options)
+
+    def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Refused: it lies in shards, in DeepSpeed's own form, and is saved with the model's.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise _shards_only(type(optimizer).__name__)
+
+    def load_optimizer_state(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Refused, for the same reason.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise _shards_only(type(optimizer).__name__)
+
+    def shard_folder(self, number: int) -> str:
+        """See :meth:`ShardedCheckpoints.shard_folder`; Accelerate's name for it."""
+        return f"pytorch_model_{number}" if number else "pytorch_model"
+
+    def save_sharded(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
+    ) -> None:
+        """See :meth:`ShardedCheckpoints.save_sharded`; files of DeepSpeed."""
+        engine_drive = self._drives.get(id(model))
+        if engine_drive is not None:
+            engine_drive.step()
+            engine_checkpoints.save(engine_drive.engine, Path(folder))
+        elif self.place.is_main:
+            engine_checkpoints.save_plain(model, Path(folder))
+
+    def check_sharded(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
+    ) -> None:
+        """See :meth:`ShardedCheckpoints.check_sharded`.
+
+        Raises:
+            CheckpointDamaged: Files are missing, or hold something else.
+            ConfigError: Another number of processes wrote it, or it is of another model.
+        """
+        engine_drive = self._drives.get(id(model))
+        if engine_drive is not None:
+            engine_checkpoints.check_checkpoint(engine_drive.engine, Path(folder))
+        else:
+            engine_checkpoints.check_plain(model, Path(folder))
+
+    def load_sharded(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
+    ) -> None:
+        """See :meth:`ShardedCheckpoints.load_sharded`; as many processes as wrote."""
+        engine_drive = self._drives.get(id(model))
+        if engine_drive is not None:
+            engine_checkpoints.load(engine_drive.engine, Path(folder))
+        else:
+            engine_checkpoints.load_plain(model, Path(folder))
+
+
+def _end_drives(
+    engine_drives: dict[int, Drive], states_before: dict[int, Remembered], *, is_alone: bool
+) -> None:
+    for key, engine_drive in engine_drives.items():
+        state_before = states_before.pop(key)
+        engine_drive.end(state_before if is_alone else None)
+
+
+def _end_all(
+    engine_drives: dict[int, Drive],
+    states_before: dict[int, Remembered],
+    held_lease: shared_environment.Lease,
+) -> None:
+    _end_drives(engine_drives, states_before, is_alone=True)
+    held_lease.give_up()
+
+
+_TRAINING_KEYS = ("optimizer", "scheduler")
+
+
+def _is_trained_by_file(
+    model: nn.Module, given_settings: dict[str, Any], training_bundle: Bundle
+) -> bool:
+    """Whether the file's optimizer is meant for a model that was prepared without one."""
+    has_one = bool(given_settings.get("optimizer")) and not training_bundle.optimizers
+    return has_one and any(model_parameter.requires_grad for model_parameter in model.parameters())
+
+
+def _shards_only(checkpoint_kind: str) -> ConfigError:
+    return ConfigError(
+        f"The state of {checkpoint_kind} cannot be read or written whole: DeepSpeed has it in "
+        "shards of its own form, together with the weights. Use accelerator.save_state and "
+        "load_state with as many processes."
+    )
+
+
+def _optimizers_by_model(training_bundle: Bundle) -> dict[int, Any]:
+    """Each model's optimizer, by the number of the model."""
+    owner_by_model: dict[int, Any] = {}
+    for optimizer in training_bundle.optimizers:
+        trained_ids = {
+            id(model_parameter) for model_parameter in _parameters_of_optimizer(optimizer)
+        }
+        model_numbers = [
+            model_number
+            for model_number, model in enumerate(training_bundle.models)
+            if any(id(model_parameter) in trained_ids for model_parameter in model.parameters())
+        ]
+        if len(model_numbers) != 1 or model_numbers[0] in owner_by_model:
+            model_names = (
+                ", ".join(type(model).__name__ for model in training_bundle.models) or "no model"
+            )
+            raise ConfigError(
+                f"{type(optimizer).__name__} trains {len(trained_ids)} parameter(s) of "
+                f"{len(model_numbers)} of the models prepared with it ({model_names}). DeepSpeed's "
+                "engine has one model and one optimizer, made over its parameters. Prepare both "
+                "in one call, one optimizer for each model."
+            )
+        owner_by_model[model_numbers[0]] = optimizer
+    return owner_by_model
+
+
+def _parameters_of_optimizer(optimizer: Any) -> Iterable[torch.Tensor]:
+    given_settings = (
+        optimizer.params if isinstance(optimizer, DummyOptim) else optimizer.param_groups
+    )
+    for param_group in given_settings:
+        yield from param_group["params"] if isinstance(param_group, dict) else [param_group]
+
+
+def _is_of(scheduler: Any, optimizer: Any) -> bool:
+    return optimizer is None or getattr(scheduler, "optimizer", optimizer) is optimizer
+
+
+def _proxy_of(engine_drive: Drive | None, optimizer: Any) -> Any:
+    return EngineOptimizer(engine_drive, optimizer) if engine_drive is not None else optimizer
+
+
+def _schedule_of(
+    engine_drives: list[Drive | None], by_optimizer: dict[int, Drive | None], scheduler: Any
+) -> Any:
+    """What steps a schedule: the engine, or, for one of torch, the loop as ever."""
+    if not is_engines(scheduler):
+        return scheduler
+    engine_drive = by_optimizer.get(id(scheduler.optimizer))
+    if engine_drive is None:  # of an optimizer that only the file names: one engine has it
+        engine_drive = next(
+            owner_by_model for owner_by_model in engine_drives if owner_by_model is not None
+        )
+    return EngineScheduler(engine_drive, scheduler)

@@ -1,0 +1,229 @@
+"""What goes wrong with DeepSpeed while training, found and explained while it happens.
+
+    before     more host memory asked for than there is: the system would kill the process
+    loss       no number: weights made in bfloat16 overflow in float16
+    steps      skipped one after another: the loss scale is as low as it may be
+
+Each message names the key of the configuration to change. See DeepSpeed's and transformers'
+troubleshooting guides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbaccel.deepspeed.zero_config import ZeroConfig
+from nbaccel.deepspeed.zero_memory import estimate_memory
+from nbaccel.errors import ConfigError, TrainingDiverged
+from nbaccel.memory.model_size import measure
+from nbaccel.plan.inspecting import inspect_machine
+from nbaccel.plan.inventory import Inventory
+from nbaccel.units import format_bytes
+
+__all__ = ["HostMemory", "Troubles", "host_memory"]
+
+
+PATIENCE = 5
+"""Steps in a row without a number, or skipped at the lowest loss scale, before it is given up."""
+
+_BF16_KEYS = '"bf16": {"enabled": true} in place of "fp16"'
+
+
+class Troubles:
+    """Watches the losses and steps of one engine.
+
+    Args:
+        engine: Made by ``deepspeed.initialize``.
+        made_in: Format in which the model's weights were made, where the model says it.
+    """
+
+    def __init__(self, engine: Any, made_in: str | None) -> None:
+        self._engine = engine
+        self._made_in = made_in
+        self._in_fp16 = bool(engine.fp16_enabled())
+        self._bad: torch.Tensor | None = None
+        self._bad_steps = 0
+        self._stuck_steps = 0
+        self._told = False
+
+    def see_loss(self, loss: torch.Tensor) -> None:
+        """Note whether it is a number, without waiting for the device.
+
+        Args:
+            loss: A 0-d tensor.
+        """
+        is_bad = ~torch.isfinite(loss.detach())
+        self._bad = is_bad if self._bad is None else self._bad | is_bad
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """A block in which DeepSpeed's way to give up says what to change."""
+        try:
+            yield
+        except Exception as error:  # DeepSpeed raises a bare one at the floor of its loss scale
+            # All else that a step raises is of a type of its own.
+            if type(error) is not Exception or not self._at_floor:
+                raise
+            raise TrainingDiverged(self._scale_text("is as low as it may be")) from error
+
+    def after_step(self, *, skipped: bool) -> None:
+        """Look at what the step brought.
+
+        Args:
+            skipped: Whether gradients were infinite, so that nothing was changed.
+
+        Raises:
+            TrainingDiverged: It happened `PATIENCE` times in a row.
+        """
+        # DeepSpeed's step waits for the device itself, to look for overflow: this costs nothing.
+        is_bad = self._bad is not None and bool(self._bad.item())
+        self._bad = None
+        self._bad_steps = self._bad_steps + 1 if is_bad else 0
+        self._stuck_steps = self._stuck_steps + 1 if skipped and self._at_floor else 0
+        if self._stuck_steps >= PATIENCE:
+            raise TrainingDiverged(self._scale_text(f"stayed there for {PATIENCE} steps"))
+        if is_bad and self._in_fp16 and self._bad_steps >= PATIENCE:
+            raise TrainingDiverged(self._nan_text(skipped=skipped))
+        if is_bad and not self._told:
+            self._told = True
+            warnings.warn(self._nan_text(skipped=skipped), stacklevel=2)
+
+    @property
+    def _at_floor(self) -> bool:
+        loss_scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        if not self._in_fp16 or loss_scaler is None:
+            return False
+        return bool(loss_scaler.cur_scale <= max(getattr(loss_scaler, "min_scale", 1), 1))
+
+    def _nan_text(self, *, skipped: bool) -> str:
+        step_number = self._engine.global_steps
+        loss_text = f"The loss is no number after optimizer step {step_number}."
+        if self._in_fp16 and self._made_in == "bfloat16":
+            return (
+                f"{loss_text} The model's weights were made in bfloat16 and train in float16, "
+                f"whose largest number is 65504: activations overflow. Set {_BF16_KEYS}, or leave "
+                "both out to train in float32."
+            )
+        if self._in_fp16:
+            return (
+                f"{loss_text} float16 holds numbers up to 65504 only. Set {_BF16_KEYS}, or a lower "
+                "optimizer.params.lr, or a smaller gradient_clipping."
+            )
+        step_result = "The step was left out." if skipped else "Weights are spoilt by now."
+        return (
+            f"{loss_text} {step_result} Set a lower optimizer.params.lr, a smaller "
+            "gradient_clipping, or scheduler.params.warmup_num_steps, and look for inputs that "
+            "are no numbers."
+        )
+
+    def _scale_text(self, scale_event: str) -> str:
+        loss_scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        current_scale = getattr(loss_scaler, "cur_scale", "?")
+        range_hint = (
+            " Its weights were made in bfloat16, whose range float16 does not have."
+            if self._made_in == "bfloat16"
+            else ""
+        )
+        return (
+            f"Every step overflows in float16: the loss scale {current_scale} {scale_event} "
+            f"(fp16.min_loss_scale), after {self._engine.skipped_steps} skipped steps, so that "
+            f"nothing is trained.{range_hint} Set {_BF16_KEYS}, or a lower optimizer.params.lr."
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostMemory:
+    """What a node's processes will need of its memory, and what it has.
+
+    Attributes:
+        needed: Bytes, estimated, without activations.
+        free: Bytes that are free now.
+        there: Bytes in all.
+        num_processes: Processes on the node.
+    """
+
+    needed: int
+    free: int
+    there: int
+    num_processes: int
+
+    @property
+    def is_short(self) -> bool:
+        """Whether it matters what an allocator keeps: more than half of what is free is needed."""
+        return 2 * self.needed > self.free
+
+    def check(self) -> None:
+        """Say before it happens that the system will kill processes for want of memory.
+
+        Raises:
+            ConfigError: The machine has not that much memory at all.
+        """
+        shortage_text = (
+            f"DeepSpeed will need about {format_bytes(self.needed)} of host memory for "
+            f"{self.num_processes} process(es), and {format_bytes(self.free)} of "
+            f"{format_bytes(self.there)} are free"
+        )
+        key_advice = (
+            "Set zero_optimization.offload_optimizer.device (or offload_param.device) to 'none' or "
+            "'nvme', a lower sub_group_size, or use fewer processes; nbaccel.advise finds what "
+            "fits."
+        )
+        if self.needed > self.there:
+            raise ConfigError(
+                f"{shortage_text}: the system would kill it at the start. {key_advice}"
+            )
+        if self.needed > self.free:
+            warnings.warn(
+                f"{shortage_text}: the system may kill it at the start. {key_advice}", stacklevel=2
+            )
+
+
+def host_memory(
+    model: nn.Module,
+    zero_config: ZeroConfig,
+    *,
+    is_training: bool = True,
+    device: str,
+    local_world_size: int,
+    num_nodes: int,
+    machine_inventory: Inventory | None = None,
+) -> HostMemory:
+    """Estimate what the processes of this node will need of its memory.
+
+    Args:
+        model: The model, built already.
+        zero_config: Without ``"auto"``.
+        is_training: Whether there is an optimizer; without one there are the parameters alone.
+        device: Type of the device.
+        local_world_size: Processes on this node.
+        num_nodes: Nodes.
+        machine_inventory: What the machine has; this one where left out.
+
+    Returns:
+        What is needed and what there is.
+    """
+    machine_inventory = machine_inventory or inspect_machine()
+    memory_estimate = estimate_memory(
+        measure(model, trains=is_training),
+        zero_config,
+        num_processes=local_world_size,
+        num_nodes=num_nodes,
+        inventory=machine_inventory,
+    )
+    needed_bytes = memory_estimate.host.total
+    if device == "cpu":
+        # The weights are there already, one copy for all until they are written to.
+        needed_bytes += memory_estimate.device.total * local_world_size
+    return HostMemory(
+        needed=needed_bytes,
+        free=machine_inventory.host_available_bytes,
+        there=machine_inventory.host_total_bytes,
+        num_processes=local_world_size,
+    )

@@ -1,0 +1,196 @@
+"""Checkpoints in DeepSpeed's own form: every process writes its part into one folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbaccel.deepspeed import private_api
+from nbaccel.deepspeed.weights.torch_archive import is_readable, read_outline
+from nbaccel.errors import CheckpointDamaged, ConfigError
+
+__all__ = ["check_checkpoint", "check_plain", "load", "load_plain", "save", "save_plain"]
+
+
+def save(engine: Any, checkpoint_folder: Path) -> None:
+    """Write weights and the optimizer's state; a collective.
+
+    Args:
+        engine: The engine.
+        checkpoint_folder: Where; its name is DeepSpeed's tag, and beside it lies ``latest``.
+    """
+    engine.save_checkpoint(str(checkpoint_folder.parent), tag=checkpoint_folder.name)
+
+
+def load(engine: Any, checkpoint_folder: Path) -> None:
+    """Read what :func:`save` wrote; a collective.
+
+    Args:
+        engine: The engine, of as many processes as wrote.
+        checkpoint_folder: Where; :func:`check_checkpoint` has found nothing wrong with it.
+
+    Raises:
+        ConfigError: DeepSpeed found nothing that it can read.
+    """
+    loaded_path, _ = engine.load_checkpoint(
+        str(checkpoint_folder.parent), tag=checkpoint_folder.name
+    )
+    if loaded_path is None:
+        raise ConfigError(
+            f"The checkpoint {str(checkpoint_folder)!r} has files that DeepSpeed cannot read: it "
+            "loaded nothing. It holds "
+            f"{', '.join(sorted(tag_path.name for tag_path in checkpoint_folder.iterdir()))}. Load "
+            "another one."
+        )
+
+
+def save_plain(model: nn.Module, checkpoint_folder: Path) -> None:
+    """Write the weights of a model that has no engine, because it is not trained.
+
+    Args:
+        model: The model.
+        checkpoint_folder: Where.
+    """
+    checkpoint_folder.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), checkpoint_folder / _PLAIN_WEIGHTS_FILE)
+
+
+def load_plain(model: nn.Module, checkpoint_folder: Path) -> None:
+    """Read what :func:`save_plain` wrote.
+
+    Args:
+        model: The model.
+        checkpoint_folder: Where.
+    """
+    device = next(model.parameters()).device
+    model.load_state_dict(
+        torch.load(checkpoint_folder / _PLAIN_WEIGHTS_FILE, map_location=device, weights_only=True)
+    )
+
+
+def check_checkpoint(engine: Any, checkpoint_folder: Path) -> None:
+    """Refuse a checkpoint that :func:`load` could not read; no collective, nothing is changed.
+
+    Args:
+        engine: The engine.
+        checkpoint_folder: Where :func:`save` wrote; each file in it is an archive without damage.
+
+    Raises:
+        CheckpointDamaged: Files are missing, or hold something else.
+        ConfigError: Another number of processes wrote it, or it is of another model.
+    """
+    if private_api.engine_settings(engine).checkpoint_config.get("load_universal", False):
+        return  # which is put together from files of another kind
+    model_files = _model_files(checkpoint_folder)
+    if not model_files:
+        raise CheckpointDamaged(
+            f"{checkpoint_folder} has no file *_model_states.pt: it is not whole. Nothing has been "
+            "loaded. Copy what is missing from where it was saved, or load another checkpoint."
+        )
+    first_readable = next((file_path for file_path in model_files if is_readable(file_path)), None)
+    if first_readable is None:
+        return  # in torch's format of before 2020, which tells nothing without its numbers
+    model_states = read_outline(first_readable)
+    if not isinstance(model_states, Mapping):
+        raise CheckpointDamaged(
+            f"{first_readable} holds no states of a model. Load another checkpoint."
+        )
+    _check_ranks(checkpoint_folder, engine, model_files, model_states.get("dp_world_size"))
+    _check_shapes(checkpoint_folder, engine, model_states)
+
+
+def check_plain(model: nn.Module, checkpoint_folder: Path) -> None:
+    """Refuse what :func:`load_plain` could not read.
+
+    Raises:
+        CheckpointDamaged: The file is missing.
+    """
+    if not (checkpoint_folder / _PLAIN_WEIGHTS_FILE).is_file():
+        raise CheckpointDamaged(
+            f"{checkpoint_folder / _PLAIN_WEIGHTS_FILE} is missing, which has the weights of the "
+            f"{type(model).__name__}. Nothing has been loaded. Load another checkpoint, or copy it "
+            "again."
+        )
+
+
+_PLAIN_WEIGHTS_FILE = "pytorch_model.bin"
+_ZERO_FILE = re.compile(r"(?:\w*_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+
+
+def _model_files(checkpoint_folder: Path) -> list[Path]:
+    return sorted(checkpoint_folder.glob("*mp_rank_00_model_states.pt"))
+
+
+def _check_ranks(
+    checkpoint_folder: Path, engine: Any, model_files: Sequence[Path], saved_by: Any
+) -> None:
+    """DeepSpeed says it in the words of its own parts, and at stage 3 by an assertion."""
+    name_matches = (
+        _ZERO_FILE.fullmatch(file_path.name) for file_path in checkpoint_folder.iterdir()
+    )
+    saved_ranks = {int(name_match[1]) for name_match in name_matches if name_match}
+    world_size = int(engine.dp_world_size)
+    stage = int(engine.zero_optimization_stage())
+    saved_count = saved_by if isinstance(saved_by, int) else max(saved_ranks, default=-1) + 1
+    missing_parts = [
+        f"optimizer's states of rank {rank}" for rank in sorted({*range(saved_count)} - saved_ranks)
+    ]
+    if model_files[0].name.startswith("zero_pp_rank_"):
+        present_ranks = {int(file_path.name.split("_")[3]) for file_path in model_files}
+        missing_parts += [
+            f"model's states of rank {rank}"
+            for rank in sorted({*range(saved_count)} - present_ranks)
+        ]
+    if private_api.engine_settings(engine).checkpoint_config.get("use_node_local_storage", False):
+        return  # then the other nodes' files are not here
+    if stage == 0 or not (saved_ranks or model_files[0].name.startswith("zero_pp_rank_")):
+        return
+    if missing_parts:
+        raise CheckpointDamaged(
+            f"{checkpoint_folder} was saved by {saved_count} processes, and the "
+            f"{', '.join(missing_parts)} are missing: a part of every weight is in them. Nothing "
+            "has been loaded. Copy them from where it was saved, or load another checkpoint."
+        )
+    if saved_count != world_size:
+        raise ConfigError(
+            f"The checkpoint {str(checkpoint_folder)!r} is of {saved_count} processes, and this "
+            f"run has {world_size}: DeepSpeed's parts fit only as many as wrote them. Run as many, "
+            f"or take the weights alone (nbaccel to-fp32 {checkpoint_folder.parent} OUT), or "
+            "convert it with python -m deepspeed.checkpoint.ds_to_universal."
+        )
+
+
+def _check_shapes(checkpoint_folder: Path, engine: Any, model_states: Mapping[str, Any]) -> None:
+    shape_groups = [
+        *(model_states.get("param_shapes") or ()),
+        model_states.get("frozen_param_shapes") or {},
+    ]
+    saved_shapes = {
+        parameter_name: tuple(shape)
+        for shape_group in shape_groups
+        for parameter_name, shape in shape_group.items()
+    }
+    wanted_shapes = {
+        parameter_name: tuple(getattr(parameter, "ds_shape", parameter.shape))
+        for parameter_name, parameter in engine.module.named_parameters()
+    }
+    odd_names = [
+        parameter_name
+        for parameter_name in saved_shapes.keys() & wanted_shapes.keys()
+        if saved_shapes[parameter_name] != wanted_shapes[parameter_name]
+    ]
+    odd_names += sorted(
+        parameter_name for parameter_name in saved_shapes if parameter_name not in wanted_shapes
+    )
+    if odd_names:
+        raise ConfigError(
+            f"{checkpoint_folder} is of another model than the {type(engine.module).__name__}: "
+            f"{odd_names[0]} has shape {list(saved_shapes[odd_names[0]])} there, and "
+            f"{list(wanted_shapes.get(odd_names[0], ())) or 'none'} here ({len(odd_names)} of "
+            f"{len(saved_shapes)} differ). Nothing has been loaded. Load another one."
+        )

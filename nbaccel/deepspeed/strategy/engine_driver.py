@@ -1,0 +1,436 @@
+"""``Drive``: one engine, its backward passes and its steps, and what a training loop holds of it.
+
+[Note: when it steps] DeepSpeed's engine must be told, before a backward pass, whether it ends a
+group of accumulated batches, and reduces gradients in it. The step itself is taken when the loop
+asks the optimizer for it, or clips gradients (the engine clips inside its step, with the norm given
+to `clip_grad_norm_`), and at the latest before the next forward or backward pass: a loop that
+leaves the step to DeepSpeed trains all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from nbaccel import frames
+from nbaccel.abc.shards import Remembered
+from nbaccel.deepspeed import private_api
+from nbaccel.deepspeed.strategy.diagnostics import Troubles
+from nbaccel.deepspeed.strategy.nvme_swapping import Claim
+from nbaccel.deepspeed.strategy.restore import take_back, unhook
+from nbaccel.deepspeed.teardown import destroy
+from nbaccel.errors import ConfigError
+
+__all__ = ["Drive", "EngineOptimizer", "EngineScheduler", "drive_of_loss", "drive_of_parameters"]
+
+
+def drive_of_loss(loss: torch.Tensor, engine_drives: Sequence[Drive]) -> Drive:
+    """The engine whose model made a loss.
+
+    Args:
+        loss: A 0-d tensor with a graph.
+        engine_drives: All engines.
+
+    Raises:
+        ConfigError: None of them can train, or the loss comes from several.
+    """
+    training_drives = [engine_drive for engine_drive in engine_drives if engine_drive.can_train]
+    if not training_drives:
+        raise ConfigError(
+            f"backward(loss={float(loss.detach())}) has no engine to go through: "
+            f"{len(engine_drives)} prepared model(s), none with an optimizer. Prepare the model "
+            "and its optimizer in one call."
+        )
+    if len(training_drives) == 1:
+        return training_drives[0]
+    ran_drives = [engine_drive for engine_drive in training_drives if engine_drive.ran]
+    found_drives = _in_graph(loss, ran_drives) if len(ran_drives) > 1 else ran_drives
+    if len(found_drives) == 1:
+        return found_drives[0]
+    model_names = ", ".join(
+        type(engine_drive.engine.module).__name__
+        for engine_drive in found_drives or training_drives
+    )
+    raise ConfigError(
+        f"backward(loss={float(loss.detach())}) comes from {len(found_drives)} of "
+        f"{len(training_drives)} engines ({model_names}). Each engine reduces its own gradients, "
+        "in a backward pass of its own. Call backward once for each model, with the others' "
+        "outputs detached, or put the models in one module."
+    )
+
+
+def _in_graph(loss: torch.Tensor, engine_drives: Sequence[Drive]) -> list[Drive]:
+    """Those with parameters in the loss's graph."""
+    drive_by_parameter = {
+        id(own_parameter): engine_drive
+        for engine_drive in engine_drives
+        for own_parameter in engine_drive.engine.module.parameters()
+    }
+    found_drives: list[Drive] = []
+    seen_nodes: set[Any] = set()
+    waiting_nodes = [loss.grad_fn]
+    while waiting_nodes:
+        graph_node = waiting_nodes.pop()
+        if graph_node is None or graph_node in seen_nodes:
+            continue
+        seen_nodes.add(graph_node)
+        engine_drive = drive_by_parameter.get(id(getattr(graph_node, "variable", None)))
+        if engine_drive is not None and engine_drive not in found_drives:
+            found_drives.append(engine_drive)
+        waiting_nodes += [next_function for next_function, _ in graph_node.next_functions]
+    return found_drives
+
+
+def drive_of_parameters(
+    given_parameters: Iterable[torch.Tensor], engine_drives: Sequence[Drive]
+) -> Drive:
+    """The engine of parameters.
+
+    Args:
+        given_parameters: Of a prepared model.
+        engine_drives: All engines.
+
+    Raises:
+        ConfigError: They are of no engine, or of several.
+    """
+    wanted_ids = {id(given_parameter) for given_parameter in given_parameters}
+    found_drives = [
+        engine_drive
+        for engine_drive in engine_drives
+        if engine_drive.can_train
+        and any(
+            id(own_parameter) in wanted_ids
+            for own_parameter in engine_drive.engine.module.parameters()
+        )
+    ]
+    if len(found_drives) != 1:
+        raise ConfigError(
+            f"clip_grad_norm_ got {len(wanted_ids)} parameter(s) of {len(found_drives)} engines. "
+            "DeepSpeed clips what one engine has reduced. Give the parameters of one prepared "
+            "model."
+        )
+    return found_drives[0]
+
+
+class _EngineProxy:
+    """What an engine has of a kind, in place of what was prepared.
+
+    Args:
+        engine_drive: Drives the engine.
+        given_object: What was prepared, or stood for it.
+
+    Attributes:
+        given_object: As given.
+    """
+
+    def __init__(self, engine_drive: Drive, given_object: Any) -> None:
+        # Without the constructor of `Optimizer`: it would make a second state and second groups.
+        self._drive = engine_drive
+        self.given = given_object
+
+    @property
+    def _inner(self) -> Any:
+        """Whose attributes it has, besides its own."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_drive", "given"):
+            raise AttributeError(f"{type(self).__name__} has no {name!r} before it is made")
+        return getattr(self._inner, name)
+
+
+class EngineOptimizer(_EngineProxy, Optimizer):
+    """An engine's optimizer: a step of it is a step of the engine."""
+
+    @property
+    def model(self) -> Any:
+        """The engine whose parameters it steps."""
+        return self._drive.engine
+
+    def step(self, closure: Any = None) -> Any:
+        """Take the step that the last backward pass of a group is due.
+
+        Raises:
+            ConfigError: A closure was given.
+        """
+        if closure is not None:
+            raise ConfigError(
+                f"step(closure={closure!r}) cannot go with DeepSpeed: its engine reduces gradients "
+                "in the backward pass and would not see those of the closure. Use an optimizer "
+                "that needs none, or train without DeepSpeed."
+            )
+        self._drive.step()
+
+    # torch wraps each class's `step` for hooks and profiling; the inner one has that already.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: the engine drops gradients when it has stepped."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step did not happen because gradients were infinite."""
+        return self._drive.was_skipped
+
+    @property
+    def _own(self) -> Any:
+        return self._drive.engine.optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The engine's; its parameters are this process's part of them, flattened."""
+        groups: list[dict[str, Any]] = self._own.param_groups
+        return groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The engine's, by flattened parameter."""
+        return self._own.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Of the torch optimizer inside."""
+        default_settings: dict[str, Any] = self._inner.defaults
+        return default_settings
+
+    def state_dict(self) -> dict[str, Any]:
+        """This process's part, in DeepSpeed's form."""
+        state_values: dict[str, Any] = self._own.state_dict()
+        return state_values
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refused: a part means nothing without the others.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            f"load_state_dict got {len(state_dict)} entries for an optimizer that DeepSpeed has in "
+            "shards: they belong to the weights of the same checkpoint. Use "
+            "accelerator.save_state and load_state."
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the engine's parameters are laid out when it is made.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            f"add_param_group of {len(param_group.get('params', ()))} parameter(s) comes too late: "
+            "DeepSpeed lays its shards out when the model is prepared. Add it before `prepare`."
+        )
+
+    def __reduce__(self) -> Any:
+        """Refused; see :meth:`Drive.__reduce__`."""
+        return self._drive.__reduce__()
+
+    @property
+    def _inner(self) -> Any:
+        return self._drive.engine.basic_optimizer
+
+    def __repr__(self) -> str:
+        class_names = (
+            type(wrapped_object).__name__ for wrapped_object in (self, self._own, self._inner)
+        )
+        return "{}({} over {})".format(*class_names)
+
+
+class EngineScheduler(_EngineProxy):
+    """A schedule that the engine advances with its steps."""
+
+    @property
+    def _inner(self) -> Any:
+        return self._drive.engine.lr_scheduler
+
+    def step(self, *_: Any, **__: Any) -> None:
+        """Nothing: the engine's step has advanced it."""
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rates of the optimizer's groups, as they are now."""
+        return [
+            float(param_group["lr"]) for param_group in self._drive.engine.optimizer.param_groups
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The schedule's own."""
+        state_values: dict[str, Any] = self._inner.state_dict()
+        return state_values
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave."""
+        self._inner.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._inner!r})"
+
+
+class Drive:
+    """Drives one engine.
+
+    Args:
+        engine: Made by ``deepspeed.initialize``.
+        claimed_folders: Where it swaps to.
+        loss_troubles: Watches what comes of it.
+        clipping_norm: The norm that a configuration names itself; None where it was filled in.
+
+    Attributes:
+        engine: As given.
+        ran: Whether a forward pass is waiting for its backward pass.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        claimed_folders: Claim,
+        loss_troubles: Troubles,
+        clipping_norm: float | None,
+    ) -> None:
+        self.engine = engine
+        self.ran = False
+        self._hooks = [
+            engine.register_forward_pre_hook(lambda *_: self.step()),
+            engine.register_forward_hook(self._note_run),
+        ]
+        self._claimed = claimed_folders
+        self._troubles = loss_troubles
+        self._clipping = clipping_norm
+        self._forced: bool | None = None
+        self._due = False
+        self._norm: Any = None
+        self.was_skipped = False
+
+    def __reduce__(self) -> Any:
+        """Refused, for all that refers to it: an engine is this process's part of a whole.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            f"what holds a {type(self.engine).__name__} (an engine's optimizer, its schedule, an "
+            "Accelerator) cannot leave its process. Take accelerator.get_state_dict(model), or "
+            "numbers such as optimizer.param_groups[0]['lr']"
+        )
+
+    @property
+    def can_train(self) -> bool:
+        """Whether it has an optimizer."""
+        return self.engine.basic_optimizer is not None
+
+    @contextlib.contextmanager
+    def syncing(self, is_wanted: bool) -> Iterator[None]:
+        """A block whose backward passes end a group, or do not, whatever the loop says."""
+        forced_before, self._forced = self._forced, is_wanted
+        try:
+            yield
+        finally:
+            self._forced = forced_before
+
+    def backward(self, loss: torch.Tensor, *, sync: bool, **options: Any) -> None:
+        """Compute and reduce gradients. See [Note: when it steps]."""
+        self.step()
+        sync = sync if self._forced is None else self._forced
+        self.engine.set_gradient_accumulation_boundary(sync)
+        self._troubles.see_loss(loss)
+        try:
+            self.engine.backward(loss, scale_wrt_gas=False, **options)
+        except TypeError as error:
+            inside_frames = frames.of_traceback(error.__traceback__)[1:]
+            if not options or any(
+                error_frame.function == "backward" for error_frame in inside_frames
+            ):
+                raise  # the engine's backward pass had begun: it took the arguments
+            given_options = ", ".join(f"{name}={value!r}" for name, value in options.items())
+            raise ConfigError(
+                f"backward({given_options}) has an argument that DeepSpeed's engine"
+                f" does not take: {error}. Leave it out; retain_graph is "
+                "the only one."
+            ) from error
+        self.ran = False
+        self._due = sync
+
+    def _note_run(self, *_: Any) -> None:
+        self.ran = self.ran or torch.is_grad_enabled()
+
+    def step(self) -> None:
+        """Take the step that is due, if one is."""
+        if not self._due:
+            return
+        self._due = False
+        with self._troubles.explained():
+            self.engine.step()
+        self.was_skipped = bool(getattr(self.engine.optimizer, "overflow", False))
+        self._norm = self.engine.get_global_grad_norm()
+        self._troubles.after_step(skipped=self.was_skipped)
+
+    def clipped_step(self, max_norm: float) -> torch.Tensor:
+        """Take the step that is due with gradients scaled down to a norm.
+
+        Returns:
+            The norm before, a 0-d tensor; of the last step where none is due.
+        """
+        if self._due:
+            self._tell_of_two_norms(max_norm)
+            if self._clips_itself:
+                with self._clipping_at(max_norm):
+                    self.step()
+            else:
+                own_parameters = self.engine.module.parameters()
+                gradient_norm = torch.nn.utils.clip_grad_norm_(own_parameters, max_norm)
+                with self._clipping_at(0.0):
+                    self.step()
+                self._norm = gradient_norm
+        device = self.engine.device
+        return torch.as_tensor(0.0 if self._norm is None else self._norm, device=device).float()
+
+    def end(self, before: Remembered | None) -> None:
+        """Destroy the engine.
+
+        Args:
+            before: What its module was, to be made so again; None leaves it as it is.
+        """
+        for hook_handle in self._hooks:
+            hook_handle.remove()
+        if before is None:
+            unhook(self.engine)
+            destroy(self.engine)  # its files stay: weights that are on disk are still to come home
+            return
+        take_back(self.engine.module, before)
+        self._claimed.release()
+
+    @property
+    def _clips_itself(self) -> bool:
+        """Whether its optimizer clips, and says by which norm; torch's own does neither."""
+        return hasattr(self.engine.optimizer, "clip_grad")
+
+    @contextlib.contextmanager
+    def _clipping_at(self, max_norm: float) -> Iterator[None]:
+        """A block in which steps clip at this norm; those of a loop without the call do not."""
+        # DeepSpeed has no public way: the engine reads its configuration, optimizers a copy.
+        setting_places = [(private_api.engine_settings(self.engine), "gradient_clipping")]
+        if self._clips_itself:
+            setting_places.append((self.engine.optimizer, "clip_grad"))
+        values_before = [getattr(*setting_place) for setting_place in setting_places]
+        try:
+            for setting_place in setting_places:
+                setattr(*setting_place, max_norm)
+            yield
+        finally:
+            for setting_place, value_before in zip(setting_places, values_before, strict=True):
+                setattr(*setting_place, value_before)
+
+    def _tell_of_two_norms(self, max_norm: float) -> None:
+        configured_norm, self._clipping = self._clipping, None
+        if configured_norm is not None and not math.isclose(configured_norm, max_norm):
+            warnings.warn(
+                f"clip_grad_norm_(max_norm={max_norm}) goes before "
+                f"gradient_clipping={configured_norm} of the "
+                'DeepSpeed configuration. Write "auto" there, or leave the call out.',
+                stacklevel=frames.caller_level(),
+            )

@@ -1,0 +1,145 @@
+"""Which elements of a parameter this process has, under each ZeRO stage.
+
+    stage 3       a placeholder; this process's part of the weights, and of their float32 copy
+    stages 1, 2   whole weights, and this process's part of their float32 copy
+    stage 0       whole weights; nothing is cut, and they come home as any module's
+
+The float32 copy is what was trained, so that it comes home, and no process ever holds all of it.
+What a launch and a pool ask, :mod:`~nbaccel.deepspeed.strategy.reader`, begins here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbaccel.abc.shards import Piece
+from nbaccel.deepspeed import private_api
+from nbaccel.deepspeed.strategy import nvme_swapping
+
+__all__ = ["assign", "hold", "is_cut", "is_partitioned", "local_pieces", "shape_of", "whole_shape"]
+
+
+def is_partitioned(tensor: torch.Tensor) -> bool:
+    """Whether ZeRO-3 has it in parts; gathered at the moment or not."""
+    return hasattr(tensor, "ds_shape")  # flat groups of its own have a `ds_id`, too
+
+
+def is_cut(tensor: torch.Tensor) -> bool:
+    """See :meth:`ShardReader.is_cut`."""
+    return is_partitioned(tensor) or private_api.has_fp32_fragment(tensor)
+
+
+def whole_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """See :meth:`ShardReader.whole_shape`."""
+    return tuple(tensor.ds_shape) if is_partitioned(tensor) else None  # type: ignore[attr-defined]
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Shape of the whole, for any tensor."""
+    known_shape = whole_shape(tensor)
+    return tuple(tensor.shape) if known_shape is None else known_shape
+
+
+def local_pieces(tensor: torch.Tensor, held: Any = None) -> list[Piece]:
+    """See :meth:`ShardReader.local_pieces`; empty where this process has nothing of it."""
+    if is_partitioned(tensor):
+        return _of_placeholder(tensor)
+    fp32_mapping = private_api.fp32_fragment(tensor)
+    if fp32_mapping is not None:
+        return [_of_mapping(fp32_mapping)]
+    if held is not None:
+        return [_of_destroyed(tensor, held)]
+    # It is None where the float32 copy is another rank's, and after an engine that never stepped.
+    return []
+
+
+def hold(tensor: torch.Tensor) -> object:
+    """See :meth:`ShardReader.hold`; an engine that is destroyed forgets its float32 copies."""
+    return private_api.fp32_fragment(tensor)
+
+
+def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    """See :meth:`ShardReader.assign`; the float32 copy and the weights themselves."""
+    flat_values = whole.reshape(-1)
+    if private_api.is_swapped_out(tensor):
+        _write_to_disk(tensor, flat_values)
+    else:
+        for first_element, part_values in local_pieces(tensor):
+            part_values.copy_(flat_values[first_element : first_element + part_values.numel()])
+    if not is_partitioned(tensor):
+        tensor.data.copy_(whole)
+        return
+    local_part: Any = tensor.ds_tensor  # type: ignore[attr-defined]
+    first_element, element_count = _local_span(tensor)
+    if nvme_swapping.is_on_disk(tensor):
+        nvme_swapping.write_part(tensor, flat_values[first_element : first_element + element_count])
+    else:
+        local_part.data.view(-1)[:element_count].copy_(
+            flat_values[first_element : first_element + element_count]
+        )
+    if tensor.data.numel() == tensor.ds_numel:  # type: ignore[attr-defined]
+        tensor.data.copy_(whole)  # small ones are whole everywhere, besides
+
+
+def _write_to_disk(tensor: Any, flat_values: torch.Tensor) -> None:
+    """Change the float32 copy where it is kept.
+
+    What DeepSpeed lets one look at is a buffer that it has given up by then.
+    """
+    first_element, element_count = _local_span(tensor)
+
+    def write(part_values: torch.Tensor) -> None:
+        part_values[:element_count].copy_(
+            flat_values[first_element : first_element + element_count]
+        )
+
+    private_api.write_swapped_fp32(tensor, write)
+
+
+def _of_mapping(fp32_mapping: Any) -> Piece:
+    first_element = int(fp32_mapping.lp_fragment_address.start)
+    return first_element, fp32_mapping.hp_fragment.detach().reshape(-1)
+
+
+def _of_destroyed(tensor: torch.Tensor, held_mapping: Any) -> Piece:
+    """The float32 copy, unless the weights went on without it."""
+    first_element, fp32_copy = _of_mapping(held_mapping)
+    part_weights = tensor.detach().reshape(-1)[first_element : first_element + fp32_copy.numel()]
+    return first_element, fp32_copy if torch.equal(
+        fp32_copy.to(part_weights), part_weights
+    ) else part_weights
+
+
+def _of_placeholder(tensor: Any) -> list[Piece]:
+    first_element, element_count = _local_span(tensor)
+    if element_count == 0:
+        return []
+    if private_api.zero3_optimizer(tensor) is not None and tensor.requires_grad:
+        from deepspeed.utils import safe_get_local_fp32_param
+
+        part_values = safe_get_local_fp32_param(tensor)
+        if part_values is not None:
+            return [(first_element, part_values.detach().reshape(-1)[:element_count])]
+    return [(first_element, _at_hand(tensor).detach().reshape(-1)[:element_count])]
+
+
+def _local_span(tensor: Any) -> tuple[int, int]:
+    """First element and number of elements that this process has; the last part may be padded."""
+    part_size = int(tensor.ds_tensor.ds_numel)
+    first_element = _partition_rank(tensor) * part_size
+    return first_element, max(0, min(part_size, int(tensor.ds_numel) - first_element))
+
+
+def _partition_rank(tensor: Any) -> int:
+    """Which of the parts is this process's; DeepSpeed writes it down from 0.19.3 on."""
+    rank = getattr(tensor, "ds_zero_partition_rank", None)
+    return int(dist.get_rank(tensor.ds_process_group) if rank is None else rank)
+
+
+def _at_hand(tensor: Any) -> torch.Tensor:
+    """This process's part of the weights, read from disk if it lies there."""
+    local_part: torch.Tensor = tensor.ds_tensor
+    return nvme_swapping.read_part(tensor) if nvme_swapping.is_on_disk(tensor) else local_part

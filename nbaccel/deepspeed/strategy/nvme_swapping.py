@@ -1,0 +1,290 @@
+"""Parameters that ZeRO-3 keeps in files: a folder for each engine, and none left behind.
+
+DeepSpeed empties its folder when an engine is made, also where another engine of the process has
+its states in it, and leaves the files there when the process ends.
+
+There are no more buffers than `buffer_count`, and what was read ahead stays in one until it is
+used. So nothing here needs a buffer to itself: files are read and written as files.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig
+from nbaccel.errors import ConfigError
+from nbaccel.leftovers import LeftoverFolders, announce_leftover
+from nbaccel.units import format_bytes
+
+__all__ = [
+    "Claim",
+    "check_buffers",
+    "claim",
+    "folders_in_use",
+    "free_buffers",
+    "is_on_disk",
+    "leave",
+    "read_part",
+    "skip_repeated_reads",
+    "write_part",
+]
+
+
+_SWAPPED_SECTIONS = ("offload_optimizer", "offload_param")
+
+
+class Claim:
+    """An engine's use of folders on the fast disk.
+
+    Args:
+        folders: What the engine is told to swap to.
+        rank: This process, which has a folder of its own in each.
+    """
+
+    def __init__(self, folders: frozenset[Path], rank: int) -> None:
+        self.folders = folders
+        self._rank = rank
+        self._pid = os.getpid()
+
+    def release(self) -> None:
+        """Remove this process's files; a second time does nothing."""
+        if self not in _OPEN_CLAIMS:
+            return
+        _OPEN_CLAIMS.remove(self)
+        if os.getpid() != self._pid:
+            return  # a forked child's copy; the files are its parent's
+        for leftover_files in self.leftovers():
+            leftover_files.remove()
+            announce_leftover(leftover_files, is_there=False)
+
+    def leftovers(self) -> list[LeftoverFolders]:
+        """What is to be removed when the engine, or this process, has ended."""
+        return [
+            LeftoverFolders(
+                swap_folder.absolute(),
+                f"zero_stage_3/*/rank{self._rank}",
+                whole=swap_folder.name.startswith(_ENGINE_FOLDER_PREFIX),
+            )
+            for swap_folder in sorted(self.folders)
+        ]
+
+
+_ENGINE_FOLDER_PREFIX = "engine_"
+_OPEN_CLAIMS: list[Claim] = []
+"""Of this process: engines of several Accelerators must not meet in one folder."""
+
+
+def claim(zero_config: ZeroConfig, rank: int) -> tuple[ZeroConfig, Claim]:
+    """Give an engine folders that no other engine of this process has.
+
+    Args:
+        zero_config: Without ``"auto"``.
+        rank: This process among all.
+
+    Returns:
+        The configuration with these folders, and the claim; it is released when the engine ends.
+    """
+    used_folders = folders_in_use()
+    own_folders = set()
+    for section_name in _SWAPPED_SECTIONS:
+        offload_section = getattr(zero_config, section_name)
+        if offload_section is not None and offload_section.device == "nvme":
+            base_folder, folder_number = Path(offload_section.nvme_path), 0
+            swap_folder = base_folder
+            while swap_folder in used_folders:
+                folder_number += 1
+                swap_folder = base_folder / f"{_ENGINE_FOLDER_PREFIX}{folder_number}"
+            zero_config = zero_config.changed(
+                **{section_name: offload_section.changed(nvme_path=str(swap_folder))}
+            )
+            own_folders.add(swap_folder)
+    new_claim = Claim(frozenset(own_folders), rank)
+    if own_folders:
+        _OPEN_CLAIMS.append(new_claim)
+        for leftover_files in new_claim.leftovers():
+            announce_leftover(leftover_files, is_there=True)
+    return zero_config, new_claim
+
+
+def folders_in_use() -> set[Path]:
+    """Those in which engines of this process have files."""
+    return {swap_folder for other_claim in _OPEN_CLAIMS for swap_folder in other_claim.folders}
+
+
+def leave() -> None:
+    """Release all: this process ends."""
+    for open_claim in tuple(_OPEN_CLAIMS):
+        open_claim.release()
+
+
+# Now, so that it is done after all that is registered later: an environment's end takes its engines
+# down first. A worker leaves without it, and is told to.
+atexit.register(leave)
+
+
+_BUFFER_DEFAULTS = {"buffer_size": 100_000_000, "buffer_count": 5}
+"""DeepSpeed's defaults: numbers in a buffer, and how many buffers."""
+
+
+def is_on_disk(tensor: torch.Tensor) -> bool:
+    """Whether this process's part of a parameter is in a file.
+
+    Args:
+        tensor: Any tensor.
+    """
+    local_part = getattr(tensor, "ds_tensor", None)
+    return getattr(local_part, "final_location", None) == "nvme"
+
+
+def read_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a parameter, out of its file.
+
+    Args:
+        tensor: A placeholder whose part is on disk.
+
+    Returns:
+        Shape (elements of a part,), the parameter's dtype, in memory of its own.
+
+    Raises:
+        ConfigError: The file is gone.
+    """
+    return _mapped_part(tensor, is_shared=False).clone()
+
+
+def write_part(tensor: torch.Tensor, part_values: torch.Tensor) -> None:
+    """Write this process's part of a parameter into its file.
+
+    Args:
+        tensor: A placeholder whose part is on disk.
+        part_values: Its first elements, of shape (elements,), any dtype; padding stays as it is.
+
+    Raises:
+        ConfigError: The file is gone.
+    """
+    _mapped_part(tensor, is_shared=True)[: part_values.numel()].copy_(part_values)
+    local_part: Any = tensor.ds_tensor  # type: ignore[attr-defined]
+    if (
+        local_part.status == _swap_status().AVAILABLE
+    ):  # read ahead: what is in the buffer is old now
+        local_part.data.view(-1)[: part_values.numel()].copy_(part_values)
+
+
+def free_buffers(user_module: nn.Module) -> None:
+    """Let go what was read ahead, so that there is a buffer for what is gathered next.
+
+    Args:
+        user_module: The user's own module inside the engine.
+    """
+    for parameter in filter(is_on_disk, user_module.parameters()):
+        swapped_parameter: Any = parameter
+        swapped_parameter.nvme_swapper.synchronize_reads()
+        is_used = swapped_parameter.ds_status.name != "NOT_AVAILABLE"
+        if swapped_parameter.ds_tensor.status == _swap_status().AVAILABLE and not is_used:
+            swapped_parameter.nvme_swapper.remove_partition_and_release_buffers([swapped_parameter])
+
+
+def skip_repeated_reads(user_module: nn.Module) -> None:
+    """Let a parameter that several layers use be read ahead once.
+
+    DeepSpeed 0.19 lists it as often as it will be used, and fails on the second time (`already
+    assigned swap buffer`): every T5 looks at a layer's weights from outside of the layer.
+
+    Args:
+        user_module: The user's own module inside the engine.
+    """
+    unique_swappers = {
+        id(found_swapper): found_swapper
+        for parameter in user_module.parameters()
+        if (found_swapper := _param_swapper(parameter)) is not None
+    }
+    for param_swapper in unique_swappers.values():
+        param_swapper.swap_in = _read_once(param_swapper.swap_in)
+
+
+def check_buffers(model: nn.Module, zero_config: ZeroConfig, world_size: int) -> None:
+    """Refuse buffers into which the largest parameter does not go.
+
+    Args:
+        model: The model, built already.
+        zero_config: Without ``"auto"``.
+        world_size: Processes.
+
+    Raises:
+        ConfigError: They are too small.
+    """
+    offload_section = zero_config.offload_param
+    if offload_section is None or offload_section.device != "nvme":
+        return
+    buffer_size, buffer_count = (
+        default_value
+        if (given_value := getattr(offload_section, buffer_key)) is None
+        else int(given_value)
+        for buffer_key, default_value in _BUFFER_DEFAULTS.items()
+    )
+    part_sizes = {
+        parameter_name: -(-int(getattr(parameter, "ds_numel", parameter.numel())) // world_size)
+        for parameter_name, parameter in model.named_parameters()
+    }
+    parameter_name = max(part_sizes, key=lambda buffer_key: part_sizes[buffer_key])
+    needed_numbers = part_sizes[parameter_name]
+    if needed_numbers > buffer_size:
+        half_sections = (zero_config.bf16, zero_config.fp16)
+        number_bytes = (
+            2
+            if any(
+                half_section is not None and half_section.enabled for half_section in half_sections
+            )
+            else 4
+        )
+        memory_text = format_bytes(needed_numbers * buffer_count * number_bytes)
+        raise ConfigError(
+            f"{ZERO}.offload_param.buffer_size={buffer_size} is too small: a process reads "
+            f"{needed_numbers} numbers of {parameter_name} from disk, into one buffer. DeepSpeed "
+            f"would stop with 'More elements than buffer size'. Set it to {needed_numbers} or "
+            f"more; the {buffer_count} buffers (buffer_count) then take {memory_text} of host "
+            "memory in each process."
+        )
+
+
+def _mapped_part(tensor: Any, *, is_shared: bool) -> torch.Tensor:
+    param_swapper = tensor.nvme_swapper
+    param_swapper.synchronize_writes()
+    file_path = Path(param_swapper.get_path(tensor))
+    if not file_path.is_file():
+        raise ConfigError(
+            f"{file_path} is gone: it held this process's part of a parameter of shape "
+            f"{tuple(tensor.ds_shape)}, which is nowhere else. Keep the folder "
+            f"(offload_param.nvme_path) until accelerator.free_memory() has taken the weights "
+            f"back."
+        )
+    part_size = int(tensor.ds_tensor.ds_numel)
+    return torch.from_file(str(file_path), shared=is_shared, size=part_size, dtype=tensor.dtype)
+
+
+def _param_swapper(parameter: Any) -> Any:
+    return getattr(parameter, "nvme_swapper", None)
+
+
+def _read_once(swap_in: Any) -> Any:
+    @functools.wraps(swap_in)
+    def read(swapped_params: Any, *args: Any, **kwargs: Any) -> Any:
+        return swap_in(
+            list({id(parameter): parameter for parameter in swapped_params}.values()),
+            *args,
+            **kwargs,
+        )
+
+    return read
+
+
+def _swap_status() -> Any:
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+    return PartitionedParamStatus

@@ -1,0 +1,214 @@
+"""From a plugin's configuration, with its "auto" values, to the one an engine is made with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from nbaccel.abc.place import Place
+from nbaccel.abc.standins import DummyOptim, DummyScheduler
+from nbaccel.config import RunConfig
+from nbaccel.config.nested_keys import value_at
+from nbaccel.deepspeed.auto_values import Resolved, resolve_auto
+from nbaccel.deepspeed.checking import check_config
+from nbaccel.deepspeed.field_types import AUTO
+from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
+from nbaccel.deepspeed.training_facts import TrainingFacts
+from nbaccel.deepspeed.zero_config import ZERO
+from nbaccel.errors import ConfigError
+from nbaccel.plan.launch_plan import Choice
+from nbaccel.plan.training import TrainingRequest
+
+__all__ = ["check_parts", "settle_config"]
+
+
+def settle_config(
+    given_config: dict[str, Any],
+    active_plugin: DeepSpeedPlugin,
+    asked_settings: TrainingRequest,
+    process_place: Place,
+    model: nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    data_loaders: Iterable[Any],
+) -> Resolved:
+    """Fill in and check a configuration.
+
+    Args:
+        given_config: A DeepSpeed configuration, with ``"auto"`` values.
+        active_plugin: What else the user asked of DeepSpeed.
+        asked_settings: What he asked of the Accelerator.
+        process_place: This process among the others.
+        model: The model.
+        optimizer: Its optimizer or what stands for it; None for none.
+        scheduler: The same of its schedule.
+        data_loaders: Data loaders, shared out already.
+
+    Returns:
+        What the engine is made with.
+
+    Raises:
+        ConfigError: It is wrong, or contradicts the run; all mistakes.
+    """
+    micro_batch = _micro_batch(data_loaders, takes_smallest=active_plugin.is_train_batch_min)
+    training_facts = TrainingFacts(
+        world_size=process_place.world_size,
+        micro_batch_size=micro_batch,
+        accumulation_steps=asked_settings.accumulation_steps,
+        mixed_precision=asked_settings.mixed_precision,
+        total_steps=_total_steps(scheduler, process_place, asked_settings),
+        learning_rate=_schedule_peak_rate(given_config, optimizer),
+    )
+    config_settings, auto_choices = _with_a_batch_size(_with_gathering(given_config), micro_batch)
+    resolved_config = resolve_auto(
+        config_settings,
+        facts=training_facts,
+        model=model,
+        optimizer=optimizer if isinstance(optimizer, DummyOptim) else None,
+        scheduler=scheduler if isinstance(scheduler, DummyScheduler) else None,
+    )
+    run_config = RunConfig.model_validate({"device": process_place.device.type})
+    checked_config = check_config(
+        resolved_config.config, world_size=process_place.world_size, run=run_config
+    )
+    return Resolved(
+        checked_config.config, (*auto_choices, *resolved_config.choices), checked_config.warnings
+    )
+
+
+def _micro_batch(data_loaders: Iterable[Any], *, takes_smallest: bool) -> int | None:
+    batch_sizes = [
+        batch_size
+        for data_loader in data_loaders
+        if isinstance(batch_size := data_loader.batch_size, int)
+    ]
+    if not batch_sizes:
+        return None
+    return min(batch_sizes) if takes_smallest else max(batch_sizes)
+
+
+def _total_steps(
+    scheduler: Any, process_place: Place, asked_settings: TrainingRequest
+) -> int | None:
+    """A loop of several processes makes so many fewer steps."""
+    if not isinstance(scheduler, DummyScheduler) or scheduler.total_num_steps is None:
+        return None
+    sharing_processes = 1 if asked_settings.split_batches else process_place.world_size
+    return math.ceil(scheduler.total_num_steps / sharing_processes)
+
+
+def _schedule_peak_rate(given_config: Mapping[str, Any], optimizer: Any) -> float | None:
+    """What the file's schedule warms up to where it leaves that to the code's own optimizer."""
+    if value_at(given_config, "scheduler.params.warmup_max_lr") != AUTO:
+        return None
+    optimizer_defaults = getattr(optimizer, "defaults", {}).get("lr")
+    return None if optimizer_defaults is None else float(optimizer_defaults)
+
+
+def _with_gathering(config_settings: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's own `save_16bit_model` writes nothing at stage 3 unless it is told to."""
+    zero_section = config_settings.get(ZERO)
+    config_key = "stage3_gather_16bit_weights_on_model_save"
+    if (
+        not isinstance(zero_section, dict)
+        or zero_section.get("stage") != 3
+        or config_key in zero_section
+    ):
+        return config_settings
+    return {**config_settings, ZERO: {**zero_section, config_key: True}}
+
+
+def _with_a_batch_size(
+    config_settings: dict[str, Any], micro_batch: int | None
+) -> tuple[dict[str, Any], tuple[Choice, ...]]:
+    """DeepSpeed insists on a batch size, though only its own counters and logs use it."""
+    config_key = "train_micro_batch_size_per_gpu"
+    total_batch = config_settings.get("train_batch_size", AUTO)
+    if (
+        micro_batch is not None
+        or config_settings.get(config_key, AUTO) != AUTO
+        or total_batch != AUTO
+    ):
+        return config_settings, ()
+    size_reason = "no loader was prepared before; DeepSpeed counts samples by it, nothing else"
+    return {**config_settings, config_key: 1}, (Choice(config_key, 1, size_reason),)
+
+
+# ------------------------------------------------------------------------- what goes together
+
+
+def check_parts(
+    config_settings: dict[str, Any],
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+) -> None:
+    """Refuse optimizers and schedules that the file and the code both have, or neither.
+
+    Args:
+        config_settings: The configuration.
+        models: Models of one call of `prepare`.
+        optimizers: Theirs.
+        schedulers: Theirs.
+
+    Raises:
+        ConfigError: What does not go together; all of it.
+    """
+    part_mistakes = []
+    are_dummies = [isinstance(optimizer, DummyOptim) for optimizer in optimizers]
+    if optimizers and not models:
+        part_mistakes.append(
+            f"prepare got {len(optimizers)} optimizer(s) and no model: DeepSpeed puts both in "
+            f"one engine, and the optimizer alone would train nothing. Prepare them in one call."
+        )
+    if config_settings.get("optimizer") and not all(are_dummies):
+        part_mistakes.append(
+            f"The DeepSpeed configuration has an optimizer "
+            f"({_type_of(config_settings['optimizer'])}), and prepare got one of torch. Only one "
+            f"can train. Leave it out of the configuration, or prepare "
+            f"nbaccel.utils.DummyOptim(model.parameters())."
+        )
+    if any(are_dummies) and not config_settings.get("optimizer"):
+        part_mistakes.append(
+            f"prepare got {sum(are_dummies)} DummyOptim, and the DeepSpeed configuration has no "
+            f"optimizer that it could stand for. Add one there, or prepare one of torch."
+        )
+    part_mistakes += _schedule_mistakes(config_settings, schedulers, some_dummy=any(are_dummies))
+    if part_mistakes:
+        raise ConfigError(*part_mistakes)
+
+
+def _schedule_mistakes(
+    config_settings: dict[str, Any], schedulers: Sequence[Any], *, some_dummy: bool
+) -> list[str]:
+    part_mistakes = []
+    for scheduler in schedulers:
+        is_dummy = isinstance(scheduler, DummyScheduler)
+        makes_schedule = is_dummy and scheduler.lr_scheduler_callable is not None
+        if config_settings.get("scheduler") and (not is_dummy or makes_schedule):
+            part_mistakes.append(
+                f"The DeepSpeed configuration has a schedule "
+                f"({_type_of(config_settings['scheduler'])}), and prepare got "
+                f"{type(scheduler).__name__}. Only one can set the learning rate. Leave it out "
+                f"of the configuration, or prepare nbaccel.utils.DummyScheduler."
+            )
+        elif is_dummy and not makes_schedule and not config_settings.get("scheduler"):
+            part_mistakes.append(
+                f"prepare got a DummyScheduler(total_num_steps={scheduler.total_num_steps}), and "
+                f"the DeepSpeed configuration has no schedule that it could stand for. Add one "
+                f"there, or give lr_scheduler_callable."
+            )
+        elif some_dummy and not is_dummy:
+            part_mistakes.append(
+                f"prepare got a {type(scheduler).__name__} of an optimizer that is a DummyOptim: "
+                f"it would set the learning rate of nothing. Give "
+                f"DummyScheduler(lr_scheduler_callable=...)."
+            )
+    return part_mistakes
+
+
+def _type_of(config_section: Any) -> Any:
+    return config_section.get("type") if isinstance(config_section, dict) else config_section

@@ -1,0 +1,233 @@
+"""A module that an engine took apart, made what it was, with trained weights.
+
+Its hooks, functions and registers on the user's modules refer to engines and process groups.
+
+DeepSpeed casts a module in place, moves its parameters into flat buffers, or, at stage 3, leaves
+placeholders in it, and hooks everywhere. In a script nobody minds; in a notebook the module is
+there after training, and is to be looked at, saved, or trained in another way.
+
+    take_back            this process has all of it: no communication
+    take_back_together   each process has a part: before another engine gets the module
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nbaccel.abc import shards
+from nbaccel.abc.shards import Remembered
+from nbaccel.deepspeed.private_api import ZERO3_MODULE_ATTRIBUTES
+from nbaccel.deepspeed.strategy import local_shards
+from nbaccel.deepspeed.teardown import destroy, forget_modules, live_engines
+from nbaccel.errors import ConfigError
+
+__all__ = ["inner_module", "plain_state", "remember", "take_back", "take_back_together", "unhook"]
+
+
+_HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def inner_module(module: nn.Module) -> nn.Module | None:
+    """See :meth:`ShardReader.inner_module`."""
+    inner_engine = module._modules.get("module")
+    return inner_engine if _is_deepspeeds(type(module)) else None
+
+
+def plain_state(module: nn.Module) -> dict[str, Any] | None:
+    """See :meth:`ShardReader.plain_state`."""
+    module_state = vars(module)
+    module_hooks = [
+        hook_handle
+        for attribute_name in _HOOK_TABLES
+        for hook_handle in (module_state.get(attribute_name) or {}).values()
+    ]
+    if not _is_deepspeeds(type(module._parameters)) and not any(map(_is_deepspeeds, module_hooks)):
+        return None
+    kept_state = {
+        attribute_name: attribute_value
+        for attribute_name, attribute_value in module_state.items()
+        if attribute_name not in ZERO3_MODULE_ATTRIBUTES
+        and not _is_deepspeeds(attribute_value)
+        and not _is_deepspeeds(type(attribute_value))
+    }
+    for attribute_name in _HOOK_TABLES:
+        hook_table = module_state.get(attribute_name) or {}
+        kept_state[attribute_name] = OrderedDict(
+            table_item for table_item in hook_table.items() if not _is_deepspeeds(table_item[1])
+        )
+    # Past its own `__getitem__`, which gathers what is looked up.
+    return kept_state | {"_parameters": dict(dict.items(module._parameters))}
+
+
+def _is_deepspeeds(inspected_object: Any) -> bool:
+    """Whether a class, a function or a method was defined in DeepSpeed."""
+    module_name = getattr(getattr(inspected_object, "func", inspected_object), "__module__", None)
+    return isinstance(module_name, str) and module_name.partition(".")[0] == "deepspeed"
+
+
+# What a module was before its first engine is a fact of this process: in a live worker it outlives
+# the Accelerator that prepared it, which the next run of the same cell drops.
+_REMEMBERED_STATES: WeakKeyDictionary[nn.Module, Remembered] = WeakKeyDictionary()
+
+
+def remember(module: nn.Module) -> Remembered:
+    """See :meth:`ShardReader.remember`; of a module that is taken apart, what it was before."""
+    is_cut = any(map(local_shards.is_cut, module.parameters()))
+    if not is_cut or module not in _REMEMBERED_STATES:
+        _REMEMBERED_STATES[module] = shards.remember(module)
+    return _REMEMBERED_STATES[module]
+
+
+def take_back(module: nn.Module, remembered: Remembered) -> bool:
+    """See :meth:`ShardReader.take_back`; engines of this module are destroyed."""
+    module_engines = _engines_of(module)
+    if not module_engines and not any(map(local_shards.is_cut, module.parameters())):
+        return False
+    _restore_module(module, remembered, _trained_weights(module), module_engines)
+    return True
+
+
+def take_back_together(module: nn.Module, device: torch.device) -> bool:
+    """Make a module whole that earlier engines of all processes have; a collective.
+
+    A cell that prepares a model is run again: without this, hooks of the engine before would run
+    beside those of the next one, over process groups that may be gone, and its weights would be
+    those in low precision.
+
+    Args:
+        module: The module; one that was built in shards stays so.
+        device: What the processes communicate with.
+
+    Returns:
+        Whether an engine had it.
+
+    Raises:
+        ConfigError: Parts of it are nowhere; on every process.
+    """
+    state_before = _REMEMBERED_STATES.get(module)
+    is_cut = state_before is not None and any(map(local_shards.is_cut, module.parameters()))
+    built_in_shards = state_before is not None and any(
+        "ds_shape" in own_attributes for _, own_attributes in state_before.tensors.values()
+    )
+    had_engine = torch.tensor(is_cut and not built_in_shards, dtype=torch.int32, device=device)
+    dist.all_reduce(
+        had_engine, dist.ReduceOp.MAX
+    )  # one that failed half-way asks all others to join
+    if not had_engine:
+        return False
+    whole_values = _put_together(module, device)
+    _restore_module(module, state_before or remember(module), whole_values, _engines_of(module))
+    forget_modules()
+    return True
+
+
+@torch.no_grad()
+def _put_together(user_module: nn.Module, device: torch.device) -> dict[int, torch.Tensor]:
+    """Whole weights by the identity of their parameters; a collective.
+
+    Where engines had no copy of higher precision, or have forgotten it, the weights stay.
+    """
+    whole_weights: dict[int, torch.Tensor] = {}
+    missing_names: list[str] = []
+    for parameter_name, cut_parameter in user_module.named_parameters():
+        shape = local_shards.shape_of(cut_parameter)
+        whole_tensor = torch.zeros(shape, dtype=torch.float32, device=device)
+        element_count = torch.zeros((), dtype=torch.int64, device=device)
+        for first_element, part_values in (
+            local_shards.local_pieces(cut_parameter) if local_shards.is_cut(cut_parameter) else ()
+        ):
+            whole_tensor.view(-1)[first_element : first_element + part_values.numel()].copy_(
+                part_values
+            )
+            element_count += part_values.numel()
+        dist.all_reduce(element_count)
+        if element_count == whole_tensor.numel():
+            dist.all_reduce(whole_tensor)  # no element is in two parts: adding zeros changes none
+            whole_weights[id(cut_parameter)] = whole_tensor.to(cut_parameter.device)
+        elif (
+            local_shards.is_partitioned(cut_parameter)
+            and cut_parameter.numel() != whole_tensor.numel()
+        ):
+            missing_names.append(parameter_name)
+    _check_none_missing(user_module, missing_names, device)
+    return whole_weights
+
+
+def _check_none_missing(
+    user_module: nn.Module, missing_names: list[str], device: torch.device
+) -> None:
+    missing_count = torch.tensor(len(missing_names), device=device)
+    dist.all_reduce(missing_count)
+    if missing_count:
+        raise ConfigError(
+            f"{type(user_module).__name__} was taken apart by an engine that was not finished on "
+            f"all processes: {int(missing_count)} part(s) of weights are nowhere "
+            f"({', '.join(missing_names[:3]) or 'on other ranks'}). Build the model anew, or "
+            "restart the workers (%accelerate restart), which get the notebook's."
+        )
+
+
+def _restore_module(
+    user_module: nn.Module,
+    state_before: Remembered,
+    whole_values: Mapping[int, torch.Tensor],
+    module_engines: list[Any],
+) -> None:
+    for engine in module_engines:
+        unhook(engine)
+        if dist.is_initialized():  # else it was destroyed when its group ended
+            destroy(engine)
+    for inner_submodule in user_module.modules():
+        # A dictionary of DeepSpeed's own, which gathers what is looked up, now over no group.
+        inner_submodule._parameters = dict(dict.items(inner_submodule._parameters))
+    for tensor_name, tensor in (*user_module.named_parameters(), *user_module.named_buffers()):
+        whole_tensor = whole_values.get(id(tensor), tensor.detach())
+        dtype, own_attributes = state_before.tensors.get(
+            tensor_name, (whole_tensor.dtype, frozenset(vars(tensor)))
+        )
+        tensor.data = whole_tensor.to(dtype)
+        tensor.grad = None
+        for attribute_name in vars(tensor).keys() - own_attributes:
+            delattr(tensor, attribute_name)
+    vars(user_module).pop("generate", None)
+
+
+def _engines_of(user_module: nn.Module) -> list[Any]:
+    return [engine for engine in live_engines() if vars(engine).get("module") is user_module]
+
+
+def unhook(engine: Any) -> None:
+    """Remove the hooks that an engine's `destroy` leaves on the module.
+
+    Args:
+        engine: The engine.
+    """
+    for attribute_name in ("module_forward_pre_hook", "module_forward_post_hook"):
+        hook_handle = getattr(engine, attribute_name, None)
+        if hook_handle is not None:
+            hook_handle.remove()
+
+
+@torch.no_grad()
+def _trained_weights(user_module: nn.Module) -> dict[int, torch.Tensor]:
+    """Whole float32 weights by the identity of their parameters; none where no copy has them."""
+    whole_weights: dict[int, torch.Tensor] = {}
+    for cut_parameter in filter(local_shards.is_cut, user_module.parameters()):
+        local_parts = local_shards.local_pieces(cut_parameter)
+        shape = local_shards.shape_of(cut_parameter)
+        whole_tensor = torch.empty(shape, dtype=torch.float32, device=cut_parameter.device)
+        if sum(part_values.numel() for _, part_values in local_parts) < whole_tensor.numel():
+            continue
+        for first_element, part_values in local_parts:
+            whole_tensor.view(-1)[first_element : first_element + part_values.numel()].copy_(
+                part_values
+            )
+        whole_weights[id(cut_parameter)] = whole_tensor
+    return whole_weights

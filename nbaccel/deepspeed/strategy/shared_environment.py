@@ -1,0 +1,115 @@
+"""The distributed environment that engines of a bare notebook share while they live.
+
+In a live worker a cell that prepares is run again, perhaps with another model. The engine before
+would stay for ever: hooks on its gradients are held by torch's C++ side, where Python's garbage
+collector does not see that nobody else refers to them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from nbaccel import env
+from nbaccel.deepspeed import cpp_operations
+from nbaccel.deepspeed.environment import (
+    DeepSpeedEnvironment,
+    deepspeed_environment,
+    ignore_old_names,
+)
+from nbaccel.deepspeed.strategy.engine_driver import Drive
+from nbaccel.deepspeed.teardown import forget_modules
+
+__all__ = ["Lease", "add", "end"]
+
+
+class _SharedEnvironment:
+    """One environment of one process, and how many use it."""
+
+    def __init__(self) -> None:
+        self.environment: DeepSpeedEnvironment | None = None
+        self.users = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is in force."""
+        return self.environment is not None and not self.environment.closed
+
+    def enter(self, device: torch.device) -> None:
+        if not self.is_open:
+            self.environment, self.users = deepspeed_environment(device=device), 0
+        self.users += 1
+
+    def leave(self) -> None:
+        self.users -= 1
+        if self.users <= 0 and self.environment is not None:
+            self.environment.close()
+            self.environment = None
+
+
+_SHARED_ENVIRONMENT = _SharedEnvironment()
+
+
+class Lease:
+    """One user's claim that engines can be made in this process.
+
+    Where there is no process group, an environment of one process is made; it ends with the last
+    claim. In a launched process what DeepSpeed needs of it is put right.
+
+    Args:
+        device: What is computed on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._taken = False
+
+    def take(self) -> None:
+        """Claim it; a second time does nothing."""
+        if self._taken:
+            return
+        ignore_old_names()
+        gc.collect()  # what a cell left behind when it was run again still has its claim
+        if dist.is_initialized() and not _SHARED_ENVIRONMENT.is_open:
+            self._put_right()
+            return
+        _SHARED_ENVIRONMENT.enter(self._device)
+        self._taken = True
+
+    def give_up(self) -> None:
+        """Claim it no more."""
+        if self._taken:
+            self._taken = False
+            _SHARED_ENVIRONMENT.leave()
+
+    def _put_right(self) -> None:
+        env.update({"PATH": cpp_operations.path_with_ninja()})
+        if self._device.type == "cpu":
+            cpp_operations.check_compiler()
+            # Read once, when DeepSpeed is imported; it would compute on a GPU that it finds.
+            env.update({"DS_ACCELERATOR": env.read("DS_ACCELERATOR") or "cpu"})
+        cpp_operations.remove_forgotten_locks()
+
+
+_ORPHANED_DRIVES: list[Drive] = []
+
+
+def add(drives: Mapping[int, Drive]) -> None:
+    """Note engines without an Accelerator, which alone could train them.
+
+    They are not ended at once: a cell may still look at what they have.
+
+    Args:
+        drives: What drives them.
+    """
+    _ORPHANED_DRIVES.extend(drives.values())
+
+
+def end() -> None:
+    """Destroy them; each process does so for itself."""
+    while _ORPHANED_DRIVES:
+        _ORPHANED_DRIVES.pop().end(None)
+    forget_modules()

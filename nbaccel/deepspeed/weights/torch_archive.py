@@ -1,0 +1,586 @@
+"""What ``torch.save`` wrote, as an outline: containers, numbers, and where each tensor lies.
+
+Offline, weights are read without torch and without DeepSpeed: what a conversion needs beside the
+bytes themselves is a table of types.
+
+Such a file is a zip archive (torch 1.6 and later; records are stored, not compressed)::
+
+    <name>/data.pkl     the object, pickled; of a tensor only the key of its storage, and its shape
+    <name>/data/<key>   bytes of a storage
+    <name>/byteorder    little or big
+
+Unpickling here calls nothing of what the pickle names: constructors of torch's tensors become
+notes of place and shape, a few containers of the standard library are themselves, everything else
+becomes an :class:`Unknown`. So neither torch nor DeepSpeed is needed, a hostile file can run no
+code, and of gigabytes only the outline is read. A tensor must lie within its record and a record
+within its file, and nothing is allocated merely because a number in the file says so.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import io
+import math
+import pickle
+import zipfile
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import IO, Any, ClassVar, NamedTuple
+
+from nbaccel.errors import CheckpointDamaged, ConfigError
+from nbaccel.intact import OLD_TORCH_FORMAT
+
+__all__ = [
+    "DTYPES",
+    "SAFETENSORS_CODES",
+    "ArchiveRecord",
+    "StoredTensor",
+    "Strip",
+    "Unknown",
+    "Weight",
+    "is_readable",
+    "misplaced",
+    "num_elements",
+    "read_outline",
+]
+
+
+DTYPES = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint64": ("U64", 8),
+    "uint32": ("U32", 4),
+    "uint16": ("U16", 2),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+    "complex64": ("C64", 8),
+}
+"""torch's name of a type → (its code in safetensors, bytes per element)."""
+
+SAFETENSORS_CODES = {code: name for name, (code, _) in DTYPES.items()}
+
+# A buffer may repeat its elements (`expand`); a file of a few bytes must not make gigabytes.
+_REPEATED, _REPEATED_BYTES = 16, 64 * 2**20
+_FLOATING_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16"})
+
+
+def num_elements(shape: Sequence[int]) -> int:
+    """How many elements a tensor of a shape has; one for ``()``."""
+    return math.prod(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveRecord:
+    """Bytes in an archive.
+
+    Attributes:
+        path: The archive.
+        name: What it is called there.
+        start: Its first byte in the file.
+        num_bytes: How many it has.
+        crc: Their CRC-32; None where the archive was saved without.
+    """
+
+    path: Path
+    name: str
+    start: int
+    num_bytes: int
+    crc: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file, within the record that holds its storage.
+
+    Attributes:
+        path: The file.
+        start: Byte at which its storage begins.
+        dtype: torch's name, without ``torch.``.
+        offset: Element of the storage that is its first.
+        shape: Its shape.
+        stride: Elements of the storage between neighbours, by dimension.
+        ds_id: What DeepSpeed's swapper calls it; empty for most.
+        record: The record that it lies in; None where it has a file to itself.
+    """
+
+    path: Path
+    start: int
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    ds_id: str = ""
+    record: ArchiveRecord | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return num_elements(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return DTYPES[self.dtype][1]
+
+    @property
+    def first_byte(self) -> int:
+        """Where its first element is in the file."""
+        return self.start + self.offset * self.itemsize
+
+    @property
+    def extent(self) -> int:
+        """Elements of the storage from its first to its last; its number if it has no gaps."""
+        if not self.numel:
+            return 0
+        return 1 + sum(
+            (dimension_size - 1) * stride_step
+            for dimension_size, stride_step in zip(self.shape, self.stride, strict=True)
+        )
+
+    @property
+    def span(self) -> StoredTensor:
+        """All elements of the storage from its first to its last, as one dimension."""
+        return replace(self, shape=(self.extent,), stride=(1,))
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie one after the other, in their order."""
+        expected_stride = 1
+        for dimension_size, stride_step in zip(
+            reversed(self.shape), reversed(self.stride), strict=True
+        ):
+            if dimension_size != 1 and stride_step != expected_stride:
+                return not self.numel
+            expected_stride *= dimension_size
+        return True
+
+    def part(self, first_element: int, element_count: int) -> StoredTensor:
+        """Some of its elements, as a tensor of one dimension.
+
+        Raises:
+            ValueError: It has gaps, or another order: its elements are not where they would be.
+        """
+        if not self.is_contiguous:
+            raise ValueError(f"a tensor of shape {self.shape} has the strides {self.stride}")
+        return replace(
+            self, offset=self.offset + first_element, shape=(element_count,), stride=(1,)
+        )
+
+
+def misplaced(tensor: StoredTensor, num_bytes: int) -> str:
+    """Why a tensor cannot lie in a record of some size; empty if it can.
+
+    Args:
+        tensor: What a pickle says of it, which may be anything.
+        num_bytes: The record's size.
+    """
+    layout_numbers = (tensor.offset, *tensor.shape, *tensor.stride)
+    if len(tensor.shape) != len(tensor.stride) or not all(
+        type(layout_number) is int for layout_number in layout_numbers
+    ):
+        return f"has the shape {tensor.shape} and the strides {tensor.stride}, which fit no tensor"
+    if min(layout_numbers) < 0:
+        return (
+            f"has a negative number in its offset, shape or strides "
+            f"({tensor.offset}, {tensor.shape}, {tensor.stride})"
+        )
+    stored_elements = num_bytes // tensor.itemsize
+    most_bytes = max(_REPEATED_BYTES, _REPEATED * num_bytes) // tensor.itemsize  # of stride 0
+    if tensor.numel and (
+        tensor.offset + tensor.extent > stored_elements or tensor.numel > most_bytes
+    ):
+        return (
+            f"of shape {tensor.shape}, strides {tensor.stride} and offset {tensor.offset} needs "
+            f"more than the {stored_elements:,} elements that its record holds"
+        )
+    return ""
+
+
+class Strip:
+    """Tensors of one dimension, seen as one: they may lie in many files.
+
+    Args:
+        tensors: In order.
+    """
+
+    def __init__(self, tensors: Sequence[StoredTensor]) -> None:
+        self._tensors = tuple(tensors)
+        self._bounds = (0, *accumulate(tensor.numel for tensor in self._tensors))
+
+    @property
+    def numel(self) -> int:
+        """Elements of all."""
+        return self._bounds[-1]
+
+    def part(self, first_element: int, element_count: int) -> tuple[StoredTensor, ...]:
+        """Where some consecutive elements lie.
+
+        Args:
+            first_element: The first.
+            element_count: How many.
+
+        Returns:
+            One tensor for each that they touch; fewer elements where it ends before.
+        """
+        end_element, found_parts = first_element + element_count, []
+        tensor_number = bisect_right(self._bounds, first_element) - 1
+        while first_element < min(end_element, self.numel):
+            tensor, lower_bound, upper_bound = (
+                self._tensors[tensor_number],
+                *self._bounds[tensor_number : tensor_number + 2],
+            )
+            first_of_next = min(end_element, upper_bound)
+            if first_element < first_of_next:
+                found_parts.append(
+                    tensor.part(first_element - lower_bound, first_of_next - first_element)
+                )
+            first_element, tensor_number = first_of_next, tensor_number + 1
+        return tuple(found_parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor to be: what it is called, what it looks like, of what it is put together.
+
+    Attributes:
+        name: As in the model's state dict.
+        shape: Its shape.
+        dtype: Type of its elements when it has been read: torch's name.
+        pieces: Its elements in their order; empty where they are not in files.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[StoredTensor, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it when it has been read."""
+        return num_elements(self.shape) * DTYPES[self.dtype][1]
+
+    @classmethod
+    def whole(cls, record_name: str, tensor: StoredTensor) -> Weight:
+        """A tensor as it is in its file; fp32 if it is of floating point.
+
+        Args:
+            record_name: What it is called.
+            tensor: Where it is.
+
+        Returns:
+            The weight.
+        """
+        dtype = "float32" if tensor.dtype in _FLOATING_DTYPES else tensor.dtype
+        return cls(record_name, tensor.shape, dtype, (tensor,))
+
+    @classmethod
+    def flat(
+        cls, record_name: str, shape: tuple[int, ...], stored_pieces: tuple[StoredTensor, ...]
+    ) -> Weight:
+        """A parameter whose elements are put together from pieces, as fp32.
+
+        Args:
+            record_name: What it is called.
+            shape: Its shape.
+            stored_pieces: Its elements.
+
+        Returns:
+            The weight.
+
+        Raises:
+            ConfigError: They are more or fewer than the shape holds.
+        """
+        found_parts = sum(stored_piece.numel for stored_piece in stored_pieces)
+        if found_parts != num_elements(shape):
+            raise ConfigError(
+                f"{record_name} has shape {list(shape)}, which is {num_elements(shape):,} "
+                f"elements, and the checkpoint has {found_parts:,} of it: its files are not of one "
+                "save, or not complete. Convert another checkpoint (tag=...)."
+            )
+        return cls(record_name, shape, "float32", stored_pieces)
+
+
+_STORAGE_DTYPES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
+    "UntypedStorage": "",  # the tensor tells its type
+}
+# What unpickling raises where a pickle is not what torch.save makes.
+_PICKLE_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    NotImplementedError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+_PLAIN_CLASSES = {"bool", "complex", "dict", "float", "frozenset", "int", "list", "set", "str"}
+
+
+class Unknown:
+    """An object of a class that is not looked up; it keeps what it was made of.
+
+    Attributes:
+        args: What its constructor was given.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        """State is of no use here."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Nor are items."""
+
+    def append(self, item: Any) -> None:
+        """Nor are elements."""
+
+    def extend(self, items: Any) -> None:
+        """Nor are elements."""
+
+
+class _StorageRecord(NamedTuple):
+    record: ArchiveRecord
+    dtype: str
+
+
+class _DtypeName(NamedTuple):
+    name: str
+
+
+class _OutlineUnpickler(pickle._Unpickler):
+    """Unpickles to notes.
+
+    In Python: the one in C reserves as much memory as numbers in the pickle say (a memo of 2**32
+    entries, a bytearray of any size), before it looks whether anything is there.
+
+    Args:
+        zip_file: The pickle.
+        torch_archive: Where storages lie.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: step
+        for code, step in pickle._Unpickler.dispatch.items()
+        if code != pickle.BYTEARRAY8[0]
+    }
+
+    def __init__(self, zip_file: IO[bytes], torch_archive: _TorchArchive) -> None:
+        super().__init__(zip_file, encoding="utf-8")
+        self._archive = torch_archive
+
+    def find_class(self, module_name: str, record_name: str) -> Any:
+        """What a name of the pickle stands for here."""
+        if module_name == "torch._utils" and record_name in {
+            "_rebuild_tensor_v2",
+            "_rebuild_tensor_v3",
+        }:
+            return self._tensor
+        if module_name == "torch._utils" and record_name.startswith("_rebuild_parameter"):
+            return _first_argument
+        if (module_name, record_name) == ("torch._tensor", "_rebuild_from_type_v2"):
+            return _with_attributes
+        if module_name == "torch" and record_name == "Size":
+            return tuple
+        if record_name in _STORAGE_DTYPES and module_name.partition(".")[0] == "torch":
+            return _DtypeName(_STORAGE_DTYPES[record_name])
+        if module_name == "torch" and record_name in DTYPES:
+            return _DtypeName(record_name)
+        if (module_name, record_name) == ("collections", "OrderedDict"):
+            return collections.OrderedDict
+        if (module_name, record_name) == ("_codecs", "encode"):
+            return _encode_text
+        if module_name in {"builtins", "__builtin__"} and record_name == "bytearray":
+            return _content_bytes
+        if (
+            module_name in {"builtins", "__builtin__"} and record_name in _PLAIN_CLASSES
+        ):  # as pickles of protocol 2 say
+            return getattr(builtins, record_name)
+        return Unknown
+
+    def persistent_load(self, persistent_id: Any) -> _StorageRecord:
+        """Where a storage lies."""
+        _, object_kind, storage_key, _, _ = persistent_id
+        return _StorageRecord(self._archive.record(f"data/{storage_key}"), object_kind.name)
+
+    def _tensor(
+        self,
+        tensor_storage: _StorageRecord,
+        storage_offset: int,
+        shape: Any,
+        tensor_stride: Any,
+        *rest: Any,
+    ) -> Any:
+        dtype = next(
+            (rest_item.name for rest_item in rest if isinstance(rest_item, _DtypeName)),
+            tensor_storage.dtype,
+        )
+        if dtype not in DTYPES:
+            return Unknown(tensor_storage, shape)
+        archive_record = tensor_storage.record
+        tensor = StoredTensor(
+            archive_record.path,
+            archive_record.start,
+            dtype,
+            storage_offset,
+            tuple(shape),
+            tuple(tensor_stride),
+            record=archive_record,
+        )
+        misplaced_text = misplaced(tensor, archive_record.num_bytes)
+        if misplaced_text:
+            raise zipfile.BadZipFile(f"a tensor in record {archive_record.name} {misplaced_text}")
+        return tensor
+
+
+def _first_argument(first_item: Any, *_: Any) -> Any:
+    return first_item
+
+
+def _with_attributes(make_object: Any, object_kind: Any, args: Any, object_state: Any) -> Any:
+    """A tensor that has attributes of its own: DeepSpeed marks swapped ones with an id."""
+    tensor = make_object(*args)
+    if isinstance(tensor, StoredTensor) and isinstance(object_state, dict):
+        return replace(tensor, ds_id=str(object_state.get("ds_id", "")))
+    return tensor
+
+
+def _content_bytes(record_content: Any = b"", *_: Any) -> bytearray:
+    """A bytearray of what is there; of a number it would be as many zeros."""
+    if not isinstance(record_content, (bytes, bytearray)):
+        raise pickle.UnpicklingError(f"a bytearray is made of {record_content!r}")
+    return bytearray(record_content)
+
+
+def _encode_text(encoded_text: str, text_encoding: str = "latin1") -> bytes:
+    return encoded_text.encode("latin1")
+
+
+class _TorchArchive:
+    def __init__(self, archive_path: Path, zip_file: zipfile.ZipFile) -> None:
+        self.path = archive_path
+        self._zip = zip_file
+        self._size = archive_path.stat().st_size
+        self._records = {
+            zip_record.filename.partition("/")[2]: zip_record for zip_record in zip_file.infolist()
+        }
+        self._has_crc = any(archive_record.CRC for archive_record in self._records.values())
+
+    def outline(self) -> Any:
+        for record_name in self._records:
+            self.record(record_name)  # before anything is read by what it claims
+        if "byteorder" in self._records and self._read("byteorder") != b"little":
+            raise ConfigError(
+                f"{self.path} was written on a machine of the other byte order "
+                f"({self._read('byteorder').decode()!r}), so its numbers cannot be copied as they "
+                "are. Convert it on a machine like that one."
+            )
+        return _OutlineUnpickler(io.BytesIO(self._read("data.pkl")), self).load()
+
+    def _read(self, record_name: str) -> bytes:
+        if self._has_crc:
+            return self._zip.read(self._records[record_name])
+        archive_record = self.record(record_name)
+        with self.path.open("rb") as zip_file:
+            zip_file.seek(archive_record.start)
+            return zip_file.read(archive_record.num_bytes)
+
+    def record(self, record_name: str) -> ArchiveRecord:
+        """Where a record's content is: behind a header of its own, of varying size."""
+        archive_record = self._records[record_name]
+        if archive_record.compress_type != zipfile.ZIP_STORED:
+            raise zipfile.BadZipFile(f"record {record_name} is compressed")
+        zip_file = self._zip.fp
+        if zip_file is None:
+            raise zipfile.BadZipFile(f"{self.path} has been closed")
+        zip_file.seek(archive_record.header_offset + 26)
+        length_bytes = zip_file.read(4)
+        name_length = int.from_bytes(length_bytes[:2], "little")
+        data_start = (
+            archive_record.header_offset
+            + 30
+            + name_length
+            + int.from_bytes(length_bytes[2:], "little")
+        )
+        if (
+            data_start + archive_record.file_size > self._size
+            or archive_record.file_size != archive_record.compress_size
+        ):
+            raise zipfile.BadZipFile(
+                f"record {record_name} claims {archive_record.file_size:,} bytes, more than the "
+                "file has"
+            )
+        record_crc = archive_record.CRC if self._has_crc else None
+        return ArchiveRecord(
+            self.path, record_name, data_start, archive_record.file_size, record_crc
+        )
+
+
+def is_readable(archive_path: Path) -> bool:
+    """Whether a file is in a format that :func:`read_outline` reads."""
+    with archive_path.open("rb") as zip_file:
+        return zip_file.read(len(OLD_TORCH_FORMAT)) != OLD_TORCH_FORMAT
+
+
+def read_outline(archive_path: Path) -> Any:
+    """Read what ``torch.save`` wrote, but for the numbers themselves.
+
+    Args:
+        archive_path: The file.
+
+    Returns:
+        The object; each tensor in it is a :class:`StoredTensor`, each object of a class that is
+        no plain container an :class:`Unknown`.
+
+    Raises:
+        CheckpointDamaged: The file is torn, or no such file.
+        ConfigError: It is of torch's old format, or of a machine of the other byte order.
+    """
+    try:
+        with zipfile.ZipFile(archive_path) as zip_file:
+            return _TorchArchive(archive_path, zip_file).outline()
+    except ConfigError:
+        raise
+    except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, *_PICKLE_ERRORS) as error:
+        raise _archive_problem(archive_path, error) from error
+
+
+def _archive_problem(archive_path: Path, error: Exception) -> ConfigError:
+    if not is_readable(archive_path):
+        return ConfigError(
+            f"{archive_path} is in torch's format of before 2020, whose tensors cannot be read one "
+            "by one "
+            '(DeepSpeed writes it where the configuration has "checkpoint_serialization": false). '
+            "Write it anew, with torch.save(torch.load(path, weights_only=False), path), for "
+            "every .pt file of the folder; then convert. (That runs whatever code is in the file: "
+            "only do it with your own.)"
+        )
+    return CheckpointDamaged(
+        f"{archive_path} cannot be read, at a size of {archive_path.stat().st_size:,} bytes "
+        f"({type(error).__name__}: {error}): it is torn. A process was killed while it wrote it, "
+        "the disk was full, or a copy is not complete. Copy it again, or convert an earlier "
+        "checkpoint (tag=...)."
+    )

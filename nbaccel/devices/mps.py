@@ -1,0 +1,50 @@
+"""The GPU of Apple silicon. Never run: written from torch's documentation of ``torch.mps``."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from nbaccel.abc.device import Device
+from nbaccel.plan.inventory import Gpu
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["MpsDevice"]
+
+
+class MpsDevice(Device):
+    """A process computes on the GPU of its Mac."""
+
+    name: ClassVar[str] = "mps"
+    pins_host_memory: ClassVar[bool] = False  # host and GPU share their memory
+
+    def detect(self, environ: Mapping[str, str]) -> dict[str, Any]:
+        """See :meth:`Device.detect`; every Mac of this kind has one."""
+        if (platform.system(), platform.machine()) != ("Darwin", "arm64"):
+            return {}
+        return {"accelerators": (Gpu(index=0, name="Apple GPU", kind=self.name),)}
+
+    def is_available(self) -> bool:
+        """See :meth:`DeviceRuntime.is_available`."""
+        import torch
+
+        return torch.backends.mps.is_available()
+
+    def is_awake(self) -> bool:
+        """See :meth:`DeviceRuntime.is_awake`; torch does not say more than whether it is there."""
+        return self.is_available()
+
+    def random_state(self, index: int | None = None) -> torch.Tensor:
+        """See :meth:`DeviceRuntime.random_state`; there is one device, and it has no number."""
+        return super().random_state()
+
+    def set_random_state(self, state: torch.Tensor, index: int | None = None) -> None:
+        """See :meth:`DeviceRuntime.set_random_state`."""
+        super().set_random_state(state)
+
+    def reserved_bytes(self, device: torch.device) -> int:
+        """See :meth:`DeviceRuntime.reserved_bytes`."""
+        return int(self._module().driver_allocated_memory())

@@ -1,0 +1,241 @@
+"""NVIDIA's cards, as the driver tells of them.
+
+NVML, the library behind ``nvidia-smi``, knows every card and never creates a CUDA context.
+Which of them a process sees, and under which number, is decided by ``CUDA_VISIBLE_DEVICES``,
+whose rules are followed here. Cards are counted in PCI order; where different cards are mixed,
+``CUDA_DEVICE_ORDER=PCI_BUS_ID`` makes CUDA count the same way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any, TypeVar
+
+from nbaccel._optional import require
+from nbaccel.errors import MissingBackend
+from nbaccel.plan.inventory import Gpu
+from nbaccel.units import count_noun
+
+__all__ = ["Card", "Meter", "find_cards", "find_gpus", "visible_gpus"]
+
+_Answer = TypeVar("_Answer")
+_LEADING_NUMBER = re.compile(r"\s*([+-]?\d+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """A physical card.
+
+    Attributes:
+        gpu: The card as a whole; its index is that of NVML.
+        partitioned: Whether it is in MIG mode, in which only its parts can be used.
+        parts: Its MIG devices.
+    """
+
+    gpu: Gpu
+    partitioned: bool = False
+    parts: tuple[Gpu, ...] = ()
+
+
+def visible_gpus(cards: Sequence[Card], setting: str | None) -> tuple[Gpu, ...]:
+    """What CUDA will show, numbered as CUDA will number it.
+
+    Args:
+        cards: All cards, in NVML's order.
+        setting: ``CUDA_VISIBLE_DEVICES``; None where it is unset.
+
+    Returns:
+        The GPUs by their CUDA number. The first entry that CUDA does not know ends the list,
+        an entry given twice empties it, and a MIG device is never beside another device.
+    """
+    if setting is None:
+        whole_gpus = [card.gpu for card in cards if not card.partitioned]
+        return _renumber_gpus(
+            whole_gpus or [mig_device for card in cards for mig_device in card.parts][:1]
+        )
+    if setting.startswith(("GPU-", "MIG-")):
+        return _renumber_gpus(_gpus_by_uuid(cards, setting))
+    return _renumber_gpus(_gpus_by_number(cards, setting))
+
+
+def find_cards() -> tuple[tuple[Card, ...], str]:
+    """All cards of this machine.
+
+    Returns:
+        The cards in NVML's order, and why there are none where there are none.
+    """
+    try:
+        nvml = require("pynvml", extra="", why="Finding GPUs")
+    except MissingBackend as error:
+        return (), str(error)
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:  # no driver, or one that does not fit the kernel module
+        return (), str(error)
+    try:
+        return tuple(_read_cards(nvml)), ""
+    except nvml.NVMLError as error:
+        return (), str(error)
+    finally:
+        nvml.nvmlShutdown()
+
+
+class Meter:
+    """Says what each process holds on the machine's GPUs, as the driver counts it.
+
+    Args:
+        nvml: The library, initialised.
+    """
+
+    def __init__(self, nvml: ModuleType) -> None:
+        self._nvml = nvml
+
+    @classmethod
+    def open(cls) -> Meter | None:
+        """A meter to be closed after use; None where there is no driver to ask."""
+        try:
+            nvml = require("pynvml", extra="", why="Weighing what workers hold on GPUs")
+            nvml.nvmlInit()
+        except Exception:  # without the library or a driver, nobody holds anything on a GPU
+            return None
+        return cls(nvml)
+
+    def read(self) -> dict[int, int]:
+        """Process id → bytes on all cards; only of processes that the driver tells of."""
+        held_bytes: dict[int, int] = {}
+        nvml = self._nvml
+        for index in range(_ask_driver(nvml, 0, nvml.nvmlDeviceGetCount)):
+            card_handle = _ask_driver(nvml, None, nvml.nvmlDeviceGetHandleByIndex, index)
+            running_processes = (
+                _ask_driver(nvml, (), nvml.nvmlDeviceGetComputeRunningProcesses, card_handle)
+                if card_handle
+                else ()
+            )
+            for process in running_processes:
+                if process.usedGpuMemory:  # None where the driver must not tell
+                    held_bytes[process.pid] = held_bytes.get(process.pid, 0) + process.usedGpuMemory
+        return held_bytes
+
+    def close(self) -> None:
+        """Let go of the driver."""
+        _ask_driver(self._nvml, None, self._nvml.nvmlShutdown)
+
+
+def _gpus_by_number(cards: Sequence[Card], setting: str) -> list[Gpu]:
+    chosen_gpus: list[Gpu] = []
+    seen_numbers: set[int] = set()
+    for entry in setting.split(","):
+        # CUDA reads the number at the start and ignores what follows it.
+        number_match = _LEADING_NUMBER.match(entry)
+        card_number = int(number_match.group(1)) if number_match else -1
+        if card_number in seen_numbers:
+            return []
+        if not 0 <= card_number < len(cards):
+            break
+        seen_numbers.add(card_number)
+        card = cards[card_number]
+        if card.partitioned:
+            return chosen_gpus or list(card.parts[:1])
+        chosen_gpus.append(card.gpu)
+    return chosen_gpus
+
+
+def _gpus_by_uuid(cards: Sequence[Card], setting: str) -> list[Gpu]:
+    chosen_gpus: list[Gpu] = []
+    for entry in (entry.strip() for entry in setting.split(",")):
+        if entry.startswith("MIG-") != setting.startswith("MIG-"):
+            break
+        matching_gpus = [gpu for gpu in _nameable_gpus(cards, entry) if gpu.uuid.startswith(entry)]
+        if len(matching_gpus) != 1:  # unknown, or more than one begins like that
+            break
+        if matching_gpus[0] in chosen_gpus:
+            return []
+        chosen_gpus.append(matching_gpus[0])
+    return chosen_gpus[:1] if setting.startswith("MIG-") else chosen_gpus
+
+
+def _nameable_gpus(cards: Sequence[Card], entry: str) -> list[Gpu]:
+    if entry.startswith("MIG-"):
+        return [mig_device for card in cards for mig_device in card.parts]
+    return [card.gpu for card in cards if not card.partitioned]
+
+
+def _renumber_gpus(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    return tuple(replace(gpu, index=index) for index, gpu in enumerate(gpus))
+
+
+def _read_cards(nvml: ModuleType) -> Iterator[Card]:
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        gpu = _gpu_of_handle(nvml, handle, index, _compute_capability(nvml, handle))
+        partitioned = _ask_driver(nvml, (0, 0), nvml.nvmlDeviceGetMigMode, handle)[0] == 1
+        yield Card(
+            gpu=gpu,
+            partitioned=partitioned,
+            parts=tuple(_read_mig_devices(nvml, handle, gpu)) if partitioned else (),
+        )
+
+
+def _read_mig_devices(nvml: ModuleType, card_handle: Any, whole_gpu: Gpu) -> Iterator[Gpu]:
+    for mig_slot in range(_ask_driver(nvml, 0, nvml.nvmlDeviceGetMaxMigDeviceCount, card_handle)):
+        handle = _ask_driver(
+            nvml, None, nvml.nvmlDeviceGetMigDeviceHandleByIndex, card_handle, mig_slot
+        )
+        if handle is not None:  # slots may be empty
+            yield _gpu_of_handle(nvml, handle, mig_slot, whole_gpu.compute_capability)
+
+
+def _gpu_of_handle(nvml: ModuleType, handle: Any, index: int, capability: tuple[int, int]) -> Gpu:
+    # GPUs that share the host's memory have none of their own to report.
+    memory_info = _ask_driver(nvml, None, nvml.nvmlDeviceGetMemoryInfo, handle)
+    return Gpu(
+        index=index,
+        name=_decode_text(_ask_driver(nvml, "NVIDIA GPU", nvml.nvmlDeviceGetName, handle)),
+        total_bytes=int(memory_info.total) if memory_info else 0,
+        free_bytes=int(memory_info.free) if memory_info else 0,
+        compute_capability=capability,
+        uuid=_decode_text(nvml.nvmlDeviceGetUUID(handle)),
+    )
+
+
+def _compute_capability(nvml: ModuleType, handle: Any) -> tuple[int, int]:
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    return int(major), int(minor)
+
+
+def _ask_driver(
+    nvml: ModuleType, fallback_answer: _Answer, nvml_function: Callable[..., Any], *args: Any
+) -> _Answer | Any:
+    """Answer of NVML, or ``fallback_answer`` where this card does not know."""
+    try:
+        return nvml_function(*args)
+    except nvml.NVMLError:
+        return fallback_answer
+
+
+def _decode_text(any_text: str | bytes) -> str:
+    # Older bindings give bytes.
+    return any_text.decode() if isinstance(any_text, bytes) else any_text
+
+
+def find_gpus(setting: str | None) -> tuple[tuple[Gpu, ...], str]:
+    """The GPUs that CUDA shows to a process.
+
+    Args:
+        setting: Its ``CUDA_VISIBLE_DEVICES``; None where it is unset.
+
+    Returns:
+        The GPUs by their CUDA number, and why there are none where something is known.
+    """
+    cards, note = find_cards()
+    gpus = visible_gpus(cards, setting)
+    return gpus, _hidden_note(len(cards), setting) if cards and not gpus else note
+
+
+def _hidden_note(num_cards: int, setting: str | None) -> str:
+    if setting is None:
+        return f"{count_noun(num_cards, 'GPU')} in MIG mode without a MIG device"
+    return f"CUDA_VISIBLE_DEVICES={setting!r} shows none of {count_noun(num_cards, 'GPU')}"

@@ -1,0 +1,1 @@
+"""What is known of a worker's death or failure, on its way to the user."""

@@ -1,0 +1,104 @@
+"""What travels of a worker's exception: its type, its arguments, its attributes.
+
+[Note: not pickled whole] Pickle rebuilds an exception by calling its class with `args`. That fails
+for every class whose `__init__` takes other arguments than it hands on, and `except MyError` in the
+notebook would not see it. So the parts travel apart, and no `__init__` runs on arrival.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from nbaccel.failures.wrapped_errors import unwrap_error
+from nbaccel.units import shorten_text
+
+_MOST_CHARS = 1_000_000
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a `class` statement
+_SLOT_TYPES = (types.MemberDescriptorType, types.GetSetDescriptorType)
+
+
+@dataclass(frozen=True)
+class PortableException:
+    """An exception, taken apart."""
+
+    kind: type[BaseException]
+    args: tuple[Any, ...]
+    attributes: dict[str, Any]
+    """Its `__dict__`."""
+    slots: dict[str, Any]
+    """What its class keeps elsewhere: `OSError.errno`, `StopIteration.value`."""
+
+    def in_reserve(self) -> Iterator[PortableException]:
+        """This, and what can be sent in its place if it cannot: ever less of it."""
+        yield self
+        for error_class in self.kind.__mro__:
+            if issubclass(error_class, Exception) and error_class is not Exception:
+                yield PortableException(error_class, (), {}, {})
+
+    def revive(self, base_class: type[BaseException], class_names: dict[str, Any]) -> BaseException:
+        """A new exception that is of this type and of `base_class`.
+
+        Raises:
+            Exception: Whatever Python raises where the two types cannot be joined.
+        """
+        attribute_name = f"{base_class.__name__}[{self.kind.__name__}]"
+        joined_class = type(attribute_name, (base_class, self.kind), class_names)
+        # The `__new__` that the joined type inherits is that of `base_class`, which Python refuses
+        # where
+        # the other type has a memory layout of its own (OSError, UnicodeError, ExceptionGroup).
+        native_class = next(
+            base_class for base_class in self.kind.__mro__ if not base_class.__flags__ & _HEAP_TYPE
+        )
+        try:
+            class_attribute: BaseException = native_class.__new__(joined_class, *self.args)
+        except TypeError:  # MemoryError: it has a `__new__` of its own, but the common layout
+            class_attribute = base_class.__new__(joined_class, *self.args)
+        class_attribute.__dict__.update(self.attributes)
+        for slot_name, attribute_value in self.slots.items():
+            with contextlib.suppress(AttributeError, TypeError):  # some can only be read
+                setattr(class_attribute, slot_name, attribute_value)
+        return class_attribute
+
+
+def take_error(taken_error: BaseException) -> PortableException:
+    """Take an exception apart; traceback, causes and notes are described elsewhere."""
+    original_error = unwrap_error(taken_error)
+    if original_error is not None:  # its parts have not come out of the process that it is from
+        return PortableException(original_error.kind, (), {}, {})
+    kept_attributes = {
+        attribute_name: _shortened(attribute_value)
+        for attribute_name, attribute_value in vars(taken_error).items()
+        if attribute_name != "__notes__"
+    }
+    slot_values = {
+        attribute_name: _shortened(attribute_value)
+        for attribute_name, attribute_value in _slot_names(taken_error)
+    }
+    return PortableException(
+        type(taken_error), tuple(map(_shortened, taken_error.args)), kept_attributes, slot_values
+    )
+
+
+def _shortened(attribute_value: Any) -> Any:
+    """A message of a hundred megabytes does not travel: who handles it wants its type."""
+    return (
+        shorten_text(attribute_value, _MOST_CHARS)
+        if type(attribute_value) is str
+        else attribute_value
+    )
+
+
+def _slot_names(taken_error: BaseException) -> Iterator[tuple[str, Any]]:
+    for owner_class in type(taken_error).__mro__:
+        for attribute_name, class_attribute in vars(owner_class).items():
+            if (
+                isinstance(class_attribute, _SLOT_TYPES)
+                and not attribute_name.startswith("_")
+                and attribute_name != "args"
+            ):
+                with contextlib.suppress(AttributeError):  # not set
+                    yield attribute_name, getattr(taken_error, attribute_name)

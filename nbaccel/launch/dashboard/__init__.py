@@ -1,9 +1,0 @@
-"""What a launch, or a cell of live workers, shows of itself while it runs.
-
-board      the facts, by rank: no drawing
-drawing    from the facts to HTML and text
-panel      the form with a Stop button, where a click can be heard while the cell runs
-shown      the dashboard in its place: a cell's output that is changed, or lines in a terminal
-weighing   what workers have in memory, by process id
-following  keeps a dashboard up to date while workers are listened to
-"""

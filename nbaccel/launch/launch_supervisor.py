@@ -1,0 +1,211 @@
+"""Watching the workers of one launch until all have ended.
+
+[Note: lingering] A rank that exits closes its connections. Too early, and it breaks a peer that is
+still connecting to it (`init_process_group` returns on one rank before the other is through). Too
+late, and a peer that waits for it in a collective waits for ever instead of learning that it is
+gone. So a rank that has returned stays until all have; and if that takes long, until no other is
+seen setting up a group. Then it goes, and whoever still counts on it fails at once, with its name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from nbaccel.failures.failure import RankActivity
+from nbaccel.output.console import Console
+from nbaccel.supervision.listening import CallDisplay
+from nbaccel.supervision.shutdown import END_WORKERS
+from nbaccel.supervision.supervisor import CallResult, Supervisor
+from nbaccel.torch_private import CREATES_GROUP
+from nbaccel.workers import messaging, time_limits
+from nbaccel.workers.worker_group import WorkerGroup
+from nbaccel.workers.worker_handle import HandleState, WorkerHandle
+
+_CONNECTING_FUNCTIONS = {"init_process_group", "new_group", CREATES_GROUP, "init_device_mesh"}
+
+
+class LaunchSupervisor(Supervisor):
+    """Watches the workers of one launch.
+
+    Args:
+        group: The workers of this node.
+        console: Where their output goes.
+        timeout_s: Seconds after which the launch is ended; None for no limit.
+        show: Shows how the launch goes on; None for nobody.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        *,
+        console: Console,
+        timeout_s: float | None,
+        show: CallDisplay | None = None,
+    ) -> None:
+        super().__init__(group, END_WORKERS, console=console, timeout_s=timeout_s, show=show)
+        self._exits = ExitBarrier(self.members)
+
+    def run(self) -> CallResult:
+        """Wait until every worker has ended."""
+        self.watch()
+        return CallResult(**self.facts())
+
+    def begin(self) -> None:
+        """One may have died while the others were started."""
+        self.on_sentinel()
+
+    def is_over(self) -> bool:
+        """Whether all have ended."""
+        return all(member.has_ended for member in self.members)
+
+    def at_work(self) -> Iterable[WorkerHandle]:
+        """Workers whose function may be running."""
+        return (member for member in self.members if member.is_busy)
+
+    def through(self) -> Iterable[WorkerHandle]:
+        """Workers that stay until the others are through."""
+        return (member for member in self.members if not member.is_busy and not member.has_ended)
+
+    def clocks(self) -> Iterator[float]:
+        """When ranks that have returned are to be looked after."""
+        if (alarm_times := self._exits.due()) is not None:
+            yield alarm_times
+
+    def on_clock(self) -> None:
+        """Look after ranks that have returned."""
+        if self._exits.is_overdue():
+            self.give_up()
+        elif notice := self._exits.advance():
+            self.notice(notice)
+
+    def on_message(
+        self, member: WorkerHandle, worker_message: Any, file_descriptors: list[int]
+    ) -> None:
+        """A worker has said how far it is."""
+        super().on_message(member, worker_message, file_descriptors)
+        if isinstance(worker_message, messaging.Started):
+            member.begin_work()
+        elif isinstance(worker_message, (messaging.Returned, messaging.Failed)):
+            member.finish_call()
+            self._exits.note_return()
+            if self._ladder is not None:
+                self._ladder.finished(member)
+
+    def on_end(self, member: WorkerHandle, exit_status: messaging.Ended) -> None:
+        """A worker is gone: that is a failure unless it was through, or we have ended it."""
+        if not member.is_busy or member.is_stopped:
+            member.end()
+            return
+        member.end(member.record_of_death(exit_status, self._group.oom_kills))
+        if self._ladder is None:
+            self.give_up(failed=True)
+
+
+class ExitBarrier:
+    """Lets the workers that have returned go, at the right time. See [Note: lingering].
+
+    Args:
+        members: All workers of the launch.
+    """
+
+    def __init__(self, members: Sequence[WorkerHandle]) -> None:
+        self._members = members
+        self._next_look: float | None = None
+        """When ranks that work are looked at; None before one has returned, or once all is said."""
+        self._are_asked = False
+        self._has_begun = False
+        self._released_at: float | None = None
+        self._released: set[int] = set()
+
+    def note_return(self) -> None:
+        """A worker is through."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._next_look = time.monotonic() + time_limits.EXIT_RECHECK_S
+
+    def due(self) -> float | None:
+        """When something is to be done (CLOCK_MONOTONIC); None if there is nothing to decide."""
+        if self._at_work():
+            return self._next_look
+        if self._waiting():
+            return 0.0
+        return None if self._released_at is None else self._released_at + time_limits.EXIT_S
+
+    def is_overdue(self) -> bool:
+        """Whether workers that were told to leave are to be ended; not as long as one is at work.
+
+        They have handed over all they had. One that does not leave (stopped by somebody, or stuck
+        in a library's clean-up), or whose end nobody reports, must not keep the notebook waiting.
+        """
+        if self._released_at is None or self._waiting() or self._at_work():
+            return False
+        return time.monotonic() >= self._released_at + time_limits.EXIT_S
+
+    def advance(self) -> str | None:
+        """Do what is due. Returns a line for the user if ranks seem to wait for ever."""
+        current_time = time.monotonic()
+        due_time = self.due()
+        if due_time is None or current_time < due_time:
+            return None
+        busy_members = self._at_work()
+        if not busy_members:
+            self._release(current_time)
+        elif not self._are_asked:
+            for member in busy_members:
+                member.forget_stack()
+                member.ask_stack()
+            self._are_asked, self._next_look = True, current_time + time_limits.ANSWER_S
+        else:
+            self._are_asked, self._next_look = False, current_time + time_limits.EXIT_RECHECK_S
+            return self._judge(busy_members, current_time)
+        return None
+
+    def _at_work(self) -> list[WorkerHandle]:
+        return [member for member in self._members if member.is_busy]
+
+    def _waiting(self) -> list[WorkerHandle]:
+        """Who has returned and has not been told to leave."""
+        return [
+            member
+            for member in self._members
+            if member.state is HandleState.RETURNED and member.rank not in self._released
+        ]
+
+    def _judge(self, busy_members: list[WorkerHandle], current_time: float) -> str | None:
+        connecting_members = any(
+            stack_frame.function in _CONNECTING_FUNCTIONS
+            for member in busy_members
+            for stack_frame in member.stack
+        )
+        unborn_members = any(member.state is not HandleState.RUNNING for member in busy_members)
+        if self._waiting():
+            if not (connecting_members or unborn_members):
+                self._release(current_time)
+            return None
+        if self._released_at is None or current_time < self._released_at + time_limits.EXIT_ALONE_S:
+            return None
+        activity_words = {
+            member.rank: RankActivity.of_stack(member.stack) for member in busy_members
+        }
+        if not all(rank_activity.collective for rank_activity in activity_words.values()):
+            return None
+        self._next_look = None  # said once
+        done_ranks = ", ".join(str(member.rank) for member in self._members if not member.is_busy)
+        waiting_lines = "".join(
+            f"\n  rank {worker_rank}: {rank_activity}"
+            for worker_rank, rank_activity in activity_words.items()
+        )
+        return (
+            f"nbaccel: rank {done_ranks} has returned, and every other rank waits in a "
+            "collective. A "
+            "collective needs all ranks: if this one counts on it, it waits for "
+            f"ever.{waiting_lines}"
+        )
+
+    def _release(self, current_time: float) -> None:
+        self._released_at = self._released_at or current_time
+        for member in self._waiting():
+            self._released.add(member.rank)
+            member.let_leave()

@@ -1,0 +1,382 @@
+"""Activations: what a forward pass keeps for the backward pass, measured on the model itself.
+
+A process's resident memory has libraries, stacks and the allocator's reserve in it, tens of
+megabytes that come and go. Here each storage is counted from the operation that made it until it
+is freed, so that a small model can be measured, and a fake one that allocates nothing.
+
+The first dimension of its tensors counts samples. How many there are can be changed, to try another
+batch size with data of the same kind.
+
+The pass is run on a copy whose tensors are fake: they have shapes and no memory, so a model of any
+size is measured in seconds, also one on ``meta``. The user's model is not touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from nbaccel import torch_private
+from nbaccel.errors import ConfigError
+from nbaccel.plan.inspecting import inspect_machine
+from nbaccel.strategies.gradient_checkpointing import enable_gradient_checkpointing
+from nbaccel.units import format_bytes
+
+__all__ = [
+    "Activations",
+    "LiveBytes",
+    "call",
+    "loss_of",
+    "mapped",
+    "measure_activations",
+    "num_samples",
+    "resized",
+]
+
+
+if TYPE_CHECKING:
+    _Mode = Any
+else:
+    _Mode = torch_private.dispatch_mode()  # torch has not typed it
+
+
+class LiveBytes(_Mode):  # type: ignore[misc]
+    """Counts the bytes of storages made inside a ``with`` block of it, each once.
+
+    Args:
+        known: Tensors that were there before; neither they nor views of them are counted.
+        device: The kind of device that counts: ``cpu``, for example. None: all do.
+
+    Attributes:
+        now: Bytes that live.
+        peak: The most that lived at once.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor] = (), *, device: str | None = None) -> None:
+        super().__init__()
+        self._device = device
+        self._known: set[int] = set()
+        self._living: dict[int, int] = {}
+        self.now = 0
+        self.peak = 0
+        for tensor in known:
+            key = storage_key(tensor)
+            if key not in self._known:
+                self._known.add(key)
+                # Once it is freed, another may be made at its address.
+                gone = weakref.finalize(tensor.untyped_storage(), self._known.discard, key)
+                gone.atexit = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation, and count what it made."""
+        made = func(*args, **(kwargs or {}))
+        for tensor in _tensors(made):
+            if tensor.layout is torch.strided:
+                self._count(tensor)
+        self.peak = max(self.peak, self.now)
+        return made
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that were there before from now on: they have become private.
+
+        Args:
+            tensors: Any; those that are counted already change nothing.
+        """
+        for tensor in tensors:
+            self._known.discard(storage_key(tensor))
+            self._count(tensor)
+        self.peak = max(self.peak, self.now)
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
+        if key in self._known or self._device not in (None, tensor.device.type):
+            return
+        num_bytes = storage.nbytes()
+        if key not in self._living:
+            weakref.finalize(storage, self._freed, key).atexit = False
+        self.now += num_bytes - self._living.get(key, 0)  # a storage may have been resized
+        self._living[key] = num_bytes
+
+    def _freed(self, key: int) -> None:
+        self.now -= self._living.pop(key, 0)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What tells one storage from another, also among fakes, whose addresses are all the same."""
+    return torch_private.storage_id(tensor.untyped_storage())
+
+
+def mapped(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """A batch of the same form with each tensor changed.
+
+    Args:
+        batch: A tensor, or a dict, list or tuple of batches; anything else stays.
+        change: What becomes of a tensor.
+
+    Returns:
+        The new batch. A mapping of any kind becomes a dict.
+    """
+    import torch
+
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {key: mapped(value, change) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(mapped(value, change) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(mapped(value, change) for value in batch)
+    return batch
+
+
+def num_samples(batch: Any) -> int:
+    """How many samples a batch has.
+
+    Args:
+        batch: A batch.
+
+    Returns:
+        The first dimension of its first tensor that has one.
+
+    Raises:
+        ConfigError: There is no tensor in it.
+    """
+    found = [tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()]
+    if not found:
+        raise ConfigError(
+            f"sample_batch is a {type(batch).__name__} without tensors: nothing can be measured "
+            "with it. Give what your loader gives: a tensor, or a dict or tuple of tensors whose "
+            "first dimension counts samples."
+        )
+    return int(found[0])
+
+
+def resized(batch: Any, samples: int) -> Any:
+    """A batch of another size: the first samples, or all of them again and again.
+
+    Args:
+        batch: A batch.
+        samples: How many samples it is to have.
+
+    Returns:
+        The new batch. Tensors without the dimension that counts samples are as they were.
+    """
+    have = num_samples(batch)
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim() or tensor.shape[0] != have or have == samples:
+            return tensor
+        times = -(-samples // have)
+        return tensor.repeat(times, *[1] * (tensor.dim() - 1))[:samples].clone()
+
+    return mapped(batch, change)
+
+
+def call(model: Callable[..., Any], batch: Any, *, module: nn.Module | None = None) -> Any:
+    """Call a model on a batch.
+
+    Args:
+        model: The model, or an engine around it.
+        batch: A mapping is given as keyword arguments, a list or tuple as positional ones. Of
+            these a model takes as many as it has arguments for: with ``(inputs, targets)`` and a
+            model of one argument the targets are left out.
+        module: The model inside ``model``, whose signature counts.
+
+    Returns:
+        What the model returns.
+    """
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (list, tuple)):
+        return model(*batch[: _most_arguments(module or model)])
+    return model(batch)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """Something to begin a backward pass from.
+
+    Args:
+        output: What a model returned.
+
+    Returns:
+        Its ``loss``, or else the sum of all its floating-point tensors that have gradients.
+
+    Raises:
+        ConfigError: No tensor in it has gradients.
+    """
+    import torch
+
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss.sum()
+    parts = [tensor.float().sum() for tensor in _tensors(output) if tensor.requires_grad]
+    if not parts:
+        raise ConfigError(
+            f"The model returned a {type(output).__name__} without a tensor that has gradients: "
+            "there is no backward pass to measure. Give a model whose parameters are trained."
+        )
+    return torch.stack(parts).sum()
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    mapped(batch, found.append)
+    if not found and not isinstance(batch, (Mapping, list, tuple)):  # an output of some class
+        mapped(vars(batch) if hasattr(batch, "__dict__") else None, found.append)
+    return iter(found)
+
+
+def _most_arguments(model: Any) -> int | None:
+    """How many positional arguments a model takes; None where there is no limit."""
+    try:
+        parameters = inspect.signature(getattr(model, "forward", model)).parameters.values()
+    except (TypeError, ValueError):  # written in C, or traced
+        return None
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return None
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activations:
+    """What one forward and backward pass takes beside parameters, in bytes.
+
+    Attributes:
+        saved: What is kept at the end of the forward pass, each storage once.
+        peak: The most that lives at once in both passes: also what is computed again under
+            gradient checkpointing, and gradients until a parameter has them.
+    """
+
+    saved: int
+    peak: int
+
+
+def measure_activations(
+    model: nn.Module,
+    sample_batch: Any,
+    *,
+    precision: str = "fp32",
+    gradient_checkpointing: bool = False,
+) -> Activations:
+    """Measure what a model keeps for its backward pass.
+
+    Args:
+        model: The model, on any device or on ``meta``; it stays as it is.
+        sample_batch: What it is called with: a dict, a tuple or a tensor.
+        precision: ``fp32``, ``bf16`` or ``fp16``, as DeepSpeed converts the model; floating-point
+            tensors of the batch are converted, too. With ``fp32`` all stays as it is.
+        gradient_checkpointing: Whether to turn it on first, in the copy.
+
+    Returns:
+        The bytes.
+
+    Raises:
+        ConfigError: The model cannot be run without values, and is too large for a real copy.
+    """
+    dtype = _DTYPES.get(precision)
+    fake = torch_private.fake_tensor_mode()(allow_non_fake_inputs=True)
+    with _undisturbed():
+        try:
+            with fake:
+                twin = _fake_copy(model, dtype)
+                batch = mapped(sample_batch, lambda t: torch.empty(t.shape, dtype=_as(t, dtype)))
+                return _run(twin, batch, gradient_checkpointing)
+        except Exception as error:  # the model's own code may need values in any way it likes
+            _check_small(model, error)
+        real = copy.deepcopy(model).to(dtype=dtype)
+        batch = mapped(sample_batch, lambda t: t.detach().to(dtype=_as(t, dtype), copy=True))
+        return _run(real, batch, gradient_checkpointing)
+
+
+def _run(twin: nn.Module, batch: Any, gradient_checkpointing: bool) -> Activations:
+    twin.train()
+    if gradient_checkpointing:
+        enable_gradient_checkpointing(twin)
+    own = [*twin.parameters(), *twin.buffers()]
+    keys = {storage_key(tensor) for tensor in own}
+    for parameter in twin.parameters():
+        if parameter.requires_grad:  # gradients are counted with the model states
+            hooked: Any = parameter
+            hooked.register_post_accumulate_grad_hook(_drop_gradient)
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if storage_key(tensor) not in keys:
+            saved[storage_key(tensor)] = tensor.untyped_storage()
+        return tensor
+
+    with LiveBytes(own) as live:
+        mapped(batch, lambda tensor: live.adopt([tensor]))  # it is on the device, too
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = loss_of(call(twin, batch))
+        num_saved = sum(storage.nbytes() for storage in saved.values())
+        saved.clear()  # or the backward pass would free nothing
+        loss.backward()  # type: ignore[no-untyped-call]
+    return Activations(saved=num_saved, peak=max(num_saved, live.peak))
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _fake_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """The model with tensors that have no memory; tied ones stay tied."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        shape = getattr(tensor, "ds_shape", tensor.shape)  # what a placeholder of ZeRO-3 stands for
+        made = torch.empty(shape, dtype=_as(tensor, dtype))
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = made
+    return copy.deepcopy(model, memo)
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _check_small(model: nn.Module, error: Exception) -> None:
+    """Whether a real copy can be run beside the model without anybody noticing."""
+    tensors = [*model.parameters(), *model.buffers()]
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    free = inspect_machine().host_available_bytes
+    if any(tensor.is_meta for tensor in tensors) or num_bytes > free // 16:
+        raise ConfigError(
+            f"The activations of {type(model).__name__} cannot be measured without running it: "
+            f"with tensors that have no values it raised {type(error).__name__}: {error}. A real "
+            f"run would need a copy of {format_bytes(num_bytes)} with values. Measure them where "
+            "the model fits and give activation_bytes."
+        ) from error
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Random numbers are drawn as if nothing had been; warnings of a rehearsal are nobody's."""
+    before = logging.root.manager.disable
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)  # transformers warns in a way of its own
+        try:
+            yield
+        finally:
+            logging.disable(before)

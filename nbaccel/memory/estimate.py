@@ -1,0 +1,256 @@
+"""``MemoryEstimate``: what a run needs on device, host and disk, beside what is free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from nbaccel.memory.model_size import Shape
+from nbaccel.plan.inventory import Inventory
+from nbaccel.units import count_noun, format_bytes
+
+__all__ = ["Bytes", "MemoryEstimate", "common_notes", "replicated"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bytes:
+    """Memory in one place, by what it holds.
+
+    Attributes:
+        parameters: The model as it computes.
+        gradients: What the backward pass leaves for the optimizer.
+        optimizer: Its states and its own copy of the parameters.
+        buckets: Room to communicate, to gather parameters and to read from disk.
+        activations: What the forward pass keeps for the backward pass, and what that adds.
+        in_backward: What lives for a moment beside the activations: gradients on their way,
+            gathered parameters.
+        in_step: What lives for a moment when the optimizer begins, and activations are gone:
+            gradients made flat, or in fp32.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buckets: int = 0
+    activations: int = 0
+    in_backward: int = 0
+    in_step: int = 0
+
+    @property
+    def model_states(self) -> int:
+        """Parameters, gradients and optimizer: what ZeRO divides."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """All that stays for longer than a moment."""
+        return self.model_states + self.buckets + self.activations
+
+    @property
+    def peak(self) -> int:
+        """The most at any moment: what must be free."""
+        moments = max(self.activations + self.in_backward, self.in_step)
+        return self.model_states + self.buckets + moments
+
+    def __mul__(self, times: int) -> Bytes:
+        return Bytes(**{f.name: getattr(self, f.name) * times for f in fields(self)})
+
+    def __add__(self, other: Bytes) -> Bytes:
+        names = (f.name for f in fields(self))
+        return Bytes(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+_KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations", "total", "peak")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class MemoryEstimate:
+    """What a run needs, and what this machine has.
+
+    Attributes:
+        device: On each device. Where processes compute on the CPU this is host memory, too.
+        host: On each host, for all of its processes.
+        nvme: On each host's disk.
+        shape: The model.
+        strategy: How it is trained, in words: ``ZeRO-3, bf16, optimizer on cpu``.
+        settings: What of the strategy's configuration was counted; None where it has none.
+        num_processes: Processes on each host.
+        num_nodes: Hosts.
+        device_free: Free memory of the fullest GPU used; None where there is none.
+        host_free: Free memory of this host.
+        nvme_free: Free space where the configuration swaps to; None where it names no folder.
+        nvme_folders: Those folders.
+        notes: What to know about these numbers.
+    """
+
+    device: Bytes
+    host: Bytes
+    nvme: Bytes
+    shape: Shape
+    strategy: str
+    settings: Any
+    num_processes: int
+    num_nodes: int
+    device_free: int | None
+    host_free: int
+    nvme_free: int | None = None
+    nvme_folders: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def host_needed(self) -> int:
+        """Host memory in all: with what processes compute in, where that is host memory."""
+        on_cpu = self.device * self.num_processes if self.device_free is None else Bytes()
+        return self.host.peak + on_cpu.peak
+
+    @property
+    def lacking(self) -> dict[str, int]:
+        """Bytes that this machine has too little of, by place: ``device``, ``host``, ``nvme``."""
+        places = {
+            "device": (self.device.peak, self.device_free),
+            "host": (self.host_needed, self.host_free),
+            "nvme": (self.nvme.total, self.nvme_free),
+        }
+        return {
+            name: needed - free
+            for name, (needed, free) in places.items()
+            if free is not None and needed > free
+        }
+
+    @property
+    def fits(self) -> bool:
+        """Whether this machine has what it takes, as far as it is free now."""
+        return not self.lacking
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table: a head, one line per kind of content, totals and what is free."""
+        places = (self.device, self.host, self.nvme)
+        lines: list[tuple[str, ...]] = [("", "per device", "per host", "NVMe per host")]
+        lines += [(kind, *(_size(getattr(p, kind)) for p in places)) for kind in _KINDS]
+        device_free = "" if self.device_free is None else format_bytes(self.device_free)
+        nvme_free = "" if self.nvme_free is None else format_bytes(self.nvme_free)
+        host_free = format_bytes(self.host_free)
+        lines.append(("free now", device_free or "(is host)", host_free, nvme_free))
+        return lines
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        table = [
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+            for row in rows
+        ]
+        return "\n".join([self._head(), *table, self._verdict(), *self.notes])
+
+    def __repr__(self) -> str:
+        return f"<MemoryEstimate: {self._head()}: {self._verdict()}>"
+
+    def _repr_mimebundle_(
+        self, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
+    ) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": self._repr_html_()}
+
+    def _repr_html_(self) -> str:
+        head, *rows = self.rows()
+        cells = "".join(f"<th>{escape(text)}</th>" for text in head)
+        body = "".join(
+            f"<tr><th style='text-align:left'>{escape(row[0])}</th>"
+            + "".join(f"<td style='text-align:right'>{escape(text)}</td>" for text in row[1:])
+            + "</tr>"
+            for row in rows
+        )
+        notes = "".join(f"<p>{escape(note)}</p>" for note in (self._verdict(), *self.notes))
+        return (
+            f"<p>{escape(self._head())}</p><table><thead><tr>{cells}</tr></thead>"
+            f"<tbody>{body}</tbody></table>{notes}"
+        )
+
+    def _head(self) -> str:
+        processes = "1 process" if self.num_processes == 1 else f"{self.num_processes} processes"
+        hosts = f"{count_noun(self.num_nodes, 'host')} of {processes}"
+        return f"{self.shape.total:,} parameters, {self.strategy}, {hosts}"
+
+    def _verdict(self) -> str:
+        if self.fits:
+            return "fits into what is free now"
+        words = {"device": "per device", "host": "of host memory", "nvme": "of disk"}
+        missing = [f"{format_bytes(size)} {words[name]}" for name, size in self.lacking.items()]
+        return f"does not fit: {' and '.join(missing)} too little"
+
+
+def replicated(
+    shape: Shape,
+    *,
+    parameter_bytes: int,
+    trainable_bytes: int,
+    num_processes: int,
+    num_nodes: int,
+    activation_bytes: int,
+    inventory: Inventory,
+) -> MemoryEstimate:
+    """Data-parallel training: weights, gradients and Adam in the model's format in each process.
+
+    Among several processes DDP keeps gradients twice, the second time in the buckets that it
+    reduces (torch's documentation of ``gradient_as_bucket_view``). Mixed precision changes what
+    activations need, and leaves weights in their own format.
+
+    Args:
+        shape: The model's sizes.
+        parameter_bytes: Bytes of its parameters in their own format.
+        trainable_bytes: Bytes of those that are trained.
+        num_processes: Processes on each host.
+        num_nodes: Hosts.
+        activation_bytes: What activations need on a device.
+        inventory: The machine.
+
+    Returns:
+        The estimate.
+    """
+    gpus = inventory.gpus[:num_processes]
+    return MemoryEstimate(
+        device=Bytes(
+            parameters=parameter_bytes,
+            gradients=trainable_bytes,
+            optimizer=2 * trainable_bytes,
+            buckets=trainable_bytes if num_processes * num_nodes > 1 else 0,
+            activations=activation_bytes,
+        ),
+        host=Bytes(),
+        nvme=Bytes(),
+        shape=shape,
+        strategy="data parallel",
+        settings=None,
+        num_processes=num_processes,
+        num_nodes=num_nodes,
+        device_free=min((gpu.free_bytes for gpu in gpus), default=None),
+        host_free=inventory.host_available_bytes,
+        notes=common_notes(activation_bytes, on_cpu=not gpus),
+    )
+
+
+def common_notes(activation_bytes: int, *, on_cpu: bool) -> tuple[str, ...]:
+    """What to know about the numbers of any strategy.
+
+    Args:
+        activation_bytes: What was counted for activations.
+        on_cpu: Whether processes compute on the CPU.
+
+    Returns:
+        Sentences.
+    """
+    notes = []
+    if on_cpu:
+        notes.append(
+            "On CPUs the system may count a third more while memory is plentiful: these are "
+            "tensors, and glibc keeps freed ones. Where memory is short, they are returned."
+        )
+    if not activation_bytes:
+        notes.append("Activations are not in it: they depend on the batch.")
+    return tuple(notes)
+
+
+def _size(num_bytes: int) -> str:
+    return format_bytes(num_bytes) if num_bytes else "-"

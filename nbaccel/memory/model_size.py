@@ -1,0 +1,105 @@
+"""How large a model is, as far as memory depends on it.
+
+Tied weights count once. Parameters on ``meta`` count as what they will be, and ZeRO-3's
+placeholders as what they stand for, where DeepSpeed's own count by address finds one, or nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nbaccel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Shape", "measure", "shape_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """The sizes that memory depends on.
+
+    Attributes:
+        total: Parameters.
+        largest_layer: Own parameters of the module that has most, children not counted.
+        trainable: Parameters that get gradients.
+        sizes: Elements of each parameter; empty where only the sums are known.
+    """
+
+    total: int
+    largest_layer: int
+    trainable: int
+    sizes: tuple[int, ...] = ()
+
+    def at_most(self, threshold: int) -> int:
+        """How many parameters lie in tensors of at most so many elements.
+
+        Args:
+            threshold: The largest size that counts.
+
+        Returns:
+            Their sum.
+        """
+        return sum(size for size in self.sizes if size <= threshold)
+
+
+def measure(model: nn.Module, *, trains: bool = True) -> Shape:
+    """Count a model.
+
+    Args:
+        model: Any module: on a device, on ``meta`` or taken apart by ZeRO-3.
+        trains: Whether there is an optimizer; without one nothing is trained.
+
+    Returns:
+        Its shape.
+    """
+    found = {id(p): p for p in model.parameters()}.values()
+    return Shape(
+        total=_count(found),
+        largest_layer=max(_count(module.parameters(recurse=False)) for module in model.modules()),
+        trainable=_count(p for p in found if p.requires_grad) if trains else 0,
+        sizes=tuple(_numel(p) for p in found),
+    )
+
+
+def shape_of(model_or_shape: Any) -> Shape:
+    """Read what a user gives as a model's size.
+
+    Args:
+        model_or_shape: A module, a `Shape`, or (parameters, parameters of the largest layer).
+
+    Returns:
+        The shape.
+
+    Raises:
+        ConfigError: It is none of these, or the numbers do not fit together.
+    """
+    if isinstance(model_or_shape, Shape):
+        return model_or_shape
+    if callable(getattr(model_or_shape, "modules", None)):
+        return measure(model_or_shape)
+    try:
+        total, largest = (int(number) for number in model_or_shape)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"A model's memory cannot be estimated from {model_or_shape!r}: its size is unknown. "
+            "Give the module (it may be on meta), or (parameters, parameters of the largest layer)."
+        ) from error
+    if not 0 < largest <= total:
+        raise ConfigError(
+            f"A model of {total:_} parameters cannot have a largest layer of {largest:_}: the "
+            "estimate would mean nothing. Give (parameters, parameters of the largest layer)."
+        )
+    return Shape(total=total, largest_layer=largest, trainable=total)
+
+
+def _count(parameters: Iterable[Any]) -> int:
+    return sum(_numel(p) for p in parameters)
+
+
+def _numel(parameter: Any) -> int:
+    # `ds_numel` is what ZeRO-3 writes on a parameter before it leaves a placeholder.
+    return int(getattr(parameter, "ds_numel", None) or parameter.numel())

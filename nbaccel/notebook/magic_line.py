@@ -1,0 +1,586 @@
+"""A magic's line, read: every mistake in it is found before anything is done; and its help."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from IPython.utils.text import DollarFormatter
+
+from nbaccel.config import RunConfig
+from nbaccel.config.mistakes import closest, shown
+from nbaccel.errors import ConfigError
+from nbaccel.notebook.options import (
+    OWN_OPTIONS,
+    SUBCOMMANDS,
+    MagicOption,
+    Subcommand,
+    find_option,
+    options_of,
+    setting_options,
+)
+from nbaccel.units import count_noun, number_ranges
+
+__all__ = [
+    "MagicLine",
+    "cell_manual",
+    "check_ranks",
+    "config_names",
+    "line_manual",
+    "missing_names",
+    "ranks_as_text",
+    "read_magic_line",
+    "subcommand_manual",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MagicLine:
+    """What a line asks for.
+
+    Attributes:
+        wanted: The settings it started from with those of the line over them.
+        given: Names of the settings that the line gives, itself or by its ``--config``.
+        names: Words that are no options: names of variables.
+        ranks: The ranks it names; None for all.
+        out: The names to bring into the notebook.
+        dist: Whether the workers are to join their process group at once.
+        autoreload: Whether changed source is to be loaded; None leaves that as it is.
+        help: Whether it asks for help only.
+    """
+
+    wanted: RunConfig
+    given: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    ranks: tuple[int, ...] | None = None
+    out: tuple[str, ...] = ()
+    dist: bool = False
+    autoreload: bool | None = None
+    help: bool = False
+
+
+def read_magic_line(
+    line_text: str, *, base_config: RunConfig, namespace: Mapping[str, Any], subcommand: str = ""
+) -> MagicLine:
+    """Read a line.
+
+    Args:
+        line_text: What stands behind the magic's name, or behind the subcommand.
+        base_config: The settings that the line's own are laid over.
+        namespace: The notebook's variables, for ``--config NAME``, ``$name`` and ``{name}``.
+        subcommand: A word of `%accelerate`; empty for `%%accelerate`.
+
+    Returns:
+        What it asks for.
+
+    Raises:
+        ConfigError: Something in it is wrong; every mistake is listed.
+    """
+    line_reader = _LineReader(options_of(subcommand), subcommand, namespace)
+    line_reader.read(_split_words(line_text))
+    if "help" in line_reader.found:
+        return MagicLine(wanted=base_config, help=True)
+    return line_reader.line(base_config)
+
+
+def check_ranks(ranks: Sequence[int] | None, world_size: int) -> None:
+    """Refuse ranks that no worker has.
+
+    Args:
+        ranks: The ranks that a line names; None for all.
+        world_size: How many workers there are.
+
+    Raises:
+        ConfigError: At least one of them is not there.
+    """
+    if unknown_ranks := [rank for rank in ranks or () if rank >= world_size]:
+        last_rank = world_size - 1
+        raise ConfigError(
+            f"--ranks names {ranks_as_text(unknown_ranks)}: there {_are_or_is(world_size)}, "
+            f"{'rank 0' if last_rank == 0 else f'ranks 0-{last_rank}'}. Nobody would run the "
+            f"cell. Name ranks up to {last_rank}, or start more with %accelerate restart -n "
+            f"{max(unknown_ranks) + 1}."
+        )
+
+
+def missing_names(wanted_names: Iterable[str], namespace: Mapping[str, Any]) -> None:
+    """Refuse names that the notebook does not have.
+
+    Args:
+        wanted_names: What is to be sent.
+        namespace: The notebook's variables.
+
+    Raises:
+        ConfigError: At least one of them is not there.
+    """
+    known_names = [
+        variable_name for variable_name in namespace if not variable_name.startswith("_")
+    ]
+    mistakes = [
+        f"The notebook has no variable {variable_name!r}: there is nothing to send."
+        + (closest(variable_name, known_names) or " Give the name of a variable of the notebook.")
+        for variable_name in wanted_names
+        if variable_name not in namespace
+    ]
+    if mistakes:
+        raise ConfigError(*mistakes)
+
+
+def ranks_as_text(ranks: Sequence[int]) -> str:
+    """Ranks as people write them: ``rank 3``, ``ranks 0,2-3``."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {number_ranges(ranks)}"
+
+
+@dataclass
+class _LineReader:
+    """Takes words one by one, and notes what is wrong with them."""
+
+    options: tuple[MagicOption, ...]
+    subcommand: str
+    namespace: Mapping[str, Any]
+    found: dict[str, Any] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    mistakes: list[str] = field(default_factory=list)
+
+    def read(self, line_words: Iterator[str]) -> None:
+        """Take all words."""
+        for line_word in line_words:
+            if _is_flag(line_word):
+                self._flag(line_word, line_words)
+            else:
+                self._name(self._expanded(line_word))
+
+    def line(self, base_config: RunConfig) -> MagicLine:
+        """What they ask for, if nothing is wrong."""
+        given_settings = {
+            setting_name: setting_value
+            for setting_name, setting_value in self.found.items()
+            if setting_name in RunConfig.model_fields
+        }
+        chosen_ranks = self._ranks(self.found.get("ranks"))
+        out_names = self._out(self.found.get("out"))
+        named_config = self._config(self.found.get("config"))
+        wanted_config = self._wanted(
+            base_config if named_config is None else named_config, given_settings
+        )
+        if named_config is not None:
+            self._compare(named_config, wanted_config, given_settings)
+        if self.mistakes:
+            raise ConfigError(*dict.fromkeys(self.mistakes))
+        return MagicLine(
+            wanted=wanted_config,
+            given=tuple(given_settings) if named_config is None else tuple(RunConfig.model_fields),
+            names=tuple(self.names),
+            ranks=chosen_ranks,
+            out=out_names,
+            dist=bool(self.found.get("dist")),
+            autoreload=self.found.get("autoreload"),
+        )
+
+    def _flag(self, flag_word: str, line_words: Iterator[str]) -> None:
+        flag_name, equals_sign, flag_value = flag_word.partition("=")
+        magic_option = find_option(self.options, flag_name)
+        if magic_option is None and not flag_word.startswith("--"):  # -n4
+            flag_name, equals_sign, flag_value = flag_word[:2], "=", flag_word[2:].removeprefix("=")
+            magic_option = find_option(self.options, flag_name)
+        if magic_option is None:
+            self._unknown(flag_word.partition("=")[0], line_words)
+        elif not magic_option.value:
+            self._switch(magic_option, flag_name, flag_value if equals_sign else None)
+        elif equals_sign:
+            self._keep(magic_option, flag_value)
+        else:
+            # An iterator's next may be an option: then this one's value was forgotten.
+            next_word = next(line_words, None)
+            if next_word is None or _is_flag(next_word):
+                self.mistakes.append(
+                    f"{flag_name} needs a value: got "
+                    f"{'nothing' if next_word is None else repr(next_word)} behind it. "
+                    f"{magic_option.meaning} Write {flag_name} {magic_option.value}."
+                )
+            else:
+                self._keep(magic_option, next_word)
+            if next_word is not None and _is_flag(next_word):
+                self._flag(next_word, line_words)
+
+    def _switch(self, magic_option: MagicOption, flag_name: str, flag_value: str | None) -> None:
+        is_opposite = flag_name.replace("_", "-") == magic_option.negative
+        if flag_value is not None and (is_opposite or not magic_option.is_setting):
+            self.mistakes.append(
+                f"{flag_name} takes no value: got {flag_value!r}. It would mean nothing. Write "
+                f"{flag_name} alone."
+            )
+        self.found[magic_option.name] = flag_value if flag_value is not None else not is_opposite
+
+    def _keep(self, magic_option: MagicOption, value_text: str) -> None:
+        value_text = value_text if magic_option.is_json else self._expanded(value_text)
+        option_value: Any = value_text
+        if magic_option.none and value_text.strip().lower() == "none":
+            option_value = None
+        elif magic_option.is_json:
+            option_value = _from_json(value_text)
+        elif magic_option.name == "autoreload":
+            option_value = self._on_off(magic_option, value_text)
+        earlier_value = self.found.get(magic_option.name, option_value)
+        if earlier_value != option_value:
+            self.mistakes.append(
+                f"{magic_option.flag} was given twice: got {shown(earlier_value)} and "
+                f"{shown(option_value)}. One would silently beat the other. Write it once."
+            )
+        self.found[magic_option.name] = option_value
+
+    def _on_off(self, magic_option: MagicOption, value_text: str) -> bool:
+        if value_text.lower() not in magic_option.choices:
+            self.mistakes.append(
+                f"{magic_option.flag} must be on or off: got {value_text!r}. "
+                f"{magic_option.meaning}{closest(value_text, magic_option.choices)}"
+            )
+        return value_text.lower() == "on"
+
+    def _unknown(self, flag_name: str, line_words: Iterator[str]) -> None:
+        magic_name = f"%accelerate {self.subcommand}" if self.subcommand else "%%accelerate"
+        known_flags = [
+            flag_name
+            for magic_option in self.options
+            for flag_name in (*magic_option.flags, magic_option.negative)
+        ]
+        other_option = find_option(options_of(), flag_name)
+        if other_option is not None:
+            remedy_text = f" {other_option.flag} is for {_where_used(other_option)}."
+        else:
+            remedy_text = closest(flag_name.replace("_", "-"), filter(None, known_flags)) or (
+                f" Its options are shown by {magic_name} --help."
+            )
+        self.mistakes.append(
+            f"{magic_name} has no option {flag_name!r}: it would change nothing, without a "
+            f"word.{remedy_text}"
+        )
+        self._skip_value(line_words)
+
+    def _skip_value(self, line_words: Iterator[str]) -> None:
+        """A word behind an unknown option is its value, and no mistake of its own."""
+        for next_word in line_words:
+            if _is_flag(next_word):
+                self._flag(next_word, line_words)
+            return
+
+    def _name(self, line_word: str) -> None:
+        takes_names = self.subcommand in ("pull", "push", "config")
+        option_name, equals_sign, option_value = line_word.partition("=")
+        if takes_names and all(
+            name_part.isidentifier() for name_part in line_word.strip(",").split(",")
+        ):
+            self.names += line_word.strip(",").split(",")
+        elif takes_names:
+            self.mistakes.append(
+                f"{line_word!r} is no name of a variable: only whole variables are copied. Bind "
+                f"the value to a name first, then give that name."
+            )
+        elif equals_sign and (magic_option := find_option(options_of(), f"--{option_name}")):
+            self.mistakes.append(
+                f"{line_word!r} is no option of the line: it would change nothing, without a "
+                f"word. Write {magic_option.flag} {option_value}."
+            )
+        else:
+            magic_name = f"%accelerate {self.subcommand}" if self.subcommand else "%%accelerate"
+            self.mistakes.append(
+                f"{magic_name} takes options only: got {line_word!r}, which says nothing to it. "
+                f"Code belongs into the cell's next line; {magic_name} --help shows the options."
+            )
+
+    def _ranks(self, ranks_text: str | None) -> tuple[int, ...] | None:
+        if ranks_text is None:
+            return None
+        chosen_ranks: set[int] = set()
+        for range_part in ranks_text.split(","):
+            first_rank, range_dash, last_rank = range_part.strip().partition("-")
+            range_ends = (first_rank, last_rank if range_dash else first_rank)
+            if not all(range_end.isdecimal() for range_end in range_ends) or int(
+                range_ends[0]
+            ) > int(range_ends[1]):
+                self.mistakes.append(
+                    f"--ranks must be rank numbers and ranges of them: got {ranks_text!r}. They "
+                    f"say which workers run the cell. Write for example --ranks 0,2-3."
+                )
+                return None
+            # A range up to a billion is refused by its end, without a list of it.
+            chosen_ranks.update(
+                range(int(range_ends[0]), min(int(range_ends[1]), int(range_ends[0]) + 9999) + 1)
+            )
+            chosen_ranks.add(int(range_ends[1]))
+        return tuple(sorted(chosen_ranks))
+
+    def _out(self, names_text: str | None) -> tuple[str, ...]:
+        out_names = tuple(
+            name_part.strip() for name_part in (names_text or "").split(",") if name_part.strip()
+        )
+        if wrong_names := [out_name for out_name in out_names if not out_name.isidentifier()]:
+            self.mistakes.append(
+                f"--out must be names of variables: got {', '.join(map(repr, wrong_names))}. "
+                f"They are bound in the notebook after the cell. Write for example --out "
+                f"loss,accuracy."
+            )
+        elif names_text is not None and not out_names:
+            self.mistakes.append(
+                f"--out must be names of variables: got {names_text!r}. They are bound in the "
+                f"notebook after the cell. Write for example --out loss,accuracy."
+            )
+        return out_names
+
+    def _config(self, variable_name: str | None) -> RunConfig | None:
+        if variable_name is None:
+            return None
+        variable_value = self.namespace.get(variable_name)
+        if isinstance(named_config := getattr(variable_value, "config", variable_value), RunConfig):
+            return named_config
+        config_variables = config_names(self.namespace)
+        got_instead = (
+            f"a {type(variable_value).__name__}"
+            if variable_name in self.namespace
+            else "no such variable"
+        )
+        remedy_text = (
+            closest(variable_name, config_variables)
+            or f" Make one: {variable_name} = nbaccel.RunConfig(...)."
+        )
+        self.mistakes.append(
+            f"--config must name a RunConfig of the notebook, or what has one as .config: "
+            f"{variable_name} is {got_instead}. All settings are taken from it.{remedy_text}"
+        )
+        return None
+
+    def _wanted(self, base_config: RunConfig, given_settings: dict[str, Any]) -> RunConfig:
+        if (
+            not given_settings
+        ):  # most cells: to validate again what is valid takes a tenth of a millisecond
+            return base_config
+        try:
+            return base_config.changed(**given_settings)
+        except ConfigError as error:
+            self.mistakes += error.mistakes
+            return base_config
+
+    def _compare(
+        self, named_config: RunConfig, wanted_config: RunConfig, given_settings: dict[str, Any]
+    ) -> None:
+        for setting_name in given_settings:
+            line_value, config_value = (
+                getattr(wanted_config, setting_name),
+                getattr(named_config, setting_name),
+            )
+            if line_value != config_value:
+                config_variable = self.found["config"]
+                self.mistakes.append(
+                    f"{setting_name} is {config_value!r} in {config_variable} and {line_value!r} "
+                    f"on the line: one would silently beat the other. Leave it out here, or make "
+                    f"it so there: {config_variable} = "
+                    f"{config_variable}.changed({setting_name}={line_value!r})."
+                )
+
+    def _expanded(self, line_word: str) -> str:
+        """The word with `$name` and `{expression}` replaced, as IPython does in magic lines."""
+        # "${rank}" is a template's own; IPython knows no such form.
+        if "${" in line_word or not set("${") & set(line_word):
+            return line_word
+        try:
+            return DollarFormatter().vformat(line_word, (), dict(self.namespace))
+        except Exception:  # as IPython: what cannot be evaluated stays as written
+            return line_word
+
+
+def config_names(namespace: Mapping[str, Any]) -> list[str]:
+    """Variables that `--config` can name."""
+    return [
+        variable_name
+        for variable_name, variable_value in namespace.items()
+        if not variable_name.startswith("_") and _has_config(variable_value)
+    ]
+
+
+def _has_config(variable_value: Any) -> bool:
+    if isinstance(variable_value, RunConfig):
+        return True
+    # Of strangers only plain attributes are read: a property of theirs could do anything.
+    is_ours = type(variable_value).__module__.partition(".")[0] == "nbaccel" and not isinstance(
+        variable_value, type
+    )
+    return isinstance(
+        getattr(variable_value, "config", None)
+        if is_ours
+        else getattr(variable_value, "__dict__", {}).get("config"),
+        RunConfig,
+    )
+
+
+def _split_words(line_text: str) -> Iterator[str]:
+    try:
+        return iter(shlex.split(line_text, comments=True))
+    except ValueError as error:  # a quotation that is not closed
+        raise ConfigError(
+            f"The line cannot be split into words: {str(error).lower()} in {line_text!r}. "
+            f"Nothing of it could be trusted. Close the quotation mark."
+        ) from error
+
+
+def _is_flag(line_word: str) -> bool:
+    """Whether a word is an option; a lone dash and a negative number are values."""
+    return line_word.startswith("-") and line_word != "-" and not line_word[1].isdecimal()
+
+
+def _from_json(json_text: str) -> Any:
+    try:
+        return json.loads(json_text)
+    except json.JSONDecodeError:
+        return json_text  # the setting itself says what it must be
+
+
+def _where_used(magic_option: MagicOption) -> str:
+    if magic_option.is_setting or magic_option.name in ("config", "dist"):
+        return "%%accelerate, %accelerate restart and %accelerate config"
+    return (
+        "%%accelerate, %accelerate pull and push"
+        if magic_option.name == "ranks"
+        else "%%accelerate"
+    )
+
+
+def _are_or_is(count: int) -> str:
+    return f"{'is' if count == 1 else 'are'} {count_noun(count, 'worker')}"
+
+
+_MANUAL_CHARS = 92
+_COLUMN_CHARS = 30
+
+_CELL_MANUAL = """\
+Run this cell in worker processes that live on, with their variables, from cell to cell.
+
+    %%accelerate -n 2 --precision bf16 --out loss
+    model = nn.Linear(4, 4)
+    loss = step(model)
+
+Variables and functions of the notebook that the cell reads are sent when they are first needed
+and when they have changed since. The last expression is shown by rank, once where all agree.
+Trained weights of the notebook's own modules come back after the cell.
+
+The first cell starts the workers. Their settings stay until %accelerate restart.
+"""
+
+_LINE_MANUAL = """\
+Look after the workers that %%accelerate cells run in.
+
+    %accelerate restart -n 4 --precision bf16
+    %accelerate pull loss model --ranks 0
+"""
+
+
+def cell_manual() -> str:
+    """What `%%accelerate?` shows."""
+    manual_parts = [
+        _CELL_MANUAL,
+        _manual_section("Options of the cell:", _manual_rows(OWN_OPTIONS)),
+        _manual_section("Settings of the workers:", _manual_rows(setting_options())),
+        _VALUES_MANUAL,
+    ]
+    return "\n".join(manual_parts)
+
+
+def line_manual() -> str:
+    """What `%accelerate?` shows."""
+    subcommand_lines = [
+        manual_line
+        for subcommand in SUBCOMMANDS
+        for manual_line in _manual_row(_usage_of(subcommand), subcommand.meaning)
+    ]
+    other_options = [
+        magic_option for magic_option in options_of("restart") if not magic_option.is_setting
+    ]
+    manual_parts = [
+        _LINE_MANUAL,
+        _manual_section("Subcommands:", subcommand_lines),
+        _manual_section(
+            "Options of restart and config: all settings of %%accelerate?, and",
+            _manual_rows(other_options),
+        ),
+        _manual_section("Options of pull and push:", _manual_rows(options_of("pull"))),
+        _VALUES_MANUAL,
+    ]
+    return "\n".join(manual_parts)
+
+
+def subcommand_manual(subcommand_name: str) -> str:
+    """What `%accelerate restart --help` shows.
+
+    Args:
+        subcommand_name: The subcommand.
+    """
+    subcommand = next(
+        subcommand for subcommand in SUBCOMMANDS if subcommand.name == subcommand_name
+    )
+    return "\n".join(
+        [
+            f"%accelerate {_usage_of(subcommand)}",
+            "",
+            subcommand.meaning,
+            "",
+            *_manual_rows(options_of(subcommand_name)),
+        ]
+    )
+
+
+_VALUES_MANUAL = """\
+"none" leaves a choice to the plan. $name and {expression} are replaced by the notebook's values."""
+
+
+def _manual_section(title: str, manual_rows: Iterable[str]) -> str:
+    return "\n".join([title, *manual_rows, ""])
+
+
+def _usage_of(subcommand: Subcommand) -> str:
+    usage_parts = [subcommand.name]
+    if subcommand.names:
+        usage_parts.append("NAME...")
+    if subcommand.options:
+        usage_parts.append("[options]")
+    return " ".join(usage_parts)
+
+
+def _manual_rows(magic_options: Iterable[MagicOption]) -> list[str]:
+    return [
+        manual_line
+        for magic_option in magic_options
+        for manual_line in _manual_row(_option_head(magic_option), _option_meaning(magic_option))
+    ]
+
+
+def _option_head(magic_option: MagicOption) -> str:
+    flag_names = ", ".join(magic_option.flags)
+    if magic_option.negative:
+        return f"{flag_names}, {magic_option.negative}"
+    return f"{flag_names} {magic_option.value}".rstrip()
+
+
+def _option_meaning(magic_option: MagicOption) -> str:
+    if not magic_option.is_setting:
+        return magic_option.meaning
+    default_value = RunConfig.model_fields[magic_option.name].default
+    if default_value in (None, ""):
+        return magic_option.meaning
+    if magic_option.negative:
+        return f"{magic_option.meaning} (default {'yes' if default_value else 'no'})"
+    return f"{magic_option.meaning} (default {default_value})"
+
+
+def _manual_row(option_head: str, option_meaning: str) -> list[str]:
+    """One entry: what is written, and beside or under it what it means."""
+    indent_text = " " * (_COLUMN_CHARS + 2)
+    wrapped_lines = textwrap.wrap(
+        option_meaning, _MANUAL_CHARS - len(indent_text), break_on_hyphens=False
+    )
+    if len(option_head) > _COLUMN_CHARS - 2:
+        return [f"  {option_head}", *(indent_text + wrapped_line for wrapped_line in wrapped_lines)]
+    first_line = f"  {option_head:<{_COLUMN_CHARS}}{wrapped_lines[0]}"
+    return [first_line, *(indent_text + wrapped_line for wrapped_line in wrapped_lines[1:])]

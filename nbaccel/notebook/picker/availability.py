@@ -1,0 +1,179 @@
+"""What cannot be chosen as things are, and why: asked of the plan, the rows and the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nbaccel._optional import is_installed
+from nbaccel.capabilities import FP8_BACKENDS, fp8_backend, precision_row
+from nbaccel.config import Fp8Config, RunConfig
+from nbaccel.errors import ConfigError, NbaccelError
+from nbaccel.notebook.picker.choices import ChoiceOption, Setting, form_of
+from nbaccel.notebook.picker.edits import value_of
+from nbaccel.plan import Inventory, resolve
+
+__all__ = ["PickerState", "is_shown", "option_refusal", "problems_of", "setting_refusal"]
+
+
+_MULTI_NODE_FIELDS = (
+    "node_rank",
+    "master_addr",
+    "rdzv_endpoint",
+    "rdzv_conf",
+    "rdzv_id",
+    "rdzv_backend",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PickerState:
+    """What is looked at: the configuration, the machine, the model (which may be None).
+
+    `problems` is what the plan has against the configuration already.
+    """
+
+    config: RunConfig
+    inventory: Inventory
+    module: Any
+    problems: tuple[str, ...] = ()
+
+    @property
+    def fp8_backend(self) -> str:
+        """The backend that FP8 comes to: the one chosen, or the first that is installed."""
+        chosen_backend = (self.config.fp8 or Fp8Config()).backend
+        backend_names = {backend_row.name for backend_row in FP8_BACKENDS}
+        if chosen_backend in backend_names:
+            return chosen_backend
+        backend_row, _ = fp8_backend(chosen_backend)
+        if backend_row is not None:
+            return backend_row.name
+        return next(
+            (backend_row.name for backend_row in FP8_BACKENDS if is_installed(backend_row.package)),
+            "",
+        )
+
+
+def option_refusal(view: PickerState, setting: Setting, choice_option: ChoiceOption) -> str:
+    """Why an option cannot be chosen.
+
+    Args:
+        view: As things are.
+        setting: The choice.
+        choice_option: The option.
+
+    Returns:
+        A clause, without a stop; empty where it can.
+    """
+    if choice_option.value == value_of(view.config, setting):
+        return ""  # what is in force can be seen to be in force
+    owning_form = form_of(setting.name)
+    if owning_form is not None:
+        return owning_form.option_refusal(view.config, setting, choice_option.value)
+    if setting.name == "fp8.backend":
+        return _backend_refusal(choice_option.value)
+    if setting.run_field in RunConfig.model_fields and setting.run_field == setting.name:
+        return _plan_refusal(view, setting.name, choice_option.value)
+    return ""
+
+
+def setting_refusal(view: PickerState, setting: Setting) -> str:
+    """Why a whole choice cannot be made.
+
+    Args:
+        view: As things are.
+        setting: The choice.
+
+    Returns:
+        A clause, without a stop; empty where it can.
+    """
+    if setting.name == "activation_checkpointing":
+        return _switch_refusal(view)
+    owning_form = form_of(setting.name)
+    return "" if owning_form is None else owning_form.setting_refusal(view.config, setting)
+
+
+def is_shown(view: PickerState, setting: Setting) -> bool:
+    """Whether a choice means anything as things are.
+
+    Args:
+        view: As things are.
+        setting: The choice.
+
+    Returns:
+        False for recipes of another precision or backend, folders of what is not on disk, and
+        addresses where there is one machine.
+    """
+    setting_name = setting.name
+    if setting_name.startswith("fp8."):
+        if not precision_row(view.config.mixed_precision).has_backends:
+            return False
+        read_settings = {
+            backend_row.name: backend_row.settings for backend_row in FP8_BACKENDS
+        }.get(view.fp8_backend, ())
+        return (
+            setting_name == "fp8.backend" or setting.run_field.removeprefix("fp8.") in read_settings
+        )
+    owning_form = form_of(setting_name)
+    if owning_form is not None:
+        return owning_form.is_shown(view.config, setting)
+    return setting_name not in _MULTI_NODE_FIELDS or view.config.num_nodes > 1
+
+
+def _backend_refusal(backend_name: str) -> str:
+    backend_row = {backend_row.name: backend_row for backend_row in FP8_BACKENDS}.get(backend_name)
+    if backend_row is not None and not backend_row.path:
+        return "nothing trains with it in this version"
+    if backend_row is None or is_installed(backend_row.package):
+        return ""
+    return f"{backend_row.package} is not installed"
+
+
+def _switch_refusal(view: PickerState) -> str:
+    if view.module is None:
+        return ""
+    from nbaccel.strategies.gradient_checkpointing import can_checkpoint_gradients
+
+    if can_checkpoint_gradients(view.module):
+        return ""
+    return f"{type(view.module).__name__} has no gradient_checkpointing_enable()"
+
+
+def _plan_refusal(view: PickerState, setting_name: str, new_value: Any) -> str:
+    """What the plan says to it that it does not say now."""
+    try:
+        changed_config = view.config.changed(**{setting_name: new_value})
+    except ConfigError as error:
+        return _first_clause(error.mistakes[0], setting_name)
+    new_problems = [
+        problem_text
+        for problem_text in problems_of(changed_config, view.inventory)
+        if problem_text not in view.problems
+    ]
+    return _first_clause(new_problems[0], setting_name) if new_problems else ""
+
+
+def problems_of(config: RunConfig, inventory: Inventory) -> tuple[str, ...]:
+    """Why a machine cannot serve a configuration.
+
+    Args:
+        config: The configuration.
+        inventory: The machine.
+
+    Returns:
+        The plan's mistakes; nothing where it can.
+    """
+    try:
+        resolve(config, inventory)
+    except ConfigError as error:
+        return error.mistakes
+    except NbaccelError as error:
+        return (str(error),)
+    return ()
+
+
+def _first_clause(mistake_text: str, setting_name: str) -> str:
+    """The first sentence without its subject, which stands above it; the rest is for a message."""
+    first_sentence = mistake_text.partition(". ")[0].replace("`", "")
+    first_word, _, other_words = first_sentence.partition(" ")
+    return other_words if first_word.startswith(f"{setting_name}=") else first_sentence

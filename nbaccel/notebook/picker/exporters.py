@@ -1,0 +1,240 @@
+"""A picked configuration as text, and back: JSON, YAML, a magic's line, Python, files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nbaccel.config import RunConfig
+from nbaccel.config.exchange import each_once, read_yaml
+from nbaccel.errors import ConfigError
+from nbaccel.notebook.options import setting_options as options
+from nbaccel.notebook.picker.choices import by_name, settings_forms
+from nbaccel.plan import Inventory
+
+__all__ = [
+    "ConfigFace",
+    "faces_of",
+    "flag_of",
+    "mistakes_by_setting",
+    "read_settings_source",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFace:
+    """A configuration in one language.
+
+    Attributes:
+        name: ``YAML``, ``Command line``, ``Python``, or a strategy's ``DeepSpeed JSON``.
+        language: For highlighting: ``json``, ``yaml``, ``text``, ``python``.
+        text: The text, to be copied as it is.
+    """
+
+    name: str
+    language: str
+    text: str
+
+
+def faces_of(
+    config: RunConfig, documents: Mapping[str, Mapping[str, Any]]
+) -> tuple[ConfigFace, ...]:
+    """All languages of a configuration.
+
+    Args:
+        config: The configuration.
+        documents: Configurations of the strategy that it trains with, by the name of their file,
+            with ``"auto"`` filled in where something decides it.
+
+    Returns:
+        The faces.
+    """
+    yaml_text = config.to_yaml()
+    config_faces = [
+        ConfigFace(
+            "YAML",
+            "yaml",
+            "# all settings have their defaults\n" if yaml_text == "{}\n" else yaml_text,
+        ),
+        ConfigFace(
+            "Command line", "text", f"%%accelerate {' '.join(_command_flags(config))}".rstrip()
+        ),
+        ConfigFace("Python", "python", _python_code(config)),
+    ]
+    document_faces = (
+        ConfigFace(file_name, "json", json.dumps(document_text, indent=2))
+        for file_name, document_text in documents.items()
+    )
+    return (*document_faces, *config_faces)
+
+
+def flag_of(config: RunConfig, field_name: str) -> str:
+    """A setting as an option of a magic's line or of a command.
+
+    Args:
+        config: The configuration.
+        field_name: The setting.
+
+    Returns:
+        The option with its value, quoted for a shell.
+    """
+    field_value = getattr(config, field_name)
+    magic_option = next(
+        magic_option for magic_option in options() if magic_option.name == field_name
+    )
+    if isinstance(field_value, bool):
+        return magic_option.flag if field_value else magic_option.negative
+    if magic_option.is_json and field_value is not None:
+        plain_value = json.loads(
+            config.model_dump_json(include={field_name}, exclude_defaults=True)
+        )[field_name]
+        json_text = json.dumps(plain_value)
+    else:
+        json_text = "none" if field_value is None else str(field_value)
+    return f"{magic_option.flags[0]} {shlex.quote(json_text)}"
+
+
+def _command_flags(config: RunConfig) -> Iterator[str]:
+    for field_name, model_field in RunConfig.model_fields.items():
+        if getattr(config, field_name) != model_field.default:
+            yield flag_of(config, field_name)
+
+
+def _python_code(config: RunConfig) -> str:
+    imported_names = "Fp8Config, RunConfig" if config.fp8 is not None else "RunConfig"
+    setting_lines = [
+        f"    {field_name}={field_value!r},\n" for field_name, field_value in config.__repr_args__()
+    ]
+    config_call = f"RunConfig(\n{''.join(setting_lines)})" if setting_lines else "RunConfig()"
+    return (
+        f"from nbaccel import {imported_names}, notebook_launcher\n\nconfig = {config_call}\n"
+        "notebook_launcher(train, (model,), config=config)\n"
+    )
+
+
+# ---------------------------------------------------------------------- the table for everywhere
+def read_settings_source(
+    source: str | Path | Mapping[str, Any], config: RunConfig, inventory: Inventory
+) -> tuple[RunConfig, tuple[str, ...]]:
+    """Read a run's configuration, or a strategy's own.
+
+    Args:
+        source: A path, the text itself, or what is in it.
+        config: What a strategy's configuration is laid over.
+        inventory: The machine.
+
+    Returns:
+        The run, and what is worth knowing about it.
+
+    Raises:
+        ConfigError: It cannot be read, or holds mistakes, all of them.
+    """
+    settings = source if isinstance(source, Mapping) else _parse_source(source)
+    field_names = set(RunConfig.model_fields)
+    document_form = next(
+        (
+            settings_form
+            for settings_form in settings_forms()
+            if settings_form.is_document(settings)
+        ),
+        None,
+    )
+    if set(settings) <= field_names and document_form is None:
+        return RunConfig(
+            **{str(field_name): field_value for field_name, field_value in settings.items()}
+        ), ()
+    document_form = document_form or next(iter(settings_forms()), None)
+    if document_form is None:
+        foreign_keys = ", ".join(sorted(map(str, set(settings) - field_names)))
+        raise ConfigError(
+            f"{foreign_keys} are no settings of RunConfig, and no strategy that is installed has a "
+            "configuration of its own. Nothing would read them. Leave them out."
+        )
+    return document_form.read(settings, config, inventory)
+
+
+def mistakes_by_setting(error: ConfigError) -> dict[str, list[str]]:
+    """Mistakes, by the choice that each names first.
+
+    Args:
+        error: What was raised.
+
+    Returns:
+        Name of a choice → messages; under ``""`` those that name none.
+    """
+    # What a section's own messages leave out goes behind whole names.
+    names_by_key = {
+        setting_name.rpartition(".")[2]: setting_name
+        for setting_name in reversed(by_name())
+        if "." in setting_name
+    }
+    names_by_key |= {
+        setting_key: setting_name
+        for setting_name in by_name()
+        for setting_key in (setting_name, by_name()[setting_name].strategy_key)
+    }
+    sorted_mistakes: dict[str, list[str]] = {}
+    for mistake_text in error.mistakes:
+        first_word = re.split(r"[\s=:]", mistake_text, maxsplit=1)[0].rstrip(".,")
+        sorted_mistakes.setdefault(
+            names_by_key.get(first_word, "") if first_word else "", []
+        ).append(mistake_text)
+    return sorted_mistakes
+
+
+def _parse_source(source: str | Path) -> Mapping[str, Any]:
+    source_text, source_name = _source_text(source)
+    if not source_text.strip():
+        raise ConfigError(
+            f"{source_name} is empty: got {source_text!r}. It would change nothing. Give a "
+            f"DeepSpeed "
+            "configuration or a RunConfig, as JSON or YAML."
+        )
+    try:
+        parsed_settings = json.loads(source_text, object_pairs_hook=each_once(source_name))
+    except json.JSONDecodeError as error:
+        if source_text.lstrip().startswith("{"):
+            raise ConfigError(
+                f"{source_name} is no JSON: {error}. A setting half read would train something "
+                f"else. "
+                "Correct the text there."
+            ) from error
+        try:
+            parsed_settings = read_yaml(source_text)
+        except ValueError as trouble:
+            raise ConfigError(
+                f"{source_name} is neither JSON nor YAML: {trouble}. A setting half read would "
+                f"train "
+                "something else. Correct the text there."
+            ) from trouble
+    if not isinstance(parsed_settings, Mapping):
+        raise ConfigError(
+            f"{source_name} holds no settings: got {str(parsed_settings)[:60]!r}. Settings need "
+            f"names. Give a "
+            'DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for example, or the '
+            "path of a file."
+        )
+    return parsed_settings
+
+
+def _source_text(source: str | Path) -> tuple[str, str]:
+    """The text, and what to call it."""
+    if isinstance(source, str) and ("\n" in source or source.lstrip().startswith("{")):
+        return source, "What was pasted"
+    source_path = Path(source).expanduser()
+    looks_like_path = isinstance(source, Path) or bool(source_path.suffix) or "/" in source
+    try:
+        if source_path.is_file() or looks_like_path:
+            return source_path.read_text(encoding="utf-8"), f"{str(source_path)!r}"
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{str(source_path)!r} cannot be read: {error}. Nothing was changed. Give the path of "
+            f"a JSON "
+            "or YAML file, or paste its text."
+        ) from error
+    return str(source), "What was pasted"

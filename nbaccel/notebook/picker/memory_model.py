@@ -1,0 +1,308 @@
+"""What a picked run needs, place by place, as bars against what the machine has."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from nbaccel import _catalog
+from nbaccel.config import RunConfig
+from nbaccel.disk import nearest_folder
+from nbaccel.memory.estimate import Bytes, MemoryEstimate, replicated
+from nbaccel.memory.model_size import Shape, measure
+from nbaccel.plan import Inventory, Plan
+from nbaccel.strategies.settings_form import SettingsForm
+from nbaccel.units import format_bytes
+
+__all__ = [
+    "SEGMENT_KINDS",
+    "SEGMENT_NAMES",
+    "BarSegment",
+    "MemoryBar",
+    "MemoryModel",
+    "MemoryNeed",
+    "bars_of",
+    "told_together",
+]
+
+
+SEGMENT_KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations", "moment")
+"""What memory holds, in the order in which bars show it; ``moment`` is what lives shortly."""
+
+SEGMENT_NAMES = {"others": "in use by others", "moment": "for a moment"}
+"""How people call those that need more than their kind's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class BarSegment:
+    """A part of a bar.
+
+    Attributes:
+        kind: One of `SEGMENT_KINDS`, ``others`` (in use already) or ``free``.
+        bytes: Its size.
+    """
+
+    kind: str
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryBar:
+    """Memory in one place.
+
+    Attributes:
+        label: Which place: ``cuda:0 · NVIDIA H100``, ``host memory``.
+        capacity: Bytes in all; 0 where nobody can tell.
+        segments: What is in it, in order; ``free`` comes last.
+        needed: Bytes that the run needs there.
+        lacking: Bytes that it needs and that are not free.
+    """
+
+    label: str
+    capacity: int
+    segments: tuple[BarSegment, ...]
+    needed: int
+    lacking: int
+
+    def told(self) -> str:
+        """The bar in words."""
+        segment_texts = [
+            f"{SEGMENT_NAMES.get(bar_segment.kind, bar_segment.kind)} "
+            f"{format_bytes(bar_segment.bytes)}"
+            for bar_segment in self.segments
+            if bar_segment.bytes and bar_segment.kind != "free"
+        ]
+        free_bytes = sum(
+            bar_segment.bytes for bar_segment in self.segments if bar_segment.kind == "free"
+        )
+        last_clause = f"{format_bytes(self.lacking)} too little" if self.lacking else ""
+        last_clause = last_clause or f"{format_bytes(free_bytes)} left free"
+        capacity_text = f" of {format_bytes(self.capacity)}" if self.capacity else ""
+        segments_text = ", ".join(segment_texts) or "nothing"
+        needs = f"needs {format_bytes(self.needed)}{capacity_text} ({segments_text})"
+        return f"{self.label}: {needs}, {last_clause}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryNeed:
+    """What one choice of settings needs.
+
+    Attributes:
+        estimate: The numbers, as the strategy or plain data-parallel training needs them.
+        bars: The same against what there is.
+    """
+
+    estimate: MemoryEstimate
+    bars: tuple[MemoryBar, ...]
+
+    @property
+    def lacking(self) -> int:
+        """Bytes that are missing, over all places."""
+        return sum(memory_bar.lacking for memory_bar in self.bars)
+
+
+@dataclass(kw_only=True)
+class MemoryModel:
+    """Measures choices against one model.
+
+    Args:
+        model: The module; it may be on ``meta``.
+        sample_batch: What one process calls it with; None leaves activations out.
+        inventory: The machine.
+    """
+
+    model: Any
+    sample_batch: Any
+    inventory: Inventory
+    _activations: dict[tuple[int, str, bool], int] = field(default_factory=dict)
+    _shape: Shape | None = None
+    _bytes: tuple[int, int] | None = None
+
+    def need(
+        self,
+        config: RunConfig,
+        plan: Plan,
+        chosen_form: SettingsForm | None,
+        strategy_document: Mapping[str, Any],
+    ) -> MemoryNeed:
+        """What a run needs.
+
+        Args:
+            config: The settings.
+            plan: What they come to on this machine.
+            chosen_form: The strategy that has a configuration of its own; None where none has.
+            strategy_document: That configuration, filled in.
+
+        Returns:
+            The need.
+
+        Raises:
+            ConfigError: Activations cannot be measured, or a setting not be read.
+        """
+        machine = self.inventory
+        machine = replace(machine, gpus=_catalog.device(plan.device).units(machine))
+        if self._shape is None:
+            self._shape = measure(self.model)  # once: walking through a large model takes a while
+        estimate_inputs: dict[str, Any] = {
+            "num_processes": plan.num_processes,
+            "num_nodes": config.num_nodes,
+            "activation_bytes": self.activation_bytes(
+                config, None if chosen_form is None else chosen_form.batch_size(strategy_document)
+            ),
+            "inventory": machine,
+        }
+        if chosen_form is not None:
+            memory_estimate = chosen_form.estimate(
+                self._shape, strategy_document, **estimate_inputs
+            )
+        else:
+            parameter_bytes, trainable_bytes = self._own_bytes()
+            memory_estimate = replicated(
+                self._shape,
+                parameter_bytes=parameter_bytes,
+                trainable_bytes=trainable_bytes,
+                **estimate_inputs,
+            )
+        return MemoryNeed(estimate=memory_estimate, bars=bars_of(memory_estimate, machine))
+
+    def _own_bytes(self) -> tuple[int, int]:
+        """Bytes of the parameters in their own format, and of those that are trained."""
+        if self._bytes is None:
+            sizes_and_trained = [
+                (
+                    model_parameter.numel() * model_parameter.element_size(),
+                    model_parameter.requires_grad,
+                )
+                for model_parameter in self.model.parameters()
+            ]
+            self._bytes = (
+                sum(parameter_bytes for parameter_bytes, _ in sizes_and_trained),
+                sum(
+                    parameter_bytes
+                    for parameter_bytes, is_trained in sizes_and_trained
+                    if is_trained
+                ),
+            )
+        return self._bytes
+
+    def activation_bytes(self, config: RunConfig, batch_size: int | None) -> int:
+        """What activations need on a device: measured once for each batch and precision.
+
+        Args:
+            config: The settings.
+            batch_size: Samples of one process in one forward pass; None: those of the batch.
+
+        Returns:
+            Bytes; 0 without a batch.
+        """
+        if self.sample_batch is None:
+            return 0
+        from nbaccel.memory.activations import num_samples, resized
+
+        sample_count = num_samples(self.sample_batch) if batch_size is None else batch_size
+        # What is kept for the backward pass is in 16 bits in all but float32.
+        precision = "fp32" if config.mixed_precision == "no" else "bf16"
+        cache_key = (sample_count, precision, config.activation_checkpointing)
+        if cache_key not in self._activations:
+            from nbaccel.memory.activations import measure_activations
+
+            self._activations[cache_key] = measure_activations(
+                self.model,
+                resized(self.sample_batch, sample_count),
+                precision=precision,
+                gradient_checkpointing=config.activation_checkpointing,
+            ).peak
+        return self._activations[cache_key]
+
+
+def bars_of(memory_estimate: MemoryEstimate, machine: Inventory) -> tuple[MemoryBar, ...]:
+    """An estimate as bars: one for each device, the host and the disk.
+
+    Args:
+        memory_estimate: What is needed.
+        machine: What there is; without GPUs processes compute in host memory.
+
+    Returns:
+        The bars.
+    """
+    memory_bars = []
+    gpus = machine.gpus[: memory_estimate.num_processes]
+    for gpu_number, gpu in enumerate(gpus):
+        # Processes that are more than there are cards share them in turn.
+        sharing_processes = len(range(gpu_number, memory_estimate.num_processes, len(gpus)))
+        device_label = f"{gpu.kind}:{gpu.index} · {gpu.name}"
+        memory_bars.append(
+            _memory_bar(
+                device_label,
+                memory_estimate.device * sharing_processes,
+                gpu.total_bytes,
+                gpu.free_bytes,
+            )
+        )
+    host_bytes = memory_estimate.host
+    device_label = "host memory"
+    if not gpus:
+        host_bytes = host_bytes + memory_estimate.device * memory_estimate.num_processes
+        process_count = memory_estimate.num_processes
+        device_label += f" · {process_count} processes" if process_count > 1 else ""
+    memory_bars.append(
+        _memory_bar(
+            device_label, host_bytes, machine.host_total_bytes, machine.host_available_bytes
+        )
+    )
+    if memory_estimate.nvme.total:
+        nvme_folder = next(iter(memory_estimate.nvme_folders), Path())
+        disk_usage = shutil.disk_usage(nearest_folder(nvme_folder))
+        memory_bars.append(
+            _memory_bar(
+                f"disk · {nvme_folder}", memory_estimate.nvme, disk_usage.total, disk_usage.free
+            )
+        )
+    return tuple(memory_bars)
+
+
+def _memory_bar(
+    place_label: str, needed_bytes: Bytes, capacity_bytes: int, free_bytes: int
+) -> MemoryBar:
+    moment_bytes = needed_bytes.peak - needed_bytes.total
+    sizes_by_kind = {kind: getattr(needed_bytes, kind, 0) for kind in SEGMENT_KINDS[:-1]} | {
+        SEGMENT_KINDS[-1]: moment_bytes
+    }
+    bar_segments = [BarSegment("others", max(0, capacity_bytes - free_bytes))]
+    bar_segments += [
+        BarSegment(kind, segment_bytes) for kind, segment_bytes in sizes_by_kind.items()
+    ]
+    bar_segments.append(BarSegment("free", max(0, free_bytes - needed_bytes.peak)))
+    return MemoryBar(
+        label=place_label,
+        capacity=capacity_bytes,
+        segments=tuple(bar_segment for bar_segment in bar_segments if bar_segment.bytes),
+        needed=needed_bytes.peak,
+        lacking=max(0, needed_bytes.peak - free_bytes) if capacity_bytes else 0,
+    )
+
+
+def told_together(
+    memory_bars: Sequence[MemoryBar], bar_text: Callable[[MemoryBar], str]
+) -> Iterator[str]:
+    """What is to be told of each place; of several of which the same is told, once.
+
+    Args:
+        memory_bars: The places.
+        bar_text: What is to be told of one.
+
+    Yields:
+        A clause for each run of places.
+    """
+    for shared_text, same_bars in itertools.groupby(memory_bars, key=bar_text):
+        place_names = [memory_bar.label.partition(" · ")[0] for memory_bar in same_bars]
+        place_text = (
+            place_names[0]
+            if len(place_names) == 1
+            else f"each of {place_names[0]} to {place_names[-1]}"
+        )
+        yield f"{shared_text} on {place_text}"

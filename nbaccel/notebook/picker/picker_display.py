@@ -1,0 +1,309 @@
+"""Where a picker is shown: live widgets and, beside them, a table that a saved notebook keeps.
+
+    cell's outputs   [ widgets, live           ]   hide the table as long as they are there
+                     [ table: HTML and text    ]   what GitHub, nbconvert and a reader see
+
+The table is renewed a moment after a change, or at the end of the cell that made it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from nbaccel._optional import is_installed
+from nbaccel._origin import install_line
+from nbaccel.notebook.picker.choices import PANELS, title_of
+from nbaccel.plan.launch_plan import Choice, choices_table
+
+if TYPE_CHECKING:
+    from nbaccel.notebook.picker.model import PickerModel
+    from nbaccel.notebook.picker.widgets import PickerView
+
+
+__all__ = ["PickerDisplay", "picker_html", "picker_text"]
+
+
+_RENEWAL_PAUSE_S = 0.3
+_SINGULAR_UNITS = {"processes": "process", "batches": "batch", "powers of two": "power of two"}
+_WIDGETS_FROM = 7
+_WIDGET_VIEW_MIME = "application/vnd.jupyter.widget-view+json"
+
+
+class PickerDisplay:
+    """Shows one picker, in as many cells as it is asked to.
+
+    Args:
+        model: The picker's model.
+        panel_names: Which panels.
+        is_whole: Whether memory, the configuration and files are shown, too.
+        lock: Held while the model is read or changed.
+        class_name: A name that no other picker has.
+    """
+
+    def __init__(
+        self,
+        model: PickerModel,
+        panel_names: Sequence[str],
+        *,
+        is_whole: bool,
+        lock: threading.RLock,
+        class_name: str,
+    ) -> None:
+        self._model, self._lock = model, lock
+        self._panels, self._is_whole = panel_names, is_whole
+        self._css_class = f"nbaccel-static-{class_name}"
+        self._view: PickerView | None = None
+        self._shown_in: object = None
+        self._is_stale = False
+
+    def show(self) -> None:
+        """Show it in the cell that is running."""
+        running_shell = _running_shell()
+        if running_shell is None:
+            return  # a script: whoever wants the text prints the picker
+        self._shown_in = _cell_message(running_shell)
+        missing_part = _missing_widget_part(running_shell)
+        if missing_part:
+            print(f"{picker_text(self._model, self._panels)}\n\n{missing_part}")
+        else:
+            self._show_widgets()
+
+    def show_once(self) -> None:
+        """The same, unless this cell has done so: `configure(model)` is often its last line."""
+        running_shell = _running_shell()
+        if running_shell is None or self._shown_in != _cell_message(running_shell):
+            self.show()
+
+    def _show_widgets(self) -> None:
+        from IPython.display import display
+
+        with self._lock:
+            live_view = self._live_view()
+            mime_bundle = {
+                "text/plain": "",
+                _WIDGET_VIEW_MIME: {
+                    "version_major": 2,
+                    "version_minor": 0,
+                    "model_id": live_view.root.model_id,
+                },
+            }
+            display(mime_bundle, raw=True)  # type: ignore[no-untyped-call]
+            display(self._table(), raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
+            self._model.rehearse()  # while the form is read; what is clicked meanwhile comes after
+
+    def _live_view(self) -> PickerView:
+        if self._view is None:
+            from nbaccel.notebook.picker.widgets import PickerView
+
+            self._view = PickerView(
+                self._model,
+                self._panels,
+                is_whole=self._is_whole,
+                lock=self._lock,
+                hidden_class=self._css_class,
+            )
+            self._model.observe(self._view.sync)
+            self._model.observe(self._changed)
+        return self._view
+
+    def _table(self) -> dict[str, str]:
+        table_html = picker_html(self._model, self._panels)
+        return {
+            "text/html": f'<div class="nbaccel-static {self._css_class}">{table_html}</div>',
+            "text/plain": picker_text(self._model, self._panels),
+        }
+
+    # ---------------------------------------------------------------- keeping the table up to date
+    def _changed(self) -> None:
+        running_shell = _running_shell()
+        if self._is_stale or running_shell is None:
+            return
+        self._is_stale = True
+        # A cell that changes it may be the notebook's last.
+        running_shell.events.register("post_run_cell", self._renew)
+        try:
+            asyncio.get_running_loop().call_later(_RENEWAL_PAUSE_S, self._renew)
+        except RuntimeError:  # no loop runs in this thread: nothing would call later
+            self._renew()
+
+    def _renew(self, _cell_result: object = None) -> None:
+        from IPython.display import update_display
+
+        with self._lock:
+            if not self._is_stale:
+                return
+            self._is_stale = False
+            running_shell = _running_shell()
+            if running_shell is not None:
+                running_shell.events.unregister("post_run_cell", self._renew)
+            update_display(self._table(), raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
+
+
+def _running_shell() -> Any:
+    """The shell that runs cells; None in a script."""
+    ipython_module = sys.modules.get("IPython")  # where nobody has imported it, no cell runs
+    return None if ipython_module is None else ipython_module.get_ipython()
+
+
+def _cell_message(running_shell: Any) -> object:
+    """Which execution of which cell this is."""
+    parent_message = running_shell.get_parent() if hasattr(running_shell, "get_parent") else {}
+    return parent_message.get("header", {}).get("msg_id") or running_shell.execution_count
+
+
+def _missing_widget_part(running_shell: Any) -> str:
+    """Why there are no widgets, with what to do; empty where there are."""
+    if not hasattr(running_shell, "kernel"):
+        return "In a notebook this is a form. Here: picker.choose(name, value)."
+    if not is_installed("ipywidgets"):
+        return f"In a notebook with ipywidgets this is a form: {install_line('notebook')}"
+    import ipywidgets
+
+    if int(ipywidgets.__version__.partition(".")[0]) < _WIDGETS_FROM:
+        return (
+            f"ipywidgets {ipywidgets.__version__} is too old for the form, which needs "
+            f"{_WIDGETS_FROM} or later. Without it: picker.choose(name, value)."
+        )
+    return ""
+
+
+def picker_text(model: PickerModel, panel_names: Sequence[str] = PANELS) -> str:
+    """The picker for a terminal: what is chosen, what it needs, what it comes to.
+
+    Args:
+        model: The picker's model.
+        panel_names: The panels that it has.
+
+    Returns:
+        Text for a fixed-width font.
+    """
+    text_lines: list[str] = []
+    for panel_name, table_rows in _setting_rows(model, panel_names):
+        label_width = max(len(table_row[0]) for table_row in table_rows)
+        value_width = max(len(table_row[1]) for table_row in table_rows)
+        text_lines += [
+            title_of(panel_name),
+            *(
+                f"  {label_text:<{label_width}}  {value_text:<{value_width}}  {meaning_text}"
+                for label_text, value_text, meaning_text in table_rows
+            ),
+            "",
+        ]
+    text_lines += ["Memory", *(f"  {memory_line}" for memory_line in _memory_lines(model)), ""]
+    if plan_choices := model.resolved():
+        text_lines += [choices_table("What is left open comes to", plan_choices, ()), ""]
+    for face in model.faces():
+        text_lines += [
+            face.name,
+            *(f"  {memory_line}" for memory_line in face.text.splitlines()),
+            "",
+        ]
+    return "\n".join(memory_line.rstrip() for memory_line in text_lines).rstrip()
+
+
+def picker_html(model: PickerModel, panel_names: Sequence[str] = PANELS) -> str:
+    """The same for a saved notebook: plain tables, no script, no style that a filter would miss.
+
+    Args:
+        model: The picker's model.
+        panel_names: The panels that it has.
+
+    Returns:
+        HTML.
+    """
+    html_parts = []
+    for panel_name, table_rows in _setting_rows(model, panel_names):
+        html_parts.append(f"<p><b>{escape(title_of(panel_name))}</b></p>{_html_table(table_rows)}")
+    memory_items = "".join(
+        f"<li>{escape(memory_line)}</li>" for memory_line in _memory_lines(model)
+    )
+    html_parts.append(f"<p><b>Memory</b></p><ul>{memory_items}</ul>")
+    if plan_choices := model.resolved():
+        html_parts.append(
+            f"<p><b>What is left open comes to</b></p>{_html_table(_choice_rows(plan_choices))}"
+        )
+    html_parts += [
+        f"<p><b>{escape(face.name)}</b></p><pre>{escape(face.text)}</pre>" for face in model.faces()
+    ]
+    return "".join(html_parts)
+
+
+def _setting_rows(
+    model: PickerModel, panel_names: Sequence[str]
+) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+    """Per panel, the common choices and of the others those that were made."""
+    for panel_name in panel_names:
+        table_rows = [
+            (setting.label, _shown_value(model, setting.name), _value_meaning(model, setting.name))
+            for setting in model.settings(panel_name)
+            if model.is_shown(setting.name)
+            and (
+                (not setting.section and not model.refusal(setting.name))
+                or model.value(setting.name) not in (None, setting.default)
+            )
+        ]
+        if table_rows:
+            yield panel_name, table_rows
+
+
+def _shown_value(model: PickerModel, setting_name: str) -> str:
+    setting_value, setting = model.value(setting_name), model.setting(setting_name)
+    for choice_option in setting.options:
+        if choice_option.value == setting_value:
+            return choice_option.label
+    if setting_value is None:
+        if setting.default is None:
+            return "left open"
+        return f"{_with_unit(setting.default, setting.unit)} (default)"
+    return _with_unit(setting_value, setting.unit if setting.kind != "one-of" else "")
+
+
+def _with_unit(setting_value: Any, unit_name: str) -> str:
+    is_number = isinstance(setting_value, (int, float)) and not isinstance(setting_value, bool)
+    value_text = f"{setting_value:,}" if is_number else str(setting_value)
+    if is_number and setting_value == 1:
+        unit_name = _SINGULAR_UNITS.get(
+            unit_name, unit_name.removesuffix("s") if len(unit_name) > 1 else unit_name
+        )
+    return f"{value_text} {unit_name}".rstrip()
+
+
+def _value_meaning(model: PickerModel, setting_name: str) -> str:
+    setting_value, setting = model.value(setting_name), model.setting(setting_name)
+    chosen_meaning = next(
+        (
+            choice_option.meaning
+            for choice_option in setting.options
+            if choice_option.value == setting_value and choice_option.meaning
+        ),
+        "",
+    )
+    return chosen_meaning or setting.meaning
+
+
+def _memory_lines(model: PickerModel) -> list[str]:
+    memory_lines = [bar.told() for bar in model.bars()]
+    verdict = model.verdict
+    return [*memory_lines, " ".join(filter(None, (verdict.text, verdict.remedy)))]
+
+
+def _choice_rows(plan_choices: Sequence[Choice]) -> list[tuple[str, str, str]]:
+    return [
+        (plan_choice.name, str(plan_choice.value), plan_choice.reason)
+        for plan_choice in plan_choices
+    ]
+
+
+def _html_table(table_rows: Sequence[tuple[str, str, str]]) -> str:
+    table_body = "".join(
+        f"<tr><th scope='row' style='text-align:left'>{escape(label_text)}</th><td "
+        f"style='text-align:left'>{escape(value_text)}</td><td "
+        f"style='text-align:left'>{escape(meaning_text)}</td></tr>"
+        for label_text, value_text, meaning_text in table_rows
+    )
+    return f"<table><tbody>{table_body}</tbody></table>"

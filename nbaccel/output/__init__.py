@@ -1,0 +1,1 @@
+"""What workers print and display, and the dashboard, as the notebook shows it."""

@@ -1,0 +1,527 @@
+"""What workers print, as the notebook shows it: by rank, folded, at most ten times a second.
+
+How much is shown, and how fast, is bounded, so that neither server nor browser drowns in it.
+
+    up to WHOLE_CHARS   all of it, at most _WHOLE.per_s characters a second: a rank that is faster
+                        waits in its `print`
+    after that          the newest of it once a second, and how many lines were left out: nobody
+                        waits any more
+    the end is near     (Stop, a failure) the last of what is waiting, at once
+
+Jupyter's server drops whatever exceeds a megabyte a second (`iopub_data_rate_limit`, over three
+seconds), updates of displays as well as text; a browser keeps all text of a cell in its memory.
+
+    rank 0 pipe ──► lines ─┐                          [0-1] loading
+                           ├─► fold equal heads ─►    [0] saved
+    rank 1 pipe ──► lines ─┘   at a bounded pace      [0-1] epoch 1
+
+A line that all ranks print is shown once. To recognise it, a line waits up to `HOLD_S` for its
+twins; lines of one rank never overtake each other. A line that is being rewritten with carriage
+returns (a progress bar) is drawn in place for the lowest rank that has one.
+
+Rich output waits in the same queues: a picture comes after the lines that its rank printed before.
+What cannot be shown twice (output that is updated later, the cell being cleared) is taken from the
+lowest rank that has it, as a bar is.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from string import Template
+from typing import TextIO
+
+from nbaccel.output import publish
+from nbaccel.output.lines import (
+    LineAssembler,
+    LineMerger,
+    OutputItem,
+    PrintedLine,
+    RichOutput,
+    stream_of,
+)
+from nbaccel.units import number_ranges, shorten_text
+from nbaccel.workers import messaging
+
+__all__ = ["MAX_LINE_CHARS", "OutputAmount", "OutputPace"]
+
+
+WHOLE_CHARS = 10_000_000
+AT_THE_END_CHARS = 200_000
+"""What is waiting when all workers are through is shown at once, unless it is more."""
+MAX_LINE_CHARS = 1_000_000
+"""Of a longer line head and tail are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputAmount:
+    """So many lines, and so many characters."""
+
+    lines: int
+    chars: int
+
+    def is_exceeded_by(self, output_lines: int, num_chars: int) -> bool:
+        """Whether either is more."""
+        return output_lines > self.lines or num_chars > self.chars
+
+
+@dataclass(frozen=True, slots=True)
+class _OutputRate:
+    per_s: float
+    at_once: float
+
+
+_WHOLE_RATE = _OutputRate(900_000.0, 90_000.0)
+_SLOW_RATE = _OutputRate(100_000.0, 100_000.0)
+_NOTE_PAUSE_S = 1.0
+_WAITING_LIMIT = OutputAmount(20_000, 1_200_000)
+_NEWEST_AMOUNT = OutputAmount(100, 50_000)
+_LAST_AMOUNT = OutputAmount(200, 200_000)
+_MAX_BACKLOG = OutputAmount(600_000, 3_600_000)
+
+
+class _OutputStage(enum.Enum):
+    WHOLE = 0
+    SLOW = 1
+    ENDING = 2
+
+
+class OutputPace:
+    """The pace of one cell or launch.
+
+    Args:
+        current_time: The time (CLOCK_MONOTONIC).
+    """
+
+    def __init__(self, current_time: float) -> None:
+        self._stage = _OutputStage.WHOLE
+        self._credit = _WHOLE_RATE.at_once
+        self._since = current_time
+        self._next = current_time
+        self._total = 0
+
+    def end(self) -> None:
+        """From now on only the last lines are of interest."""
+        self._stage = _OutputStage.ENDING
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether only the last lines are of interest."""
+        return self._stage is _OutputStage.ENDING
+
+    @property
+    def waits(self) -> bool:
+        """Whether a rank that prints too much is made to wait; otherwise its lines are dropped."""
+        return self._stage is _OutputStage.WHOLE
+
+    @property
+    def backlog(self) -> OutputAmount:
+        """How much of one rank may be waiting."""
+        if self.is_ending:
+            return _LAST_AMOUNT
+        return _WAITING_LIMIT if self.waits else _NEWEST_AMOUNT
+
+    @property
+    def most(self) -> OutputAmount:
+        """What is more than this is dropped: a pipe is read to its end when a worker ends."""
+        return (
+            _MAX_BACKLOG
+            if self.waits
+            else OutputAmount(2 * self.backlog.lines, 2 * self.backlog.chars)
+        )
+
+    def room(self, current_time: float, *, has_gaps: bool) -> float:
+        """How many characters may be shown now; nothing if it is not positive.
+
+        Args:
+            current_time: The time.
+            has_gaps: Whether lines have been dropped since some were shown: that is told with the
+                next ones, and not ten times a second.
+        """
+        if self.is_ending:
+            return float("inf")
+        if has_gaps and current_time < self._next:
+            return 0.0
+        self._next = current_time + _NOTE_PAUSE_S
+        char_rate = _WHOLE_RATE if self.waits else _SLOW_RATE
+        self._credit = min(
+            char_rate.at_once, self._credit + char_rate.per_s * (current_time - self._since)
+        )
+        self._since = current_time
+        return self._credit
+
+    def spend(self, num_chars: int) -> bool:
+        """So many have been shown; returns whether from now on no longer all will be."""
+        self._credit -= num_chars
+        self._total += num_chars
+        if self.waits and self._total > WHOLE_CHARS:
+            self._stage = _OutputStage.SLOW
+            return True
+        return False
+
+
+TICK_S = 0.1
+HOLD_S = 0.15
+_LAST_LINES = 20
+_TAIL_CHARS = 2_000
+
+_TOO_MUCH = (
+    f"more than {WHOLE_CHARS // 1_000_000} MB have been printed here. From now on, of what is "
+    f"printed fast only some lines are shown, because a browser keeps all of them in memory. "
+    f"Write to a file what you want to keep."
+)
+
+# What gloo says of every group when all is well, from each rank, in the torch of Colab and Kaggle
+# (2.9). Nobody can turn it off, and nobody asked.
+_GLOO_NOTICE = re.compile(
+    r"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. "
+    r"Expected number of connected peer ranks is : \1"
+)
+
+_ShownEntry = tuple[list[int], OutputItem]
+"""Something to be shown, and the ranks that have it."""
+
+
+class Console:
+    """Collects the workers' output and shows it in the notebook.
+
+    Args:
+        ranks: Global ranks of this node's workers, in order.
+        prefix_template: Prefix of each line, with `${rank}`, `${local_rank}` and `${role_name}`;
+            None for `[rank] `, with folding.
+        paced: Whether there is a limit to how much is shown how fast; by default in a notebook.
+    """
+
+    def __init__(
+        self, ranks: list[int], *, prefix_template: str | None = None, paced: bool | None = None
+    ) -> None:
+        self._ranks = ranks
+        self._template = prefix_template
+        is_paced = publish.has_cells() if paced is None else paced
+        self._pace = OutputPace(time.monotonic()) if is_paced else None
+        backlog_limit = MAX_LINE_CHARS if is_paced else None
+        self._sources = {
+            (worker_rank, stream_name): LineAssembler(backlog_limit)
+            for worker_rank in ranks
+            for stream_name in ("stdout", "stderr")
+        }
+        self._waiting = LineMerger(ranks, folds_ranks=prefix_template is None)
+        self._tails: dict[int, deque[str]] = {
+            worker_rank: deque(maxlen=_LAST_LINES) for worker_rank in ranks
+        }
+        self._prefixes: dict[tuple[int, ...], str] = {}
+        self._dropped: dict[int, int] = {}
+        self._live = _LiveConsole()
+        self.clears = 0
+        """How often workers have cleared the cell."""
+        self._drawn = ""
+        self._drawn_on = "stderr"
+        self._next_tick = 0.0
+
+    def feed(self, worker_rank: int, stream: str, output_bytes: bytes) -> None:
+        """Take in what a worker wrote."""
+        rank_source, output_pace = self._sources[worker_rank, stream], self._pace
+        at_most = None if output_pace is None or output_pace.waits else output_pace.backlog.lines
+        output_lines, dropped_lines = rank_source.feed(output_bytes, at_most=at_most)
+        self._queue(worker_rank, stream, output_lines)
+        self._note_dropped(worker_rank, dropped_lines)
+        if output_pace is not None and output_pace.most.is_exceeded_by(
+            *self._waiting.size(worker_rank)
+        ):
+            self._shorten(worker_rank, output_pace.backlog)
+
+    def feed_display(
+        self, worker_rank: int, display_message: messaging.Display | messaging.ClearOutput
+    ) -> None:
+        """Take in rich output. What the rank has printed before it must have been fed before.
+
+        Args:
+            worker_rank: Who sent it.
+            display_message: What to show, or to clear what is shown.
+        """
+        for stream in ("stdout", "stderr"):
+            if not self._sources[worker_rank, stream].bar:
+                self._finish(
+                    worker_rank, stream
+                )  # `print("...", end="")`: it stands before the picture
+        self._waiting.add_rich(worker_rank, RichOutput(time.monotonic(), display_message))
+
+    def close(self, worker_rank: int) -> None:
+        """This rank writes no more."""
+        for stream in ("stdout", "stderr"):
+            self._finish(worker_rank, stream)
+        self._waiting.close(worker_rank)
+
+    def _finish(self, worker_rank: int, stream: str) -> None:
+        rest_line = self._sources[worker_rank, stream].finish()
+        if rest_line is not None:
+            self._queue(worker_rank, stream, [rest_line])
+
+    def _queue(self, worker_rank: int, stream: str, output_lines: Sequence[str]) -> None:
+        if any(map(_GLOO_NOTICE.fullmatch, output_lines)):
+            output_lines = [
+                output_line
+                for output_line in output_lines
+                if not _GLOO_NOTICE.fullmatch(output_line)
+            ]
+        self._waiting.add_lines(worker_rank, time.monotonic(), stream, output_lines)
+        last_lines = itertools.islice(filter(str.strip, reversed(output_lines)), _LAST_LINES)
+        self._tails[worker_rank].extend(
+            shorten_text(output_line, _TAIL_CHARS) for output_line in reversed([*last_lines])
+        )
+
+    # ---- too much of it
+
+    def is_full(self, worker_rank: int) -> bool:
+        """Whether so much of this rank is waiting that no more should be read."""
+        output_pace = self._pace
+        return (
+            output_pace is not None
+            and output_pace.waits
+            and output_pace.backlog.is_exceeded_by(*self._waiting.size(worker_rank))
+        )
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether more is waiting than should be shown at once."""
+        waiting_amount = sum(self._waiting.size(worker_rank)[1] for worker_rank in self._ranks)
+        return self._pace is not None and self._pace.waits and waiting_amount > AT_THE_END_CHARS
+
+    def end_is_near(self) -> None:
+        """Stop was pressed, or a rank has failed: what is waiting is shown at once, or dropped.
+
+        Of each rank the last lines are kept, and how many are not shown is told.
+        """
+        if self._pace is not None:
+            self._pace.end()
+
+    def _shorten(self, worker_rank: int, backlog_limit: OutputAmount) -> None:
+        dropped_lines = self._waiting.shorten(
+            worker_rank, output_lines=backlog_limit.lines, num_chars=backlog_limit.chars
+        )
+        self._note_dropped(worker_rank, dropped_lines)
+
+    def _note_dropped(self, worker_rank: int, num_lines: int) -> None:
+        if num_lines:
+            self._dropped[worker_rank] = self._dropped.get(worker_rank, 0) + num_lines
+
+    def _tell_dropped(self) -> None:
+        if self._dropped:
+            rank_names = f" of rank {number_ranges(self._dropped)}" if len(self._ranks) > 1 else ""
+            num_lines = sum(self._dropped.values())
+            dropped_words = f"{num_lines:,} line{'s' * (num_lines != 1)}"
+            self._dropped.clear()
+            _write_stream("stderr", f"nbaccel: … {dropped_words}{rank_names} not shown\n")
+
+    def tails(self) -> dict[int, list[str]]:
+        """The last lines of each rank."""
+        return {worker_rank: list(tail_lines) for worker_rank, tail_lines in self._tails.items()}
+
+    def last_lines(self) -> dict[int, str]:
+        """The last line of each rank that has printed one."""
+        return {
+            worker_rank: tail_lines[-1]
+            for worker_rank, tail_lines in self._tails.items()
+            if tail_lines
+        }
+
+    def due_in(self) -> float | None:
+        """Seconds until `tick` has something to do; None if nothing is waiting."""
+        waiting_amount = (
+            self._waiting or self._dropped or self._bar() != (self._drawn, self._drawn_on)
+        )
+        return max(0.0, self._next_tick - time.monotonic()) if waiting_amount else None
+
+    def tick(self, *, is_final: bool = False) -> None:
+        """Show what is due. Cheap to call often."""
+        current_time = time.monotonic()
+        if current_time < self._next_tick and not is_final:
+            return
+        self._next_tick = current_time + TICK_S
+        due_entries = self._due(current_time, is_final)
+        has_gap = bool(self._dropped) and (is_final or bool(due_entries))
+        progress_bar, bar_stream = self._bar()
+        if not due_entries and not has_gap and progress_bar == self._drawn:
+            return
+        self._erase(
+            keep_bar=progress_bar
+            if not (due_entries or has_gap) and bar_stream == self._drawn_on
+            else ""
+        )
+        if has_gap:
+            self._tell_dropped()
+        self._show(due_entries)
+        self._draw(progress_bar, bar_stream)
+
+    def _due(self, current_time: float, is_final: bool) -> list[_ShownEntry]:
+        """What is to be shown now, within what the pace leaves room for."""
+        found_items = self._entries(current_time, float("-inf") if is_final else HOLD_S)
+        output_pace = self._pace
+        if output_pace is None:
+            return list(found_items)
+        if output_pace.is_ending:
+            for worker_rank in self._ranks:
+                self._shorten(worker_rank, output_pace.backlog)
+        room = (
+            float("inf")
+            if is_final
+            else output_pace.room(current_time, has_gaps=bool(self._dropped))
+        )
+        due_entries: list[_ShownEntry] = []
+        num_chars = 0
+        while num_chars < room and (shown_entry := next(found_items, None)):
+            due_entries.append(shown_entry)
+            num_chars += len(_entry_text(shown_entry[1])) + 5
+        if output_pace.spend(num_chars):
+            due_entries.append(([], PrintedLine(current_time, "stderr", _TOO_MUCH)))
+        return due_entries
+
+    def _entries(self, current_time: float, hold_s: float) -> Iterator[_ShownEntry]:
+        for popped_items in self._waiting.ready(current_time, hold_s=hold_s):
+            show_item = min(popped_items)  # of outputs that are updated, twins differ
+            for worker_rank, queued_item in popped_items.items():
+                if isinstance(queued_item, RichOutput):
+                    self._live.note(worker_rank, queued_item, with_rank=show_item)
+            yield [*popped_items], popped_items[show_item]
+
+    def notice(self, text: str, *, stream: str = "stderr") -> None:
+        """Show a line of the launcher's own, after what has been printed so far."""
+        self.make_room()
+        _write_stream(stream, text + "\n")
+
+    def make_room(self) -> None:
+        """Show what is waiting and take a bar away, before something else is shown in the cell.
+
+        What has another output below it cannot be drawn over: it would stay for good.
+        """
+        self.tick(is_final=True)
+        self._erase()
+
+    def _bar(self) -> tuple[str, str]:
+        for (worker_rank, stream), rank_source in self._sources.items():
+            if rank_source.bar:
+                return self._prefix([worker_rank]) + rank_source.bar, stream
+        return "", self._drawn_on
+
+    def _erase(self, keep_bar: str = "") -> None:
+        if self._drawn and not keep_bar:
+            _write_stream(self._drawn_on, "\r" + " " * len(self._drawn) + "\r")
+            self._drawn = ""
+
+    def _draw(self, progress_bar: str, stream: str) -> None:
+        if progress_bar and progress_bar != self._drawn:
+            _write_stream(stream, "\r" + progress_bar.ljust(len(self._drawn)))
+            self._drawn, self._drawn_on = progress_bar, stream
+
+    def _show(self, due_entries: list[_ShownEntry]) -> None:
+        """One write per run of lines of the same stream: each write is a message to the browser."""
+        newest_entry = {
+            self._live.key(ranks, queued_item): queued_item
+            for ranks, queued_item in due_entries
+            if isinstance(queued_item, RichOutput)
+        }
+        for stream, entry_run in itertools.groupby(
+            due_entries, key=lambda shown_entry: stream_of(shown_entry[1])
+        ):
+            if stream is not None:
+                output_lines = (
+                    f"{self._prefix(ranks)}{_entry_text(queued_item)}\n"
+                    for ranks, queued_item in entry_run
+                )
+                _write_stream(stream, "".join(output_lines))
+                continue
+            for ranks, queued_item in entry_run:
+                if (
+                    isinstance(queued_item, RichOutput)
+                    and newest_entry[self._live.key(ranks, queued_item)] is queued_item
+                ):
+                    self._publish(ranks, queued_item)
+
+    def _publish(self, ranks: list[int], queued_item: RichOutput) -> None:
+        show_item = min(ranks)
+        if not self._live.may_show(show_item, queued_item):
+            return
+        self.clears += queued_item.clears
+        prefix_label = self._prefix(ranks).rstrip()
+        if (
+            prefix_label
+            and not queued_item.clears
+            and not queued_item.updates
+            and len(ranks) < len(self._ranks)
+        ):
+            _write_stream("stdout", prefix_label + "\n")
+        publish.show_message(queued_item.message)
+
+    def _prefix(self, ranks: Sequence[int]) -> str:
+        prefix_key = tuple(ranks)
+        if prefix_key not in self._prefixes:
+            self._prefixes[prefix_key] = self._prefix_of(prefix_key)
+        return self._prefixes[prefix_key]
+
+    def _prefix_of(self, ranks: tuple[int, ...]) -> str:
+        if not ranks:
+            return "nbaccel: "
+        if self._template is None:
+            return f"[{number_ranges(ranks)}] "
+        local_rank = {worker_rank: position for position, worker_rank in enumerate(self._ranks)}
+        template_values = {
+            "rank": ranks[0],
+            "local_rank": local_rank[ranks[0]],
+            "role_name": "worker",
+        }
+        return Template(self._template).safe_substitute(template_values)
+
+
+class _LiveConsole:
+    """Whose word counts where only one rank's can be shown."""
+
+    def __init__(self) -> None:
+        self._clearer: int | None = None
+        self._owners: dict[str, int] = {}
+        self._folded: set[tuple[int, str]] = set()
+
+    def note(self, worker_rank: int, queued_item: RichOutput, *, with_rank: int) -> None:
+        """An item leaves its queue; `with_rank`'s twin of it is the one that is shown."""
+        if queued_item.clears:
+            self._clearer = (
+                worker_rank if self._clearer is None else min(worker_rank, self._clearer)
+            )
+        elif queued_item.handle is not None:
+            if worker_rank != with_rank:
+                self._folded.add((worker_rank, queued_item.handle))
+            else:
+                self._owners[queued_item.handle] = min(
+                    worker_rank, self._owners.get(queued_item.handle, worker_rank)
+                )
+
+    def may_show(self, worker_rank: int, queued_item: RichOutput) -> bool:
+        """Whether this rank's item is the one that counts."""
+        if queued_item.clears:
+            return worker_rank == self._clearer
+        display_handle = queued_item.handle
+        return display_handle is None or (
+            (worker_rank, display_handle) not in self._folded
+            and self._owners.get(display_handle, worker_rank) == worker_rank
+        )
+
+    def key(self, ranks: list[int], queued_item: RichOutput) -> object:
+        """Equal for updates of the same output, of which the last one makes the others needless."""
+        if queued_item.updates:
+            return (min(ranks), queued_item.handle)
+        return id(queued_item)
+
+
+def _entry_text(queued_item: OutputItem) -> str:
+    return queued_item.text if isinstance(queued_item, PrintedLine) else ""
+
+
+def _write_stream(stream: str, text: str) -> None:
+    target_stream: TextIO = getattr(sys, stream)
+    target_stream.write(text)
+    target_stream.flush()

@@ -1,0 +1,322 @@
+"""Keeps a dashboard up to date while workers are listened to.
+
+What workers have in memory is looked up from outside by process id; ranks that do nothing are asked
+where they wait.
+
+A rank that has used no processor time for some seconds is asked for its stack, as it is when a
+launch is ended (faulthandler writes it, without a hand of the worker's own code). One that computes
+is never disturbed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import psutil
+
+from nbaccel import _catalog
+from nbaccel.abc.device import Device
+from nbaccel.failures.failure import RankActivity
+from nbaccel.output import publish
+from nbaccel.output.dashboard.board import RankStatus
+from nbaccel.output.dashboard.display import Dashboard
+from nbaccel.workers.messaging import Metrics
+from nbaccel.workers.worker_handle import HandleState, WorkerHandle
+
+__all__ = ["DashboardUpdater", "MemoryMeter", "WaitingRanks", "WatchedCall", "resident"]
+
+
+_STATE_WORDS = {
+    HandleState.BORN: "starting",
+    HandleState.ALIVE: "starting",
+    HandleState.RUNNING: "running",
+}
+
+
+class WatchedCall(Protocol):
+    """What a listener lets be seen of itself."""
+
+    members: list[WorkerHandle]
+
+    @property
+    def clears(self) -> int:
+        """How often the cell has been cleared."""
+
+    def last_lines(self) -> dict[int, str]:
+        """What each rank printed last."""
+
+    def notice(self, notice_text: str) -> None:
+        """Show lines after what has been printed so far."""
+
+    def make_room(self) -> None:
+        """Take away what is drawn over, before something else is shown."""
+
+    def interrupt(self) -> None:
+        """Do what interrupting the cell does; from any thread."""
+
+
+class DashboardUpdater:
+    """The dashboard of a launch.
+
+    Args:
+        worker_ranks: The ranks that are shown.
+        device_name: What the workers compute on.
+        always_shown: Whether lines are shown even where nobody seems to watch them appear.
+    """
+
+    def __init__(
+        self, worker_ranks: Sequence[int], *, device_name: str, always_shown: bool = False
+    ) -> None:
+        is_wanted = always_shown or publish.has_cells() or publish.is_watched()
+        self._dashboard = Dashboard(
+            worker_ranks,
+            stop_launch=self._interrupt,
+            say_line=self._say,
+            make_room=self._make_room,
+            is_wanted=is_wanted,
+        )
+        self._ranks = frozenset(worker_ranks)
+        self._scales = MemoryMeter(_catalog.device(device_name))
+        self._watched: WatchedCall | None = None
+        self._clears = 0
+        self._whereabouts = WaitingRanks()
+        self._is_wanted = is_wanted
+
+    def due_in(self) -> float:
+        """Seconds until `look` has something to do."""
+        return self._dashboard.due_in()
+
+    def hear(self, worker_rank: int, worker_message: Metrics) -> None:
+        """A rank has told of its training."""
+        self._dashboard.hear(worker_rank, worker_message)
+
+    def look(self, watched_call: WatchedCall) -> None:
+        """Show what is due. Cheap to call often.
+
+        Args:
+            watched_call: Who listens to the workers.
+        """
+        self._watched = watched_call
+        if watched_call.clears != self._clears:
+            self._clears = watched_call.clears
+            self._dashboard.cleared()
+        if self._dashboard.wants_a_look:
+            self._dashboard.update(self._rows(watched_call))
+            self.looked(watched_call)
+        else:
+            self._dashboard.refresh()
+
+    def _rows(self, watched_call: WatchedCall) -> list[RankStatus]:
+        members = [member for member in watched_call.members if member.rank in self._ranks]
+        tail_lines = watched_call.last_lines()
+        on_gpus = self._scales.on_gpus([member.pid for member in members if not member.has_ended])
+        return [
+            self.row(
+                watched_call,
+                member,
+                last_line=tail_lines.get(member.rank, ""),
+                device_bytes=on_gpus.get(member.pid),
+            )
+            for member in members
+        ]
+
+    def row(
+        self,
+        watched_call: WatchedCall,
+        member: WorkerHandle,
+        *,
+        last_line: str,
+        device_bytes: int | None,
+    ) -> RankStatus:
+        """One rank, as it is now.
+
+        Args:
+            watched_call: Who listens to it.
+            member: The worker.
+            last_line: What it printed last.
+            device_bytes: What the driver says that it holds on GPUs.
+        """
+        return RankStatus(
+            rank=member.rank,
+            state=state_of(member),
+            seconds=time.monotonic() - member.born,
+            rss_bytes=0 if member.has_ended else resident(member.pid),
+            device_bytes=device_bytes,
+            doing=self._whereabouts.doing(member.rank) if state_of(member) == "running" else "",
+            last_line=last_line,
+        )
+
+    def looked(self, watched_call: WatchedCall) -> None:
+        """Ask ranks that seem to wait where they are, for the next time."""
+        if self._is_wanted:
+            self._whereabouts.look(watched_call.members)
+
+    def end(self, watched_call: WatchedCall, **ending_words: bool) -> None:
+        """Leave the summary, and let go of everything.
+
+        Args:
+            watched_call: Who listened to the workers.
+            **ending_words: As `Dashboard.finish` has it.
+        """
+        try:
+            self._dashboard.finish(self._rows(watched_call), **ending_words)
+        finally:
+            self._watched = None
+            self._scales.close()
+
+    def _say(self, notice_text: str) -> None:
+        if self._watched is not None:
+            self._watched.notice(notice_text)
+
+    def _make_room(self) -> None:
+        if self._watched is not None:
+            self._watched.make_room()
+
+    def _interrupt(self) -> None:
+        watched_call = self._watched
+        if watched_call is not None:
+            watched_call.interrupt()
+
+
+def state_of(member: WorkerHandle) -> str:
+    """A launch's worker in a word."""
+    if member.is_busy and member.is_stopped:
+        return "stopping"
+    if member.is_busy:
+        return _STATE_WORDS[member.state]
+    if member.returned is not None:
+        return "done"
+    return "stopped" if member.record is None or member.record.was_stopped else "failed"
+
+
+class MemoryMeter:
+    """Weighs workers.
+
+    Args:
+        device_name: What they compute on. Its driver is asked for what they hold there, which
+            needs no context of the device in this process.
+    """
+
+    def __init__(self, memory_device: Device) -> None:
+        self._device: Device | None = memory_device
+        self._meter: Any = None
+
+    def on_gpus(self, process_ids: Sequence[int]) -> dict[int, int]:
+        """Process id → bytes on devices, of those of these processes that the driver knows.
+
+        In a container it may know them by other numbers; then a worker's own word has to do.
+        """
+        if self._device is None:
+            return {}
+        self._meter = self._meter or self._device.driver_meter()
+        if self._meter is None:
+            self._device = None
+            return {}
+        held_bytes: dict[int, int] = self._meter.read()
+        return {
+            process_id: held_bytes[process_id]
+            for process_id in process_ids
+            if process_id in held_bytes
+        }
+
+    def close(self) -> None:
+        """Let go of the driver."""
+        if self._meter is not None:
+            self._meter.close()
+            self._meter = None
+
+
+def resident(process_id: int) -> int:
+    """Bytes that a process has in the machine's memory; 0 for one that has gone."""
+    with contextlib.suppress(psutil.Error):
+        return int(psutil.Process(process_id).memory_info().rss)
+    return 0
+
+
+_IDLE_S = 3.0  # without processor time: then it waits for something
+_AGAIN_S = 5.0  # until it is asked anew
+_BUSY_SHARE = 0.2  # of the time: threads of gloo and others use a little
+
+
+@dataclass(slots=True)
+class _MemberSight:
+    """What was seen of one rank."""
+
+    cpu_s: float
+    at: float
+    idle_since: float | None = None
+    asked_at: float = float("-inf")
+    is_asked: bool = False
+    doing: str = ""
+
+
+class WaitingRanks:
+    """Knows where ranks wait. One per launch."""
+
+    def __init__(self) -> None:
+        self._sights: dict[int, _MemberSight] = {}
+
+    def doing(self, worker_rank: int) -> str:
+        """`waiting in barrier (Cell In[2], line 4)`; empty for one that is at work."""
+        member_sight = self._sights.get(worker_rank)
+        return member_sight.doing if member_sight is not None else ""
+
+    def look(self, members: Iterable[WorkerHandle]) -> None:
+        """Read what was answered, and ask those that do nothing; to be called about once a second.
+
+        Args:
+            members: The workers.
+        """
+        current_time = time.monotonic()
+        for member in members:
+            cpu_s = _cpu_seconds(member.pid) if _can_be_asked(member) else None
+            if cpu_s is None:
+                self._sights.pop(member.rank, None)
+            else:
+                member_sight = self._sights.setdefault(
+                    member.rank, _MemberSight(cpu_s, current_time)
+                )
+                self._look_at(member_sight, member, cpu_s, current_time)
+
+    def _look_at(
+        self, member_sight: _MemberSight, member: WorkerHandle, cpu_s: float, current_time: float
+    ) -> None:
+        if member_sight.is_asked:
+            member_sight.is_asked = False
+            member_sight.doing = _take_answer(member) or member_sight.doing
+        is_working = cpu_s - member_sight.cpu_s > _BUSY_SHARE * (current_time - member_sight.at)
+        member_sight.cpu_s, member_sight.at = cpu_s, current_time
+        if is_working:
+            member_sight.idle_since, member_sight.doing = None, ""
+        elif member_sight.idle_since is None:
+            member_sight.idle_since = current_time
+        elif (
+            current_time - member_sight.idle_since >= _IDLE_S
+            and current_time - member_sight.asked_at >= _AGAIN_S
+        ):
+            member_sight.asked_at, member_sight.is_asked = current_time, True
+            member.ask_stack()
+
+
+def _can_be_asked(member: WorkerHandle) -> bool:
+    return member.state is HandleState.RUNNING and member.tells_its_stack and not member.is_stopped
+
+
+def _take_answer(member: WorkerHandle) -> str:
+    """What it was doing, unless that is what it has died of: then its death is told of it."""
+    if not member.stack_text or member.has_crashed:
+        return ""
+    stack_text = member.stack
+    member.forget_stack()
+    return str(RankActivity.of_stack(stack_text)) if stack_text else ""
+
+
+def _cpu_seconds(process_id: int) -> float | None:
+    with contextlib.suppress(psutil.Error):
+        cpu_times = psutil.Process(process_id).cpu_times()
+        return float(cpu_times.user + cpu_times.system)
+    return None

@@ -1,0 +1,453 @@
+"""Lines out of the chunks that are read from a pipe, and those of all ranks put in order.
+
+Each character is copied a bounded number of times, however long its line is.
+
+A line that several ranks have is shown once for them. To recognise it, a line waits a moment for
+its twins; lines of one rank never overtake each other. Most lines in a storm have no twin: which
+lines have one is known by a count of ranks for each text, so that these cost a look-up.
+"""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from nbaccel.units import mark_left_out
+from nbaccel.workers import messaging
+
+__all__ = ["LineAssembler", "LineMerger", "OutputItem", "PrintedLine", "RichOutput", "stream_of"]
+
+
+_BAR_CHARS = 1_000
+
+
+class LineAssembler:
+    """Makes lines of what one stream of one process writes.
+
+    Args:
+        max_chars: Of a longer line only head and tail are kept; None for no limit.
+    """
+
+    def __init__(self, max_chars: int | None = None) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._max_chars = max_chars
+        self._begin()
+        self.bar = ""
+        """The unfinished line, if it has been rewritten with carriage returns."""
+
+    def _begin(self) -> None:
+        self._under = ""  # what stands on the line when its last carriage return comes
+        self._is_rewritten = False
+        self._last = _PendingText(self._max_chars)  # what came after that
+
+    def feed(self, output_bytes: bytes, *, at_most: int | None = None) -> tuple[list[str], int]:
+        """Take in a chunk.
+
+        Args:
+            output_bytes: What was read.
+            at_most: Only so many of the finished lines, the last ones, are wanted.
+
+        Returns:
+            The finished lines without their ends, and how many others there were.
+        """
+        line_text = self._decoder.decode(output_bytes)
+        dropped_lines = 0 if at_most is None else max(0, line_text.count("\n") - at_most)
+        if at_most is not None and dropped_lines:
+            self._begin()
+            first_item, *has_more = line_text.rsplit("\n", at_most + 1)[1:]
+        else:
+            first_item, *has_more = line_text.split("\n")
+        self._add(first_item)
+        output_lines = []
+        if has_more:
+            output_lines = [self._take(), *map(_rewrite_line, has_more[:-1])]
+            self._add(has_more[-1])
+        self.bar = self._bar() if self._is_rewritten else ""
+        return output_lines, dropped_lines
+
+    def finish(self) -> str | None:
+        """The line that has no end yet, if there is one; nothing of it is left here."""
+        self._add(self._decoder.decode(b"", final=True))
+        is_empty = not self._last and not self._under
+        output_line, self.bar = self._take(), ""
+        return None if is_empty else output_line
+
+    def _add(self, line_text: str) -> None:
+        if "\r" in line_text:
+            first_item, *has_more, line_text = line_text.split("\r")
+            self._last.add(first_item)
+            self._under = _overlay_parts([self._under, self._last.text(), *has_more])
+            self._last, self._is_rewritten = _PendingText(self._max_chars), True
+        self._last.add(line_text)
+
+    def _take(self) -> str:
+        output_line = self._last.text()
+        if self._is_rewritten:
+            output_line = _overlay_parts([self._under, output_line]).rstrip()
+        self._begin()
+        return output_line
+
+    def _bar(self) -> str:
+        shown_bar = [self._under[:_BAR_CHARS], self._last.start(_BAR_CHARS)]
+        return _overlay_parts(shown_bar).rstrip()
+
+
+class _PendingText:
+    """Text that grows at its end. Of a long one the middle is left out."""
+
+    def __init__(self, max_chars: int | None) -> None:
+        self._max_chars = max_chars
+        self._head = ""
+        self._pieces: deque[str] = deque()
+        self._num_chars = 0  # in the pieces
+        self._num_dropped = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._head or self._num_chars)
+
+    def add(self, line_text: str) -> None:
+        if not line_text:
+            return
+        self._pieces.append(line_text)
+        self._num_chars += len(line_text)
+        if self._max_chars is not None and self._num_chars > self._max_chars:
+            self._shorten(self._max_chars // 2)
+
+    def _shorten(self, half_chars: int) -> None:
+        """Half of the limit is cut away each time, so that the copies stay linear."""
+        rest_text = "".join(self._pieces)
+        if not self._head:
+            self._head, rest_text = rest_text[:half_chars], rest_text[half_chars:]
+        tail_text = rest_text[-half_chars:]
+        self._num_dropped += len(rest_text) - len(tail_text)
+        self._pieces, self._num_chars = deque([tail_text]), len(tail_text)
+
+    def text(self) -> str:
+        tail_text = "".join(self._pieces)
+        if self._max_chars is not None and self._head:
+            cut_text = max(0, len(tail_text) - self._max_chars // 2)
+            return mark_left_out(self._head, self._num_dropped + cut_text, tail_text[cut_text:])
+        return self._head + tail_text
+
+    def start(self, num_chars: int) -> str:
+        """The first characters."""
+        return (
+            self._head[:num_chars] or "".join(itertools.islice(self._pieces, num_chars))[:num_chars]
+        )
+
+
+def _rewrite_line(line_text: str) -> str:
+    return _overlay_parts(line_text.split("\r")).rstrip() if "\r" in line_text else line_text
+
+
+def _overlay_parts(text_parts: Sequence[str]) -> str:
+    """What is seen of texts that are written over each other, each from the line's first column."""
+    overlaid_pieces: list[str] = []
+    text_width = 0
+    for text_part in reversed(text_parts):
+        if len(text_part) > text_width:
+            overlaid_pieces.append(text_part[text_width:])
+            text_width = len(text_part)
+    return "".join(overlaid_pieces)
+
+
+_LOOK_AHEAD = 50
+_DISPLAY_CHARS = 4_000  # what a display counts as: a figure is more, a text less
+
+
+class PrintedLine(NamedTuple):
+    """A line of text."""
+
+    time: float
+    stream: str
+    text: str
+
+
+class RichOutput(NamedTuple):
+    """Rich output, or the wish to clear the cell."""
+
+    time: float
+    message: messaging.Display | messaging.ClearOutput
+
+    @property
+    def clears(self) -> bool:
+        """Whether it is the wish to clear the cell."""
+        return isinstance(self.message, messaging.ClearOutput)
+
+    @property
+    def handle(self) -> str | None:
+        """By what it can be updated later."""
+        if isinstance(self.message, messaging.ClearOutput):
+            return None
+        display_id = (self.message.content.get("transient") or {}).get("display_id")
+        return None if display_id is None else str(display_id)
+
+    @property
+    def updates(self) -> bool:
+        """Whether it replaces an output that was shown before."""
+        display_message = self.message
+        return isinstance(display_message, messaging.Display) and bool(
+            display_message.content.get("update")
+        )
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether no other output depends on this one: it may be dropped."""
+        return not self.clears and self.handle is None
+
+    def is_twin(self, other_item: RichOutput) -> bool:
+        """Whether showing one of both is enough."""
+        if self.handle is not None and other_item.handle is not None:
+            return self.updates == other_item.updates  # their handles differ by chance alone
+        return bool(self.message == other_item.message)
+
+
+OutputItem = PrintedLine | RichOutput
+
+
+def stream_of(queued_item: OutputItem) -> str | None:
+    """Where a line belongs; None for rich output."""
+    return queued_item.stream if isinstance(queued_item, PrintedLine) else None
+
+
+class LineMerger:
+    """What all ranks have written and nobody has seen yet.
+
+    Args:
+        worker_ranks: The ranks.
+        folds_ranks: Whether what several ranks have is shown once for all of them.
+    """
+
+    def __init__(self, worker_ranks: Iterable[int], *, folds_ranks: bool) -> None:
+        self._folds_any = folds_ranks
+        self._queues: dict[int, deque[OutputItem]] = {
+            worker_rank: deque() for worker_rank in worker_ranks
+        }
+        self._known: dict[int, dict[tuple[str, str], int]] = {
+            worker_rank: {} for worker_rank in self._queues
+        }
+        """Rank → how often each line is in its queue."""
+        self._holders: dict[tuple[str, str], int] = {}
+        """Line → how many ranks have it in their queues."""
+        self._chars = dict.fromkeys(self._queues, 0)
+        self._lines = dict.fromkeys(self._queues, 0)
+        self._open = set(self._queues)
+
+    def __bool__(self) -> bool:
+        """Whether anything is waiting."""
+        return any(self._queues.values())
+
+    def close(self, worker_rank: int) -> None:
+        """Nobody waits any longer for what this rank may still write."""
+        self._open.discard(worker_rank)
+
+    def size(self, worker_rank: int) -> tuple[int, int]:
+        """How many lines of this rank are waiting, and how many characters."""
+        return self._lines[worker_rank], self._chars[worker_rank]
+
+    # ---- in
+
+    def add_lines(
+        self, worker_rank: int, arrival_time: float, stream_name: str, line_texts: Iterable[str]
+    ) -> None:
+        """Lines that a rank has written to a stream."""
+        rank_queue, known_keys, twin_holders = (
+            self._queues[worker_rank],
+            self._known[worker_rank],
+            self._holders,
+        )
+        num_chars = line_number = 0
+        for line_number, line_text in enumerate(line_texts, 1):  # noqa: B007  (needed behind the loop)
+            rank_queue.append(PrintedLine(arrival_time, stream_name, line_text))
+            num_chars += len(line_text) + 1
+            line_key = (stream_name, line_text)
+            items_before = known_keys.get(line_key, 0)
+            known_keys[line_key] = items_before + 1
+            if not items_before:
+                twin_holders[line_key] = twin_holders.get(line_key, 0) + 1
+        self._chars[worker_rank] += num_chars
+        self._lines[worker_rank] += line_number
+
+    def add_rich(self, worker_rank: int, queued_item: RichOutput) -> None:
+        """Something a rank has displayed."""
+        self._queues[worker_rank].append(queued_item)
+        self._count(worker_rank, queued_item, 1)
+
+    def shorten(self, worker_rank: int, *, output_lines: int, num_chars: int) -> int:
+        """Drop a rank's oldest lines and displays until so few are left; returns how many.
+
+        The last one stays, however long it is.
+        """
+        dropped_lines = 0
+        kept_items: list[OutputItem] = []
+        rank_queue = self._queues[worker_rank]
+        while self._lines[worker_rank] > 1 and (
+            self._lines[worker_rank] > output_lines or self._chars[worker_rank] > num_chars
+        ):
+            queued_item = self._take(worker_rank, 0)
+            if isinstance(queued_item, RichOutput) and not queued_item.stands_alone:
+                kept_items.append(queued_item)
+            else:
+                dropped_lines += 1
+        rank_queue.extendleft(reversed(kept_items))
+        return dropped_lines
+
+    # ---- out
+
+    def ready(self, current_time: float, *, hold_s: float) -> Iterator[dict[int, OutputItem]]:
+        """Take out what is due: each line or display, by the ranks that it is shown for.
+
+        Args:
+            current_time: The time.
+            hold_s: How long one waits for its twins.
+        """
+        while queue_heads := sorted(
+            (rank_queue[0].time, worker_rank)
+            for worker_rank, rank_queue in self._queues.items()
+            if rank_queue
+        ):
+            first_item = queue_heads[0][1]
+            wait_until = queue_heads[1][0] if len(queue_heads) > 1 else current_time
+            rank_queue, has_moved = self._queues[first_item], False
+            while (
+                rank_queue
+                and rank_queue[0].time <= wait_until
+                and self._is_alone(first_item, rank_queue[0])
+            ):
+                if self._is_awaited([first_item], rank_queue[0], current_time - hold_s):
+                    return
+                has_moved = True
+                yield {first_item: self._take(first_item, 0)}
+            if not has_moved:
+                arrive_together = self._together(
+                    rank_queue[0], num_heads=len(queue_heads), waiting_since=current_time - hold_s
+                )
+                if not arrive_together:
+                    return
+                yield {
+                    worker_rank: self._take(worker_rank, position)
+                    for worker_rank, position in sorted(arrive_together.items())
+                }
+
+    def _is_alone(self, worker_rank: int, queued_item: OutputItem) -> bool:
+        """Whether no other rank has this line, as far as is known."""
+        if not isinstance(queued_item, PrintedLine):
+            return False
+        return not self._folds_any or self._holders[queued_item.stream, queued_item.text] == 1
+
+    def _is_awaited(
+        self, worker_ranks: Iterable[int], queued_item: OutputItem, waiting_since: float
+    ) -> bool:
+        """Whether other ranks may still write the same."""
+        return (
+            queued_item.time > waiting_since
+            and self._folds(queued_item)
+            and bool(self._open.difference(worker_ranks))
+        )
+
+    def _together(
+        self, queued_item: OutputItem, *, num_heads: int, waiting_since: float
+    ) -> dict[int, int]:
+        """Rank → where in its queue the item's twin is, or what has to come out before; or none."""
+        twin_items = self._twins(queued_item)
+        if self._is_awaited(twin_items, queued_item, waiting_since):
+            return {}
+        return self._before(twin_items, queued_item) if len(twin_items) < num_heads else twin_items
+
+    def _take(self, worker_rank: int, position: int) -> OutputItem:
+        rank_queue = self._queues[worker_rank]
+        if position:
+            queued_item = rank_queue[position]
+            del rank_queue[position]
+        else:
+            queued_item = rank_queue.popleft()
+        self._count(worker_rank, queued_item, -1)
+        if isinstance(queued_item, PrintedLine):
+            self._forget(worker_rank, queued_item)
+        return queued_item
+
+    def _count(self, worker_rank: int, queued_item: OutputItem, change_sign: int) -> None:
+        """Displays count as lines do, but for those that cannot be dropped."""
+        if isinstance(queued_item, PrintedLine):
+            num_chars = len(queued_item.text) + 1
+        elif queued_item.stands_alone:
+            num_chars = _DISPLAY_CHARS
+        else:
+            return
+        self._lines[worker_rank] += change_sign
+        self._chars[worker_rank] += change_sign * num_chars
+
+    def _forget(self, worker_rank: int, output_line: PrintedLine) -> None:
+        line_key = (output_line.stream, output_line.text)
+        known_keys = self._known[worker_rank]
+        if known_keys[line_key] > 1:
+            known_keys[line_key] -= 1
+            return
+        del known_keys[line_key]
+        if self._holders[line_key] > 1:
+            self._holders[line_key] -= 1
+        else:
+            del self._holders[line_key]
+
+    # ---- twins
+
+    def _twins(self, queued_item: OutputItem) -> dict[int, int]:
+        """Rank → where in its queue the item's twin is, of ranks where it may come out now."""
+        twin_places = {
+            worker_rank: self._reach(worker_rank, queued_item) for worker_rank in self._queues
+        }
+        return {
+            worker_rank: position
+            for worker_rank, position in twin_places.items()
+            if position is not None
+        }
+
+    def _reach(self, worker_rank: int, queued_item: OutputItem) -> int | None:
+        """Lines of the other stream do not stand in the way: which came first nobody can tell."""
+        if (
+            isinstance(queued_item, PrintedLine)
+            and (queued_item.stream, queued_item.text) not in self._known[worker_rank]
+        ):
+            return None
+        for position, other_item in enumerate(
+            itertools.islice(self._queues[worker_rank], _LOOK_AHEAD)
+        ):
+            if self._same(other_item, queued_item):
+                return position
+            if (
+                stream_of(other_item) in (None, stream_of(queued_item))
+                or stream_of(queued_item) is None
+            ):
+                return None
+        return None
+
+    def _before(self, twin_items: dict[int, int], queued_item: OutputItem) -> dict[int, int]:
+        """Whose heads have to come out first, if a missing twin is only held up behind one."""
+        for worker_rank, rank_queue in self._queues.items():
+            if worker_rank in twin_items:
+                continue
+            if (
+                isinstance(queued_item, PrintedLine)
+                and (queued_item.stream, queued_item.text) not in self._known[worker_rank]
+            ):
+                continue
+            deeper_items = itertools.islice(rank_queue, 1, _LOOK_AHEAD)
+            if any(self._same(other_item, queued_item) for other_item in deeper_items):
+                return self._twins(rank_queue[0])
+        return twin_items
+
+    def _folds(self, queued_item: OutputItem) -> bool:
+        """Whether it may be shown once for several ranks, and is worth waiting for them."""
+        return self._folds_any and not (isinstance(queued_item, RichOutput) and queued_item.updates)
+
+    def _same(self, queued_item: OutputItem, other_item: OutputItem) -> bool:
+        if queued_item is other_item:
+            return True
+        if not self._folds(queued_item):
+            return False
+        if isinstance(queued_item, PrintedLine):
+            return isinstance(other_item, PrintedLine) and queued_item[1:] == other_item[1:]
+        return isinstance(other_item, RichOutput) and queued_item.is_twin(other_item)

@@ -1,0 +1,164 @@
+"""Showing rich output in the notebook: in the cell, or as text where there is no IPython.
+
+rank 0  {"text/plain": "0.91"} ─┐          [0-2] 0.91
+rank 1  {"text/plain": "0.91"} ─┼──►       [3] 0.87
+rank 2  {"text/plain": "0.91"} ─┤
+rank 3  {"text/plain": "0.87"} ─┘
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nbaccel import ipython_private
+from nbaccel.units import number_ranges
+
+__all__ = ["PublishBundle", "show_results"]
+
+
+_RENDER_METHOD = "_render_traceback_"
+
+
+def show_message(output_message: Any) -> None:
+    """Carry out what a worker asked for.
+
+    Args:
+        output_message: `messaging.Display` or `messaging.ClearOutput`; anything else is ignored.
+    """
+    from nbaccel.workers import messaging  # it brings torch, which the message's maker has
+
+    if isinstance(output_message, messaging.ClearOutput):
+        clear(wait_for_new=output_message.wait)
+    elif isinstance(output_message, messaging.Display):
+        publish_display(output_message.content)
+
+
+def publish_display(display_content: Mapping[str, Any]) -> None:
+    """Publish rich output in the current cell; outside IPython, print its text form.
+
+    Args:
+        display_content: `data` and `metadata` by media type; `transient` and `update` as IPython
+            has them.
+    """
+    running_shell = _running_shell()
+    if running_shell is not None:
+        running_shell.display_pub.publish(**display_content)
+    elif (plain_text := display_content["data"].get("text/plain")) is not None:
+        sys.stdout.write(f"{plain_text}\n")
+
+
+def clear(*, wait_for_new: bool) -> None:
+    """Clear the cell's output, where there is a cell.
+
+    Args:
+        wait_for_new: Not before there is something new to show.
+    """
+    running_shell = _running_shell()
+    if running_shell is not None:
+        running_shell.display_pub.clear_output(wait=wait_for_new)
+
+
+def show_by_its_text(error_class: type[BaseException]) -> None:
+    """Let IPython ask the next exception of this class how it is to be shown.
+
+    It asks all but groups, of which it prints every frame.
+
+    Args:
+        error_class: A class with `_render_traceback_`. Handlers of the user's stay as they are.
+    """
+    running_shell = _running_shell()
+    if running_shell is None or any(
+        not hasattr(custom_class, _RENDER_METHOD)
+        for custom_class in running_shell.custom_exceptions
+    ):
+        return
+
+    def show_traceback(
+        running_shell: Any,
+        error_class: type,
+        shown_error: Any,
+        error_traceback: Any,
+        tb_offset: Any = None,
+    ) -> Any:
+        running_shell.set_custom_exc((), None)
+        text_lines = shown_error._render_traceback_()
+        ipython_private.show_traceback_lines(running_shell, error_class, shown_error, text_lines)
+        return text_lines
+
+    running_shell.set_custom_exc((error_class,), show_traceback)
+
+
+def has_cells() -> bool:
+    """Whether output can be changed after it was shown: there is a kernel, and a browser at it."""
+    return getattr(_running_shell(), "kernel", None) is not None
+
+
+def is_watched() -> bool:
+    """Whether somebody reads what appears as it appears: no file, and no other program."""
+    return _running_shell() is not None or sys.stderr.isatty()
+
+
+def _running_shell() -> Any:
+    ipython_module = sys.modules.get("IPython")
+    return ipython_module.get_ipython() if ipython_module is not None else None
+
+
+PublishBundle = Callable[[Mapping[str, Any]], None]
+"""Shows `{"data": ..., "metadata": ...}`."""
+
+
+def show_results(
+    rank_results: Mapping[int, Mapping[str, Any] | None],
+    publish_bundle: PublishBundle = publish_display,
+) -> None:
+    """Show what the ranks' cells ended with.
+
+    Args:
+        rank_results: The bundle of each rank that ran the cell, as `CellShell.run` returned it.
+        publish_bundle: Shows a bundle.
+    """
+    result_groups = _equal_groups(rank_results)
+    text_lines: list[str] = []
+    for group_ranks, mime_bundle in result_groups:
+        if len(group_ranks) == len(rank_results):
+            publish_bundle(mime_bundle)
+            return
+        rank_label = f"[{number_ranges(group_ranks)}]"
+        if _is_one_line(mime_bundle):
+            text_lines.append(f"{rank_label} {mime_bundle['data']['text/plain']}")
+            continue
+        publish_bundle(_plain_text([*text_lines, rank_label]))
+        publish_bundle(mime_bundle)
+        text_lines = []
+    if text_lines:
+        publish_bundle(_plain_text(text_lines))
+
+
+def _equal_groups(
+    rank_results: Mapping[int, Mapping[str, Any] | None],
+) -> list[tuple[list[int], Mapping[str, Any]]]:
+    """Ranks with the same bundle, by their lowest; ranks without one are left out."""
+    result_groups: list[tuple[list[int], Mapping[str, Any]]] = []
+    for worker_rank, mime_bundle in sorted(
+        rank_results.items(), key=lambda mime_bundle: mime_bundle[0]
+    ):
+        if not mime_bundle or not mime_bundle["data"]:
+            continue
+        for group_ranks, same_ranks in result_groups:
+            if same_ranks == mime_bundle:
+                group_ranks.append(worker_rank)
+                break
+        else:
+            result_groups.append(([worker_rank], mime_bundle))
+    return result_groups
+
+
+def _is_one_line(mime_bundle: Mapping[str, Any]) -> bool:
+    mime_data = mime_bundle["data"]
+    return set(mime_data) == {"text/plain"} and "\n" not in mime_data["text/plain"]
+
+
+def _plain_text(text_lines: list[str]) -> dict[str, Any]:
+    return {"data": {"text/plain": "\n".join(text_lines)}, "metadata": {}}

@@ -1,0 +1,266 @@
+"""This machine, looked at without waking any of it.
+
+A container shows the cores and the memory of its host; what it may use stands here. A limit of
+any group above this process counts, so each file is read on the whole way up.
+
+No CUDA context, no XLA runtime, no thread pool, no import of torch: a notebook that has only
+looked can still be forked. Accelerators are looked for by their devices, each in the same way;
+other facts come from ``/proc``, ``/sys`` and package metadata.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+import psutil
+
+from nbaccel import _catalog, env
+from nbaccel.capabilities import DEVICES, ENTRY_POINT_PROBLEMS
+from nbaccel.plan.inventory import Inventory
+
+__all__ = ["Limits", "inspect_machine", "read_limits"]
+
+
+_LimitNumber = TypeVar("_LimitNumber", int, float)
+
+# Version 1 writes "no limit" as a huge number, rounded down to a page.
+_NO_LIMIT_BYTES = 1 << 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """The tightest limits on this process; None where there is none.
+
+    Attributes:
+        cpu_cores: Cores' worth of CPU time (1.5 is one and a half).
+        memory_bytes: Memory that may be used in all.
+        memory_free_bytes: What of it is left. File cache that can be dropped counts as free.
+    """
+
+    cpu_cores: float | None = None
+    memory_bytes: int | None = None
+    memory_free_bytes: int | None = None
+
+
+def read_limits(root: Path = Path("/")) -> Limits:
+    """Read the limits from the file system.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are found.
+
+    Returns:
+        The limits; none at all where control groups are absent or unreadable.
+    """
+    return Limits(
+        cpu_cores=_smallest_limit(
+            _cgroup_cpu_cores(folder) for folder in _cgroup_folders(root, "cpu")
+        ),
+        memory_bytes=_smallest_limit(
+            _cgroup_memory_limit(folder) for folder in _cgroup_folders(root, "memory")
+        ),
+        memory_free_bytes=_smallest_limit(
+            _cgroup_memory_free(folder) for folder in _cgroup_folders(root, "memory")
+        ),
+    )
+
+
+def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of this process's groups for a controller, from its own up to the mount."""
+    groups_by_controller = dict(_process_groups_of_host(root))
+    for mount_line in _read_lines(root / "proc/self/mountinfo"):
+        mount_fields_text, _, filesystem_text = mount_line.partition(" - ")
+        mount_fields, filesystem_fields = mount_fields_text.split(), filesystem_text.split()
+        if len(mount_fields) < 5 or len(filesystem_fields) < 3:
+            continue
+        if filesystem_fields[0] == "cgroup2":
+            group_path = groups_by_controller.get("")
+        elif filesystem_fields[0] == "cgroup" and controller in filesystem_fields[2].split(","):
+            group_path = groups_by_controller.get(controller)
+        else:
+            continue
+        if group_path is not None:
+            mount_folder = root / mount_fields[4].lstrip("/")
+            yield from _walk_up(mount_folder, _path_below_mount(group_path, mount_fields[3]))
+
+
+def _process_groups_of_host(root: Path) -> Iterator[tuple[str, str]]:
+    """Each controller and the group of this process; version 2 has no controller's name."""
+    for group_line in _read_lines(root / "proc/self/cgroup"):
+        _, _, rest_text = group_line.partition(":")
+        controllers, _, group_path = rest_text.partition(":")
+        for controller in controllers.split(","):
+            yield controller, group_path
+
+
+def _path_below_mount(group_path: str, mounted_path: str) -> PurePosixPath:
+    """The group's path under the mount, which in a container may show only a part of the tree."""
+    try:
+        return PurePosixPath(group_path).relative_to(mounted_path)
+    except ValueError:
+        return PurePosixPath()
+
+
+def _walk_up(mount_folder: Path, group_path: PurePosixPath) -> Iterator[Path]:
+    yield mount_folder / group_path
+    for parent in group_path.parents:
+        yield mount_folder / parent
+
+
+def _cgroup_cpu_cores(folder: Path) -> float | None:
+    quota_text, period_text = [*_read_cgroup(folder / "cpu.max").split(), "", ""][:2]  # version 2
+    if not quota_text:
+        quota_text = _read_cgroup(folder / "cpu.cfs_quota_us")
+        period_text = _read_cgroup(folder / "cpu.cfs_period_us")
+    if quota_text.isdecimal() and period_text.isdecimal() and int(period_text) > 0:
+        return int(quota_text) / int(period_text)
+    return None
+
+
+def _cgroup_memory_limit(folder: Path) -> int | None:
+    for file_name in ("memory.max", "memory.limit_in_bytes"):
+        limit_text = _read_cgroup(folder / file_name)
+        if limit_text.isdecimal() and int(limit_text) < _NO_LIMIT_BYTES:
+            return int(limit_text)
+    return None
+
+
+def _cgroup_memory_free(folder: Path) -> int | None:
+    memory_limit = _cgroup_memory_limit(folder)
+    if memory_limit is None:
+        return None
+    used_text = _read_cgroup(folder / "memory.current") or _read_cgroup(
+        folder / "memory.usage_in_bytes"
+    )
+    if not used_text.isdecimal():
+        return memory_limit
+    return min(memory_limit, max(0, memory_limit - int(used_text) + _droppable_bytes(folder)))
+
+
+def _droppable_bytes(folder: Path) -> int:
+    """File cache that the kernel takes back before it kills anything, in bytes."""
+    memory_stat = dict(
+        line.split()[:2] for line in _read_lines(folder / "memory.stat") if " " in line
+    )
+    # Version 1 has both; the total includes groups below, as the limit does.
+    cache_text = memory_stat.get("total_inactive_file") or memory_stat.get("inactive_file") or "0"
+    return int(cache_text) if cache_text.isdecimal() else 0
+
+
+def _smallest_limit(values: Iterable[_LimitNumber | None]) -> _LimitNumber | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _read_cgroup(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):  # no such controller, or not ours to see
+        return ""
+
+
+def _read_lines(path: Path) -> list[str]:
+    return _read_cgroup(path).splitlines()
+
+
+def _host_memory() -> tuple[int, int]:
+    """Bytes of main memory: all, and what can be had now."""
+    try:
+        virtual_memory = psutil.virtual_memory()
+    except OSError:  # no /proc: the C library still knows, though it counts no caches as free
+        page_bytes = os.sysconf("SC_PAGE_SIZE")
+        return page_bytes * os.sysconf("SC_PHYS_PAGES"), page_bytes * os.sysconf("SC_AVPHYS_PAGES")
+    return virtual_memory.total, virtual_memory.available
+
+
+def inspect_machine() -> Inventory:
+    """Look at this machine and this process.
+
+    Returns:
+        What was found, a few milliseconds after the call; nothing was initialised for it.
+    """
+    environ = env.snapshot()
+    limits = read_limits()
+    total_bytes, available_bytes = _host_memory()
+    return Inventory(
+        cpu_cores=_usable_cores(limits),
+        host_total_bytes=_smaller_bytes(total_bytes, limits.memory_bytes),
+        host_available_bytes=_smaller_bytes(available_bytes, limits.memory_free_bytes),
+        shm_bytes=_file_system_bytes(Path("/dev/shm")),
+        platform=sys.platform,
+        python_version=platform.python_version(),
+        torch_version=_installed_version("torch"),
+        front_end=_detect_front_end(environ),
+        fork_supported=hasattr(os, "fork"),
+        memfd_supported=hasattr(os, "memfd_create"),
+        **_detect_accelerators(environ),
+    )
+
+
+def _detect_accelerators(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Fields of the inventory that the devices of the table fill."""
+    problems = [*ENTRY_POINT_PROBLEMS]
+    device_facts: dict[str, Any] = {}
+    for row in DEVICES:
+        try:
+            detected = _catalog.known_device(row.name).detect(environ)
+        except Exception as error:  # another package's code, and no end of all launches
+            error_text = f"{type(error).__name__}: {error}".removesuffix(".")
+            problems.append(
+                f"device={row.name!r} could not be looked for: {error_text}. It is taken as "
+                "missing. Repair or uninstall the package that adds it."
+            )
+            continue
+        all_accelerators = (
+            *device_facts.get("accelerators", ()),
+            *detected.get("accelerators", ()),
+        )
+        device_facts |= {**detected, "accelerators": all_accelerators}
+    return device_facts | {"problems": tuple(problems)}
+
+
+def _usable_cores(limits: Limits) -> int:
+    allowed_cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    # Half a core rounds down: a thread more than the quota is throttled, and all wait for it.
+    return max(
+        1, allowed_cores if limits.cpu_cores is None else min(allowed_cores, int(limits.cpu_cores))
+    )
+
+
+def _smaller_bytes(found_bytes: int, limit_bytes: int | None) -> int:
+    return int(found_bytes) if limit_bytes is None else min(int(found_bytes), limit_bytes)
+
+
+def _file_system_bytes(folder: Path) -> int:
+    try:
+        file_system = os.statvfs(folder)
+    except (OSError, AttributeError):  # no such folder; no such call on Windows
+        return 0
+    return file_system.f_blocks * file_system.f_frsize
+
+
+def _installed_version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _detect_front_end(environ: Mapping[str, str]) -> str:
+    """Who shows what is printed. Hosted notebooks are Jupyter too, so they are asked first."""
+    if "google.colab" in sys.modules:
+        return "colab"
+    if environ.get("KAGGLE_KERNEL_RUN_TYPE"):
+        return "kaggle"
+    # Importing ipykernel makes no kernel; only its running application does.
+    kernel_class = getattr(sys.modules.get("ipykernel.kernelapp"), "IPKernelApp", None)
+    if kernel_class is not None and kernel_class.initialized():
+        return "jupyter"
+    return "terminal" if hasattr(sys, "ps1") or sys.flags.interactive else "none"

@@ -1,0 +1,174 @@
+"""``Plan``: what will happen, with the reason for each choice. It is printed, never guessed."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from nbaccel.capabilities import START_METHODS, device_row, start_method_row
+from nbaccel.config import RunConfig
+from nbaccel.errors import ConfigError
+from nbaccel.plan.inventory import Inventory
+from nbaccel.units import count_noun
+
+__all__ = ["Choice", "Plan", "choices_table"]
+
+_TABLE_LINE_CHARS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One thing that was decided.
+
+    Attributes:
+        name: What was decided, named as the setting that decides it.
+        value: The decision.
+        reason: Why, in one clause with this machine's numbers.
+    """
+
+    name: str
+    value: str | int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What a launch will do.
+
+    Attributes:
+        config: What the user said, unchanged.
+        inventory: What was found.
+        device: What the workers compute on: the name of a device row, such as ``cuda``.
+        num_processes: Workers on this node.
+        world_size: Workers on all nodes.
+        start_method: ``template``, ``fork`` or ``inline``.
+        threads_per_process: CPU threads of each worker.
+        process_group_backend: What the row names: ``gloo`` or ``nccl``, for example.
+        strategy: The strategy that the configuration asks for; empty where the training decides.
+        strategy_headline: What the strategy says of itself for :meth:`headline`.
+        master_addr: Address where workers meet.
+        port: TCP port there; None takes a free one.
+        choices: Every decision with its reason.
+        warnings: What will work and may disappoint.
+    """
+
+    config: RunConfig
+    inventory: Inventory
+    device: str
+    num_processes: int
+    world_size: int
+    start_method: str
+    threads_per_process: int
+    process_group_backend: str
+    strategy: str = ""
+    strategy_headline: str = ""
+    master_addr: str = "127.0.0.1"
+    port: int | None = None
+    choices: tuple[Choice, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.start_method == "inline" and self.world_size > 1:
+            raise ConfigError(
+                f'start_method="inline" cannot run {self.world_size} workers. '
+                "Inline means in this very process, which is one. "
+                'Plan one worker, or use start_method="template".'
+            )
+
+    def headline(self) -> str:
+        """The plan in one line.
+
+        Returns:
+            ``2 CPU workers, 1 thread each, started from the template``, for example.
+        """
+        each_text = "" if self.num_processes == 1 else " each"
+        headline_parts = [
+            count_noun(self.num_processes, f"{device_row(self.device).noun} worker"),
+            count_noun(self.threads_per_process, "thread") + each_text,
+        ]
+        if self.config.mixed_precision != "no":
+            headline_parts.append(self.config.mixed_precision)
+        if self.strategy_headline:
+            headline_parts.append(self.strategy_headline)
+        headline_parts.append(start_method_row(self.start_method).headline)
+        if self.config.num_nodes > 1:
+            headline_parts.append(f"node {self.config.node_rank} of {self.config.num_nodes}")
+        return ", ".join(headline_parts)
+
+    def explain(self) -> str:
+        """The plan as a table: what, value, why; warnings under it.
+
+        Returns:
+            Text for a fixed-width font, at most 100 characters a line where words allow.
+        """
+        return choices_table(self.headline(), self.choices, self.warnings)
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def with_start_method(self, method: str, reason: str) -> Plan:
+        """The same plan with workers started in another way.
+
+        Args:
+            method: ``template``, ``fork`` or ``inline``.
+            reason: Why, for :meth:`explain`.
+
+        Returns:
+            A new plan.
+
+        Raises:
+            ConfigError: There is no such start method, or it cannot serve this plan.
+        """
+        known_methods = [row.name for row in START_METHODS]
+        if method not in known_methods:
+            raise ConfigError(
+                f"start_method must be one of {', '.join(known_methods)}: got {method!r}. "
+                "Nothing could start the workers. Use one of these."
+            )
+        return replace(
+            self,
+            start_method=method,
+            choices=tuple(
+                Choice(choice.name, method, reason) if choice.name == "start_method" else choice
+                for choice in self.choices
+            ),
+        )
+
+
+def choices_table(headline: str, choices: Sequence[Choice], warnings: Sequence[str]) -> str:
+    """Choices as a table of what, value and why, under a headline; warnings under it.
+
+    Args:
+        headline: The first line.
+        choices: What was decided.
+        warnings: What may disappoint.
+
+    Returns:
+        Text for a fixed-width font, at most 100 characters a line where words allow.
+    """
+    table_rows = [("what", "value", "why")]
+    table_rows += [(choice.name, str(choice.value), choice.reason) for choice in choices]
+    name_width = max(len(choice_name) for choice_name, _, _ in table_rows)
+    value_width = max(len(choice_value) for _, choice_value, _ in table_rows)
+    table_lines = [headline, ""]
+    for choice_name, choice_value, reason in table_rows:
+        table_lines += _hanging_lines(
+            f"{choice_name:<{name_width}}  {choice_value:<{value_width}}  ", reason
+        )
+    if warnings:
+        table_lines += ["", "Warnings:"]
+    for warning in warnings:
+        table_lines += _hanging_lines("  - ", warning)
+    return "\n".join(table_lines)
+
+
+def _hanging_lines(line_head: str, wrapped_text: str) -> Iterator[str]:
+    """The text beside a head, going on under itself."""
+    text_width = max(_TABLE_LINE_CHARS - len(line_head), 30)
+    first_line, *other_lines = textwrap.wrap(wrapped_text, text_width, break_long_words=False) or [
+        ""
+    ]
+    yield f"{line_head}{first_line}".rstrip()
+    for line in other_lines:
+        yield f"{' ' * len(line_head)}{line}"

@@ -1,0 +1,276 @@
+"""A live worker: it takes tasks one at a time, and keeps its namespace between them.
+
+    main thread     task ─► cell, call, pull, … ─► Idle        raises KeyboardInterrupt on SIGINT
+    second thread   has a channel of its own: answers Look and Break at once
+
+Both wait without polling, so an idle worker costs no CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from nbaccel import env, frames
+from nbaccel.errors import UnsafeMoment
+from nbaccel.failures.library_texts import can_come_of_a_left_group, tells_of_a_left_group
+from nbaccel.frames import Frame
+from nbaccel.pool import messages
+from nbaccel.pool.cell_shell import CellShell
+from nbaccel.pool.process_groups import ProcessGroups
+from nbaccel.transfer import arena, shared_memory
+from nbaccel.transfer.worker_namespace import Namespace
+from nbaccel.workers import messaging, metrics_reporter, precision_check
+from nbaccel.workers.worker import (
+    Work,
+    flush_streams,
+    own_process,
+    report,
+    restore_random_states,
+    settle_in_process,
+)
+
+__all__ = ["serve_cells"]
+
+
+def serve_cells(
+    notebook_channel: messaging.Channel,
+    join_pool: messages.JoinPool,
+    file_descriptors: list[int],
+    worker_inheritance: object,
+) -> None:
+    """Be a worker of a pool until told to leave, or until the notebook is gone.
+
+    Args:
+        notebook_channel: To the notebook.
+        join_pool: The first message.
+        file_descriptors: What came with it.
+        worker_inheritance: What came with the fork, if it was from the notebook itself.
+    """
+    if worker_inheritance is not None:
+        arena.forget_arenas()  # what is shared with the notebook is a private copy now
+    cell_worker = _CellWorker(notebook_channel, join_pool, file_descriptors)
+    cell_worker.loop()
+
+
+class _CellWorker:
+    def __init__(
+        self,
+        notebook_channel: messaging.Channel,
+        join_pool: messages.JoinPool,
+        file_descriptors: list[int],
+    ) -> None:
+        signal.signal(signal.SIGINT, self._on_interrupt)
+        self._channel = notebook_channel
+        self._busy = False
+        self._main = threading.get_ident()
+        self._control = messaging.Channel.from_fd(file_descriptors.pop())
+        self._seat = settle_in_process(join_pool.post, file_descriptors)
+        shared_memory.close_all(file_descriptors)
+        own_place = self._seat.place
+        self._groups = ProcessGroups(own_place, notebook_channel.send)
+        self._groups.watch()
+        self._shell = CellShell.create(notebook_channel.send, rank=own_place.rank)
+        self._names = Namespace(
+            self._shell.user_ns,
+            own_rank=own_place.local_rank,
+            target_device=self._seat.device,
+            num_nodes=own_place.num_nodes,
+            share_back=join_pool.share_back,
+        )
+        restore_random_states(join_pool.post.random_states)
+        precision_check.watch(join_pool.post.mixed_precision)
+        threading.Thread(target=self._answer, name="nbaccel-control", daemon=True).start()
+
+    # ---- the main thread
+
+    def loop(self) -> None:
+        """Take tasks until the channel closes or says so."""
+        self._channel.send(messages.Idle())
+        while True:
+            try:
+                current_task, file_descriptors = self._channel.receive()
+            except (EOFError, OSError):
+                return  # the notebook is gone, or through with this pool
+            with shared_memory.closing_files(*file_descriptors):
+                shown_bundle = self._do(current_task.body, file_descriptors)
+            signal.signal(signal.SIGINT, self._on_interrupt)  # handing over had it ignored
+            self._channel.send(self._idle(current_task.number, current_task.body, shown_bundle))
+
+    def _do(self, current_task: Any, file_descriptors: list[int]) -> Any:
+        """Carry a task out; what it raises goes to the notebook."""
+        shown_bundle, raised_error = self._try(current_task, file_descriptors)
+        if raised_error is not None and not isinstance(current_task, _UNINTERRUPTED_MESSAGES):
+            report(self._channel, self._explained(raised_error), self._seat.place.rank)
+        flush_streams()
+        return shown_bundle
+
+    def _try(
+        self, current_task: Any, file_descriptors: list[int]
+    ) -> tuple[Any, BaseException | None]:
+        try:
+            try:
+                return _TASK_METHODS[type(current_task)](self, current_task, file_descriptors), None
+            finally:
+                self._busy = False  # from here on an interrupt comes too late
+        except BaseException as raised_error:  # SystemExit and interrupts too: the worker stays
+            return None, raised_error
+
+    def _idle(self, task_number: int, current_task: Any, shown_bundle: Any) -> messages.Idle:
+        ran_code = isinstance(current_task, (messages.RunCell, messages.RunJob))
+        return messages.Idle(
+            number=task_number,
+            shown=shown_bundle,
+            bound=self._names.bound() if isinstance(current_task, messages.RunCell) else (),
+            dirty=self._names.dirty() if isinstance(current_task, messages.RunCell) else (),
+            sequence=self._groups.sequence() if ran_code else (),
+            in_groups=torch.distributed.is_initialized(),
+        )
+
+    def _run_cell(self, current_task: messages.RunCell, file_descriptors: list[int]) -> Any:
+        if current_task.directory is not None:
+            os.chdir(current_task.directory)
+        env.update(current_task.environment)
+        if current_task.logging:
+            self._seat.logging.follow(current_task.logging)
+        self._names.begin()
+        metrics_reporter.begin(self._channel, self._seat.hardware, self._seat.device)
+        self._busy = True
+        try:
+            with own_process():
+                return self._shell.run(current_task.source)
+        except SystemExit as raised_error:
+            if raised_error.code not in (None, 0):
+                raise
+            return None  # sys.exit() is how a script ends well
+
+    def _run_job(self, current_task: messages.RunJob, file_descriptors: list[int]) -> None:
+        metrics_reporter.begin(self._channel, self._seat.hardware, self._seat.device)
+        self._busy = True
+        Work(self._channel, self._seat, current_task.job, file_descriptors, None).run()
+
+    def _take(self, current_task: messages.Take, file_descriptors: list[int]) -> None:
+        self._names.take(current_task.cargo, file_descriptors, current_task.wanted)
+
+    def _pull(self, current_task: messages.Pull, file_descriptors: list[int]) -> None:
+        self._busy = True
+        packed_values, parcel_fd = self._names.pack(current_task.names)
+        self._busy = False
+        with shared_memory.closing_files(parcel_fd):
+            self._channel.send(
+                messaging.Returned(time.monotonic(), packed_values, None, None), [parcel_fd]
+            )
+
+    def _go_home(self, current_task: messages.GoHome, file_descriptors: list[int]) -> None:
+        self._busy = True  # gigabytes may be written: an interrupt ends it, and nothing is lost
+        weight_report, whole_files = self._names.write_home(
+            dict(zip(current_task.arenas, file_descriptors, strict=True))
+        )
+        self._busy = False
+        answer_message = messages.Staged(report=weight_report, whole=tuple(whole_files))
+        self._channel.send(answer_message, list(whole_files.values()))
+
+    def _settle(self, current_task: messages.Settle, file_descriptors: list[int]) -> None:
+        self._busy = True  # it can be given up for an interrupt of the next task
+        self._names.settle()
+
+    def _join_all(self, current_task: messages.JoinAll, file_descriptors: list[int]) -> None:
+        self._busy = True
+        self._groups.join()
+
+    def _join_group(self, current_task: messages.JoinGroup, file_descriptors: list[int]) -> None:
+        self._busy = True
+        self._groups.join_others(current_task.wanted)
+
+    def _leave_groups(
+        self, current_task: messages.LeaveGroups, file_descriptors: list[int]
+    ) -> None:
+        self._groups.leave(current_task.generation, current_task.reason)
+
+    def _complete(self, current_task: messages.Complete, file_descriptors: list[int]) -> Any:
+        return self._shell.complete(current_task.code, current_task.cursor)
+
+    def _inspect(self, current_task: messages.Inspect, file_descriptors: list[int]) -> Any:
+        return self._shell.inspect(current_task.name, current_task.detail)
+
+    def _explained(self, raised_error: BaseException) -> BaseException:
+        """An error that comes of an object which holds a group that was left, in our words."""
+        if not self._groups.left_for or not can_come_of_a_left_group(raised_error):
+            return raised_error
+        if not (
+            self._groups.are_behind(raised_error.__traceback__)
+            or tells_of_a_left_group(raised_error)
+        ):
+            return raised_error
+        found_frame = UnsafeMoment(
+            "This cell used a process group that all ranks have left, because "
+            f"{self._groups.left_for}. DDP models go on by themselves; what else holds a group "
+            "(a DeepSpeed engine, FSDP2, dist.new_group) is of no more use: run the cells again "
+            "that make them. Models, optimizers and variables are as they were."
+        )
+        found_frame.__cause__ = raised_error
+        return found_frame.with_traceback(raised_error.__traceback__)
+
+    def _on_interrupt(self, signal_number: int, current_frame: Any) -> None:
+        if self._busy:
+            self._channel.send(messaging.Interrupting(time.monotonic()))
+            raise KeyboardInterrupt
+
+    # ---- the second thread
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                answer_message, _ = self._control.receive()
+            except (EOFError, OSError):
+                return
+            if isinstance(answer_message, messaging.Look):
+                self._channel.send(self._whereabouts())
+            elif isinstance(answer_message, messaging.Break):
+                self._groups.cut()
+
+    def _whereabouts(self) -> messaging.Whereabouts:
+        found_frame: list[Frame] = []
+        current_frame = sys._current_frames().get(self._main)
+        while current_frame is not None:
+            frame_code = current_frame.f_code
+            found_frame.append(
+                Frame(
+                    file=frame_code.co_filename,
+                    line=current_frame.f_lineno,
+                    function=frame_code.co_name,
+                )
+            )
+            current_frame = current_frame.f_back
+        while found_frame and found_frame[-1].is_house:
+            found_frame.pop()
+        own_frames = frames.user_frame(found_frame)
+        return messaging.Whereabouts(
+            stack=tuple(found_frame) if own_frames else (),
+            device_bytes=metrics_reporter.reserved(self._seat.hardware, self._seat.device),
+        )
+
+
+_UNINTERRUPTED_MESSAGES = (messages.JoinGroup, messages.Settle)
+"""Tasks that nobody waits for: of a failed join the others tell, and settling can be put off."""
+
+_TASK_METHODS: Mapping[type, Callable[[_CellWorker, Any, list[int]], Any]] = {
+    messages.RunCell: _CellWorker._run_cell,
+    messages.RunJob: _CellWorker._run_job,
+    messages.Take: _CellWorker._take,
+    messages.Pull: _CellWorker._pull,
+    messages.GoHome: _CellWorker._go_home,
+    messages.Settle: _CellWorker._settle,
+    messages.JoinAll: _CellWorker._join_all,
+    messages.JoinGroup: _CellWorker._join_group,
+    messages.LeaveGroups: _CellWorker._leave_groups,
+    messages.Complete: _CellWorker._complete,
+    messages.Inspect: _CellWorker._inspect,
+}

@@ -1,0 +1,208 @@
+"""The workers of a pool: started once, given one task after the other, and asked where they are."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from nbaccel.errors import LaunchInterrupted, StartupFailed
+from nbaccel.launch.packing import judge_fork
+from nbaccel.output import publish
+from nbaccel.output.console import Console
+from nbaccel.plan import Plan
+from nbaccel.pool import messages
+from nbaccel.pool.task import RankTasks, TaskResult, TaskSupervisor
+from nbaccel.pool.user_messages import CellDashboardUpdater
+from nbaccel.ports import listen
+from nbaccel.supervision import outcome
+from nbaccel.workers import messaging, time_limits, worker
+from nbaccel.workers.fork import ForkStarter
+from nbaccel.workers.start_method import Starter
+from nbaccel.workers.template import TemplateStarter
+from nbaccel.workers.worker_group import WorkerGroup
+from nbaccel.workers.worker_handle import WorkerHandle
+
+__all__ = ["LiveGroup"]
+
+
+class LiveGroup(WorkerGroup):
+    """Workers that stay between tasks.
+
+    Args:
+        plan: What was planned.
+        worker_starter: Who starts them.
+    """
+
+    def __init__(self, plan: Plan, worker_starter: Starter) -> None:
+        super().__init__(plan, worker_starter)
+        self._sentinels: dict[int, int] = {}
+        """Rank → descriptor that becomes readable when that worker has ended. The template's own
+        news of that may be read by a launch that runs between two tasks."""
+        self._numbers = itertools.count(1)
+        self._on_end.callback(self._close_sentinels)
+
+    @classmethod
+    def ready(cls, plan: Plan) -> LiveGroup:
+        """Start the workers of a plan, and wait until they can take a task.
+
+        Raises:
+            PortTaken, UnsafeFork: Before any process is started.
+            WorkerFailed: A worker could not take up its post; all have ended.
+            LaunchInterrupted: The user stopped it; all have ended.
+        """
+        if plan.start_method == "fork":
+            judge_fork()
+        with (
+            contextlib.ExitStack() as undo_start,
+            listen(plan.master_addr, plan.port) as store_listener,
+        ):
+            worker_starter: Starter = (
+                ForkStarter(worker.Inheritance())
+                if plan.start_method == "fork"
+                else TemplateStarter()
+            )
+            worker_group = cls(plan, worker_starter)
+            undo_start.callback(worker_group.end)
+            for worker_assignment in worker_group.start(store_listener):
+                with contextlib.closing(worker_assignment.handle.open_control()) as worker_end:
+                    join_message = messages.JoinPool(
+                        post=worker_assignment.assignment, share_back=plan.config.share_back
+                    )
+                    worker_assignment.send(
+                        join_message, [*worker_assignment.fds, worker_end.fileno()]
+                    )
+            worker_group._see_them_in()
+            undo_start.pop_all()
+        return worker_group
+
+    def _start_worker(self, worker_rank: int) -> WorkerHandle:
+        member = super()._start_worker(worker_rank)
+        self._sentinels[worker_rank] = _sentinel(member.pid)
+        self._keep_from_children(self._sentinels[worker_rank])
+        return member
+
+    def _see_them_in(self) -> None:
+        call_result = self._watch([member.rank for member in self.members], {}, task_number=0)
+        if call_result.interrupted:
+            raise LaunchInterrupted(
+                f"all {len(self.members)} workers have been ended at their start"
+            )
+        failed_members = outcome.call_error(call_result, self.plan)
+        if failed_members is not None:
+            raise failed_members
+
+    def sentinels(self) -> Sequence[int]:
+        """A descriptor of each worker that lives."""
+        return [self._sentinels[member.rank] for member in self.members if not member.has_ended]
+
+    def collect(self) -> Sequence[messaging.Ended]:
+        """Workers that have ended; all of them, if the process they came from has."""
+        try:
+            return super().collect()
+        except StartupFailed as error:
+            end_reason = str(error).partition("\n")[0]
+            exit_status = self._starter.status or 0
+            running_ids = [member.pid for member in self.members if not member.has_ended]
+            return [
+                messaging.Ended(process_id, exit_status, 0, end_reason)
+                for process_id in running_ids
+            ]
+
+    # ---- tasks
+
+    def run_tasks(
+        self,
+        pool_tasks: RankTasks,
+        *,
+        timeout_s: float | None = None,
+        is_shown: bool = False,
+    ) -> TaskResult:
+        """Give some workers a task each, and watch until all of them are through.
+
+        Args:
+            pool_tasks: The tasks by rank.
+            timeout_s: Seconds after which the task is ended; None for no limit.
+            is_shown: Whether a dashboard shows how the ranks get on.
+
+        Returns:
+            What became of it.
+        """
+        show = (
+            CellDashboardUpdater(list(pool_tasks), device_name=self.plan.device)
+            if is_shown
+            else None
+        )
+        return self._watch(
+            list(pool_tasks),
+            pool_tasks,
+            task_number=next(self._numbers),
+            timeout_s=timeout_s,
+            show=show,
+        )
+
+    def everyone(self, task_body: Any, file_descriptors: Sequence[int] = ()) -> TaskResult:
+        """Give all workers the same task."""
+        return self.run_tasks(
+            {member.rank: (task_body, file_descriptors) for member in self.members}
+        )
+
+    def post(self, task_body: Any) -> None:
+        """Give all workers a task that nobody waits for; it is done before the next one."""
+        for member in self.members:
+            with contextlib.suppress(OSError):  # it has gone: the next task tells
+                member.channel.send(messages.Task(number=0, body=task_body))
+
+    def look(self) -> dict[int, messaging.Whereabouts]:
+        """Ask all workers where they are; those that do not answer at once are left out."""
+        living_workers: dict[int, messaging.Whereabouts] = {}
+        waiting_members = {m.channel.fileno(): m for m in self.members if not m.hung_up}
+        for member in waiting_members.values():
+            member.ask_where()
+        look_deadline = time.monotonic() + time_limits.ASK_STATUS_S
+        while waiting_members and (time_left := look_deadline - time.monotonic()) > 0:
+            for ready_fd in select.select(list(waiting_members), [], [], time_left)[0]:
+                try:
+                    look_answer, _ = waiting_members[ready_fd].channel.receive()
+                except EOFError:
+                    del waiting_members[ready_fd]  # it has ended; the next task says why
+                    continue
+                if isinstance(look_answer, messaging.Whereabouts):
+                    living_workers[waiting_members.pop(ready_fd).rank] = look_answer
+                elif isinstance(look_answer, messaging.Leaves):
+                    waiting_members[ready_fd].note(look_answer)
+                elif isinstance(look_answer, (messaging.Display, messaging.ClearOutput)):
+                    publish.show_message(look_answer)  # of a thread that a cell has left behind
+        return living_workers
+
+    def _watch(
+        self, ranks: Sequence[int], pool_tasks: RankTasks, *, task_number: int, **watch_options: Any
+    ) -> TaskResult:
+        worker_template = self.plan.config.log_line_prefix_template
+        if worker_template is None and len(self.members) == 1:
+            worker_template = ""  # there is nobody to tell it from
+        console = Console([m.rank for m in self.members], prefix_template=worker_template)
+        for member in self.members:
+            if member.rank not in ranks:
+                console.close(member.rank)  # its twins do not wait for what it may say
+        return TaskSupervisor(
+            self, ranks, pool_tasks, task_number=task_number, console=console, **watch_options
+        ).run()
+
+    def _close_sentinels(self) -> None:
+        while self._sentinels:
+            os.close(self._sentinels.popitem()[1])
+
+
+def _sentinel(process_id: int) -> int:
+    """A descriptor that is readable once a worker has ended, which it may have already."""
+    try:
+        return os.pidfd_open(process_id)
+    except ProcessLookupError:
+        read_end, write_end = os.pipe()
+        os.close(write_end)
+        return read_end

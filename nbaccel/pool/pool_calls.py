@@ -1,0 +1,83 @@
+"""A call in a pool: what a launch does, in workers that are there already.
+
+The model is handed over and comes home exactly as in a launch, apart from what the workers' own
+namespace holds: all or nothing, through staging files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nbaccel.failures.process_death import uninterrupted
+from nbaccel.launch.edited_sources import tell_of_edits
+from nbaccel.launch.packing import PackedCall, pack_for_the_living
+from nbaccel.launch.run import job_of
+from nbaccel.plan import Plan
+from nbaccel.pool import messages
+from nbaccel.pool.task import TaskResult
+from nbaccel.supervision.outcome import CallOutcome, conclude_call
+from nbaccel.transfer import arena
+from nbaccel.transfer.find_modules import find_modules
+from nbaccel.transfer.weight_sync import WeightReceiver
+from nbaccel.workers.template import dispose
+
+__all__ = ["PoolCall", "prepare_call"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolCall:
+    """A call made ready for the workers."""
+
+    plan: Plan
+    packed: PackedCall
+    homecoming: WeightReceiver
+
+    def task(self) -> tuple[messages.RunJob, Sequence[int]]:
+        """What each rank is given, with its descriptors."""
+        worker_job, file_descriptors = job_of(self.plan, self.packed, self.homecoming, None)
+        return messages.RunJob(job=worker_job), file_descriptors
+
+    def conclude(self, call_result: TaskResult) -> CallOutcome:
+        """Bring the weights home and open the values, or raise what went wrong."""
+        was_stopped = "the call was stopped; the model is as it was, and the workers live on"
+        closing_lines = "The notebook's model is as it was before the call; the workers live on."
+        if call_result.lost:
+            was_stopped = "the call was stopped, and the workers were ended; the model is as it was"
+            closing_lines = (
+                "The notebook's model is as it was before the call; all workers have been ended, "
+                "and their variables are lost. The next cell starts new ones."
+            )
+        return conclude_call(
+            self.plan,
+            call_result,
+            self.homecoming,
+            was_stopped=was_stopped,
+            closing_lines=closing_lines,
+        )
+
+
+@contextlib.contextmanager
+def prepare_call(
+    plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]
+) -> Iterator[PoolCall]:
+    """Share the modules and pack the call; afterwards everything opened for it is closed.
+
+    Raises:
+        ModelNotShareable, NotSendable: Nothing has been sent.
+    """
+    tell_of_edits()
+    sharing = arena.share_modules(find_modules(args))
+    with contextlib.ExitStack() as clean_up:
+        packed_call = pack_for_the_living(function, args, sharing)
+        if packed_call.fd is not None:
+            clean_up.callback(os.close, packed_call.fd)
+        with uninterrupted():  # until somebody is there to close the staging files
+            weight_receiver = WeightReceiver(
+                packed_call.sharing, packed_call.arenas if plan.config.share_back else {}
+            )
+            clean_up.callback(weight_receiver.close, dispose)
+        yield PoolCall(plan=plan, packed=packed_call, homecoming=weight_receiver)

@@ -1,0 +1,187 @@
+"""What follows a task, well ended or not: ranks in step again, and weights at home.
+
+GoHome ─► every rank writes what it owes into staging files ─► Staged
+          all ranks have: the notebook copies it into the arenas ─► Settle
+          a rank failed, died or was stopped: the files are dropped, and nothing has changed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from nbaccel.errors import LaunchInterrupted, WorkerFailed
+from nbaccel.plan import Plan
+from nbaccel.pool import messages, user_messages
+from nbaccel.pool.live_group import LiveGroup
+from nbaccel.pool.task import TaskResult
+from nbaccel.supervision import outcome
+from nbaccel.transfer import arena
+from nbaccel.transfer.module_registry import ModuleRecord
+from nbaccel.transfer.namespace_sync import NamespaceSync
+from nbaccel.transfer.weight_sync import WeightReceiver
+from nbaccel.workers.template import dispose
+
+__all__ = ["PostTask", "TaskTrouble", "staged"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskTrouble:
+    """What went wrong after a cell had ended.
+
+    Attributes:
+        told: What is known of the weights.
+        result: What became of the task that failed.
+        no_room: What the notebook's own process could not do, where that was it.
+    """
+
+    told: str
+    result: TaskResult | None = None
+    no_room: OSError | None = None
+
+    def error(self, plan: Plan) -> BaseException | None:
+        """What has to be raised because of it."""
+        if self.result is None:
+            return WorkerFailed(user_messages.no_room(self.told, self.no_room))
+        closing_lines = user_messages.after_cell(self.result, self.told)
+        if self.result.interrupted:
+            return LaunchInterrupted(f"the notebook was interrupted. {closing_lines}")
+        return outcome.call_error(self.result, plan, closing_lines=closing_lines)
+
+
+class PostTask:
+    """Puts workers in order after each task. One per start of a pool.
+
+    Args:
+        live_group: The workers of the pool.
+        namespace_sync: What they have of the notebook.
+        share_back: Whether weights come home.
+    """
+
+    def __init__(
+        self, live_group: LiveGroup, namespace_sync: NamespaceSync, *, share_back: bool
+    ) -> None:
+        self._workers = live_group
+        self._flow = namespace_sync
+        self._share_back = share_back
+        self._generation = 0
+        self._told: dict[str, str] = {}
+
+    def after_cell(self, call_result: TaskResult) -> TaskTrouble | None:
+        """Put the groups in order and bring the weights home, after a cell that lost no worker.
+
+        The caller holds interrupts back: half of a model is worse than either.
+
+        Returns:
+            What went wrong, if anything.
+        """
+        group_result = self.keep_in_step(call_result)
+        if group_result is not None and not group_result.went_well:
+            return TaskTrouble(told=user_messages.left_behind(call_result), result=group_result)
+        return self._bring_home(call_result)
+
+    def keep_in_step(self, call_result: TaskResult) -> TaskResult | None:
+        """Let all ranks leave process groups that are of no more use, and say so if nothing has.
+
+        Returns:
+            What became of the task in which they left; None if there was no need.
+        """
+        if call_result.lost or not call_result.out_of_step:
+            return None
+        ended_well = all(member.returned is not None for member in call_result.members)
+        self._generation += 1
+        regroup_reason = "a cell was ended while ranks were waiting for each other"
+        group_result = self._workers.everyone(
+            messages.LeaveGroups(generation=self._generation, reason=regroup_reason)
+        )
+        if ended_well:
+            sys.stderr.write(f"nbaccel: {user_messages.UNEVEN_COLLECTIVES}\n")
+        return group_result
+
+    def _bring_home(self, call_result: TaskResult) -> TaskTrouble | None:
+        """Let the notebook have weights that ranks changed: of all these modules, or of none."""
+        if not self._share_back:
+            return None
+        module_records = self._flow.records(
+            {
+                arena_key
+                for idle_ranks in call_result.idle.values()
+                for arena_key in idle_ranks.dirty
+            }
+        )
+        if not module_records:
+            return None
+        module_paths = sorted(module_record.path for module_record in module_records)
+        shared_arenas = {
+            arena_key: changed_keys
+            for module_record in module_records
+            for arena_key, changed_keys in module_record.arenas().items()
+        }
+        try:
+            with staged(module_records, shared_arenas) as weight_receiver:
+                rank_files = [weight_receiver.staging[arena_key] for arena_key in shared_arenas]
+                written_paths = self._workers.everyone(
+                    messages.GoHome(arenas=tuple(shared_arenas)), rank_files
+                )
+                try:
+                    if not written_paths.went_well:
+                        task_outcome = user_messages.on_the_way(module_paths)
+                        return TaskTrouble(told=task_outcome, result=written_paths)
+                    self._apply(module_records, weight_receiver, written_paths)
+                finally:
+                    dispose(written_paths.take_files())
+        except OSError as error:  # no memory or no descriptors: nothing has been written yet
+            return TaskTrouble(told=user_messages.on_the_way(module_paths), no_room=error)
+        self._workers.post(messages.Settle())
+        return None
+
+    def _apply(
+        self,
+        module_records: Sequence[ModuleRecord],
+        weight_receiver: WeightReceiver,
+        written_paths: TaskResult,
+    ) -> None:
+        weight_reports = [
+            written_paths.staged[rank_number].report for rank_number in sorted(written_paths.staged)
+        ]
+        differing_models = weight_receiver.differing(weight_reports)
+        with self._flow.coming_home(module_records):
+            weight_receiver.apply(weight_reports, written_paths.whole_files)
+        for weight_report in weight_reports:
+            for module_path, stranded_reason in weight_report.stranded.items():
+                self._tell(module_path, user_messages.stays_behind(module_path, stranded_reason))
+            for module_path, change_words in weight_report.changes.items():
+                self._tell(module_path, user_messages.came_changed(module_path, change_words))
+        for module_path, report_line in differing_models.items():
+            self._tell(module_path, f"nbaccel: {report_line}\n")
+
+    def _tell(self, module_path: str, report_line: str) -> None:
+        """Write a line out, unless it was the last one about this module."""
+        if self._told.get(module_path) != report_line:
+            sys.stderr.write(report_line)
+        self._told[module_path] = report_line
+
+
+@contextlib.contextmanager
+def staged(
+    module_records: Collection[ModuleRecord], shared_arenas: Mapping[str, arena.Arena]
+) -> Iterator[WeightReceiver]:
+    """Staging files for these arenas, as long as the block lasts."""
+    sharing_parts = [module_record.sharing for module_record in module_records]
+    joined_sharing = arena.Sharing(
+        modules=tuple(
+            shared_module for update_part in sharing_parts for shared_module in update_part.modules
+        ),
+        stand_ins={
+            position: staging_place
+            for update_part in sharing_parts
+            for position, staging_place in update_part.stand_ins.items()
+        },
+    )
+    weight_receiver = WeightReceiver(joined_sharing, shared_arenas)
+    try:
+        yield weight_receiver
+    finally:
+        weight_receiver.close(dispose)

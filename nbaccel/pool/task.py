@@ -1,0 +1,252 @@
+"""One task of a pool's workers, watched until each is idle again.
+
+It ends in one of four ways: all ranks are through; a rank raised, and the others have given the
+task up; the user has stopped it; a worker was lost, and with it the pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbaccel.output.console import Console
+from nbaccel.pool import messages
+from nbaccel.supervision.listening import CallDisplay
+from nbaccel.supervision.shutdown import AFTER_LOSS, KEEP_WORKERS, ShutdownLadder
+from nbaccel.supervision.supervisor import CallResult, Supervisor
+from nbaccel.transfer import shared_memory
+from nbaccel.workers import messaging
+from nbaccel.workers.worker_group import WorkerGroup
+from nbaccel.workers.worker_handle import WorkerHandle
+
+__all__ = ["RankTasks", "TaskResult", "TaskSupervisor"]
+
+RankTasks = Mapping[int, tuple[Any, Sequence[int]]]
+"""Rank → a task's body, and the descriptors to send along."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskResult(CallResult):
+    """What became of a task."""
+
+    idle: Mapping[int, messages.Idle]
+    """What ranks that are through have said at the end."""
+    lost: tuple[int, ...]
+    """Ranks that have ended."""
+    lost_because: str
+    """Why all were lost at once, if it was that."""
+    staged: Mapping[int, messages.Staged]
+    """What ranks have written into staging files."""
+    whole_files: dict[str, int] = field(repr=False)
+    """Descriptors of the ranks' own files that hold whole arenas, by key of the arena."""
+    was_cut: bool
+    """Whether a rank was cut off in a collective."""
+    is_of_all: bool
+    """Whether all workers of the pool had the task."""
+
+    @property
+    def shown(self) -> dict[int, Any]:
+        """What the task gave for the user to see, by rank."""
+        return {worker_rank: idle_answers.shown for worker_rank, idle_answers in self.idle.items()}
+
+    def take_files(self) -> list[int]:
+        """The descriptors of `whole_files`; they are the caller's to close."""
+        file_descriptors = list(self.whole_files.values())
+        self.whole_files.clear()
+        return file_descriptors
+
+    @property
+    def out_of_step(self) -> bool:
+        """Whether process groups are of no more use.
+
+        A rank was cut off in one of their collectives, or their ranks have begun different numbers
+        of them: the next one would meet the wrong partner.
+        """
+        collective_counts: dict[str, set[int]] = {}
+        for group_name, collective_count in (
+            group_entry
+            for idle_answers in self.idle.values()
+            for group_entry in idle_answers.sequence
+        ):
+            collective_counts.setdefault(group_name, set()).add(
+                collective_count
+            )  # of a group that not all ranks are in, some
+        in_groups = {idle_answers.in_groups for idle_answers in self.idle.values()}
+        differing_groups = len(in_groups) > 1 or any(
+            len(found_counts) > 1 for found_counts in collective_counts.values()
+        )
+        return self.was_cut or (self.is_of_all and differing_groups)
+
+
+class TaskSupervisor(Supervisor):
+    """Watches one task.
+
+    Args:
+        worker_group: The workers of the pool.
+        ranks: Those that have the task.
+        rank_tasks: Rank → a task's body, and the descriptors to send along; nothing for those that
+            have it already.
+        task_number: The task's number, which the ranks' Idle repeats.
+        console: Where output goes.
+        timeout_s: Seconds after which the task is ended; None for no limit.
+        show: Shows how the ranks get on; None for nobody.
+    """
+
+    def __init__(
+        self,
+        worker_group: WorkerGroup,
+        ranks: Iterable[int],
+        rank_tasks: RankTasks,
+        *,
+        task_number: int,
+        console: Console,
+        timeout_s: float | None = None,
+        show: CallDisplay | None = None,
+    ) -> None:
+        super().__init__(
+            worker_group, KEEP_WORKERS, console=console, timeout_s=timeout_s, show=show
+        )
+        self._tasks = rank_tasks
+        self._number = task_number
+        self._ranks = set(ranks)
+        self._is_of_all = len(self._ranks) == len(self.members)
+        self._open = {m.rank for m in self.participants() if not m.has_ended}
+        self._joining: set[int] = set()
+        """Ranks that are through, or have no task, and join a process group for the others."""
+        self._group_wanted: messages.GroupWanted | None = None
+        self._idle: dict[int, messages.Idle] = {}
+        self._staged: dict[int, messages.Staged] = {}
+        self._whole_files: dict[str, int] = {}
+        self._lost: list[int] = []
+        self._lost_because = ""
+        for member in self.members:
+            member.forget_call()
+        for member in self.participants():
+            member.begin_call()
+
+    @property
+    def open(self) -> frozenset[int]:
+        """Ranks that are not through yet."""
+        return frozenset(self._open)
+
+    def run(self) -> TaskResult:
+        """Give out the tasks, and wait until every rank is through, or lost."""
+        self.watch()
+        return TaskResult(
+            **self.facts(),
+            idle=self._idle,
+            lost=tuple(self._lost),
+            lost_because=self._lost_because,
+            staged=self._staged,
+            whole_files=self._whole_files,
+            was_cut=self._ladder is not None and self._ladder.has_cut,
+            is_of_all=self._is_of_all,
+        )
+
+    # ---- what follows for live workers
+
+    def begin(self) -> None:
+        """Give out the tasks. From now on an interrupt is the workers' business."""
+        for worker_rank, (task_body, file_descriptors) in self._tasks.items():
+            # One that has gone meanwhile cannot take it: its sentinel tells.
+            with contextlib.suppress(OSError):
+                rank_task = messages.Task(number=self._number, body=task_body)
+                self.members[worker_rank].channel.send(rank_task, file_descriptors)
+
+    def is_over(self) -> bool:
+        """Whether all ranks are through; after a loss, whether all workers have ended."""
+        if self._lost:
+            return all(member.has_ended for member in self.members)
+        return not (self._open or (self._ladder is not None and self._joining))
+
+    def participants(self) -> list[WorkerHandle]:
+        """Workers that have the task, and those that were lost meanwhile."""
+        return [member for member in self.members if member.rank in self._ranks]
+
+    def at_work(self) -> list[WorkerHandle]:
+        """Workers that are in the task, or join a group for those that are."""
+        ranks = self._open | self._joining
+        return [member for member in self.members if member.rank in ranks and not member.has_ended]
+
+    def close_output(self) -> None:
+        """Read what the task has printed: what comes later is none of its own."""
+        for member in self.members:
+            if not member.has_ended:
+                self.drain_output(member)
+                self._console.close(member.rank)
+
+    def on_end(self, member: WorkerHandle, exit_status: messaging.Ended) -> None:
+        """A worker is lost: ask the others where they are, then end them."""
+        failure_record = member.record or member.record_of_stop()
+        if not member.is_stopped:
+            failure_record = member.record_of_death(exit_status, self._group.oom_kills)
+        member.end(failure_record, loses_result=True)  # whatever it did: it cannot go on
+        self._ranks.add(member.rank)
+        self._open.discard(member.rank)
+        self._lost.append(member.rank)
+        self._lost_because = self._lost_because or exit_status.because
+        if len(self._lost) == 1:
+            other_members = [m for m in self.members if not m.has_ended]
+            for other_member in other_members:
+                other_member.note_whereabouts(None)  # of a second ago
+            self.start_ladder(ShutdownLadder(other_members, AFTER_LOSS))
+
+    # ---- what can happen
+
+    def on_message(
+        self, member: WorkerHandle, worker_message: Any, file_descriptors: list[int]
+    ) -> None:
+        """A worker has said something."""
+        super().on_message(member, worker_message, file_descriptors)
+        if isinstance(worker_message, messages.Idle):
+            self._on_idle(member, worker_message)
+        elif isinstance(worker_message, messages.Staged):
+            self._staged[member.rank] = worker_message
+            self._whole_files |= zip(worker_message.whole, file_descriptors, strict=True)
+        elif isinstance(worker_message, messaging.Whereabouts):
+            member.note_whereabouts(worker_message)
+            if self._ladder is not None:
+                self._ladder.answered(member)
+        elif isinstance(worker_message, messages.GroupWanted):
+            self._on_group_wanted(worker_message)
+
+    def on_failure(
+        self, member: WorkerHandle, worker_message: messaging.Failed, file_descriptors: list[int]
+    ) -> None:
+        """A rank has raised; of what it does beside the task nobody is told."""
+        if member.rank in self._open:
+            super().on_failure(member, worker_message, file_descriptors)
+        else:
+            shared_memory.close_all(file_descriptors)
+
+    def _on_idle(self, member: WorkerHandle, worker_message: messages.Idle) -> None:
+        worker_rank = member.rank
+        if worker_message.number == self._number:
+            member.finish_call()
+            self._open.discard(worker_rank)
+            self.drain_output(member)
+            self._console.close(worker_rank)
+            self._idle[worker_rank] = worker_message
+            if self._group_wanted is not None and self._open:
+                self._ask_to_join(member, self._group_wanted)
+        else:
+            self._joining.discard(worker_rank)
+        # After a loss it is ended all the same.
+        if self._ladder is not None and worker_rank not in self._open and not self._lost:
+            self._ladder.finished(member)
+
+    def _on_group_wanted(self, worker_message: messages.GroupWanted) -> None:
+        if self._group_wanted is None or worker_message.ordinal > self._group_wanted.ordinal:
+            self._group_wanted = worker_message
+            for member in self.members:
+                if member.rank not in self._open and not member.has_ended:
+                    self._ask_to_join(member, worker_message)
+
+    def _ask_to_join(self, member: WorkerHandle, group_wanted: messages.GroupWanted) -> None:
+        self._joining.add(member.rank)
+        with contextlib.suppress(OSError):  # it has gone: its sentinel will tell
+            member.channel.send(
+                messages.Task(number=0, body=messages.JoinGroup(wanted=group_wanted))
+            )

@@ -1,0 +1,242 @@
+"""What becomes of an optimizer when its parameters are cut into shards, and back.
+
+[Note: one format] The whole state of a sharded optimizer is written as its own `state_dict` would
+be without sharding, so any strategy and any number of processes can load it. torch's
+`get_optimizer_state_dict` is not used for it: it names parameters instead of numbering them, and it
+steps an optimizer that has no state yet, which leaves Adam one step ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from nbaccel.errors import ConfigError
+
+__all__ = [
+    "follow_parameters",
+    "gather_optimizer_state",
+    "numbered_parameters",
+    "place_like",
+    "refill_parameter",
+    "scatter_optimizer_state",
+]
+
+
+def follow_parameters(optimizer: Optimizer, became: WeakTensorKeyDictionary) -> None:
+    """Point an optimizer at the shards that its parameters have become.
+
+    State it already has is cut like its parameters; that is a collective, and the state of
+    process 0 counts.
+
+    Args:
+        optimizer: Built over parameters as they were; changed in place.
+        became: New parameter by old one.
+
+    Raises:
+        ConfigError: Some of its state cannot be cut.
+    """
+    for param_group in optimizer.param_groups:
+        param_group["params"] = [
+            _new_parameter(old_parameter, became) for old_parameter in param_group["params"]
+        ]
+        _disable_mixed_foreach(param_group)
+    for old_parameter in [
+        old_parameter for old_parameter in optimizer.state if old_parameter in became
+    ]:
+        new_parameter = became[old_parameter]
+        parameter_state = optimizer.state.pop(old_parameter)
+        optimizer.state[new_parameter] = {
+            state_name: _shard_state(state_name, state_value, old_parameter, new_parameter)
+            if isinstance(state_value, torch.Tensor)
+            else state_value
+            for state_name, state_value in parameter_state.items()
+        }
+
+
+def _new_parameter(old_parameter: torch.Tensor, became: WeakTensorKeyDictionary) -> torch.Tensor:
+    new_parameter: torch.Tensor = old_parameter
+    if old_parameter in became:
+        new_parameter = became[old_parameter]
+    return new_parameter
+
+
+def _disable_mixed_foreach(param_group: dict[str, Any]) -> None:
+    # torch's foreach kernels take sharded tensors, or plain ones, never both in one list.
+    is_sharded_values = {isinstance(parameter, DTensor) for parameter in param_group["params"]}
+    if len(is_sharded_values) > 1 and param_group.get("foreach", False) is None:
+        param_group["foreach"] = False
+
+
+def _shard_state(
+    state_name: str,
+    state_value: torch.Tensor,
+    old_parameter: torch.Tensor,
+    new_parameter: torch.Tensor,
+) -> torch.Tensor:
+    if state_value.dim() == 0:
+        return state_value
+    if state_value.shape != old_parameter.shape:
+        raise ConfigError(
+            f"The optimizer already holds {state_name!r} of shape {tuple(state_value.shape)} for "
+            f"a parameter of shape {tuple(old_parameter.shape)}: nobody can tell which part of it "
+            "belongs to which shard. Call prepare before the first step, or load its state after "
+            "prepare."
+        )
+    return place_like(state_value, new_parameter)
+
+
+def place_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Give each process its part of a tensor; a collective.
+
+    Args:
+        value: The whole; what process 0 has counts, elsewhere only shape and dtype.
+        parameter: A parameter, sharded or not.
+
+    Returns:
+        A tensor sharded as the parameter is, where it has its shape; else one that every process
+        has whole. Of `value`'s dtype, on the parameter's device.
+    """
+    if not isinstance(parameter, DTensor):
+        value = value.to(parameter.device, copy=True)
+        if dist.is_initialized():
+            dist.broadcast(value, 0)
+        return value
+    device_mesh = parameter.device_mesh
+    placements = parameter.placements if value.shape == parameter.shape else [Replicate()]
+    distributed_value = distribute_tensor(
+        value.detach().to(device_mesh.device_type), device_mesh, placements
+    )
+    return distributed_value.to(parameter.device)  # host memory, where shards are offloaded
+
+
+def refill_parameter(parameter: torch.Tensor, whole_tensor: torch.Tensor) -> None:
+    """Give each process its part of process 0's values; a collective.
+
+    Args:
+        parameter: A sharded parameter; changed in place.
+        whole_tensor: What it was before it was sharded.
+    """
+    own_part = place_like(whole_tensor, parameter)
+    if isinstance(parameter, DTensor) and isinstance(own_part, DTensor):
+        with torch.no_grad():
+            parameter.to_local().copy_(own_part.to_local())
+
+
+def numbered_parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    """An optimizer's parameters, in the order in which `state_dict` numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def gather_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
+    """The whole state dict of an optimizer with sharded state; a collective.
+
+    Args:
+        optimizer: The optimizer.
+        keep: Whether this process wants it.
+
+    Returns:
+        What ``Optimizer.state_dict`` gives, with whole tensors in host memory; empty where it is
+        not wanted. Only one tensor at a time is gathered.
+    """
+    optimizer_state = optimizer.state_dict()
+    whole_state = {
+        parameter_number: {
+            state_name: _whole_value(state_value, keep=keep)
+            for state_name, state_value in parameter_state.items()
+        }
+        for parameter_number, parameter_state in optimizer_state["state"].items()
+    }
+    return {**optimizer_state, "state": whole_state} if keep else {}
+
+
+def _whole_value(value: Any, *, keep: bool) -> Any:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if not keep or not isinstance(value, torch.Tensor):
+        return value if keep else None
+    return value.detach().to("cpu", copy=True)  # what goes on training must not change it
+
+
+def scatter_optimizer_state(
+    optimizer: Optimizer, optimizer_state: Mapping[str, Any], *, source: bool
+) -> None:
+    """Load the whole state dict that process 0 has into an optimizer; a collective.
+
+    Args:
+        optimizer: The optimizer, over sharded parameters.
+        optimizer_state: As from :func:`gather_optimizer_state`; ignored where this process is not
+            the source.
+        source: Whether this is process 0.
+
+    Raises:
+        ConfigError: The state is of another number of parameters.
+    """
+    outline_box: list[Any] = [_outline_state(optimizer_state) if source else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(outline_box, 0)
+    state_outline = outline_box[0]
+    parameters = numbered_parameters(optimizer)
+    num_saved = sum(len(group["params"]) for group in state_outline["param_groups"])
+    if num_saved != len(parameters):
+        raise ConfigError(
+            f"The saved optimizer has {num_saved} parameters and this one has {len(parameters)}: "
+            "state would go to the wrong ones. Build the optimizer as when it was saved."
+        )
+    placed_state = {
+        parameter_number: {
+            state_name: _placed_value(
+                state_value,
+                optimizer_state,
+                (parameter_number, state_name),
+                parameters[parameter_number],
+                source=source,
+            )
+            for state_name, state_value in parameter_state.items()
+        }
+        for parameter_number, parameter_state in state_outline["state"].items()
+    }
+    optimizer.load_state_dict({**state_outline, "state": placed_state})
+
+
+def _outline_state(optimizer_state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with shape and dtype in place of each tensor worth sending on its own."""
+    outlined_state = {
+        parameter_number: {
+            state_name: state_value.to("meta")
+            if isinstance(state_value, torch.Tensor) and state_value.dim()
+            else state_value
+            for state_name, state_value in parameter_state.items()
+        }
+        for parameter_number, parameter_state in optimizer_state["state"].items()
+    }
+    return {**optimizer_state, "state": outlined_state}
+
+
+def _placed_value(
+    outlined_value: Any,
+    optimizer_state: Mapping[str, Any],
+    state_key: tuple[Any, str],
+    parameter: torch.Tensor,
+    *,
+    source: bool,
+) -> Any:
+    if not isinstance(outlined_value, torch.Tensor) or not outlined_value.is_meta:
+        return outlined_value
+    parameter_number, state_name = state_key
+    return place_like(
+        optimizer_state["state"][parameter_number][state_name]
+        if source
+        else _empty_like_outline(outlined_value),
+        parameter,
+    )
+
+
+def _empty_like_outline(outline: torch.Tensor) -> torch.Tensor:
+    return torch.empty(outline.shape, dtype=outline.dtype)

@@ -1,0 +1,324 @@
+"""What a strategy with settings of its own offers to the pickers.
+
+A picker knows the settings of `RunConfig`. What a library's configuration holds, when a key means
+anything, what it needs of memory and how it is written are told by that library's folder through
+`SettingsForm`; a picker without any has none of its choices.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from nbaccel.config import RunConfig
+from nbaccel.plan import Inventory, Plan
+from nbaccel.plan.launch_plan import Choice
+
+if TYPE_CHECKING:
+    from nbaccel.memory.estimate import MemoryEstimate
+    from nbaccel.memory.model_size import Shape
+
+__all__ = ["ChoiceOption", "Edit", "FilledConfig", "Setting", "SettingsForm", "Suggestion"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceOption:
+    """One of the values of a choice.
+
+    Attributes:
+        value: What the configuration holds; None leaves it to the plan or to the strategy.
+        label: How it is called.
+        meaning: What it does, in one line.
+    """
+
+    value: Any
+    label: str
+    meaning: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One choice.
+
+    Attributes:
+        name: Its name among all choices; for a key of a strategy's configuration that key, with
+            dots.
+        label: How it is called.
+        meaning: What it does, in one line.
+        unit: Of a number: ``elements``, ``samples``; empty where it counts nothing.
+        panel: ``precision``, ``zero`` or ``launch``.
+        section: Its heading among the advanced; empty where it is shown at once.
+        kind: ``one-of``, ``whole``, ``number``, ``truth``, ``text``, ``words`` or ``table``.
+        options: The values of ``one-of``.
+        run_field: Where it lands in `RunConfig`, with dots.
+        strategy_key: Where it lands in the strategy's own configuration, with dots; empty where it
+            does not.
+        default: What is in force where nothing is chosen; None where that depends.
+        takes_auto: Whether ``"auto"`` may stand there.
+        may_be_open: Whether nothing need stand there, also where there is a default.
+    """
+
+    name: str
+    label: str
+    meaning: str
+    panel: str
+    kind: str
+    run_field: str
+    unit: str = ""
+    section: str = ""
+    options: tuple[ChoiceOption, ...] = ()
+    strategy_key: str = ""
+    default: Any = None
+    takes_auto: bool = False
+    may_be_open: bool = False
+
+
+@dataclass(slots=True)
+class Edit:
+    """A configuration in the making.
+
+    Attributes:
+        config: The configuration.
+        remarks: What was changed beside what was asked for.
+    """
+
+    config: RunConfig
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FilledConfig:
+    """A strategy's configuration, filled in.
+
+    Attributes:
+        config: With ``"auto"`` where only the training decides; None where the strategy is not
+            chosen.
+        choices: Each key that was or will be filled in, with its reason.
+    """
+
+    config: dict[str, Any] | None
+    choices: tuple[Choice, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """What to take.
+
+    Attributes:
+        config: The settings.
+        headline: What they are, in one line.
+        remarks: What is worth knowing.
+    """
+
+    config: RunConfig
+    headline: str
+    remarks: tuple[str, ...] = ()
+
+
+class SettingsForm(ABC):
+    """The choices of one strategy.
+
+    Attributes:
+        title: Its panel's heading.
+        file_name: How its configuration is called among the languages that can be copied:
+            ``DeepSpeed JSON``.
+        not_chosen: Why there is none while the strategy is not chosen.
+        common: Names of the choices that come first in its panel, in order; settings of
+            `RunConfig` that belong there are among them.
+    """
+
+    title: ClassVar[str]
+    file_name: ClassVar[str]
+    not_chosen: ClassVar[str]
+    common: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def settings(self) -> Iterator[Setting]:
+        """All choices that are the strategy's own."""
+
+    @abstractmethod
+    def key_of(self, run_field: str) -> str:
+        """Where a setting of `RunConfig` lands in the strategy's configuration.
+
+        Args:
+            run_field: The setting.
+
+        Returns:
+            Keys, with dots; empty where it does not land there.
+        """
+
+    @abstractmethod
+    def is_chosen(self, config: RunConfig) -> bool:
+        """Whether a run trains with the strategy."""
+
+    @abstractmethod
+    def document(self, config: RunConfig) -> dict[str, Any] | None:
+        """The strategy's whole configuration, with what the run itself says; None without it."""
+
+    @abstractmethod
+    def value_of(self, config: RunConfig, setting: Setting) -> Any:
+        """What a run holds for a choice of `settings`; None where it is left open."""
+
+    @abstractmethod
+    def edited(
+        self, config: RunConfig, setting: Setting, value: Any, *, before: RunConfig | None
+    ) -> Edit:
+        """A run with another value for a choice of `settings`.
+
+        Args:
+            config: The run; it stays as it is.
+            setting: The choice.
+            value: Its new value; None leaves it open.
+            before: The run that last trained with the strategy, whose settings are taken up again
+                where it is chosen anew.
+
+        Returns:
+            The new run, and what else was changed.
+
+        Raises:
+            ConfigError: The value is wrong, or cannot go with the others.
+        """
+
+    @abstractmethod
+    def check(self, config: RunConfig, device: str) -> None:
+        """Refuse values and combinations that cannot be.
+
+        Args:
+            config: A run that trains with the strategy.
+            device: What its processes compute on.
+
+        Raises:
+            ConfigError: All mistakes.
+        """
+
+    @abstractmethod
+    def option_refusal(self, config: RunConfig, setting: Setting, value: Any) -> str:
+        """Why an option of a choice cannot be taken: a clause; empty where it can."""
+
+    @abstractmethod
+    def setting_refusal(self, config: RunConfig, setting: Setting) -> str:
+        """Why a whole choice cannot be made: a clause; empty where it can."""
+
+    @abstractmethod
+    def is_shown(self, config: RunConfig, setting: Setting) -> bool:
+        """Whether a choice means anything as things are."""
+
+    @abstractmethod
+    def filled_in(
+        self, config: RunConfig, plan: Plan | None, module: Any, sample_batch: Any
+    ) -> FilledConfig:
+        """Fill in ``"auto"`` where the run, the model or the batch decides it.
+
+        Args:
+            config: The run.
+            plan: What that comes to; None where it cannot be run here.
+            module: The model; None where there is none.
+            sample_batch: What one process calls it with, or None.
+
+        Returns:
+            The configuration, and what was decided.
+        """
+
+    @abstractmethod
+    def batch_size(self, document: Mapping[str, Any]) -> int | None:
+        """Samples of one process in one forward pass, where the configuration says so."""
+
+    @abstractmethod
+    def estimate(
+        self,
+        shape: Shape,
+        document: Mapping[str, Any],
+        *,
+        num_processes: int,
+        num_nodes: int,
+        activation_bytes: int,
+        inventory: Inventory,
+    ) -> MemoryEstimate:
+        """What a run needs of memory.
+
+        Args:
+            shape: The model's sizes.
+            document: The strategy's configuration, filled in.
+            num_processes: Processes on each host.
+            num_nodes: Hosts.
+            activation_bytes: What activations need on a device.
+            inventory: The machine.
+
+        Returns:
+            The estimate.
+
+        Raises:
+            ConfigError: A setting cannot be read.
+        """
+
+    @abstractmethod
+    def leaner(
+        self, config: RunConfig, *, can_checkpoint: bool, checkpoints: bool
+    ) -> Iterator[tuple[str, RunConfig]]:
+        """Ways to train with less memory, the fastest first.
+
+        Args:
+            config: What is chosen.
+            can_checkpoint: Whether the model can turn gradient checkpointing on.
+            checkpoints: Whether it is on already.
+
+        Yields:
+            How it is called, and the run.
+        """
+
+    @abstractmethod
+    def advised(
+        self,
+        config: RunConfig,
+        plan: Plan,
+        model: Any,
+        sample_batch: Any,
+        *,
+        checkpoints: bool,
+        inventory: Inventory,
+    ) -> Suggestion | None:
+        """The fastest run that fits, by the strategy's own advisor.
+
+        Args:
+            config: What is chosen: precision and processes are kept.
+            plan: What that comes to.
+            model: The module.
+            sample_batch: What one process calls it with, or None.
+            checkpoints: Whether its gradient checkpointing is on already.
+            inventory: The machine.
+
+        Returns:
+            The suggestion; None where the strategy's library is not installed.
+
+        Raises:
+            ConfigError: Nothing fits.
+        """
+
+    @property
+    @abstractmethod
+    def missing_library(self) -> str:
+        """What to install for the strategy to train; empty where it is there."""
+
+    @abstractmethod
+    def read(
+        self, settings: Mapping[str, Any], config: RunConfig, inventory: Inventory
+    ) -> tuple[RunConfig, tuple[str, ...]]:
+        """Take over a configuration of the strategy.
+
+        Args:
+            settings: What a file holds.
+            config: The run that it is laid over.
+            inventory: The machine.
+
+        Returns:
+            The run, and what is worth knowing about it.
+
+        Raises:
+            ConfigError: All mistakes in it.
+        """
+
+    @abstractmethod
+    def is_document(self, settings: Mapping[str, Any]) -> bool:
+        """Whether settings whose names are all those of `RunConfig`, too, are this strategy's."""

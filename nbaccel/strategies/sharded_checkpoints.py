@@ -1,0 +1,352 @@
+"""Checkpoints of which every process writes and reads its own part, looked at before unpickling.
+
+``.metadata`` is a pickle that torch reads without care; here only the classes of DCP itself are
+looked up. A ``.distcp`` file is a row of archives, as `torch.save_shards` writes them: tensors, and
+objects that torch would unpickle without care, too. Each is read as an archive with its checksums,
+and objects as plain data.
+
+They are those of torch.distributed.checkpoint (DCP), so its tools read them, and they can be read
+by another number of processes. Weights lie under ``model``, by name; the optimizer's state lies
+under ``optimizer``, by the number that its `state_dict` gives each parameter.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as read_shards
+from torch.distributed.checkpoint.state_dict_saver import save as write_shards
+from torch.optim import Optimizer
+
+from nbaccel.abc.place import Place
+from nbaccel.errors import CheckpointDamaged, ConfigError
+from nbaccel.intact import Window, archive_problem
+from nbaccel.strategies import optimizer_shards
+
+__all__ = ["check_shards", "load_shards", "read_metadata", "save_shards", "shard_problems"]
+
+
+_METADATA_FILE = ".metadata"
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_ALLOWED_CLASSES = {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib._local", "PosixPath"),
+    ("collections", "OrderedDict"),
+}
+_SHARDS_REMEDY = "Nothing has been loaded. Load another checkpoint, or copy it again."
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Looks up the classes that describe a checkpoint, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A class by its name.
+
+        Raises:
+            UnpicklingError: It is no description.
+        """
+        allowed_class = None
+        if (module, name) in _ALLOWED_CLASSES:
+            allowed_class = super().find_class(module, name)
+        elif module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            allowed_class = getattr(torch, name)
+        elif module == _METADATA_MODULE and "." not in name:
+            allowed_class = super().find_class(module, name)
+            if not isinstance(allowed_class, type) or allowed_class.__module__ != module:
+                allowed_class = None
+        if allowed_class is None:
+            raise pickle.UnpicklingError(f"it holds {module}.{name}, which may run code")
+        return allowed_class
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """What a checkpoint says that it has, without running code.
+
+    Args:
+        folder: The checkpoint.
+
+    Returns:
+        Names, shapes, and where they lie.
+
+    Raises:
+        CheckpointDamaged: It is missing, damaged, or holds something else.
+    """
+    metadata_path = folder / _METADATA_FILE
+    if not metadata_path.is_file():
+        raise CheckpointDamaged(
+            f"{metadata_path} is missing, which tells where the shards lie. The save was "
+            f"interrupted, or not all was copied (its name begins with a dot). {_SHARDS_REMEDY}"
+        )
+    try:
+        with metadata_path.open("rb") as file:
+            read_object = _MetadataUnpickler(file).load()
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointDamaged(
+            f"{metadata_path} cannot be read ({type(error).__name__}: {error}): it is truncated, "
+            f"damaged or of something else. {_SHARDS_REMEDY}"
+        ) from error
+    if not isinstance(read_object, Metadata) or read_object.storage_data is None:
+        raise CheckpointDamaged(f"{metadata_path} does not tell where shards lie. {_SHARDS_REMEDY}")
+    return read_object
+
+
+def shard_problems(folder: Path, metadata: Metadata, first_file: int, file_step: int) -> list[str]:
+    """What is wrong with files of shards.
+
+    Args:
+        folder: The checkpoint.
+        metadata: What it says that it has.
+        first_file: Number of the first file to read.
+        file_step: Every how manieth file, from there, is read: the others are read by other
+            processes.
+
+    Returns:
+        A sentence for each file; none if all are whole.
+    """
+    stored_entries = sorted(
+        (
+            str(storage_info.relative_path),
+            int(storage_info.offset),
+            int(storage_info.length),
+            index.fqn,
+        )
+        for index, storage_info in metadata.storage_data.items()
+        if not storage_info.transform_descriptors  # compressed by an extension of the user's
+    )
+    files_with_entries = [
+        (file_name, list(file_entries))
+        for file_name, file_entries in itertools.groupby(stored_entries, key=lambda entry: entry[0])
+    ]
+    plain_names = {
+        entry_name
+        for entry_name, entry_metadata in metadata.state_dict_metadata.items()
+        if isinstance(entry_metadata, BytesStorageMetadata)
+    }
+    return [
+        f"{folder / entry_name} {problem_text}. {_SHARDS_REMEDY}"
+        for entry_name, own_entries in files_with_entries[first_file::file_step]
+        if (
+            problem_text := next(
+                _problems_of_file(folder, entry_name, own_entries, plain_names), ""
+            )
+        )
+    ]
+
+
+def _problems_of_file(
+    folder: Path, file_name: str, entries: list[tuple[str, int, int, str]], plain_names: set[str]
+) -> Iterator[str]:
+    path = folder / file_name
+    if Path(file_name).name != file_name:
+        yield "is not in the folder: a checkpoint's files lie beside each other"
+    elif not path.is_file():
+        yield "is missing"
+    else:
+        file_size = path.stat().st_size
+        last_byte = max(offset + length for _, offset, length, _ in entries)
+        if file_size < last_byte:
+            ends = f"its shards end at byte {last_byte:,}"
+            yield f"has {file_size:,} bytes, and {ends}: it is truncated"
+            return
+        with path.open("rb") as file:
+            for _, offset, length, entry_name in entries:
+                yield from _entry_problem(
+                    file, offset, length, entry_name if entry_name in plain_names else ""
+                )
+
+
+def _entry_problem(file: IO[bytes], offset: int, length: int, plain_name: str) -> Iterator[str]:
+    entry_window = io.BufferedReader(Window(file, offset, length))
+    problem_text = archive_problem(entry_window, length)
+    if problem_text:
+        yield f"{problem_text} (at byte {offset:,})"
+    elif plain_name:
+        entry_window.seek(0)
+        try:
+            torch.load(entry_window, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            yield f"holds something else than plain data as {plain_name}, which may run code"
+
+
+_MODEL_PREFIX = "model."
+_STATE_PREFIX = "optimizer.state."
+_GROUPS_PREFIX = "optimizer.param_groups."
+
+
+def save_shards(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
+    """Write a checkpoint; a collective.
+
+    Args:
+        model: A sharded model.
+        optimizer: The optimizer of its parameters, if it is to be kept, too.
+        folder: A folder that all processes see; made if it is not there.
+    """
+    saved_content: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if optimizer is not None:
+        optimizer_state = optimizer.state_dict()
+        saved_content.update(
+            _flatten_entries(_GROUPS_PREFIX, dict(enumerate(optimizer_state["param_groups"])))
+        )
+        saved_content.update(_flatten_entries(_STATE_PREFIX, optimizer_state["state"]))
+    write_shards(saved_content, checkpoint_id=folder)
+
+
+def load_shards(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
+    """Read a checkpoint; a collective.
+
+    Args:
+        model: A sharded model, as the one that was saved.
+        optimizer: The optimizer of its parameters, if its state is wanted, too.
+        folder: Where :func:`save_shards` wrote.
+
+    Raises:
+        ConfigError: An optimizer is given and the checkpoint has no state of one.
+    """
+    loaded_content: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if optimizer is not None:
+        loaded_content.update(_optimizer_slots(optimizer, folder))
+    read_shards(loaded_content, checkpoint_id=folder)
+    set_model_state_dict(model, loaded_content.pop("model"))
+    if optimizer is not None:
+        param_groups = _nest_entries(_GROUPS_PREFIX, loaded_content)
+        optimizer.load_state_dict(
+            {
+                "param_groups": [
+                    param_groups[group_number] for group_number in sorted(param_groups)
+                ],
+                "state": _nest_entries(_STATE_PREFIX, loaded_content),
+            }
+        )
+
+
+def check_shards(model: nn.Module, optimizer: Optimizer | None, folder: Path, place: Place) -> None:
+    """Refuse a checkpoint that :func:`load_shards` could not read; changes nothing, no collective.
+
+    Args:
+        model: The model that it is to be read into.
+        optimizer: The optimizer, if its state is wanted, too.
+        folder: Where :func:`save_shards` wrote.
+        place: This process: files are shared out over those of a node.
+
+    Raises:
+        CheckpointDamaged: Files are missing, damaged or hold code.
+        ConfigError: It is of another model, or has no optimizer.
+    """
+    metadata = read_metadata(folder)
+    file_problems = shard_problems(folder, metadata, place.local_rank, place.local_world_size)
+    if file_problems:
+        raise CheckpointDamaged(*file_problems)
+    stored_metadata = metadata.state_dict_metadata
+    saved_shapes = {
+        entry_key.removeprefix(_MODEL_PREFIX): tuple(entry_metadata.size)
+        for entry_key, entry_metadata in stored_metadata.items()
+        if entry_key.startswith(_MODEL_PREFIX) and isinstance(entry_metadata, TensorStorageMetadata)
+    }
+    model_tensors = get_model_state_dict(model).items()
+    expected_shapes = {
+        tensor_name: tuple(tensor_value.shape)
+        for tensor_name, tensor_value in model_tensors
+        if isinstance(tensor_value, torch.Tensor)
+    }
+    other_names = [
+        tensor_name
+        for tensor_name, tensor_shape in expected_shapes.items()
+        if saved_shapes.get(tensor_name) != tensor_shape
+    ]
+    if other_names:
+        raise ConfigError(
+            f"{folder} is of another model than the {type(model).__name__}: {other_names[0]} has "
+            f"shape {list(saved_shapes.get(other_names[0], ())) or 'of none'} there, and "
+            f"{list(expected_shapes[other_names[0]])} here ({len(other_names)} of "
+            f"{len(expected_shapes)} differ). Nothing has been loaded. Load another one."
+        )
+    if optimizer is not None:
+        _check_optimizer(optimizer, folder, stored_metadata)
+
+
+def _check_optimizer(
+    optimizer: Optimizer, folder: Path, stored_metadata: Mapping[str, Any]
+) -> None:
+    _check_has_optimizer(folder, stored_metadata)
+    parameters = optimizer_shards.numbered_parameters(optimizer)
+    parameter_numbers = {
+        int(entry_key.removeprefix(_STATE_PREFIX).partition(".")[0])
+        for entry_key in stored_metadata
+        if entry_key.startswith(_STATE_PREFIX)
+    }
+    if max(parameter_numbers, default=-1) >= len(parameters):
+        raise ConfigError(
+            f"{folder} has the state of an optimizer of at least {max(parameter_numbers) + 1} "
+            f"parameters, and this one has {len(parameters)}. Nothing has been loaded. Build the "
+            "optimizer as when it was saved."
+        )
+
+
+def _check_has_optimizer(folder: Path, stored_metadata: Mapping[str, Any]) -> None:
+    if not any(entry_key.startswith(_GROUPS_PREFIX) for entry_key in stored_metadata):
+        raise ConfigError(
+            f"{folder} has no optimizer in it: it holds {len(stored_metadata)} entries of a "
+            "model. Training would go on with an optimizer that remembers nothing. Load it "
+            "without one."
+        )
+
+
+def _flatten_entries(key_prefix: str, entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        f"{key_prefix}{entry_number}.{value_name}": entry_value
+        for entry_number, entry in entries.items()
+        for value_name, entry_value in entry.items()
+    }
+
+
+def _nest_entries(key_prefix: str, flat_content: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    entries: dict[int, dict[str, Any]] = {}
+    for entry_key, entry_value in flat_content.items():
+        if entry_key.startswith(key_prefix):
+            entry_number, _, value_name = entry_key.removeprefix(key_prefix).partition(".")
+            entries.setdefault(int(entry_number), {})[value_name] = entry_value
+    return entries
+
+
+def _optimizer_slots(optimizer: Optimizer, folder: Path) -> dict[str, Any]:
+    """Where to read an optimizer's state into: empty tensors, sharded like its parameters."""
+    stored_metadata = read_metadata(folder).state_dict_metadata
+    _check_has_optimizer(folder, stored_metadata)
+    parameters = optimizer_shards.numbered_parameters(optimizer)
+    read_slots: dict[str, Any] = {}
+    for entry_key, entry_metadata in stored_metadata.items():
+        if entry_key.startswith(_GROUPS_PREFIX):
+            read_slots[entry_key] = _zeros_like_stored(entry_metadata)
+        elif entry_key.startswith(_STATE_PREFIX):
+            parameter_number = int(entry_key.removeprefix(_STATE_PREFIX).partition(".")[0])
+            empty_tensor = _zeros_like_stored(entry_metadata)
+            if empty_tensor is not None and empty_tensor.dim():
+                empty_tensor = optimizer_shards.place_like(
+                    empty_tensor, parameters[parameter_number]
+                )
+            read_slots[entry_key] = empty_tensor
+    return read_slots
+
+
+def _zeros_like_stored(entry_metadata: Any) -> torch.Tensor | None:
+    if isinstance(entry_metadata, TensorStorageMetadata):
+        return torch.zeros(entry_metadata.size, dtype=entry_metadata.properties.dtype)
+    return None  # not a tensor: what is read replaces it

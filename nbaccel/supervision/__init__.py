@@ -1,0 +1,1 @@
+"""Listening to workers, and what a launch ends with."""

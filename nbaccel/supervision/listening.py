@@ -1,0 +1,291 @@
+"""Hearing what workers say: one `select` for output, messages, deaths and interrupts.
+
+pipes ─────► Console ─────► the cell
+channels ──► messages ──► `on_message`
+sentinels ─► deaths ────► `on_sentinel`
+wake pipe ─► an interrupt of the notebook, or a click on Stop ──► `on_interrupt`
+
+Nothing is polled and no thread is started. Beside it stands who shows how the work goes on: it is
+told of metrics, and looks whenever it wants to. What it all means is decided by who listens: the
+`supervisor` of a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from nbaccel.output.console import Console
+from nbaccel.workers import messaging, template
+from nbaccel.workers.worker_handle import WorkerHandle
+
+_READ_BYTES = 1 << 16
+_PIPE_BYTES = 1 << 20  # as much as a pipe can hold; see `member`
+
+
+class CallDisplay(Protocol):
+    """Who shows how the work goes on."""
+
+    def due_in(self) -> float:
+        """Seconds until it wants to look."""
+
+    def hear(self, worker_rank: int, message: messaging.Metrics) -> None:
+        """A rank has told of its training."""
+
+    def look(self, watched_call: Any) -> None:
+        """Look at a listener and what it knows; called often, and cheap if it is not time yet."""
+
+    def end(
+        self, watched_call: Any, *, has_failed: bool, was_interrupted: bool, timed_out: bool
+    ) -> None:
+        """The work is over."""
+
+
+class WorkerListener:
+    """Listens to some workers.
+
+    Args:
+        members: The workers, by rank.
+        output_console: Where their output goes.
+        call_display: Who shows how they get on; None for nobody.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[WorkerHandle],
+        output_console: Console,
+        call_display: CallDisplay | None = None,
+    ) -> None:
+        self.members = list(members)
+        self._console = output_console
+        self._show = call_display
+        self._selector = selectors.DefaultSelector()
+        self._paused: dict[int, WorkerHandle] = {}
+        """Pipes that are not read just now: the worker waits in its `print`."""
+        self._wake = _WakePipe()
+
+    # ---- what a listener decides
+
+    def on_message(self, member: WorkerHandle, message: Any, file_descriptors: list[int]) -> None:
+        """A worker has said something; the descriptors are the listener's."""
+        raise NotImplementedError
+
+    def on_sentinel(self) -> None:
+        """Some worker may have ended."""
+        raise NotImplementedError
+
+    def on_interrupt(self) -> None:
+        """The notebook was interrupted."""
+        raise NotImplementedError
+
+    # ---- from outside
+
+    def interrupt(self) -> None:
+        """Do what interrupting the notebook does; from any thread.
+
+        It has no effect unless this listens just now: one who comes late stops nothing else.
+        """
+        self._wake.ring()
+
+    @property
+    def clears(self) -> int:
+        """How often the cell's output has been cleared."""
+        return self._console.clears
+
+    def last_lines(self) -> dict[int, str]:
+        """What each rank has printed last."""
+        return self._console.last_lines()
+
+    def notice(self, notice_text: str) -> None:
+        """Show a line that is no worker's, after what has been printed so far."""
+        self._console.notice(notice_text)
+
+    def make_room(self) -> None:
+        """Take away what is drawn over, before something else is shown."""
+        self._console.make_room()
+
+    # ---- listening
+
+    def tails(self) -> dict[int, list[str]]:
+        """The last lines that each rank printed."""
+        return self._console.tails()
+
+    @contextlib.contextmanager
+    def listening(self, sentinels: Sequence[int]) -> Iterator[None]:
+        """Listen within this block, with interrupts caught.
+
+        Args:
+            sentinels: Descriptors that become readable when a worker may have ended.
+        """
+        with self._wake.open() as wake_pipe:
+            register_input = self._selector.register
+            register_input(wake_pipe, selectors.EVENT_READ, wake_pipe)
+            for file_descriptor in sentinels:
+                register_input(file_descriptor, selectors.EVENT_READ, None)
+            for member in self.members:
+                register_input(member.channel, selectors.EVENT_READ, member)
+                for file_descriptor in member.pipes:
+                    register_input(file_descriptor, selectors.EVENT_READ, member)
+            if self._show is not None:
+                self._show.look(self)  # from now on it can be stopped
+            try:
+                yield
+            finally:
+                self._selector.close()
+
+    def hear(self, patience_s: float | None) -> None:
+        """Wait until something happens, at most so long, and let it be decided."""
+        if self._show is not None:
+            due_time = self._show.due_in()
+            patience_s = due_time if patience_s is None else min(patience_s, due_time)
+        for selector_key, _ in self._selector.select(patience_s):
+            if selector_key.data is None:
+                self.on_sentinel()
+            elif not isinstance(selector_key.data, WorkerHandle):
+                os.read(selector_key.data, 4096)
+                template.go_on()
+                self.on_interrupt()
+            elif selector_key.fileobj is selector_key.data.channel:
+                if not selector_key.data.hung_up:
+                    self._hear_message(selector_key.data)
+            elif (
+                selector_key.fd in self._selector.get_map()
+            ):  # no death earlier in this batch has ended it
+                self._hear_output(selector_key.data, selector_key.fd)
+        self._console.tick()
+        self._resume()
+        if self._show is not None:
+            self._show.look(self)
+
+    def end_is_near(self) -> None:
+        """Stop was pressed, or a worker has failed: output must not hold that up."""
+        self._console.end_is_near()
+        self._resume()
+
+    def show_rest(self) -> None:
+        """Show what is waiting when all are through; an interrupt is heard meanwhile."""
+        while self._console.is_behind:
+            self.hear(self._console.due_in())
+
+    def drain(self, member: WorkerHandle) -> None:
+        """Read what the worker left behind; a grandchild may hold the pipes open for ever."""
+        while not member.hung_up and _is_readable(member.channel.fileno()):
+            self._hear_message(member)
+        self._hang_up(member)
+        self.drain_output(member)
+        for file_descriptor in member.pipes:
+            self._forget(file_descriptor)
+
+    def drain_output(self, member: WorkerHandle) -> None:
+        """Read all that the worker has printed so far."""
+        for file_descriptor in tuple(member.pipes):
+            # Of a thread that prints for ever: what was there when we began.
+            bytes_left = _PIPE_BYTES
+            while (
+                bytes_left > 0
+                and file_descriptor in member.pipes
+                and self._hear_output(member, file_descriptor)
+            ):
+                bytes_left -= _READ_BYTES
+
+    def _hear_message(self, member: WorkerHandle) -> None:
+        try:
+            message, file_descriptors = member.channel.receive()
+        except EOFError:
+            self._hang_up(member)
+            return
+        if isinstance(message, (messaging.Display, messaging.ClearOutput)):
+            self.drain_output(member)  # what it printed before comes before
+            self._console.feed_display(member.rank, message)
+        elif isinstance(message, messaging.Metrics):
+            if self._show is not None:
+                self._show.hear(member.rank, message)
+        elif isinstance(message, messaging.Leaves):
+            member.note(message)
+        else:
+            self.on_message(member, message, file_descriptors)
+
+    def _hear_output(self, member: WorkerHandle, file_descriptor: int) -> bool:
+        """Take in a chunk of output; returns whether there may be more."""
+        try:
+            output_bytes = os.read(file_descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        stream_name = member.pipes[file_descriptor]
+        if not output_bytes:
+            self._forget(file_descriptor)
+            del member.pipes[file_descriptor]
+            os.close(file_descriptor)
+            return False
+        if stream_name == "stack":
+            member.note_stack(output_bytes)
+        else:
+            self._console.feed(member.rank, stream_name, output_bytes)
+            if file_descriptor not in self._paused and self._console.is_full(member.rank):
+                self._forget(file_descriptor)
+                self._paused[file_descriptor] = member
+        return len(output_bytes) == _READ_BYTES
+
+    def _resume(self) -> None:
+        for file_descriptor, member in tuple(self._paused.items()):
+            if not self._console.is_full(member.rank):
+                del self._paused[file_descriptor]
+                self._selector.register(file_descriptor, selectors.EVENT_READ, member)
+
+    def _forget(self, file_descriptor: int) -> None:
+        """Read this pipe no more."""
+        if self._paused.pop(file_descriptor, None) is None:
+            self._selector.unregister(file_descriptor)
+
+    def _hang_up(self, member: WorkerHandle) -> None:
+        if not member.hung_up:
+            member.hang_up()
+            self._selector.unregister(member.channel)
+
+
+class _WakePipe:
+    """A pipe whose one end is in the `select`: whoever writes to the other one interrupts it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ringer: int | None = None
+
+    def ring(self) -> None:
+        """Interrupt, if somebody listens."""
+        with self._lock:
+            if self._ringer is not None:
+                os.write(self._ringer, b"i")
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[int]:
+        """Let an interrupt of the notebook wake `select` instead of raising in the middle."""
+        woken_end, waking_end = os.pipe()
+        os.set_blocking(woken_end, False)
+        os.set_blocking(waking_end, False)  # nobody rings so often, and a handler must not hang
+        is_main_thread = threading.current_thread() is threading.main_thread()
+
+        def on_interrupt(signal_number: int, current_frame: Any) -> None:
+            os.write(waking_end, b"i")  # without the lock: this may come while it is held here
+
+        handler_before = signal.signal(signal.SIGINT, on_interrupt) if is_main_thread else None
+        self._ringer = waking_end
+        try:
+            yield woken_end
+        finally:
+            with self._lock:
+                self._ringer = None
+            if is_main_thread:
+                signal.signal(signal.SIGINT, handler_before)
+            os.close(woken_end)
+            os.close(waking_end)
+
+
+def _is_readable(file_descriptor: int) -> bool:
+    with selectors.DefaultSelector() as poll_selector:
+        poll_selector.register(file_descriptor, selectors.EVENT_READ)
+        return bool(poll_selector.select(0))

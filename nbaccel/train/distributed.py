@@ -1,0 +1,257 @@
+"""Where am I? Finds this process's place in the run, and joins the others if there are any.
+
+The facts come from the process group where one exists, else from the standard variables that every
+launcher sets (`torchrun`, `notebook_launcher`, SLURM scripts). Nothing is kept here but the stores
+where groups met: asking again gives the same answer, and a process that is alone leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from nbaccel import _catalog, env
+from nbaccel.abc.device import Device
+from nbaccel.abc.place import Place
+from nbaccel.capabilities import driven_devices
+from nbaccel.config.handlers import InitProcessGroupKwargs
+from nbaccel.errors import ConfigError
+from nbaccel.topology import DEVICE_VARIABLE
+from nbaccel.train.collectives import DEFAULT_TIMEOUT_S, Collectives
+
+__all__ = [
+    "arrive",
+    "can_meet",
+    "find_device",
+    "leave_process_group",
+    "local_rank",
+    "name_device",
+    "rank",
+    "timeout_s",
+    "wants_cpu",
+    "world_size",
+]
+
+
+_RENDEZVOUS_STORES: list[Any] = []
+
+
+def arrive(
+    *, cpu: bool = False, device: str = "", settings: InitProcessGroupKwargs | None = None
+) -> Place:
+    """Find this process's place, and initialise the process group if there are other processes.
+
+    Args:
+        cpu: Compute on the CPU even if there is a GPU.
+        device: The row of the device to compute on; empty takes what there is.
+        settings: Arguments of the process group.
+
+    Returns:
+        The place.
+
+    Raises:
+        ConfigError: The environment contradicts itself.
+    """
+    settings = settings or InitProcessGroupKwargs()
+    environment = _process_numbers()
+    device_backend = _catalog.device(device or name_device(cpu=cpu))
+    device_backend.enter_worker(environment["local_rank"])
+    torch_device = device_backend.torch_device(environment["local_rank"])
+    if environment["world_size"] > 1 and not dist.is_initialized():
+        backend = settings.backend or device_backend.process_group_backend(
+            environment["local_world_size"]
+        )
+        _join_process_group(environment, backend, settings)
+    if not dist.is_initialized():
+        return Place(device=torch_device, device_row=device_backend.name)
+    return Place(
+        rank=dist.get_rank(),
+        local_rank=environment["local_rank"],
+        world_size=dist.get_world_size(),
+        local_world_size=environment["local_world_size"],
+        device=torch_device,
+        device_row=device_backend.name,
+        backend=_backend_in_use(torch_device),
+    )
+
+
+def _join_process_group(
+    environment: Mapping[str, int], backend: str, settings: InitProcessGroupKwargs
+) -> None:
+    timeout = timedelta(seconds=timeout_s(settings))
+    rank, world_size = environment["rank"], environment["world_size"]
+    if settings.init_method:
+        dist.init_process_group(
+            backend,
+            init_method=settings.init_method,
+            timeout=timeout,
+            rank=rank,
+            world_size=world_size,
+        )
+        return
+    if env.flag("FORK_LAUNCHED"):  # a launch keeps its workers' groups apart
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    # The store outlives a group, and torch uses the same keys in it for the next one, whose ranks
+    # would wait for addresses of the first for ever (torch 2.13). So each has keys of its own; and
+    # the store stays, because another process may look into it while this one makes it anew.
+    rendezvous_iterator = rendezvous("env://", rank, world_size, timeout=timeout)
+    store = next(iter(rendezvous_iterator))[0]
+    store.set_timeout(timeout)
+    _RENDEZVOUS_STORES.append(store)
+    group_store = dist.PrefixStore(f"nbaccel_{len(_RENDEZVOUS_STORES)}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        backend, store=group_store, timeout=timeout, rank=rank, world_size=world_size
+    )
+
+
+def rank() -> int:
+    """Number of this process, found out without a device and without joining the others."""
+    return dist.get_rank() if dist.is_initialized() else _environment_number("RANK", 0)
+
+
+def world_size() -> int:
+    """Number of processes, found out in the same way."""
+    return dist.get_world_size() if dist.is_initialized() else _environment_number("WORLD_SIZE", 1)
+
+
+def local_rank() -> int:
+    """Number of this process on its node, found out in the same way."""
+    return _environment_number("LOCAL_RANK", rank())
+
+
+def can_meet() -> bool:
+    """Whether there is a process group, or a launcher has said how to make one."""
+    return dist.is_initialized() or bool((env.read("RANK", "") or "").strip())
+
+
+def timeout_s(settings: InitProcessGroupKwargs | None) -> float:
+    """Seconds that a process waits for the others in a collective."""
+    given_timeout = settings.timeout if settings else None
+    return (
+        given_timeout.total_seconds() if isinstance(given_timeout, timedelta) else DEFAULT_TIMEOUT_S
+    )
+
+
+def wants_cpu(cpu: bool = False) -> bool:
+    """Whether the CPU was asked for, by argument or by ``ACCELERATE_USE_CPU``."""
+    return cpu or bool(env.flag("ACCELERATE_USE_CPU"))
+
+
+def name_device(*, cpu: bool = False) -> str:
+    """The row of what this process computes on.
+
+    Args:
+        cpu: Whether the CPU was asked for.
+
+    Returns:
+        What the launcher says, else the first device that is there and has been run before, else
+        the CPU.
+    """
+    host_row = driven_devices()[0]
+    if wants_cpu(cpu):
+        return host_row.name
+    if device_variable := (env.read(DEVICE_VARIABLE, "") or "").strip():
+        return _check_device_name(device_variable)
+    ready_devices = (device.name for device in _catalog.devices()[1:] if _is_device_ready(device))
+    return next(ready_devices, host_row.name)
+
+
+def _is_device_ready(device: Device) -> bool:
+    return not device.row.never_run and device.is_available()
+
+
+def _check_device_name(name: str) -> str:
+    driven = [row.name for row in driven_devices()]
+    if name not in driven:
+        raise ConfigError(
+            f"Environment variable {DEVICE_VARIABLE} must be one of {', '.join(driven)}: got "
+            f"{name!r}. This process would not know what to compute on. Correct or unset it."
+        )
+    return name
+
+
+def find_device(local_rank: int = 0, *, cpu: bool = False) -> torch.device:
+    """What this process computes on: its GPU where there is one, else the CPU."""
+    return _catalog.device(name_device(cpu=cpu)).torch_device(local_rank)
+
+
+def _process_numbers() -> dict[str, int]:
+    if dist.is_initialized():
+        group_numbers = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    else:
+        group_numbers = {
+            "rank": _environment_number("RANK", 0),
+            "world_size": _environment_number("WORLD_SIZE", 1),
+        }
+        _check_process_numbers(group_numbers)
+    local_number = _environment_number("LOCAL_RANK", group_numbers["rank"])
+    return group_numbers | {
+        "local_rank": local_number,
+        "local_world_size": _environment_number(
+            "LOCAL_WORLD_SIZE", max(group_numbers["world_size"], local_number + 1)
+        ),
+    }
+
+
+def _environment_number(variable_name: str, default: int) -> int:
+    variable_text = env.read(variable_name, "") or ""
+    if not variable_text.strip():
+        return default
+    try:
+        return int(variable_text)
+    except ValueError:
+        raise ConfigError(
+            f"Environment variable {variable_name} must be a whole number: got {variable_text!r}. "
+            "Processes find each other by it. Unset it, or start the processes with a launcher, "
+            "which sets it."
+        ) from None
+
+
+def _check_process_numbers(group_numbers: dict[str, int]) -> None:
+    if not 0 <= group_numbers["rank"] < group_numbers["world_size"]:
+        raise ConfigError(
+            f"RANK={group_numbers['rank']} does not fit WORLD_SIZE={group_numbers['world_size']}. "
+            "The processes would never find each other. Set both, or none to train in this "
+            "process alone."
+        )
+    missing_variables = [
+        variable_name
+        for variable_name in ("MASTER_ADDR", "MASTER_PORT")
+        if not env.read(variable_name)
+    ]
+    if group_numbers["world_size"] > 1 and missing_variables:
+        raise ConfigError(
+            f"WORLD_SIZE={group_numbers['world_size']} asks for several processes, but "
+            f"{' and '.join(missing_variables)} {'is' if len(missing_variables) == 1 else 'are'} "
+            "not set. They would not find each other. Start them with notebook_launcher or "
+            "torchrun, or unset WORLD_SIZE to train in this process alone."
+        )
+
+
+def _backend_in_use(device: torch.device) -> str:
+    """By which tensors on this device travel: of ``cpu:gloo,cuda:nccl`` the part that matters."""
+    backend_config = str(dist.get_backend_config())
+    backend_parts = [part.partition(":") for part in backend_config.split(",")]
+    return {device_type: backend_name for device_type, _, backend_name in backend_parts}.get(
+        device.type
+    ) or backend_config
+
+
+def leave_process_group(collectives: Collectives) -> None:
+    """Leave the default process group together; nothing happens where there is none.
+
+    Args:
+        collectives: Of all processes.
+    """
+    if collectives.place.is_alone or not dist.is_initialized():
+        return
+    collectives.barrier()
+    # A notebook's worker keeps it: later lines of the cell may use it, and it ends with the worker.
+    if not env.flag("FORK_LAUNCHED"):
+        dist.destroy_process_group()

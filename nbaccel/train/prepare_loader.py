@@ -1,0 +1,447 @@
+"""From a user's data loader to a prepared one: who reads what, and in which order.
+
+Orders are those of Accelerate for the same ``torch.manual_seed``: as many numbers are drawn from
+torch's generator, at the same moments. One when a loader with a generator-less sampler is prepared
+for several processes; then one per epoch for its workers; one more where the sampler seeds itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
+
+from nbaccel import _optional, torch_private
+from nbaccel.abc.place import Place
+from nbaccel.config.handlers import DataLoaderConfiguration
+from nbaccel.errors import ConfigError
+from nbaccel.train.collectives import Collectives
+from nbaccel.train.dispatch import DispatchLoader, SliceFn
+from nbaccel.train.gradient import GradientState
+from nbaccel.train.loader import LoaderSettings, PreparedLoader, chain_of_samplers
+from nbaccel.train.sampling import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    check_divisible,
+)
+
+__all__ = ["prepare_data_loader", "skip_first_batches"]
+
+
+_PreparedLoaderClass = TypeVar("_PreparedLoaderClass", bound=PreparedLoader)
+
+# What makes a loader, beside what says which samples are in a batch.
+_LOADER_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+
+
+def prepare_data_loader(
+    loader: DataLoader[Any],
+    place: Place,
+    gradient_state: GradientState,
+    settings: DataLoaderConfiguration,
+    collectives: Collectives,
+    *,
+    put_on_device: bool = True,
+    rng_types: Sequence[str] | None = ("generator",),
+    slice_fn: SliceFn | None = None,
+) -> PreparedLoader:
+    """Let every process of the run get its share of a loader's batches.
+
+    Args:
+        loader: A torch loader; a prepared one is returned as it is.
+        place: This process among the others.
+        gradient_state: What is told which loader runs.
+        settings: How batches are shared.
+        collectives: What the processes do together.
+        put_on_device: Whether batches are moved to the place's device.
+        rng_types: Random generators that all processes take from process 0 at each epoch; of
+            ``torch``, ``cuda``, ``python``, ``numpy`` and ``generator``, which is the sampler's.
+        slice_fn: How a process takes its rows of a dispatched batch.
+
+    Returns:
+        The prepared loader; the one given may still be used.
+
+    Raises:
+        ConfigError: Settings that this loader cannot be shared by.
+        MissingBackend: torchdata is asked for and not installed.
+    """
+    if isinstance(loader, PreparedLoader):
+        return loader
+    return _LoaderPreparation(
+        loader, place, gradient_state, settings, collectives, put_on_device, tuple(rng_types or ())
+    ).run(slice_fn)
+
+
+class _LoaderPreparation:
+    """One call of `prepare_data_loader`."""
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        place: Place,
+        gradient_state: GradientState,
+        settings: DataLoaderConfiguration,
+        collectives: Collectives,
+        put_on_device: bool,
+        rng_types: tuple[str, ...],
+    ) -> None:
+        self.loader = loader
+        self.place = place
+        self.gradient_state = gradient_state
+        self.settings = settings
+        self.collectives = collectives
+        self.put_on_device = put_on_device
+        self.rng_types = rng_types
+        self.is_iterable = isinstance(loader.dataset, IterableDataset)
+        self.stateful = settings.use_stateful_dataloader or hasattr(loader, "state_dict")
+        self.dispatches = self._dispatches()
+        self.synchronized: torch.Generator | None = None
+
+    def run(self, slice_fn: SliceFn | None) -> PreparedLoader:
+        self._check_loader()
+        self._use_seedable_sampler()
+        if not self.place.is_alone and self.dispatches:
+            base_loader = _rebuild_loader(self.loader, stateful=self.stateful, generator=None)
+            loader_settings = self._loader_settings(rng_types=())
+            loader_class: type[DispatchLoader] = _loader_class(DispatchLoader, self.stateful)
+            return loader_class(
+                base_loader, self.gradient_state, loader_settings, slice_fn=slice_fn
+            )
+        base_loader = self._whole_loader() if self.place.is_alone else self._own_share()
+        rng_types = [
+            rng_type for rng_type in self.rng_types if rng_type != "generator" or self.synchronized
+        ]
+        rng_type = _loader_class(PreparedLoader, self.stateful)
+        return rng_type(
+            base_loader, self.gradient_state, self._loader_settings(rng_types=tuple(rng_types))
+        )
+
+    def _dispatches(self) -> bool:
+        wants_dispatch = self.settings.dispatch_batches
+        if wants_dispatch and not self.put_on_device:
+            raise ConfigError(
+                f"DataLoaderConfiguration(dispatch_batches={wants_dispatch!r}) needs device "
+                f"placement, which is off for this loader. Process 0 sends batches from device "
+                f"to device. Leave device_placement on, or give dispatch_batches=False."
+            )
+        return self.is_iterable and self.put_on_device if wants_dispatch is None else wants_dispatch
+
+    def _check_loader(self) -> None:
+        loader_name, batch_size = type(self.loader).__name__, _loader_batch_size(self.loader)
+        if self.settings.split_batches:
+            check_divisible(batch_size, self.place.world_size, loader_name)
+        if self._must_rebuild() and _overrides_iteration(self.loader):
+            raise ConfigError(
+                f"{type(self.loader).__qualname__} reads its dataset in its own way (it overrides "
+                "__iter__), which would be lost when it is rebuilt to share out batches between "
+                f"{self.place.world_size} processes. Give a torch DataLoader with the sampler and "
+                "collate_fn you need, or share out the samples yourself and do not prepare it."
+            )
+        if self.stateful:
+            _stateful_class()
+
+    def _must_rebuild(self) -> bool:
+        becomes_stateful = self.stateful and not hasattr(self.loader, "state_dict")
+        return not self.place.is_alone or becomes_stateful or self._must_reseed()
+
+    def _must_reseed(self) -> bool:
+        *_, sampler = [None, *chain_of_samplers(self.loader)]
+        return self.settings.use_seedable_sampler and isinstance(sampler, RandomSampler)
+
+    def _loader_settings(self, *, rng_types: tuple[str, ...]) -> LoaderSettings:
+        batch_size, split_batches = _loader_batch_size(self.loader), self.settings.split_batches
+        world_size = self.place.world_size
+        return LoaderSettings(
+            place=self.place,
+            collectives=self.collectives,
+            device=self.place.device if self.put_on_device else None,
+            non_blocking=self.settings.non_blocking,
+            rng_types=rng_types,
+            synchronized=self.synchronized,
+            batch_size=batch_size // world_size if batch_size and split_batches else batch_size,
+            total_batch_size=batch_size * world_size
+            if batch_size and not split_batches
+            else batch_size,
+            drop_last=bool(getattr(_index_batches(self.loader), "drop_last", False)),
+            split_batches=split_batches,
+            stateful=self.stateful,
+            dispatches=self.dispatches,
+        )
+
+    # --------------------------------------------------------------------- who reads what
+
+    def _whole_loader(self) -> DataLoader[Any]:
+        """All of it. The user's own loader reads, unless something about it must change."""
+        # Accelerate's dispatcher drops the generator; the order of later epochs depends on it.
+        loses_generator = self.dispatches and self.loader.generator is not None
+        if self._must_rebuild() or (loses_generator and not _overrides_iteration(self.loader)):
+            changed_options = {"generator": None} if loses_generator else {}
+            return _rebuild_loader(self.loader, stateful=self.stateful, **changed_options)
+        return self.loader
+
+    def _own_share(self) -> DataLoader[Any]:
+        """This process's share, which it reads itself."""
+        if self.is_iterable:
+            return self._iterable_share()
+        sampler = chain_of_samplers(self.loader)[-1]
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+            return _rebuild_loader(
+                self.loader, stateful=self.stateful
+            )  # its indices are a share already
+        self._give_generator(sampler)
+        shard = BatchSamplerShard(
+            _index_batches(self.loader),
+            self.place.world_size,
+            self.place.rank,
+            self.settings.split_batches,
+            self.settings.even_batches,
+        )
+        return _rebuild_loader(self.loader, stateful=self.stateful, index_batches=shard)
+
+    def _give_generator(self, sampler: Any) -> None:
+        """Let the sampler draw from a generator of its own, which can be kept equal everywhere."""
+        if isinstance(sampler, SeedableRandomSampler) or not hasattr(sampler, "generator"):
+            return
+        if sampler.generator is None:
+            seed = int(torch.empty((), dtype=torch.int64).random_().item())
+            sampler.generator = torch.Generator().manual_seed(seed)
+        self.synchronized = sampler.generator
+
+    def _iterable_share(self) -> DataLoader[Any]:
+        dataset: Any = self.loader.dataset
+        world_size, rank, split_batches = (
+            self.place.world_size,
+            self.place.rank,
+            self.settings.split_batches,
+        )
+        num_shards = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None)
+        if (
+            hasattr(dataset, "shard")
+            and isinstance(num_shards, int)
+            and num_shards >= world_size
+            and not split_batches
+        ):
+            dataset = dataset.shard(num_shards=world_size, index=rank)
+        else:
+            self.synchronized = getattr(dataset, "generator", None)
+            batch_size, drop_last = self.loader.batch_size, self.loader.drop_last
+            dataset = IterableDatasetShard(
+                dataset, batch_size, drop_last, world_size, rank, split_batches
+            )
+        batch_size = self.loader.batch_size
+        changed_options = (
+            {"batch_size": batch_size // world_size} if batch_size and split_batches else {}
+        )
+        return _rebuild_loader(
+            self.loader, stateful=self.stateful, dataset=dataset, **changed_options
+        )
+
+    def _use_seedable_sampler(self) -> None:
+        """Replace a shuffling sampler by one that depends on seed and epoch alone."""
+        if not self._must_reseed():
+            return
+        *batch_samplers, old_sampler = chain_of_samplers(self.loader)
+        # Differently seeded processes would draw overlapping samples: process 0 decides.
+        seed = torch.initial_seed() if self.settings.data_seed is None else self.settings.data_seed
+        new_sampler: Any = SeedableRandomSampler(
+            old_sampler.data_source,
+            old_sampler.replacement,
+            torch_private.requested_samples(old_sampler),
+            old_sampler.generator,
+            data_seed=self.collectives.broadcast_object(seed),
+        )
+        for outer_sampler in reversed(batch_samplers):
+            attribute_name = (
+                "batch_sampler" if hasattr(outer_sampler, "batch_sampler") else "sampler"
+            )
+            inner_sampler, new_sampler = (
+                new_sampler,
+                copy.copy(outer_sampler),
+            )  # the user's loader keeps its own
+            setattr(new_sampler, attribute_name, inner_sampler)
+        self.loader = _rebuild_loader(
+            self.loader, stateful=hasattr(self.loader, "state_dict"), index_batches=new_sampler
+        )
+
+
+# ------------------------------------------------------------------------- skipping
+
+
+def skip_first_batches(
+    dataloader: DataLoader[Any], num_batches: int | None = None
+) -> DataLoader[Any]:
+    """A loader that leaves out the first batches of an epoch; the one given stays as it is.
+
+    Samples that are chosen by index are not read. The two loaders of a prepared one count epochs
+    together: when the skipping one is through, the other goes on with the next epoch.
+
+    Args:
+        dataloader: A prepared loader, or any torch loader.
+        num_batches: How many batches of this process to leave out; None, for a prepared loader,
+            as many as it had seen when its state was saved.
+
+    Returns:
+        The skipping loader, of the same kind.
+
+    Raises:
+        ConfigError: The number is negative, or missing for a loader that keeps no position.
+    """
+    if num_batches is None and isinstance(dataloader, PreparedLoader):
+        num_batches = dataloader.batches_seen if dataloader.position.is_within_epoch else 0
+    if num_batches is None or num_batches < 0:
+        raise ConfigError(
+            f"skip_first_batches({type(dataloader).__name__}, num_batches={num_batches!r}) does "
+            f"not say how many to leave out: training would begin at the wrong batch. Give a "
+            f"number from 0 on; only a prepared loader knows it by itself."
+        )
+    if isinstance(dataloader, PreparedLoader):
+        return _skip_prepared_batches(dataloader, num_batches)
+    if isinstance(dataloader.dataset, IterableDataset):
+        return _DroppingLoader(dataloader, num_batches)
+    remaining_batches = SkipBatchSampler(_index_batches(dataloader), num_batches)
+    return _rebuild_loader(
+        dataloader, stateful=hasattr(dataloader, "state_dict"), index_batches=remaining_batches
+    )
+
+
+def _skip_prepared_batches(loader: PreparedLoader, num_batches: int) -> PreparedLoader:
+    loader_settings = loader.settings.skipping(num_batches)
+    base_loader, num_dropped = loader.base, loader.batches_to_drop
+    if isinstance(loader.dataset, IterableDataset) or _overrides_iteration(base_loader):
+        num_dropped += num_batches
+    else:
+        reads_whole_rounds = (
+            isinstance(loader, DispatchLoader) and not loader_settings.split_batches
+        )
+        batches_each = loader_settings.place.world_size if reads_whole_rounds else 1
+        remaining_batches = SkipBatchSampler(
+            _index_batches(base_loader), num_batches * batches_each
+        )
+        base_loader = _rebuild_loader(
+            base_loader, stateful=loader_settings.stateful, index_batches=remaining_batches
+        )
+    loader_arguments = (base_loader, loader.gradient_state, loader_settings, loader.position)
+    if isinstance(loader, DispatchLoader):
+        loader_class: type[DispatchLoader] = _loader_class(DispatchLoader, loader_settings.stateful)
+        return loader_class(*loader_arguments, drop=num_dropped, slice_fn=loader.slice_fn)
+    return _loader_class(PreparedLoader, loader_settings.stateful)(
+        *loader_arguments, drop=num_dropped
+    )
+
+
+class _DroppingLoader(DataLoader[Any]):
+    """A torch loader of an iterable dataset whose first batches are read and thrown away."""
+
+    def __init__(self, loader: DataLoader[Any], num_batches: int) -> None:
+        super().__init__(loader.dataset, **_size_options(loader), **_loader_options(loader))
+        self._num_batches = num_batches
+
+    def __len__(self) -> int:
+        return max(0, super().__len__() - self._num_batches)
+
+    def __iter__(self) -> Any:
+        return itertools.islice(super().__iter__(), self._num_batches, None)
+
+
+# ------------------------------------------------------------------------- parts of a loader
+
+
+def _index_batches(loader: DataLoader[Any]) -> Any:
+    """What yields the indices of each batch, whichever argument it was given by."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def _loader_batch_size(loader: DataLoader[Any]) -> int | None:
+    if isinstance(loader.dataset, IterableDataset):
+        return loader.batch_size
+    sampler_size = getattr(_index_batches(loader), "batch_size", None)
+    return sampler_size if isinstance(sampler_size, int) else loader.batch_size
+
+
+def _overrides_iteration(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's class changes how a torch loader iterates."""
+    defining_class = next(
+        base_class for base_class in type(loader).__mro__ if "__iter__" in vars(base_class)
+    )
+    return defining_class is not DataLoader and not defining_class.__module__.startswith(
+        "torchdata."
+    )
+
+
+def _rebuild_loader(
+    loader: DataLoader[Any],
+    *,
+    stateful: bool,
+    dataset: Any = None,
+    index_batches: Any = None,
+    **changed_options: Any,
+) -> DataLoader[Any]:
+    """A new torch loader like another one, but for what is given."""
+    loader_class: Callable[..., DataLoader[Any]] = _stateful_class() if stateful else DataLoader
+    dataset = loader.dataset if dataset is None else dataset
+    loader_options = _loader_options(loader)
+    if hasattr(loader, "snapshot_every_n_steps") and stateful:
+        loader_options["snapshot_every_n_steps"] = loader.snapshot_every_n_steps
+    if isinstance(dataset, IterableDataset):
+        return loader_class(
+            dataset, **{**_size_options(loader), **loader_options, **changed_options}
+        )
+    index_batches = _index_batches(loader) if index_batches is None else index_batches
+    if loader.batch_sampler is None:
+        # Without automatic batching: each index (or list of them) is asked of the dataset at once.
+        return loader_class(
+            dataset, sampler=index_batches, batch_size=None, **{**loader_options, **changed_options}
+        )
+    return loader_class(
+        dataset, batch_sampler=index_batches, **{**loader_options, **changed_options}
+    )
+
+
+def _loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    return {
+        option_name: getattr(loader, option_name)
+        for option_name in _LOADER_OPTIONS
+        if hasattr(loader, option_name)
+    }
+
+
+def _size_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+
+
+def _loader_class(
+    plain_class: type[_PreparedLoaderClass], stateful: bool
+) -> type[_PreparedLoaderClass]:
+    """A class of prepared loaders; one that is also torchdata's where the base is."""
+    if not stateful:
+        return plain_class
+    stateful_module = importlib.import_module("nbaccel.train.stateful")  # it imports torchdata
+    return cast("type[_PreparedLoaderClass]", stateful_module.KINDS[plain_class])
+
+
+def _stateful_class() -> Any:
+    torchdata_module = _optional.require(
+        "torchdata.stateful_dataloader",
+        extra="stateful",
+        why="DataLoaderConfiguration(use_stateful_dataloader=True)",
+    )
+    return torchdata_module.StatefulDataLoader

@@ -1,0 +1,138 @@
+"""``PreparedScheduler``: a learning-rate schedule that advances when optimizers really step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from nbaccel.train.gradient import GradientState
+from nbaccel.train.prepared_optimizer import PreparedOptimizer
+
+__all__ = ["PreparedScheduler"]
+
+
+class PreparedScheduler:
+    """A learning-rate scheduler tied to optimizers.
+
+    A schedule written for one process sees, in one optimizer step of a run, as many batches as
+    there are processes; so it advances that many times. It stops silently at its `total_steps`
+    (``OneCycleLR``), where torch would raise. ``ReduceLROnPlateau`` counts how often it is shown a
+    metric, whoever computed it, and so always advances once.
+
+    Args:
+        scheduler: The scheduler itself.
+        optimizers: Those it waits for.
+        gradient_state: Says whether the batch at hand ends a group.
+        steps_per_call: How often it advances per optimizer step: the number of processes, or 1
+            where a batch is split among them.
+        with_optimizer: False leaves it to the caller: every call is one plain step.
+
+    Attributes:
+        scheduler: The scheduler itself.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Iterable[PreparedOptimizer],
+        gradient_state: GradientState,
+        *,
+        steps_per_call: int,
+        with_optimizer: bool,
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers = tuple(optimizers)
+        self.gradient_state = gradient_state
+        self.steps_per_call = steps_per_call
+        self.with_optimizer = with_optimizer
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance, if the optimizers stepped with the batch at hand.
+
+        Args:
+            *args: For the scheduler's own step, for example a metric.
+            **kwargs: The same.
+        """
+        if not self.with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+            return
+        if not self.gradient_state.sync_gradients:
+            return
+        for optimizer in self.optimizers:
+            if getattr(
+                optimizer, "step_was_skipped", False
+            ):  # one made by hand may wait for torch's
+                return
+        for _ in range(self._steps_to_advance()):
+            if self._is_over():
+                return
+            self.scheduler.step(*args, **kwargs)
+
+    @property
+    def step_with_optimizer(self) -> bool:
+        """Whether it waits for the optimizers."""
+        return self.with_optimizer
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether it advances once per optimizer step, however many processes there are."""
+        return self.steps_per_call == 1
+
+    def _steps_to_advance(self) -> int:
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            return 1
+        if self.gradient_state.adjust_scheduler:
+            self._warn_adjusted()
+            return self.steps_per_call * self.gradient_state.batches_in_group
+        return self.steps_per_call
+
+    def _warn_adjusted(self) -> None:
+        if (
+            self.gradient_state.batches_in_group == 1
+            or not self.gradient_state.must_tell_adjusted()
+        ):
+            return
+        warnings.warn(
+            f"GradientAccumulationPlugin(adjust_scheduler=True): the schedule advances by all "
+            f"{self.gradient_state.batches_in_group} batches of an optimizer step, as a schedule "
+            "written in batches needs it. Accelerate advances it by one whatever is given: for the "
+            "same learning rates leave adjust_scheduler out.",
+            stacklevel=4,  # past _advance and step, to the loop
+        )
+
+    def _is_over(self) -> bool:
+        total_steps: int | None = getattr(self.scheduler, "total_steps", None)
+        return total_steps is not None and self.scheduler.last_epoch >= total_steps
+
+    def get_last_lr(self) -> list[Any]:
+        """The learning rates of the optimizer's groups, as they are now."""
+        return list(self.scheduler.get_last_lr())
+
+    def get_lr(self) -> list[Any]:
+        """What the scheduler's own `get_lr` gives."""
+        return list(self.scheduler.get_lr())
+
+    def print_lr(self, *args: Any, **kwargs: Any) -> None:
+        """What the scheduler's own `print_lr` does; newer torch has none."""
+        self.scheduler.print_lr(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's own."""
+        scheduler_state: dict[str, Any] = self.scheduler.state_dict()
+        return scheduler_state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        # Whatever else the scheduler has.
+        if name == "scheduler":
+            raise AttributeError(f"{type(self).__name__} has no {name!r} before it is made")
+        return getattr(self.scheduler, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.scheduler!r})"

@@ -1,0 +1,42 @@
+"""torch's profiler around a block of a training loop, with one trace per process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from nbaccel import _catalog
+from nbaccel.config.handlers import ProfileKwargs
+from nbaccel.train.collectives import Collectives
+
+__all__ = ["profile_block"]
+
+
+@contextlib.contextmanager
+def profile_block(
+    settings: ProfileKwargs, collectives: Collectives
+) -> Iterator[torch.profiler.profile]:
+    """Profile what this process does in the block.
+
+    Args:
+        settings: Of the profiler; without activities, those of the device are recorded. With
+            `output_trace_dir`, leaving the block is a collective.
+        collectives: Of all processes.
+
+    Yields:
+        The profiler.
+    """
+    place = collectives.place
+    device_activities = _catalog.device(place.device_name).profiler_activities()
+    settings = replace(settings, activities=settings.activities or device_activities)
+    with settings.build() as profiler:
+        yield profiler
+    if settings.output_trace_dir is not None:
+        folder = Path(settings.output_trace_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"profile_{place.rank}.json"))
+        collectives.barrier()

@@ -1,0 +1,667 @@
+"""Trackers of other people's packages, each imported when a run begins, and what each must do.
+
+Arguments are those of the packages, as Accelerate's users write them in ``init_kwargs``; what a
+service cannot show is left out, with one warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from numbers import Real
+from pathlib import Path
+from typing import Any, ClassVar
+
+from nbaccel import env
+from nbaccel._optional import is_package
+from nbaccel.train import distributed
+
+__all__ = [
+    "TRACKER_SERVICES",
+    "AimTracker",
+    "ClearMLTracker",
+    "CometMLTracker",
+    "DVCLiveTracker",
+    "GeneralTracker",
+    "MLflowTracker",
+    "ServiceTracker",
+    "SwanLabTracker",
+    "TrackerService",
+    "TrackioTracker",
+    "WandBTracker",
+    "flatten_values",
+    "on_main_process",
+    "plain_value",
+]
+
+
+def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a tracker's method run on process 0 alone; elsewhere the call returns None.
+
+    Args:
+        function: Of a `GeneralTracker`. Where its `main_process_only` is False it runs everywhere.
+
+    Returns:
+        The method.
+    """
+
+    @functools.wraps(function)
+    def wrapped_method(tracker: Any, *args: Any, **kwargs: Any) -> Any:
+        everywhere = not getattr(tracker, "main_process_only", True)
+        return function(tracker, *args, **kwargs) if everywhere or distributed.rank() == 0 else None
+
+    return wrapped_method
+
+
+class GeneralTracker:
+    """Base class of all trackers.
+
+    A subclass has the class attributes `name` and `requires_logging_directory` and the property
+    `tracker`, and calls ``super().__init__()``.
+
+    Args:
+        _blank: A tracker that does nothing, for processes that have none.
+
+    Attributes:
+        name: What `log_with` and `get_tracker` call it.
+        requires_logging_directory: Whether it writes to a folder.
+        main_process_only: Whether only process 0 has one.
+
+    Raises:
+        NotImplementedError: The class lacks one of them; it lists which.
+    """
+
+    name: ClassVar[str]
+    requires_logging_directory: ClassVar[bool]
+    main_process_only: bool = True
+
+    def __init__(self, _blank: bool = False) -> None:
+        needed_attributes = () if _blank else ("name", "requires_logging_directory", "tracker")
+        # In the class: asking the instance would run the property before it can answer.
+        missing_attributes = [
+            attribute_name
+            for attribute_name in needed_attributes
+            if not hasattr(type(self), attribute_name)
+        ]
+        if missing_attributes:
+            raise NotImplementedError(
+                f"The tracker {type(self).__name__} does not define "
+                f"{', '.join(missing_attributes)}. It could be neither named nor started. Define "
+                "them in its class."
+            )
+
+    def start(self) -> None:
+        """Begin to track; called once, where the tracker is used."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Write the run's configuration.
+
+        Args:
+            values: Hyperparameters by name.
+        """
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write numbers.
+
+        Args:
+            values: Numbers or texts by name.
+            step: Of the training.
+            **kwargs: What the tracker itself takes.
+        """
+
+    def finish(self) -> None:
+        """Write what is left and close; nothing is logged afterwards."""
+
+
+class ServiceTracker(GeneralTracker):
+    """A run of a service.
+
+    Args:
+        run_name: The project's name.
+        **kwargs: Of what begins a run in the service.
+    """
+
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str = "", **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+        self.run: Any = None
+
+    @property
+    def tracker(self) -> Any:
+        """What the service calls a run; None before `start`."""
+        return self.run
+
+    def finish(self) -> None:
+        """See :meth:`GeneralTracker.finish`."""
+        if self.run is not None:
+            self.run.finish()
+
+    def shown_values(
+        self, values: Mapping[str, Any], shown_types: tuple[type, ...]
+    ) -> Iterator[tuple[str, Any]]:
+        """Names and values that the service shows; the others are left out, with a warning.
+
+        Args:
+            values: By name; a tensor of one number counts as that number.
+            shown_types: What the service shows.
+
+        Yields:
+            Names and values.
+        """
+        for value_name, logged_value in values.items():
+            shown_value = (
+                plain_value(logged_value, keep_infinite=True)
+                if hasattr(logged_value, "dtype")
+                else logged_value
+            )
+            if isinstance(shown_value, shown_types):
+                yield value_name, shown_value
+            else:
+                warnings.warn(
+                    f"log({value_name!r}: ...) is left out: {self.name} shows no "
+                    f"{type(logged_value).__name__} this way. Use "
+                    f"accelerator.get_tracker({self.name!r}, unwrap=True) for the service's own "
+                    "methods.",
+                    stacklevel=4,
+                )
+
+
+# ------------------------------------------------------------------------- values
+
+
+def plain_value(any_value: Any, *, keep_infinite: bool = False) -> Any:
+    """A value that JSON can hold: tensors and numpy numbers as Python's, the rest as text.
+
+    Args:
+        any_value: Anything.
+        keep_infinite: Leave infinite numbers as they are.
+    """
+    if isinstance(any_value, Mapping):
+        return {
+            str(item_name): plain_value(item, keep_infinite=keep_infinite)
+            for item_name, item in any_value.items()
+        }
+    if isinstance(any_value, (list, tuple, set, frozenset)):
+        return [plain_value(item, keep_infinite=keep_infinite) for item in any_value]
+    if hasattr(any_value, "tolist") and hasattr(any_value, "dtype"):  # of torch or numpy
+        python_numbers = any_value.tolist()
+        # One number in an array of any shape counts as that number.
+        python_value = any_value.item() if math.prod(any_value.shape) == 1 else python_numbers
+        return plain_value(python_value, keep_infinite=keep_infinite)
+    if isinstance(any_value, float) and not math.isfinite(any_value):
+        return any_value if keep_infinite else str(any_value)
+    if any_value is None or type(any_value) in {bool, int, float, str}:
+        return any_value
+    return str(any_value)
+
+
+def flatten_values(
+    nested_values: Mapping[str, Any], name_prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Nested values under names such as ``outer.inner``."""
+    for value_name, nested_value in nested_values.items():
+        if isinstance(nested_value, Mapping):
+            yield from flatten_values(nested_value, f"{name_prefix}{value_name}.")
+        else:
+            yield f"{name_prefix}{value_name}", nested_value
+
+
+class AimTracker(ServiceTracker):
+    """A run of Aim.
+
+    Args:
+        run_name: Its name.
+        logging_dir: Folder of Aim's repository.
+        **kwargs: Of ``aim.Run``.
+    """
+
+    name = "aim"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | Path = ".", **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
+        self.aim_repo_path = logging_dir
+
+    @property
+    def writer(self) -> Any:
+        """The run."""
+        return self.run
+
+    def start(self) -> None:
+        """See :meth:`GeneralTracker.start`."""
+        self.run = import_module("aim").Run(repo=str(self.aim_repo_path), **self.init_kwargs)
+        self.run.name = self.run_name
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """See :meth:`GeneralTracker.store_init_configuration`."""
+        self.run["hparams"] = values
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """See :meth:`GeneralTracker.log`; anything that ``Run.track`` takes."""
+        for value_name, logged_value in values.items():
+            self.run.track(logged_value, name=value_name, step=step, **kwargs)
+
+    def log_images(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        kwargs: dict[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """Write images, each alone or with its caption in a tuple.
+
+        Args:
+            values: By name.
+            step: Of the training.
+            kwargs: Further arguments: ``aim_image`` of ``aim.Image``, ``track`` of ``Run.track``.
+        """
+        image_class: Any = import_module("aim").Image
+        further_options = kwargs or {}
+        for image_name, image_value in values.items():
+            image_data, caption = (
+                image_value if isinstance(image_value, tuple) else (image_value, "")
+            )
+            aim_image = image_class(
+                image_data, caption=caption, **further_options.get("aim_image", {})
+            )
+            self.run.track(
+                aim_image, name=image_name, step=step, **further_options.get("track", {})
+            )
+
+    def finish(self) -> None:
+        """See :meth:`GeneralTracker.finish`."""
+        if self.run is not None:
+            self.run.close()
+
+
+class MLflowTracker(ServiceTracker):
+    """A run of MLflow.
+
+    Args:
+        experiment_name: Its experiment, made if there is none (``MLFLOW_EXPERIMENT_NAME``).
+        logging_dir: Where a new experiment keeps files; None leaves it to MLflow.
+        run_id: The run to go on with (``MLFLOW_RUN_ID``); None begins one.
+        tags: Of the run, as a dict or its JSON (``MLFLOW_TAGS``).
+        nested_run: Whether it is part of the run that is active (``MLFLOW_NESTED_RUN``).
+        run_name: Name of a new run.
+        description: Of the run.
+
+    What the environment says wins, as with Accelerate.
+    """
+
+    name = "mlflow"
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        logging_dir: str | Path | None = None,
+        run_id: str | None = None,
+        tags: dict[str, Any] | str | None = None,
+        nested_run: bool | None = False,
+        run_name: str | None = None,
+        description: str | None = None,
+    ) -> None:
+        super().__init__(run_name or "")
+        self.experiment_name = env.read("MLFLOW_EXPERIMENT_NAME") or experiment_name
+        self.logging_dir = logging_dir
+        self.run_id = env.read("MLFLOW_RUN_ID") or run_id
+        given_tags = env.read("MLFLOW_TAGS") or tags
+        self.tags = json.loads(given_tags) if isinstance(given_tags, str) else given_tags
+        nested_variable = env.flag("MLFLOW_NESTED_RUN")
+        self.nested_run = bool(nested_run if nested_variable is None else nested_variable)
+        self.description = description
+
+    @property
+    def active_run(self) -> Any:
+        """The run."""
+        return self.run
+
+    def start(self) -> None:
+        """See :meth:`GeneralTracker.start`."""
+        mlflow: Any = import_module("mlflow")
+        self.run = mlflow.start_run(
+            run_id=self.run_id,
+            experiment_id=self._experiment_id(mlflow),
+            run_name=self.run_name or None,
+            nested=self.nested_run,
+            tags=self.tags,
+            description=self.description,
+        )
+
+    def _experiment_id(self, mlflow: Any) -> str:
+        experiment = mlflow.get_experiment_by_name(self.experiment_name)
+        if experiment is not None:
+            return str(experiment.experiment_id)
+        artifact_location = None if self.logging_dir is None else str(self.logging_dir)
+        return str(mlflow.create_experiment(self.experiment_name, artifact_location, self.tags))
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Write the configuration, as far as MLflow takes texts of such a length."""
+        mlflow: Any = import_module("mlflow")
+        mlflow_limits: Any = import_module("mlflow.utils.validation")
+        fitting_values = {
+            value_name: config_value
+            for value_name, config_value in values.items()
+            if len(str(config_value)) <= mlflow_limits.MAX_PARAM_VAL_LENGTH
+        }
+        if left_out := sorted(values.keys() - fitting_values.keys()):
+            warnings.warn(
+                f"MLflow takes values of at most {mlflow_limits.MAX_PARAM_VAL_LENGTH} letters: "
+                f"{', '.join(left_out)} are left out of the configuration. Shorten them.",
+                stacklevel=4,
+            )
+        fitting_items, batch_limit = (
+            list(fitting_values.items()),
+            mlflow_limits.MAX_PARAMS_TAGS_PER_BATCH,
+        )
+        for first_item in range(0, len(fitting_items), batch_limit):
+            mlflow.log_params(dict(fitting_items[first_item : first_item + batch_limit]))
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """See :meth:`GeneralTracker.log`; numbers alone."""
+        shown_numbers = dict(self.shown_values(values, (Real,)))
+        import_module("mlflow").log_metrics(shown_numbers, step=step, **kwargs)
+
+    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
+        """Write a figure of matplotlib or plotly as a file of the run."""
+        import_module("mlflow").log_figure(figure, artifact_file, **save_kwargs)
+
+    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
+        """Keep all files of a folder with the run."""
+        import_module("mlflow").log_artifacts(local_dir, artifact_path)
+
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Keep a file with the run."""
+        import_module("mlflow").log_artifact(local_path, artifact_path)
+
+    def finish(self) -> None:
+        """See :meth:`GeneralTracker.finish`."""
+        if self.run is not None:
+            import_module("mlflow").end_run()
+
+
+class DVCLiveTracker(ServiceTracker):
+    """DVCLive.
+
+    Args:
+        run_name: Not used: DVCLive names by folder.
+        live: A ``dvclive.Live`` to go on with.
+        **kwargs: Of ``dvclive.Live``.
+    """
+
+    name = "dvclive"
+
+    def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
+        super().__init__(run_name or "", **kwargs)
+        self.run = live
+
+    @property
+    def live(self) -> Any:
+        """The ``Live``."""
+        return self.run
+
+    def start(self) -> None:
+        """See :meth:`GeneralTracker.start`."""
+        if self.run is None:
+            self.run = import_module("dvclive").Live(**self.init_kwargs)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """See :meth:`GeneralTracker.store_init_configuration`."""
+        self.run.log_params(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """See :meth:`GeneralTracker.log`; numbers and texts."""
+        if step is not None:
+            self.run.step = step
+        for value_name, logged_value in self.shown_values(values, (Real, str)):
+            self.run.log_metric(value_name, logged_value, **kwargs)
+        self.run.next_step()
+
+    def finish(self) -> None:
+        """See :meth:`GeneralTracker.finish`."""
+        if self.run is not None:
+            self.run.end()
+
+
+class WandBTracker(ServiceTracker):
+    """A run of Weights & Biases; arguments are those of ``wandb.init``."""
+
+    name = "wandb"
+
+    def start(self) -> None:
+        """See :meth:`GeneralTracker.start`."""
+        self.run = import_module("wandb").init(project=self.run_name, **self.init_kwargs)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """See :meth:`GeneralTracker.store_init_configuration`."""
+        self.run.config.update(values, allow_val_change=True)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """See :meth:`GeneralTracker.log`; anything that ``wandb.log`` takes."""
+        self.run.log(values, step=step, **kwargs)
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write lists of images, as arrays or of PIL, by name."""
+        image_class: Any = import_module("wandb").Image
+        for image_name, images in values.items():
+            self.log(
+                {image_name: [image_class(image_data) for image_data in images]},
+                step=step,
+                **kwargs,
+            )
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write a table, of rows and the names of their columns, or of a data frame."""
+        table_class: Any = import_module("wandb").Table
+        wandb_table = table_class(columns=columns, data=data, dataframe=dataframe)
+        self.log({table_name: wandb_table}, step=step, **kwargs)
+
+
+class SwanLabTracker(ServiceTracker):
+    """A run of SwanLab; arguments are those of ``swanlab.init``."""
+
+    name = "swanlab"
+
+    def start(self) -> None:
+        """See :meth:`GeneralTracker.start`."""
+        self.run = import_module("swanlab").init(project=self.run_name, **self.init_kwargs)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """See :meth:`GeneralTracker.store_init_configuration`."""
+        import_module("swanlab").config.update(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """See :meth:`GeneralTracker.log`; anything that ``swanlab.log`` takes."""
+        self.run.log(values, step=step, **kwargs)
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write lists of images, as arrays or of PIL, by name."""
+        image_class: Any = import_module("swanlab").Image
+        for image_name, images in values.items():
+            self.log(
+                {image_name: [image_class(image_data) for image_data in images]},
+                step=step,
+                **kwargs,
+            )
+
+
+class TrackioTracker(ServiceTracker):
+    """A run of Trackio; arguments are those of ``trackio.init``."""
+
+    name = "trackio"
+
+    def start(self) -> None:
+        """See :meth:`GeneralTracker.start`."""
+        self.run = import_module("trackio").init(project=self.run_name, **self.init_kwargs)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """See :meth:`GeneralTracker.store_init_configuration`."""
+        self.run.config.update(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """See :meth:`GeneralTracker.log`."""
+        self.run.log(values, step=step, **kwargs)
+
+
+class CometMLTracker(ServiceTracker):
+    """An experiment of Comet; arguments are those of ``comet_ml.start``."""
+
+    name = "comet_ml"
+
+    def start(self) -> None:
+        """See :meth:`GeneralTracker.start`."""
+        self.run = import_module("comet_ml").start(project_name=self.run_name, **self.init_kwargs)
+
+    @property
+    def writer(self) -> Any:
+        """The experiment."""
+        return self.run
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """See :meth:`GeneralTracker.store_init_configuration`."""
+        self.run.log_parameters(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """See :meth:`GeneralTracker.log`; numbers, texts, and dicts of numbers."""
+        if step is not None:
+            self.run.set_step(step)
+        for value_name, logged_value in self.shown_values(values, (Real, str, dict)):
+            if isinstance(logged_value, str):
+                self.run.log_other(value_name, logged_value, **kwargs)
+            elif isinstance(logged_value, dict):
+                self.run.log_metrics(logged_value, step=step, **kwargs)
+            else:
+                self.run.log_metric(value_name, logged_value, step=step, **kwargs)
+
+    def finish(self) -> None:
+        """See :meth:`GeneralTracker.finish`."""
+        if self.run is not None:
+            self.run.end()
+
+
+class ClearMLTracker(ServiceTracker):
+    """A task of ClearML; arguments are those of ``Task.init``.
+
+    ``CLEARML_PROJECT`` and ``CLEARML_TASK`` win over `run_name`; a task that has been begun already
+    is gone on with, and left open.
+    """
+
+    name = "clearml"
+
+    def start(self) -> None:
+        """See :meth:`GeneralTracker.start`."""
+        task_class: Any = import_module("clearml").Task
+        self._existing_task = task_class.current_task()
+        task_names = {
+            "project_name": env.read("CLEARML_PROJECT") or self.run_name,
+            "task_name": env.read("CLEARML_TASK") or self.run_name,
+        }
+        self.run = self._existing_task or task_class.init(**{**task_names, **self.init_kwargs})
+
+    @property
+    def task(self) -> Any:
+        """The task."""
+        return self.run
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """See :meth:`GeneralTracker.store_init_configuration`."""
+        self.run.connect_configuration(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write numbers; ``train_``, ``eval_`` and ``test_`` before a name make series of one plot.
+
+        Args:
+            values: By name.
+            step: Of the training; without one a number stands alone.
+            **kwargs: Of the task's logger.
+        """
+        task_logger = self.run.get_logger()
+        for value_name, logged_value in self.shown_values(values, (Real,)):
+            if step is None:
+                task_logger.report_single_value(name=value_name, value=logged_value, **kwargs)
+            else:
+                task_logger.report_scalar(
+                    **_plot_names(value_name), value=logged_value, iteration=step, **kwargs
+                )
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write images, as arrays or of PIL, by name."""
+        task_logger = self.run.get_logger()
+        for image_name, image_data in values.items():
+            task_logger.report_image(
+                **_plot_names(image_name), iteration=step, image=image_data, **kwargs
+            )
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write a table, of rows and the names of their columns, or of a data frame."""
+        table_rows = [columns, *(data or ())] if columns else data
+        table_content = table_rows if dataframe is None else dataframe
+        task_logger = self.run.get_logger()
+        task_logger.report_table(
+            **_plot_names(table_name), table_plot=table_content, iteration=step, **kwargs
+        )
+
+    def finish(self) -> None:
+        """See :meth:`GeneralTracker.finish`."""
+        if self.run is not None and self._existing_task is None:
+            self.run.close()
+
+
+def _plot_names(value_name: str) -> dict[str, str]:
+    series_name, _, plot_title = value_name.partition("_")
+    if plot_title and series_name in ("eval", "test", "train"):
+        return {"title": plot_title, "series": series_name}
+    return {"title": value_name, "series": "train"}
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerService:
+    """A tracker and the package that it needs.
+
+    Attributes:
+        tracker: Its class.
+        distributions: What pip calls the package; any of them will do.
+    """
+
+    tracker: type[GeneralTracker]
+    distributions: tuple[str, ...]
+
+    def is_there(self) -> bool:
+        """Whether the package is installed; a folder of its name is none."""
+        return is_package(self.tracker.name, self.distributions)
+
+
+TRACKER_SERVICES = {
+    "wandb": TrackerService(WandBTracker, ("wandb",)),
+    "trackio": TrackerService(TrackioTracker, ("trackio",)),
+    "comet_ml": TrackerService(CometMLTracker, ("comet-ml",)),
+    "aim": TrackerService(AimTracker, ("aim",)),
+    "mlflow": TrackerService(MLflowTracker, ("mlflow", "mlflow-skinny")),
+    "clearml": TrackerService(ClearMLTracker, ("clearml",)),
+    "dvclive": TrackerService(DVCLiveTracker, ("dvclive",)),
+    "swanlab": TrackerService(SwanLabTracker, ("swanlab",)),
+}
+"""By the name that `log_with` gives them, which is also that of the module."""

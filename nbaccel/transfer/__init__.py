@@ -1,0 +1,1 @@
+"""Models, weights, functions and names between the notebook and its workers."""

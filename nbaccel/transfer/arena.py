@@ -1,0 +1,481 @@
+"""The arena: one memory file that holds the tensors of all modules a launch shares.
+
+    notebook process                 memory file                  worker (one of N)
+    module.weight ──► shared map ──► [ weight | bias | … ] ◄── private map ◄── module.weight
+                                                                └► pages it writes are its own
+
+[Note: storages, not tensors] The unit that moves is the storage, because that is what tied weights,
+views, transposed and expanded parameters have in common: move the storage once, then point every
+tensor at it with the geometry it had. `Parameter` objects stay the same objects (only their `.data`
+changes), so an optimizer built in the notebook still steps the right ones. What does not survive
+the first move is a view taken earlier (`w = model.weight.data[0]`): it keeps the old memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from nbaccel import torch_private
+from nbaccel.errors import ModelNotShareable
+from nbaccel.transfer import shared_memory
+from nbaccel.units import first_few
+
+PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+"""Types with memory of their own: a DTensor, for one, has no address to ask for."""
+
+_TENSOR_ALIGNMENT = 64  # bytes: a cache line, and enough for every vector instruction torch uses
+
+
+class Arena(shared_memory.Mapping):
+    """A memory file mapped shared into this process, with the tensors that live in it.
+
+    It stays as long as one of its tensors does. Its `key` names no other arena of this process.
+    """
+
+    def __init__(self, file_descriptor: int, num_bytes: int) -> None:
+        self.fd = file_descriptor
+        self.key = f"arena{next(_ARENA_NUMBERS)}"
+        super().__init__(file_descriptor, num_bytes, is_private=False)
+        _LIVING_ARENAS.add(self)
+
+    def __del__(self) -> None:
+        super().__del__()
+        os.close(self.fd)
+
+
+# The number of an address would name two arenas in the life of a process; a count does not.
+_ARENA_NUMBERS = itertools.count()
+
+# Which mapping owns an address is a fact of this process's memory, like a heap's own table: it
+# outlives a launch because the notebook's model does. Weak, so that it keeps nothing alive.
+_LIVING_ARENAS: weakref.WeakSet[Arena] = weakref.WeakSet()
+_MOVE_LOCK = threading.Lock()
+
+
+def find_arena(address: int, num_bytes: int) -> Arena | None:
+    """The arena of this process that holds these bytes, if any."""
+    for arena in tuple(_LIVING_ARENAS):
+        if arena.contains(address, num_bytes):
+            return arena
+    return None
+
+
+class Finder:
+    """`find_arena` for many addresses in a row, which mostly lie in the same arena."""
+
+    def __init__(self) -> None:
+        self._last: Arena | None = None
+
+    def __call__(self, address: int, num_bytes: int) -> Arena | None:
+        """The arena of this process that holds these bytes, if any."""
+        if self._last is None or not self._last.contains(address, num_bytes):
+            self._last = find_arena(address, num_bytes)
+        return self._last
+
+    def home_of(self, tensor_storage: torch.UntypedStorage) -> Arena | None:
+        """The arena that a storage lies in, if any."""
+        on_host = tensor_storage.device.type == "cpu"
+        return self(tensor_storage.data_ptr(), tensor_storage.nbytes()) if on_host else None
+
+
+def living_arenas() -> list[Arena]:
+    """Every arena of this process."""
+    return list(_LIVING_ARENAS)
+
+
+def forget_arenas() -> None:
+    """Treat no memory as shared any more: for a forked child, whose arenas have become private."""
+    _LIVING_ARENAS.clear()
+
+
+def storage_at(
+    mapping: shared_memory.Mapping, first_byte: int, num_bytes: int
+) -> torch.UntypedStorage:
+    """Bytes `[start, start + nbytes)` of a mapping as a storage that keeps the mapping alive."""
+    if num_bytes == 0:
+        return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+    raw_bytes = torch.frombuffer(
+        mapping.bytes(), dtype=torch.uint8, count=num_bytes, offset=first_byte
+    )
+    return raw_bytes.untyped_storage()
+
+
+class Slot(NamedTuple):
+    """Where one parameter or buffer of a module lives: enough to rebuild a view of it.
+
+    A tuple, because hundreds of them travel with a model: a dataclass takes four times as long.
+    """
+
+    name: str
+    """Dotted name in the module, as `named_parameters` gives it."""
+    start: int
+    """First byte of its storage in the arena."""
+    nbytes: int
+    """Size of that storage in bytes."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """Elements from the start of the storage to the tensor's first one."""
+
+    def view(self, mapping: shared_memory.Mapping) -> torch.Tensor:
+        """This tensor's bytes in a mapping of the arena, as a tensor of `shape`."""
+        tensor_storage = storage_at(mapping, self.start, self.nbytes)
+        empty_tensor = torch.empty(0, dtype=self.dtype)
+        return empty_tensor.set_(tensor_storage, self.offset, self.shape, self.stride)
+
+
+def module_version(module: nn.Module) -> int:
+    """Grows whenever one of its tensors is written to, by what torch counts as writing."""
+    return sum(torch_private.tensor_version(tensor) for _, tensor in named_tensors(module))
+
+
+def is_in_arena(tensor: torch.Tensor, slot: Slot, mapping: shared_memory.Mapping) -> bool:
+    """Whether the tensor still is the very view of the arena that the slot describes."""
+    return (
+        tensor.device.type == "cpu"
+        and type(tensor) in PLAIN
+        and tensor.dtype == slot.dtype
+        and tensor.stride() == slot.stride
+        and tensor.data_ptr() == mapping.address + slot.start + slot.offset * tensor.element_size()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedModule:
+    """A module of the notebook that workers get without a copy."""
+
+    path: str
+    """How the user would write it: `args[0]`, `args[1]['teacher']`."""
+    module: nn.Module
+    slots: tuple[tuple[Arena, Slot], ...]
+    """Every parameter and buffer with its arena."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """All modules of one launch, and where the host copies of device-resident storages lie."""
+
+    modules: tuple[SharedModule, ...] = ()
+    stand_ins: dict[int, tuple[Arena, int]] = field(default_factory=dict)
+    """Device address of a storage → arena and first byte of its host copy."""
+
+    def joined(self, other_sharing: Sharing) -> Sharing:
+        """The modules of both."""
+        return Sharing(
+            modules=(*self.modules, *other_sharing.modules),
+            stand_ins=self.stand_ins | other_sharing.stand_ins,
+        )
+
+    def arenas(self) -> list[Arena]:
+        """Every arena that holds a tensor of these modules, once."""
+        return list(
+            {
+                id(arena): arena
+                for shared_module in self.modules
+                for arena, _ in shared_module.slots
+            }.values()
+        )
+
+
+@dataclass
+class _Span:
+    """The part of one storage that the modules use."""
+
+    storage: torch.UntypedStorage
+    low: int
+    high: int
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    start: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.high - self.low
+
+    def has_other_views(self) -> bool:
+        """Whether tensors or arrays beside the modules' own lie in this storage on the host."""
+        if self.storage.device.type != "cpu":
+            return False
+        num_users = torch_private.storage_use_count(self.storage)
+        own_tensors = len({id(tensor) for tensor in self.tensors})
+        return num_users is not None and num_users > own_tensors + 1  # `self.storage` is one itself
+
+    def raw(self) -> torch.Tensor:
+        """The bytes of the span, where they are now, as a uint8 tensor of shape `[nbytes]`."""
+        empty_tensor = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return empty_tensor.set_(self.storage, self.low, (self.nbytes,), (1,))
+
+
+def share_modules(named_modules: Sequence[tuple[str, nn.Module]]) -> Sharing:
+    """Move the modules' tensors into an arena, unless they live in one already.
+
+    Tensors on an accelerator stay there; workers get a host copy of them.
+
+    Args:
+        named_modules: Each module with the path under which the user passed it.
+
+    Raises:
+        ModelNotShareable: If a tensor has no memory that could be shared (meta, not yet
+            initialised, sharded away) or a layout without one (sparse, quantized, a subclass).
+            Nothing has been moved then.
+    """
+    # All refusals before the first move: half a model in shared memory helps nobody.
+    refusal_lines = [
+        refusal_line
+        for module_path, module in named_modules
+        for refusal_line in _refusals_of(module_path, module)
+    ]
+    if refusal_lines:
+        raise ModelNotShareable(
+            "The model cannot be handed to workers:\n" + "\n".join(refusal_lines)
+        )
+    with _MOVE_LOCK, torch.no_grad():
+        stand_ins, viewed_tensors = _move_storages(named_modules)
+    if viewed_tensors:
+        sys.stderr.write(_stale_views_message(named_modules, viewed_tensors))
+    return Sharing(
+        modules=tuple(
+            _record_module(module_path, module, stand_ins) for module_path, module in named_modules
+        ),
+        stand_ins=stand_ins,
+    )
+
+
+def update_host_copies(sharing: Sharing) -> None:
+    """Bring the host copies of device-resident tensors up to date, for workers to read."""
+    with torch.no_grad():
+        for tensor, host_copy in _on_devices(sharing):
+            host_copy.copy_(tensor)
+
+
+def refresh_devices(sharing: Sharing, paths_left_out: Collection[str] = ()) -> None:
+    """Copy what workers put into the host copies to the tensors on this process's devices."""
+    for tensor, host_copy in _on_devices(sharing, paths_left_out):
+        tensor.data.copy_(host_copy)
+
+
+def _on_devices(
+    sharing: Sharing, paths_left_out: Collection[str] = ()
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for shared_module in sharing.modules if sharing.stand_ins else ():
+        module_tensors = (
+            dict(named_tensors(shared_module.module))
+            if shared_module.path not in paths_left_out
+            else {}
+        )
+        for home_arena, slot in shared_module.slots if module_tensors else ():
+            if module_tensors[slot.name].device.type != "cpu":
+                yield module_tensors[slot.name], slot.view(home_arena)
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer under every name it has (tied ones more than once)."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _refusals_of(module_path: str, module: nn.Module) -> Iterator[str]:
+    for tensor_name, tensor in named_tensors(module):
+        refusal_reason = _why_not(tensor)
+        if refusal_reason:
+            yield f"  {module_path}.{tensor_name} ({type(module).__name__}): {refusal_reason}"
+    for tensor_name, tensor in _emptied_parameters(module):
+        yield (
+            f"  {module_path}.{tensor_name} ({type(module).__name__}): is an empty parameter of "
+            f"shape {tuple(tensor.shape)}, like a placeholder whose values are "
+            "elsewhere (ZeRO-3, FSDP). Gather it first."
+        )
+
+
+def _why_not(tensor: torch.Tensor) -> str | None:
+    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+        return (
+            "a lazy parameter without a shape yet. Run one batch through the model first, "
+            "so that it gets one."
+        )
+    if tensor.device.type == "meta":
+        return (
+            f"is on the meta device: it has shape {tuple(tensor.shape)} but no values. Fill it "
+            "first (model.to_empty(device='cpu'), load weights), or build it inside the function."
+        )
+    if type(tensor) not in PLAIN:
+        return (
+            f"is a {type(tensor).__name__}, whose values are spread over other tensors or "
+            "processes. Unwrap it to a plain tensor, or build the model inside the function."
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return (
+            f"has layout {tensor.layout} and dtype {tensor.dtype}, not one block of memory. "
+            "Build the model inside the function and load its state_dict there."
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        return (
+            "is a lazily conjugated or negated view, not values of its own. Call .resolve_conj() "
+            "or .resolve_neg() on it first."
+        )
+    return None
+
+
+def _emptied_parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Empty parameters whose values seem to be elsewhere.
+
+    One among others is a known idiom (`self.device_of = nn.Parameter(torch.empty(0))`, a layer of
+    no outputs). A library that partitions a model leaves most of its parameters empty, and
+    DeepSpeed gives each of them a `ds_id`.
+    """
+    named_parameters = module.named_parameters()
+    parameters = [
+        (tensor_name, parameter)
+        for tensor_name, parameter in named_parameters
+        if not isinstance(parameter, UninitializedParameter)
+    ]
+    empty_parameters = [
+        (tensor_name, parameter) for tensor_name, parameter in parameters if parameter.numel() == 0
+    ]
+    if any(hasattr(parameter, "ds_id") for _, parameter in empty_parameters) or len(
+        empty_parameters
+    ) > max(1, len(parameters) // 2):
+        yield from empty_parameters
+
+
+def _move_storages(
+    named_modules: Sequence[tuple[str, nn.Module]],
+) -> tuple[dict[int, tuple[Arena, int]], set[int]]:
+    """Move every storage that is not in an arena yet.
+
+    Returns:
+        The stand-ins of device storages, and the ids of tensors whose old memory others view, too.
+    """
+    unique_tensors = {id(t): t for _, module in named_modules for _, t in named_tensors(module)}
+    storage_spans = _storage_spans(unique_tensors.values())
+    arena_bytes = 0
+    for storage_span in storage_spans:
+        storage_span.start = arena_bytes
+        arena_bytes += -(-storage_span.nbytes // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT
+    if not storage_spans:
+        return {}, set()
+    viewed_tensors = {
+        id(tensor)
+        for storage_span in storage_spans
+        if storage_span.has_other_views()
+        for tensor in storage_span.tensors
+    }
+    arena = Arena(shared_memory.create_file("arena", arena_bytes), arena_bytes)
+    stand_ins: dict[int, tuple[Arena, int]] = {}
+    for storage_span in storage_spans:
+        # pwrite, not copy_: no page fault per page, and no OpenMP pool started in the notebook.
+        shared_memory.write_at(
+            arena.fd, memoryview(storage_span.raw().cpu().numpy().data), storage_span.start
+        )
+        if storage_span.storage.device.type == "cpu":
+            _point_tensors(arena, storage_span)
+        else:
+            # A tensor on a device stays there: only workers read the host copy.
+            stand_ins[storage_span.storage.data_ptr()] = (arena, storage_span.start)
+    return stand_ins, viewed_tensors
+
+
+def _stale_views_message(
+    named_modules: Sequence[tuple[str, nn.Module]], viewed_tensors: Collection[int]
+) -> str:
+    """The line about tensors and arrays that were taken from a model before it was moved."""
+    stale_names = [
+        f"{module_path}.{tensor_name}"
+        for module_path, module in named_modules
+        for tensor_name, tensor in named_tensors(module)
+        if id(tensor) in viewed_tensors
+    ]
+    return (
+        f"nbaccel: {first_few(stale_names, 2)} moved to shared memory, and something else has a "
+        "view of the old memory: a state_dict(), a slice or a NumPy array taken earlier. It keeps "
+        "the values of now and does not follow the model. Take it again, or .clone() what is to "
+        "stay.\n"
+    )
+
+
+def _storage_spans(module_tensors: Iterable[torch.Tensor]) -> list[_Span]:
+    storage_spans: dict[int, _Span] = {}
+    arena_finder = Finder()
+    for tensor in module_tensors:
+        tensor_storage = tensor.untyped_storage()
+        if tensor.numel() == 0 or arena_finder.home_of(tensor_storage):
+            continue
+        low_byte, high_byte = _byte_extent(tensor)
+        if tensor_storage.device.type != "cpu":
+            # Its host copy is found by the address of the whole storage.
+            low_byte, high_byte = 0, tensor_storage.nbytes()
+        storage_span = storage_spans.setdefault(
+            tensor_storage.data_ptr(), _Span(tensor_storage, low_byte, high_byte)
+        )
+        storage_span.low, storage_span.high = (
+            min(storage_span.low, low_byte),
+            max(storage_span.high, high_byte),
+        )
+        storage_span.tensors.append(tensor)
+    return list(storage_spans.values())
+
+
+def _byte_extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and one-past-last byte of the storage that the tensor reaches."""
+    reached_elements = sum(
+        (dim_size - 1) * stride_step
+        for dim_size, stride_step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    item_bytes = tensor.element_size()
+    low_byte = int(tensor.storage_offset()) * item_bytes
+    # Rounded down so that tensors of another dtype in the same storage keep whole offsets.
+    return low_byte // _TENSOR_ALIGNMENT * _TENSOR_ALIGNMENT, low_byte + (
+        reached_elements + 1
+    ) * item_bytes
+
+
+def _point_tensors(arena: Arena, storage_span: _Span) -> None:
+    tensor_storage = storage_at(arena, storage_span.start, storage_span.nbytes)
+    for tensor in storage_span.tensors:
+        element_offset = tensor.storage_offset() - storage_span.low // tensor.element_size()
+        empty_tensor = torch.empty(0, dtype=tensor.dtype)
+        tensor.data = empty_tensor.set_(
+            tensor_storage, element_offset, tensor.shape, tensor.stride()
+        )
+
+
+def _record_module(
+    module_path: str, module: nn.Module, stand_ins: dict[int, tuple[Arena, int]]
+) -> SharedModule:
+    arena_slots = []
+    arena_finder = Finder()
+    for tensor_name, tensor in named_tensors(module):
+        if tensor.numel() == 0:
+            continue
+        tensor_storage = tensor.untyped_storage()
+        address, num_bytes = tensor_storage.data_ptr(), tensor_storage.nbytes()
+        arena = arena_finder.home_of(tensor_storage)
+        if arena is not None:
+            first_byte = address - arena.address
+        else:
+            arena, first_byte = stand_ins[address]
+        arena_slots.append((arena, _slot_of(tensor_name, tensor, first_byte, num_bytes)))
+    return SharedModule(path=module_path, module=module, slots=tuple(arena_slots))
+
+
+def _slot_of(tensor_name: str, tensor: torch.Tensor, first_byte: int, num_bytes: int) -> Slot:
+    return Slot(
+        name=tensor_name,
+        start=first_byte,
+        nbytes=num_bytes,
+        dtype=tensor.dtype,
+        shape=tuple(tensor.shape),
+        stride=tensor.stride(),
+        offset=int(tensor.storage_offset()),
+    )

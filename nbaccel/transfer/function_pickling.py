@@ -1,0 +1,226 @@
+"""How functions of cells, and modules that the other side has, are pickled.
+
+A function whose globals are the notebook's namespace gets the *receiver's* namespace as its
+globals: what it reads is looked up there, when it runs. So does one that a worker's cell
+defined, on its way to the notebook. Nothing of what it reads is put into it.
+
+[Note: cells of closures] Functions that share a variable (`nonlocal`) share it on the other side.
+So a closure's cell is made empty first and filled when the function that holds it exists, which is
+also what makes a function that calls itself come to an end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dis
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbaccel.errors import InternalError
+from nbaccel.transfer import pickling
+
+__all__ = ["Reducer", "arriving", "open_parcel", "travels_by_value"]
+
+
+ModulePlace = tuple[str, str]
+"""Key of a module, and the dotted name of a part of it (`""`: the module itself)."""
+
+_FUNCTION_ATTRIBUTES = (
+    "__defaults__",
+    "__kwdefaults__",
+    "__module__",
+    "__qualname__",
+    "__doc__",
+    "__annotations__",
+    "__type_params__",
+)
+_NAME_READING_OPCODES = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
+
+
+def open_parcel(
+    packed_object: pickling.PackedObject, file_descriptor: int, namespace: dict[str, Any]
+) -> dict[str, Any]:
+    """Open what `Namespace.pack` made in a worker: the values by name.
+
+    Args:
+        packed_object: The record that came with the descriptor.
+        file_descriptor: The parcel's memory file; the caller closes it.
+        namespace: The notebook's, which functions in the parcel get as their globals.
+    """
+    with arriving(namespace):
+        unpacked_values: dict[str, Any] = pickling.unpack(packed_object, file_descriptor, {})
+    return unpacked_values
+
+
+# ------------------------------------------------------------------------- at the sender's
+
+
+class _CellStandIn:
+    """Stands for a closure's cell while pickling, so that it can be made before it is filled."""
+
+
+class Reducer:
+    """Asked for every object of a pickle. It also notes what the pickle depends on.
+
+    Args:
+        namespace: Functions with these globals travel as described above.
+        find_place: Finds the parts of modules that are named instead of being sent; asked only when
+            a module or tensor is met.
+    """
+
+    def __init__(
+        self,
+        namespace: Mapping[str, Any],
+        find_place: Callable[[Any], ModulePlace | None] | None = None,
+    ) -> None:
+        self.names: set[str] = set()
+        """Names of the namespace that functions in the pickle read."""
+        self.modules: set[str] = set()
+        """Keys of modules that the pickle refers to."""
+        self.sources: dict[str, list[str]] = {}
+        self._namespace = namespace
+        self._places = find_place
+        self._cells: dict[int, tuple[types.CellType, _CellStandIn]] = {}
+
+    def __call__(self, pickled_object: Any) -> Any:
+        """How to pickle an object, or `NotImplemented`."""
+        object_type = type(pickled_object)
+        if object_type is types.FunctionType:
+            return (
+                self._function(pickled_object)
+                if pickled_object.__globals__ is self._namespace
+                else NotImplemented
+            )
+        if object_type is _CellStandIn:
+            return _empty_cell, ()
+        if self._places is not None and isinstance(pickled_object, (torch.Tensor, nn.Module)):
+            module_place = self._places(pickled_object)
+            if module_place is not None:
+                self.modules.add(module_place[0])
+                return _known, module_place
+        return NotImplemented
+
+    def _function(self, cell_function: types.FunctionType) -> Any:
+        pickling.note_source(cell_function, self.sources)
+        self.names |= globals_read(cell_function.__code__) & self._namespace.keys()
+        cell_stand_ins = [
+            self._cell(closure_cell) for closure_cell in cell_function.__closure__ or ()
+        ]
+        cell_contents = []
+        for closure_cell, stand_in in zip(
+            cell_function.__closure__ or (), cell_stand_ins, strict=True
+        ):
+            with contextlib.suppress(ValueError):  # a variable that has no value yet
+                cell_contents.append((stand_in, closure_cell.cell_contents))
+        function_attributes = {
+            attribute_name: getattr(cell_function, attribute_name, None)
+            for attribute_name in _FUNCTION_ATTRIBUTES
+        }
+        function_state = (cell_contents, function_attributes, dict(cell_function.__dict__))
+        made_of = (cell_function.__code__, cell_function.__name__, tuple(cell_stand_ins))
+        return _make_function, made_of, function_state, None, None, _finish_function
+
+    def _cell(self, closure_cell: types.CellType) -> _CellStandIn:
+        """The one stand-in of this cell; the cell itself is kept, so that its id stays its own."""
+        return self._cells.setdefault(id(closure_cell), (closure_cell, _CellStandIn()))[1]
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_read(code_object: types.CodeType) -> frozenset[str]:
+    """The global names that code may read, that of the functions inside it included."""
+    found_names = {
+        str(instruction.argval)
+        for instruction in dis.get_instructions(code_object)
+        if instruction.opname in _NAME_READING_OPCODES
+    }  # LOAD_NAME: the body of a class inside
+    for code_constant in code_object.co_consts:
+        if isinstance(code_constant, types.CodeType):
+            found_names |= globals_read(code_constant)
+    return frozenset(found_names)
+
+
+def travels_by_value(object_type: type) -> bool:
+    """Whether a class is pickled with its code, because no import leads to it: one of a cell."""
+    find_module = object_type.__module__
+    return (
+        find_module == "__main__"
+        or find_module not in sys.modules
+        or "<locals>" in object_type.__qualname__
+    )
+
+
+# ------------------------------------------------------------------------- at the receiver's
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    namespace: dict[str, Any]
+    module: Callable[[str], nn.Module] | None
+
+
+_CURRENT_ARRIVAL: contextvars.ContextVar[_Arrival] = contextvars.ContextVar("nbaccel-arrival")
+
+
+@contextlib.contextmanager
+def arriving(
+    namespace: dict[str, Any], find_module: Callable[[str], nn.Module] | None = None
+) -> Iterator[None]:
+    """What is unpickled meanwhile belongs to this namespace.
+
+    Args:
+        namespace: The globals that functions of cells get.
+        find_module: Finds the module that a key names.
+    """
+    context_token = _CURRENT_ARRIVAL.set(_Arrival(namespace, find_module))
+    try:
+        yield
+    finally:
+        _CURRENT_ARRIVAL.reset(context_token)
+
+
+# What the pickle calls on the receiving side. Their names are part of the pickle, so of the wire.
+
+
+def _empty_cell() -> types.CellType:
+    return types.CellType()
+
+
+def _make_function(
+    code_object: types.CodeType, attribute_name: str, closure_cells: tuple[types.CellType, ...]
+) -> types.FunctionType:
+    return types.FunctionType(
+        code_object, _CURRENT_ARRIVAL.get().namespace, attribute_name, None, closure_cells or None
+    )
+
+
+def _finish_function(
+    cell_function: types.FunctionType,
+    function_state: tuple[list[tuple[types.CellType, Any]], dict[str, Any], dict[str, Any]],
+) -> None:
+    cell_contents, function_attributes, own_attributes = function_state
+    for closure_cell, attribute_value in cell_contents:
+        closure_cell.cell_contents = attribute_value
+    for attribute_name, attribute_value in function_attributes.items():
+        if hasattr(cell_function, attribute_name):
+            setattr(cell_function, attribute_name, attribute_value)
+    cell_function.__dict__.update(own_attributes)
+
+
+def _known(module_key: str, part_path: str) -> Any:
+    find_module = _CURRENT_ARRIVAL.get().module
+    if find_module is None:
+        raise InternalError(
+            f"{module_key}.{part_path} was named to a process that knows no modules."
+        )
+    found_names: Any = find_module(module_key)
+    for attribute_name in part_path.split(".") if part_path else ():
+        found_names = getattr(found_names, attribute_name)
+    return found_names

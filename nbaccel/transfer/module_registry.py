@@ -1,0 +1,363 @@
+"""The notebook's modules that workers have or may get, each under a key that never names another.
+
+A module keeps its key as long as it is the same object with the same structure: the same kinds of
+submodules, and tensors of the same shapes in the same memory. With another structure it is another
+module to the workers, and gets another key. All else that can change in it is compared piece by
+piece (`State`), so that only the pieces travel and the worker's object stays the one that its
+optimizer steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbaccel import torch_private
+from nbaccel.transfer import arena, weight_sync
+from nbaccel.transfer.namespace_update import Update
+
+__all__ = [
+    "ModuleRecord",
+    "ModuleRegistry",
+    "ModuleState",
+    "ModuleSurvey",
+    "attributes_of",
+    "difference",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSurvey:
+    """What a module consists of at one moment, each object under its first name."""
+
+    modules: tuple[tuple[str, nn.Module], ...]
+    tensors: tuple[tuple[str, torch.Tensor], ...]
+    aliases: tuple[tuple[str, str], ...] = ()
+    """Further paths of submodules, each with the first."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModuleSurvey:
+        """Look through a module."""
+        visited_modules: dict[int, tuple[str, nn.Module]] = {}
+        visited_tensors: list[tuple[str, torch.Tensor]] = []
+        alias_paths: list[tuple[str, str]] = []
+        _visit_submodules(module, "", visited_modules, visited_tensors, alias_paths)
+        return cls(tuple(visited_modules.values()), tuple(visited_tensors), tuple(alias_paths))
+
+    def structure(self) -> tuple[Hashable, ...]:
+        """Equal as long as a worker's copy can be kept."""
+        return (
+            tuple((module_path, type(module)) for module_path, module in self.modules),
+            self.aliases,
+            tuple(
+                (module_path, *_tensor_geometry(module_tensor))
+                for module_path, module_tensor in self.tensors
+            ),
+        )
+
+    def places(self, module_key: str) -> Iterator[tuple[int, tuple[str, str]]]:
+        """By the id of each object: where it is in the module that has this key."""
+        for module_path, module_tensor in reversed(
+            self.tensors
+        ):  # of tied names the first one counts
+            yield id(module_tensor), (module_key, module_path)
+        for module_path, module in reversed(self.modules):
+            yield id(module), (module_key, module_path)
+
+    def versions(self) -> int:
+        """Grows whenever a tensor is written to (by what torch counts as writing)."""
+        return sum(torch_private.tensor_version(module_tensor) for _, module_tensor in self.tensors)
+
+
+def _visit_submodules(
+    module: nn.Module,
+    module_path: str,
+    visited_modules: dict[int, tuple[str, nn.Module]],
+    visited_tensors: list[tuple[str, torch.Tensor]],
+    alias_paths: list[tuple[str, str]],
+) -> None:
+    if id(module) in visited_modules:
+        alias_paths.append((module_path, visited_modules[id(module)][0]))
+        return
+    visited_modules[id(module)] = (module_path, module)
+    path_prefix = module_path + "." if module_path else ""
+    parameters, buffers, children = torch_private.module_tables(module)
+    for tensor_table in (parameters, buffers):
+        for attribute_name, module_tensor in tensor_table.items():
+            if module_tensor is not None:
+                visited_tensors.append((path_prefix + attribute_name, module_tensor))
+    for attribute_name, child_module in children.items():
+        if child_module is not None:
+            _visit_submodules(
+                child_module,
+                path_prefix + attribute_name,
+                visited_modules,
+                visited_tensors,
+                alias_paths,
+            )
+
+
+def _tensor_geometry(module_tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    if type(module_tensor) not in arena.PLAIN or module_tensor.layout is not torch.strided:
+        return (id(module_tensor),)
+    return (
+        module_tensor.data_ptr(),
+        module_tensor.dtype,
+        module_tensor.shape,
+        module_tensor.stride(),
+        module_tensor.device,
+    )
+
+
+# ------------------------------------------------------------------------- what can change
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleState:
+    """What may change in a module while its structure stays."""
+
+    requires_grad: tuple[bool, ...]
+    training: tuple[bool, ...]
+    attributes: Mapping[str, Mapping[str, Hashable]]
+    """Tokens of the plain attributes, by path of the submodule."""
+    classes: Mapping[type, Hashable]
+    """Tokens of the classes among its submodules that cells defined."""
+    versions: int
+    names: frozenset[str] = field(default_factory=frozenset)
+    """Names of the namespace that its methods and attributes read."""
+    modules: frozenset[str] = field(default_factory=frozenset)
+    """Keys of modules that its attributes refer to, but for itself."""
+
+
+class OpaqueToken:
+    """The token of a value that does not pickle: such an attribute stays where it is."""
+
+    def __init__(self, attribute_value: object) -> None:
+        self._id = id(attribute_value)
+
+    def __eq__(self, other_token: object) -> bool:
+        return isinstance(other_token, OpaqueToken) and other_token._id == self._id
+
+    def __hash__(self) -> int:
+        return self._id
+
+
+def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The attributes that a class gives its instances, beside tensors and submodules."""
+    return (
+        (attribute_name, attribute_value)
+        for attribute_name, attribute_value in vars(module).items()
+        if attribute_name not in torch_private.MODULE_ATTRIBUTES
+    )
+
+
+def difference(
+    module_key: str,
+    old_state: ModuleState,
+    new_state: ModuleState,
+    module_survey: ModuleSurvey,
+    *,
+    adopt_weights: bool = False,
+) -> tuple[Update, tuple[type, ...]] | None:
+    """What a worker that knows the old state must be told; None if nothing.
+
+    Args:
+        module_key: The module's.
+        old_state: What the worker was told last.
+        new_state: What is.
+        module_survey: The module as it is.
+        adopt_weights: Whether the worker is to take the notebook's weights even if these did not
+            change.
+    """
+    changed_attributes: dict[str, dict[str, Any]] = {}
+    removed_attributes: dict[str, tuple[str, ...]] = {}
+    for module_path, module in module_survey.modules:
+        old_value, new_value = old_state.attributes[module_path], new_state.attributes[module_path]
+        if old_value == new_value:
+            continue
+        changed_names = {
+            attribute_name
+            for attribute_name, value_token in new_value.items()
+            if old_value.get(attribute_name) != value_token
+        }
+        sent_attributes = {
+            attribute_name: attribute_value
+            for attribute_name, attribute_value in attributes_of(module)
+            if attribute_name in changed_names
+        }
+        changed_attributes[module_path] = {
+            attribute_name: attribute_value
+            for attribute_name, attribute_value in sent_attributes.items()
+            if not isinstance(new_value[attribute_name], OpaqueToken)
+        }
+        removed_attributes[module_path] = tuple(old_value.keys() - new_value.keys())
+    module_update = Update(
+        key=module_key,
+        requires_grad=_changed_flags(
+            module_survey.tensors, old_state.requires_grad, new_state.requires_grad
+        ),
+        training=_changed_flags(module_survey.modules, old_state.training, new_state.training),
+        attributes={
+            module_path: path_attributes
+            for module_path, path_attributes in changed_attributes.items()
+            if path_attributes
+        },
+        removed={
+            module_path: attribute_names
+            for module_path, attribute_names in removed_attributes.items()
+            if attribute_names
+        },
+        adopt=adopt_weights or old_state.versions != new_state.versions,
+    )
+    changed_classes = tuple(
+        cell_class
+        for cell_class, value_token in new_state.classes.items()
+        if old_state.classes.get(cell_class) != value_token
+    )
+    return (
+        None
+        if module_update == Update(key=module_key) and not changed_classes
+        else (module_update, changed_classes)
+    )
+
+
+def _changed_flags(
+    attribute_names: Iterable[tuple[str, Any]], old_state: Iterable[bool], new_state: Iterable[bool]
+) -> dict[str, bool]:
+    return {
+        attribute_name: new_value
+        for (attribute_name, _), old_value, new_value in zip(
+            attribute_names, old_state, new_state, strict=True
+        )
+        if old_value != new_value
+    }
+
+
+# ------------------------------------------------------------------------- the table
+
+
+class ModuleRecord:
+    """One module under one key. It does not keep the module alive."""
+
+    def __init__(
+        self,
+        module_key: str,
+        module_path: str,
+        module: nn.Module,
+        module_survey: ModuleSurvey,
+        on_gone: Callable[[], None],
+    ) -> None:
+        self.key = module_key
+        self.path = module_path
+        """How the user would write it; what a report names it by."""
+        self.structure = module_survey.structure()
+        self.is_shared = False
+        self._module = weakref.ref(module, lambda _: on_gone())
+        self._slots: tuple[tuple[arena.Arena, arena.Slot], ...] = ()
+        self.stand_ins: dict[int, tuple[arena.Arena, int]] = {}
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, if it lives."""
+        return self._module()
+
+    @property
+    def sharing(self) -> arena.Sharing:
+        """Where its tensors lie."""
+        module = self.module
+        if module is None:
+            return arena.Sharing()
+        shared_module = arena.SharedModule(path=self.path, module=module, slots=self._slots)
+        return arena.Sharing(modules=(shared_module,), stand_ins=self.stand_ins)
+
+    def manifest(self) -> weight_sync.Manifest:
+        """What a worker must know to bring it home."""
+        return weight_sync.Manifest(
+            path=self.path,
+            slots=tuple((owner_arena.key, arena_slot) for owner_arena, arena_slot in self._slots),
+        )
+
+    def arenas(self) -> dict[str, arena.Arena]:
+        """The arenas that it lies in, by key."""
+        return {owner_arena.key: owner_arena for owner_arena, _ in self._slots}
+
+    def versions(self) -> int:
+        """Grows whenever one of its tensors is written to; see `ModuleSurvey.versions`."""
+        module = self.module
+        return ModuleSurvey.of(module).versions() if module is not None else 0
+
+    def share(self) -> int:
+        """Move it to an arena unless that is done; returns the bytes of arenas made for it.
+
+        Raises:
+            ModelNotShareable: If it has tensors without memory of their own.
+        """
+        module = self.module
+        if self.is_shared or module is None:
+            return 0
+        arenas_before = {id(living_arena) for living_arena in arena.living_arenas()}
+        module_sharing = arena.share_modules([(self.path, module)])
+        self.is_shared = True
+        self._slots = module_sharing.modules[0].slots
+        self.stand_ins = module_sharing.stand_ins
+        self.structure = ModuleSurvey.of(module).structure()
+        return sum(
+            living_arena.nbytes
+            for living_arena in module_sharing.arenas()
+            if id(living_arena) not in arenas_before
+        )
+
+
+class ModuleRegistry:
+    """All modules of the notebook that the workers of one pool know or may get to know."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, ModuleRecord] = {}
+        self._by_id: dict[int, ModuleRecord] = {}
+        self._count = itertools.count()
+
+    def record_of(self, module: nn.Module) -> ModuleRecord | None:
+        """The record of this very object, if it has one of its own."""
+        module_record = self._by_id.get(id(module))
+        return (
+            module_record if module_record is not None and module_record.module is module else None
+        )
+
+    def by_key(self, module_key: str) -> ModuleRecord | None:
+        """The record with that key, as long as its module lives and has its structure."""
+        return self._records.get(module_key)
+
+    def all(self) -> list[ModuleRecord]:
+        """Every record, in the order in which they were made."""
+        return list(self._records.values())
+
+    def add(self, module: nn.Module, module_path: str, module_survey: ModuleSurvey) -> ModuleRecord:
+        """Give a module a key; the one it had is given up."""
+        old_state = self.record_of(module)
+        if old_state is not None:
+            self._drop(old_state.key, id(module))
+        module_number = next(self._count)
+        module_key = f"module{module_number}"
+        if any(module_record.path == module_path for module_record in self._records.values()):
+            module_path = f"{module_path} ({module_number})"  # a report must not mix two up
+        module_id = id(module)
+        module_record = ModuleRecord(
+            module_key,
+            module_path,
+            module,
+            module_survey,
+            lambda: self._drop(module_key, module_id),
+        )
+        self._records[module_key] = self._by_id[module_id] = module_record
+        return module_record
+
+    def _drop(self, module_key: str, module_id: int) -> None:
+        module_record = self._records.pop(module_key, None)
+        if module_record is not None and self._by_id.get(module_id) is module_record:
+            del self._by_id[module_id]

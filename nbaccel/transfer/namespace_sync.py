@@ -1,0 +1,561 @@
+"""What flows from the notebook's namespace to the workers: what a cell needs and they lack.
+
+    names of a cell ─► fingerprints ─► what each rank lacks ─► one part per group of equal ranks
+               (NamespaceSnapshot)        (_Lack)           (Part, in a PreparedUpdate)
+
+For every rank the flow remembers the fingerprint that each name had in the notebook when the rank
+got it, or bound it itself. A name is sent when the notebook's value has another one by now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nbaccel.errors import ModelNotShareable, NotSendable
+from nbaccel.transfer import arena, namespace_snapshot, pickling, shared_memory
+from nbaccel.transfer.free_names import Names, is_users
+from nbaccel.transfer.function_pickling import ModulePlace, Reducer
+from nbaccel.transfer.module_registry import ModuleRecord, ModuleRegistry, ModuleState, difference
+from nbaccel.transfer.namespace_snapshot import Fingerprint, NamespaceSnapshot
+from nbaccel.transfer.namespace_update import Load, NamespaceUpdate, Update, UpdatePart
+
+__all__ = ["NamespaceSync", "PreparedUpdate"]
+
+
+# A module found in one round changes what another value refers to in the next.
+_MAX_SURVEY_ROUNDS = 4
+
+
+@dataclass
+class _RankState:
+    """What one rank has, as far as the notebook knows."""
+
+    seen: dict[str, Hashable] = field(default_factory=dict)
+    """Token of the notebook's value when the name was sent, or bound there."""
+    told: dict[str, ModuleState] = field(default_factory=dict)
+    """Modules that it has, by key, as they were when it last heard of them."""
+    arenas: dict[str, weakref.ref[arena.Arena]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _RankLack:
+    """What a rank lacks. Equal for ranks that can be given the same."""
+
+    names: tuple[str, ...]
+    whole: tuple[str, ...]
+    known: frozenset[str]
+    """Keys of the living modules that it has."""
+    states: tuple[tuple[str, ModuleState], ...]
+    """What it was told of those that the cell can reach."""
+
+    def is_nothing(self, module_changes: Mapping[str, Any]) -> bool:
+        return not (self.names or self.whole or module_changes)
+
+
+@dataclass(frozen=True)
+class _SettledState:
+    """What a rank has once it has taken its part."""
+
+    tokens: Mapping[str, Hashable]
+    states: Mapping[str, ModuleState]
+    forgotten: tuple[str, ...]
+    forgotten_arenas: tuple[str, ...]
+
+
+@dataclass
+class PreparedUpdate:
+    """Cargo with its descriptors, ready to be sent. Close it when it has been."""
+
+    message: NamespaceUpdate
+    fds: list[int]
+    wanted: dict[int, tuple[str, ...]]
+    """Per rank, the names to bind there."""
+    nbytes: int
+    """Bytes that were copied for it: the parcels, and arenas made for modules."""
+    settled: dict[int, _SettledState]
+    arenas: dict[str, arena.Arena]
+
+    def close(self) -> None:
+        """Give up the descriptors."""
+        file_descriptors, self.fds = self.fds, []
+        shared_memory.close_all(file_descriptors)
+
+
+class _LeaveOut(Exception):
+    """These names cannot be sent, and are not needed for sure: go on without them."""
+
+    def __init__(self, cell_names: Iterable[str]) -> None:
+        super().__init__()
+        self.names = frozenset(cell_names)
+
+
+class NamespaceSync:
+    """The notebook's side of the flow of names.
+
+    Args:
+        notebook_namespace: The notebook's own dict: functions of cells have it as globals.
+        rank_numbers: The ranks of the pool.
+    """
+
+    def __init__(self, notebook_namespace: Mapping[str, Any], rank_numbers: Sequence[int]) -> None:
+        self._namespace = notebook_namespace
+        self._ranks = {rank: _RankState() for rank in rank_numbers}
+        self._modules = ModuleRegistry()
+        self.reasons: dict[str, str] = {}
+        """Names that could not be sent, with why."""
+
+    def prepare(
+        self, cell_names: Names, rank_numbers: Sequence[int], *, force_send: bool = False
+    ) -> PreparedUpdate | None:
+        """Pack what these ranks lack of these names, and of what those refer to.
+
+        Args:
+            cell_names: What a cell reads.
+            rank_numbers: Who will run it.
+            force_send: Send the needed names even if they did not change since.
+
+        Returns:
+            What is to be sent, or None if they have it all.
+
+        Raises:
+            NotSendable: If a needed name holds something that cannot be pickled.
+            ModelNotShareable: If a needed name holds a module without memory to share.
+        """
+        left_out: frozenset[str] = frozenset()
+        while True:
+            update_packing = _UpdatePacking(self, cell_names, left_out, force_send=force_send)
+            try:
+                return update_packing.pack(rank_numbers)
+            except _LeaveOut as without:
+                update_packing.close()
+                left_out |= without.names
+            except BaseException:  # an interrupt too must not cost descriptors
+                update_packing.close()
+                raise
+
+    def taken(self, prepared_update: PreparedUpdate) -> None:
+        """The ranks have it."""
+        for rank_number, settled_ranks in prepared_update.settled.items():
+            rank_state = self._ranks[rank_number]
+            rank_state.seen.update(settled_ranks.tokens)
+            rank_state.told.update(settled_ranks.states)
+            for module_key in settled_ranks.forgotten:
+                rank_state.told.pop(module_key, None)
+            for module_key in settled_ranks.forgotten_arenas:
+                rank_state.arenas.pop(module_key, None)
+            for module_key, found in prepared_update.arenas.items():
+                # Weak: what a rank has must not keep the notebook's memory alive.
+                rank_state.arenas.setdefault(module_key, weakref.ref(found))
+
+    def bound(self, rank: int, cell_names: Iterable[str]) -> None:
+        """That rank's cell bound or deleted these names itself: they are its own now.
+
+        What the notebook has under such a name is sent only when it changes after this.
+        """
+        seen_tokens, current_snapshot = (
+            self._ranks[rank].seen,
+            NamespaceSnapshot(self._namespace, self._modules),
+        )
+        for variable_name in cell_names:
+            seen_tokens.pop(variable_name, None)
+            if variable_name in self._namespace:
+                seen_tokens[variable_name] = self._token(current_snapshot, variable_name)
+
+    def _token(self, current_snapshot: NamespaceSnapshot, variable_name: str) -> Hashable:
+        named_value = self._namespace[variable_name]
+        try:
+            return current_snapshot.fingerprint(variable_name, named_value).token
+        except Exception:  # pickling runs user code; then the object itself is all there is to know
+            return ("unsendable", id(named_value))
+
+    def records(self, module_keys: Collection[str]) -> list[ModuleRecord]:
+        """The modules with these keys that still live in the notebook."""
+        found = (self._modules.by_key(module_key) for module_key in sorted(module_keys))
+        return [
+            module_record
+            for module_record in found
+            if module_record is not None
+            and module_record.is_shared
+            and module_record.module is not None
+        ]
+
+    @contextlib.contextmanager
+    def coming_home(self, module_records: Iterable[ModuleRecord]) -> Iterator[None]:
+        """Weights of these modules come from the ranks within this block.
+
+        What changes in their tensors is no news to the ranks: they are not asked to take it over.
+        """
+        shared_arenas = {
+            module_key for module_record in module_records for module_key in module_record.arenas()
+        }
+        concerned_modules = [
+            module_record
+            for module_record in self._modules.all()
+            if shared_arenas & module_record.arenas().keys()
+        ]
+        state_before = {
+            module_record.key: module_record.versions() for module_record in concerned_modules
+        }
+        yield
+        for module_record in concerned_modules:
+            version_increase = module_record.versions() - state_before[module_record.key]
+            for rank_state in self._ranks.values():
+                told_state = rank_state.told.get(module_record.key)
+                if told_state is not None and version_increase:
+                    rank_state.told[module_record.key] = replace(
+                        told_state, versions=told_state.versions + version_increase
+                    )
+
+
+class _UpdatePacking:
+    """One attempt to pack what a cell needs."""
+
+    def __init__(
+        self,
+        namespace_sync: NamespaceSync,
+        cell_names: Names,
+        left_out: frozenset[str],
+        *,
+        force_send: bool,
+    ) -> None:
+        self._flow = namespace_sync
+        self._namespace = namespace_sync._namespace
+        self._modules = namespace_sync._modules
+        self._names = cell_names
+        self._left_out = left_out
+        self._forced = cell_names.needed if force_send else frozenset()
+        self._moment = NamespaceSnapshot(self._namespace, self._modules)
+        self._found: dict[str, Fingerprint] = {}
+        self._fds: list[int] = []
+        self._nbytes = 0
+
+    def close(self) -> None:
+        shared_memory.close_all(self._fds)
+        self._fds.clear()
+
+    def pack(self, rank_numbers: Sequence[int]) -> PreparedUpdate | None:
+        for _ in range(_MAX_SURVEY_ROUNDS):
+            state_before = self._moment.news
+            self._found = self._look()
+            if self._moment.news == state_before:
+                break
+        ranks_by_lack: dict[_RankLack, list[int]] = defaultdict(list)
+        for rank in rank_numbers:
+            ranks_by_lack[self._lack(self._flow._ranks[rank])].append(rank)
+        update_parts: list[UpdatePart] = []
+        shared_arenas: dict[str, arena.Arena] = {}
+        settled_ranks: dict[int, _SettledState] = {}
+        wanted_names: dict[int, tuple[str, ...]] = {}
+        for rank_lack, group_ranks in ranks_by_lack.items():
+            module_changes = self._changes(rank_lack)
+            if rank_lack.is_nothing(module_changes):
+                continue
+            self._share(rank_lack)
+            update_part, settled_state = self._part(
+                rank_lack, module_changes, tuple(group_ranks), shared_arenas
+            )
+            update_parts.append(update_part)
+            settled_ranks |= dict.fromkeys(group_ranks, settled_state)
+            wanted_names |= dict.fromkeys(group_ranks, rank_lack.names)
+        return (
+            self._shipment(update_parts, shared_arenas, settled_ranks, wanted_names)
+            if update_parts
+            else None
+        )
+
+    def _shipment(
+        self,
+        update_parts: list[UpdatePart],
+        shared_arenas: dict[str, arena.Arena],
+        settled_ranks: dict[int, _SettledState],
+        wanted_names: dict[int, tuple[str, ...]],
+    ) -> PreparedUpdate:
+        new_arenas = {
+            module_key: found
+            for module_key, found in shared_arenas.items()
+            if any(module_key not in self._flow._ranks[rank].arenas for rank in wanted_names)
+        }
+        for found in reversed(new_arenas.values()):
+            # A copy of the descriptor: sending closes it, and the arena keeps its own.
+            self._fds.insert(0, os.dup(found.fd))
+        for variable_name in {
+            variable_name for cell_names in wanted_names.values() for variable_name in cell_names
+        }:
+            self._flow.reasons.pop(variable_name, None)
+        return PreparedUpdate(
+            message=NamespaceUpdate(
+                arenas=tuple(
+                    (module_key, found.nbytes) for module_key, found in new_arenas.items()
+                ),
+                parts=tuple(update_parts),
+            ),
+            fds=self._fds,
+            wanted=wanted_names,
+            nbytes=self._nbytes,
+            settled=settled_ranks,
+            arenas=new_arenas,
+        )
+
+    # ------------------------------------------------------------------- what there is
+
+    def _look(self) -> dict[str, Fingerprint]:
+        """The fingerprints of all names that are to be there, also of those that others read."""
+        found: dict[str, Fingerprint] = {}
+        unvisited = deque(sorted(self._names.needed) + sorted(self._names.possible))
+        while unvisited:
+            variable_name = unvisited.popleft()
+            if (
+                variable_name in found
+                or variable_name in self._left_out
+                or not is_users(variable_name)
+            ):
+                continue
+            if variable_name not in self._namespace:
+                continue
+            try:
+                found[variable_name] = self._moment.fingerprint(
+                    variable_name, self._namespace[variable_name]
+                )
+            except Exception as pickling_error:  # pickling runs user code: it may raise anything
+                self._refuse(variable_name, pickling_error)
+                continue
+            unvisited.extend(sorted(found[variable_name].names))
+            for module_key in self._reach(found[variable_name].modules):
+                unvisited.extend(sorted(self._moment.state(module_key).names))
+        return found
+
+    def _reach(self, module_keys: Iterable[str]) -> list[str]:
+        """These modules, and those that their attributes refer to."""
+        reached_keys: dict[str, None] = {}
+        unvisited = deque(sorted(module_keys))
+        while unvisited:
+            module_key = unvisited.popleft()
+            if module_key not in reached_keys:
+                reached_keys[module_key] = None
+                unvisited.extend(sorted(self._moment.state(module_key).modules))
+        return list(reached_keys)
+
+    def _lack(self, rank_state: _RankState) -> _RankLack:
+        cell_names = tuple(
+            variable_name
+            for variable_name, fingerprint in self._found.items()
+            if variable_name in self._forced
+            or rank_state.seen.get(variable_name) != fingerprint.token
+        )
+        known_keys = frozenset(
+            module_key
+            for module_key in rank_state.told
+            if self._modules.by_key(module_key) is not None
+        )
+        reached_keys = self._reach(
+            {
+                module_key
+                for found_fingerprint in self._found.values()
+                for module_key in found_fingerprint.modules
+            }
+        )
+        told_states = tuple(
+            (module_key, rank_state.told[module_key])
+            for module_key in reached_keys
+            if module_key in known_keys
+        )
+        start_keys = {
+            module_key
+            for variable_name in cell_names
+            for module_key in self._found[variable_name].modules
+        }
+        start_keys |= {module_key for module_key, _ in told_states}
+        whole_keys = tuple(
+            module_key for module_key in self._reach(start_keys) if module_key not in known_keys
+        )
+        return _RankLack(cell_names, whole_keys, known_keys, told_states)
+
+    def _changes(self, rank_lack: _RankLack) -> dict[str, tuple[Update, tuple[type, ...]]]:
+        forced_keys = {
+            module_key
+            for variable_name in self._forced & self._found.keys()
+            for module_key in self._found[variable_name].modules
+        }
+        module_changes = {}
+        for module_key, told_state in rank_lack.states:
+            found = difference(
+                module_key,
+                told_state,
+                self._moment.state(module_key),
+                self._moment.survey(module_key),
+                adopt_weights=module_key in forced_keys,
+            )
+            module_record = self._modules.by_key(module_key)
+            if found is None or module_record is None:
+                continue
+            module_changes[module_key] = found
+            if found[0].adopt:
+                arena.update_host_copies(module_record.sharing)
+        return module_changes
+
+    # ------------------------------------------------------------------- packing
+
+    def _share(self, rank_lack: _RankLack) -> None:
+        """Move the modules that come whole to arenas; leaves out names whose module cannot."""
+        for variable_name in rank_lack.names:
+            for module_key in self._reach(self._found[variable_name].modules):
+                module_record = self._modules.by_key(module_key)
+                if module_key not in rank_lack.whole or module_record is None:
+                    continue
+                try:
+                    self._nbytes += module_record.share()
+                except ModelNotShareable as pickling_error:
+                    if variable_name in self._names.needed:
+                        raise
+                    self._flow.reasons[variable_name] = str(pickling_error)
+                    raise _LeaveOut([variable_name]) from pickling_error
+        for (
+            module_key
+        ) in rank_lack.whole:  # those that a changed attribute of a known module refers to
+            module_record = self._modules.by_key(module_key)
+            self._nbytes += module_record.share() if module_record is not None else 0
+
+    def _part(
+        self,
+        rank_lack: _RankLack,
+        module_changes: Mapping[str, tuple[Update, tuple[type, ...]]],
+        rank_numbers: tuple[int, ...],
+        shared_arenas: dict[str, arena.Arena],
+    ) -> tuple[UpdatePart, _SettledState]:
+        module_records = [
+            module_record
+            for module_record in (
+                self._modules.by_key(module_key) for module_key in rank_lack.whole
+            )
+            if module_record is not None
+        ]
+        update_load = Load(
+            names={
+                variable_name: self._namespace[variable_name] for variable_name in rank_lack.names
+            },
+            modules=tuple(
+                (module_record.key, module_record.manifest(), module_record.module)
+                for module_record in module_records
+                if module_record.module is not None
+            ),
+            updates=tuple(module_update for module_update, _ in module_changes.values()),
+            classes=tuple(
+                dict.fromkeys(
+                    cell_class
+                    for _, changed_classes in module_changes.values()
+                    for cell_class in changed_classes
+                )
+            ),
+        )
+        object_reducer = Reducer(self._namespace, self._places(rank_lack))
+        pickle_sender = pickling.Sender.create(self._moment.stand_ins())
+        pickle_sender.reduce = object_reducer
+        try:
+            packed_object, file_descriptor = pickling.pack(update_load, pickle_sender)
+        except Exception as pickling_error:  # pickling runs user code: anything may come out of it
+            self._find_culprit(rank_lack, pickling_error)
+            raise
+        self._fds.append(file_descriptor)
+        self._nbytes += packed_object.nbytes
+        for module_record in module_records:
+            shared_arenas |= module_record.arenas()
+        shared_arenas |= pickle_sender.arenas
+        settled_state = self._settled_state(rank_lack, module_changes, rank_numbers)
+        update_part = UpdatePart(
+            ranks=rank_numbers,
+            parcel=packed_object,
+            sources=pickle_sender.sources | object_reducer.sources,
+            forget=settled_state.forgotten,
+            forget_arenas=settled_state.forgotten_arenas,
+        )
+        return update_part, settled_state
+
+    def _settled_state(
+        self,
+        rank_lack: _RankLack,
+        module_changes: Mapping[str, tuple[Update, tuple[type, ...]]],
+        rank_numbers: tuple[int, ...],
+    ) -> _SettledState:
+        """What these ranks have once they have taken their part."""
+        group_ranks = [self._flow._ranks[number] for number in rank_numbers]
+        forgotten_keys = {
+            module_key
+            for rank_state in group_ranks
+            for module_key in rank_state.told.keys() - rank_lack.known
+        }
+        forgotten_arenas = {
+            arena_key
+            for rank_state in group_ranks
+            for arena_key, arena_reference in rank_state.arenas.items()
+            if arena_reference() is None
+        }
+        return _SettledState(
+            tokens={
+                variable_name: self._found[variable_name].token for variable_name in rank_lack.names
+            },
+            states={
+                module_key: self._moment.state(module_key)
+                for module_key in [*rank_lack.whole, *module_changes]
+            },
+            forgotten=tuple(sorted(forgotten_keys)),
+            forgotten_arenas=tuple(sorted(forgotten_arenas)),
+        )
+
+    def _places(self, rank_lack: _RankLack) -> Any:
+        """Finds what lies in modules that the ranks have."""
+        place_table: dict[int, ModulePlace] | None = None
+
+        def place(module_part: Any) -> ModulePlace | None:
+            nonlocal place_table
+            if place_table is None:
+                known_keys = (
+                    self._modules.by_key(module_key) for module_key in sorted(rank_lack.known)
+                )
+                place_table = self._moment.table(
+                    module_record for module_record in known_keys if module_record is not None
+                )
+            return place_table.get(id(module_part))
+
+        return place
+
+    # ------------------------------------------------------------------- what cannot be sent
+
+    def _refuse(self, variable_name: str, pickling_error: Exception) -> None:
+        """Raise for a needed name; note the reason for others."""
+        if variable_name not in self._names.needed:
+            self._flow.reasons[variable_name] = f"{type(pickling_error).__name__}: {pickling_error}"
+            return
+        culprit_path = pickling.find_in(
+            self._namespace[variable_name], variable_name, can_pickle=self._pickles
+        )
+        raise NotSendable(
+            f"{culprit_path} cannot be sent to the workers: "
+            f"{type(pickling_error).__name__}: {pickling_error}.\n"
+            "Make it in a %%accelerate cell instead, or send what it is made from.",
+            path=culprit_path,
+        ) from pickling_error
+
+    def _pickles(self, named_value: Any) -> bool:
+        try:
+            namespace_snapshot.fingerprint_of_pickle(named_value, Reducer(self._namespace))
+        except Exception:  # whatever it is, it does not pickle: that is the answer
+            return False
+        return True
+
+    def _find_culprit(self, rank_lack: _RankLack, pickling_error: Exception) -> None:
+        """A module's attribute does not pickle: find whose it is."""
+        found = [
+            variable_name
+            for variable_name in rank_lack.names
+            if not self._pickles(self._namespace[variable_name])
+        ]
+        for variable_name in found:
+            self._refuse(variable_name, pickling_error)
+        if found:
+            raise _LeaveOut(found) from pickling_error

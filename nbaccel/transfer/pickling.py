@@ -1,0 +1,596 @@
+"""Python objects on their way to another process, with their big blocks beside the pickle.
+
+What cannot be pickled is named as the user would write it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import gc
+import io
+import linecache
+import os
+import pickle
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+import torch
+
+from nbaccel import torch_private
+from nbaccel.transfer import arena, shared_memory
+
+_BLOCK_ALIGNMENT = 64
+
+ArenaTable = Mapping[str, shared_memory.Mapping]
+"""The receiver's mappings of the arenas, by the key under which the sender names them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedObject:
+    """What the receiver must know to open the memory file that travels with this record."""
+
+    nbytes: int
+    """Size of the file."""
+    blocks: tuple[shared_memory.ByteRange, ...]
+    """Where each out-of-band block lies, in the order the pickle asks for them."""
+    pickle: shared_memory.ByteRange
+
+
+class TooCostly(Exception):
+    """Packing was given up: more than the allowed number of bytes went through the pickle."""
+
+
+@dataclass
+class Sender:
+    """What a pickling process knows about shared memory, and what it found while pickling."""
+
+    keys: dict[int, str]
+    """id of an arena → its key in the receiver's table."""
+    stand_ins: dict[int, tuple[arena.Arena, int]]
+    """Device address of a storage → where its host copy lies."""
+    sources: dict[str, list[str]]
+    """Source lines of every cell whose functions or classes travel by value."""
+    arenas: dict[str, arena.Arena]
+    """Arenas that the pickle refers to, by key."""
+    modules: list[torch.nn.Module] = field(default_factory=list)
+    """Every module that the pickle holds, each before its parts."""
+    reduce: Callable[[Any], Any] | None = None
+    """Asked first how to pickle an object; `NotImplemented` leaves it to what follows."""
+
+    @classmethod
+    def create(cls, stand_ins: dict[int, tuple[arena.Arena, int]] | None = None) -> Sender:
+        """A sender that has found nothing yet."""
+        return cls(keys={}, stand_ins=stand_ins or {}, sources={}, arenas={})
+
+    def key(self, home_arena: arena.Arena) -> str:
+        """Name an arena for the receiver."""
+        arena_key = self.keys.setdefault(id(home_arena), home_arena.key)
+        self.arenas[arena_key] = home_arena
+        return arena_key
+
+
+def pack(
+    pickled_object: Any, pickle_sender: Sender, *, limit_bytes: int | None = None
+) -> tuple[PackedObject, int]:
+    """Put an object into a memory file.
+
+    Args:
+        pickled_object: Anything cloudpickle can take.
+        pickle_sender: Where tensors may live; its `sources` and `arenas` are filled.
+        limit_bytes: Give up when the pickle itself, without out-of-band blocks, grows beyond this.
+
+    Returns:
+        The parcel and the file's descriptor, which the caller closes.
+
+    Raises:
+        TooCostly: If `limit_bytes` was reached.
+    """
+    return prepare(pickled_object, pickle_sender, limit_bytes=limit_bytes).write()
+
+
+@dataclass(frozen=True)
+class PreparedObject:
+    """A pickled object, before its big blocks have been copied."""
+
+    stream: io.BytesIO
+    blocks: list[pickle.PickleBuffer]
+
+    def drop(self) -> None:
+        """Give up what it holds of the objects' memory."""
+        while self.blocks:
+            self.blocks.pop().release()
+
+    def write(self) -> tuple[PackedObject, int]:
+        """Copy all of it into a memory file; see `pack`."""
+        return _write_file(
+            self.stream.getbuffer(), [memory_block.raw() for memory_block in self.blocks]
+        )
+
+
+def prepare(
+    pickled_object: Any, pickle_sender: Sender, *, limit_bytes: int | None = None
+) -> PreparedObject:
+    """Do what `pack` does, but for copying what is big."""
+    memory_blocks: list[pickle.PickleBuffer] = []
+    pickle_stream = _MeteredStream(limit_bytes)
+    dump(pickled_object, pickle_sender, pickle_stream, memory_blocks.append)
+    return PreparedObject(pickle_stream, memory_blocks)
+
+
+def dump(
+    pickled_object: Any,
+    pickle_sender: Sender,
+    pickle_stream: Any,
+    on_block: Callable[[pickle.PickleBuffer], Any],
+) -> None:
+    """Pickle as `pack` does, but into anything that has a `write`; big blocks go to `on_block`."""
+    _ValuePickler(pickle_stream, pickle_sender, on_block).dump(pickled_object)
+
+
+def pack_plain(pickled_object: Any, pickle_sender: Sender) -> tuple[PackedObject, int]:
+    """Like `pack`, but classes and functions travel by name.
+
+    For a forked child's answer: its parent has the very same classes, and must get them back, not
+    copies of them, or the notebook's `except MyError` would not match.
+    """
+    memory_blocks: list[pickle.PickleBuffer] = []
+    pickle_stream = io.BytesIO()
+    _PlainPickler(pickle_stream, pickle_sender, memory_blocks.append).dump(pickled_object)
+    return _write_file(
+        pickle_stream.getbuffer(), [memory_block.raw() for memory_block in memory_blocks]
+    )
+
+
+def unpack(
+    packed_object: PackedObject,
+    file_descriptor: int,
+    arena_table: ArenaTable,
+    *,
+    target_device: str = "cpu",
+) -> Any:
+    """Open a parcel. Arrays and tensors in it view a private mapping of the file.
+
+    Args:
+        packed_object: The record that came with the descriptor.
+        file_descriptor: The memory file; the caller closes it.
+        arena_table: This process's mappings of the arenas that the sender referred to.
+        target_device: Where tensors go that lived on an accelerator at the sender's.
+    """
+    file_mapping = shared_memory.Mapping(file_descriptor, packed_object.nbytes, is_private=True)
+    context_token = _CURRENT_RECEIVER.set(_Receiver(arena_table, target_device))
+    try:
+        return pickle.loads(
+            file_mapping.view(*packed_object.pickle),
+            buffers=[file_mapping.view(*byte_span) for byte_span in packed_object.blocks],
+        )
+    finally:
+        _CURRENT_RECEIVER.reset(context_token)
+
+
+@dataclass(frozen=True)
+class _Receiver:
+    arenas: ArenaTable
+    device: str
+
+
+_CURRENT_RECEIVER: contextvars.ContextVar[_Receiver] = contextvars.ContextVar("nbaccel-receiver")
+
+
+class _MeteredStream(io.BytesIO):
+    def __init__(self, limit_bytes: int | None) -> None:
+        super().__init__()
+        self._limit_bytes = limit_bytes
+
+    def write(self, pickle_bytes: Any) -> int:
+        written_bytes = super().write(pickle_bytes)
+        if self._limit_bytes is not None and self.tell() > self._limit_bytes:
+            raise TooCostly(self.tell())
+        return written_bytes
+
+
+class _StorageReducer:
+    """What both picklers do with tensor storages."""
+
+    def __init__(self, pickle_sender: Sender) -> None:
+        self._sender = pickle_sender
+        self._find = arena.Finder()
+
+    def reduce(self, pickled_object: Any) -> Any:
+        object_type = type(pickled_object)
+        if object_type is torch.storage.TypedStorage:
+            return _typed_storage, (
+                torch_private.untyped_storage(pickled_object),
+                pickled_object.dtype,
+            )
+        if object_type is torch.UntypedStorage and pickled_object.device.type != "meta":
+            return self._untyped(pickled_object)
+        if (
+            object_type in _PLAIN_TENSOR_TYPES
+            and pickled_object.device.type == "cpu"
+            and _is_bare(pickled_object)
+        ):
+            return self._tensor(pickled_object, object_type)
+        return NotImplemented
+
+    def _tensor(self, bare_tensor: torch.Tensor, object_type: type) -> Any:
+        """In one step what torch takes four for: a model has hundreds of them."""
+        tensor_storage = bare_tensor.untyped_storage()
+        num_bytes, first_address = tensor_storage.nbytes(), tensor_storage.data_ptr()
+        home_arena = self._find(first_address, num_bytes) if num_bytes else None
+        if home_arena is None:
+            return NotImplemented
+        arena_place = (self._sender.key(home_arena), first_address - home_arena.address, num_bytes)
+        tensor_geometry = (
+            bare_tensor.storage_offset(),
+            tuple(bare_tensor.shape),
+            bare_tensor.stride(),
+        )
+        return _arena_tensor, (
+            object_type,
+            *arena_place,
+            bare_tensor.dtype,
+            *tensor_geometry,
+            bare_tensor.requires_grad,
+        )
+
+    def _untyped(self, tensor_storage: torch.UntypedStorage) -> Any:
+        num_bytes, first_address = tensor_storage.nbytes(), tensor_storage.data_ptr()
+        on_host = tensor_storage.device.type == "cpu"
+        home_arena = self._find(first_address, num_bytes) if on_host and num_bytes else None
+        if home_arena is not None:
+            return _arena_storage, (
+                self._sender.key(home_arena),
+                first_address - home_arena.address,
+                num_bytes,
+                False,
+            )
+        if first_address in self._sender.stand_ins and not on_host:
+            home_arena, first_byte = self._sender.stand_ins[first_address]
+            return _arena_storage, (self._sender.key(home_arena), first_byte, num_bytes, True)
+        if num_bytes == 0:
+            return torch.UntypedStorage, (0,)
+        raw_bytes = torch.empty(0, dtype=torch.uint8, device=tensor_storage.device).set_(
+            tensor_storage
+        )
+        return _own_storage, (pickle.PickleBuffer(raw_bytes.cpu().numpy().data), not on_host)
+
+
+_PLAIN_TENSOR_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def _is_bare(bare_tensor: torch.Tensor) -> bool:
+    """Whether geometry, values and `requires_grad` are all there is to the tensor."""
+    return (
+        bare_tensor.layout is torch.strided
+        and not (bare_tensor.is_quantized or bare_tensor.is_conj() or bare_tensor.is_neg())
+        and bare_tensor.is_leaf
+        and not bare_tensor.__dict__
+        and not torch_private.has_gradient_hooks(bare_tensor)
+    )
+
+
+_HOOK_TABLES = tuple(
+    name for name, value in vars(torch.nn.Module()).items() if type(value) is OrderedDict
+)
+"""The tables of hooks that every module has, nearly always empty."""
+
+
+_MODULE_GETSTATE = getattr(torch.nn.Module, "__getstate__", None)  # Python 3.10's object has none
+
+
+def _is_ordinary(object_type: type[torch.nn.Module]) -> bool:
+    """Whether such modules are pickled as most are: their attributes and nothing else."""
+    return (
+        object_type.__setstate__ is torch.nn.Module.__setstate__
+        and object_type.__reduce_ex__ is object.__reduce_ex__
+        and object_type.__reduce__ is object.__reduce__
+        and getattr(object_type, "__getstate__", None) is _MODULE_GETSTATE
+        and not hasattr(object_type, "__getnewargs_ex__")
+        and not hasattr(object_type, "__getnewargs__")
+        and object_type.__new__ is object.__new__
+    )
+
+
+class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(
+        self,
+        pickle_file: Any,
+        pickle_sender: Sender,
+        on_block: Callable[[pickle.PickleBuffer], Any],
+    ) -> None:
+        # cloudpickle's table is a ChainMap: a look-up in Python for every object of the model.
+        self.dispatch_table = dict(cloudpickle.Pickler.dispatch_table)
+        # Earlier protocols have no blocks beside the pickle.
+        super().__init__(pickle_file, protocol=5, buffer_callback=on_block)
+        self._storages = _StorageReducer(pickle_sender)
+        self._sender = pickle_sender
+        self._first = pickle_sender.reduce
+        self._shapes: dict[tuple[str, ...], tuple[str, ...]] = {}  # one object for pickle's memo
+        self._ordinary: dict[type, bool] = {}
+
+    def reducer_override(self, pickled_object: Any) -> Any:
+        if self._first is not None:
+            reduced_form = self._first(pickled_object)
+            if reduced_form is not NotImplemented:
+                return reduced_form
+        reduced_form = self._storages.reduce(pickled_object)
+        if reduced_form is not NotImplemented:
+            return reduced_form
+        if isinstance(pickled_object, types.FunctionType):
+            note_source(pickled_object, self._sender.sources)
+        elif isinstance(pickled_object, torch.nn.Module):
+            self._sender.modules.append(pickled_object)
+            object_type = type(pickled_object)
+            if object_type not in self._ordinary:
+                self._ordinary[object_type] = _is_ordinary(object_type)
+            return self._module(pickled_object) if self._ordinary[object_type] else NotImplemented
+        elif not isinstance(pickled_object, type):
+            return NotImplemented  # cloudpickle has its own way with functions and classes only
+        return super().reducer_override(pickled_object)
+
+    def _module(self, whole_module: torch.nn.Module) -> Any:
+        """Leave out the empty tables of hooks: pickling those takes longer than all the rest."""
+        module_state = dict(
+            vars(whole_module) if _MODULE_GETSTATE is None else _MODULE_GETSTATE(whole_module)
+        )
+        empty_hooks = tuple(
+            attribute_name
+            for attribute_name in _HOOK_TABLES
+            if attribute_name in module_state and not module_state[attribute_name]
+        )
+        for attribute_name in empty_hooks:
+            del module_state[attribute_name]
+        return (
+            _make_module,
+            (type(whole_module), self._shapes.setdefault(empty_hooks, empty_hooks)),
+            module_state,
+        )
+
+
+class _PlainPickler(pickle.Pickler):
+    def __init__(
+        self,
+        pickle_file: Any,
+        pickle_sender: Sender,
+        on_block: Callable[[pickle.PickleBuffer], Any],
+    ) -> None:
+        super().__init__(pickle_file, protocol=5, buffer_callback=on_block)
+        self._storages = _StorageReducer(pickle_sender)
+
+    def reducer_override(self, pickled_object: Any) -> Any:
+        if isinstance(pickled_object, type) and "<locals>" in pickled_object.__qualname__:
+            # No name leads to it; but a fork has it where its parent has it.
+            return _local_class, (
+                id(pickled_object),
+                pickled_object.__qualname__,
+                cloudpickle.dumps(pickled_object),
+            )
+        return self._storages.reduce(pickled_object)
+
+
+def note_source(cell_function: types.FunctionType, cell_sources: dict[str, list[str]]) -> None:
+    """Keep the lines of the cell a function came from: the worker's tracebacks need them."""
+    attribute_name = cell_function.__code__.co_filename
+    if (
+        attribute_name not in cell_sources
+        and attribute_name in linecache.cache
+        and len(linecache.cache[attribute_name]) == 4
+    ):
+        modification_time = linecache.cache[attribute_name][1]  # type: ignore[misc]
+        if modification_time is None:  # no file behind it: a cell, an exec, a doctest
+            cell_sources[attribute_name] = linecache.getlines(attribute_name)
+
+
+def _write_file(
+    pickle_stream: memoryview, memory_blocks: list[memoryview]
+) -> tuple[PackedObject, int]:
+    block_spans, next_byte = [], 0
+    for memory_block in memory_blocks:
+        block_spans.append((next_byte, next_byte + memory_block.nbytes))
+        next_byte += -(-memory_block.nbytes // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
+    packed_object = PackedObject(
+        nbytes=next_byte + pickle_stream.nbytes,
+        blocks=tuple(block_spans),
+        pickle=(next_byte, next_byte + pickle_stream.nbytes),
+    )
+    file_descriptor = shared_memory.create_file("parcel", packed_object.nbytes)
+    with _closed_on_error(file_descriptor):
+        for byte_span, memory_block in zip(block_spans, memory_blocks, strict=True):
+            shared_memory.write_at(file_descriptor, memory_block, byte_span[0])
+        shared_memory.write_at(file_descriptor, pickle_stream, next_byte)
+    return packed_object, file_descriptor
+
+
+@contextlib.contextmanager
+def _closed_on_error(file_descriptor: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:  # no descriptor is lost to an interrupt either
+        os.close(file_descriptor)
+        raise
+
+
+# What the pickle calls on the receiving side. Their names are part of the pickle, so of the wire.
+
+
+def _typed_storage(
+    untyped_storage: torch.UntypedStorage, element_type: torch.dtype
+) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
+        wrap_storage=untyped_storage, dtype=element_type, _internal=True
+    )
+
+
+def _arena_storage(
+    arena_key: str, first_byte: int, num_bytes: int, to_device: bool
+) -> torch.UntypedStorage:
+    current_receiver = _CURRENT_RECEIVER.get()
+    tensor_storage = arena.storage_at(current_receiver.arenas[arena_key], first_byte, num_bytes)
+    return (
+        _storage_on_device(tensor_storage, current_receiver.device) if to_device else tensor_storage
+    )
+
+
+def _arena_tensor(
+    object_type: type[torch.Tensor],
+    arena_key: str,
+    first_byte: int,
+    num_bytes: int,
+    element_type: torch.dtype,
+    element_offset: int,
+    tensor_geometry: tuple[int, ...],
+    tensor_strides: tuple[int, ...],
+    requires_grad: bool,
+) -> torch.Tensor:
+    tensor_storage = arena.storage_at(
+        _CURRENT_RECEIVER.get().arenas[arena_key], first_byte, num_bytes
+    )
+    bare_tensor = torch.empty(0, dtype=element_type).set_(
+        tensor_storage, element_offset, tensor_geometry, tensor_strides
+    )
+    if object_type is torch.nn.Parameter:
+        return torch.nn.Parameter(bare_tensor, requires_grad)
+    return bare_tensor.requires_grad_(requires_grad)
+
+
+def _make_module(
+    object_type: type[torch.nn.Module], empty_hooks: tuple[str, ...]
+) -> torch.nn.Module:
+    whole_module = object_type.__new__(object_type)
+    vars(whole_module).update((attribute_name, OrderedDict()) for attribute_name in empty_hooks)
+    return whole_module
+
+
+def _local_class(first_address: int, qualified_name: str, pickled_class: bytes) -> type:
+    """The class of that name at that address; a copy, if it was made after the fork."""
+    # A fork shares its parent's addresses, so the id alone names the class.
+    for known_object in gc.get_objects():
+        if (
+            id(known_object) == first_address
+            and isinstance(known_object, type)
+            and known_object.__qualname__ == qualified_name
+        ):
+            return known_object
+    unpickled_class: type = pickle.loads(pickled_class)
+    return unpickled_class
+
+
+def _own_storage(memory_block: Any, to_device: bool) -> torch.UntypedStorage:
+    tensor_storage = torch.frombuffer(memory_block, dtype=torch.uint8).untyped_storage()
+    return (
+        _storage_on_device(tensor_storage, _CURRENT_RECEIVER.get().device)
+        if to_device
+        else tensor_storage
+    )
+
+
+def _storage_on_device(
+    tensor_storage: torch.UntypedStorage, target_device: str
+) -> torch.UntypedStorage:
+    if torch.device(target_device).type == "cpu":
+        return tensor_storage
+    raw_bytes = torch.empty(0, dtype=torch.uint8).set_(tensor_storage)
+    return raw_bytes.to(target_device).untyped_storage()
+
+
+_MAX_SEARCH_DEPTH = 6
+
+Test = Callable[[Any], bool]
+
+
+def find_culprit(cell_function: Callable[..., Any], call_arguments: tuple[Any, ...]) -> str:
+    """The innermost object that does not pickle, as `args[1]['lock'] (a _thread.lock)`."""
+    attribute_name = getattr(cell_function, "__name__", "the function")
+    for source_path, held_value in [
+        *_of_function(cell_function, attribute_name),
+        *_items_of(call_arguments, "args"),
+    ]:
+        if not _can_pickle(held_value):
+            return find_in(held_value, source_path)
+    return _with_type(attribute_name, cell_function)
+
+
+def find_in(held_value: Any, source_path: str, *, can_pickle: Test | None = None) -> str:
+    """The innermost part of a value that does not pickle, as `path['lock'] (a _thread.lock)`.
+
+    Args:
+        held_value: Something that does not pickle.
+        source_path: How the user would write it.
+        can_pickle: Tells whether a part does; by default, whether cloudpickle takes it.
+    """
+    return _innermost_culprit(held_value, source_path, _MAX_SEARCH_DEPTH, can_pickle or _can_pickle)
+
+
+def _innermost_culprit(held_value: Any, source_path: str, depth_left: int, can_pickle: Test) -> str:
+    for inner_path, inner in _parts_of(held_value, source_path) if depth_left else ():
+        if not can_pickle(inner):
+            return _innermost_culprit(inner, inner_path, depth_left - 1, can_pickle)
+    return _with_type(source_path, held_value)
+
+
+def _with_type(source_path: str, held_value: Any) -> str:
+    object_type = type(held_value)
+    plain_type = object_type.__module__ in ("builtins", "__main__")
+    type_name = object_type.__qualname__
+    return (
+        f"{source_path} (a {type_name if plain_type else f'{object_type.__module__}.{type_name}'})"
+    )
+
+
+def _parts_of(held_value: Any, source_path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(held_value, dict):
+        yield from (
+            (f"{source_path}[{held_key!r}]", held_value)
+            for held_key, held_value in held_value.items()
+        )
+    elif isinstance(held_value, (list, tuple)):
+        yield from _items_of(held_value, source_path)
+    elif callable(held_value) and hasattr(held_value, "__code__"):
+        yield from _of_function(held_value, source_path)
+    elif hasattr(held_value, "__dict__"):
+        yield from (
+            (f"{source_path}.{held_key}", held_value)
+            for held_key, held_value in vars(held_value).items()
+        )
+
+
+def _items_of(held_values: Any, source_path: str) -> Iterator[tuple[str, Any]]:
+    yield from (
+        (f"{source_path}[{position}]", held_value)
+        for position, held_value in enumerate(held_values)
+    )
+
+
+def _of_function(cell_function: Any, source_path: str) -> Iterator[tuple[str, Any]]:
+    code_object = getattr(cell_function, "__code__", None)
+    for attribute_name, closure_cell in zip(
+        getattr(code_object, "co_freevars", ()),
+        getattr(cell_function, "__closure__", None) or (),
+        strict=False,
+    ):
+        with contextlib.suppress(ValueError):  # a variable that has no value yet
+            yield f"{attribute_name} (which {source_path} closes over)", closure_cell.cell_contents
+    outer_variables = getattr(cell_function, "__globals__", {})
+    for attribute_name in getattr(code_object, "co_names", ()):
+        if attribute_name in outer_variables:
+            yield (
+                f"{attribute_name} (a global that {source_path} uses)",
+                outer_variables[attribute_name],
+            )
+
+
+def _can_pickle(held_value: Any) -> bool:
+    try:
+        cloudpickle.Pickler(io.BytesIO(), protocol=5, buffer_callback=_drop_output).dump(held_value)
+    except Exception:  # whatever it is, it does not pickle: that is the answer
+        return False
+    return True
+
+
+def _drop_output(memory_block: pickle.PickleBuffer) -> None:
+    memory_block.release()

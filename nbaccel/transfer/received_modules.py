@@ -1,0 +1,494 @@
+"""The modules that came to a worker by an arena: what happens to their weights there.
+
+    staging files ◄───── write_home: rank 0's changed pages; of sharded tensors everyone's piece
+        │ read by the notebook, once every rank has written all of it
+    arena file
+        │ private map
+    worker's tensors ──► settle: pages that equal the file are given back, and shared again
+                     ◄── adopt: the notebook wrote to the weights: what was written here goes
+
+A tensor that left the arena (moved to a device, sharded, given another dtype) is copied instead.
+Where an optimizer is about to step most of an arena, rank 0 trains in a file of its own, which then
+is its staging file: see [Note: training in place] in `transfer.weight_sync`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from nbaccel import torch_private
+from nbaccel.errors import InternalError
+from nbaccel.transfer import sharded_tensors, shared_memory, weight_checks, weight_sync
+from nbaccel.transfer.arena import Slot, is_in_arena, named_tensors
+from nbaccel.transfer.namespace_update import Update
+
+__all__ = ["ReceivedModules"]
+
+
+_COMPARED_BYTES = 1 << 20  # compared at a time: what is read twice stays in the cache
+_WORD_BYTES = 8
+
+
+@dataclass(frozen=True)
+class _LocalArena:
+    """A worker's own descriptor of an arena, and its private mapping."""
+
+    fd: int
+    mapping: shared_memory.Mapping
+    """It closes the descriptor when it goes, which is with the last tensor that lives in it."""
+
+    @classmethod
+    def open(cls, file_descriptor: int, num_bytes: int) -> _LocalArena:
+        """Take an arena in; the descriptor stays the caller's."""
+        own_bytes = os.dup(file_descriptor)
+        try:
+            arena_mapping = shared_memory.Mapping(own_bytes, num_bytes, is_private=True)
+        except BaseException:  # no descriptor is lost to an interrupt either
+            os.close(own_bytes)
+            raise
+        close_file = weakref.finalize(arena_mapping, os.close, own_bytes)
+        close_file.atexit = False  # a process that ends closes it anyway
+        return cls(own_bytes, arena_mapping)
+
+    def as_the_notebook_sees_it(self) -> shared_memory.Mapping:
+        return shared_memory.Mapping(self.fd, self.mapping.nbytes, is_private=False)
+
+
+class ReceivedModules:
+    """A worker's table of the notebook's modules, by key.
+
+    Args:
+        own_rank: The worker's rank.
+        num_nodes: Machines that take part.
+        share_back: Whether weights go home; if not, nothing is prepared for that.
+    """
+
+    def __init__(self, *, own_rank: int, num_nodes: int = 1, share_back: bool = True) -> None:
+        self._rank = own_rank
+        self._num_nodes = num_nodes
+        self._share_back = share_back
+        self._arenas: dict[str, _LocalArena] = {}
+        self._modules: dict[str, tuple[weight_sync.Manifest, nn.Module]] = {}
+        self._origins: dict[str, weight_checks.OriginalTensors] = {}
+        self._reported: dict[str, str] = {}
+        """Digests of what this rank has trained, as they were reported last, by module."""
+        self._at_home: dict[str, Hashable] = {}
+        """Of the tensors that left the arena: the state in which they last came home."""
+        self._has_stepped = False
+        self._held = sharded_tensors.HeldParts()
+        self._in_files: dict[str, int] = {}
+        """Descriptors of the files that this rank trains in, by key of the arena."""
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers that have been looked at since weights came home last."""
+        self._handed_over: frozenset[str] = frozenset()
+        """Keys of the arenas of which every byte was in the last report."""
+        _report_steps(self)
+
+    @property
+    def mappings(self) -> dict[str, shared_memory.Mapping]:
+        """This worker's mappings of the arenas, by key."""
+        return {arena_key: local_arena.mapping for arena_key, local_arena in self._arenas.items()}
+
+    def module(self, module_key: str) -> nn.Module:
+        """The module that the notebook knows under this key."""
+        if module_key not in self._modules:
+            raise InternalError(
+                f"rank {self._rank} has no module {module_key}, only {sorted(self._modules)}. "
+                "Please report this."
+            )
+        return self._modules[module_key][1]
+
+    def open_arena(self, arena_key: str, num_bytes: int, file_descriptor: int) -> None:
+        """Map an arena, unless this worker has it."""
+        if arena_key not in self._arenas:
+            self._arenas[arena_key] = _LocalArena.open(file_descriptor, num_bytes)
+
+    def add(
+        self, module_key: str, module_manifest: weight_sync.Manifest, module: nn.Module
+    ) -> None:
+        """A module arrived whole."""
+        self._modules[module_key] = (module_manifest, module)
+        self._origins[module_key] = weight_checks.original_tensors_of(module)
+        self._reported.pop(module_key, None)
+        self._at_home[module_key] = self._departed_state(module_key)
+
+    def forget(self, module_keys: Iterable[str], arena_keys: Iterable[str]) -> None:
+        """The notebook has no use for these any more. What the worker uses of them stays."""
+        for key in module_keys:
+            for state_table in (self._modules, self._origins, self._reported, self._at_home):
+                state_table.pop(key, None)
+        for key in arena_keys:
+            self._arenas.pop(key, None)
+            self._stop_training_in(key)
+
+    # ------------------------------------------------------------------- from the notebook
+
+    def apply(self, module_update: Update) -> None:
+        """Carry over what the notebook changed. Parts that are gone here are passed over."""
+        module = self.module(module_update.key)
+        module_tensors = dict(named_tensors(module))
+        named_submodules = dict(module.named_modules(remove_duplicate=False))
+        for tensor_name, flag_value in module_update.requires_grad.items():
+            if tensor_name in module_tensors and module_tensors[tensor_name].is_leaf:
+                module_tensors[tensor_name].requires_grad_(flag_value)
+        for submodule_path, flag_value in module_update.training.items():
+            if submodule_path in named_submodules:
+                named_submodules[submodule_path].training = flag_value
+        for submodule_path, new_values in module_update.attributes.items():
+            if submodule_path in named_submodules:
+                named_submodules[submodule_path].__dict__.update(new_values)
+        for submodule_path, removed_names in module_update.removed.items():
+            for tensor_name in removed_names if submodule_path in named_submodules else ():
+                named_submodules[submodule_path].__dict__.pop(tensor_name, None)
+        if module_update.adopt:
+            self._adopt(module_update.key)
+
+    def _adopt(self, module_key: str) -> None:
+        module_manifest, module = self._modules[module_key]
+        for arena_key, local_arena in self._arenas.items():
+            page_spans = shared_memory.merge_ranges(
+                (
+                    arena_slot.start,
+                    -(-(arena_slot.start + arena_slot.nbytes) // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT,
+                )
+                for owner_key, arena_slot in module_manifest.slots
+                if owner_key == arena_key
+            )
+            for first_byte, end_byte in page_spans:
+                self._let_go(arena_key, first_byte, min(end_byte, local_arena.mapping.nbytes))
+        with torch.no_grad():
+            for arena_slot, module_tensor, arena_mapping in self._departed(module_manifest, module):
+                if sharded_tensors.full_shape(module_tensor) == arena_slot.shape:
+                    sharded_tensors.fill_local_part(module_tensor, arena_slot.view(arena_mapping))
+        self._at_home[module_key] = self._departed_state(module_key)
+
+    # ------------------------------------------------------------------- to the notebook
+
+    def dirty(self) -> tuple[str, ...]:
+        """Keys of the modules whose weights the notebook may not have got yet."""
+        own_changes = self._changed_modules()
+        return (
+            tuple(own_changes)
+            if self._rank == 0
+            else (*own_changes, *self._trained_apart(own_changes))
+        )
+
+    def _trained_apart(self, other_keys: Collection[str]) -> Iterator[str]:
+        """Modules that this rank has trained, though rank 0's are what the notebook gets."""
+        written_ranges = self._written()
+        for module_key in self._modules.keys() - set(other_keys):
+            own_digest = self._own_digest(module_key, written_ranges)
+            if own_digest and own_digest != self._reported.get(module_key):
+                yield module_key
+
+    def _own_digest(
+        self, module_key: str, written_ranges: Mapping[str, list[shared_memory.ByteRange]]
+    ) -> str:
+        """Of what this rank has written of a module; empty if nothing."""
+        (module_manifest, module), arena_mappings = self._modules[module_key], self.mappings
+        if not arena_mappings.keys() >= {arena_key for arena_key, _ in module_manifest.slots}:
+            return ""
+        return weight_checks.fingerprint_of(
+            module_manifest.slots, module, arena_mappings, written_ranges, own_only=True
+        )
+
+    def _used_by(self, module_keys: Iterable[str]) -> tuple[str, ...]:
+        used_keys = {
+            arena_key
+            for module_key in module_keys
+            for arena_key, _ in self._modules[module_key][0].slots
+        }
+        return tuple(sorted(used_keys & self._arenas.keys()))
+
+    def _changed_modules(self) -> list[str]:
+        written_ranges = self._written() if self._rank == 0 else {}
+        return [
+            module_key
+            for module_key, (module_manifest, _) in self._modules.items()
+            if _overlaps_written(module_manifest, written_ranges)
+            or self._has_changed_elsewhere(module_key)
+        ]
+
+    def _written(self) -> dict[str, list[shared_memory.ByteRange]]:
+        used_keys = {
+            slot_key
+            for module_manifest, _ in self._modules.values()
+            for slot_key, _ in module_manifest.slots
+        }
+        return {
+            arena_key: self._written_to(arena_key)
+            for arena_key in used_keys
+            if arena_key in self._arenas
+        }
+
+    def _written_to(self, arena_key: str) -> list[shared_memory.ByteRange]:
+        arena_mapping = self._arenas[arena_key].mapping
+        return (
+            [(0, arena_mapping.nbytes)] if arena_key in self._in_files else arena_mapping.written()
+        )
+
+    def _has_changed_elsewhere(self, module_key: str) -> bool:
+        departed_state = self._departed_state(module_key)
+        return departed_state is not None and (
+            self._has_stepped or departed_state != self._at_home[module_key]
+        )
+
+    def _departed_state(self, module_key: str) -> Hashable:
+        """Changes when a tensor that this rank brings home, though not by pages, does."""
+        tensor_states = tuple(
+            (arena_slot.name, id(module_tensor), torch_private.tensor_version(module_tensor))
+            for arena_slot, module_tensor, _ in self._departed(*self._modules[module_key])
+            if self._rank == 0 or sharded_tensors.is_sharded(module_tensor)
+        )
+        return tensor_states or None
+
+    def _departed(
+        self, module_manifest: weight_sync.Manifest, module: nn.Module
+    ) -> Iterator[tuple[Slot, torch.Tensor, shared_memory.Mapping]]:
+        module_tensors = dict(named_tensors(module))
+        for arena_key, arena_slot in module_manifest.slots:
+            module_tensor = module_tensors.get(arena_slot.name)
+            local_arena = self._arenas.get(arena_key)
+            if (
+                module_tensor is None
+                or local_arena is None
+                or is_in_arena(module_tensor, arena_slot, local_arena.mapping)
+            ):
+                continue
+            yield arena_slot, module_tensor, local_arena.mapping
+
+    def write_home(
+        self, staging_files: Mapping[str, int]
+    ) -> tuple[weight_sync.WeightReport, dict[str, int]]:
+        """Write what this rank owes of the changed modules into staging files.
+
+        Args:
+            staging_files: Descriptors of the notebook's staging files by key of the arena. A module
+                that lies in others as well stays here.
+
+        Returns:
+            What was written, and the files of this rank's own that hold whole arenas, by key: their
+            descriptors stay this object's.
+        """
+        changed_keys = [
+            module_key
+            for module_key in self.dirty()
+            if staging_files.keys() >= set(self._used_by([module_key]))
+        ]
+        used_arenas = self._used_by(changed_keys)
+        own_files = {key: self._in_files[key] for key in used_arenas if key in self._in_files}
+        weight_report = weight_sync.WeightWriter(
+            own_rank=self._rank,
+            shared_modules=[self._modules[key] for key in changed_keys],
+            arena_mappings={key: self._arenas[key].mapping for key in used_arenas},
+            staging_files={key: staging_files[key] for key in used_arenas},
+            num_nodes=self._num_nodes,
+            held_parts=self._held,
+            in_files=own_files,
+            original_tensors={
+                self._modules[key][0].path: self._origins[key] for key in changed_keys
+            },
+            keeps_states=False,
+        ).write()
+        if self._rank != 0:
+            written_ranges = self._written()
+            self._reported |= {key: self._own_digest(key, written_ranges) for key in changed_keys}
+        kept_arenas = {
+            key
+            for module_manifest, _ in self._modules.values()
+            if module_manifest.path in weight_report.stranded
+            for key, _ in module_manifest.slots
+        }
+        self._handed_over = frozenset(own_files.keys() - kept_arenas)
+        return weight_report, own_files
+
+    def settle(self) -> None:
+        """The notebook has the weights: give back private pages that are equal to the arena's."""
+        for key in self._modules:
+            self._at_home[key] = self._departed_state(key)
+        self._has_stepped = False
+        self._seen.clear()
+        for key, page_spans in self._written().items():
+            local_arena = self._arenas[key]
+            if key in self._in_files:
+                self._move_back(key, local_arena)
+                continue
+            notebook_bytes = local_arena.as_the_notebook_sees_it().bytes()
+            own_bytes = local_arena.mapping.bytes()
+            for first_byte, end_byte in _equal_runs(own_bytes, notebook_bytes, page_spans):
+                local_arena.mapping.give_back(first_byte, end_byte)
+
+    def _move_back(self, arena_key: str, local_arena: _LocalArena) -> None:
+        """Map the arena again, privately; what it does not say is kept as private pages."""
+        own_bytes, kept_ranges = local_arena.mapping.bytes(), []
+        if arena_key not in self._handed_over:
+            notebook_bytes = local_arena.as_the_notebook_sees_it().bytes()
+            kept_ranges = [
+                (byte_range, own_bytes[slice(*byte_range)].copy())
+                for byte_range in _different_runs(own_bytes, notebook_bytes)
+            ]
+        local_arena.mapping.replace(local_arena.fd, is_private=True)
+        for (first_byte, end_byte), new_values in kept_ranges:
+            own_bytes[first_byte:end_byte] = new_values
+        self._stop_training_in(arena_key)
+
+    def _stop_training_in(self, arena_key: str) -> None:
+        file_descriptor = self._in_files.pop(arena_key, None)
+        if file_descriptor is not None:
+            os.close(file_descriptor)
+
+    def _let_go(self, arena_key: str, first_byte: int, end_byte: int) -> None:
+        """Let these bytes be the notebook's again, and no others."""
+        local_arena = self._arenas[arena_key]
+        if arena_key in self._in_files:
+            shared_memory.read_at(
+                local_arena.fd, local_arena.mapping.view(first_byte, end_byte), first_byte
+            )
+        else:
+            _give_back_range(local_arena, first_byte, end_byte)
+
+    # ------------------------------------------------------------------- while it is trained
+
+    def about_to_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to make a step: let rank 0 train in files of its own."""
+        if self._rank != 0 or not self._share_back or optimizer in self._seen:
+            return
+        self._seen.add(optimizer)
+        unmoved_mappings = {
+            arena_key: module_manifest
+            for arena_key, module_manifest in self.mappings.items()
+            if arena_key not in self._in_files
+        }
+        for arena_key in weight_sync.arenas_to_train_in(
+            unmoved_mappings,
+            (parameter_group["params"] for parameter_group in optimizer.param_groups),
+        ):
+            with contextlib.suppress(OSError):  # no room: private pages do, and the end will tell
+                self._in_files[arena_key] = _moved_in(unmoved_mappings[arena_key])
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer made a step."""
+        self._held.hold_for(optimizer, (module for _, module in self._modules.values()))
+        self._has_stepped = True
+
+
+def _moved_in(arena_mapping: shared_memory.Mapping) -> int:
+    """A new file that the mapping shows and writes from now on."""
+    file_descriptor = shared_memory.create_file("staging", arena_mapping.nbytes)
+    try:
+        weight_sync.move_mapping_to_file(arena_mapping, file_descriptor)
+    except BaseException:  # no descriptor is lost to an interrupt either
+        os.close(file_descriptor)
+        raise
+    return file_descriptor
+
+
+_SLOT_ALIGNMENT = 64  # what lies between the tensors of an arena belongs to nobody
+
+
+def _overlaps_written(
+    module_manifest: weight_sync.Manifest, written_ranges: dict[str, list[shared_memory.ByteRange]]
+) -> bool:
+    return any(
+        first_byte < arena_slot.start + arena_slot.nbytes and arena_slot.start < end_byte
+        for key, arena_slot in module_manifest.slots
+        for first_byte, end_byte in written_ranges.get(key, ())
+    )
+
+
+def _give_back_range(local_arena: _LocalArena, first_byte: int, end_byte: int) -> None:
+    """Let these bytes be the notebook's again, and no others."""
+    page_bytes = shared_memory.PAGE_BYTES
+    first_page_byte = -(-first_byte // page_bytes) * page_bytes
+    last_page_byte = (
+        end_byte if end_byte == local_arena.mapping.nbytes else end_byte // page_bytes * page_bytes
+    )
+    if first_page_byte < last_page_byte:
+        local_arena.mapping.give_back(first_page_byte, last_page_byte)
+    edge_ranges = (
+        [(first_byte, min(first_page_byte, end_byte)), (max(last_page_byte, first_byte), end_byte)]
+        if first_page_byte < last_page_byte
+        else [(first_byte, end_byte)]
+    )
+    for low_byte, high_byte in edge_ranges:  # pages that others have a part in
+        if low_byte < high_byte:
+            shared_memory.read_at(
+                local_arena.fd, local_arena.mapping.view(low_byte, high_byte), low_byte
+            )
+
+
+def _equal_runs(
+    own_bytes: np.ndarray[Any, Any],
+    notebook_bytes: np.ndarray[Any, Any],
+    page_spans: Sequence[shared_memory.ByteRange],
+) -> Iterator[shared_memory.ByteRange]:
+    """The runs of whole pages in these spans that are the same in both."""
+    for span_start, span_end in page_spans:
+        for first_byte in range(span_start, span_end, _COMPARED_BYTES):
+            end_byte = min(first_byte + _COMPARED_BYTES, span_end)
+            if np.array_equal(
+                _as_words(own_bytes[first_byte:end_byte]),
+                _as_words(notebook_bytes[first_byte:end_byte]),
+            ):
+                yield first_byte, end_byte
+                continue
+            for low_byte in range(first_byte, end_byte, shared_memory.PAGE_BYTES):
+                high_byte = min(low_byte + shared_memory.PAGE_BYTES, end_byte)
+                if np.array_equal(
+                    own_bytes[low_byte:high_byte], notebook_bytes[low_byte:high_byte]
+                ):
+                    yield low_byte, high_byte
+
+
+def _different_runs(
+    own_bytes: np.ndarray[Any, Any], notebook_bytes: np.ndarray[Any, Any]
+) -> Iterator[shared_memory.ByteRange]:
+    """The runs of whole pages that are not the same in both."""
+    return shared_memory.gaps_between(
+        shared_memory.merge_ranges(_equal_runs(own_bytes, notebook_bytes, [(0, own_bytes.size)])),
+        own_bytes.size,
+    )
+
+
+def _as_words(raw_bytes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return raw_bytes.view(np.uint64) if raw_bytes.size % _WORD_BYTES == 0 else raw_bytes
+
+
+def _report_steps(received_modules: ReceivedModules) -> None:
+    """Tell it of every optimizer's steps: some write weights past torch's counting."""
+    modules_reference = weakref.ref(received_modules)
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        found = modules_reference()
+        if found is not None:
+            found.about_to_step(optimizer)
+
+    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        found = modules_reference()
+        if found is not None:
+            found.stepped(optimizer)
+
+    for hook_handle in (
+        register_optimizer_step_pre_hook(before_step),
+        register_optimizer_step_post_hook(after_step),
+    ):
+        # The hooks are torch's and global: without this they would outlive the pool.
+        weakref.finalize(received_modules, _remove_hook, hook_handle)
+
+
+def _remove_hook(hook_handle: Any) -> None:
+    with contextlib.suppress(KeyError):
+        hook_handle.remove()

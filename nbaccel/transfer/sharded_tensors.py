@@ -1,0 +1,281 @@
+"""Tensors of which each process has a part: which part it is, and how it gets into the whole.
+
+torch's DTensors say it themselves. Of libraries that cut parameters up in ways of their own, the
+capability rows name a reader (:class:`~nbaccel.abc.shards.ShardReader`); it is asked only where the
+library has been imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from nbaccel import _catalog, torch_private
+from nbaccel.abc.shards import ShardReader
+from nbaccel.capabilities import STRATEGIES
+
+__all__ = [
+    "HeldParts",
+    "copy_with_cast",
+    "fill_local_part",
+    "forget_process_groups",
+    "full_shape",
+    "is_dtensor",
+    "is_sharded",
+    "module_inside",
+    "pieces",
+    "put_piece",
+    "remove_process_files",
+    "shard_readers",
+    "state_without_engine",
+    "unrounded_values",
+]
+
+
+PieceSpot = tuple[slice, ...] | int
+"""Where a piece lies in the whole: slices, or the number of its first element, flattened."""
+
+_CHUNK_ELEMENTS = 1 << 20  # elements placed at a time where each needs an index of its own
+
+
+def is_dtensor(sharded_tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor: this process has a piece of it, or a copy among several."""
+    return hasattr(sharded_tensor, "placements")
+
+
+def is_sharded(sharded_tensor: torch.Tensor) -> bool:
+    """Whether every process brings its own part of it home."""
+    return is_dtensor(sharded_tensor) or _reader_of(sharded_tensor) is not None
+
+
+def full_shape(sharded_tensor: torch.Tensor) -> tuple[int, ...]:
+    """Its shape, all processes' parts together."""
+    shard_reader = _reader_of(sharded_tensor)
+    held_part = shard_reader.whole_shape(sharded_tensor) if shard_reader is not None else None
+    return tuple(sharded_tensor.shape) if held_part is None else held_part
+
+
+def odd_placements(sharded_tensor: Any) -> list[Any]:
+    """Those of a DTensor that do not say which slice of the whole this rank has."""
+    if not is_dtensor(sharded_tensor):
+        return []
+    from torch.distributed.tensor import Replicate, Shard
+
+    return [
+        placement
+        for placement in sharded_tensor.placements
+        if type(placement) not in (Replicate, Shard)
+    ]
+
+
+def pieces(
+    sharded_tensor: Any, held_part: object = None
+) -> Iterator[tuple[PieceSpot, torch.Tensor]]:
+    """What this rank has of a tensor: where it lies in the whole, and its values.
+
+    Args:
+        sharded_tensor: Any tensor.
+        held_part: What :class:`HeldParts` kept of it.
+    """
+    shard_reader = _reader_of(sharded_tensor)
+    if shard_reader is not None:
+        yield from shard_reader.local_pieces(sharded_tensor, held_part)
+        return
+    if not is_dtensor(sharded_tensor):
+        yield (), sharded_tensor
+        return
+    local_shape, local_offset = torch_private.local_shape_and_offset(sharded_tensor)
+    local_tensor = sharded_tensor.to_local()
+    if local_tensor.numel():
+        yield (
+            tuple(
+                slice(first_index, first_index + num_elements)
+                for first_index, num_elements in zip(local_offset, local_shape, strict=True)
+            ),
+            local_tensor,
+        )
+
+
+def put_piece(
+    whole_tensor: torch.Tensor, piece_spot: PieceSpot, piece_values: torch.Tensor
+) -> None:
+    """Copy a piece into the whole, with cast.
+
+    Args:
+        whole_tensor: The whole.
+        piece_spot: Where.
+        piece_values: The piece.
+    """
+    if not isinstance(piece_spot, int):
+        copy_with_cast(whole_tensor[piece_spot], piece_values)
+    elif whole_tensor.is_contiguous():
+        whole_tensor.view(-1)[piece_spot : piece_spot + piece_values.numel()].copy_(piece_values)
+    else:
+        for first_element in range(0, piece_values.numel(), _CHUNK_ELEMENTS):
+            values_part = piece_values[first_element : first_element + _CHUNK_ELEMENTS]
+            flat_indices = torch.arange(
+                piece_spot + first_element, piece_spot + first_element + values_part.numel()
+            )
+            whole_tensor[torch.unravel_index(flat_indices, whole_tensor.shape)] = values_part.to(
+                whole_tensor
+            )
+
+
+def unrounded_values(
+    piece_values: torch.Tensor,
+    notebook_values: torch.Tensor,
+    piece_spot: PieceSpot,
+    model_dtype: torch.dtype,
+) -> torch.Tensor:
+    """The notebook's own values, where a piece is nothing but these in a shorter format.
+
+    Engines cast whole models: what is frozen, or was not trained yet, would come home with fewer
+    digits than it has.
+
+    Args:
+        piece_values: The piece.
+        notebook_values: The whole, as the notebook has it.
+        piece_spot: Where the piece lies in it.
+        model_dtype: The format that the model computes in.
+    """
+    if model_dtype == notebook_values.dtype or not (
+        model_dtype.is_floating_point and notebook_values.is_floating_point()
+    ):
+        return piece_values
+    notebook_part = _part_of_whole(notebook_values, piece_spot, piece_values.numel())
+    return (
+        notebook_part
+        if torch.equal(notebook_part.to(model_dtype).to(piece_values), piece_values)
+        else piece_values
+    )
+
+
+def _part_of_whole(
+    whole_tensor: torch.Tensor, piece_spot: PieceSpot, num_elements: int
+) -> torch.Tensor:
+    if not isinstance(piece_spot, int):
+        return whole_tensor[piece_spot]
+    if whole_tensor.is_contiguous():
+        return whole_tensor.view(-1)[piece_spot : piece_spot + num_elements]
+    return whole_tensor[
+        torch.unravel_index(torch.arange(piece_spot, piece_spot + num_elements), whole_tensor.shape)
+    ]
+
+
+def copy_with_cast(whole_tensor: torch.Tensor, piece_values: torch.Tensor) -> None:
+    """Copy, with cast; an expanded tensor's repeated dims are written once."""
+    for dim_number, stride_step in enumerate(whole_tensor.stride()):
+        if stride_step == 0 and whole_tensor.shape[dim_number] > 1:
+            whole_tensor, piece_values = (
+                whole_tensor.narrow(dim_number, 0, 1),
+                piece_values.narrow(dim_number, 0, 1),
+            )
+    whole_tensor.copy_(piece_values)
+
+
+def fill_local_part(sharded_tensor: torch.Tensor, whole_tensor: torch.Tensor) -> None:
+    """Let this rank's part have the values of the whole.
+
+    Args:
+        sharded_tensor: Whole or sharded.
+        whole_tensor: All of it.
+    """
+    shard_reader = _reader_of(sharded_tensor)
+    if shard_reader is not None:
+        shard_reader.assign(sharded_tensor, whole_tensor)
+        return
+    for piece_spot, piece_values in pieces(sharded_tensor.detach()):
+        if not isinstance(piece_spot, int):
+            piece_values.copy_(whole_tensor[piece_spot])
+
+
+def module_inside(wrapped_module: nn.Module) -> nn.Module | None:
+    """The user's module in an engine of a library that cuts parameters up; None for any other."""
+    return next(
+        (
+            inner
+            for shard_reader in shard_readers()
+            if (inner := shard_reader.inner_module(wrapped_module)) is not None
+        ),
+        None,
+    )
+
+
+def state_without_engine(wrapped_module: nn.Module) -> dict[str, Any] | None:
+    """What a module consists of without what such a library put on it; None if it did not."""
+    return next(
+        (
+            module_state
+            for shard_reader in shard_readers()
+            if (module_state := shard_reader.plain_state(wrapped_module)) is not None
+        ),
+        None,
+    )
+
+
+def forget_process_groups() -> None:
+    """Torch's process groups are gone: no library may go on with groups made from them."""
+    for shard_reader in shard_readers():
+        shard_reader.forget_groups()
+
+
+def remove_process_files() -> None:
+    """Remove what libraries keep on disk for this process, which ends."""
+    for shard_reader in shard_readers():
+        shard_reader.leave()
+
+
+class HeldParts:
+    """Keeps what is needed to read parts after their engine is gone."""
+
+    def __init__(self) -> None:
+        self._found: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._seen: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+    def hold_for(
+        self, optimizer: torch.optim.Optimizer, trained_modules: Iterable[nn.Module]
+    ) -> None:
+        """Keep what is needed of modules as they are at an optimizer's first step.
+
+        Args:
+            optimizer: It steps now.
+            trained_modules: All that it may train.
+        """
+        if optimizer in self._seen:
+            return
+        self._seen.add(optimizer)
+        for sharded_tensor in (
+            module_parameter
+            for wrapped_module in trained_modules
+            for module_parameter in wrapped_module.parameters()
+        ):
+            shard_reader = _reader_of(sharded_tensor)
+            held_part = shard_reader.hold(sharded_tensor) if shard_reader is not None else None
+            if held_part is not None:
+                self._found[sharded_tensor] = held_part
+
+    def of(self, sharded_tensor: torch.Tensor) -> object:
+        """What was kept of a tensor; None if nothing was."""
+        held_part: object = self._found.get(sharded_tensor)  # type: ignore[no-untyped-call]
+        return held_part
+
+
+def _reader_of(sharded_tensor: torch.Tensor) -> ShardReader | None:
+    return next(
+        (shard_reader for shard_reader in shard_readers() if shard_reader.is_cut(sharded_tensor)),
+        None,
+    )
+
+
+def shard_readers() -> Iterator[ShardReader]:
+    """Those of the libraries that have been imported."""
+    for strategy_row in STRATEGIES:
+        if strategy_row.shards and strategy_row.library in sys.modules:
+            # A library that was not imported has cut nothing up, and importing it takes seconds.
+            yield _catalog.load_object(strategy_row.shards)

@@ -1,0 +1,266 @@
+"""What became of a module in a worker, beyond its values: is it the one that the notebook knows?
+
+Two questions, asked when weights come home:
+
+- Did all ranks train the same model? Each rank takes a digest of the parameters that it trained,
+  and the notebook compares them. A plain loop without DDP trains a different model in each process,
+  and only rank 0's comes home.
+- Do the values fit into the notebook's tensors as they are? Tied weights that came apart do not,
+  and another dtype loses digits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+import xxhash
+from torch import nn
+
+from nbaccel.transfer import sharded_tensors, shared_memory
+from nbaccel.transfer.arena import Slot, is_in_arena, named_tensors
+from nbaccel.units import first_few
+
+__all__ = [
+    "OriginalTensors",
+    "describe_changes",
+    "differing_ranks",
+    "digest_of",
+    "fingerprint_of",
+    "original_tensors_of",
+    "untied_reason",
+]
+
+
+OriginalTensors = Mapping[str, weakref.ref[torch.Tensor]]
+"""A module's tensors as they came, by name."""
+
+ArenaSlots = Sequence[tuple[str, Slot]]
+"""Where the notebook has each tensor of a module: key of the arena, slot."""
+
+_NUM_SAMPLES = 16
+_SAMPLE_BYTES = 4096
+"""Of a large tensor, so many pieces of this size are read: training changes nearly all bytes."""
+
+
+def original_tensors_of(module: nn.Module) -> OriginalTensors:
+    """What a module consists of now, to see later what was replaced."""
+    return {
+        tensor_name: weakref.ref(compared_tensor)
+        for tensor_name, compared_tensor in named_tensors(module)
+    }
+
+
+def fingerprint_of(
+    arena_slots: ArenaSlots,
+    module: nn.Module,
+    arena_mappings: Mapping[str, shared_memory.Mapping],
+    written_ranges: Mapping[str, Sequence[shared_memory.ByteRange]],
+    *,
+    own_only: bool = False,
+) -> str:
+    """A digest of the parameters of a module that a rank has trained.
+
+    Args:
+        arena_slots: Where the notebook has the module's tensors.
+        module: The module, as it is here.
+        arena_mappings: This rank's mappings of the arenas, by key.
+        written_ranges: The bytes of each that this rank has written.
+        own_only: Whether parameters that this rank has not written are passed over: it sees the
+            notebook's values there, which other ranks may change.
+
+    Returns:
+        Equal where the sampled bytes of all parameters are equal; empty if this rank has written
+        none of them. Tensors that need no gradient are passed over (BatchNorm's statistics differ
+        between ranks by design), and so are sharded ones (no two ranks have the same).
+    """
+    module_tensors = dict(named_tensors(module))
+    trainable_tensors = [
+        (arena_key, arena_slot, module_tensors[arena_slot.name])
+        for arena_key, arena_slot in arena_slots
+        if arena_slot.name in module_tensors and _is_compared(module_tensors[arena_slot.name])
+    ]
+    own_tensors = [
+        tensor_place
+        for tensor_place in trainable_tensors
+        if _is_written(*tensor_place, arena_mappings, written_ranges)
+    ]
+    return (
+        _digest_tensors(
+            compared_tensor
+            for _, _, compared_tensor in (own_tensors if own_only else trainable_tensors)
+        )
+        if own_tensors
+        else ""
+    )
+
+
+def digest_of(module: nn.Module) -> str:
+    """The digest of a module as it is here, whether or not anybody has trained it."""
+    return _digest_tensors(
+        compared_tensor
+        for _, compared_tensor in named_tensors(module)
+        if _is_compared(compared_tensor)
+    )
+
+
+def _is_compared(compared_tensor: torch.Tensor) -> bool:
+    return compared_tensor.requires_grad and not sharded_tensors.is_sharded(compared_tensor)
+
+
+def _is_written(
+    arena_key: str,
+    arena_slot: Slot,
+    compared_tensor: torch.Tensor,
+    arena_mappings: Mapping[str, shared_memory.Mapping],
+    written_ranges: Mapping[str, Sequence[shared_memory.ByteRange]],
+) -> bool:
+    if not is_in_arena(compared_tensor, arena_slot, arena_mappings[arena_key]):
+        return True
+    return any(
+        first_byte < arena_slot.start + arena_slot.nbytes and arena_slot.start < end_byte
+        for first_byte, end_byte in written_ranges[arena_key]
+    )
+
+
+def _digest_tensors(module_tensors: Iterable[torch.Tensor]) -> str:
+    tensor_digest = xxhash.xxh3_64()
+    for compared_tensor in module_tensors:
+        for sampled_piece in _sampled_pieces(compared_tensor.detach()):
+            tensor_digest.update(sampled_piece.contiguous().cpu().view(torch.uint8).numpy().data)
+    return tensor_digest.hexdigest()
+
+
+def _sampled_pieces(compared_tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    sample_elements = max(1, _SAMPLE_BYTES // compared_tensor.element_size())
+    if (
+        compared_tensor.numel() <= sample_elements * _NUM_SAMPLES
+        or not compared_tensor.is_contiguous()
+    ):
+        yield compared_tensor.reshape(-1)
+        return
+    flat_tensor = compared_tensor.view(-1)
+    sample_step = (flat_tensor.numel() - sample_elements) // (_NUM_SAMPLES - 1)
+    for sample_number in range(_NUM_SAMPLES):
+        yield flat_tensor[
+            sample_number * sample_step : sample_number * sample_step + sample_elements
+        ]
+
+
+def differing_ranks(rank_fingerprints: Mapping[int, str]) -> list[int]:
+    """The ranks whose trained model is lost, because it is not rank 0's.
+
+    Args:
+        rank_fingerprints: Rank → digest; empty for a rank that has not changed the module.
+
+    Returns:
+        Ranks that trained another model than rank 0 has. Rank 0 alone may train, as long as no
+        other rank does.
+    """
+    first_names = rank_fingerprints.get(0, "")
+    return [
+        rank_number
+        for rank_number, rank_fingerprint in sorted(rank_fingerprints.items())
+        if rank_fingerprint and rank_fingerprint != first_names
+    ]
+
+
+def untied_reason(
+    arena_slots: ArenaSlots, current_tensors: Mapping[str, torch.Tensor]
+) -> str | None:
+    """Which names share one tensor in the notebook, and hold different values here.
+
+    Args:
+        arena_slots: Where the notebook has each tensor: key of the arena, slot.
+        current_tensors: The tensors as they are here, by name.
+
+    Returns:
+        A clause that names them; None if all that were tied still are, or are equal.
+    """
+    first_names: dict[tuple[object, ...], str] = {}
+    for arena_key, arena_slot in arena_slots:
+        tensor_place = (
+            arena_key,
+            arena_slot.start,
+            arena_slot.offset,
+            arena_slot.shape,
+            arena_slot.stride,
+            arena_slot.dtype,
+        )
+        other_tensor = first_names.setdefault(tensor_place, arena_slot.name)
+        if other_tensor != arena_slot.name and not _have_same_values(
+            current_tensors[other_tensor], current_tensors[arena_slot.name]
+        ):
+            return f"{other_tensor} and {arena_slot.name} were tied, and now have different values"
+    return None
+
+
+def _have_same_values(one_tensor: torch.Tensor, other_tensor: torch.Tensor) -> bool:
+    if (
+        one_tensor is other_tensor
+        or sharded_tensors.is_sharded(one_tensor)
+        or sharded_tensors.is_sharded(other_tensor)
+    ):
+        return True
+    if (
+        one_tensor.device == other_tensor.device
+        and one_tensor.data_ptr() == other_tensor.data_ptr()
+    ):
+        return True
+    return one_tensor.dtype == other_tensor.dtype and torch.equal(
+        one_tensor.detach().cpu(), other_tensor.detach().cpu()
+    )
+
+
+def describe_changes(
+    arena_slots: ArenaSlots,
+    current_tensors: Mapping[str, torch.Tensor],
+    original_tensors: OriginalTensors,
+) -> str:
+    """What is not as the notebook has it, although the values can be copied there.
+
+    Args:
+        arena_slots: Where the notebook has each tensor.
+        current_tensors: The tensors as they are here, by name.
+        original_tensors: The tensors as they came to this worker.
+
+    Returns:
+        A clause; empty if there is nothing to tell.
+    """
+    names_by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
+    replaced_names = []
+    for _, arena_slot in arena_slots:
+        compared_tensor = current_tensors[arena_slot.name]
+        if sharded_tensors.is_sharded(compared_tensor):
+            continue
+        if compared_tensor.dtype != arena_slot.dtype:
+            names_by_dtypes.setdefault((compared_tensor.dtype, arena_slot.dtype), []).append(
+                arena_slot.name
+            )
+        elif _is_another(compared_tensor, original_tensors.get(arena_slot.name)):
+            replaced_names.append(arena_slot.name)
+    change_clauses = [
+        f"{first_few(tensor_names, 2)} came as {_short_dtype(new_dtype)} and "
+        f"{'was' if len(tensor_names) == 1 else 'were'} cast to {_short_dtype(old_dtype)}"
+        for (new_dtype, old_dtype), tensor_names in names_by_dtypes.items()
+    ]
+    if replaced_names:
+        change_clauses.append(
+            f"{first_few(replaced_names, 2)} "
+            f"{'was' if len(replaced_names) == 1 else 'were'} replaced"
+        )
+    return "; ".join(change_clauses)
+
+
+def _is_another(
+    compared_tensor: torch.Tensor, original_reference: weakref.ref[torch.Tensor] | None
+) -> bool:
+    """Whether a parameter was replaced. Some models make their buffers anew, and devices theirs."""
+    if not isinstance(compared_tensor, nn.Parameter) or compared_tensor.device.type != "cpu":
+        return False
+    return original_reference is not None and original_reference() is not compared_tensor
+
+
+def _short_dtype(element_type: torch.dtype) -> str:
+    return str(element_type).removeprefix("torch.")

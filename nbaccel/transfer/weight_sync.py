@@ -1,0 +1,660 @@
+"""How trained weights come home: workers write staging files, the notebook reads them into arenas.
+
+[Note: the way home] Every arena has a *staging* file of the same size and layout, made by the
+notebook process for one launch. It is sparse: what nobody writes costs nothing. Workers put trained
+values there; the notebook's arena is not touched before all ranks have returned. Then the notebook
+reads what was written into the arena, once, into pages that it has mapped already. (Mapping the
+staging file in the arena's place looks cheaper and is not: the page faults that follow cost several
+copies.) A launch that fails drops the staging file.
+
+[Note: training in place] Rank 0 would pay twice: once for the private page that its first optimizer
+step writes, once for copying that page to the staging file at the end. So just before its first
+step it copies the arena to the staging file, maps that file where its model lies, and trains right
+there: no private pages, and nothing to copy at the end. This is done only where most of the arena
+is about to be trained; otherwise the kernel's table of private pages tells what was written.
+
+[Note: staging files of a rank's own] A live worker cannot know when the next cell will train, so
+the file that its rank 0 trains in is made by the worker itself, and travels to the notebook with
+the report. Such a file holds a whole arena; what else is owed goes to the staging files that the
+notebook made, for all ranks.
+
+A tensor that left the arena (moved to a device, given another dtype) is copied into its slot, cast
+to the dtype the notebook has, as `load_state_dict` would; one that is but the notebook's own,
+rounded to a shorter format, was not trained and stays as it is there. Of a sharded tensor (DTensor,
+ZeRO) every rank writes its own piece, so that no one ever holds the whole; see `shards`.
+
+See [Note: the way home] in `home`, which is the workers' side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from nbaccel.failures.process_death import uninterrupted
+from nbaccel.transfer import sharded_tensors, shared_memory, weight_checks
+from nbaccel.transfer.arena import (
+    PLAIN,
+    Arena,
+    Sharing,
+    Slot,
+    is_in_arena,
+    module_version,
+    named_tensors,
+    refresh_devices,
+)
+from nbaccel.units import first_few
+
+__all__ = ["WeightReceiver"]
+
+
+# Of an arena's bytes about to be trained: above it, train in the staging file.
+_IN_PLACE_SHARE = 0.5
+
+
+_PART_REMEDY = (
+    "rank 0's part of it is here. For all of it, gather the tensors on all ranks before the "
+    "function returns (tensor.full_tensor(), or torch's get_model_state_dict with "
+    "full_state_dict=True)"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a worker must know of one shared module to bring it home."""
+
+    path: str
+    slots: tuple[tuple[str, Slot], ...]
+    """Key of the arena, and where in it the tensor lies."""
+
+
+@dataclass(kw_only=True)
+class WeightReport:
+    """What one rank put into the staging files."""
+
+    rank: int = 0
+    complete: set[str] = field(default_factory=set)
+    """Arenas whose staging file holds every byte."""
+    written: dict[str, list[shared_memory.ByteRange]] = field(default_factory=dict)
+    """Of the others, the bytes that were written."""
+    stranded: dict[str, str] = field(default_factory=dict)
+    """Path of a module that could not come home → why."""
+    state_dicts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """Weights on the CPU, so that they are not lost: of modules that are stranded or changed."""
+    changes: dict[str, str] = field(default_factory=dict)
+    """Path of a module that comes home, but not as it is → what is different."""
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    """Path of a module that this rank has trained → digest of its parameters."""
+
+
+def module_manifests(
+    module_sharing: Sharing, arena_keys: Mapping[int, str]
+) -> tuple[Manifest, ...]:
+    """Describe the shared modules for a worker, with arenas named by their keys."""
+    return tuple(
+        Manifest(
+            path=module_manifest.path,
+            slots=tuple(
+                (arena_keys[id(arena)], arena_slot) for arena, arena_slot in module_manifest.slots
+            ),
+        )
+        for module_manifest in module_sharing.modules
+    )
+
+
+# ------------------------------------------------------------------------- in the worker
+
+
+class WeightWriter:
+    """A worker's side of the way home: watches the first optimizer step, writes at the end.
+
+    Args:
+        own_rank: The worker's rank among those that share these staging files (on its node).
+        shared_modules: The shared modules, with what the notebook knows of them.
+        arena_mappings: This worker's mappings of the arenas, by key.
+        staging_files: Descriptors of the staging files, by key.
+        num_nodes: Machines that take part; the others' pieces of a sharded tensor are out of reach.
+        held_parts: What is needed to read parts whose engine is gone.
+        in_files: Descriptors of the files that this rank has trained in already, by key of the
+            arena. See [Note: staging files of a rank's own].
+        original_tensors: The modules' tensors as they came; by default as they are now.
+        keeps_states: Whether the report has the weights of modules that do not come home as they
+            are.
+    """
+
+    def __init__(
+        self,
+        *,
+        own_rank: int,
+        shared_modules: Sequence[tuple[Manifest, nn.Module]],
+        arena_mappings: Mapping[str, shared_memory.Mapping],
+        staging_files: Mapping[str, int],
+        num_nodes: int = 1,
+        held_parts: sharded_tensors.HeldParts | None = None,
+        in_files: Mapping[str, int] | None = None,
+        original_tensors: Mapping[str, weight_checks.OriginalTensors] | None = None,
+        keeps_states: bool = True,
+    ) -> None:
+        self._rank = own_rank
+        self._num_nodes = num_nodes
+        self._modules = shared_modules
+        self._mappings = arena_mappings
+        self._staging = staging_files
+        self._in_files = dict(in_files or {})
+        self._keeps_states = keeps_states
+        self._origins = original_tensors or {
+            module_manifest.path: weight_checks.original_tensors_of(module)
+            for module_manifest, module in shared_modules
+        }
+        self._has_stepped = False
+        self._held = held_parts or sharded_tensors.HeldParts()
+
+    def watch_first_step(self) -> Callable[[], None]:
+        """Arrange for rank 0 to train in the staging file. See [Note: training in place].
+
+        Parts that an engine keeps beside the parameters are held on to, on every rank.
+
+        Returns:
+            Ends the watch.
+        """
+        if not self._mappings:
+            return lambda: None
+
+        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            # Not removed after the first step: torch iterates over its hooks while it calls them.
+            self._held.hold_for(optimizer, (module for _, module in self._modules))
+            if not self._has_stepped and self._rank == 0:
+                self._move_in(
+                    parameter_group["params"] for parameter_group in optimizer.param_groups
+                )
+            self._has_stepped = True
+
+        return register_optimizer_step_pre_hook(before_step).remove
+
+    def _move_in(self, parameter_groups: Iterable[Iterable[torch.Tensor]]) -> None:
+        for arena_key in arenas_to_train_in(self._mappings, parameter_groups):
+            move_mapping_to_file(self._mappings[arena_key], self._staging[arena_key])
+            self._in_files[arena_key] = self._staging[arena_key]
+
+    def write(self) -> WeightReport:
+        """Put what this rank owes into the staging files. No communication."""
+        weight_report = WeightReport(rank=self._rank)
+        kept_slots: list[tuple[str, Slot]] = []
+        written_ranges = {arena_key: self._written_to(arena_key) for arena_key in self._mappings}
+        self._take_fingerprints(weight_report, written_ranges)
+        for module_manifest, module in self._modules:
+            current_tensors = dict(named_tensors(module))
+            stranded_reason = _mismatch_reason(
+                module_manifest, current_tensors
+            ) or self._out_of_reach(current_tensors)
+            stranded_reason = stranded_reason or weight_checks.untied_reason(
+                module_manifest.slots, current_tensors
+            )
+            change_clause = ""
+            if stranded_reason is None:
+                self._write_departed(module_manifest, current_tensors, weight_report)
+                change_clause = weight_checks.describe_changes(
+                    module_manifest.slots,
+                    current_tensors,
+                    self._origins.get(module_manifest.path, {}),
+                )
+            elif self._rank == 0:
+                weight_report.stranded[module_manifest.path] = stranded_reason
+                kept_slots += module_manifest.slots
+            if self._rank == 0 and change_clause:
+                weight_report.changes[module_manifest.path] = change_clause
+            if self._rank == 0 and self._keeps_states and (stranded_reason or change_clause):
+                weight_report.state_dicts[module_manifest.path] = _on_cpu(module.state_dict())
+        if self._rank == 0:
+            self._write_arenas(weight_report, kept_slots, written_ranges)
+        return weight_report
+
+    def _take_fingerprints(
+        self,
+        weight_report: WeightReport,
+        written_ranges: Mapping[str, Sequence[shared_memory.ByteRange]],
+    ) -> None:
+        for module_manifest, module in self._modules:
+            found_entries = weight_checks.fingerprint_of(
+                module_manifest.slots, module, self._mappings, written_ranges
+            )
+            if found_entries:
+                weight_report.fingerprints[module_manifest.path] = found_entries
+
+    def _written_to(self, arena_key: str) -> list[shared_memory.ByteRange]:
+        arena_mapping = self._mappings[arena_key]
+        return (
+            [(0, arena_mapping.nbytes)] if arena_key in self._in_files else arena_mapping.written()
+        )
+
+    def _out_of_reach(self, current_tensors: Mapping[str, torch.Tensor]) -> str | None:
+        """Why pieces of sharded tensors cannot be put together here, if so."""
+        is_sharded = {
+            tensor_name: module_tensor
+            for tensor_name, module_tensor in current_tensors.items()
+            if sharded_tensors.is_sharded(module_tensor)
+        }
+        if is_sharded and self._num_nodes > 1:
+            return (
+                f"it is sharded over {self._num_nodes} nodes, each with a part only; {_PART_REMEDY}"
+            )
+        for tensor_name, current_tensor in is_sharded.items():
+            odd_placements = sharded_tensors.odd_placements(current_tensor)
+            if odd_placements:
+                return (
+                    f"{tensor_name} is placed as {odd_placements}, which no rank can undo alone; "
+                    f"{_PART_REMEDY}"
+                )
+        return None
+
+    def _write_arenas(
+        self,
+        weight_report: WeightReport,
+        kept_slots: Sequence[tuple[str, Slot]],
+        written_ranges: Mapping[str, Sequence[shared_memory.ByteRange]],
+    ) -> None:
+        """Write every private page, but none of modules that cannot be applied (`kept_slots`)."""
+        for arena_key in self._mappings:
+            if arena_key in self._in_files:
+                weight_report.complete.add(arena_key)
+                continue
+            taken_ranges = [
+                (arena_slot.start, arena_slot.start + arena_slot.nbytes)
+                for kept_key, arena_slot in kept_slots
+                if kept_key == arena_key
+            ]
+            taken_ranges += weight_report.written.get(arena_key, [])
+            for first_byte, end_byte in written_ranges[arena_key]:
+                self._write_around(arena_key, (first_byte, end_byte), taken_ranges, weight_report)
+
+    def _write_around(
+        self,
+        arena_key: str,
+        byte_span: shared_memory.ByteRange,
+        taken_ranges: Sequence[shared_memory.ByteRange],
+        weight_report: WeightReport,
+    ) -> None:
+        """Write a run of private pages, but not over tensors that came from a device."""
+        arena_mapping = self._mappings[arena_key]
+        taken_ranges = [
+            taken_range
+            for taken_range in taken_ranges
+            if taken_range[0] < byte_span[1] and byte_span[0] < taken_range[1]
+        ]
+        shifted_ranges = shared_memory.merge_ranges(
+            (
+                max(range_start, byte_span[0]) - byte_span[0],
+                min(range_end, byte_span[1]) - byte_span[0],
+            )
+            for range_start, range_end in taken_ranges
+        )
+        for first_byte, end_byte in list(
+            shared_memory.gaps_between(shifted_ranges, byte_span[1] - byte_span[0])
+        ):
+            file_range = (byte_span[0] + first_byte, byte_span[0] + end_byte)
+            shared_memory.write_at(
+                self._staging[arena_key], arena_mapping.view(*file_range), file_range[0]
+            )
+            weight_report.written.setdefault(arena_key, []).append(file_range)
+
+    def _write_departed(
+        self,
+        module_manifest: Manifest,
+        current_tensors: Mapping[str, torch.Tensor],
+        weight_report: WeightReport,
+    ) -> None:
+        """Copy tensors that no longer live in the arena into their slots of the staging file."""
+        written_ranges: set[tuple[str, int, int]] = set()
+        seeded_storages: set[tuple[str, int]] = set()
+        for arena_key, arena_slot in module_manifest.slots:
+            current_tensor = current_tensors[arena_slot.name].detach()
+            is_sharded = sharded_tensors.is_sharded(current_tensors[arena_slot.name])
+            is_own_part = is_sharded or self._rank == 0
+            tensor_place = (arena_key, arena_slot.start, arena_slot.offset)
+            if (
+                not is_own_part
+                or tensor_place in written_ranges
+                or is_in_arena(current_tensor, arena_slot, self._mappings[arena_key])
+            ):
+                continue
+            written_ranges.add(tensor_place)
+            if not is_sharded and (arena_key, arena_slot.start) not in seeded_storages:
+                seeded_storages.add(
+                    (arena_key, arena_slot.start)
+                )  # a second time would undo what is written below
+                self._seed(arena_key, arena_slot, current_tensor)
+            target_view = arena_slot.view(
+                shared_memory.Mapping(
+                    self._staging[arena_key], self._mappings[arena_key].nbytes, is_private=False
+                )
+            )
+            whole_tensor, notebook_values = (
+                current_tensors[arena_slot.name],
+                arena_slot.view(self._mappings[arena_key]),
+            )
+            for piece_spot, piece_values in sharded_tensors.pieces(
+                whole_tensor if is_sharded else current_tensor, self._held.of(whole_tensor)
+            ):
+                sharded_tensors.put_piece(
+                    target_view,
+                    piece_spot,
+                    sharded_tensors.unrounded_values(
+                        piece_values.detach(), notebook_values, piece_spot, whole_tensor.dtype
+                    ),
+                )
+            if not self._is_in_training(arena_key):
+                weight_report.written.setdefault(arena_key, []).append(
+                    (arena_slot.start, arena_slot.start + arena_slot.nbytes)
+                )
+
+    def _seed(self, arena_key: str, arena_slot: Slot, current_tensor: torch.Tensor) -> None:
+        """Fill the slot's storage first, where other tensors view parts of it too."""
+        whole_tensor = current_tensor.numel() * arena_slot.dtype.itemsize == arena_slot.nbytes
+        if not whole_tensor and not self._is_in_training(arena_key):
+            byte_span = (arena_slot.start, arena_slot.start + arena_slot.nbytes)
+            shared_memory.write_at(
+                self._staging[arena_key], self._mappings[arena_key].view(*byte_span), byte_span[0]
+            )
+
+    def _is_in_training(self, arena_key: str) -> bool:
+        """Whether the arena's staging file is the very one that this rank trains in."""
+        return self._in_files.get(arena_key) == self._staging[arena_key]
+
+
+def arenas_to_train_in(
+    arena_mappings: Mapping[str, shared_memory.Mapping],
+    parameter_groups: Iterable[Iterable[torch.Tensor]],
+) -> list[str]:
+    """Which arenas are worth training in a file. See [Note: training in place].
+
+    Args:
+        arena_mappings: This worker's mappings of the arenas, by key.
+        parameter_groups: The parameters that an optimizer is about to step, in its groups.
+
+    Returns:
+        Keys of the arenas most of whose bytes will be written.
+    """
+    trained_parameters = {
+        id(parameter): parameter
+        for parameter_group in parameter_groups
+        for parameter in parameter_group
+        if parameter.requires_grad
+    }
+    found_entries = []
+    for arena_key, arena_mapping in arena_mappings.items():
+        parameter_spans = (
+            _span_in(arena_mapping, parameter) for parameter in trained_parameters.values()
+        )
+        trained_bytes = shared_memory.total_bytes(
+            shared_memory.merge_ranges(byte_span for byte_span in parameter_spans if byte_span)
+        )
+        if trained_bytes >= _IN_PLACE_SHARE * arena_mapping.nbytes:
+            found_entries.append(arena_key)
+    return found_entries
+
+
+def move_mapping_to_file(arena_mapping: shared_memory.Mapping, file_descriptor: int) -> None:
+    """Copy what a mapping shows to a file, and let the mapping show and write that file."""
+    shared_memory.write_at(file_descriptor, arena_mapping.view(0, arena_mapping.nbytes), 0)
+    arena_mapping.replace(file_descriptor, is_private=False)
+
+
+def _span_in(
+    arena_mapping: shared_memory.Mapping, current_tensor: torch.Tensor
+) -> shared_memory.ByteRange | None:
+    if current_tensor.device.type != "cpu" or type(current_tensor) not in PLAIN:
+        return None
+    tensor_storage = current_tensor.untyped_storage()
+    if not arena_mapping.contains(tensor_storage.data_ptr(), tensor_storage.nbytes()):
+        return None
+    first_byte = tensor_storage.data_ptr() - arena_mapping.address
+    return (first_byte, first_byte + tensor_storage.nbytes())
+
+
+def _mismatch_reason(
+    module_manifest: Manifest, current_tensors: Mapping[str, torch.Tensor]
+) -> str | None:
+    """Why the module no longer fits the notebook's, if so."""
+    expected_shapes = {arena_slot.name: arena_slot.shape for _, arena_slot in module_manifest.slots}
+    current_shapes = {
+        tensor_name: sharded_tensors.full_shape(current_tensor)
+        for tensor_name, current_tensor in current_tensors.items()
+    }
+    found_entries = {
+        tensor_name: whole_shape
+        for tensor_name, whole_shape in current_shapes.items()
+        if math.prod(whole_shape)
+    }
+    mismatch_lines = [
+        f"{tensor_name} is gone" for tensor_name in expected_shapes.keys() - found_entries.keys()
+    ]
+    mismatch_lines += [
+        f"{tensor_name} is new" for tensor_name in found_entries.keys() - expected_shapes.keys()
+    ]
+    mismatch_lines += [
+        f"{tensor_name} has shape {found_entries[tensor_name]} instead of {whole_shape}"
+        for tensor_name, whole_shape in expected_shapes.items()
+        if tensor_name in found_entries and found_entries[tensor_name] != whole_shape
+    ]
+    if not mismatch_lines:
+        return None
+    return first_few(sorted(mismatch_lines), 3, separator="; ")
+
+
+def _on_cpu(module_state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        kept_key: _value_on_cpu(state_value)
+        if isinstance(state_value, torch.Tensor)
+        else state_value
+        for kept_key, state_value in module_state.items()
+    }
+
+
+def _value_on_cpu(current_tensor: Any) -> torch.Tensor:
+    piece_values: torch.Tensor = current_tensor.detach()
+    if sharded_tensors.is_dtensor(current_tensor):
+        piece_values = current_tensor.detach().to_local()
+    return piece_values.cpu()
+
+
+class WeightReceiver:
+    """The notebook's side: owns the staging files of one launch and applies them at the end.
+
+    Args:
+        module_sharing: The modules.
+        shared_arenas: The arenas that get staging files, by key.
+    """
+
+    def __init__(self, module_sharing: Sharing, shared_arenas: Mapping[str, Arena]) -> None:
+        self._sharing = module_sharing
+        self._versions = _module_versions(module_sharing)
+        self._arenas = shared_arenas
+        self.staging: dict[str, int] = {}
+        with uninterrupted():  # which would cost a descriptor that nobody knows yet
+            try:
+                for arena_key, arena in shared_arenas.items():
+                    self.staging[arena_key] = shared_memory.create_file("staging", arena.nbytes)
+            except OSError:
+                self.close()
+                raise
+
+    def apply(
+        self, weight_reports: Iterable[WeightReport], whole_files: Mapping[str, int] | None = None
+    ) -> None:
+        """Let the notebook's modules have the trained values. Call once all ranks have returned.
+
+        Args:
+            weight_reports: What the ranks wrote.
+            whole_files: Descriptors of the files that hold complete arenas, where a rank owns them.
+        """
+        merged_report = WeightReport()
+        for weight_report in weight_reports:
+            merged_report.complete |= weight_report.complete
+            merged_report.stranded |= weight_report.stranded
+            for arena_key, byte_ranges in weight_report.written.items():
+                merged_report.written.setdefault(arena_key, []).extend(byte_ranges)
+        for arena_key, arena in self._arenas.items():
+            self._apply_one(arena_key, arena, merged_report, (whole_files or {}).get(arena_key))
+        # After the arenas: tensors on devices are filled from their host copies there.
+        refresh_devices(self._sharing, merged_report.stranded)
+        if merged_report.complete or merged_report.written:
+            self._note_change(merged_report)
+
+    def disturbed(self) -> list[str]:
+        """Paths of the modules that the notebook has written to meanwhile. Ask before `apply`."""
+        current_versions = _module_versions(self._sharing)
+        return [
+            module_path
+            for module_path, version_before in self._versions.items()
+            if current_versions[module_path] != version_before
+        ]
+
+    def differing(self, weight_reports: Sequence[WeightReport]) -> dict[str, str]:
+        """Which ranks trained another model than rank 0, whose weights come home.
+
+        Ask before `apply`: ranks that have what the notebook had have trained nothing.
+
+        Returns:
+            Path of the module → what to tell the user. Rank 0 alone may train.
+        """
+        found_entries = {}
+        for module in self._sharing.modules:
+            rank_digests = {
+                taken_range.rank: taken_range.fingerprints.get(module.path, "")
+                for taken_range in weight_reports
+            }
+            differing_ranks = weight_checks.differing_ranks(rank_digests)
+            if differing_ranks:
+                notebook_values = weight_checks.digest_of(module.module)
+                differing_ranks = [
+                    own_rank
+                    for own_rank in differing_ranks
+                    if rank_digests[own_rank] != notebook_values
+                ]
+            if differing_ranks:
+                trained_by_0 = bool(rank_digests.get(0))
+                found_entries[module.path] = _differing_models_message(
+                    module.path, differing_ranks, rank_0_trained=trained_by_0
+                )
+        return found_entries
+
+    def _note_change(self, merged_report: WeightReport) -> None:
+        """Let torch know that the tensors have new values, as if an operation had written them.
+
+        A graph that still needs the old ones says so then, and a pool's workers adopt the new.
+        """
+        for module in self._sharing.modules:
+            if module.path not in merged_report.stranded:
+                module_tensors = dict(named_tensors(module.module))
+                written_ranges = [module_tensors[arena_slot.name] for _, arena_slot in module.slots]
+                increment_version(
+                    [
+                        module_tensor
+                        for module_tensor in written_ranges
+                        if not module_tensor.is_inference()
+                    ]
+                )
+
+    def _apply_one(
+        self, arena_key: str, arena: Arena, merged_report: WeightReport, whole_file: int | None
+    ) -> None:
+        whole_range = [(0, arena.nbytes)]
+        written_ranges = shared_memory.merge_ranges(merged_report.written.get(arena_key, []))
+        if whole_file is not None:
+            self._read(whole_file, arena, whole_range, merged_report)
+        elif arena_key in merged_report.complete:
+            written_ranges = whole_range
+        self._read(self.staging[arena_key], arena, written_ranges, merged_report)
+
+    def _read(
+        self,
+        file_descriptor: int,
+        arena: Arena,
+        byte_ranges: list[shared_memory.ByteRange],
+        merged_report: WeightReport,
+    ) -> None:
+        for first_byte, end_byte in _ranges_without(
+            byte_ranges, self._stranded_ranges(arena, merged_report.stranded)
+        ):
+            shared_memory.read_at(file_descriptor, arena.view(first_byte, end_byte), first_byte)
+
+    def _stranded_ranges(
+        self, arena: Arena, stranded_modules: Mapping[str, str]
+    ) -> list[shared_memory.ByteRange]:
+        return shared_memory.merge_ranges(
+            (arena_slot.start, arena_slot.start + arena_slot.nbytes)
+            for module in self._sharing.modules
+            if module.path in stranded_modules
+            for home_arena, arena_slot in module.slots
+            if home_arena is arena
+        )
+
+    def close(self, close_files: Callable[[Sequence[int]], None] = shared_memory.close_all) -> None:
+        """Give the staging files up.
+
+        Args:
+            close_files: Closes descriptors. Freeing gigabytes takes a tenth of a second each:
+                better where nobody waits for it.
+        """
+        with uninterrupted():
+            file_descriptors = list(self.staging.values())
+            self.staging.clear()
+            close_files(file_descriptors)
+
+
+def _module_versions(module_sharing: Sharing) -> dict[str, int]:
+    return {
+        shared_module.path: module_version(shared_module.module)
+        for shared_module in module_sharing.modules
+    }
+
+
+def _differing_models_message(
+    module_path: str, differing_ranks: Sequence[int], *, rank_0_trained: bool
+) -> str:
+    """The line about ranks that trained another model than rank 0.
+
+    Args:
+        module_path: The module, as the user would write it.
+        differing_ranks: These ranks.
+        rank_0_trained: Whether rank 0 trained the module at all.
+    """
+    rank_names = (
+        f"rank{'s' if len(differing_ranks) > 1 else ''} {', '.join(map(str, differing_ranks))}"
+    )
+    if not rank_0_trained:
+        return (
+            f"{rank_names} trained {module_path} and rank 0 did not. The notebook gets rank 0's "
+            "weights, so what was trained is lost. Train on rank 0, or return the "
+            "state_dict from the other ranks."
+        )
+    return (
+        f"The ranks trained different models: {rank_names} ended with other weights of "
+        f"{module_path} than rank 0, and the notebook has rank 0's. Nothing averaged the "
+        "gradients. Wrap the model in DistributedDataParallel, or pass it through "
+        "Accelerator.prepare. (In "
+        "DistributedDataParallel already? Then some parameters took no part in the loss: "
+        "find_unused_parameters=True.)"
+    )
+
+
+def _ranges_without(
+    byte_ranges: list[shared_memory.ByteRange], left_out: list[shared_memory.ByteRange]
+) -> Iterator[shared_memory.ByteRange]:
+    for first_byte, end_byte in byte_ranges:
+        inner_ranges = [
+            (max(range_start, first_byte) - first_byte, min(range_end, end_byte) - first_byte)
+            for range_start, range_end in left_out
+            if range_start < end_byte and first_byte < range_end
+        ]
+        for range_start, range_end in shared_memory.gaps_between(
+            inner_ranges, end_byte - first_byte
+        ):
+            yield (first_byte + range_start, first_byte + range_end)

@@ -1,0 +1,245 @@
+"""A worker's namespace: names that come from the notebook, and names that go to it."""
+
+from __future__ import annotations
+
+import copyreg
+import difflib
+import linecache
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from nbaccel.transfer import pickling, sharded_tensors, weight_sync
+from nbaccel.transfer.free_names import is_users
+from nbaccel.transfer.function_pickling import Reducer, arriving
+from nbaccel.transfer.namespace_update import Load, NamespaceUpdate
+from nbaccel.transfer.received_modules import ReceivedModules
+
+__all__ = ["Namespace"]
+
+
+class Namespace:
+    """The names of one worker, and the modules among them that came by an arena.
+
+    Args:
+        user_ns: The worker's persistent namespace, which cells run in.
+        own_rank: The worker's rank.
+        target_device: Where tensors go that live on an accelerator at the notebook's.
+        num_nodes: Machines that take part.
+        share_back: Whether weights go home.
+    """
+
+    def __init__(
+        self,
+        user_ns: dict[str, Any],
+        *,
+        own_rank: int,
+        target_device: str,
+        num_nodes: int = 1,
+        share_back: bool = True,
+    ) -> None:
+        self._user_ns = user_ns
+        self._rank = own_rank
+        self._device = target_device
+        self._arrivals = ReceivedModules(
+            own_rank=own_rank, num_nodes=num_nodes, share_back=share_back
+        )
+        self._before: dict[str, int] = {}
+
+    def take(
+        self,
+        namespace_update: NamespaceUpdate,
+        file_descriptors: Sequence[int],
+        wanted_names: Sequence[str],
+    ) -> None:
+        """Bind what came from the notebook, and carry over what changed in its modules.
+
+        Args:
+            namespace_update: What came on the channel.
+            file_descriptors: The descriptors that came with it; they stay the caller's.
+            wanted_names: The names to bind.
+        """
+        for (arena_key, num_bytes), file_descriptor in zip(
+            namespace_update.arenas, file_descriptors, strict=False
+        ):
+            self._arrivals.open_arena(arena_key, num_bytes, file_descriptor)
+        local_part = namespace_update.of(self._rank)
+        if local_part is None:
+            return
+        update_part, parcel_index = local_part
+        for variable_name, source_lines in update_part.sources.items():
+            # No modification time: else linecache looks for the file, and drops the lines.
+            linecache.cache[variable_name] = (
+                sum(map(len, source_lines)),
+                None,
+                source_lines,
+                variable_name,
+            )
+        with arriving(self._user_ns, self._arrivals.module):
+            update_load: Load = pickling.unpack(
+                update_part.parcel,
+                file_descriptors[parcel_index],
+                self._arrivals.mappings,
+                target_device=self._device,
+            )
+        for arena_key, module_manifest, module in update_load.modules:
+            self._arrivals.add(arena_key, module_manifest, module)
+        for module_update in update_load.updates:
+            self._arrivals.apply(module_update)
+        self._arrivals.forget(update_part.forget, update_part.forget_arenas)
+        self._user_ns.update(
+            (variable_name, update_load.names[variable_name]) for variable_name in wanted_names
+        )
+
+    # ------------------------------------------------------------------- around a cell
+
+    def begin(self) -> None:
+        """A cell starts: remember what is bound."""
+        self._before = self._snapshot()
+
+    def bound(self) -> tuple[str, ...]:
+        """The user's names that were bound, rebound or deleted since `begin`."""
+        ids_before, ids_after = self._before, self._snapshot()
+        return tuple(
+            variable_name
+            for variable_name in ids_before | ids_after
+            if ids_before.get(variable_name) != ids_after.get(variable_name)
+        )
+
+    def _snapshot(self) -> dict[str, int]:
+        """Ids, not values: what a cell deletes must not be kept alive for it."""
+        return {
+            variable_name: id(bound_value)
+            for variable_name, bound_value in self._user_ns.items()
+            if is_users(variable_name)
+        }
+
+    def dirty(self) -> tuple[str, ...]:
+        """Keys of the notebook's modules whose weights may have changed."""
+        return self._arrivals.dirty()
+
+    def write_home(
+        self, staging_files: Mapping[str, int]
+    ) -> tuple[weight_sync.WeightReport, dict[str, int]]:
+        """Write the changed weights into staging files: rank 0 all, others their shards.
+
+        Args:
+            staging_files: Descriptors of the notebook's staging files, by key of the arena.
+
+        Returns:
+            What was written, and the files of this rank's own that hold whole arenas, by key.
+        """
+        return self._arrivals.write_home(staging_files)
+
+    def settle(self) -> None:
+        """The notebook has the weights: share the pages again that are the same everywhere."""
+        self._arrivals.settle()
+
+    # ------------------------------------------------------------------- to the notebook
+
+    def pack(self, variable_names: Sequence[str]) -> tuple[pickling.PackedObject, int]:
+        """Pack the values of these names for the notebook, as a dict.
+
+        Tensors come to the CPU. A sharded tensor comes whole if every rank has all of it; else this
+        rank's piece does, and a line on stderr says so. A model in DDP comes without the wrapper,
+        which is of no use where there is no process group.
+
+        Returns:
+            The parcel and its file's descriptor, which the caller closes.
+
+        Raises:
+            NameError: If a name is not bound here.
+        """
+        missing_names = [
+            variable_name for variable_name in variable_names if variable_name not in self._user_ns
+        ]
+        if missing_names:
+            raise NameError(self._not_bound(missing_names), name=missing_names[0])
+        home_reducer = _HomeReducer(self._user_ns)
+        pickle_sender = pickling.Sender.create()
+        pickle_sender.reduce = home_reducer
+        packed_object, file_descriptor = pickling.pack(
+            {variable_name: self._user_ns[variable_name] for variable_name in variable_names},
+            pickle_sender,
+        )
+        if home_reducer.pieces:
+            sys.stderr.write(
+                f"nbaccel: rank {self._rank} has only a piece of {home_reducer.pieces} sharded "
+                f"tensor(s) in {', '.join(variable_names)}, and that is what comes. For all of it, "
+                "gather on all ranks in a cell first: accelerator.get_state_dict(m), or "
+                "full_tensor().\n"
+            )
+        return packed_object, file_descriptor
+
+    def _not_bound(self, missing_names: Sequence[str]) -> str:
+        source_lines = []
+        for variable_name in missing_names:
+            known_names = [
+                variable_name for variable_name in self._user_ns if is_users(variable_name)
+            ]
+            close_matches = difflib.get_close_matches(variable_name, known_names, n=3)
+            spelling_hint = f" Did you mean {' or '.join(close_matches)}?" if close_matches else ""
+            source_lines.append(
+                f"name {variable_name!r} is not defined in worker {self._rank}.{spelling_hint}"
+            )
+        return "\n".join(source_lines)
+
+
+class _HomeReducer(Reducer):
+    """What travels to the notebook must mean something there: no devices, no process groups."""
+
+    def __init__(self, worker_namespace: dict[str, Any]) -> None:
+        super().__init__(worker_namespace)
+        self.pieces = 0
+
+    def __call__(self, pickled_object: Any) -> Any:
+        if isinstance(pickled_object, nn.Module):
+            inner_module = (
+                pickled_object.module
+                if isinstance(pickled_object, DistributedDataParallel)
+                else None
+            )
+            inner_module = inner_module or sharded_tensors.module_inside(pickled_object)
+            plain_state = sharded_tensors.state_without_engine(pickled_object)
+            if inner_module is not None:
+                return _as_it_is, (inner_module,)
+            if plain_state is not None:
+                return copyreg.__newobj__, (type(pickled_object),), plain_state  # type: ignore[attr-defined]
+        if isinstance(pickled_object, torch.Tensor) and (
+            sharded_tensors.is_sharded(pickled_object)
+            or pickled_object.device.type not in ("cpu", "meta")
+        ):
+            return _as_it_is, (self._at_hand(pickled_object),)
+        return super().__call__(pickled_object)
+
+    def _at_hand(self, local_tensor: torch.Tensor) -> torch.Tensor:
+        local_values: Any = local_tensor.detach()
+        if sharded_tensors.is_dtensor(local_tensor):
+            self.pieces += not all(
+                placement.is_replicate() for placement in local_values.placements
+            )
+            local_values = local_values.to_local()
+        elif sharded_tensors.full_shape(local_tensor) != tuple(local_tensor.shape):
+            self.pieces += 1
+            piece_values = [
+                update_part.detach().cpu()
+                for _, update_part in sharded_tensors.pieces(local_tensor)
+            ]
+            local_values = torch.cat(piece_values) if piece_values else local_values
+        elif sharded_tensors.is_sharded(local_tensor):
+            local_values = local_values.clone()  # of a flat buffer: all of that would come along
+        local_values = local_values.cpu()
+        if isinstance(local_tensor, nn.Parameter):
+            return nn.Parameter(local_values, local_tensor.requires_grad)
+        local_part: torch.Tensor = local_values.requires_grad_(
+            local_tensor.requires_grad and local_tensor.is_leaf
+        )
+        return local_part
+
+
+def _as_it_is(bound_value: Any) -> Any:
+    return bound_value

@@ -1,0 +1,1 @@
+"""Worker processes: started, spoken to, ended."""

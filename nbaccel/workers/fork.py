@@ -1,0 +1,84 @@
+"""Workers forked straight from the notebook process.
+
+Everything the notebook has is there in the worker, and nothing is pickled. What makes a fork
+unsafe is `preflight`'s business; this file cures what can be cured just before forking.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+from nbaccel.workers import fork_safety, messaging, worker
+from nbaccel.workers.fork_safety import pause_pools
+from nbaccel.workers.reaping import reap
+
+
+class ForkStarter:
+    """Starts workers by forking this process. See `starter.Starter`.
+
+    Args:
+        inheritance: What each worker takes along.
+    """
+
+    name = "fork"
+    status: int | None = None
+
+    def __init__(self, inheritance: worker.Inheritance) -> None:
+        self._inheritance = inheritance
+        self._children: dict[int, int] = {}
+        self.ours: list[int] = []
+        """The notebook's own ends of all connections: a child closes them."""
+        # The first optimizer of a process imports it (a second): once here, not once per worker.
+        importlib.import_module("torch._dynamo")
+        pause_pools()
+        fork_safety.end_bar_monitors()
+
+    def start(self, ends: worker.WorkerEnds) -> int:
+        """Fork a worker that owns these ends; returns its process id."""
+        parent_id = os.getpid()
+        for output_stream in (sys.stdout, sys.stderr):
+            output_stream.flush()
+        # So that a child which hangs before it gets to register this itself can tell where.
+        faulthandler.register(worker.STACK_SIGNAL, file=ends.stack, all_threads=True)
+        gc.freeze()  # a collection in the child would write to every page it shares with us
+        try:
+            with warnings.catch_warnings():
+                # Python 3.12 warns of every fork with threads; preflight has judged these.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process_id = os.fork()
+        finally:
+            if os.getpid() == parent_id:
+                gc.unfreeze()
+                faulthandler.unregister(worker.STACK_SIGNAL)
+        if process_id == 0:
+            for descriptor_to_close in self.ours:
+                os.close(descriptor_to_close)
+            worker.run_worker(ends, parent_id, self._inheritance)
+        self._children[process_id] = os.pidfd_open(process_id)
+        return process_id
+
+    def sentinels(self) -> Sequence[int]:
+        """A descriptor per child, readable once it has ended."""
+        return list(self._children.values())
+
+    def collect(self) -> Sequence[messaging.Ended]:
+        """Children that have ended since the last call, reaped."""
+        exit_statuses = [
+            waited_status
+            for process_id in self._children
+            if (waited_status := reap(process_id)) is not None
+        ]
+        for ended_process in exit_statuses:
+            os.close(self._children.pop(ended_process.pid))
+        return exit_statuses
+
+    def close(self) -> None:
+        """Close what is left of the sentinels."""
+        while self._children:
+            os.close(self._children.popitem()[1])

@@ -1,0 +1,322 @@
+"""Typed messages between processes, over Unix sockets that no one else can reach.
+
+    notebook process ── channel ──► template process      Fork → Forked, Ended
+    notebook process ── channel ──► worker (one each)     Job → Alive, Started, …, Returned | Failed
+
+A channel is one end of a `socketpair`: it has no name in any file system and no port, so nothing
+can connect to it. Sockets are of type SEQPACKET: a message arrives whole or not at all, with the
+descriptors that belong to it. What is too long for one packet travels in a memory file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from nbaccel.frames import Frame
+from nbaccel.leftovers import LeftoverFolders
+from nbaccel.transfer import shared_memory
+from nbaccel.transfer.pickling import PackedObject
+
+_PACKET_BYTES = 32 * 1024  # well under the kernel's limit for one packet (net.core.wmem_default)
+_MAX_FDS = 250  # SCM_MAX_FD is 253
+_IN_PACKET, _IN_FILE = b"p", b"f"
+
+
+class Channel:
+    """One end of a two-way connection that carries messages and descriptors."""
+
+    def __init__(self, channel_socket: socket.socket) -> None:
+        self._sock = channel_socket
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, Channel]:
+        """Two connected ends."""
+        first_end, second_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(first_end), cls(second_end)
+
+    @classmethod
+    def from_fd(cls, socket_fd: int) -> Channel:
+        """Take over an end that came from another process."""
+        return cls(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=socket_fd))
+
+    def fileno(self) -> int:
+        """The descriptor, for `select`."""
+        return self._sock.fileno()
+
+    def detach(self) -> int:
+        """Give the descriptor away; the channel cannot be used any more."""
+        return self._sock.detach()
+
+    def send(self, message: Any, file_descriptors: Sequence[int] = ()) -> None:
+        """Send a message with copies of the descriptors; they may be closed right after.
+
+        Raises:
+            OSError: If the other end is gone.
+        """
+        if len(file_descriptors) > _MAX_FDS:
+            raise ValueError(
+                f"{len(file_descriptors)} descriptors in one message; {_MAX_FDS} is the most"
+            )
+        message_bytes = pickle.dumps(message, protocol=5)
+        if len(message_bytes) <= _PACKET_BYTES:
+            socket.send_fds(self._sock, [_IN_PACKET + message_bytes], list(file_descriptors))
+            return
+        spill_file = shared_memory.create_file("message", len(message_bytes))
+        with shared_memory.closing_files(spill_file):
+            shared_memory.write_at(spill_file, memoryview(message_bytes), 0)
+            socket.send_fds(self._sock, [_IN_FILE], [*file_descriptors, spill_file])
+
+    def try_send(self, message: Any) -> bool:
+        """Send a short message unless that would mean to wait.
+
+        Returns:
+            Whether it is on its way; if not, the other end has not read what it was sent before.
+
+        Raises:
+            OSError: If the other end is gone.
+        """
+        message_bytes = _IN_PACKET + pickle.dumps(message, protocol=5)
+        try:
+            self._sock.send(message_bytes, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        return True
+
+    def receive(self) -> tuple[Any, list[int]]:
+        """Wait for the next message; the descriptors are the caller's to close.
+
+        Raises:
+            EOFError: If the other end is gone and everything it sent has been read.
+        """
+        try:
+            packet_bytes, file_descriptors, _, _ = socket.recv_fds(
+                self._sock, _PACKET_BYTES + 1, _MAX_FDS + 1
+            )
+        except ConnectionResetError:
+            packet_bytes, file_descriptors = b"", []
+        if not packet_bytes:
+            raise EOFError("the other process closed its end")
+        if packet_bytes[:1] == _IN_PACKET:
+            return pickle.loads(packet_bytes[1:]), file_descriptors
+        spill_file = file_descriptors.pop()
+        with (
+            shared_memory.closing_files(spill_file),
+            os.fdopen(os.dup(spill_file), "rb") as spill_view,
+        ):
+            return pickle.load(spill_view), file_descriptors
+
+    def close(self) -> None:
+        """Close this end; the other one reads an end of file."""
+        self._sock.close()
+
+
+def unless_gone() -> contextlib.suppress:
+    """Send to a process that may have ended: of its end something else tells."""
+    return contextlib.suppress(BrokenPipeError, ConnectionResetError)
+
+
+# ---- notebook → template
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Fork a worker. Descriptors: its channel, stdout, stderr and stack pipe."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dispose:
+    """Close the descriptors that come along: freeing much memory takes time nobody should wait."""
+
+
+# ---- template → notebook
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The template has imported everything and can fork."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """A worker has been forked."""
+
+    ticket: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A worker is gone and reaped."""
+
+    pid: int
+    status: int
+    """As `os.waitstatus_to_exitcode` gives it: negative for a signal."""
+    max_rss_bytes: int
+    because: str = ""
+    """What is known of it beyond the status, as a sentence: the process it came from has ended."""
+
+
+# ---- notebook → worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerAssignment:
+    """Where a worker works: its place among the others, and the surroundings of the notebook."""
+
+    topology: str
+    """`Topology` as JSON."""
+    config: str
+    """`RunConfig` as JSON."""
+    device: str
+    mixed_precision: str
+    threads: int
+    environment: dict[str, str]
+    """The whole environment, as the notebook has it now plus this worker's variables."""
+    working_directory: str
+    import_path: tuple[str, ...]
+    serves_store: bool
+    """Whether this worker serves the rendezvous store, on the listening socket that comes along."""
+    random_states: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A call to make.
+
+    Descriptors: arenas, their staging files, the parcel's, the post's.
+    """
+
+    post: WorkerAssignment | None
+    """None for a worker that has one already."""
+    arenas: tuple[tuple[str, int], ...]
+    """Key and size in bytes of each arena."""
+    parcel: PackedObject | None
+    """The pickled `Call`; None if the worker was forked from the notebook and has it."""
+    sources: dict[str, list[str]]
+    random_states: bytes
+    logging: bytes
+    """How the notebook has configured it; see `worker_output`."""
+    mixed_precision: str
+    share_back: bool
+
+    handler: ClassVar[str] = "nbaccel.workers.worker:serve_job"
+    """What a worker runs whose first message this is, as module:function."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Exit. A worker that has returned stays until then: see [Note: lingering]."""
+
+
+# ---- notebook → worker: to the second thread of a pool's worker, which answers at once
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Say where you are. Answered by Whereabouts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """Let the main thread out of a collective that will never complete: cut the connections."""
+
+
+# ---- worker → notebook. Times are seconds of CLOCK_MONOTONIC, the same for all processes.
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """The worker runs Python code and listens to signals."""
+
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The user's function is about to be called."""
+
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Display:
+    """Rich output: what `IPython.display.display` would have published."""
+
+    content: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ClearOutput:
+    """`IPython.display.clear_output`."""
+
+    wait: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """What the training loop has told of itself; see `metrics_reporter`."""
+
+    time: float
+    steps: int
+    values: tuple[tuple[str, float], ...]
+    """The latest value of each metric, in the order in which they were first told."""
+    device_bytes: int | None
+    """What torch holds on this worker's device; None on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupting:
+    """The worker has raised KeyboardInterrupt and is unwinding: give it time."""
+
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """What the worker would leave on disk if it were killed."""
+
+    leftover: LeftoverFolders
+    is_there: bool
+    """False: it has removed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The function returned. Descriptor: the parcel with `Answer`, or none."""
+
+    time: float
+    parcel: PackedObject | None
+    unsendable: str | None
+    """Why the value could not be sent, if so."""
+    home: Any
+    """`WeightReport`: which trained weights lie in the staging files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The function raised. Descriptor: the parcel with the exception, if it could be sent."""
+
+    time: float
+    record: Any
+    """`failure.Record`"""
+    parcel: PackedObject | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whereabouts:
+    """Where the main thread is, and what the worker has in memory."""
+
+    stack: tuple[Frame, ...]
+    """Innermost call first; empty if it waits for a task."""
+    device_bytes: int | None
+    """What torch has reserved on this worker's device; None on a CPU."""

@@ -1,0 +1,189 @@
+"""What a training loop tells of itself, on its way to the launch's dashboard.
+
+    worker: accelerator.log, accelerator.progress ─► Reporter ── Metrics ──► notebook: dashboard
+
+Without a launch there is no reporter, and each call costs one comparison. With one, a message goes
+out at most four times a second, and never waits: a notebook that is busy holds no worker up. What
+has not been sent when the function returns is sent then, so that the last value is never lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import numbers
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from nbaccel import leftovers
+from nbaccel.abc.device import Device
+from nbaccel.workers import messaging
+
+__all__ = ["begin", "flush", "log", "loop_begins", "loss_is", "reserved", "step_done"]
+
+
+REPORT_INTERVAL_S = 0.25
+_MAX_METRICS = 16
+"""Metrics that are told of; a loop that logs a thousand has a tracker for them."""
+_NAME_CHARS = 60
+
+
+class Reporter:
+    """Collects what the loop tells, and sends it now and then.
+
+    Args:
+        channel: To the notebook.
+        hardware: What the worker computes on.
+        device: The worker's own, as torch calls it.
+    """
+
+    def __init__(self, channel: messaging.Channel, hardware: Device, device: str) -> None:
+        self._channel = channel
+        self._hardware = hardware
+        self._device = device
+        self._pid = os.getpid()
+        self._values: dict[str, float] = {}
+        self._steps = 0
+        self._counts_batches = False
+        self._logs_a_loss = False
+        self._is_news = False
+        self._next = 0.0
+
+    def log(self, values: Mapping[str, Any], step: int | None) -> None:
+        """Take in what `accelerator.log` was given."""
+        for name, value in _finite_numbers(values):
+            if name in self._values or len(self._values) < _MAX_METRICS:
+                self._values[name] = value
+                self._logs_a_loss = self._logs_a_loss or "loss" in name.lower()
+        if not self._counts_batches:
+            self._steps = self._steps + 1 if step is None else int(step)
+        self._tell()
+
+    def loop_begins(self) -> None:
+        """A loop over batches begins: from now on a step is a batch."""
+        if not self._counts_batches:
+            self._counts_batches, self._steps = True, 0
+        self._next = 0.0  # its first moment is what the speed is reckoned from
+        self._tell()
+
+    def step_done(self) -> None:
+        """A batch was used."""
+        self._steps += 1
+        self._tell()
+
+    def loss_is(self, value: float) -> None:
+        """Take in the loss that the progress bar shows, unless the loop logs one by itself."""
+        if not self._logs_a_loss:
+            self._values["loss"] = value
+            self._tell()
+
+    def _tell(self) -> None:
+        self._is_news = True
+        sent_at = time.monotonic()
+        if (
+            sent_at < self._next or os.getpid() != self._pid
+        ):  # a DataLoader's worker is not the rank
+            return
+        self._next = sent_at + REPORT_INTERVAL_S
+        with contextlib.suppress(OSError):  # the notebook is gone: this process ends soon
+            self._is_news = not self._channel.try_send(self._message(sent_at))
+
+    def flush(self) -> None:
+        """Send what has not been sent yet, even if that means to wait."""
+        if self._is_news and os.getpid() == self._pid:
+            self._is_news = False
+            with contextlib.suppress(OSError):  # as above
+                self._channel.send(self._message(time.monotonic()))
+
+    def _message(self, current_time: float) -> messaging.Metrics:
+        return messaging.Metrics(
+            time=current_time,
+            steps=self._steps,
+            values=tuple(self._values.items()),
+            device_bytes=reserved(self._hardware, self._device),
+        )
+
+
+_process_reporter: Reporter | None = None
+
+
+def begin(channel: messaging.Channel, hardware: Device, device: str) -> None:
+    """Tell the notebook from now on; steps are counted from here.
+
+    Args:
+        channel: To the notebook.
+        hardware: What this worker computes on.
+        device: This worker's own, as torch calls it.
+    """
+    global _process_reporter  # noqa: PLW0603 - a worker has one notebook, and user code has no handle on it
+    _process_reporter = Reporter(channel, hardware, device)
+
+    def leave(leftover: leftovers.LeftoverFolders, is_there: bool) -> None:
+        with contextlib.suppress(OSError):  # the notebook is gone, and nobody is left to tell
+            channel.send(messaging.Leaves(leftover, is_there))
+
+    leftovers.listen_for_leftovers(leave)
+
+
+def log(values: Mapping[str, Any], step: int | None = None) -> None:
+    """Metrics were logged.
+
+    Args:
+        values: Name → value. Told of are numbers; a tensor on a device is not waited for.
+        step: Number of the training step.
+    """
+    if _process_reporter is not None:
+        _process_reporter.log(values, step)
+
+
+def loop_begins() -> None:
+    """A loop over batches begins."""
+    if _process_reporter is not None:
+        _process_reporter.loop_begins()
+
+
+def step_done() -> None:
+    """A batch was used."""
+    if _process_reporter is not None:
+        _process_reporter.step_done()
+
+
+def loss_is(value: float) -> None:
+    """The loss of this process was read from its device.
+
+    Args:
+        value: The loss.
+    """
+    if _process_reporter is not None:
+        _process_reporter.loss_is(value)
+
+
+def flush() -> None:
+    """Send the last values."""
+    if _process_reporter is not None:
+        _process_reporter.flush()
+
+
+def reserved(hardware: Device, device: str) -> int | None:
+    """Bytes of the device that this process's allocator holds.
+
+    Args:
+        hardware: What the process computes on.
+        device: Its own, as torch calls it.
+
+    Returns:
+        The bytes; None where the device has not been used, or nobody knows.
+    """
+    return hardware.reserved_bytes(torch.device(device))
+
+
+def _finite_numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, numbers.Real):
+            yield str(name)[:_NAME_CHARS], float(value)
+        # Reading a tensor of a GPU would wait for the GPU; one of the CPU is there.
+        elif type(value) is torch.Tensor and value.device.type == "cpu" and value.numel() == 1:
+            yield str(name)[:_NAME_CHARS], float(value.detach())

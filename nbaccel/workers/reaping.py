@@ -1,0 +1,131 @@
+"""The end of a worker process, for whoever forked it, and of all that the worker has started.
+
+A process that a worker starts may leave its process group (`setsid`, `Popen(process_group=0)`) or
+its parent (a daemon, forked twice). Worker and template are therefore *subreapers*
+(prctl(2), PR_SET_CHILD_SUBREAPER): whatever loses its parent becomes their child, and is found.
+
+    worker ends by itself ─► it ends its own descendants, and names those that had left its group
+    worker is killed ─► they become the template's children, which ends what is no worker of its own
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import psutil
+
+from nbaccel.workers import time_limits
+from nbaccel.workers.messaging import Ended
+
+_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+_REAP_PAUSE_S = 0.002
+
+
+def adopt_orphans() -> None:
+    """Let descendants of this process whose parent ends become its children."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_descendants(kept_ids: Collection[int] = ()) -> list[str]:
+    """Kill and collect everything that this process has started, or adopted.
+
+    Args:
+        kept_ids: Children that live on, with all that is theirs.
+
+    Returns:
+        The commands of those that had left the process group, for the user to be told.
+    """
+    name_lines: dict[int, str] = {}
+    kill_time = time.monotonic() + time_limits.DESCENDANTS_S
+    # Again and again: what is being ended may start another one, and grandchildren become ours.
+    while processes_left := [
+        parent_id
+        for child_id in _child_processes(os.getpid(), kept_ids)
+        for parent_id in _with_children(child_id)
+    ]:
+        for process_id in processes_left:
+            name_lines.setdefault(process_id, _stray_process(process_id))
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process_id, signal.SIGKILL)
+        for process_id in processes_left:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process_id, os.WNOHANG)
+        if time.monotonic() > kill_time:
+            break
+        time.sleep(_REAP_PAUSE_S)
+    return [process_name for process_name in name_lines.values() if process_name]
+
+
+def _with_children(process_id: int) -> Iterator[int]:
+    for child_id in _child_processes(process_id):
+        yield from _with_children(child_id)
+    yield process_id
+
+
+def _child_processes(process_id: int, kept_ids: Collection[int] = ()) -> list[int]:
+    try:
+        # What psutil would find by reading about every process of the machine.
+        task_folder = list(Path(f"/proc/{process_id}/task").iterdir())
+        found_children = [
+            int(child_number)
+            for task_id in task_folder
+            for child_number in (task_id / "children").read_text().split()
+        ]
+    except OSError:  # it has ended, or this kernel has no such file
+        with contextlib.suppress(psutil.Error):
+            return [
+                child.pid
+                for child in psutil.Process(process_id).children()
+                if child.pid not in kept_ids
+            ]
+        return []
+    return [child_id for child_id in found_children if child_id not in kept_ids]
+
+
+def _stray_process(process_id: int) -> str:
+    """The command of a living process outside this one's group; empty for any other."""
+    with contextlib.suppress(psutil.Error, ProcessLookupError):
+        stray_process = psutil.Process(process_id)
+        if (
+            os.getpgid(process_id) != os.getpgid(0)
+            and stray_process.status() != psutil.STATUS_ZOMBIE
+        ):
+            return (
+                f"{' '.join(stray_process.cmdline())[:60] or stray_process.name()} (process "
+                f"{process_id})"
+            )
+    return ""
+
+
+def reap(process_id: int) -> Ended | None:
+    """Collect a child that has ended, with everything it started; None if it still runs.
+
+    Its process group goes first, while the dead leader still holds the number: DataLoader workers
+    and subprocesses of a killed worker would live on otherwise.
+    """
+    try:
+        wait_result = os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return Ended(
+            process_id, -signal.SIGKILL, 0
+        )  # somebody else collected it: its status is lost
+    if wait_result is None:
+        return None
+    end_group(process_id)
+    _, exit_status, resource_usage = os.wait4(process_id, 0)
+    return Ended(
+        process_id, os.waitstatus_to_exitcode(exit_status), resource_usage.ru_maxrss * 1024
+    )
+
+
+def end_group(process_id: int) -> None:
+    """Kill a worker and everything it started that has not left its process group."""
+    for kill_group in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill_group(process_id, signal.SIGKILL)

@@ -1,0 +1,137 @@
+"""Where the default process group of a worker meets, and how process groups end there.
+
+Code written for `mp.spawn` chooses an address of its own (`MASTER_PORT = "12355"`), where rank 0
+would serve a store. In a worker all ranks are clients (TORCHELASTIC_USE_AGENT_STORE), so that
+nobody would serve there, and every rank would wait for half an hour.
+
+The deadlock is a fault of torch 2.13, not of ours; `docs/pages/upstream.md` has the stack. Where
+groups meet is `rendezvous`'s.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from nbaccel import env, ports, torch_private
+from nbaccel.errors import ConfigError
+from nbaccel.topology import Topology
+
+__all__ = ["group_names", "keep_groups_alive", "meet_here", "serve_store"]
+
+
+_CreateStore = Callable[..., Any]
+
+
+def meet_here(own_place: Topology, next_name: Callable[[], str]) -> None:
+    """Let each default group meet in the launch's store, under a prefix of its own.
+
+    The store is the launch's and outlives a group. Torch uses the same keys in it for the next one,
+    whose ranks then wait for addresses of the first for ever (torch 2.13, `torchrun` too).
+
+    Args:
+        own_place: This worker's place.
+        next_name: Gives the next group's prefix, the same on all ranks.
+    """
+    torch_private.replace_rendezvous_store(functools.partial(_LaunchStore, own_place, next_name))
+
+
+class _LaunchStore:
+    """Takes the place of the function of torch that creates a rendezvous store."""
+
+    def __init__(
+        self, own_place: Topology, next_name: Callable[[], str], create_store: _CreateStore
+    ) -> None:
+        self._place = own_place
+        self._name = next_name
+        self._create = create_store
+        self._pid = os.getpid()
+        self._told = False
+
+    def __call__(
+        self, host_name: str, store_port: int, rank: int, world_size: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        own_place, store_prefix = self._place, self._name()
+        # A process that a worker has started, or code that unset the variable, serves its own.
+        if os.getpid() == self._pid and env.snapshot().get("TORCHELASTIC_USE_AGENT_STORE"):
+            _check_rank(own_place, rank, world_size)
+            if store_port != own_place.master_port:
+                self._tell(host_name, store_port)
+                if (
+                    world_size != own_place.world_size
+                ):  # some of the ranks, told apart by the address
+                    store_prefix = f"{store_prefix}/{host_name}:{store_port}"
+            host_name, store_port = own_place.master_addr, own_place.master_port
+        rendezvous_store = self._create(host_name, store_port, rank, world_size, *args, **kwargs)
+        return dist.PrefixStore(store_prefix, rendezvous_store)  # type: ignore[attr-defined]
+
+    def _tell(self, host_name: str, store_port: int) -> None:
+        if self._told or self._place.rank != 0:
+            return
+        self._told = True
+        own_place = self._place
+        sys.stderr.write(
+            f"nbaccel: init_process_group was told to meet at {host_name}:{store_port}; the ranks "
+            "meet at "
+            f"{own_place.master_addr}:{own_place.master_port} instead, where their launch serves "
+            "the store.\n"
+        )
+
+
+def _check_rank(own_place: Topology, rank: int, world_size: int) -> None:
+    """Refuse what would wait for ranks that never come."""
+    if world_size > own_place.world_size:
+        raise ConfigError(
+            f"init_process_group got world_size={world_size}, but there are {own_place.world_size} "
+            "workers: it would wait for the others for ever. Leave rank and world_size out (they "
+            f"are in the environment), or launch with num_processes={world_size}."
+        )
+    if world_size == own_place.world_size and rank != own_place.rank:
+        raise ConfigError(
+            f"init_process_group got rank={rank} in the worker of rank {own_place.rank}: two "
+            "ranks of "
+            "one number would wait for each other for ever. Leave rank and world_size out (they "
+            'are in the environment), or read the rank there: rank = int(os.environ["RANK"]).'
+        )
+
+
+def keep_groups_alive() -> None:
+    """Let no process group be destructed before this process leaves.
+
+    ~ProcessGroupGloo joins a thread that may be waiting for the GIL to drop a finished work, while
+    the destructor holds it: a deadlock, met in every fifth to thirtieth DDP run that ends by
+    `destroy_process_group()` (torch 2.13; the stack is in docs/pages/upstream.md). Shutting a group
+    down works as before; only its C++ object outlives it. (A live worker closes what that leaves
+    open: `pool/process_groups.py`.)
+    """
+    torch_private.keep_process_groups()
+
+
+def group_names() -> Callable[[], str]:
+    """Names for the default groups of one process: `group_0`, `group_1` and so on."""
+    group_numbers = itertools.count()
+    return lambda: f"group_{next(group_numbers)}"
+
+
+def serve_store(own_place: Topology, listening_socket: int) -> Any:
+    """Serve the rendezvous store on the socket that the notebook bound.
+
+    So it listens on loopback only, and no port is ever chosen first and bound later. All ranks,
+    this one too, join it as clients (TORCHELASTIC_USE_AGENT_STORE).
+
+    Returns:
+        The store, which serves as long as it is held.
+    """
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        own_place.master_addr,
+        own_place.master_port,
+        is_master=True,
+        wait_for_workers=False,
+        **ports.store_options(listening_socket),
+    )

@@ -1,0 +1,157 @@
+"""Workers forked from the template process: the notebook's side."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+
+from nbaccel.errors import StartupFailed
+from nbaccel.failures import failure
+from nbaccel.transfer import shared_memory
+from nbaccel.workers import messaging, template_prestart, time_limits
+from nbaccel.workers.worker import WorkerEnds
+
+
+def dispose(fds: Sequence[int]) -> None:
+    """Close descriptors of big files; in the template process if there is one."""
+    template_boot = template_prestart.current()
+    try:
+        if (
+            template_boot is not None and fds
+        ):  # one that is still importing closes them when it is through
+            # It goes down, or no descriptor is left for the copy: then the last reference is ours.
+            with (
+                contextlib.suppress(OSError),
+                contextlib.closing(messaging.Channel(template_boot.socket.dup())) as channel,
+            ):
+                channel.send(messaging.Dispose(), fds)
+    finally:
+        shared_memory.close_all(fds)
+
+
+def go_on() -> None:
+    """Let the template process go on if somebody has stopped it (SIGSTOP): it reaps the workers."""
+    process_id = template_prestart.current_pid()
+    if process_id is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process_id, signal.SIGCONT)
+
+
+class TemplateStarter:
+    """Starts workers by asking the template process to fork. See `starter.Starter`."""
+
+    name = "template"
+
+    def __init__(self) -> None:
+        self._boot = template_prestart.start()
+        # A copy of the descriptor: closing this starter must not hang up on the template.
+        self._channel = messaging.Channel(self._boot.socket.dup())
+        self.status: int | None = None
+        """How the template process ended, if it did so by itself."""
+        self._tickets = 0
+        self._pids: set[int] = set()
+        try:
+            with self._boot.hearing:
+                if not self._boot.ready:
+                    self._receive(messaging.Ready, time_limits.TEMPLATE_S)
+                    self._boot.ready = True
+        except BaseException:  # an interrupt too must not cost a descriptor
+            self._channel.close()
+            raise
+
+    def start(self, ends: WorkerEnds) -> int:
+        """Have a worker forked that owns these ends; returns its process id."""
+        self._tickets += 1
+        with self._boot.hearing:
+            try:
+                self._channel.send(messaging.Fork(self._tickets), ends.all())
+            except OSError as error:
+                raise self._gone() from error
+            process_id = int(self._receive(messaging.Forked, time_limits.FORK_S).pid)
+            self._pids.add(process_id)
+            self._boot.ended[process_id] = None
+        return process_id
+
+    def sentinels(self) -> Sequence[int]:
+        """The channel on which the template tells of ended workers."""
+        return [self._channel.fileno()]
+
+    def collect(self) -> Sequence[messaging.Ended]:
+        """Workers of this starter that have ended since the last call."""
+        with self._boot.hearing:
+            while self._readable(0.0):
+                self._note(self._next())
+            exit_statuses = [
+                self._boot.ended[process_id]
+                for process_id in self._pids
+                if self._boot.ended[process_id]
+            ]
+            self._forget(known_status.pid for known_status in exit_statuses)
+        return exit_statuses
+
+    def close(self) -> None:
+        """Close this copy of the channel; the template stays."""
+        self._forget(tuple(self._pids))
+        self._channel.close()
+
+    def _forget(self, process_ids: Iterable[int]) -> None:
+        for process_id in process_ids:
+            self._pids.discard(process_id)
+            self._boot.ended.pop(process_id, None)
+
+    def _note(self, message: object) -> None:
+        """News of a worker that nobody waits for any more are dropped."""
+        if isinstance(message, messaging.Ended) and message.pid in self._boot.ended:
+            self._boot.ended[message.pid] = message
+
+    def _receive(self, message_type: type, timeout_s: float) -> messaging.Forked:
+        """The next message of one kind; news of ended workers are kept for `collect`."""
+        receive_deadline = time.monotonic() + timeout_s
+        while self._readable(receive_deadline - time.monotonic()):
+            message = self._next()
+            if isinstance(message, message_type):
+                return message  # type: ignore[return-value]
+            self._note(message)
+        template_prestart.stop()
+        raise StartupFailed(
+            f"The template process did not answer within {timeout_s:.0f} s, so no worker could be "
+            "started. The machine may be overloaded or swapping; it has been ended, and the next "
+            "launch starts a new one."
+        )
+
+    def _readable(self, timeout_s: float) -> bool:
+        readable_sockets, _, _ = select.select(
+            [self._channel.fileno()], [], [], max(0.0, timeout_s)
+        )
+        return bool(readable_sockets)
+
+    def _next(self) -> object:
+        try:
+            message, _ = self._channel.receive()
+        except EOFError as error:
+            raise self._gone() from error
+        return message
+
+    def _gone(self) -> StartupFailed:
+        error_text = self._boot.error_text().strip()[-2000:]
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it has hung up, and is about to end
+            self._boot.process.wait(timeout=1.0)
+        template_prestart.stop()
+        self._boot.end()  # another template may run by now
+        self.status = self._boot.status
+        exit_reason = "was ended on request (nbaccel.shutdown, or the end of this process)"
+        if self.status is not None:
+            exit_reason = failure.name_exit(self.status).removesuffix(
+                " before the function returned"
+            )
+        return StartupFailed(
+            f"The process that workers are forked from {exit_reason}, and its workers ended with "
+            "it.\n"
+            + (f"It said: {error_text}\n" if error_text else "")
+            + "Run the cell again: the next launch starts a new one."
+        )

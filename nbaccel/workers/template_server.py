@@ -1,0 +1,180 @@
+"""The template process: clean, single-threaded, everything imported; workers are forked from it.
+
+    notebook ── channel ──► template ── fork ──► worker, worker, …
+             ◄── Ready, Forked, Ended ──
+
+It has never touched a GPU, an autograd engine or an OpenMP pool, whatever the notebook has done, so
+a fork of it is safe. It exits when the notebook is gone or hangs up, and takes its workers along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+from typing import NoReturn
+
+# The first optimizer of a process imports torch._dynamo (one to two seconds): here it is paid once.
+_PREIMPORTED_MODULES = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.nn.parallel",
+    "numpy.random",
+    "nbaccel.workers.worker",
+    "nbaccel.pool.cell_worker",
+)
+_FOR_NOTEBOOKS = (
+    "IPython.core.interactiveshell",
+    "IPython.core.displaypub",
+    "nbaccel.pool.worker_shell",
+)
+
+
+def serve(channel_fd: int, parent_id: int, *, in_notebook: bool) -> NoReturn:
+    """Import, report ready, then fork on request until the notebook is gone."""
+    _die_with(parent_id)
+    for module_name in _PREIMPORTED_MODULES + (_FOR_NOTEBOOKS if in_notebook else ()):
+        importlib.import_module(module_name)
+    from nbaccel import _catalog
+    from nbaccel.workers import messaging
+    from nbaccel.workers.reaping import adopt_orphans
+
+    _catalog.known_devices()  # imports them once, for all workers
+    adopt_orphans()
+    channel = messaging.Channel.from_fd(channel_fd)
+    fork_server = _ForkServer(channel, parent_id)
+    _rehearse_transfer()
+    gc.collect()
+    gc.freeze()  # a collection in a worker would write to every page it shares with this process
+    channel.send(messaging.Ready(os.getpid()))
+    try:
+        fork_server.loop()
+    finally:
+        fork_server.end_all()
+        os._exit(0)
+
+
+def _rehearse_transfer() -> None:
+    """Hand a small model over once: what Python and torch set up at first use, workers inherit."""
+    from torch import nn
+
+    from nbaccel.transfer import arena, pickling, shared_memory, weight_sync
+
+    sample_model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    sample_sharing = arena.share_modules([("model", sample_model)])
+    sample_sender = pickling.Sender.create()
+    (shared_module,) = sample_sharing.arenas()
+    arena_key = sample_sender.key(shared_module)
+    packed_object, file_descriptor = pickling.pack(
+        (sample_model, weight_sync.module_manifests(sample_sharing, sample_sender.keys)),
+        sample_sender,
+    )
+    sample_mappings = {
+        arena_key: shared_memory.Mapping(shared_module.fd, shared_module.nbytes, is_private=True)
+    }
+    with shared_memory.closing_files(file_descriptor):
+        received_copy, (sample_manifest,) = pickling.unpack(
+            packed_object, file_descriptor, sample_mappings
+        )
+    weight_sync.WeightWriter(
+        own_rank=0,
+        shared_modules=[(sample_manifest, received_copy)],
+        arena_mappings=sample_mappings,
+        staging_files={},
+    ).write()
+
+
+def _die_with(parent_id: int) -> None:
+    if os.getppid() != parent_id:
+        sys.exit("the notebook process ended before its template process started")
+
+
+class _ForkServer:
+    def __init__(self, channel: object, parent_id: int) -> None:
+        from nbaccel.workers import messaging
+
+        self._wire = messaging
+        self._channel: messaging.Channel = channel  # type: ignore[assignment]
+        self._workers: set[int] = set()
+        self._woken, self._waker = socket.socketpair()
+        for wakeup_end in (self._woken, self._waker):
+            wakeup_end.setblocking(False)
+        signal.set_wakeup_fd(self._waker.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that the wakeup fd is used
+        self._parent = _open_process(parent_id)
+
+    def loop(self) -> None:
+        """Serve until the notebook hangs up or dies."""
+        watched_sockets = [self._channel.fileno(), self._woken.fileno(), *self._parent]
+        while True:
+            readable_sockets, _, _ = select.select(watched_sockets, [], [])
+            if self._woken.fileno() in readable_sockets:
+                self._collect()
+            if self._channel.fileno() in readable_sockets and not self._serve_one():
+                return
+            if any(file_descriptor in readable_sockets for file_descriptor in self._parent):
+                return
+
+    def _serve_one(self) -> bool:
+        try:
+            message, file_descriptors = self._channel.receive()
+        except EOFError:
+            return False
+        if isinstance(message, self._wire.Fork):
+            process_id = self._fork(file_descriptors)
+            self._workers.add(process_id)
+            self._channel.send(self._wire.Forked(message.ticket, process_id))
+        for file_descriptor in file_descriptors:
+            os.close(file_descriptor)
+        return True
+
+    def _fork(self, file_descriptors: list[int]) -> int:
+        template_channel = os.getpid()
+        process_id = os.fork()
+        if process_id:
+            return process_id
+        from nbaccel.workers import worker
+
+        self._channel.close()
+        self._woken.close()
+        for file_descriptor in self._parent:
+            os.close(file_descriptor)
+        channel, stdout, stderr, stack_file = file_descriptors
+        return worker.run_worker(
+            worker.WorkerEnds(channel=channel, stdout=stdout, stderr=stderr, stack=stack_file),
+            template_channel,
+        )
+
+    def _collect(self) -> None:
+        from nbaccel.workers.reaping import end_descendants, reap
+
+        with contextlib.suppress(BlockingIOError):
+            while self._woken.recv(4096):
+                continue
+        for process_id in tuple(self._workers):
+            exit_status = reap(process_id)
+            if exit_status is not None:
+                self._workers.discard(process_id)
+                end_descendants(kept_ids=self._workers)  # before anybody believes that it is over
+                with contextlib.suppress(OSError):  # nobody listens: we are about to leave anyway
+                    self._channel.send(exit_status)
+
+    def end_all(self) -> None:
+        """Kill all workers, and whatever they have started."""
+        from nbaccel.workers.reaping import end_descendants
+
+        end_descendants()
+
+
+def _open_process(process_id: int) -> list[int]:
+    """A descriptor that becomes readable when the process ends, where the system has them."""
+    try:
+        return [os.pidfd_open(process_id)]
+    except (OSError, AttributeError):
+        return []

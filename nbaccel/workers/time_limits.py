@@ -1,0 +1,66 @@
+"""How long is waited for what, when workers are started, stopped and ended; in seconds.
+
+A limit is what is waited at most, where nothing else tells sooner.
+"""
+
+from __future__ import annotations
+
+TEMPLATE_S = 120.0
+"""For the template process to be ready: importing torch from a cold disk can take most of a
+minute."""
+
+FORK_S = 20.0
+"""For the template to fork a worker, which takes milliseconds where the machine does not swap."""
+
+BORN_S = 20.0
+"""A forked process that has said nothing for so long hangs. It speaks within a second even where
+the machine swaps; a limit that is too short would end workers that only were slow."""
+
+GRACE_END_S = 0.25
+"""After a launch's first failure, until the others are stopped. The same mistake meets all ranks
+within this time, and each then tells of its own; the first to tell may also be one that has only
+lost its connection to the rank which is at fault."""
+
+GRACE_KEEP_S = 0.1
+"""The same for live workers: shorter, because a cell's author waits for the prompt, and runs a
+cell again sooner than a launch."""
+
+ASK_S = 0.05
+"""For a rank to say where it is, before it is interrupted: a signal and a few writes to a pipe."""
+
+ASK_LAST_S = 0.1
+"""The same before a pool's workers are killed because one was lost: nothing can be asked later."""
+
+ASK_STATUS_S = 0.2
+"""The same for `%accelerate status`: nobody is stopped meanwhile."""
+
+ANSWER_S = 0.2
+"""For KeyboardInterrupt to be raised. A rank that is in Python does so in milliseconds; one that
+waits in C++ never does, and waiting for it is what makes Stop slow."""
+
+CUT_S = 1.0
+"""For a wait in C++ to end after its connections were shut down, and the exception to come up."""
+
+UNWIND_S = 3.0
+"""For `finally` blocks and `with` statements, once KeyboardInterrupt has been raised; and for a
+worker whose work is over to leave."""
+
+TERMINATE_S = 0.1
+"""For SIGTERM, which nothing in a worker handles: only what user code has installed for it."""
+
+KILL_S = 5.0
+"""For a killed process to be reaped. The system may have gigabytes to free; one that takes longer
+hangs in a driver, and the notebook must not hang with it."""
+
+DESCENDANTS_S = 2.0
+"""For what a worker has started to be gone after it was killed, when the worker ends."""
+
+EXIT_RECHECK_S = 2.0
+"""Between looks at ranks that still work while others have returned."""
+
+EXIT_ALONE_S = 15.0
+"""Until the user is told that all ranks which still work wait for those that have returned: a
+collective that is only slow is through by then."""
+
+EXIT_S = 10.0
+"""For a worker to exit after all have returned: a library's clean-up may take its time."""

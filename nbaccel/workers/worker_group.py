@@ -1,0 +1,229 @@
+"""Workers that are started together and ended together: those of one launch, or of one pool."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from nbaccel import _catalog, env
+from nbaccel.config.variables import run_variables
+from nbaccel.errors import StartupFailed
+from nbaccel.failures import process_death
+from nbaccel.plan import Plan
+from nbaccel.topology import Topology
+from nbaccel.transfer import shared_memory
+from nbaccel.workers import messaging, time_limits, worker, working_folder
+from nbaccel.workers.fork import ForkStarter
+from nbaccel.workers.start_method import Starter
+from nbaccel.workers.worker_handle import WorkerHandle, connect
+
+__all__ = ["AssignedWorker", "WorkerGroup"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssignedWorker:
+    """A worker that waits for its first message, and what that has to contain."""
+
+    handle: WorkerHandle
+    assignment: messaging.WorkerAssignment
+    fds: tuple[int, ...]
+    """Descriptors that travel with the assignment, after all others."""
+
+    def send(self, message: object, file_descriptors: Sequence[int] = ()) -> None:
+        """Send the first message. One that has died already does not get it: its sentinel tells."""
+        with messaging.unless_gone():
+            self.handle.channel.send(message, file_descriptors)
+
+
+class WorkerGroup:
+    """The workers of one launch or one pool on this machine.
+
+    Args:
+        plan: What was planned.
+        worker_starter: Who starts them; it is closed with the group.
+
+    Attributes:
+        members: The workers that have been started, by rank.
+        oom_kills: How often the system had run out of memory before.
+    """
+
+    def __init__(self, plan: Plan, worker_starter: Starter) -> None:
+        self.plan = plan
+        self.members: list[WorkerHandle] = []
+        self.oom_kills = process_death.oom_kills()
+        self._starter = worker_starter
+        self._on_end = contextlib.ExitStack()
+        self._on_end.callback(worker_starter.close)
+
+    def start(
+        self,
+        store_listener: socket.socket | None,
+        environment_variables: Mapping[str, str] | None = None,
+    ) -> list[AssignedWorker]:
+        """Start all workers, each of which then waits for its first message.
+
+        Args:
+            store_listener: The rendezvous store's socket, where this node is the one that serves
+                it.
+            environment_variables: Environment variables that they get beside the notebook's.
+        """
+        worker_places = self._places(store_listener)
+        self._on_end.enter_context(_libraries_memory(worker_places))
+        self._on_end.callback(self._end_workers)
+        for worker_place in worker_places:
+            self._start_worker(worker_place.rank)
+        worker_surroundings = _WorkerSurroundings.here(environment_variables or {})
+        return [
+            AssignedWorker(
+                handle=worker_handle,
+                assignment=self._assignment(
+                    worker_place, worker_surroundings, serves_store=serves_store is not None
+                ),
+                fds=() if serves_store is None else (serves_store.fileno(),),
+            )
+            for worker_place, worker_handle in zip(worker_places, self.members, strict=True)
+            for serves_store in [store_listener if worker_place.rank == 0 else None]
+        ]
+
+    def sentinels(self) -> Sequence[int]:
+        """Descriptors that become readable when a worker may have ended."""
+        return self._starter.sentinels()
+
+    def collect(self) -> Sequence[messaging.Ended]:
+        """Workers that have ended since the last call, reaped."""
+        return self._starter.collect()
+
+    def end(self) -> None:
+        """End what is left of the workers, wait until they are reaped, close all connections."""
+        self._on_end.close()
+
+    # ---- starting
+
+    def _places(self, store_listener: socket.socket | None) -> tuple[Topology, ...]:
+        run_config = self.plan.config
+        return Topology.of_node(
+            num_processes=self.plan.num_processes,
+            master_port=store_listener.getsockname()[1] if store_listener else self.plan.port or 0,
+            master_addr=self.plan.master_addr,
+            node_rank=run_config.node_rank,
+            num_nodes=run_config.num_nodes,
+        )
+
+    def _start_worker(self, rank: int) -> WorkerHandle:
+        worker_channel, worker_pipes, worker_ends = connect()
+        forks_us = isinstance(self._starter, ForkStarter)
+        with shared_memory.closing_files(*worker_ends.all()):
+            self._keep_from_children(worker_channel.fileno(), *worker_pipes)
+            process_id = self._starter.start(worker_ends)
+        worker_handle = WorkerHandle(
+            rank=rank,
+            channel=worker_channel,
+            pipes=worker_pipes,
+            pid=process_id,
+            tells_its_stack=forks_us,
+        )
+        self.members.append(worker_handle)  # at once, so that it is ended whatever comes next
+        return worker_handle
+
+    def _keep_from_children(self, *file_descriptors: int) -> None:
+        """A worker that is forked from the notebook closes these."""
+        if isinstance(self._starter, ForkStarter):
+            self._starter.ours += file_descriptors
+
+    def _assignment(
+        self,
+        worker_place: Topology,
+        worker_surroundings: _WorkerSurroundings,
+        *,
+        serves_store: bool,
+    ) -> messaging.WorkerAssignment:
+        plan = self.plan
+        own_environment = worker_place.variables(
+            mixed_precision=plan.config.mixed_precision,
+            device=plan.device,
+            environ=worker_surroundings.environment,
+        ) | run_variables(plan.config)
+        for memory_of in _catalog.shared_memory_modules():
+            own_environment |= memory_of.variables(worker_place, plan.device)
+        # Accelerate, and OpenMP libraries loaded later, go by it unless the user set it.
+        default_variables = {"OMP_NUM_THREADS": str(plan.threads_per_process)}
+        return messaging.WorkerAssignment(
+            topology=worker_place.to_json(),
+            config=plan.config.to_json(),
+            device=plan.device,
+            mixed_precision=plan.config.mixed_precision,
+            threads=plan.threads_per_process,
+            environment=default_variables | worker_surroundings.environment | own_environment,
+            working_directory=worker_surroundings.working_directory,
+            import_path=worker_surroundings.import_path,
+            serves_store=serves_store,
+            random_states=worker_surroundings.random_states,
+        )
+
+    # ---- ending
+
+    def _end_workers(self) -> None:
+        try:
+            self._kill_all()
+        except StartupFailed:  # the template has ended, and has taken them along
+            for worker_handle in self.members:
+                worker_handle.end()
+        for worker_handle in self.members:
+            for leftover_process in worker_handle.leftovers:
+                leftover_process.remove()
+            worker_handle.close()
+
+    def _kill_all(self) -> None:
+        living_members = {
+            worker_handle.pid: worker_handle
+            for worker_handle in self.members
+            if not worker_handle.has_ended
+        }
+        for worker_handle in living_members.values():
+            worker_handle.kill()
+        kill_deadline = time.monotonic() + time_limits.KILL_S
+        while living_members and time.monotonic() < kill_deadline:
+            select.select(list(self._starter.sentinels()), [], [], kill_deadline - time.monotonic())
+            for ended_workers in self._starter.collect():
+                if ended_workers.pid in living_members:
+                    living_members.pop(ended_workers.pid).end()
+
+
+@dataclass(frozen=True)
+class _WorkerSurroundings:
+    """What all workers take over from the notebook as it is now: looked up once."""
+
+    environment: dict[str, str]
+    working_directory: str
+    import_path: tuple[str, ...]
+    random_states: bytes
+
+    @classmethod
+    def here(cls, extra_variables: Mapping[str, str]) -> _WorkerSurroundings:
+        """Those of this process, with some more environment variables."""
+        return cls(
+            env.snapshot() | dict(extra_variables),
+            working_folder.told_here(),
+            tuple(working_folder.import_path()),
+            worker.seeded_states(),
+        )
+
+
+@contextlib.contextmanager
+def _libraries_memory(worker_places: Sequence[Topology]) -> Iterator[None]:
+    """Remove the shared memory that libraries make in workers: what is there before, and theirs."""
+    _forget_memory(worker_places)
+    try:
+        yield
+    finally:
+        _forget_memory(worker_places)
+
+
+def _forget_memory(worker_places: Sequence[Topology]) -> None:
+    for memory_of in _catalog.shared_memory_modules():
+        memory_of.remove(worker_places)
+        memory_of.remove_orphans()

@@ -1,0 +1,299 @@
+"""One worker, as the notebook process sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+
+from nbaccel import frames
+from nbaccel.failures import failure
+from nbaccel.leftovers import LeftoverFolders
+from nbaccel.transfer import shared_memory
+from nbaccel.workers import messaging
+from nbaccel.workers.reaping import end_group
+from nbaccel.workers.worker import STACK_SIGNAL, WorkerEnds
+
+_CRASH_HEADING = "Fatal Python error"  # faulthandler's own first words, in every version of Python
+
+
+class HandleState(enum.Enum):
+    """How far a worker has come. In a pool it goes back to RUNNING with each call."""
+
+    BORN = "forked; has not said a word"
+    ALIVE = "runs Python and listens to signals; unpacks its job"
+    RUNNING = "has called the user's function"
+    RETURNED = "has handed over its result; its weights are in the staging files"
+    FAILED = "has handed over its exception"
+    GONE = "has ended and been reaped"
+
+
+@dataclass(kw_only=True)
+class WorkerHandle:
+    """A worker's connections, and everything known of it and of the call that it has.
+
+    What is known is read from outside, and changed by this class's methods only.
+    """
+
+    rank: int
+    channel: messaging.Channel
+    pipes: dict[int, str]
+    """The notebook's reading ends → `stdout`, `stderr` or `stack`."""
+    pid: int
+    tells_its_stack: bool = False
+    """It answers `STACK_SIGNAL`; to a process that does not, the signal would be deadly."""
+    control: messaging.Channel | None = None
+    """A second channel, to a worker of a pool: what it is told there it hears in mid-work."""
+    state: HandleState = HandleState.BORN
+    born: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.monotonic)
+    """When it was given its latest call, or was through with it."""
+    returned: messaging.Returned | None = None
+    result_fd: int | None = None
+    record: failure.FailureRecord | None = None
+    error: tuple[messaging.Failed, int | None] | None = None
+    """The message and the descriptor of its exception's parcel."""
+    whereabouts: messaging.Whereabouts | None = None
+    """Where a pool's worker was by its latest answer."""
+    stack_text: str = ""
+    """What faulthandler has written since it was last read."""
+    hung_up: bool = False
+    """Its end of the channel is closed, or it is gone."""
+    leftovers: set[LeftoverFolders] = field(default_factory=set)
+    """What it would leave on disk if it were killed."""
+    is_stopped: bool = False
+    """We have stopped its call: its end says nothing about its own doings."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is gone and reaped."""
+        return self.state is HandleState.GONE
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether its function may still be running."""
+        return self.state in (HandleState.BORN, HandleState.ALIVE, HandleState.RUNNING)
+
+    @property
+    def stack(self) -> tuple[frames.Frame, ...]:
+        """Its main thread's stack by its latest answer, innermost call first."""
+        if self.whereabouts is not None:
+            return self.whereabouts.stack
+        return failure.parse_stack(self.stack_text)
+
+    @property
+    def has_crashed(self) -> bool:
+        """Whether faulthandler has written why it dies."""
+        return _CRASH_HEADING in self.stack_text
+
+    # ---- what is heard of it
+
+    def note(self, message: messaging.Leaves) -> None:
+        """Note what it would leave on disk, or would no more."""
+        if message.is_there:
+            self.leftovers.add(message.leftover)
+        else:
+            self.leftovers.discard(message.leftover)
+
+    def note_stack(self, stack_bytes: bytes) -> None:
+        """Note a part of what faulthandler writes."""
+        self.stack_text += stack_bytes.decode(errors="replace")
+
+    def forget_stack(self) -> None:
+        """Drop what faulthandler has written, before it is asked again."""
+        self.stack_text = ""
+
+    def note_whereabouts(self, message: messaging.Whereabouts | None) -> None:
+        """Note where it says that it is; None for what it said before being of no more interest."""
+        self.whereabouts = message
+
+    def hang_up(self) -> None:
+        """It will send no more messages."""
+        self.hung_up = True
+
+    def come_alive(self) -> None:
+        """It runs Python, and answers signals."""
+        self.state, self.tells_its_stack = HandleState.ALIVE, True
+
+    def begin_work(self) -> None:
+        """It is about to call the user's function."""
+        self.state = HandleState.RUNNING
+
+    def forget_call(self) -> None:
+        """What is known of its last call is of no more interest."""
+        self._close_parcels()
+        self.returned = self.record = self.whereabouts = None
+        self.is_stopped = False
+
+    def begin_call(self) -> None:
+        """It has a call."""
+        self.since = time.monotonic()
+        if self.state is not HandleState.BORN and not self.has_ended:
+            self.state = HandleState.RUNNING
+
+    def take_result(self, message: messaging.Returned, file_descriptors: list[int]) -> None:
+        """It has handed over what its function returned."""
+        self.returned, self.result_fd = message, file_descriptors[0] if file_descriptors else None
+
+    def take_failure(
+        self, message: messaging.Failed, file_descriptors: list[int], record: failure.FailureRecord
+    ) -> None:
+        """It has handed over what its function raised.
+
+        Args:
+            message: The message.
+            file_descriptors: Its descriptors.
+            record: What is told of it.
+        """
+        self.error, self.record = (
+            (message, file_descriptors[0] if file_descriptors else None),
+            record,
+        )
+
+    def finish_call(self) -> None:
+        """It is through with its call; one that has handed over nothing has no value."""
+        self.state = HandleState.RETURNED if self.error is None else HandleState.FAILED
+        if self.error is None and self.returned is None:
+            self.returned = messaging.Returned(time.monotonic(), None, None, None)
+        self.since = time.monotonic()
+
+    def end(
+        self, record: failure.FailureRecord | None = None, *, loses_result: bool = False
+    ) -> None:
+        """It is gone and reaped.
+
+        Args:
+            record: What is told of that; None if it is of no interest.
+            loses_result: Whether a result is of no use without the worker.
+        """
+        self.state = HandleState.GONE
+        self.record = record or self.record
+        if loses_result:
+            self.returned = None
+
+    def record_of_death(self, exit_time: messaging.Ended, oom_kills: int) -> failure.FailureRecord:
+        """What is told of it if it has ended by itself.
+
+        Args:
+            exit_time: How it ended.
+            oom_kills: How often the system had run out of memory when it was started.
+        """
+        _, crash_time, stack_dump = self.stack_text.rpartition(_CRASH_HEADING)
+        return failure.FailureRecord.of_death(
+            self.rank,
+            exit_time.status,
+            max_rss_bytes=exit_time.max_rss_bytes,
+            stack_dump=stack_dump if crash_time else "",
+            oom_kills=oom_kills,
+            death_reason=exit_time.because,
+        )
+
+    def record_of_stop(self) -> failure.FailureRecord:
+        """What is told of it if it was stopped because of something else."""
+        had_started = self.control is not None or bool(self.stack_text)
+        return failure.FailureRecord.of_stop(self.rank, self.stack, had_started=had_started)
+
+    # ---- what is done to it
+
+    def open_control(self) -> messaging.Channel:
+        """Make the second channel; returns the worker's end of it."""
+        self.control, worker_end = messaging.Channel.pair()
+        return worker_end
+
+    def ask_where(self) -> bool:
+        """Ask where it is; returns whether it can answer."""
+        if self.control is not None and self.state is not HandleState.BORN:
+            self._tell(messaging.Look())
+            return True
+        return self.ask_stack()
+
+    def ask_stack(self) -> bool:
+        """Let faulthandler write where it is; returns whether it can be asked for that."""
+        if self.tells_its_stack:
+            self._signal(STACK_SIGNAL)
+        return self.tells_its_stack
+
+    def interrupt(self) -> None:
+        """Let it raise KeyboardInterrupt; one that somebody has stopped (SIGSTOP) goes on."""
+        self.is_stopped = True
+        self._signal(signal.SIGINT)
+        self._signal(signal.SIGCONT)
+
+    def cut_connections(self) -> None:
+        """Let a collective fail that it waits in; for a worker of a pool."""
+        self._tell(messaging.Break())
+
+    def terminate(self) -> None:
+        """Ask it to end, and do not wait for `finally` blocks."""
+        self.is_stopped = True
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it, with everything it has started that has not left its process group."""
+        self.is_stopped = True
+        end_group(self.pid)
+
+    def let_leave(self) -> None:
+        """Let it exit: its work is over."""
+        with contextlib.suppress(OSError):  # it has gone by itself
+            self.channel.send(messaging.Leave())
+
+    def wake(self) -> None:
+        """Let it go on if somebody has stopped it (SIGSTOP)."""
+        self._signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """Close every descriptor that is left."""
+        self.channel.close()
+        if self.control is not None:
+            self.control.close()
+        for file_descriptor in self.pipes:
+            os.close(file_descriptor)
+        self.pipes.clear()
+        self._close_parcels()
+
+    def _close_parcels(self) -> None:
+        parcel_fds = (self.result_fd, self.error[1] if self.error else None)
+        shared_memory.close_all(
+            [file_descriptor for file_descriptor in parcel_fds if file_descriptor is not None]
+        )
+        self.result_fd = self.error = None
+
+    def _signal(self, signal_number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has gone already
+            os.kill(self.pid, signal_number)
+
+    def _tell(self, message: messaging.Look | messaging.Break) -> None:
+        if self.control is not None:
+            with contextlib.suppress(OSError):  # it has gone already
+                self.control.send(message)
+
+
+def connect() -> tuple[messaging.Channel, dict[int, str], WorkerEnds]:
+    """Make a worker's connections: the notebook's ends, and the worker's.
+
+    The worker's ends are plain descriptors that the caller closes once the worker exists.
+    """
+    own_end, worker_end = messaging.Channel.pair()
+    output_pipes: dict[int, str] = {}
+    worker_ends = {}
+    for pipe_name in ("stdout", "stderr", "stack"):
+        read_end, write_end = os.pipe()
+        os.set_blocking(read_end, False)
+        _enlarge(read_end)
+        output_pipes[read_end] = pipe_name
+        worker_ends[pipe_name] = write_end
+    return own_end, output_pipes, WorkerEnds(channel=worker_end.detach(), **worker_ends)
+
+
+def _enlarge(file_descriptor: int) -> None:
+    """Ask for a megabyte, so that a worker that prints a lot seldom waits for the notebook."""
+    import fcntl  # Windows has none, where nbaccel can be imported, too
+
+    try:
+        fcntl.fcntl(file_descriptor, fcntl.F_SETPIPE_SZ, 1 << 20)
+    except OSError:
+        return  # the user's quota of pipe memory is used up: 64 KiB it stays

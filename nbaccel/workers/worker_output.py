@@ -1,0 +1,349 @@
+"""`display()`, `plt.show()`, progress bars and logging in a worker.
+
+A worker has no connection to the browser. What it displays becomes a message, and the notebook
+process publishes it in the cell. Widgets cannot work that way (their model lives in the notebook
+process), so `tqdm.notebook` draws its bar as text.
+
+    notebook: levels, propagation, handlers ─► bytes ─► worker: the same, on its own streams
+
+Handlers that write to stderr or stdout write to the worker's; those that write to a file append to
+the same one, from all ranks. Rotating files are appended to without rotation: two processes would
+tear each other's files away. What else handlers do stays with the notebook.
+
+A library that configures its own logger does so again when a worker imports it: of those only the
+levels are carried over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+from nbaccel.frames import Frame
+from nbaccel.workers.messaging import ClearOutput, Display
+
+__all__ = ["LoggingSettings", "as_configured"]
+
+
+SendMessage = Callable[[Any], None]
+
+_WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
+_WIDGET_BAR = (
+    *("__init__", "__iter__", "update", "close", "clear", "reset", "display"),
+    *("status_printer", "colour"),
+)
+"""By what a widget bar of tqdm differs from the text bar that it inherits from."""
+
+
+def forward_displays(send_message: SendMessage) -> None:
+    """Send rich output to the notebook from now on, if IPython is loaded in this process."""
+    text_bars()
+    if "IPython" not in sys.modules:
+        return
+    from IPython.core.interactiveshell import InteractiveShell
+
+    publisher = publisher_class(send_message)
+    if InteractiveShell.initialized():  # forked from a kernel: keep its formatters
+        InteractiveShell.instance().display_pub = publisher()
+        mute_comms()
+    else:
+        _start_shell(InteractiveShell, publisher)
+
+
+def publisher_class(send_message: SendMessage) -> type[Any]:
+    """The class of a shell's `display_pub` that sends what it is given to the notebook."""
+    from IPython.core.displaypub import DisplayPublisher
+
+    class Publisher(DisplayPublisher):
+        def publish(  # type: ignore[override]  # IPython passes all but these two by name
+            self, data: Any, metadata: Any = None, **more: Any
+        ) -> None:
+            content = {"data": without_widgets(data), "metadata": metadata or {}}
+            content |= {k: more[k] for k in ("transient", "update") if more.get(k)}
+            _flush_streams()
+            send_message(Display(content))
+
+        def clear_output(self, wait: bool = False) -> None:
+            _flush_streams()
+            send_message(ClearOutput(wait))
+
+    return Publisher
+
+
+def without_widgets(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The forms of a rich output that mean something in another process."""
+    return {kind: pickled_value for kind, pickled_value in data.items() if kind != _WIDGET_MIME}
+
+
+def show_figures() -> None:
+    """Show what has been drawn and not shown, as IPython does at the end of a cell."""
+    inline_backend = sys.modules.get("matplotlib_inline.backend_inline")
+    if inline_backend is not None:
+        try:
+            inline_backend.flush_figures()
+        except Exception as error:  # a figure that cannot be drawn is no reason to lose results
+            sys.stderr.write(f"nbaccel: a figure cannot be shown: {error!r}\n")
+
+
+def _flush_streams() -> None:
+    """Let what was printed before go out before: text and displays take different ways."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # user code closed it: nothing is in it
+            stream.flush()
+
+
+def _start_shell(shell_class: type[Any], publisher_class: type[Any]) -> None:
+    """A shell with formatters and a publisher and nothing else: no history, no threads."""
+
+    class WorkerShell(shell_class):  # type: ignore[misc]
+        def __init__(self, **kwargs: Any) -> None:
+            super(shell_class, self).__init__(**kwargs)
+            self.configurables: list[Any] = [self]  # what the formatter's set-up adds itself to
+            self.user_module, self.user_ns = self.prepare_user_module()
+            self.user_ns_hidden: dict[str, Any] = {}
+            self.init_events()
+            self.init_display_formatter()
+            self.display_pub = publisher_class(parent=self)
+
+    forget_shells(shell_class)
+    WorkerShell.instance()
+
+
+def forget_shells(shell_class: type[Any]) -> None:
+    """Let this process have no shell, so that another can be the one."""
+    if shell_class.initialized():
+        type(shell_class.instance()).clear_instance()
+
+
+def mute_comms() -> None:
+    """A widget made in a child would write to the notebook's socket, which drops it."""
+    comm_module = sys.modules.get("comm")
+    if comm_module is not None:
+        comm_module.create_comm = comm_module.DummyComm  # type: ignore[attr-defined]
+
+
+def text_bars() -> None:
+    """Let `tqdm.notebook` and `tqdm.auto` draw text bars."""
+    bar_module = sys.modules.get("tqdm.notebook")
+    if bar_module is not None:  # forked from a notebook: user code already holds the class
+        for attribute_name in set(vars(bar_module.tqdm_notebook)) & set(_WIDGET_BAR):
+            delattr(bar_module.tqdm_notebook, attribute_name)
+    elif not any(isinstance(meta_finder, _TextBars) for meta_finder in sys.meta_path):
+        sys.meta_path.insert(0, _TextBars())
+
+
+class _TextBars(MetaPathFinder, Loader):
+    """Gives a text bar to whoever imports `tqdm.notebook`; tqdm is imported only then."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name == "tqdm.notebook" else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        from tqdm import std
+
+        vars(module).update(
+            tqdm=std.tqdm, tqdm_notebook=std.tqdm, trange=std.trange, tnrange=std.trange
+        )
+
+
+_STANDARD_ERROR, _STANDARD_OUTPUT = "stderr", "stdout"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _HandlerSettings:
+    """A handler, without what belongs to one process."""
+
+    stream: str
+    """`stderr` or `stdout`; empty for a file."""
+    file: str
+    encoding: str | None
+    level: int
+    formatter: bytes
+    filters: bytes
+
+    def made(self) -> logging.Handler:
+        """The same in this process."""
+        log_handler: logging.Handler = (
+            logging.StreamHandler(getattr(sys, self.stream))
+            if self.stream
+            else logging.FileHandler(self.file, "a", self.encoding, delay=True)
+        )
+        log_handler.setLevel(self.level)
+        log_handler.setFormatter(_unpickled(self.formatter))
+        for log_filter in _unpickled(self.filters) or ():
+            log_handler.addFilter(log_filter)
+        log_handler.is_from_nbaccel = True  # type: ignore[attr-defined]
+        return log_handler
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LoggerSettings:
+    """What was set at one logger."""
+
+    level: int
+    propagate: bool = True
+    disabled: bool = False
+    handlers: tuple[_HandlerSettings, ...] = ()
+
+
+_AS_MADE = _LoggerSettings(level=logging.NOTSET)
+
+
+def as_configured() -> bytes:
+    """How logging is configured in this process."""
+    logger_names: list[str | None] = [None, *list(logging.root.manager.loggerDict)]
+    configured_loggers = {
+        logger_name: _describe_logger(logger_name)
+        for logger_name in logger_names
+        if _is_logger(logger_name)
+    }
+    carried_loggers = {
+        logger_name: logger_settings
+        for logger_name, logger_settings in configured_loggers.items()
+        if logger_name is None or logger_settings != _AS_MADE
+    }
+    return pickle.dumps((logging.root.manager.disable, carried_loggers))
+
+
+def _is_logger(name: str | None) -> bool:
+    return name is None or isinstance(logging.root.manager.loggerDict[name], logging.Logger)
+
+
+def _describe_logger(name: str | None) -> _LoggerSettings:
+    python_logger = logging.getLogger(name)
+    if name is not None and _is_librarys(name):
+        return _LoggerSettings(level=python_logger.level)
+    return _LoggerSettings(
+        level=python_logger.level,
+        propagate=python_logger.propagate,
+        disabled=python_logger.disabled,
+        handlers=tuple(_handler_settings(python_logger)),
+    )
+
+
+def _is_librarys(name: str) -> bool:
+    """Whether a logger is called like an installed package that is in use."""
+    package_name = name.partition(".")[0]
+    module = sys.modules.get(package_name) or sys.modules.get(package_name.lower())
+    log_file = getattr(module, "__file__", None) or ""
+    return (
+        package_name != "__main__"
+        and log_file != ""
+        and Frame(file=log_file, line=0, function="").is_library
+    )
+
+
+def _handler_settings(python_logger: logging.Logger) -> Iterator[_HandlerSettings]:
+    for log_handler in python_logger.handlers:
+        if not _is_carried(log_handler):
+            continue
+        log_file = getattr(log_handler, "baseFilename", "")
+        if log_file:
+            _append_only(log_handler)
+        yield _HandlerSettings(
+            stream="" if log_file else _stream_of(log_handler),
+            file=log_file,
+            encoding=getattr(log_handler, "encoding", None),
+            level=log_handler.level,
+            formatter=_pickled_or_empty(log_handler.formatter),
+            filters=_pickled_or_empty(log_handler.filters),
+        )
+
+
+def _is_carried(log_handler: logging.Handler) -> bool:
+    if isinstance(log_handler, logging.FileHandler):
+        return True
+    return type(log_handler) is logging.StreamHandler and bool(_stream_of(log_handler))
+
+
+def _stream_of(log_handler: Any) -> str:
+    """Which stream of this process a handler writes to; empty if none of them."""
+    stream = getattr(log_handler, "stream", None)
+    for name in (_STANDARD_ERROR, _STANDARD_OUTPUT):
+        if stream is not None and stream in (getattr(sys, name), getattr(sys, f"__{name}__")):
+            return name
+    return ""
+
+
+def _append_only(log_handler: Any) -> None:
+    """Let what the notebook writes later go behind what the workers will have written."""
+    import fcntl  # Windows has none, where nbaccel can be imported, too
+
+    stream = getattr(log_handler, "stream", None)
+    if stream is not None:
+        with contextlib.suppress(OSError, ValueError):  # it is closed, or no file of the system
+            open_flags = fcntl.fcntl(stream.fileno(), fcntl.F_GETFL)
+            fcntl.fcntl(stream.fileno(), fcntl.F_SETFL, open_flags | os.O_APPEND)
+
+
+def _pickled_or_empty(pickled_value: Any) -> bytes:
+    try:
+        pickled_settings: bytes = cloudpickle.dumps(pickled_value)
+    except Exception:  # the user's own class may raise anything: the handler does without it
+        return b""
+    return pickled_settings
+
+
+def _unpickled(pickled_value: bytes) -> Any:
+    try:
+        return pickle.loads(pickled_value) if pickled_value else None
+    except Exception:  # its class cannot be had here
+        return None
+
+
+class LoggingSettings:
+    """The notebook's logging in one worker."""
+
+    def __init__(self) -> None:
+        self._given = b""
+        self._names: set[str | None] = set()
+
+    def follow(self, given_settings: bytes) -> None:
+        """Configure this process as the notebook is, unless that has not changed since.
+
+        Args:
+            given_settings: What `as_configured` said there.
+        """
+        if given_settings == self._given:
+            return
+        self._given = given_settings
+        logging.root.manager.disable, wanted_settings = pickle.loads(given_settings)
+        for name in self._names - wanted_settings.keys():
+            _configure(logging.getLogger(name), _AS_MADE)
+        for name, logger_settings in wanted_settings.items():
+            _configure(logging.getLogger(name), logger_settings)
+        self._names = set(wanted_settings)
+
+
+def _configure(python_logger: logging.Logger, wanted_settings: _LoggerSettings) -> None:
+    for log_handler in tuple(python_logger.handlers):
+        # In a fork, handlers of the notebook's streams and files are there.
+        if getattr(log_handler, "is_from_nbaccel", False) or (
+            wanted_settings.handlers and _is_notebook_handler(log_handler)
+        ):
+            python_logger.removeHandler(log_handler)
+    python_logger.setLevel(wanted_settings.level)
+    if wanted_settings.handlers or not python_logger.handlers:
+        python_logger.propagate, python_logger.disabled = (
+            wanted_settings.propagate,
+            wanted_settings.disabled,
+        )
+    for logger_settings in wanted_settings.handlers:
+        python_logger.addHandler(logger_settings.made())
+
+
+def _is_notebook_handler(log_handler: logging.Handler) -> bool:
+    return (
+        isinstance(log_handler, logging.FileHandler) or type(log_handler) is logging.StreamHandler
+    )

@@ -1,0 +1,84 @@
+"""The folder that this process works in, and what it imports from: also where it has been deleted.
+
+Standard library only, as `warmup` is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+__all__ = ["current_folder", "import_path", "installed_first", "told_here"]
+
+
+_IMPORTED_BY_THE_TEMPLATE = ("nbaccel", "torch", "numpy", "IPython")
+_STANDARD_LIBRARY_FOLDERS = os.path.dirname(os.__file__)
+
+
+def current_folder() -> str:
+    """The working folder; if it has been deleted, the next folder above it that exists."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        deleted_folder = Path(_deleted_folder())
+        return str(
+            next(
+                (found_folder for found_folder in deleted_folder.parents if found_folder.is_dir()),
+                Path.home(),
+            )
+        )
+
+
+def told_here() -> str:
+    """The same, with a word to the user if it is not the working folder."""
+    found_folder = current_folder()
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        sys.stderr.write(
+            f"nbaccel: the notebook's working folder {_deleted_folder() or ''} has been deleted, "
+            "so its "
+            f"workers run in {found_folder}. Go to a folder that exists: %cd {found_folder}\n"
+        )
+    return found_folder
+
+
+def import_path() -> list[str]:
+    """`sys.path` for a process that works elsewhere: without relative entries."""
+    working_folder = current_folder()
+    return [os.path.normpath(os.path.join(working_folder, path_entry)) for path_entry in sys.path]
+
+
+def installed_first() -> list[str]:
+    """The same for a process that imports installed packages only: the user's own folders go last.
+
+    A `random.py` or a `torch.py` beside the notebook hides the real one from every process that
+    starts there, also where the notebook imported the real one before it went there.
+    """
+    return sorted(import_path(), key=lambda path_entry: not _has_packages(path_entry))
+
+
+def _has_packages(path_entry: str) -> bool:
+    """Whether a folder is the standard library's, or one that packages are installed in."""
+    in_library = path_entry.startswith(_STANDARD_LIBRARY_FOLDERS) or path_entry.endswith(".zip")
+    if in_library or "-packages" in path_entry or path_entry in _folders_of_packages():
+        return True
+    return any(Path(path_entry).glob("*.dist-info"))  # pip install --target
+
+
+def _folders_of_packages() -> set[str]:
+    """Where this process has imported them from, which may be a folder of sources."""
+    package_files = (
+        getattr(sys.modules.get(package_name), "__file__", None)
+        for package_name in _IMPORTED_BY_THE_TEMPLATE
+    )
+    return {str(Path(package_file).parent.parent) for package_file in package_files if package_file}
+
+
+def _deleted_folder() -> str:
+    """The folder that was there, as far as the system remembers it."""
+    try:
+        return os.readlink("/proc/self/cwd").removesuffix(" (deleted)")
+    except OSError:
+        return ""

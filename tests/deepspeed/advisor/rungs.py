@@ -1,0 +1,41 @@
+"""Every rung's configuration, really run: what the workers of the tests do."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from typing import Any
+
+import torch
+
+from nbaccel import env
+from nbaccel.deepspeed import cpp_operations
+from nbaccel.deepspeed.advisor.trial import _training_step
+from nbaccel.strategies.gradient_checkpointing import enable_gradient_checkpointing
+from tests.deepspeed.advisor.models import WIDTH, Blocks
+
+
+def step_through(configs: list[tuple[dict[str, Any], bool]]) -> list[tuple[int, bool]]:
+    """One optimizer step with each: its stage, and whether the weights have changed."""
+    import deepspeed
+
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    env.update({"PATH": cpp_operations.path_with_ninja()})
+    found = []
+    for config, again in configs:
+        torch.manual_seed(0)
+        model = Blocks()
+        before = sum(p.double().sum().item() for p in model.parameters())
+        if again:
+            enable_gradient_checkpointing(model)
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        _training_step(engine, torch.randn(config["train_micro_batch_size_per_gpu"], WIDTH))
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+            after = sum(p.double().sum().item() for p in engine.module.parameters())
+        found.append((engine.zero_optimization_stage(), abs(after - before) > 1e-3))
+        engine.destroy()
+        del engine, model
+        gc.collect()
+    return found

@@ -1,0 +1,252 @@
+"""``advise(try_it=True)``: real steps by real engines in workers that end with them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from nbaccel import RunConfig, WorkerFailed, advise, notebook_launcher
+from nbaccel.deepspeed.advisor.proving import _trial_folder, is_out_of_memory
+from nbaccel.deepspeed.advisor.trial import Search
+from nbaccel.failures.failure import FailureRecord, RaisedError
+from tests.deepspeed import needs
+from tests.deepspeed.advisor import limited_models as models
+from tests.deepspeed.advisor import rungs
+from tests.deepspeed.advisor.limited_models import MIB
+from tests.deepspeed.advisor.models import LIBAIO, WIDTH, Blocks, machine
+
+pytestmark = pytest.mark.slow
+
+HERE = machine(0)
+
+
+def marked(test):
+    """A test of the real DeepSpeed; the warnings of its imports are not ours."""
+    for mark in (*needs.ENGINE, pytest.mark.filterwarnings("ignore")):
+        test = mark(test)
+    return test
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+
+def can_swap() -> bool:
+    """Whether DeepSpeed's operation that reads and writes a disk is built."""
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache"))
+    return (folder / "async_io" / "async_io.so").exists()
+
+
+# ---------------------------------------------------------------- a rung that runs out of memory
+@pytest.fixture(scope="module")
+def tried():
+    """One advice that has everything in it: a rung that fails, one that works, a search."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        torch.manual_seed(0)
+        model = models.Greedy()
+        before = [p.clone() for p in model.parameters()]
+        batch = torch.randn(256, WIDTH)
+        seed = torch.get_rng_state()
+        processes = set(psutil.Process().children())
+        found = advise(
+            model,
+            batch,
+            host_memory=48 * MIB,
+            precision="fp32",
+            try_it=True,
+            max_trials=4,
+            inventory=HERE,
+        )
+        return {
+            "advice": found,
+            "model": model,
+            "before": before,
+            "random": torch.equal(seed, torch.get_rng_state()),
+            "new": [p for p in psutil.Process().children() if p not in processes],
+            "folders": list(Path(tempfile.gettempdir()).glob("nbaccel-trial-*")),
+        }
+
+
+@marked
+def test_a_rung_that_runs_out_of_memory_is_survived_and_told(tried):
+    first = tried["advice"].rungs[0]
+    assert (first.name, first.verdict) == ("as it is", "out of memory")
+    assert "Memory ran out in its first step: rank 0 raised MemoryError" in first.reason
+    assert first.estimate.fits, "by estimate it was to work"
+    assert first.measured.host_bytes > 0, "what it had taken until then"
+
+
+@marked
+def test_the_next_rung_is_tried_and_chosen(tried):
+    found = tried["advice"]
+    assert (found.chosen.name, found.chosen.verdict) == ("gradient checkpointing", "works")
+    assert found.config["zero_optimization"]["stage"] == 0
+    assert found.gradient_checkpointing
+    assert "fits by a real step" in found.headline()
+    assert {rung.verdict for rung in found.rungs[2:7]} == {"fits"}, "slower ones are only estimated"
+
+
+@marked
+def test_what_was_measured_is_what_was_estimated(tried):
+    chosen = tried["advice"].chosen
+    assert chosen.measured.host_bytes == pytest.approx(chosen.estimate.device.peak, rel=0.1)
+    assert chosen.measured.device_bytes == 0, "there is no device beside the host"
+
+
+@marked
+def test_the_largest_batch_that_works_is_found(tried):
+    """By estimate, too: what the model states leave is what activations may take."""
+    found = tried["advice"]
+    assert found.is_largest, "a larger one failed"
+    room = 48 * MIB - found.chosen.estimate.device.model_states
+    each = found.chosen.estimate.device.activations / 256
+    assert 0.6 * room < found.largest_batch_size * each < 1.05 * room
+    assert f"{found.largest_batch_size} samples per process." in found.explain()
+    assert found.batch_size == 256, "the step stays as it was asked for"
+
+
+@marked
+def test_the_users_model_and_process_are_as_before(tried):
+    model = tried["model"]
+    assert all(torch.equal(a, b) for a, b in zip(tried["before"], model.parameters(), strict=True))
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert not model.is_gradient_checkpointing
+    assert tried["random"]
+    assert len(tried["new"]) <= 1, "the template, which every launch shares"
+    assert tried["folders"] == []
+
+
+# ---------------------------------------------------------------- several processes
+@marked
+def test_the_kill_of_a_rank_is_survived_and_the_next_rung_found():
+    """The system ends a process that way when memory is short: nothing in it can tell."""
+    found = advise(
+        models.Killed(),
+        {"x": torch.randn(8, WIDTH)},
+        num_processes=2,
+        host_memory=2**30,
+        precision="bf16",
+        try_it=True,
+        max_trials=2,
+        inventory=HERE,
+    )
+    first, second = found.rungs[:2]
+    assert first.verdict == "out of memory"
+    assert "rank 1 was killed by SIGKILL" in first.reason
+    assert second is found.chosen
+    assert second.measured.host_bytes == pytest.approx(second.estimate.device.peak, rel=0.1)
+    assert not found.is_largest, "no launch was left to look for it"
+
+
+@marked
+def test_a_failure_that_is_not_about_memory_is_the_users_to_see():
+    with pytest.raises(LookupError, match="no such token") as caught:
+        advise(models.Broken(), torch.randn(4, WIDTH), try_it=True, inventory=HERE)
+    assert isinstance(caught.value, WorkerFailed)
+
+
+@marked
+def test_the_configuration_of_every_rung_runs(tmp_path):
+    """Two processes, one launch: an engine and a step with each."""
+    found = advise(
+        Blocks(),
+        torch.randn(4, WIDTH),
+        num_processes=2,
+        nvme_path=tmp_path if can_swap() else None,
+        precision="bf16",
+        inventory=HERE,
+    )
+    had = [rung for rung in found.rungs if rung.config is not None]
+    assert len(had) == (9 if can_swap() else 7), [rung.reason for rung in found.rungs]
+    configs = [(rung.config, rung.step.gradient_checkpointing) for rung in had]
+    config = RunConfig(num_processes=2, device="cpu", start_method="template")
+    for values in notebook_launcher(rungs.step_through, (configs,), config=config):
+        assert values == [(rung.step.stage, True) for rung in had]
+
+
+@LIBAIO
+@needs.DEEPSPEED
+@pytest.mark.filterwarnings("ignore")
+def test_swap_files_of_a_trial_have_a_folder_that_goes_again(tmp_path):
+    found = advise(Blocks(), nvme_path=tmp_path / "new", inventory=HERE, precision="bf16")
+    rung = found.rungs[-1]
+    with _trial_folder(rung) as (notes, config):
+        zero = config["zero_optimization"]
+        swap = {Path(zero[name]["nvme_path"]) for name in ("offload_optimizer", "offload_param")}
+        (only,) = swap
+        assert (only.parent, only.exists(), Path(notes).exists()) == (tmp_path, True, True)
+        (only / "a.swp").write_text("x")
+    assert list(tmp_path.iterdir()) == []
+    assert not Path(notes).exists()
+    assert rung.config["zero_optimization"]["offload_param"]["nvme_path"] == str(tmp_path / "new")
+
+
+# ---------------------------------------------------------------- what an end means
+class Ended(WorkerFailed):
+    pass
+
+
+def failed(**what):
+    lost = RaisedError(type_name="RuntimeError", message="Connection closed by peer", frames=())
+    records = (
+        FailureRecord(rank=1, time=1.0, raised=lost),
+        FailureRecord(rank=0, time=0.0, **what),
+    )
+    return Ended("", failure=records[1], failures=records)
+
+
+def raised(kind, message, cause=None):
+    return {"raised": RaisedError(type_name=kind, message=message, frames=(), cause=cause)}
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        raised("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB"),
+        raised("MemoryError", ""),
+        raised("numpy._core._exceptions._ArrayMemoryError", "Unable to allocate 7 GiB"),
+        raised("RuntimeError", "DefaultCPUAllocator: can't allocate memory: you tried to allocate"),
+        raised("OSError", "[Errno 12] Cannot allocate memory"),
+        raised("ValueError", "oh", RaisedError(type_name="MemoryError", message="", frames=())),
+        {"exit_status": -9},
+    ],
+)
+def test_ends_for_want_of_memory_are_known(what):
+    assert is_out_of_memory(failed(**what))
+
+
+@pytest.mark.parametrize("what", [raised("ValueError", "bad shape"), {"exit_status": -11}])
+def test_other_ends_are_not(what):
+    assert not is_out_of_memory(failed(**what))
+
+
+def test_a_search_doubles_and_then_halves_the_distance():
+    most = 25
+    tried, search = [], Search(works=4, most=1000)
+    while (size := search.following()) is not None:
+        tried.append(size)
+        fails = search.fails
+        works, fails = (size, fails) if size <= most else (search.works, size)
+        search = Search(works=works, fails=fails, most=1000)
+    assert tried == [8, 16, 32, 24, 28, 26]
+    assert search.works == 24
+
+
+def test_a_search_ends_at_its_bound():
+    assert Search(works=6, most=10).following() == 10
+    assert Search(works=10, most=10).following() is None
+
+
+@needs.DEEPSPEED
+@pytest.mark.filterwarnings("ignore")
+def test_a_linear_layer_alone_gets_advice_too():
+    found = advise(nn.Linear(4, 4), torch.ones(2, 4), inventory=HERE)
+    assert found.chosen.name == "as it is"

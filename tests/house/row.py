@@ -1,0 +1,248 @@
+"""The package's structure in numbers, as a table: lines, functions, cycles, names, comments.
+
+    python -m tests.house.row                     # nbaccel as it is here
+    python -m tests.house.row FOLDER [FOLDER ...] # packages by their folders, side by side
+
+A code line is one that is neither blank, nor a comment, nor part of a docstring. A name is what a
+module binds at its top level by `def`, `class` or assignment; the words of a name are its parts
+between underscores and capitals. Imports count on three levels: those that run with the module,
+those inside functions as well, and those for type checkers as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import statistics
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import networkx as nx
+
+from tests.house.source import PACKAGE
+
+_WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z0-9]+|[A-Z]+")
+_LEVELS = ("module", "lazy", "typing")
+
+
+@dataclass(frozen=True)
+class Module:
+    """One file, read."""
+
+    name: str
+    is_package: bool
+    tree: ast.Module
+    code_lines: frozenset[int]
+    comments: int
+
+
+def read(folder: Path) -> list[Module]:
+    """Every module of the package in a folder."""
+    modules = []
+    for path in sorted(folder.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+        parts = path.relative_to(folder.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        code, comments = _lines(text, tree)
+        modules.append(Module(name, path.stem == "__init__", tree, code, comments))
+    return modules
+
+
+def _lines(text: str, tree: ast.Module) -> tuple[frozenset[int], int]:
+    code: set[int] = set()
+    comments = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            comments += not re.match(r"#\s*(noqa|type:|pragma|mypy:|ruff:|-{3,})", token.string)
+        elif token.type not in _NO_CODE:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return frozenset(code - _docstring_lines(tree)), comments
+
+
+_NO_CODE = {
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+
+
+def _docstring_lines(tree: ast.Module) -> set[int]:
+    lines: set[int] = set()
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        for one in body:
+            value = one.value if isinstance(one, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                lines.update(range(one.lineno, (one.end_lineno or one.lineno) + 1))
+    return lines
+
+
+# ---------------------------------------------------------------- functions
+def function_lengths(modules: list[Module]) -> list[int]:
+    """Code lines of every function, without those of functions inside it."""
+    lengths = []
+    for module in modules:
+        for node in _functions(module.tree):
+            inside = set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            lengths.append(len(inside & module.code_lines))
+    return lengths
+
+
+def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+# ---------------------------------------------------------------- imports
+def cycles(modules: list[Module], level: str) -> list[list[str]]:
+    """Groups of modules that import each other, on a level and those before it."""
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    names = {module.name for module in modules}
+    for module in modules:
+        for target, found in _imports(module, names):
+            if _LEVELS.index(found) <= _LEVELS.index(level) and target != module.name:
+                graph.add_edge(module.name, target)
+    groups = nx.strongly_connected_components(graph)
+    return sorted(sorted(group) for group in groups if len(group) > 1)
+
+
+def _imports(module: Module, names: set[str]) -> Iterator[tuple[str, str]]:
+    for node, level in _statements(module.tree, "module"):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, level) for alias in node.names if alias.name in names)
+        else:
+            origin = _origin(module, node)
+            for alias in node.names:
+                inner = f"{origin}.{alias.name}"
+                target = inner if inner in names else origin
+                if target in names:
+                    yield target, level
+
+
+def _origin(module: Module, node: ast.ImportFrom) -> str:
+    """The absolute name of what a statement imports from."""
+    if not node.level:
+        return node.module or ""
+    above = module.name.split(".")[: None if module.is_package else -1]
+    base = above[: len(above) - node.level + 1]
+    return ".".join([*base, node.module] if node.module else base)
+
+
+def _statements(node: ast.AST, level: str) -> Iterator[tuple[ast.Import | ast.ImportFrom, str]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child, level
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from _statements(child, "typing" if level == "typing" else "lazy")
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for one in child.body:
+                yield from _statements(ast.Module([one], []), "typing")
+            for one in child.orelse:
+                yield from _statements(ast.Module([one], []), level)
+        else:
+            yield from _statements(child, level)
+
+
+# ---------------------------------------------------------------- names
+def defined(modules: list[Module]) -> dict[str, set[str]]:
+    """Names that modules define at their top level, with the modules."""
+    places: dict[str, set[str]] = defaultdict(set)
+    for module in modules:
+        for name in _bound(module.tree.body):
+            if not (name.startswith("__") and name.endswith("__")):
+                places[name].add(module.name)
+    return places
+
+
+def _bound(body: list[ast.stmt]) -> Iterator[str]:
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from (t.id for t in node.targets if isinstance(t, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+def identifiers(modules: list[Module]) -> Counter[str]:
+    """Every name that the package gives, by how often: functions, classes, arguments, variables."""
+    names: Counter[str] = Counter()
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names[node.name] += 1
+            elif isinstance(node, ast.arg):
+                names[node.arg] += 1
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names[node.id] += 1
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names[node.attr] += 1
+    for name in [*(one for one in names if not one.strip("_")), "self", "cls"]:
+        names.pop(name, None)
+    return names
+
+
+def words(name: str) -> list[str]:
+    """The words of a name: `free_host_memory` has three, `HostMemory` two."""
+    return _WORDS.findall(name)
+
+
+# ---------------------------------------------------------------- the table
+def measure(modules: list[Module]) -> dict[str, str]:
+    """The figures of one package, by what they are of."""
+    code = sum(len(module.code_lines) for module in modules)
+    lengths = sorted(function_lengths(modules))
+    names, places = identifiers(modules), defined(modules)
+    several = [name for name, where in places.items() if len(where) > 1]
+    classes = Counter(
+        node.name for m in modules for node in m.tree.body if isinstance(node, ast.ClassDef)
+    )
+    stems = Counter(m.name.rpartition(".")[2] for m in modules)
+    counted = {name: len(words(name)) or 1 for name in names}
+    given = sum(names.values())
+    return {
+        "files": str(len(modules)),
+        "code lines": f"{code:,}",
+        "files per 1,000 code lines": f"{1000 * len(modules) / code:.1f}",
+        "longest file (code lines)": str(max(len(m.code_lines) for m in modules)),
+        "function: median / p90 / p99 / longest": " / ".join(
+            str(lengths[min(int(q * len(lengths)), len(lengths) - 1)]) for q in (0.5, 0.9, 0.99, 1)
+        ),
+        "cycles: imports / lazy ones too / for types too": " / ".join(
+            str(len(cycles(modules, level))) for level in _LEVELS
+        ),
+        "names that several modules define": f"{len(several)} "
+        f"({100 * len(several) / len(places):.1f} %)",
+        "class names that several modules define": str(sum(n > 1 for n in classes.values())),
+        "module names in several folders": str(sum(n > 1 for n in stems.values())),
+        "words per name / each time one is given": f"{statistics.mean(counted.values()):.2f} / "
+        f"{sum(counted[name] * count for name, count in names.items()) / given:.2f}",
+        "names of one word": f"{100 * list(counted.values()).count(1) / len(counted):.0f} %",
+        "comments per 100 code lines": f"{100 * sum(m.comments for m in modules) / code:.1f}",
+    }
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", nargs="*", type=Path, default=[PACKAGE])
+    folders = parser.parse_args().folder
+    rows = [measure(read(folder.resolve())) for folder in folders]
+    print("|  | " + " | ".join(folder.name for folder in folders) + " |")
+    print("|---|" + "--:|" * len(folders))
+    for key in rows[0]:
+        print(f"| {key} | " + " | ".join(row[key] for row in rows) + " |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Everything but DeepSpeed works where its folder and its row are gone: one backend, one folder."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+QUICK = ("tests/plan", "tests/config", "tests/test_catalog.py", "tests/notebook/picker")
+SLOW = ("tests/launch/test_launch.py", "tests/pool/test_pool.py", "tests/strategies")
+IMPORTS = """
+import importlib, pkgutil, nbaccel
+for module in pkgutil.walk_packages(nbaccel.__path__, "nbaccel."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+print("all imported")
+"""
+
+
+def without_row(source: str) -> str:
+    """The capability rows without DeepSpeed's."""
+    lines = source.splitlines(keepends=True)
+    rows = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "StrategyRow"
+        and any(k.arg == "name" and ast.unparse(k.value) == "'deepspeed'" for k in node.keywords)
+    ]
+    (row,) = rows
+    return "".join(lines[: row.lineno - 1] + lines[row.end_lineno :])
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    copy = tmp_path_factory.mktemp("without") / "house"
+    ignore = shutil.ignore_patterns("__pycache__", "screenshots")
+    for folder in ("nbaccel", "tests"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=ignore)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, copy)
+    for folder in ("nbaccel/deepspeed", "tests/deepspeed"):
+        shutil.rmtree(copy / folder)
+    rows = copy / "nbaccel/capabilities.py"
+    rows.write_text(without_row(rows.read_text()))
+    return copy
+
+
+def in_house(house: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=house,
+        env={**variables, "PYTHONPATH": str(house)},
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+
+
+def test_every_module_imports(house: Path) -> None:
+    done = in_house(house, "-c", IMPORTS)
+    assert done.stdout.endswith("all imported\n"), done.stderr
+
+
+ASKS = """
+import nbaccel, nbaccel.errors
+try:
+    nbaccel.advise(None)
+except nbaccel.errors.MissingBackend as error:
+    print(error)
+"""
+
+
+def test_asking_for_it_says_what_is_missing(house: Path) -> None:
+    told = in_house(house, "-c", ASKS)
+    assert "advise" in told.stdout, told.stderr
+    assert "DeepSpeed" in told.stdout
+    made = in_house(house, "-c", "from nbaccel.utils import DeepSpeedPlugin as p; p()")
+    assert "left out of this installation" in made.stderr
+
+
+@pytest.mark.parametrize("tests", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)])
+def test_its_tests_pass(house: Path, tests: tuple[str, ...]) -> None:
+    quietly = ("-q", "-p", "no:cacheprovider", "-m", "not slow")
+    done = in_house(house, "-m", "pytest", *quietly, *tests)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
