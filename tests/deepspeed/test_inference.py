@@ -128,7 +128,7 @@ def test_a_model_that_is_only_used_needs_no_memory_for_training():
     """18 bytes for each parameter would refuse what fits with 4."""
     model = torch.nn.Linear(1 << 15, 1 << 15, device="meta")  # 4 GiB of float32
     machine = Inventory(cpu_cores=2, host_available_bytes=9 << 30, host_total_bytes=9 << 30)
-    asked = {"device": "cpu", "local_world_size": 1, "num_nodes": 1, "inventory": machine}
+    asked = {"device": "cpu", "local_world_size": 1, "num_nodes": 1, "machine_inventory": machine}
     used = ZeroConfig.from_dict(config("cpu"))
     diagnostics.host_memory(model, used, is_training=False, **asked).check()
     with pytest.raises(ConfigError, match="would kill it at the start"):

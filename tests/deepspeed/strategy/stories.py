@@ -130,7 +130,7 @@ def weights_alone(folder: Path) -> dict[str, Any]:
         with torch.no_grad():
             answers[stage] = float((its(values) - ready(values)).abs().max())
         wrong = {**whole, "0.bias": torch.zeros(2)} if whole else {}
-        answers[f"{stage} misfit"] = refusal(other._strategy.load_model_state, its, wrong)
+        answers[f"{stage} misfit"] = refusal(other._run.strategy.load_model_state, its, wrong)
     answers["files"] = sorted_names(folder / "weights") if accelerator.is_main_process else None
     answers["kept"] = len(whole)
     return answers
