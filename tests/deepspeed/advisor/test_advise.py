@@ -46,10 +46,13 @@ def can_swap() -> bool:
 
 # ---------------------------------------------------------------- a rung that runs out of memory
 @pytest.fixture(scope="module")
-def tried():
+def tried(tmp_path_factory):
     """One advice that has everything in it: a rung that fails, one that works, a search."""
+    folder = tmp_path_factory.mktemp("tried")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_ACCELERATOR", "cpu")
+        # Test processes beside this one give advice too, and their folders are in the common one.
+        patch.setattr(tempfile, "tempdir", str(folder))
         torch.manual_seed(0)
         model = models.Greedy()
         before = [p.clone() for p in model.parameters()]
@@ -71,7 +74,7 @@ def tried():
             "before": before,
             "random": torch.equal(seed, torch.get_rng_state()),
             "new": [p for p in psutil.Process().children() if p not in processes],
-            "folders": list(Path(tempfile.gettempdir()).glob("nbaccel-trial-*")),
+            "folders": list(folder.glob("nbaccel-trial-*")),
         }
 
 
