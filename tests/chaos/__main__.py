@@ -9,16 +9,19 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import json
+import multiprocessing
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tests.chaos import table
-from tests.chaos.harness import chaos
+from tests.chaos.harness import Moment, chaos, faults, figures
 from tests.isolation import ROOT
 
 RECORD = ROOT / "benchmarks" / "results" / "chaos.json"
@@ -30,6 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--moments", type=int, default=320)
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--jobs", type=int, default=2, help="notebooks at the same time")
     parser.add_argument("--output", type=Path, help="where the figures go, as JSON")
     parser.add_argument("--render", action="store_true", help="measure nothing")
     options = parser.parse_args()
@@ -40,29 +44,42 @@ def main() -> int:
         return 0
     print(f"chaos: {options.moments} moments, seed {options.seed}", flush=True)
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, chaos(Path(folder), seed=options.seed) as found:
-        try:
-            found.run(options.moments)
-        finally:
-            record = _record(options.seed, found)
-            if options.output:
-                options.output.write_text(json.dumps(record, indent=1) + "\n")
+    moments = run_notebooks(options.moments, options.seed, options.jobs)
+    record = _record(options.seed, moments)
+    if options.output:
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
     print(table.render(record))
-    print("\n".join(found.faults()))
+    print("\n".join(record["faults"]))
     seconds = time.monotonic() - began
-    print(f"chaos: {len(found.moments)} moments, {len(found.faults())} faults, in {seconds:.0f} s")
-    return bool(found.faults())
+    print(f"chaos: {len(moments)} moments, {len(record['faults'])} faults, in {seconds:.0f} s")
+    return bool(record["faults"])
 
 
-def _record(seed: int, found: Any) -> dict[str, Any]:
+def run_notebooks(count: int, seed: int, jobs: int) -> list[Moment]:
+    """Live through so many moments, in several notebooks at the same time."""
+    shares = [count * (job + 1) // jobs - count * job // jobs for job in range(jobs)]
+    # A fork would give one notebook the sockets of another.
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=spawn) as notebooks:
+        lived = notebooks.map(_live_through, shares, range(seed, seed + jobs))
+        return [moment for moments in lived for moment in moments]
+
+
+def _live_through(count: int, seed: int) -> list[Moment]:
+    with tempfile.TemporaryDirectory() as folder, chaos(Path(folder), seed=seed) as notebook:
+        notebook.run(count)
+        return notebook.moments
+
+
+def _record(seed: int, moments: list[Moment]) -> dict[str, Any]:
     memory = psutil.virtual_memory().total / 2**30
     return {
         "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
         "machine": f"{psutil.cpu_count()} CPU cores, {memory:.0f} GiB",
         "seed": seed,
-        "scenes": found.table(),
-        "faults": found.faults(),
-        "moments": found.dump(),
+        "scenes": figures(moments),
+        "faults": faults(moments),
+        "moments": [asdict(moment) for moment in moments],
     }
 
 

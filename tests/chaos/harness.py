@@ -20,7 +20,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ import psutil
 from tests.chaos.scenes import SCENES, SETUP, Scene
 from tests.kernel.kernel import Cell, Kernel, wait_for
 
-__all__ = ["BLOWS", "Chaos", "Moment"]
+__all__ = ["BLOWS", "Chaos", "Moment", "chaos", "faults", "figures"]
 
 BLOWS = {
     "KILL": ("kernel", "template", "rank 0", "rank 1"),
@@ -314,26 +314,19 @@ class Chaos:
             self._kernel.close()
             self._kernel = None
 
-    # ---- figures
 
-    def faults(self) -> list[str]:
-        """What should not have happened, one line each."""
-        return [
-            f"{m.scene}, {m.blow} of {m.party} after {m.after_s:.3f} s ({m.error or 'ok'}): {fault}"
-            for m in self.moments
-            for fault in m.faults
-        ]
+def faults(moments: list[Moment]) -> list[str]:
+    """What should not have happened, one line each."""
+    return [
+        f"{m.scene}, {m.blow} of {m.party} after {m.after_s:.3f} s ({m.error or 'ok'}): {fault}"
+        for m in moments
+        for fault in m.faults
+    ]
 
-    def table(self) -> dict[str, dict[str, Any]]:
-        """Figures by scene."""
-        return {
-            scene.name: _figures([m for m in self.moments if m.scene == scene.name])
-            for scene in SCENES
-        }
 
-    def dump(self) -> list[dict[str, Any]]:
-        """All moments, as JSON."""
-        return [asdict(moment) for moment in self.moments]
+def figures(moments: list[Moment]) -> dict[str, dict[str, Any]]:
+    """Figures by scene."""
+    return {scene.name: _figures([m for m in moments if m.scene == scene.name]) for scene in SCENES}
 
 
 def _surely(kernel: Kernel, code: str) -> Cell:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.harness import chaos
+from tests.chaos.harness import chaos, faults
 
 pytestmark = pytest.mark.slow
 
@@ -17,4 +17,4 @@ def test_nothing_is_torn_and_nothing_is_silent(tmp_path: Path) -> None:
     with chaos(tmp_path, seed=13) as found:
         found.run(MOMENTS)
     assert len(found.moments) == MOMENTS
-    assert not found.faults(), "\n".join(found.faults())
+    assert not faults(found.moments), "\n".join(faults(found.moments))
