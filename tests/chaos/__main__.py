@@ -9,11 +9,8 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import json
-import multiprocessing
 import sys
-import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ from typing import Any
 import psutil
 
 from tests.chaos import table
-from tests.chaos.harness import Moment, chaos, faults, figures
+from tests.chaos.harness import Moment, faults, figures, run_notebooks
 from tests.isolation import ROOT
 
 RECORD = ROOT / "benchmarks" / "results" / "chaos.json"
@@ -53,22 +50,6 @@ def main() -> int:
     seconds = time.monotonic() - began
     print(f"chaos: {len(moments)} moments, {len(record['faults'])} faults, in {seconds:.0f} s")
     return bool(record["faults"])
-
-
-def run_notebooks(count: int, seed: int, jobs: int) -> list[Moment]:
-    """Live through so many moments, in several notebooks at the same time."""
-    shares = [count * (job + 1) // jobs - count * job // jobs for job in range(jobs)]
-    # A fork would give one notebook the sockets of another.
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=spawn) as notebooks:
-        lived = notebooks.map(_live_through, shares, range(seed, seed + jobs))
-        return [moment for moments in lived for moment in moments]
-
-
-def _live_through(count: int, seed: int) -> list[Moment]:
-    with tempfile.TemporaryDirectory() as folder, chaos(Path(folder), seed=seed) as notebook:
-        notebook.run(count)
-        return notebook.moments
 
 
 def _record(seed: int, moments: list[Moment]) -> dict[str, Any]:

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import queue
 import random
 import resource
 import signal
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,7 @@ import psutil
 from tests.chaos.scenes import SCENES, SETUP, Scene
 from tests.kernel.kernel import Cell, Kernel, wait_for
 
-__all__ = ["BLOWS", "Chaos", "Moment", "chaos", "faults", "figures"]
+__all__ = ["BLOWS", "Chaos", "Moment", "chaos", "faults", "figures", "run_notebooks"]
 
 BLOWS = {
     "KILL": ("kernel", "template", "rank 0", "rank 1"),
@@ -357,3 +360,19 @@ def chaos(folder: Path, *, seed: int) -> Iterator[Chaos]:
         yield found
     finally:
         found.close()
+
+
+def run_notebooks(count: int, seed: int, jobs: int) -> list[Moment]:
+    """Live through so many moments, in several notebooks at the same time."""
+    shares = [count * (job + 1) // jobs - count * job // jobs for job in range(jobs)]
+    # A fork would give one notebook the sockets of another.
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=spawn) as notebooks:
+        lived = notebooks.map(_live_through, shares, range(seed, seed + jobs))
+        return [moment for moments in lived for moment in moments]
+
+
+def _live_through(count: int, seed: int) -> list[Moment]:
+    with tempfile.TemporaryDirectory() as folder, chaos(Path(folder), seed=seed) as notebook:
+        notebook.run(count)
+        return notebook.moments
