@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel import WorkerDied, notebook_launcher
 from nbaccel.errors import UnsafeFork
-from tests import workers
+from tests import worker_functions as workers
 from tests.isolation import isolated
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from nbaccel import notebook_launcher
-import tests.workers as workers
+from tests import worker_functions as workers
 notebook_launcher(os.getpid, (), 2);
 """
 

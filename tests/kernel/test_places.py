@@ -19,7 +19,7 @@ SETUP = """
 import os, sys, time
 import torch, numpy
 from nbaccel import Pool, notebook_launcher
-import tests.workers as workers
+from tests import worker_functions as workers
 os.chdir({folder!r})
 sys.path.insert(0, "")
 

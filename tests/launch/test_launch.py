@@ -33,11 +33,11 @@ from nbaccel import (
     notebook_launcher,
 )
 from nbaccel.errors import InputRefused, ModelNotShareable, NotSendable, PortTaken, UnsafeFork
-from tests import workers
+from tests import worker_functions as workers
 from tests.isolation import isolated
 from tests.process import lives, memory_files
 from tests.strategies.needs import SHARDING
-from tests.workers import CallersError, Net
+from tests.worker_functions import CallersError, Net
 
 Launch = Callable[..., Any]
 
@@ -387,7 +387,7 @@ def test_the_rank_that_raised_is_named_not_the_one_that_lost_it(launch: Launch) 
     assert text.startswith("rank 1 of 2 raised ValueError: the loss is NaN")
     assert 'raise ValueError("the loss is NaN")  # this very line' in text
     assert "rank 0: " in text
-    assert "wait_in_all_reduce" in text or "workers.py" in text
+    assert "wait_in_all_reduce" in text or "worker_functions.py" in text
     assert "as it was before the launch" in text
     assert "ValueError: the loss is NaN" in str(error.__cause__)
     assert error.failure.rank == 1

@@ -19,7 +19,7 @@ from nbaccel import ConfigError, Pool, RunConfig, WorkerDied, WorkerFailed, note
 from nbaccel.errors import NotSendable, UnsafeMoment
 from nbaccel.pool import PoolState
 from nbaccel.workers import template_prestart
-from tests import workers
+from tests import worker_functions as workers
 from tests.process import descriptors, lives
 
 Names = dict[str, Any]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbaccel import LaunchTimeout, WorkerDied, WorkerFailed, notebook_launcher
-from tests import workers
+from tests import worker_functions as workers
 from tests.isolation import isolated
 from tests.process import descriptors
 

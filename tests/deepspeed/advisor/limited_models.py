@@ -8,7 +8,7 @@ import signal
 import torch
 
 from tests.deepspeed.advisor.models import Blocks
-from tests.workers import rank
+from tests.worker_functions import rank
 
 MIB = 2**20
 

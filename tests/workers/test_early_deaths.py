@@ -11,7 +11,7 @@ import pytest
 from nbaccel import Pool, WorkerDied, notebook_launcher
 from nbaccel.workers.worker_group import WorkerGroup
 from nbaccel.workers.worker_handle import WorkerHandle
-from tests import workers
+from tests import worker_functions as workers
 from tests.kernel.kernel import wait_for
 from tests.process import lives
 

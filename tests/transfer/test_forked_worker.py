@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.pool.forked import Forked
+from tests.transfer.forked_worker import Forked
 
 
 @pytest.fixture

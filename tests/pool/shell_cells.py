@@ -1,6 +1,6 @@
 """A worker's shell in a process of its own: tests write cells, and read what came of them.
 
-test ── one JSON line ──► python -m tests.pool.cells ── one JSON line ──► test
+test ── one JSON line ──► python -m tests.pool.shell_cells ── one JSON line ──► test
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Cells:
 
     def __init__(self, **environment: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.pool.cells"],
+            [sys.executable, "-m", "tests.pool.shell_cells"],
             cwd=ROOT,
             env=os.environ | environment,
             stdin=subprocess.PIPE,

@@ -9,7 +9,7 @@ import pytest
 from nbaccel.output import console
 from nbaccel.output.console import Console
 from nbaccel.workers.messaging import ClearOutput, Display
-from tests.launch.test_console import Screen
+from tests.output.test_console import Screen
 
 
 class Show(Screen):

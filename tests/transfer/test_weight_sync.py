@@ -19,7 +19,7 @@ from nbaccel.transfer import weight_sync as homecoming_module
 from nbaccel.transfer.arena import named_tensors
 from nbaccel.transfer.shared_memory import PAGE_BYTES
 from nbaccel.workers import messaging, template, template_prestart
-from tests.launch.sharing.trip import Trip, Worker, replace_tensor
+from tests.transfer.round_trip import Trip, Worker, replace_tensor
 
 pytestmark = pytest.mark.no_memfd_growth
 

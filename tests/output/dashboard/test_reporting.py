@@ -16,7 +16,7 @@ from torch import nn
 from nbaccel import Accelerator, Pool, WorkerFailed, notebook_launcher
 from nbaccel.devices.cpu import CpuDevice
 from nbaccel.workers import messaging, metrics_reporter
-from tests.launch.dashboard.conftest import Seen
+from tests.output.dashboard.conftest import Seen
 
 Launch = Callable[..., Any]
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from nbaccel import Pool, notebook_launcher
-from tests import workers
-from tests.launch.dashboard.conftest import Seen
+from tests import worker_functions as workers
+from tests.output.dashboard.conftest import Seen
 
 BOUND_S = 60.0  # it ends a hang; how fast Stop is, the benchmarks measure
 

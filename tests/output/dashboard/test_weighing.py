@@ -14,7 +14,7 @@ from nbaccel.devices.cpu import CpuDevice
 from nbaccel.devices.cuda import CudaDevice
 from nbaccel.devices.nvml import Meter, find_cards
 from nbaccel.output.dashboard.following import MemoryMeter, resident
-from tests.launch.dashboard.conftest import Seen
+from tests.output.dashboard.conftest import Seen
 
 MIB = 2**20
 

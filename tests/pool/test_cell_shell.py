@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from nbaccel.errors import MissingBackend
 from nbaccel.pool.cell_shell import CellShell
 from nbaccel.pool.cell_source import CellSource
-from tests.pool.cells import Cells, filename
+from tests.pool.shell_cells import Cells, filename
 
 needs_ipython_9 = pytest.mark.skipif(
     IPython.version_info < (9,), reason="IPython 8 mistrusts `__getattr__` and makes its folders"

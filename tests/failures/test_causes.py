@@ -15,7 +15,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from nbaccel import Pool, WorkerFailed, notebook_launcher
-from tests.workers import CallersError
+from tests.worker_functions import CallersError
 
 ExceptionGroup: Any = getattr(builtins, "ExceptionGroup", None)  # Python 3.11
 Fail = Callable[[Callable[[], Any]], WorkerFailed]

@@ -40,7 +40,7 @@ def cell() -> Callable[[str], dict[str, Any]]:
 DEFINE = """
 import torch
 from torch import nn
-from tests.launch.test_reached import fill
+from tests.transfer.test_reached_modules import fill
 model = nn.Linear(4, 4)
 class Trainer:
     def __init__(self, model):

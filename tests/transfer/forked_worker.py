@@ -20,7 +20,7 @@ from nbaccel.transfer.shared_memory import closing_files
 from nbaccel.transfer.worker_namespace import Namespace
 from nbaccel.workers import messaging
 from nbaccel.workers.fork_safety import pause_pools
-from tests.pool.pair import run
+from tests.transfer.worker_pair import run
 
 
 class Forked:

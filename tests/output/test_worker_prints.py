@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from nbaccel import Pool, notebook_launcher
-from tests import workers
+from tests import worker_functions as workers
 
 Show = Callable[..., tuple[str, str]]
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel.transfer.arena import named_tensors
-from tests.pool.pair import Pair
+from tests.transfer.worker_pair import Pair
 
 pytestmark = pytest.mark.no_memfd_growth
 

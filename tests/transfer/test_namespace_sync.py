@@ -14,7 +14,7 @@ from torch import nn
 
 from nbaccel.errors import ModelNotShareable, NotSendable
 from nbaccel.transfer.free_names import Names, names_of
-from tests.pool.pair import Pair
+from tests.transfer.worker_pair import Pair
 
 pytestmark = pytest.mark.no_memfd_growth
 
