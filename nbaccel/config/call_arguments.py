@@ -195,7 +195,7 @@ def _binding_message(
         return (
             f"{function_name}({', '.join(needed_names)}) needs {missing_names[0]}: {got_text}. "
             "mp.spawn passes the rank as "
-            f"the first argument, and this launcher does not: its workers have it in the "
+            "the first argument, and this launcher does not: its workers have it in the "
             f"environment. Write def {function_name}({other_names}) with "
             f"{taken_parameters[0].name} = "
             f'int(os.environ["RANK"]) in it, or launch lambda {other_names}: '

@@ -1,8 +1,8 @@
 """The table of DeepSpeed's own memory estimator, as its documentation shows it.
 
 Its formulas are rough on purpose (all Adam, all 16 bit, a factor for safety), and they are what
-people compare with. They are asked of the installed DeepSpeed, which prints them only. Our own, by
-the real configuration, are in `estimate`.
+people compare with. The installed DeepSpeed computes them, whose public functions only print them.
+nbaccel's estimate, by the actual configuration, is in `zero_memory`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def deepspeed_table(
     num_nodes: int = 1,
     buffer_factor: float = 1.5,
 ) -> DeepSpeedTable:
-    """The table of DeepSpeed's own estimator, right for models on ``meta``, too.
+    """The table of DeepSpeed's estimator, which is also right for models on ``meta``.
 
     Args:
         model_or_shape: A module, or (parameters, parameters of the largest layer).
@@ -120,6 +120,7 @@ def _zero3_rows(
         "deepspeed.runtime.zero.stage3", why="DeepSpeed's memory estimator"
     )
     estimate_bytes = formula_module.estimate_zero3_model_states_mem_needs
+    # In the order of the table in DeepSpeed's documentation.
     for optimizer, with_parameters in ((True, True), (True, False), (False, False)):
         for zero_init in (True, False):
             host_bytes, device, _ = estimate_bytes(

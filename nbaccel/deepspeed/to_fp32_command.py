@@ -52,6 +52,7 @@ def add_to(command_parsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def _run_command(parsed_options: argparse.Namespace) -> int:
+    # Here, so that `nbaccel --help` does not import numpy and safetensors.
     from nbaccel.deepspeed.weights.converting import zero_to_fp32
 
     start_time = time.monotonic()
@@ -81,7 +82,7 @@ def _result_text(written_files: Written, elapsed_seconds: float) -> str:
 def _peak_memory() -> str:
     """What this process had in memory at most, where the system tells.
 
-    `getrusage` would begin with the memory of whoever started it.
+    The maximum of `getrusage` includes the memory of the process that started this one.
     """
     status_path = Path("/proc/self/status")
     status_lines = (
