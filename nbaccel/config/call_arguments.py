@@ -103,7 +103,7 @@ def _call_refusal(function_name: str, error: TypeError) -> str:
 
 
 def check_call(called_function: Any, args: Any) -> None:
-    """Refuse a call that cannot work, as far as that can be told without making it.
+    """Refuse a call that cannot work, as far as that can be found out without making it.
 
     Args:
         called_function: What each worker is to call.

@@ -203,12 +203,12 @@ def read_source(given_value: Any, source_name: str) -> Any:
     )
 
 
-def _read_constant(setting_name: str) -> float:
+def _read_constant(constant_name: str) -> float:
     # Python's reader takes NaN and Infinity, which JSON does not have. DeepSpeed's users write
     # Infinity, for "never".
-    if setting_name == "NaN":
-        raise ValueError(f"{setting_name} is no number, and JSON has no word for it")
-    return float(setting_name)
+    if constant_name == "NaN":
+        raise ValueError(f"{constant_name} is no number, and JSON has no word for it")
+    return float(constant_name)
 
 
 def _line_of(searched_word: str, source_text: str) -> str:
@@ -251,7 +251,7 @@ _YAML_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*|\.[0-9_]+)
 
 
 def unreadable(source_name: str, text_language: str, error: Exception) -> ConfigError:
-    """What is told of a text that is no JSON, or no YAML.
+    """The error about a text that is no JSON, or no YAML.
 
     Args:
         source_name: What the text describes.

@@ -60,6 +60,7 @@ class FieldMistake(str):
         path: Dotted path of the setting; empty where the message is about the whole.
     """
 
+    # A `str`, so that `ConfigError` takes it as any other message.
     __slots__ = ("path",)
     path: str
 
@@ -339,5 +340,6 @@ def refuse_mistakes(found_mistakes: Iterable[str]) -> None:
     Raises:
         ConfigError: There are.
     """
+    # One error for all: a user should not have to run a cell once for each mistake.
     if all_mistakes := tuple(found_mistakes):
         raise ConfigError(*all_mistakes)

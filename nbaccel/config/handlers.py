@@ -290,6 +290,7 @@ class ProfileKwargs(Handler):
         }
         if not self.with_modules:  # for TorchScript only: torch warns whenever it is passed
             del profiler_arguments["with_modules"]
+        # Both need torch's classes, which the settings can only name.
         if self.schedule_option is not None:
             profiler_arguments["schedule"] = profiler_module.schedule(**self.schedule_option)
         if self.activities is not None:
@@ -341,6 +342,7 @@ class TorchDynamoPlugin(Handler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
+        # Before the check, so that it covers values from the environment, too.
         self.backend = _dynamo_backend(self.backend or env.read(f"{_DYNAMO_PREFIX}BACKEND") or "no")
         self.mode = self.mode or env.read(f"{_DYNAMO_PREFIX}MODE") or "default"
         super().__post_init__()
@@ -360,6 +362,7 @@ class TorchDynamoPlugin(Handler):
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting by name; the backend in lower case, as torch has it."""
+        # The enum's values are in upper case, and torch's names in lower case.
         is_known_backend = isinstance(self.backend, DynamoBackend)
         backend_name = str(self.backend).lower() if is_known_backend else self.backend
         return {**super().to_dict(), "backend": backend_name}

@@ -1,6 +1,6 @@
 """``"auto"`` values filled in by the rules that transformers and Accelerate publish, with reasons.
 
-DeepSpeed knows no ``"auto"``: it drops it for its own default, or fails on it. What a key becomes
+DeepSpeed has no ``"auto"``: it replaces it by its default, or fails on it. What a key becomes
 follows from the model, the optimizer, the schedule and the run; a value in the file that
 contradicts the run is reported, with both values.
 """
@@ -195,6 +195,7 @@ def _from_width(
 def _warmup_peak_rate(known_values: _KnownValues) -> _AutoAnswer:
     """The end of a warm-up: the file's learning rate takes precedence over a stand-in's default."""
     file_rate = value_at(known_values.settings, "optimizer.params.lr")
+    # A DummyOptim's default rate is not the file's, with which the optimizer is made.
     if isinstance(file_rate, float) and "learning_rate" in known_values.defaults:
         return file_rate, "the file's learning rate"
     return _said_by_run("learning_rate", "learning rate")(known_values)
@@ -306,6 +307,7 @@ def resolve_auto(
         ConfigError: Values that nothing decides, and contradictions, all of them.
     """
     file_settings, _ = old_forms(load_settings(config))
+    # What `facts` has was given, whatever the default of a stand-in is.
     unsaid_facts = {
         fact_name
         for fact_name in defaults_of(optimizer, scheduler)
@@ -319,12 +321,13 @@ def resolve_auto(
     waiting_keys = set(auto_keys(file_settings))
     # In the order of the rules: later ones use what earlier ones decided.
     for config_key in [config_key for config_key in _AUTO_RULES if config_key in waiting_keys]:
+        # Keys that nothing decides are collected, so that one error names all of them.
         try:
             decided_value, value_reason = _AUTO_RULES[config_key][0](known_values)
         except _UnknownValue as error:
             message_text = (
                 f'{config_key}="auto" cannot be filled in: {error}. DeepSpeed would fall back to '
-                "its own default or fail. Or write a value in its place."
+                "its default or fail. Alternatively, write a value in its place."
             )
             found_mistakes.append(UndecidedKey(message_text, config_key, str(error)))
             continue

@@ -95,12 +95,12 @@ def value_mistakes(section_name: str, given_params: Mapping[str, Any]) -> Iterat
     Yields:
         A message each.
     """
-    for type_name, parameter_check in _PARAMETER_CHECKS[section_name].items():
-        given_value = given_params.get(type_name)
+    for parameter_name, parameter_check in _PARAMETER_CHECKS[section_name].items():
+        given_value = given_params.get(parameter_name)
         if given_value is None or given_value == AUTO:
             continue
         try:
-            parameter_check.read(f"{section_name}.params.{type_name}", given_value)
+            parameter_check.read(f"{section_name}.params.{parameter_name}", given_value)
         except ConfigError as error:
             yield from mistakes_in(error)
 
@@ -126,6 +126,7 @@ def combination_mistakes(zero_config: ZeroConfig, *, device: str) -> Iterator[st
         A message each.
     """
     open_stage = zero_config.stage == AUTO
+    # `zero_stage` is 0 for "auto", by which offloading would be refused that may be right.
     if not open_stage:
         yield from _offload_mistakes(zero_config, device)
     enabled_halves = [
@@ -239,6 +240,7 @@ def batch_mistakes(
                 "Give train_micro_batch_size_per_gpu, the batch size of one process."
             )
         return
+    # Without a total DeepSpeed multiplies the others, which cannot contradict each other.
     if total_batch is None:
         return
     sequence_ranks = zero_config.sequence_parallel_size
@@ -318,6 +320,7 @@ def _optimizer_mistakes(zero_config: ZeroConfig, key_schema: Schema, device: str
         if not config_section.extra:  # otherwise the key that was meant has been named already
             yield _missing_type("optimizer", config_section.to_dict(), "AdamW")
         return
+    # DeepSpeed compares its optimizers' names in lower case, and torch's as they are written.
     lower_name = type_name.lower()
     own_optimizers = key_schema.own_optimizers
     if lower_name in _REPLACED_OPTIMIZERS and (lower_name not in own_optimizers or device == "cpu"):
@@ -364,6 +367,7 @@ def _optimizer_mistakes(zero_config: ZeroConfig, key_schema: Schema, device: str
         # Reported above; the check of the constructor's arguments would report it again.
         given_params = {k: v for k, v in given_params.items() if k != "max_grad_norm"}
     yield from value_mistakes("optimizer", given_params)
+    # None where the class is not installed: then its arguments cannot be checked.
     known_arguments = optimizer_arguments(type_name, given_params, is_offloaded=is_offloaded)
     if known_arguments is not None:
         yield from _constructor_mistakes("optimizer", type_name, given_params, known_arguments)
@@ -421,6 +425,7 @@ def _constructor_mistakes(
     for parameter_name in (
         () if known_arguments.open else sorted(set(given_params) - known_arguments.known)
     ):
+        # Names of transformers' `TrainingArguments`, which are copied into configurations.
         written_words = {"learning_rate": "lr", "warmup_steps": "warmup_num_steps"}
         meant_text = closest(
             parameter_name,
@@ -471,6 +476,7 @@ def doubts(zero_config: ZeroConfig, *, device: str) -> Iterator[str]:
 
 def _cpu_has_fp16() -> bool:
     """DeepSpeed's test of a CPU before it trains in float16, and before it allocates weights."""
+    # The class itself: `get_accelerator` would choose a device for the life of this process.
     cpu_module = library.load_module("deepspeed.accelerator.cpu_accelerator", why="float16")
     return bool(cpu_module.CPU_Accelerator().is_fp16_supported())
 

@@ -323,7 +323,7 @@ def deepspeed_environment(
         with deepspeed_environment():
             engine, *_ = deepspeed.initialize(model=model, config=config)
 
-    Make the model anew for each engine: one that ZeRO-3 has taken apart cannot go into ZeRO-2.
+    Build a new model for each engine: one that ZeRO-3 has taken apart cannot go into ZeRO-2.
     Take out what you need from a ZeRO-3 engine before the end.
 
     Args:
@@ -445,8 +445,8 @@ def _check_launcher(environ: Mapping[str, str]) -> None:
     """A process that is one of several must not be cut off from the others."""
     listed_names = [
         f"{variable_name}={environ[variable_name]}"
-        for variable_name, is_alone in _SINGLE_PROCESS_VALUES.items()
-        if environ.get(variable_name, "").strip() not in ("", "-1", str(is_alone))
+        for variable_name, single_value in _SINGLE_PROCESS_VALUES.items()
+        if environ.get(variable_name, "").strip() not in ("", "-1", str(single_value))
     ]
     if listed_names:
         raise UnsafeMoment(
@@ -457,8 +457,8 @@ def _check_launcher(environ: Mapping[str, str]) -> None:
         )
 
 
-def _variable_names(variable_names: list[str]) -> str:
-    return ", ".join(name_text.partition("=")[0] for name_text in variable_names)
+def _variable_names(variable_texts: list[str]) -> str:
+    return ", ".join(name_text.partition("=")[0] for name_text in variable_texts)
 
 
 def _check_group() -> None:

@@ -103,7 +103,7 @@ def remove(worker_places: Iterable[Topology]) -> None:
     for worker_place in worker_places:
         place_words = (worker_place.master_addr, worker_place.master_port, worker_place.rank)
         file_name = "_".join(map(str, (f"{_SEGMENT_PREFIX}{os.getuid()}", *place_words)))
-        # Most often there is none: only an operation of a CPU worker makes it.
+        # Most often there is none.
         with contextlib.suppress(OSError):
             (FOLDER / file_name).unlink()
 

@@ -179,8 +179,8 @@ def _stage_of(zero_reader: _MemoryInputsReader) -> int:
 
 def _precision_of_config(top_reader: _MemoryInputsReader) -> str:
     # "bfloat16" is an old name of the section, which DeepSpeed still reads.
-    for format_name, section_values in (("bf16", "bf16"), ("bf16", "bfloat16"), ("fp16", "fp16")):
-        if top_reader.section(section_values).get("enabled", False):
+    for format_name, section_name in (("bf16", "bf16"), ("bf16", "bfloat16"), ("fp16", "fp16")):
+        if top_reader.section(section_name).get("enabled", False):
             return format_name
     return "fp32"
 

@@ -40,8 +40,8 @@ class Row:
         row_options = ", ".join(
             f"{option_name}={option_value:<4}" for option_name, option_value in self.options
         )
-        host_bytes, device = self.host_bytes / _BYTES_PER_GIB, self.device_bytes / _BYTES_PER_GIB
-        return f"{host_bytes:8.2f} | {device:8.2f} | {row_options}".rstrip()
+        host_gib, device_gib = self.host_bytes / _BYTES_PER_GIB, self.device_bytes / _BYTES_PER_GIB
+        return f"{host_gib:8.2f} | {device_gib:8.2f} | {row_options}".rstrip()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,20 +121,20 @@ def _zero3_rows(
     )
     estimate_bytes = formula_module.estimate_zero3_model_states_mem_needs
     # In the order of the table in DeepSpeed's documentation.
-    for optimizer, with_parameters in ((True, True), (True, False), (False, False)):
+    for with_optimizer, with_parameters in ((True, True), (True, False), (False, False)):
         for zero_init in (True, False):
             host_bytes, device, _ = estimate_bytes(
                 shape.total,
                 shape.largest_layer,
                 *device_counts,
-                optimizer,
+                with_optimizer,
                 with_parameters,
                 zero_init,
                 buffer_factor,
             )
             row_options = (
                 ("offload_param", _place_word(with_parameters)),
-                ("offload_optimizer", _place_word(optimizer)),
+                ("offload_optimizer", _place_word(with_optimizer)),
                 ("zero_init", str(int(zero_init))),
             )
             yield Row(host_bytes=host_bytes, device_bytes=device, options=row_options)

@@ -294,7 +294,7 @@ ZERO3_MODULE_ATTRIBUTES = frozenset(
 
 
 def engine_settings(engine: Any) -> Any:
-    """The ``DeepSpeedConfig`` that an engine goes by; what is changed in it is read anew.
+    """The ``DeepSpeedConfig`` that an engine reads; changes in it take effect.
 
     Raises:
         MissingBackend: The engines of this DeepSpeed have none.
@@ -323,7 +323,7 @@ _GROUP_VARIABLES: dict[str, int | None] = {
 
 
 def forget_group_references(groups_module: Any) -> None:
-    """Empty DeepSpeed's lists of groups, which only its own `destroy` does, and from 0.19.8 on.
+    """Empty DeepSpeed's lists of groups, as only its `destroy` does, and only from 0.19.8 on.
 
     Args:
         groups_module: The module ``deepspeed.utils.groups``; a variable that it does not
@@ -337,8 +337,6 @@ def forget_group_references(groups_module: Any) -> None:
         return
     for attribute_name, empty_value in _GROUP_VARIABLES.items():
         held_value = getattr(groups_module, attribute_name, None)
-        # Emptied in place, since other modules of DeepSpeed may have imported the dictionary
-        # itself.
         if isinstance(held_value, dict):
             held_value.clear()
         elif held_value is not None:

@@ -174,7 +174,7 @@ def _end_groups() -> None:
 
 
 def forget_groups() -> None:
-    """Let DeepSpeed make its groups anew where torch's, from which it made them, are gone."""
+    """Make DeepSpeed forget the groups that it made from those of torch, which are gone."""
     comm_module: Any = sys.modules.get("deepspeed.comm.comm")
     if comm_module is not None:
         # It wraps the group that is gone, and `init_distributed` would take it for the next one.

@@ -62,6 +62,7 @@ def _run_command(parsed_options: argparse.Namespace) -> int:
         tag=parsed_options.tag,
         max_shard_size=parsed_options.max_shard_size,
         exclude_frozen_parameters=parsed_options.exclude_frozen_parameters,
+        # In a log file the bar would be a line for each of its updates.
         progress=sys.stderr.isatty(),
     )
     sys.stdout.write(f"{_result_text(written_files, time.monotonic() - start_time)}\n")

@@ -399,25 +399,25 @@ def estimate_memory(
     config_part = decided(
         memory_part(config), model_or_shape, world_size=world_size, run_config=run
     )
-    config_settings = read_settings(config_part)
+    memory_inputs = read_settings(config_part)
     if sample_batch is not None:
         sized_batch = _cut_batch(sample_batch, config_part.get("train_micro_batch_size_per_gpu"))
         activation_bytes = _activation_bytes(
-            model_or_shape, sized_batch, config_settings.precision, gradient_checkpointing
+            model_or_shape, sized_batch, memory_inputs.precision, gradient_checkpointing
         )
     machine_inventory = inventory or inspect_machine()
     # Processes take the first GPUs, one each.
     machine_gpus = machine_inventory.gpus[:num_processes]
     device, host_bytes, nvme_bytes = places(
-        config_settings, shape, world_size, on_cpu=not machine_gpus
+        memory_inputs, shape, world_size, on_cpu=not machine_gpus
     )
     return MemoryEstimate(
         device=device + Bytes(activations=activation_bytes),
         host=host_bytes * num_processes,
         nvme=nvme_bytes * num_processes,
         shape=shape,
-        strategy=_in_words(config_settings),
-        settings=config_settings,
+        strategy=_in_words(memory_inputs),
+        settings=memory_inputs,
         num_processes=num_processes,
         num_nodes=num_nodes,
         device_free=min((machine_gpu.free_bytes for machine_gpu in machine_gpus), default=None),
@@ -425,20 +425,20 @@ def estimate_memory(
         # Only where something is swapped: a folder of a section that is not used does not matter.
         nvme_free=free_on_disk(config_part) if nvme_bytes.total else None,
         nvme_folders=tuple(nvme_folders(config_part)),
-        notes=_estimate_notes(config_settings, activation_bytes, on_cpu=not machine_gpus),
+        notes=_estimate_notes(memory_inputs, activation_bytes, on_cpu=not machine_gpus),
     )
 
 
-def _in_words(config_settings: MemoryInputs) -> str:
+def _in_words(memory_inputs: MemoryInputs) -> str:
     offloaded_parts = [
         f"{content_name} on {place_name}"
         for content_name, place_name in (
-            ("optimizer", config_settings.optimizer_place),
-            ("parameters", config_settings.parameter_place),
+            ("optimizer", memory_inputs.optimizer_place),
+            ("parameters", memory_inputs.parameter_place),
         )
         if place_name != "none"
     ]
-    return ", ".join([f"ZeRO-{config_settings.stage}", config_settings.precision, *offloaded_parts])
+    return ", ".join([f"ZeRO-{memory_inputs.stage}", memory_inputs.precision, *offloaded_parts])
 
 
 def _check_arguments(
@@ -482,12 +482,12 @@ def _activation_bytes(
 
 
 def _estimate_notes(
-    config_settings: MemoryInputs, activation_bytes: int, *, on_cpu: bool
+    memory_inputs: MemoryInputs, activation_bytes: int, *, on_cpu: bool
 ) -> tuple[str, ...]:
     estimate_notes = common_notes(activation_bytes, on_cpu=on_cpu)
-    if not config_settings.unknown:
+    if not memory_inputs.unknown:
         return estimate_notes
-    unknown_names = ", ".join(config_settings.unknown)
+    unknown_names = ", ".join(memory_inputs.unknown)
     return (
         *estimate_notes,
         f'Counted with DeepSpeed\'s defaults, since they are "auto": {unknown_names}.',

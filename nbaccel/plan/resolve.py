@@ -389,7 +389,7 @@ def _check_memory(found: Inventory, count: Choice, method: Choice, findings: _Fi
     needed_bytes = int(count.value) * _WORKER_FLOOR_BYTES
     if not start_method_row(str(method.value)).separate_processes:
         return
-    # A warning only: pages of libraries are shared, and what is free changes.
+    # A warning only, since the free memory changes.
     if needed_bytes > found.host_available_bytes:
         findings.warnings.append(
             f"{count_noun(int(count.value), 'worker')} take about {format_bytes(needed_bytes)} "
@@ -401,7 +401,7 @@ def _check_memory(found: Inventory, count: Choice, method: Choice, findings: _Fi
 def _check_rendezvous(config: RunConfig, findings: _Findings) -> None:
     if elastic_text := elastic_reason(config):
         findings.mistakes.append(
-            f"{elastic_text} needs torch elastic, by which nodes agree anew who takes part: this "
+            f"{elastic_text} needs torch elastic, whose nodes agree again on who takes part: this "
             "version of nbaccel starts a fixed set of nodes. Leave rdzv_backend at 'static' and "
             "max_restarts at 0 for several nodes, or put the function in a script for torchrun."
         )

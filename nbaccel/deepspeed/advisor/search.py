@@ -264,9 +264,9 @@ class Walk:
         """Measured once for each size, on a copy without memory, in seconds."""
         if self.sample_batch is None:
             return 0
-        config_key = (batch_size, ladder_step.gradient_checkpointing)
-        if config_key not in self._activations:
-            self._activations[config_key] = measure_activations(
+        size_key = (batch_size, ladder_step.gradient_checkpointing)
+        if size_key not in self._activations:
+            self._activations[size_key] = measure_activations(
                 self.recipe.model,
                 resized(self.sample_batch, batch_size),
                 precision=self.recipe.precision,
@@ -274,7 +274,7 @@ class Walk:
                 gradient_checkpointing=ladder_step.gradient_checkpointing
                 and not checkpoints_gradients(self.recipe.model),
             ).peak
-        return self._activations[config_key]
+        return self._activations[size_key]
 
 
 def climb(

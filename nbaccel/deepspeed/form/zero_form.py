@@ -242,7 +242,7 @@ class DeepSpeedForm(SettingsForm):
             )
             config_document = ZeroConfig.from_dict(settings).to_dict()
         else:
-            # Imported here: it loads DeepSpeed's schema, and a form is also used without DeepSpeed.
+            # Imported here, since a form is also used where DeepSpeed is not installed.
             from nbaccel.deepspeed.checking import check_config
 
             checked_config = check_config(

@@ -445,8 +445,10 @@ def _is_trained_by_file(
     model: nn.Module, given_settings: dict[str, Any], training_bundle: Bundle
 ) -> bool:
     """Whether the file's optimizer is meant for a model that was prepared without one."""
-    has_one = bool(given_settings.get("optimizer")) and not training_bundle.optimizers
-    return has_one and any(model_parameter.requires_grad for model_parameter in model.parameters())
+    needs_optimizer = bool(given_settings.get("optimizer")) and not training_bundle.optimizers
+    return needs_optimizer and any(
+        model_parameter.requires_grad for model_parameter in model.parameters()
+    )
 
 
 def _shards_only(checkpoint_kind: str) -> ConfigError:

@@ -95,7 +95,7 @@ def check_checkpoint(engine: Any, checkpoint_folder: Path) -> None:
         )
     first_readable = next((file_path for file_path in model_files if is_readable(file_path)), None)
     if first_readable is None:
-        return  # in torch's format of before 2020, which tells nothing without its numbers
+        return  # torch's format of before 2020 has no outline that can be read without numbers
     model_states = read_outline(first_readable)
     if not isinstance(model_states, Mapping):
         raise CheckpointDamaged(

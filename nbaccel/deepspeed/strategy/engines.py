@@ -47,7 +47,7 @@ __all__ = [
 # The number is in glibc's malloc.h, which Python does not expose.
 _M_MMAP_THRESHOLD = -3
 _RETURNED_FROM = 1 << 20
-"""Bytes from which a block is returned when it is freed. To fetch it anew takes time, more for many
+"""Bytes from which a block is returned when it is freed. To get it again takes time, more for many
 small ones: activations of small models are below, gradients of large ones above."""
 
 
@@ -141,7 +141,7 @@ def is_engines(scheduler: Any) -> bool:
 
 
 def _for_offload(optimizer: Any, zero_config: ZeroConfig) -> Any:
-    """DeepSpeed steps on the CPU by optimizers of its own; those of torch are made into them."""
+    """DeepSpeed's optimizer for steps on the CPU, in place of the one of torch."""
     offload_section = zero_config.offload_optimizer
     device = "none" if offload_section is None else offload_section.device or "none"
     if device == "none" or zero_config.zero_force_ds_cpu_optimizer is False:

@@ -27,7 +27,8 @@ __all__ = ["assign", "hold", "is_cut", "is_partitioned", "local_pieces", "shape_
 
 def is_partitioned(tensor: torch.Tensor) -> bool:
     """Whether ZeRO-3 has it in parts; gathered at the moment or not."""
-    return hasattr(tensor, "ds_shape")  # flat groups of its own have a `ds_id`, too
+    # Not by `ds_id`, which DeepSpeed's flat groups have, too.
+    return hasattr(tensor, "ds_shape")
 
 
 def is_cut(tensor: torch.Tensor) -> bool:
@@ -68,7 +69,7 @@ def hold(tensor: torch.Tensor) -> object:
 def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     """See :meth:`ShardReader.assign`; the float32 copy and the weights themselves."""
     flat_values = whole.reshape(-1)
-    # The float32 copy, too: from it the next step makes the weights anew.
+    # The float32 copy, too: from it the next step makes the weights.
     if private_api.is_swapped_out(tensor):
         _write_to_disk(tensor, flat_values)
     else:

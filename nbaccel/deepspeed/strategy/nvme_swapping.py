@@ -62,9 +62,9 @@ class Claim:
         _OPEN_CLAIMS.remove(self)
         if os.getpid() != self._pid:
             return  # a forked child's copy; the files are its parent's
-        for leftover_files in self.leftovers():
-            leftover_files.remove()
-            announce_leftover(leftover_files, is_there=False)
+        for leftover_folders in self.leftovers():
+            leftover_folders.remove()
+            announce_leftover(leftover_folders, is_there=False)
 
     def leftovers(self) -> list[LeftoverFolders]:
         """What is to be removed when the engine, or this process, has ended."""
@@ -112,10 +112,10 @@ def claim(zero_config: ZeroConfig, rank: int) -> tuple[ZeroConfig, Claim]:
     new_claim = Claim(frozenset(own_folders), rank)
     if own_folders:
         _OPEN_CLAIMS.append(new_claim)
-        for leftover_files in new_claim.leftovers():
+        for leftover_folders in new_claim.leftovers():
             # Before the files exist: a worker that is killed cannot remove them, and the notebook
             # does it.
-            announce_leftover(leftover_files, is_there=True)
+            announce_leftover(leftover_folders, is_there=True)
     return zero_config, new_claim
 
 
@@ -156,7 +156,7 @@ def read_part(tensor: torch.Tensor) -> torch.Tensor:
         tensor: A placeholder whose part is on disk.
 
     Returns:
-        Shape (elements of a part,), the parameter's dtype, in memory of its own.
+        Shape (elements of a part,), the parameter's dtype; a copy.
 
     Raises:
         ConfigError: The file is gone.

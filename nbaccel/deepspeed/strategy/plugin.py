@@ -47,7 +47,7 @@ class Filling:
 
     @property
     def selected(self) -> bool:
-        """Whether it is the plugin that the next `prepare` of its Accelerator goes by."""
+        """Whether it is the plugin that the next `prepare` of its Accelerator uses."""
         return self._selected
 
     @selected.setter
@@ -484,7 +484,7 @@ class Plugins:
 
     @property
     def active(self) -> DeepSpeedPlugin:
-        """The one that the next `prepare` goes by."""
+        """The plugin that the next `prepare` uses."""
         return self.by_name[self._selected]
 
     def get(self, name: str) -> DeepSpeedPlugin:
@@ -501,7 +501,7 @@ class Plugins:
         return self.by_name[name]
 
     def select(self, name: str) -> None:
-        """Let the next `prepare` go by another one.
+        """Let the next `prepare` use another plugin.
 
         Raises:
             ConfigError: There is none of that name.

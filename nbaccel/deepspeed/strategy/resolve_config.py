@@ -81,6 +81,7 @@ def settle_config(
 
 
 def _micro_batch(data_loaders: Iterable[Any], *, takes_smallest: bool) -> int | None:
+    # All prepared loaders count, since nothing says which of them is the training's.
     batch_sizes = [
         batch_size
         for data_loader in data_loaders
@@ -127,7 +128,7 @@ def _with_gathering(config_settings: dict[str, Any]) -> dict[str, Any]:
 def _with_a_batch_size(
     config_settings: dict[str, Any], micro_batch: int | None
 ) -> tuple[dict[str, Any], tuple[Choice, ...]]:
-    """DeepSpeed insists on a batch size, though only its own counters and logs use it."""
+    """A batch size, which DeepSpeed requires, though only its counters and logs use it."""
     config_key = "train_micro_batch_size_per_gpu"
     total_batch = config_settings.get("train_batch_size", AUTO)
     if (

@@ -142,7 +142,6 @@ def _put_together(user_module: nn.Module, device: torch.device) -> dict[int, tor
     missing_names: list[str] = []
     for parameter_name, cut_parameter in user_module.named_parameters():
         shape = local_shards.shape_of(cut_parameter)
-        # One parameter at a time: all of them in float32 would be a second model in each process.
         whole_tensor = torch.zeros(shape, dtype=torch.float32, device=device)
         element_count = torch.zeros((), dtype=torch.int64, device=device)
         for first_element, part_values in (
@@ -175,7 +174,7 @@ def _check_none_missing(
         raise ConfigError(
             f"{type(user_module).__name__} was taken apart by an engine that was not finished on "
             f"all processes: {int(missing_count)} part(s) of weights are lost "
-            f"({', '.join(missing_names[:3]) or 'on other ranks'}). Build the model anew, or "
+            f"({', '.join(missing_names[:3]) or 'on other ranks'}). Build a new model, or "
             "restart the workers (%accelerate restart), which get the notebook's."
         )
 

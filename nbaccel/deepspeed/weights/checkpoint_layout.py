@@ -396,7 +396,7 @@ def _read_states(checkpoint_files: CheckpointFiles, exclude_frozen_parameters: b
     ordered_states = [rank_states[rank] for rank in range(num_ranks)]
     collect_weights = _weights_of_stage_3 if stage == 3 else _stages_1_and_2
     trained_weights, frozen_weights = collect_weights(checkpoint_files, model, ordered_states)
-    # Trained weights last: a name that is also among the others is that of the optimizer's copy.
+    # Trained weights last: where a name is among several, the optimizer's copy counts.
     found_weights = {
         **_buffer_weights(model),
         **({} if exclude_frozen_parameters else frozen_weights),
@@ -462,21 +462,21 @@ def _agreed_stage(
     checkpoint_files: CheckpointFiles, rank_states: Mapping[int, Mapping[str, Any]]
 ) -> tuple[int, int]:
     """Stage and number of ranks, which must be the same in every file."""
-    told_by_rank = {
+    layout_by_rank = {
         rank: (_stage_value(rank_state["zero_stage"]), _partition_count(rank_state))
         for rank, rank_state in rank_states.items()
     }
-    if len(set(told_by_rank.values())) > 1:
+    if len(set(layout_by_rank.values())) > 1:
         stage_texts = "; ".join(
             f"rank {rank_number}: stage {zero_stage} of {rank_count}"
-            for rank_number, (zero_stage, rank_count) in sorted(told_by_rank.items())[:4]
+            for rank_number, (zero_stage, rank_count) in sorted(layout_by_rank.items())[:4]
         )
         raise ConfigError(
             f"{checkpoint_files.folder} mixes files of different saves, with stage and number of "
             f"ranks as {stage_texts}. Parts of two saves do not make one. Delete those of the "
             "older one."
         )
-    return next(iter(told_by_rank.values()))
+    return next(iter(layout_by_rank.values()))
 
 
 def _stage_value(stage_value: Any) -> int:
@@ -486,12 +486,14 @@ def _stage_value(stage_value: Any) -> int:
 
 
 def _partition_count(rank_state: Mapping[str, Any]) -> int:
-    told_counts = rank_state.get("partition_count", 1)
+    partition_counts = rank_state.get("partition_count", 1)
     partition_count = (
-        max(told_counts) if isinstance(told_counts, (list, tuple)) else int(told_counts)
+        max(partition_counts)
+        if isinstance(partition_counts, (list, tuple))
+        else int(partition_counts)
     )
     if not 0 < partition_count <= _MOST_RANKS:
-        raise ValueError(f"partition_count is {told_counts}")
+        raise ValueError(f"partition_count is {partition_counts}")
     return int(partition_count)
 
 
@@ -623,12 +625,12 @@ def _cut_pieces(
     strip_parts: Sequence[tuple[StoredTensor, ...]], element_count: int
 ) -> tuple[StoredTensor, ...]:
     """Pieces of all ranks in a row, without the padding of the last ones."""
-    found_weights: list[StoredTensor] = []
+    cut_pieces: list[StoredTensor] = []
     for strip_piece in (strip_piece for strip_part in strip_parts for strip_piece in strip_part):
         if element_count > 0:
-            found_weights.append(strip_piece.part(0, min(element_count, strip_piece.numel)))
-            element_count -= found_weights[-1].numel
-    return tuple(found_weights)
+            cut_pieces.append(strip_piece.part(0, min(element_count, strip_piece.numel)))
+            element_count -= cut_pieces[-1].numel
+    return tuple(cut_pieces)
 
 
 def _frozen_of_stage_3(

@@ -62,8 +62,9 @@ class Written:
     @classmethod
     def told(cls, output_folder: Path, file_shards: Sequence[Shard]) -> Written:
         """What is there once `file_shards` have been written to `output_folder`."""
-        file_names = [file_shard.filename for file_shard in file_shards]
-        file_names += [_INDEX_FILE] * (len(file_shards) > 1)
+        file_names = [file_shard.filename for file_shard in file_shards] + [_INDEX_FILE] * (
+            len(file_shards) > 1
+        )
         return cls(
             tuple(output_folder / file_name for file_name in file_names),
             sum(len(file_shard.weights) for file_shard in file_shards),
@@ -233,9 +234,9 @@ def publishing(output_folder: Path, file_shards: Iterable[Shard]) -> Iterator[Pa
     # An iterable may be used only once, and is used three times here.
     file_shards = list(file_shards)
     made_folders = [
-        shard_path
-        for shard_path in (output_folder, *output_folder.parents)
-        if not shard_path.exists()
+        made_folder
+        for made_folder in (output_folder, *output_folder.parents)
+        if not made_folder.exists()
     ]
     try:
         _make_folder(output_folder)
@@ -247,10 +248,10 @@ def publishing(output_folder: Path, file_shards: Iterable[Shard]) -> Iterator[Pa
                 _write_index(file_shards, temporary_folder / _INDEX_FILE)
             atomic.publish_weights(temporary_folder, output_folder, FAMILY)
     except BaseException as error:  # an interrupt, too, leaves nothing behind
-        for shard_path in made_folders:
+        for made_folder in made_folders:
             # Only empty ones: another process may have written there meanwhile.
             with contextlib.suppress(OSError):
-                shard_path.rmdir()
+                made_folder.rmdir()
         if isinstance(error, OSError):
             raise CheckpointFailed(
                 f"Writing weights to {output_folder} failed: {error}. What was written is gone, "
@@ -281,17 +282,17 @@ def _check_disk_room(output_folder: Path, file_shards: list[Shard]) -> None:
         )
 
 
-def _write_index(file_shards: list[Shard], shard_path: Path) -> None:
-    weight_names = {
+def _write_index(file_shards: list[Shard], index_path: Path) -> None:
+    file_by_weight = {
         stored_weight.name: file_shard.filename
         for file_shard in file_shards
         for stored_weight in file_shard.weights
     }
     index_content = {
         "metadata": {"total_size": sum(file_shard.nbytes for file_shard in file_shards)},
-        "weight_map": dict(sorted(weight_names.items())),
+        "weight_map": dict(sorted(file_by_weight.items())),
     }
-    shard_path.write_text(json.dumps(index_content, indent=2) + "\n", encoding="utf-8")
+    index_path.write_text(json.dumps(index_content, indent=2) + "\n", encoding="utf-8")
 
 
 def zero_to_fp32(
@@ -333,7 +334,7 @@ def zero_to_fp32(
         checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters
     )
     file_shards = plan(checkpoint_layout.weights, checkpoint_layout.tied, max_shard_size)
-    # Before anything is written: a pass of its own, since checksums cover whole records.
+    # Before anything is written: a separate pass, since checksums cover whole records.
     check_records(checkpoint_layout.weights.values())
     output_folder = Path(output_dir).expanduser()
     total_bytes = sum(file_shard.nbytes for file_shard in file_shards)

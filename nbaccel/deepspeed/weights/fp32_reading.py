@@ -377,8 +377,8 @@ def swapped_in(
     Raises:
         ConfigError: A swap file is missing, or not whole.
     """
-    found_weights = list(flat_tensors)
-    for strip_number, (tensor, param_group) in enumerate(
+    whole_groups = list(flat_tensors)
+    for group_number, (tensor, param_group) in enumerate(
         zip(flat_tensors, param_groups, strict=False)
     ):
         # Each parameter is divided among the ranks, and its last part padded.
@@ -391,10 +391,10 @@ def swapped_in(
                 / f"{tensor.ds_id}.tensor.swp"
             )
             _check_file_size(file_path, 4 * rank_share, next(iter(param_group)))
-            found_weights[strip_number] = StoredTensor(
+            whole_groups[group_number] = StoredTensor(
                 file_path, 0, "float32", 0, (rank_share,), (1,)
             )
-    return found_weights
+    return whole_groups
 
 
 def _check_file_size(file_path: Path, byte_count: int, weight_name: str) -> None:

@@ -325,7 +325,6 @@ def _sum_of_fragments(live_parameter: Any) -> torch.Tensor | None:
         whole_tensor.narrow(0, fragment_address.start, fragment_address.numel).copy_(
             fp32_mapping.hp_fragment
         )
-    # Of the optimizer's group, since experts, for example, are shared by fewer ranks.
     dist.reduce(
         whole_tensor.view(torch.int32), dst=0, group=private_api.data_parallel_group(live_parameter)
     )

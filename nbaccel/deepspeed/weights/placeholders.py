@@ -43,7 +43,7 @@ def placeholders(module_or_state: nn.Module | Mapping[str, Any]) -> list[str]:
     Returns:
         Their names.
     """
-    # Here, because the conversion of checkpoints shares this package and does without torch.
+    # Imported here, so that this module can be imported without torch.
     import torch
     from torch import nn
 

@@ -273,27 +273,27 @@ class Weight:
         return num_elements(self.shape) * DTYPES[self.dtype][1]
 
     @classmethod
-    def whole(cls, record_name: str, tensor: StoredTensor) -> Weight:
+    def whole(cls, weight_name: str, tensor: StoredTensor) -> Weight:
         """A tensor as it is in its file; as fp32 if it is of floating point.
 
         Args:
-            record_name: What it is called.
+            weight_name: What it is called.
             tensor: Where it is.
 
         Returns:
             The weight.
         """
         dtype = "float32" if tensor.dtype in _FLOATING_DTYPES else tensor.dtype
-        return cls(record_name, tensor.shape, dtype, (tensor,))
+        return cls(weight_name, tensor.shape, dtype, (tensor,))
 
     @classmethod
     def flat(
-        cls, record_name: str, shape: tuple[int, ...], stored_pieces: tuple[StoredTensor, ...]
+        cls, weight_name: str, shape: tuple[int, ...], stored_pieces: tuple[StoredTensor, ...]
     ) -> Weight:
         """A parameter whose elements are put together from pieces, as fp32.
 
         Args:
-            record_name: What it is called.
+            weight_name: What it is called.
             shape: Its shape.
             stored_pieces: Its elements.
 
@@ -303,14 +303,14 @@ class Weight:
         Raises:
             ConfigError: They are more or fewer than the shape holds.
         """
-        found_parts = sum(stored_piece.numel for stored_piece in stored_pieces)
-        if found_parts != num_elements(shape):
+        element_count = sum(stored_piece.numel for stored_piece in stored_pieces)
+        if element_count != num_elements(shape):
             raise ConfigError(
-                f"{record_name} has shape {list(shape)}, which is {num_elements(shape):,} "
-                f"elements, and the checkpoint has {found_parts:,} of it: its files are not of one "
-                "save, or not complete. Convert another checkpoint (tag=...)."
+                f"{weight_name} has shape {list(shape)}, which is {num_elements(shape):,} "
+                f"elements, and the checkpoint has {element_count:,} of it: its files are not of "
+                "one save, or not complete. Convert another checkpoint (tag=...)."
             )
-        return cls(record_name, shape, "float32", stored_pieces)
+        return cls(weight_name, shape, "float32", stored_pieces)
 
 
 _STORAGE_DTYPES = {
@@ -325,7 +325,7 @@ _STORAGE_DTYPES = {
     "ByteStorage": "uint8",
     "BoolStorage": "bool",
     "ComplexFloatStorage": "complex64",
-    "UntypedStorage": "",  # the tensor tells its type
+    "UntypedStorage": "",  # the type is with the tensor
 }
 # Raised by unpickling where a pickle is not one that torch.save makes.
 _PICKLE_ERRORS = (
@@ -396,32 +396,32 @@ class _OutlineUnpickler(pickle._Unpickler):
         super().__init__(zip_file, encoding="utf-8")
         self._archive = torch_archive
 
-    def find_class(self, module_name: str, record_name: str) -> Any:
+    def find_class(self, module_name: str, global_name: str) -> Any:
         """The function or class that stands for a name of the pickle; nothing is imported."""
-        if module_name == "torch._utils" and record_name in {
+        if module_name == "torch._utils" and global_name in {
             "_rebuild_tensor_v2",
             "_rebuild_tensor_v3",
         }:
             return self._tensor
-        if module_name == "torch._utils" and record_name.startswith("_rebuild_parameter"):
+        if module_name == "torch._utils" and global_name.startswith("_rebuild_parameter"):
             return _first_argument
-        if (module_name, record_name) == ("torch._tensor", "_rebuild_from_type_v2"):
+        if (module_name, global_name) == ("torch._tensor", "_rebuild_from_type_v2"):
             return _with_attributes
-        if module_name == "torch" and record_name == "Size":
+        if module_name == "torch" and global_name == "Size":
             return tuple
-        if record_name in _STORAGE_DTYPES and module_name.partition(".")[0] == "torch":
-            return _DtypeName(_STORAGE_DTYPES[record_name])
-        if module_name == "torch" and record_name in DTYPES:
-            return _DtypeName(record_name)
-        if (module_name, record_name) == ("collections", "OrderedDict"):
+        if global_name in _STORAGE_DTYPES and module_name.partition(".")[0] == "torch":
+            return _DtypeName(_STORAGE_DTYPES[global_name])
+        if module_name == "torch" and global_name in DTYPES:
+            return _DtypeName(global_name)
+        if (module_name, global_name) == ("collections", "OrderedDict"):
             return collections.OrderedDict
-        if (module_name, record_name) == ("_codecs", "encode"):
+        if (module_name, global_name) == ("_codecs", "encode"):
             return _encode_text
-        if module_name in {"builtins", "__builtin__"} and record_name == "bytearray":
+        if module_name in {"builtins", "__builtin__"} and global_name == "bytearray":
             return _content_bytes
         # torch.save uses protocol 2, in which `builtins` has its name of Python 2.
-        if module_name in {"builtins", "__builtin__"} and record_name in _PLAIN_CLASSES:
-            return getattr(builtins, record_name)
+        if module_name in {"builtins", "__builtin__"} and global_name in _PLAIN_CLASSES:
+            return getattr(builtins, global_name)
         return Unknown
 
     def persistent_load(self, persistent_id: Any) -> _StorageRecord:
@@ -517,7 +517,7 @@ class _TorchArchive:
             return zip_file.read(archive_record.num_bytes)
 
     def record(self, record_name: str) -> ArchiveRecord:
-        """Where a record's content is: behind a header of its own, of varying size."""
+        """Where a record's content is: after the record's header, whose size varies."""
         archive_record = self._records[record_name]
         if archive_record.compress_type != zipfile.ZIP_STORED:
             raise zipfile.BadZipFile(f"record {record_name} is compressed")
@@ -551,8 +551,8 @@ class _TorchArchive:
 
 def is_readable(archive_path: Path) -> bool:
     """Whether a file is in a format that :func:`read_outline` reads."""
-    with archive_path.open("rb") as zip_file:
-        return zip_file.read(len(OLD_TORCH_FORMAT)) != OLD_TORCH_FORMAT
+    with archive_path.open("rb") as archive_file:
+        return archive_file.read(len(OLD_TORCH_FORMAT)) != OLD_TORCH_FORMAT
 
 
 def read_outline(archive_path: Path) -> Any:
