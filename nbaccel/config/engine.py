@@ -116,6 +116,7 @@ def _infinite_keys(given_value: Any, key_path: str = "") -> Iterator[str]:
     elif isinstance(given_value, list):
         for inner_value in given_value:
             yield from _infinite_keys(inner_value, key_path)
+    # NaN has been refused by the reader.
     elif isinstance(given_value, float) and math.isinf(given_value):
         yield key_path
 

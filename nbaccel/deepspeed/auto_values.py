@@ -240,6 +240,7 @@ _AUTO_RULES: dict[str, tuple[Callable[[_KnownValues], _AutoAnswer], str]] = {
         _said_by_run("gather_16bit_weights", "choice", False, "Accelerate's default"),
         "",
     ),
+    # These three formulas are those of transformers' `HfTrainerDeepSpeedConfig`.
     f"{ZERO}.reduce_bucket_size": (_from_width(lambda width: width * width, "hidden * hidden"), ""),
     f"{ZERO}.stage3_prefetch_bucket_size": (
         _from_width(lambda width: int(0.9 * width * width), "0.9 * hidden * hidden"),

@@ -102,6 +102,7 @@ def deepspeed_table(
         )
     shape = shape_of(model_or_shape)
     make_rows = _zero2_rows if stage == 2 else _zero3_rows
+    # A tuple, and inside the block, since the rows are computed only when they are read.
     with quiet_logger():
         table_rows = tuple(make_rows(shape, (devices_per_node, num_nodes), buffer_factor))
     return DeepSpeedTable(

@@ -404,6 +404,7 @@ class _ZeroSection(Section):
     )
 
 
+# A class beside `ZeroConfig`, so that its fields are the keys that JSON has under that section.
 ZERO_KEYS = tuple(name for name in _ZeroSection.model_fields if name != "extra")
 
 

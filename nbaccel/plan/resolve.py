@@ -89,6 +89,7 @@ def resolve(config: RunConfig, inventory: Inventory | None = None) -> Plan:
         start_method=str(start_method.value),
         threads_per_process=int(thread_count.value),
         process_group_backend=str(group_backend_choice.value),
+        # An IPv6 address is in brackets there.
         master_addr=config.rdzv_endpoint.rpartition(":")[0].strip("[]") or config.master_addr,
         port=port_choice.value if isinstance(port_choice.value, int) else None,
         strategy="" if requested_strategy is None else requested_strategy.strategy,

@@ -213,6 +213,7 @@ def unfit_count(row: StrategyRow, what: str, world_size: int) -> str:
 
 
 def _takes_effect(requested_strategy: Wanted, found: ProcessFacts) -> bool:
+    # A strategy that shards needs a group, which a process without a launcher cannot make.
     return found.can_meet or not strategy_row(requested_strategy.strategy).needs_group
 
 

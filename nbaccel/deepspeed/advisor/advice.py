@@ -238,6 +238,7 @@ class Advice:
     def __repr__(self) -> str:
         return f"<Advice: {self.headline()}>"
 
+    # Without it IPython would take `__repr__`, which is one line, as the text form.
     def _repr_mimebundle_(
         self, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
     ) -> dict[str, str]:

@@ -109,7 +109,7 @@ UNIT_OF = {
 # library.
 DEFAULTS = {
     "gradient_clipping": 1.0,
-    f"{ZERO}.overlap_comm": None,
+    f"{ZERO}.overlap_comm": None,  # true at stage 3 only
     f"{ZERO}.reduce_bucket_size": 500_000_000,
     f"{ZERO}.allgather_bucket_size": 500_000_000,
     f"{ZERO}.stage3_prefetch_bucket_size": 50_000_000,

@@ -61,6 +61,7 @@ _OPTIMIZER_FILE = re.compile(
 )
 _EXPERT_FILE = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_.*")
 _ANY_STATES = "*_states.pt"
+# No separators: a tag that is read from a file must not lead to another folder.
 _TAG_FOLDER = re.compile(r"[^/\\\x00-\x1f]+")
 _LONGEST_NAME = 255  # bytes, on the usual file systems
 
@@ -308,6 +309,7 @@ def _by_rank(state_folder: Path, name_pattern: re.Pattern[str]) -> dict[int, Pat
         name_match = name_pattern.fullmatch(file_path.name)
         if name_match is None:
             continue
+        # Below stage 3 there is one file of model states, without a rank in its name.
         rank = int(name_match["rank"] or 0)
         if rank in file_by_rank:
             raise ConfigError(
