@@ -228,7 +228,7 @@ class Fp8Config(Plain):
                 _PASS_NAMES, self.override_linear_precision, strict=True
             )
         }
-        # Without the variable Accelerate takes what is installed, as "auto" does.
+        # Accelerate has no backend of the name "auto".
         named_values |= {} if self.backend == _ANY_BACKEND else {"BACKEND": self.backend.upper()}
         return {
             f"{_VARIABLE_PREFIX}{setting_name}": str(given_value)

@@ -126,7 +126,7 @@ def combination_mistakes(zero_config: ZeroConfig, *, device: str) -> Iterator[st
         A message each.
     """
     open_stage = zero_config.stage == AUTO
-    # `zero_stage` is 0 for "auto", by which offloading would be refused that may be right.
+    # `zero_stage` is 0 for "auto", for which offloading would be refused that may be right.
     if not open_stage:
         yield from _offload_mistakes(zero_config, device)
     enabled_halves = [

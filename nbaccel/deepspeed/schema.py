@@ -255,8 +255,7 @@ def _look_behind(
     if asked_keys - {"enabled"}:  # with that key alone, the others are read elsewhere, and later
         keys_by_path[".".join(section_path)] = frozenset(asked_keys)
         for config_key in sorted(asked_keys):
-            # Each look is a run of DeepSpeed's reader; below two levels there are no plain
-            # sections.
+            # Each look runs DeepSpeed's reader, so the search ends at two levels.
             if len(section_path) < 2 and config_key not in ("params", "type"):
                 _look_behind(
                     config_reader, (*section_path, config_key), keys_by_path, model_by_path

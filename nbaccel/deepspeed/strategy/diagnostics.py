@@ -86,7 +86,6 @@ class Troubles:
         # DeepSpeed's step has waited for the device already, to look for overflow: reading the
         # value here costs nothing more.
         is_bad = self._bad is not None and bool(self._bad.item())
-        # The next group of batches begins.
         self._bad = None
         self._bad_steps = self._bad_steps + 1 if is_bad else 0
         self._stuck_steps = self._stuck_steps + 1 if skipped and self._at_floor else 0

@@ -314,7 +314,7 @@ class DeepSpeedPlugin(Filling, Settings):
             config_settings.setdefault(argument_name, AUTO)
         config_settings.setdefault("gradient_clipping", AUTO)
         self.deepspeed_config = config_settings
-        # Code reads these attributes of Accelerate's plugin: they must say what is in force.
+        # Code written for Accelerate reads these attributes: they must say what is in force.
         for argument_name, config_key in _KEY_OF_ARGUMENT.items():
             setattr(self, argument_name, self.get_value(config_key, getattr(self, argument_name)))
         if self.zero_stage is None:

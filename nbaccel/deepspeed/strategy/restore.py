@@ -83,7 +83,7 @@ _REMEMBERED_STATES: WeakKeyDictionary[nn.Module, Remembered] = WeakKeyDictionary
 def remember(module: nn.Module) -> Remembered:
     """See :meth:`ShardReader.remember`; of a module that is taken apart, what it was before."""
     is_cut = any(map(local_shards.is_cut, module.parameters()))
-    # A module that is in parts looks like its engine's; only one that is whole is looked at anew.
+    # A module that is in parts looks like its engine's; only a whole one is looked at again.
     if not is_cut or module not in _REMEMBERED_STATES:
         _REMEMBERED_STATES[module] = shards.remember(module)
     return _REMEMBERED_STATES[module]

@@ -165,7 +165,6 @@ class Reader:
     def _read(self, stored_part: StoredTensor, target_buffer: memoryview) -> memoryview:
         open_file = self._files.get(stored_part.path)
         if open_file is None:
-            # All are closed, not the oldest: a weight is read from the files of all ranks in turn.
             if len(self._files) >= _MOST_OPEN:
                 self.close()
             open_file = self._files[stored_part.path] = os.open(
