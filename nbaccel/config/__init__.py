@@ -1,4 +1,4 @@
-"""What the user said: the description of a run."""
+"""The description of a run: the user's settings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Calls that cannot work, found before anything is started: arguments and keywords.
 
-Python's own TypeError names the launcher or, seconds later, a worker; what the user wants to know
-is how to write the call.
+Python's TypeError names the launcher or, seconds later, a worker; the user has to know how to write
+the call.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _RANK_NAMES = ("rank", "local_rank", "global_rank", "gpu", "gpu_id", "process_index", "proc_id")
-"""What the first parameter of a function for `torch.multiprocessing.spawn` is called."""
+"""Usual names of the first parameter of a function for `torch.multiprocessing.spawn`."""
 _POSITIONAL_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def explained(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a launcher tell of arguments that it does not have how they are meant to be written.
+    """Let a launcher explain how arguments that it does not have should be written.
 
     Args:
         function: The launcher. Its first parameter is the function that it launches.
 
     Returns:
-        The same, but for a `ConfigError` in place of Python's TypeError.
+        The same function, which raises a `ConfigError` in place of Python's TypeError.
     """
     call_signature = inspect.signature(function)
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         __tracebackhide__ = True
+        # Bound before the call: a TypeError raised inside the launcher is not about its arguments.
         try:
             call_signature.bind(*args, **kwargs)
         except TypeError as error:
             call_mistakes = _unknown_keywords(function.__name__, call_signature, args, kwargs)
             raise ConfigError(
                 *(call_mistakes or [_call_refusal(function.__name__, error)])
-            ) from None
+            ) from None  # the message has Python's text
         return function(*args, **kwargs)
 
     return checked
@@ -57,13 +58,13 @@ def _unknown_keywords(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> list[str]:
-    """What is to be said of each keyword that the launcher does not have."""
+    """A message about each keyword that the launcher does not have."""
     launched_function = args[0] if args else kwargs.get("function")
-    its_own = _parameters_of(launched_function)
+    function_parameters = _parameters_of(launched_function)
     return [
         f"{function_name}() has no argument {argument_name!r}: got "
         f"{argument_name}={shown(argument_value)}. "
-        + _meant_keyword(argument_name, call_signature, its_own, launched_function)
+        + _meant_keyword(argument_name, call_signature, function_parameters, launched_function)
         for argument_name, argument_value in kwargs.items()
         if argument_name not in call_signature.parameters
     ]
@@ -72,13 +73,14 @@ def _unknown_keywords(
 def _meant_keyword(
     given_name: str,
     call_signature: inspect.Signature,
-    its_own: Mapping[str, Any],
+    function_parameters: Mapping[str, Any],
     launched_function: Any,
 ) -> str:
-    if given_name in its_own:
+    # The most likely mistake first: an argument of the function, passed as to the function itself.
+    if given_name in function_parameters:
         return (
-            f"It is one of {_function_name(launched_function)}()'s own: these go into a tuple, in "
-            f"their order. Write args=({', '.join(its_own)},)."
+            f"It is an argument of {_function_name(launched_function)}(): these go into a tuple, "
+            f"in their order. Write args=({', '.join(function_parameters)},)."
         )
     if given_name in RunConfig.model_fields and "config" in call_signature.parameters:
         return f"It is a setting of RunConfig. Write config=RunConfig({given_name}=…)."
@@ -101,7 +103,7 @@ def _call_refusal(function_name: str, error: TypeError) -> str:
 
 
 def check_call(called_function: Any, args: Any) -> None:
-    """Refuse a call that cannot work, as far as that can be told without making it.
+    """Refuse a call that cannot work, as far as that can be found out without making it.
 
     Args:
         called_function: What each worker is to call.
@@ -136,6 +138,7 @@ def _swapped_argument_mistakes(called_function: Any, args: Any) -> list[str]:
 
 
 def _are_swapped(called_function: Any, args: Any) -> bool:
+    # Not `callable`: a module passed as an argument is callable, too.
     return inspect.isroutine(args) and not inspect.isroutine(called_function)
 
 
@@ -149,10 +152,11 @@ def _function_name(called_function: Any) -> str:
 
 
 def _signature_of(called_function: Any) -> inspect.Signature | None:
-    # A decorator may give arguments of its own to what it wraps: its own signature counts.
+    # A decorator may pass further arguments to the function that it wraps, so its own signature
+    # counts, not the wrapped one's.
     try:
         return inspect.signature(called_function, follow_wrapped=False)
-    except (TypeError, ValueError):  # it is written in C, and has none
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return None
 
 
@@ -162,7 +166,7 @@ def _parameters_of(called_function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _binding_mistakes(called_function: Any, args: tuple[Any, ...]) -> list[str]:
-    """What is missing in a call, or too many."""
+    """The message about arguments that are missing in a call, or too many."""
     call_signature = _signature_of(called_function)
     if call_signature is None:
         return []
@@ -194,11 +198,10 @@ def _binding_message(
         other_names = ", ".join(needed_names[1:])
         return (
             f"{function_name}({', '.join(needed_names)}) needs {missing_names[0]}: {got_text}. "
-            "mp.spawn passes the rank as "
-            f"the first argument, and this launcher does not: its workers have it in the "
-            f"environment. Write def {function_name}({other_names}) with "
-            f"{taken_parameters[0].name} = "
-            f'int(os.environ["RANK"]) in it, or launch lambda {other_names}: '
+            "mp.spawn passes the rank as the first argument, and this launcher does not: its "
+            f"workers have it in the environment. Write def {function_name}({other_names}) with "
+            f'{taken_parameters[0].name} = int(os.environ["RANK"]) in it, or launch lambda '
+            f"{other_names}: "
             f'{function_name}(int(os.environ["RANK"]){", " if other_names else ""}{other_names}).'
         )
     if missing_names:

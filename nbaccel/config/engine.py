@@ -1,9 +1,8 @@
-"""A DeepSpeed configuration inside a ``RunConfig``: each fact stands in one place only.
+"""A DeepSpeed configuration inside a ``RunConfig``: each fact is in one place only.
 
-DeepSpeed's file and the run's own settings speak of the same things: the stage, the precision, how
-many batches make a step. Here they are taken out of the file, so that two places cannot contradict
-each other, and put back where DeepSpeed reads them. What the keys mean is DeepSpeed's folder's
-business; this file knows no more of them than these.
+DeepSpeed's file and the run's settings both have the stage, the precision, and how many batches
+make a step. Here they are taken out of the file, so that two places cannot contradict each other,
+and put back where DeepSpeed reads them. All other keys belong to the package `deepspeed`.
 """
 
 from __future__ import annotations
@@ -46,18 +45,18 @@ SECTION_RULES = {
     "fp16": FieldRule(must="a section", why="It turns float16 on or off", do=_ENABLED_EXAMPLE),
     "bf16": FieldRule(must="a section", why="It turns bfloat16 on or off", do=_ENABLED_EXAMPLE),
 }
-"""Sections that are taken apart here, and what to write there."""
+"""Sections that are taken apart here, and their rules."""
 _ENABLED_RULE = FieldRule(
     must="true or false",
     why="It decides in which number format the model is trained",
     do="Give one of them",
 )
 _AUTO_STAGE = 2
-"""What Accelerate makes of ``"auto"``."""
+"""Accelerate's stage for ``"auto"``."""
 
 
 class _RunSettings(Protocol):
-    """What is read here of a `RunConfig`."""
+    """The settings of a `RunConfig` that are read here."""
 
     @property
     def deepspeed(self) -> dict[str, Any] | None: ...
@@ -75,12 +74,12 @@ class _RunSettings(Protocol):
 class Document(dict[str, Any]):
     """A DeepSpeed configuration that :func:`read_document` has read, and does not read again.
 
-    Plain JSON values; the stage, the precision and the accumulation are written as they are meant.
+    Plain JSON values; the stage, the precision and the accumulation have their proper types.
     """
 
 
 def read_document(given_value: Any) -> Any:
-    """A DeepSpeed configuration as plain JSON values, in today's form.
+    """A DeepSpeed configuration as plain JSON values, in the current form.
 
     Args:
         given_value: A mapping, an object with ``to_dict`` (``ZeroConfig``), JSON text, or the path
@@ -102,7 +101,7 @@ def read_document(given_value: Any) -> Any:
     if endless_keys := [*_infinite_keys(config_document)]:
         message_text = (
             f"{endless_keys[0]} is infinite, and workers get the configuration as JSON, which has "
-            "no word for it. They would be told something else. Give a large number: 1000000000."
+            "no word for it. They would get another value. Give a large number: 1000000000."
         )
         raise ConfigError(FieldMistake(message_text, endless_keys[0]))
     return config_document
@@ -117,15 +116,16 @@ def _infinite_keys(given_value: Any, key_path: str = "") -> Iterator[str]:
     elif isinstance(given_value, list):
         for inner_value in given_value:
             yield from _infinite_keys(inner_value, key_path)
+    # NaN has been refused by the reader.
     elif isinstance(given_value, float) and math.isinf(given_value):
         yield key_path
 
 
 def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
-    """A configuration in which the stage and the precision are written as they are meant.
+    """A configuration in which the stage and the precision have their proper types.
 
-    DeepSpeed takes ``"true"`` for true, and has older words for some sections; who looks for
-    ``True`` would pass over them, and train something else.
+    DeepSpeed reads ``"true"`` as true, and older names of some sections; code that compares with
+    ``True`` would miss them, and train something else.
 
     Args:
         config_settings: Plain values; changed and returned.
@@ -134,25 +134,26 @@ def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
         The same configuration.
 
     Raises:
-        ConfigError: What stands there cannot be meant; every mistake.
+        ConfigError: Values that cannot be read; every mistake.
     """
     if "bfloat16" in config_settings:
         old_section = config_settings.pop("bfloat16")
         config_settings.setdefault("bf16", old_section)
     if isinstance(config_settings.get(_ZERO_SECTION), bool):
         config_settings[_ZERO_SECTION] = {"stage": int(config_settings[_ZERO_SECTION])}
-    for key_holder, section_name in (
+    # Numbers as text and whole floats, of which both are compared with integers later.
+    for key_holder, number_key in (
         (config_settings.get(_ZERO_SECTION), "stage"),
         (config_settings, BATCH_SIZES[-1]),
     ):
         if isinstance(key_holder, dict) and isinstance(
-            message_text := key_holder.get(section_name), (str, float)
+            number_value := key_holder.get(number_key), (str, float)
         ):
-            key_holder[section_name] = read_whole(message_text)
+            key_holder[number_key] = read_whole(number_value)
     for section_name in _PART_SECTIONS:
-        format_section = config_settings.get(section_name)
-        if isinstance(format_section, dict) and "params" in format_section:
-            format_section["params"] = numbers_read(format_section["params"])
+        part_section = config_settings.get(section_name)
+        if isinstance(part_section, dict) and "params" in part_section:
+            part_section["params"] = numbers_read(part_section["params"])
     config_mistakes = [
         FieldMistake(
             section_rule.refusal(section_name, config_settings[section_name]), section_name
@@ -177,7 +178,7 @@ def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_enabled(format_section: Any, enabled_key: str) -> list[FieldMistake]:
-    """Make the text of a truth value one; what is wrong where it is none."""
+    """Replace the text of a truth value by the value; mistakes where it is none."""
     if not isinstance(format_section, dict) or (given_value := format_section.get("enabled")) in (
         None,
         _AUTO_WORD,
@@ -196,14 +197,13 @@ def _is_on(format_section: Any) -> bool:
 
 
 def taken_out(config_document: Mapping[str, Any]) -> tuple[Document, dict[str, Any]]:
-    """What a DeepSpeed configuration says of settings that a run has, too.
+    """Take out of a DeepSpeed configuration the settings that a run has, too.
 
     Args:
         config_document: A DeepSpeed configuration, as :func:`read_document` gives it.
 
     Returns:
-        The configuration without them, and the settings: only those that it decides, ``"auto"``
-        decides nothing but that there is a stage.
+        The configuration without them, and the settings that it decides; ``"auto"`` decides none.
     """
     remaining_document = Document(copy.deepcopy(dict(config_document)))
     decided_settings: dict[str, Any] = {}
@@ -227,6 +227,7 @@ def taken_out(config_document: Mapping[str, Any]) -> tuple[Document, dict[str, A
             for section_name, is_enabled in enabled_by_section.items()
             if is_enabled is True
         )
+    # One of them turned off leaves the other open; only both together mean float32.
     elif [*enabled_by_section.values()] == [False] * len(_HALF_FORMATS):
         decided_settings["mixed_precision"] = "no"
     accumulation_steps = remaining_document.pop("gradient_accumulation_steps", None)
@@ -252,11 +253,11 @@ def stage_left_open(config_document: Mapping[str, Any]) -> int:
 def disagreements(
     config_document: Mapping[str, Any], given_settings: Mapping[str, Any]
 ) -> list[str]:
-    """Where a run and its DeepSpeed configuration say different things.
+    """Contradictions between a run and its DeepSpeed configuration.
 
     Args:
         config_document: The configuration, as :func:`read_document` gives it.
-        given_settings: What was said beside it, by the names of a run's settings.
+        given_settings: What was given beside it, by the names of a run's settings.
 
     Returns:
         One message each.
@@ -269,25 +270,25 @@ def disagreements(
         for setting_name, decided_value in decided_settings.items()
         if setting_name in given_settings and given_settings[setting_name] != decided_value
     ]
-    setting_name = given_settings.get("mixed_precision")
-    format_section = config_document.get(str(setting_name))
+    # A section that only turns its own precision off decides none, and still contradicts that one.
+    precision_name = given_settings.get("mixed_precision")
+    format_section = config_document.get(str(precision_name))
     if "mixed_precision" in decided_settings or not isinstance(format_section, Mapping):
         return config_mistakes
     if format_section.get("enabled") is False:
         config_mistakes.append(
-            f"mixed_precision={setting_name!r} contradicts the DeepSpeed configuration, where "
-            f"{setting_name}.enabled is False. One of them would be ignored. Leave one out, or "
-            "write "
-            '"auto" there.'
+            f"mixed_precision={precision_name!r} contradicts the DeepSpeed configuration, where "
+            f"{precision_name}.enabled is False. One of them would be ignored. Leave one out, or "
+            'write "auto" there.'
         )
     return config_mistakes
 
 
 def engine_config(run_config: _RunSettings) -> dict[str, Any] | None:
-    """The DeepSpeed configuration of a run, complete: what the run says is in it, too.
+    """The DeepSpeed configuration of a run, complete with the run's settings.
 
     Args:
-        run_config: What the user said.
+        run_config: The user's settings.
 
     Returns:
         What DeepSpeed's JSON file would hold, with ``"auto"`` where the training decides; None
@@ -305,10 +306,13 @@ def engine_config(run_config: _RunSettings) -> dict[str, Any] | None:
         if run_config.mixed_precision == section_name:
             whole_config[section_name] = {"enabled": True, **(format_section or {})}
         elif format_section:
+            # Its other keys are kept, but it must not turn its precision on.
             whole_config[section_name] = {"enabled": False, **format_section}
     whole_config |= open_settings
     if run_config.gradient_accumulation_steps is not None:
         whole_config["gradient_accumulation_steps"] = run_config.gradient_accumulation_steps
-    for section_name in (*BATCH_SIZES, "gradient_clipping"):
-        whole_config.setdefault(section_name, _AUTO_WORD)
+    # These are known only where the training is prepared; without them DeepSpeed would refuse the
+    # configuration or take its default.
+    for open_key in (*BATCH_SIZES, "gradient_clipping"):
+        whole_config.setdefault(open_key, _AUTO_WORD)
     return whole_config

@@ -1,7 +1,7 @@
-"""Words that settings are made of, by the names that Accelerate's users write.
+"""Enumerations for settings, with the names that Accelerate's users write.
 
-Not every member can be trained with here: a device or a tool that this version does not serve is
-refused where it is asked for, so that code which only compares with it runs.
+Not every member is supported: a device or a tool without support is refused where it is requested,
+so that code which only compares with it runs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class _Members(EnumMeta):
     """Lets ``"wandb" in LoggerType`` answer; Python itself does from 3.12 on."""
 
     def __contains__(cls, item: object) -> bool:
+        # Members are accepted, too: the class called with a member returns it.
         try:
             cls(item)
         except ValueError:
@@ -36,6 +37,7 @@ class _Word(str, Enum, metaclass=_Members):
     """A text that is one of a few; ``str`` gives the text itself."""
 
     def __str__(self) -> str:
+        # Python's `str` of a member has the names of the class and of the member.
         return str(self.value)
 
     @classmethod
@@ -44,6 +46,7 @@ class _Word(str, Enum, metaclass=_Members):
         return [str(member) for member in cls]
 
 
+# Not a `_Word`: as in Accelerate, `str` of a member has the class's name.
 class DistributedType(str, Enum):
     """How processes train together, by the names that Accelerate's users compare with.
 
@@ -83,7 +86,7 @@ class ComputeEnvironment(str, Enum):
 
 
 class DDPCommunicationHookType(_Word):
-    """How DDP compresses gradients on their way."""
+    """How DDP compresses the gradients that it sends."""
 
     NO = "no"
     FP16 = "fp16"
@@ -130,7 +133,7 @@ class LoggerType(_Word):
 
 
 class PrecisionType(_Word):
-    """Number formats that can be asked for as ``mixed_precision``."""
+    """Number formats for ``mixed_precision``."""
 
     NO = "no"
     FP8 = "fp8"

@@ -1,7 +1,7 @@
 """A configuration as text: JSON for workers, YAML for people, a schema for editors.
 
-DeepSpeed's configuration comes as a file, as text, or as a dictionary that somebody built. All
-three are read here and nowhere else, so that the same mistake is told in the same words.
+DeepSpeed's configuration comes as a file, as text, or as a dictionary. All three are read here and
+nowhere else, so that the same mistake always has the same message.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ __all__ = [
 ]
 
 
+# Far deeper than any configuration, and far from Python's limit for recursion.
 _MAX_JSON_DEPTH = 64
 _MAX_BITS = 1024
-"""Of a whole number: what is larger fits in no number of a training."""
+"""Of a whole number: a larger one does not fit into any number of a training."""
 
 
 def read_file(
@@ -94,7 +95,7 @@ def read_object(source_text: str, source_name: str) -> dict[str, Any]:
     except RecursionError as error:
         raise _unreadable_json(source_name, "it is nested too deeply") from error
     except ConfigError:
-        raise
+        raise  # from `each_once`; it is a `ValueError`, too
     except ValueError as error:  # NaN, or a number of thousands of digits
         raise _unreadable_json(source_name, f"{error}{_line_of('NaN', source_text)}") from error
     if not isinstance(read_values, dict):
@@ -123,9 +124,11 @@ def json_like(given_value: Any, value_path: str = "", nesting_depth: int = 0) ->
     """
     given_value = plain_value(given_value)
     place_text = f" at {value_path}" if value_path else ""
+    # A dictionary that contains itself ends here, too.
     if nesting_depth > _MAX_JSON_DEPTH:
         raise ValueError(f"it is nested more than {_MAX_JSON_DEPTH} levels deep{place_text[:60]}")
     if isinstance(given_value, Mapping):
+        # `json.dumps` would silently make text of numbers and truth values.
         wrong_keys = [entry_key for entry_key in given_value if not isinstance(entry_key, str)]
         if wrong_keys:
             raise ValueError(
@@ -155,7 +158,7 @@ def plain_object(read_settings: Mapping[str, Any], source_name: str) -> dict[str
     """A mapping as JSON holds it.
 
     Args:
-        read_settings: What somebody built.
+        read_settings: A mapping that was built in Python.
         source_name: What it describes, for messages.
 
     Returns:
@@ -182,13 +185,15 @@ def read_source(given_value: Any, source_name: str) -> Any:
         source_name: What it holds, for messages.
 
     Returns:
-        A dictionary of its own; what is none of these comes back as it is, to be refused.
+        A new dictionary; a value that is none of these is returned unchanged, to be refused.
 
     Raises:
         ConfigError: The file cannot be read, or JSON cannot hold what was given.
     """
+    # `ZeroConfig`, for example, which this package must not import.
     if callable(getattr(given_value, "to_dict", None)):
         given_value = given_value.to_dict()
+    # No path begins so in practice; a list is read, too, for the better message.
     if isinstance(given_value, str) and given_value.lstrip()[:1] in ("{", "["):
         return read_object(given_value, source_name)
     if isinstance(given_value, (str, Path)):
@@ -198,10 +203,12 @@ def read_source(given_value: Any, source_name: str) -> Any:
     )
 
 
-def _read_constant(setting_name: str) -> float:
-    if setting_name == "NaN":
-        raise ValueError(f"{setting_name} is no number, and JSON has no word for it")
-    return float(setting_name)
+def _read_constant(constant_name: str) -> float:
+    # Python's reader takes NaN and Infinity, which JSON does not have. DeepSpeed's users write
+    # Infinity, for "never".
+    if constant_name == "NaN":
+        raise ValueError(f"{constant_name} is no number, and JSON has no word for it")
+    return float(constant_name)
 
 
 def _line_of(searched_word: str, source_text: str) -> str:
@@ -218,7 +225,7 @@ def _unreadable_json(source_name: str, reader_message: str, likely_cause: str = 
 
 
 def _likely_reason(source_text: str, error_position: int) -> str:
-    """What is probably wrong at a place where the reader gave up."""
+    """The probable cause at the place where the reader stopped."""
     if source_text.startswith("\ufeff"):
         return "It begins with a byte order mark: save it as UTF-8 without one. "
     text_after, text_before = (
@@ -229,7 +236,7 @@ def _likely_reason(source_text: str, error_position: int) -> str:
         return "JSON has no comments: remove them. "
     if text_before.endswith(",") and text_after[:1] in ("}", "]"):
         return "A comma before a closing bracket is one too many: remove it. "
-    # Newer versions of Python name the comma itself.
+    # Newer versions of Python give the position of the comma itself.
     if text_after.startswith(",") and text_after[1:].lstrip()[:1] in ("}", "]"):
         return "A comma before a closing bracket is one too many: remove it. "
     if not text_after:
@@ -244,12 +251,12 @@ _YAML_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*|\.[0-9_]+)
 
 
 def unreadable(source_name: str, text_language: str, error: Exception) -> ConfigError:
-    """What is told of a text that is no JSON, or no YAML.
+    """The error about a text that is no JSON, or no YAML.
 
     Args:
         source_name: What the text describes.
         text_language: ``JSON`` or ``YAML``.
-        error: What its reader said.
+        error: The error of its reader.
     """
     return ConfigError(
         f"{source_name} cannot be read from {text_language}: {error}. "
@@ -268,6 +275,7 @@ def each_once(source_name: str) -> Callable[[list[tuple[str, Any]]], dict[str, A
     """
 
     def once(key_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # Python's reader keeps the last value and drops the others silently.
         key_names = [setting_name for setting_name, _ in key_pairs]
         repeated_names = sorted(
             {setting_name for setting_name in key_names if key_names.count(setting_name) > 1}
@@ -297,7 +305,7 @@ def read_yaml(text: str) -> Any:
     yaml = require("yaml", extra="", why="Reading a configuration file")
 
     class Loader(yaml.SafeLoader):  # type: ignore[name-defined,misc]  # imported when needed
-        """With the numbers of YAML 1.2; a class of its own, so that nobody else's changes."""
+        """With the numbers of YAML 1.2; a separate class, because resolvers change their class."""
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _YAML_FLOAT, list("-+0123456789."))
     try:
@@ -307,7 +315,7 @@ def read_yaml(text: str) -> Any:
 
 
 class Plain(BaseModel):
-    """A model whose `repr` is code with what was said, and not the defaults."""
+    """A model whose `repr` is code with the settings that differ from the defaults."""
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for setting_name, model_field in type(self).model_fields.items():
@@ -320,7 +328,7 @@ class Plain(BaseModel):
 
 
 class Exchangeable(Plain):
-    """A model that goes to text and comes back."""
+    """A model that is written as text and read back."""
 
     def to_json(self) -> str:
         """All settings as one JSON object, defaults included: a worker needs no other source.
@@ -356,6 +364,7 @@ class Exchangeable(Plain):
             Text that :meth:`from_yaml` reads.
         """
         yaml = require("yaml", extra="", why="Writing a configuration file")
+        # By way of JSON, so that YAML gets plain values: no tuples, enums or paths.
         read_settings = json.loads(self.model_dump_json(exclude_defaults=True))
         return str(yaml.safe_dump(read_settings, sort_keys=False, allow_unicode=True))
 

@@ -44,22 +44,23 @@ __all__ = [
     "rule_of",
 ]
 
-_UNKNOWN_SETTING = "extra_forbidden"
+_UNKNOWN_SETTING = "extra_forbidden"  # pydantic's type of that error
 _CHECK_KEY = "nbaccel.check"
 """Key of a dataclass field's metadata under which its :class:`FieldCheck` stands."""
 
 
 class FieldMistake(str):
-    """A message about one setting, which knows where that setting stands.
+    """A message about one setting, with the path of that setting.
 
     Args:
         message_text: The message.
-        path: See below.
+        path: Dotted path of the setting.
 
     Attributes:
         path: Dotted path of the setting; empty where the message is about the whole.
     """
 
+    # A `str`, so that `ConfigError` takes it as any other message.
     __slots__ = ("path",)
     path: str
 
@@ -88,14 +89,14 @@ class FieldRule:
         do: The remedy, as an instruction without a full stop.
         why: What the setting does, or what a wrong value would do: one clause. Where it is empty,
             the description of the field says it.
-        read: Makes of what people write what the type checks; raises ValueError for a value that
-            the type would accept and that is wrong.
+        read: Converts a given value to the one that the type checks; raises ValueError for a value
+            that the type would accept and that is wrong.
         allowed: The words, where only some are allowed.
         words: Words that people write for one of the allowed ones.
         problems: Sentences added to a refusal: backends of other packages that are missing, and
             why.
-        value_kind: What a form offers for it: ``whole``, ``number``, ``truth``, ``text``,
-            ``words`` or ``table``; empty where the form does not ask.
+        value_kind: The form's kind of input: ``whole``, ``number``, ``truth``, ``text``,
+            ``words`` or ``table``; empty where the form has none.
     """
 
     must: str
@@ -110,6 +111,7 @@ class FieldRule:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
+        # pydantic calls this for items of `Annotated`: so `read` runs before the type is checked.
         if self.read is None:
             return handler(source)
         return BeforeValidator(self.read).__get_pydantic_core_schema__(source, handler)
@@ -174,9 +176,6 @@ def rule_of(model_field: FieldInfo) -> FieldRule:
     )
 
 
-# ------------------------------------------------------------------------------ pydantic models
-
-
 def explain_mistakes(
     model: type[BaseModel],
     error: ValidationError,
@@ -192,7 +191,7 @@ def explain_mistakes(
         error: What its validation raised.
         given_settings: What was validated; messages show values as they were given, not as they
             were read.
-        said_by: Who else than the user set a value, by the name of the setting.
+        said_by: The source of a value that the user did not give, by the name of the setting.
         unknown_remedy: What to do about a name that resembles no setting; empty lists them all.
 
     Returns:
@@ -201,12 +200,12 @@ def explain_mistakes(
     by_name: dict[str, tuple[FieldMistake, ...]] = {}
     for error_detail in error.errors(include_url=False):
         setting_name = str(error_detail["loc"][0]) if error_detail["loc"] else ""
-        # A union reports each of its branches; the user made one mistake.
+        # A union reports each of its branches, for one mistake of the user.
         if setting_name in by_name:
             continue
         given_value = given_settings.get(setting_name, error_detail["input"])
         inner_error = error_detail.get("ctx", {}).get("error")
-        if isinstance(inner_error, ConfigError):  # the setting is a group with settings of its own
+        if isinstance(inner_error, ConfigError):  # the setting is a section with further settings
             by_name[setting_name] = tuple(
                 field_mistake.under(setting_name) for field_mistake in mistakes_in(inner_error)
             )
@@ -243,7 +242,7 @@ def _unknown_setting(
     )
     return (
         f"{setting_name} is no setting of {model.__name__}: got "
-        f"{setting_name}={shown(given_value)}. It would change nothing, without a word. "
+        f"{setting_name}={shown(given_value)}. It would be silently ignored. "
         f"{advice_text}"
     )
 
@@ -254,16 +253,13 @@ def mistakes_in(error: ConfigError) -> tuple[FieldMistake, ...]:
     Args:
         error: One that a validation raised; a message without a path is about the whole.
     """
-    # `ConfigError.mistakes` are plain texts; what was raised stands in `args`.
+    # `ConfigError.mistakes` are plain texts; the messages that were raised are in `args`.
     return tuple(
         error_argument
         if isinstance(error_argument, FieldMistake)
         else FieldMistake(str(error_argument))
         for error_argument in error.args
     )
-
-
-# ------------------------------------------------------------------------------ dataclasses
 
 
 class FieldCheck:
@@ -283,11 +279,11 @@ class FieldCheck:
 
     @cached_property
     def adapter(self) -> TypeAdapter[Any]:
-        """Pydantic's validator; made when first used, for building one takes a millisecond."""
+        """Pydantic's validator; made when first used, since building one takes a millisecond."""
         return TypeAdapter(self.annotated)
 
     def read(self, setting_name: str, given_value: Any, *, owner: str = "") -> Any:
-        """The value as it is kept.
+        """The value as it is stored.
 
         Args:
             setting_name: The setting.
@@ -314,7 +310,7 @@ def checked_as(annotated_type: Any) -> dict[str, FieldCheck]:
 
 
 def field_mistakes(owner_settings: Any) -> list[FieldMistake]:
-    """Read the fields of a dataclass that have a check, and tell what is wrong with them.
+    """Read the fields of a dataclass that have a check, and return what is wrong with them.
 
     Args:
         owner_settings: A dataclass instance; a right value is replaced by the one that was read.
@@ -344,5 +340,6 @@ def refuse_mistakes(found_mistakes: Iterable[str]) -> None:
     Raises:
         ConfigError: There are.
     """
+    # One error for all: a user should not have to run a cell once for each mistake.
     if all_mistakes := tuple(found_mistakes):
         raise ConfigError(*all_mistakes)

@@ -26,7 +26,7 @@ __all__ = ["Fp8Config"]
 _ANY_BACKEND = "auto"
 _BACKEND_NAMES = (_ANY_BACKEND, *(row.name for row in FP8_BACKENDS))
 if TYPE_CHECKING:
-    BackendName = str  # a checker cannot know the rows that other packages add
+    BackendName = str  # a type checker cannot see the rows that other packages add
 else:
     BackendName = Literal[_BACKEND_NAMES]
 _VARIABLE_PREFIX = "ACCELERATE_FP8_"
@@ -163,7 +163,7 @@ class Fp8Config(Plain):
         ),
     ] = False
 
-    if not TYPE_CHECKING:  # a checker must see the keywords, not **settings
+    if not TYPE_CHECKING:  # a type checker must see the fields as keywords, not **settings
 
         def __init__(self, **settings: Any) -> None:
             try:
@@ -178,7 +178,7 @@ class Fp8Config(Plain):
 
     @classmethod
     def read(cls, value: Any) -> Any:
-        """Make the settings of what was given for them.
+        """Convert a given value to settings.
 
         Args:
             value: Settings, a mapping of them, or the name of a backend.
@@ -208,7 +208,7 @@ class Fp8Config(Plain):
         return type(self)(**{**dict(self), **settings})
 
     def variables(self) -> dict[str, str]:
-        """The environment variables by which Accelerate is told the same.
+        """The environment variables by which Accelerate gets the same settings.
 
         Returns:
             Names and values.
@@ -228,6 +228,7 @@ class Fp8Config(Plain):
                 _PASS_NAMES, self.override_linear_precision, strict=True
             )
         }
+        # Accelerate has no backend of the name "auto".
         named_values |= {} if self.backend == _ANY_BACKEND else {"BACKEND": self.backend.upper()}
         return {
             f"{_VARIABLE_PREFIX}{setting_name}": str(given_value)
@@ -236,7 +237,7 @@ class Fp8Config(Plain):
 
     @classmethod
     def from_environment(cls) -> Fp8Config | None:
-        """What :meth:`variables` told this process.
+        """The settings that :meth:`variables` passed to this process.
 
         Returns:
             The settings; None where no variable says anything.
@@ -250,6 +251,7 @@ class Fp8Config(Plain):
             if setting_name.startswith(_VARIABLE_PREFIX)
         }
         given_settings: dict[str, Any] = {
+            # Accelerate's variable is ACCELERATE_FP8_FORMAT: without its prefix, `format`.
             setting_name: given_value
             for setting_name in cls.model_fields
             if (

@@ -1,7 +1,7 @@
 """``FullyShardedDataParallelPlugin``: how torch's ``fully_shard`` (FSDP2) shards models.
 
-Arguments come in Accelerate's order. Those of FSDP1 that change no number are taken, and one
-warning says that ``fully_shard`` has its own way there; those that would change one are refused.
+Arguments have Accelerate's order. Those of FSDP1 that change no number are accepted, and one
+warning says that ``fully_shard`` does it differently; those that would change one are refused.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _PLUGIN_NAME = "FullyShardedDataParallelPlugin"
 _WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 _STATE_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
 _SHARDING_STRATEGIES = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
-# What fully_shard does in its own way, whatever is said.
+# What fully_shard does by itself, whatever is given.
 _OWN_WAY = {
     "backward_prefetch": "it prefetches by itself",
     "forward_prefetch": "it prefetches by itself",
 }
 _ALWAYS_DONE = ("use_orig_params", "sync_module_states", "limit_all_gathers")
-# Torch's classes, known by name: nothing here imports torch.
+# Torch's classes by name, since nothing here imports torch.
 _OFFLOAD_POLICIES = {"CPUOffloadPolicy": True, "OffloadPolicy": False}
 
 
 def plain_name(named_value: Any) -> str:
-    """Of an enum's member or its text: ``FULL_SHARD``."""
+    """The name of an enum's member, or of its text: ``FULL_SHARD``."""
     return str(getattr(named_value, "name", named_value)).rpartition(".")[2].upper()
 
 
@@ -89,10 +89,10 @@ class FullyShardedDataParallelPlugin(Settings):
     """How torch's ``fully_shard`` (FSDP2) shards models.
 
     Attributes:
-        fsdp_version: 2; 1 is taken and trains with ``fully_shard``, too, which a warning says.
+        fsdp_version: 2; 1 is accepted and trains with ``fully_shard``, too, with a warning.
         sharding_strategy: FSDP1's word for `reshard_after_forward`: ``FULL_SHARD`` for True,
             ``SHARD_GRAD_OP`` for False.
-        reshard_after_forward: Whether gathered weights are given up after the forward: less
+        reshard_after_forward: Whether gathered weights are freed after the forward: less
             memory, one more gather in the backward (ZeRO-3); False keeps them (ZeRO-2). None: True.
         backward_prefetch: FSDP1's, without effect: ``fully_shard`` prefetches by itself.
         mixed_precision_policy: ``torch.distributed.fsdp.MixedPrecisionPolicy``, a dict of its
@@ -147,10 +147,12 @@ class FullyShardedDataParallelPlugin(Settings):
 
     def __post_init__(self) -> None:
         found_mistakes, contradiction_texts = field_mistakes(self), list[str]()
+        # A wrong type would be reported a second time, as a contradiction.
         if not any(field_mistake.path == "state_dict_type" for field_mistake in found_mistakes):
             contradiction_texts = self._contradictions()
         refuse_mistakes([*found_mistakes, *contradiction_texts, *self._unfollowed()])
         self._warn_of_fsdp1()
+        # The default depends on the version that was given, so it is read before it becomes 2.
         if self.state_dict_type is None:
             self.state_dict_type = (
                 _kind_of(self.state_dict_config) or _STATE_TYPES[self.fsdp_version != 1]
@@ -203,8 +205,6 @@ class FullyShardedDataParallelPlugin(Settings):
     def set_cpu_offload(self) -> None:
         """Nothing to do: `cpu_offload` is a truth value as soon as it is given."""
 
-    # ------------------------------------------------------------------------- what cannot be
-
     def _contradictions(self) -> list[str]:
         if self.state_dict_type is None:
             return []
@@ -217,9 +217,9 @@ class FullyShardedDataParallelPlugin(Settings):
         ]
 
     def _unfollowed(self) -> list[str]:
-        """Settings that ``fully_shard`` cannot follow, each with what to do instead."""
+        """Messages about settings that ``fully_shard`` does not support, each with a remedy."""
         refused_settings = [
-            f"{_PLUGIN_NAME}({setting_name}={given_value!r}) cannot be followed: fully_shard knows "
+            f"{_PLUGIN_NAME}({setting_name}={given_value!r}) is not supported: fully_shard has "
             f"{' and '.join(_SHARDING_STRATEGIES)}. Give reshard_after_forward=True or False; for "
             "NO_SHARD leave the plugin out, which trains with DDP."
             for setting_name in ("sharding_strategy", "reshard_after_forward")
@@ -234,14 +234,14 @@ class FullyShardedDataParallelPlugin(Settings):
             )
         if self.activation_checkpointing_offload:
             refused_settings.append(
-                f"{_PLUGIN_NAME}(activation_checkpointing_offload=True) cannot be followed: this "
+                f"{_PLUGIN_NAME}(activation_checkpointing_offload=True) is not supported: this "
                 "version recomputes activations and does not move them to host memory. Leave it "
                 "out."
             )
         return refused_settings
 
     def _warn_of_fsdp1(self) -> None:
-        """Say once what is FSDP1's and changes no number."""
+        """Warn once of settings that are FSDP1's and change no number."""
         fsdp1_settings = ["fsdp_version=1"] * (self.fsdp_version == 1)
         fsdp1_settings += [
             f"{setting_name}={given_value!r} ({own_behaviour})"
@@ -274,6 +274,7 @@ def _kind_of(state_dict_config: Any) -> str | None:
 
 
 def _offloads_shards(given_value: Any) -> bool:
+    # An object of FSDP1's class is true whatever its field says.
     if type(given_value).__name__ == "CPUOffload":
         return bool(given_value.offload_params)
     return bool(_OFFLOAD_POLICIES.get(type(given_value).__name__, given_value))

@@ -1,7 +1,7 @@
 """Settings of a training loop, one small class per concern, named as users of Accelerate know them.
 
-They hold what the user said and check it; nothing here imports torch. A wrong value raises
-:class:`~nbaccel.errors.ConfigError`, which says what was given and what to give instead.
+They hold and check the user's settings; nothing here imports torch. A wrong value raises
+:class:`~nbaccel.errors.ConfigError`, which has the given value and says what to give instead.
 """
 
 from __future__ import annotations
@@ -71,8 +71,6 @@ _HOOK_FIELD = Annotated[
     ),
 ]
 
-# ------------------------------------------------------------------------- data and accumulation
-
 
 @dataclass
 class DataLoaderConfiguration(Settings):
@@ -88,7 +86,7 @@ class DataLoaderConfiguration(Settings):
         use_seedable_sampler: Shuffling depends on seed and epoch alone, so that it can be repeated.
         data_seed: That seed; None takes torch's initial seed of process 0.
         non_blocking: Copies to the device do not wait (needs `pin_memory` in the loader).
-        use_stateful_dataloader: Use torchdata's loader, which can say where it is.
+        use_stateful_dataloader: Use torchdata's loader, which can save its position.
     """
 
     split_batches: bool = False
@@ -145,13 +143,10 @@ class ProjectConfiguration(Settings):
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | Path | None = None) -> None:
-        """Set the project's folder, and the trackers' where it has none of its own."""
+        """Set the project's folder, and that of the trackers where none was given."""
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
-
-
-# ------------------------------------------------------------------------- handlers
 
 
 @dataclass
@@ -272,9 +267,8 @@ class ProfileKwargs(Handler):
         Raises:
             ConfigError: An activity is unknown.
         """
-        profiler_module: Any = importlib.import_module(
-            "torch.profiler"
-        )  # this floor is without torch
+        # By name and only here: modules of `config` must not import torch.
+        profiler_module: Any = importlib.import_module("torch.profiler")
         activity_kinds = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "hpu": "HPU", "mtia": "MTIA"}
         unknown_activities = [
             argument_name
@@ -287,14 +281,16 @@ class ProfileKwargs(Handler):
                 f"{unknown_activities}. Nothing would be recorded for them. Give some of "
                 f"{', '.join(activity_kinds)}."
             )
+        # These three are not arguments of torch's, or need torch to be converted.
         plain_settings = replace(self, activities=None, schedule_option=None, output_trace_dir=None)
         profiler_arguments = {
             argument_name: argument_value
             for argument_name, argument_value in plain_settings.to_dict().items()
             if argument_value is not None
         }
-        if not self.with_modules:  # of TorchScript modules only: torch warns where it is given
+        if not self.with_modules:  # for TorchScript only: torch warns whenever it is passed
             del profiler_arguments["with_modules"]
+        # Both need torch's classes, which the settings can only name.
         if self.schedule_option is not None:
             profiler_arguments["schedule"] = profiler_module.schedule(**self.schedule_option)
         if self.activities is not None:
@@ -305,8 +301,6 @@ class ProfileKwargs(Handler):
             ]
         return profiler_module.profile(**profiler_arguments)
 
-
-# ------------------------------------------------------------------------- torch.compile
 
 _DYNAMO_PREFIX = "ACCELERATE_DYNAMO_"
 _CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
@@ -326,7 +320,7 @@ _MODE_FIELD = Annotated[
 class TorchDynamoPlugin(Handler):
     """How ``torch.compile`` compiles prepared models: ``Accelerator(dynamo_plugin=...)``.
 
-    What is None is taken from the environment, where a launcher may have said it.
+    A setting that is None is read from the environment, where a launcher may have set it.
 
     Attributes:
         backend: ``inductor`` and the like; ``no`` compiles nothing (``ACCELERATE_DYNAMO_BACKEND``).
@@ -348,6 +342,7 @@ class TorchDynamoPlugin(Handler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
+        # Before the check, so that it covers values from the environment, too.
         self.backend = _dynamo_backend(self.backend or env.read(f"{_DYNAMO_PREFIX}BACKEND") or "no")
         self.mode = self.mode or env.read(f"{_DYNAMO_PREFIX}MODE") or "default"
         super().__post_init__()
@@ -366,7 +361,8 @@ class TorchDynamoPlugin(Handler):
         return self.backend != DynamoBackend.NO
 
     def to_dict(self) -> dict[str, Any]:
-        """Every setting by name; the backend in small letters, as torch has it."""
+        """Every setting by name; the backend in lower case, as torch has it."""
+        # The enum's values are in upper case, and torch's names in lower case.
         is_known_backend = isinstance(self.backend, DynamoBackend)
         backend_name = str(self.backend).lower() if is_known_backend else self.backend
         return {**super().to_dict(), "backend": backend_name}
@@ -375,6 +371,7 @@ class TorchDynamoPlugin(Handler):
         """The arguments of ``torch.compile``."""
         compile_arguments = self.to_dict()
         del compile_arguments["use_regional_compilation"]
+        # Arguments with torch's default are left out: torch refuses `mode` beside `options`.
         default_arguments = {"mode": "default", "fullgraph": False, "disable": False}
         return {
             argument_name: argument_value
@@ -385,7 +382,7 @@ class TorchDynamoPlugin(Handler):
 
 def _dynamo_backend(given_backend: Any) -> DynamoBackend | str:
     backend_name = str(getattr(given_backend, "value", given_backend))
-    # A package can bring one of its own, which torch knows.
+    # A package may register a further backend with torch, whose name is case-sensitive.
     return (
         DynamoBackend(backend_name.upper())
         if backend_name.upper() in DynamoBackend

@@ -12,18 +12,19 @@ _MAX_SHOWN_CHARS = 80
 
 
 def closest(word: str, allowed: Iterable[str], words: Mapping[str, str] | None = None) -> str:
-    """What somebody probably meant.
+    """The allowed name that was probably meant.
 
     Args:
-        word: What was written.
-        allowed: What could have been written.
-        words: Known other words for the allowed ones.
+        word: The name that was given.
+        allowed: The allowed names.
+        words: Other names for the allowed ones.
 
     Returns:
         `` Did you mean 'x'?`` with a blank in front, or nothing where no word is close.
     """
     lowered_word = word.strip().lower()
     names_by_lower = {allowed_name.lower(): allowed_name for allowed_name in allowed}
+    # A known synonym first: by its letters "gpu", which means "cuda", is nearest to "cpu".
     meant_word = dict(words or {}).get(lowered_word)
     if meant_word is None:
         near_names = difflib.get_close_matches(lowered_word, names_by_lower, n=1, cutoff=0.6)
@@ -40,9 +41,10 @@ def shown(value: object) -> str:
     Returns:
         Its ``repr``, short and on one line.
     """
+    # Not `repr`: a tensor or a large dictionary would fill the message, and take long.
     short_repr = reprlib.Repr()
     short_repr.maxstring = short_repr.maxother = _MAX_SHOWN_CHARS
     try:
         return " ".join(short_repr.repr(value).split())
-    except ValueError:  # Python writes no number of thousands of digits
+    except ValueError:  # Python refuses to write numbers of thousands of digits
         return f"a {type(value).__name__} too large to show"

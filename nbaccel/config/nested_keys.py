@@ -16,7 +16,7 @@ def value_at(
     Args:
         nested_settings: Nested mappings.
         dotted_key: With dots.
-        default: What to answer where there is nothing.
+        default: The result where there is nothing.
 
     Returns:
         The value.
@@ -36,6 +36,7 @@ def has_key(nested_settings: Mapping[str, Any] | None, dotted_key: str) -> bool:
         nested_settings: Nested mappings.
         dotted_key: With dots.
     """
+    # A new object equals no value, not even None.
     missing_marker = object()
     return value_at(nested_settings, dotted_key, missing_marker) is not missing_marker
 
@@ -61,6 +62,7 @@ def drop_at(nested_settings: dict[str, Any], dotted_key: str) -> None:
         nested_settings: Nested dictionaries; changed.
         dotted_key: With dots; nothing happens where there is none.
     """
+    # Recursive, because sections are removed from the innermost outwards.
     first_step, separator, remaining_key = dotted_key.partition(".")
     inner_section = nested_settings.get(first_step)
     if not separator:

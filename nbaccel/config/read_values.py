@@ -1,4 +1,4 @@
-"""What people write for a value, as the value that a validator compares.
+"""Readers of given values, which return what a validator compares.
 
 Numbers come as text from YAML and environment variables, as scalars from NumPy and torch, and as
 members of enums. Each reader here takes one such value and returns a plain one; what it cannot
@@ -34,13 +34,14 @@ def plain_value(given_value: Any) -> Any:
     """
     if isinstance(given_value, Enum):
         return given_value.value
+    # By attributes, because this module must import neither NumPy nor torch.
     if getattr(given_value, "ndim", None) == 0 and callable(getattr(given_value, "item", None)):
         return given_value.item()
     return given_value
 
 
 def read_number(given_value: Any) -> Any:
-    """A number for a number; a truth value is none, though Python counts with it.
+    """A number for a number; a truth value is none, though Python's `bool` is an `int`.
 
     Args:
         given_value: What was given for a number; a ``timedelta`` counts as seconds.
@@ -99,6 +100,7 @@ def numbers_read(given_value: Any) -> Any:
         return [numbers_read(inner_value) for inner_value in given_value]
     if not isinstance(given_value, str):
         return given_value
+    # `int` first, so that "8" stays whole.
     for number_type in (int, float):
         try:
             parsed_number = number_type(given_value)
@@ -109,7 +111,7 @@ def numbers_read(given_value: Any) -> Any:
 
 
 def read_port(given_value: Any) -> Any:
-    """A port, where 0 and an empty text ask for a free one, as they do for a socket.
+    """A port, where 0 and an empty text mean a free one, as 0 does for a socket.
 
     Args:
         given_value: What was given for a port.
@@ -141,7 +143,7 @@ def read_word(given_value: Any) -> Any:
 
 
 def read_truth(given_value: Any) -> Any:
-    """A truth value; a number other than 0 and 1 is refused by the validator itself.
+    """A truth value; a number other than 0 and 1 is refused by the validator.
 
     Args:
         given_value: What was given for a truth value.

@@ -1,8 +1,8 @@
-"""``RunConfig``: what the user said about a run, and nothing that was found out.
+"""``RunConfig``: the user's settings of a run, without anything found out about the machine.
 
-It is frozen, complete and travels as JSON or YAML; ``nbaccel.plan.resolve`` turns it into what
-will happen. Values that contradict themselves are refused here, values that this machine cannot
-serve are refused there.
+It is frozen, complete and can be written as JSON or YAML; ``nbaccel.plan.resolve`` makes a plan of
+it. Values that contradict each other are refused here, values that this machine does not support
+are refused there.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PRECISION_NAMES = tuple(row.name for row in PRECISIONS)
 _STRATEGY_NAMES = (_AUTO_NAME, *(row.name for row in STRATEGIES))
 _START_METHODS = (_AUTO_NAME, *(row.name for row in START_METHODS))
 if TYPE_CHECKING:
-    # A checker cannot know the rows that other packages add.
+    # A type checker cannot see the rows that other packages add.
     DeviceName = str
     PrecisionName = str
     StrategyName = str
@@ -334,13 +334,16 @@ class RunConfig(Exchangeable):
         ),
     ] = None
 
-    if not TYPE_CHECKING:  # a checker must see the keywords, not **settings
+    if not TYPE_CHECKING:  # a type checker must see the fields as keywords, not **settings
 
         def __init__(self, **settings: Any) -> None:
+            # Before pydantic sees them: an enum's member or a scalar of torch would be refused.
             given_settings = {
                 setting_name: plain_value(setting_value)
                 for setting_name, setting_value in settings.items()
             }
+            # The document decides only settings that were not given; `disagreements` compares the
+            # others.
             config_document, file_settings = _read_document(given_settings)
             settings = {**file_settings, **given_settings}
             all_mistakes: list[str] = []
@@ -355,8 +358,8 @@ class RunConfig(Exchangeable):
                     [*explain_mistakes(type(self), error, settings, said_by=said_by)],
                 )
                 wrong_names = {str(error_detail["loc"][0]) for error_detail in error.errors()}
-                # What is right alone is still compared with each other, so that the user
-                # hears everything in one go. The object itself is never handed out.
+                # Built again from the valid settings, so that contradictions among them are
+                # reported at once, too. The object is never returned: an error follows.
                 super().__init__(
                     **{
                         setting_name: setting_value
@@ -376,14 +379,14 @@ class RunConfig(Exchangeable):
 
     @property
     def uses_deepspeed(self) -> bool:
-        """Whether DeepSpeed is to train: at a stage above 0, or with a configuration of its own."""
+        """Whether DeepSpeed is to train: at a stage above 0, or with a DeepSpeed configuration."""
         return self.deepspeed is not None or bool(self.zero_stage)
 
     def changed(self, **settings: Any) -> Self:
         """A copy with other values, validated like a new one.
 
-        A DeepSpeed configuration among them decides what it speaks of (stage, precision,
-        accumulation), unless that is given beside it.
+        A DeepSpeed configuration among them decides stage, precision and accumulation where it
+        has them, unless they are given beside it.
 
         Args:
             **settings: The settings to change.
@@ -399,6 +402,7 @@ class RunConfig(Exchangeable):
         if config_document is not None:
             settings["deepspeed"] = config_document
             decided_settings = engine.taken_out(config_document)[1]
+            # Otherwise the old values would contradict the new configuration.
             kept_settings = {
                 setting_name: setting_value
                 for setting_name, setting_value in kept_settings.items()
@@ -407,25 +411,25 @@ class RunConfig(Exchangeable):
         return type(self)(**{**kept_settings, **settings})
 
     def __hash__(self) -> int:
-        # rdzv_conf is a dictionary, which the hash of a frozen model cannot digest.
+        # The hash of a frozen model fails, since some fields are dictionaries.
         return hash(self.to_json())
 
 
 def _document_of(given_document: Any) -> engine.Document | None:
-    """A DeepSpeed configuration that can be read; None where there is none, or one to refuse."""
+    """A DeepSpeed configuration that can be read; None where there is none, or a wrong one."""
     try:
         config_document = engine.read_document(given_document)
-    except ValueError:
+    except ValueError:  # a `ConfigError` is one: the field's validator will report it
         return None
     return config_document if isinstance(config_document, engine.Document) else None
 
 
 def _read_document(given_settings: dict[str, Any]) -> tuple[engine.Document, dict[str, Any]]:
-    """Read a DeepSpeed configuration and take out of it what has a setting of its own.
+    """Read a DeepSpeed configuration and take out of it what is a setting of `RunConfig`.
 
     Args:
-        given_settings: What the user said. Its configuration is replaced by what is left of it;
-            settings that are None, and decided by the configuration, are removed.
+        given_settings: The user's settings. The configuration in them is replaced by what is left
+            of it; settings that are None, and decided by the configuration, are removed.
 
     Returns:
         The whole configuration, empty where there is none that can be read, and the settings that
@@ -436,6 +440,7 @@ def _read_document(given_settings: dict[str, Any]) -> tuple[engine.Document, dic
         return engine.Document(), {}
     given_settings["deepspeed"], decided_settings = engine.taken_out(config_document)
     file_settings = {"zero_stage": engine.stage_left_open(config_document), **decided_settings}
+    # None is "not given" for settings whose default it is, such as those of a form's empty field.
     for setting_name in file_settings:
         if (
             given_settings.get(setting_name, ...) is None
@@ -450,7 +455,7 @@ def _read_document(given_settings: dict[str, Any]) -> tuple[engine.Document, dic
 
 
 class Configured(Protocol):
-    """What has a configuration: a picker, for example."""
+    """An object with a configuration: a picker, for example."""
 
     @property
     def config(self) -> RunConfig:
@@ -458,10 +463,10 @@ class Configured(Protocol):
 
 
 def run_config_of(given_config: Any) -> RunConfig:
-    """The settings that somebody gave as ``config=``.
+    """The settings that were given as ``config=``.
 
     Args:
-        given_config: A `RunConfig`, or what has one as its ``config``, as a picker does.
+        given_config: A `RunConfig`, or an object with one as its ``config``, such as a picker.
 
     Returns:
         The settings as they are now.
@@ -471,6 +476,7 @@ def run_config_of(given_config: Any) -> RunConfig:
     """
     if isinstance(given_config, RunConfig):
         return given_config
+    # By the attribute and not by class: this package must not import the pickers.
     inner_config = getattr(given_config, "config", None)
     if isinstance(inner_config, RunConfig):
         return inner_config
@@ -496,11 +502,11 @@ def _tidy_signature() -> Signature:
     )
 
 
+# pydantic's signature shows each field's whole `Annotated` type, which fills a notebook's tooltip.
 RunConfig.__signature__ = _tidy_signature()
 
 
-# ------------------------------------------------------------------------- contradictions
-# Only what holds on every machine: what depends on this one is judged by the plan.
+# Contradictions that hold on every machine; those that depend on this one are found by the plan.
 
 
 def contradictions(config: RunConfig, *, ignoring: Collection[str] = ()) -> tuple[str, ...]:
@@ -508,7 +514,7 @@ def contradictions(config: RunConfig, *, ignoring: Collection[str] = ()) -> tupl
 
     Args:
         config: The settings.
-        ignoring: Settings already found wrong: nothing is said of what involves them.
+        ignoring: Settings already found wrong: rules that involve them are skipped.
 
     Returns:
         One message each.
@@ -556,7 +562,7 @@ def _nodes_need_a_real_address(run_config: RunConfig) -> str:
 
 def _endpoint_has_a_port(run_config: RunConfig) -> str:
     port_text = run_config.rdzv_endpoint.rpartition(":")[2]
-    # Only static rendezvous must know the port; other backends have one of their own.
+    # Only static rendezvous needs the port; other backends have a default port.
     if not run_config.rdzv_endpoint or run_config.rdzv_backend != "static":
         return ""
     if port_text.isdecimal() and 1 <= int(port_text) <= 65535:
@@ -606,7 +612,7 @@ def _inline_is_alone(run_config: RunConfig) -> str:
 
 
 def elastic_reason(config: RunConfig) -> str:
-    """The settings that need a rendezvous in which nodes agree anew who takes part.
+    """The settings that need torch elastic, whose nodes agree again on who takes part.
 
     A fixed set of nodes, and restarts on one node, need none: the launcher does those itself.
 

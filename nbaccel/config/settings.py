@@ -1,4 +1,4 @@
-"""What all settings of a training loop have in common."""
+"""The base class of all settings of a training loop."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ __all__ = ["Handler", "Settings"]
 
 
 class Settings:
-    """What all settings can do."""
+    """Checks its fields, and gives them as a dictionary."""
 
     def __post_init__(self) -> None:
         refuse_mistakes(field_mistakes(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting by name, as given."""
-        names = [item.name for item in fields(self)]  # type: ignore[arg-type]
-        return {setting_name: getattr(self, setting_name) for setting_name in names}
+        # Not `dataclasses.asdict`, which copies the values deeply.
+        setting_names = [item.name for item in fields(self)]  # type: ignore[arg-type]
+        return {setting_name: getattr(self, setting_name) for setting_name in setting_names}
 
     def to_kwargs(self) -> dict[str, Any]:
         """Only the settings that differ from their defaults."""
+        # A new object, because defaults may depend on the environment.
         default_settings = type(self)()
         return {
             setting_name: setting_value

@@ -1,7 +1,7 @@
-"""The environment variables by which a worker's training code learns what was asked for.
+"""The environment variables from which a worker's training code reads the run's settings.
 
-They are Accelerate's, so that its `Accelerator`, the `Trainer` of transformers and nbaccel's own
-read the same. A worker's place among the others is `Topology`'s.
+They are Accelerate's, so that its `Accelerator`, the `Trainer` of transformers and nbaccel's
+`Accelerator` read the same. The variables of a worker's place are in `Topology`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ STRATEGY_VARIABLE = "NBACCEL_STRATEGY"
 
 
 def run_variables(run_config: RunConfig) -> dict[str, str]:
-    """What a run says of training, beside the precision.
+    """The variables of a run's settings for training, without the precision.
 
     Args:
-        run_config: What the user said.
+        run_config: The user's settings.
 
     Returns:
-        Names and values; nothing where nothing was said.
+        Names and values; nothing for settings that were not given.
     """
     launch_variables: dict[str, str] = {}
     if run_config.gradient_accumulation_steps is not None:
@@ -48,7 +48,8 @@ def run_variables(run_config: RunConfig) -> dict[str, str]:
         launch_variables["ACCELERATE_USE_DEEPSPEED"] = "true"
         launch_variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(run_config.zero_stage or 0)
     if run_config.deepspeed is not None:
-        # As text, not as a file: it can be lost by nobody, and needs no folder that all can read.
+        # As text, not as a file, which might be removed, and needs a folder that all nodes can
+        # read.
         config_json = json.dumps(engine_config(run_config))
         encoded_config = base64.urlsafe_b64encode(config_json.encode()).decode()
         launch_variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = encoded_config

@@ -32,6 +32,7 @@ __all__ = [
     "resolve_auto",
 ]
 
+# Type checkers read the imports above, Python this table: neither is enough for the other.
 _HOMES = {
     "Checked": "nbaccel.deepspeed.checking",
     "DeepSpeedPlugin": "nbaccel.deepspeed.strategy.plugin",

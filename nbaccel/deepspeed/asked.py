@@ -1,4 +1,4 @@
-"""Whether DeepSpeed is to train; asked of every launch and `Accelerator`, so it imports nothing."""
+"""Whether DeepSpeed is to train: called for every launch and `Accelerator`, imports nothing."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ _SHARDED_WORDS = {
 
 
 def wanted(said: Said) -> Wanted | None:
-    """Asked for by a plugin, by a run's configuration, by name, or by ``ACCELERATE_USE_DEEPSPEED``.
+    """Requested by a plugin, a run's configuration, by name, or by ``ACCELERATE_USE_DEEPSPEED``.
 
     Args:
         said: What was said.
     """
+    # From the most explicit source to the least: the first one decides, and is named as the reason.
     for argument_name in ("deepspeed_plugin", "deepspeed_plugins"):
         if (given_plugin := said.arguments.get(argument_name)) is not None:
             return _wanted_choice("argument", argument_name, given_plugin=given_plugin)
@@ -52,6 +53,7 @@ def _wanted_choice(
     run_config: RunConfig | None = None,
 ) -> Wanted:
     def settings() -> Plugins:
+        # Imported only where DeepSpeed is chosen, since every launch and Accelerator gets here.
         from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin, Plugins
 
         if given_plugin is not None:

@@ -1,8 +1,8 @@
 """``"auto"`` values filled in by the rules that transformers and Accelerate publish, with reasons.
 
-DeepSpeed knows no ``"auto"``: it drops it for its own default, or fails on it. What a key becomes
-follows from the model, the optimizer, the schedule and the run; a value in the file that says
-something else than the run is told, with both.
+DeepSpeed has no ``"auto"``: it replaces it by its default, or fails on it. What a key becomes
+follows from the model, the optimizer, the schedule and the run; a value in the file that
+contradicts the run is reported, with both values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["AUTO_KEYS", "Resolved", "UndecidedKey", "resolve_auto"]
 
 
 class _UnknownValue(Exception):
-    """A value that nothing given decides; its text says what would."""
+    """No argument decides a value; the text says what would."""
 
 
 class UndecidedKey(FieldMistake):
@@ -61,7 +61,7 @@ class Resolved:
     Attributes:
         config: The configuration.
         choices: Each key that was filled in, with its reason.
-        warnings: What will work and may disappoint, where it has been checked as well.
+        warnings: Settings that work but may not do what is expected; empty unless checked.
     """
 
     config: ZeroConfig
@@ -80,13 +80,13 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class _KnownValues:
-    """What the rules look at."""
+    """The values from which the rules decide."""
 
     facts: TrainingFacts
     model: object | None
     settings: dict[str, Any] = field(default_factory=dict)
     defaults: frozenset[str] = frozenset()
-    """Facts that nobody said: what stands for an optimizer has them as defaults."""
+    """Facts that were not given: a stand-in for an optimizer has them as defaults."""
 
     @property
     def stage(self) -> int:
@@ -100,11 +100,12 @@ _AutoAnswer = tuple[Any, str]
 def _said_by_run(
     fact_name: str, fact_text: str, default_value: Any = None, value_reason: str = ""
 ) -> Callable[[_KnownValues], _AutoAnswer]:
-    """A rule: what the run says, or a published default."""
+    """A rule: the run's value, or a published default."""
 
     def rule(known_values: _KnownValues) -> _AutoAnswer:
         decided_value = getattr(known_values.facts, fact_name)
         if decided_value is not None:
+            # JSON has no tuples, so that betas of a file are a list.
             return list(decided_value) if isinstance(
                 decided_value, tuple
             ) else decided_value, f"the run's {fact_text}"
@@ -133,7 +134,7 @@ def _micro_batch_size(known_values: _KnownValues) -> _AutoAnswer:
         )
     raise _UnknownValue(
         f"nothing says the batch size per process (train_batch_size={total_batch!r}); give "
-        f"micro_batch_size"
+        "micro_batch_size"
     )
 
 
@@ -166,7 +167,7 @@ def _from_nothing(known_values: _KnownValues) -> _AutoAnswer:
 def _precision_rule(section_name: str) -> Callable[[_KnownValues], _AutoAnswer]:
     def rule(known_values: _KnownValues) -> _AutoAnswer:
         asked_value = known_values.facts.mixed_precision or "no"
-        # fp8 products run inside a bfloat16 model.
+        # In FP8 only the matrix products are computed, in a model that is in bfloat16.
         wanted_precision = "bf16" if asked_value == "fp8" else asked_value
         return wanted_precision == section_name, f"the run's mixed precision is {asked_value!r}"
 
@@ -192,8 +193,9 @@ def _from_width(
 
 
 def _warmup_peak_rate(known_values: _KnownValues) -> _AutoAnswer:
-    """What a warm-up ends at: the file's own learning rate before a default that nobody said."""
+    """The end of a warm-up: the file's learning rate takes precedence over a stand-in's default."""
     file_rate = value_at(known_values.settings, "optimizer.params.lr")
+    # A DummyOptim's default rate is not the file's, with which the optimizer is made.
     if isinstance(file_rate, float) and "learning_rate" in known_values.defaults:
         return file_rate, "the file's learning rate"
     return _said_by_run("learning_rate", "learning rate")(known_values)
@@ -238,6 +240,7 @@ _AUTO_RULES: dict[str, tuple[Callable[[_KnownValues], _AutoAnswer], str]] = {
         _said_by_run("gather_16bit_weights", "choice", False, "Accelerate's default"),
         "",
     ),
+    # These three formulas are those of transformers' `HfTrainerDeepSpeedConfig`.
     f"{ZERO}.reduce_bucket_size": (_from_width(lambda width: width * width, "hidden * hidden"), ""),
     f"{ZERO}.stage3_prefetch_bucket_size": (
         _from_width(lambda width: int(0.9 * width * width), "0.9 * hidden * hidden"),
@@ -305,6 +308,7 @@ def resolve_auto(
         ConfigError: Values that nothing decides, and contradictions, all of them.
     """
     file_settings, _ = old_forms(load_settings(config))
+    # What `facts` has was given, whatever the default of a stand-in is.
     unsaid_facts = {
         fact_name
         for fact_name in defaults_of(optimizer, scheduler)
@@ -316,14 +320,15 @@ def resolve_auto(
     found_mistakes = list(_file_contradictions(known_values))
     auto_choices: list[Choice] = []
     waiting_keys = set(auto_keys(file_settings))
-    # In the order of the rules: later ones look at what earlier ones decided.
+    # In the order of the rules: later ones use what earlier ones decided.
     for config_key in [config_key for config_key in _AUTO_RULES if config_key in waiting_keys]:
+        # Keys that nothing decides are collected, so that one error names all of them.
         try:
             decided_value, value_reason = _AUTO_RULES[config_key][0](known_values)
         except _UnknownValue as error:
             message_text = (
                 f'{config_key}="auto" cannot be filled in: {error}. DeepSpeed would fall back to '
-                f"its own default or fail. Or write a value in its place."
+                "its default or fail. Alternatively, write a value in its place."
             )
             found_mistakes.append(UndecidedKey(message_text, config_key, str(error)))
             continue
@@ -333,7 +338,7 @@ def resolve_auto(
         if (auto_choice := _left_open(config_key, file_settings)) is not None:
             auto_choices.append(auto_choice)
         else:
-            found_mistakes.append(_filled_in_by_nobody(config_key, file_settings))
+            found_mistakes.append(_unfillable_key(config_key, file_settings))
     auto_choices += _added_precision(known_values)
     if found_mistakes:
         raise ConfigError(*found_mistakes)
@@ -341,7 +346,7 @@ def resolve_auto(
 
 
 def _left_open(config_key: str, file_settings: dict[str, Any]) -> Choice | None:
-    """DeepSpeed's own models drop ``"auto"`` for their default; so it is left out here."""
+    """DeepSpeed's models replace ``"auto"`` by their default; so it is left out here."""
     key_schema = _installed_schema()
     default_value = None if key_schema is None else key_schema.default(config_key)
     if default_value is None:
@@ -350,7 +355,8 @@ def _left_open(config_key: str, file_settings: dict[str, Any]) -> Choice | None:
     return Choice(config_key, _plain_choice(default_value.value), "DeepSpeed's own default")
 
 
-def _filled_in_by_nobody(config_key: str, file_settings: Mapping[str, Any]) -> FieldMistake:
+def _unfillable_key(config_key: str, file_settings: Mapping[str, Any]) -> FieldMistake:
+    # A section that DeepSpeed has removed is the mistake, not its "auto".
     key_schema = _installed_schema()
     section_name = config_key.partition(".")[0]
     if key_schema is not None and section_name in key_schema.removed:
@@ -358,14 +364,14 @@ def _filled_in_by_nobody(config_key: str, file_settings: Mapping[str, Any]) -> F
             removed_text(section_name, file_settings[section_name], key_schema), section_name
         )
     message_text = (
-        f'{config_key}="auto" is filled in by nobody. transformers and Accelerate do not take it '
-        f"there. Give a value, or leave it out."
+        f'{config_key}="auto" is not filled in by any library: transformers and Accelerate do not '
+        "accept it there. Give a value, or leave it out."
     )
     return UndecidedKey(message_text, config_key, message_text)
 
 
 def _installed_schema() -> Schema | None:
-    """What the installed DeepSpeed knows; None where there is none to ask."""
+    """The keys of the installed DeepSpeed; None where there is none."""
     try:
         return deepspeed_schema()
     except MissingBackend:
@@ -373,7 +379,7 @@ def _installed_schema() -> Schema | None:
 
 
 def _added_precision(known_values: _KnownValues) -> Iterator[Choice]:
-    """The section of the run's precision, where the file has none: else it would be float32."""
+    """The section of the run's precision, where the file has none, which would mean float32."""
     asked_precision = known_values.facts.mixed_precision
     section_name = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}.get(asked_precision or "")
     if section_name and section_name not in known_values.settings:
@@ -398,14 +404,17 @@ def _file_contradictions(known_values: _KnownValues) -> Iterator[str]:
             or getattr(known_values.facts, fact_name) is None
         ):
             continue
+        # A default that the user did not write contradicts nothing.
         if fact_name in known_values.defaults:
             continue
+        # A share of an unknown number of steps cannot be compared with the file's number.
         if (
             fact_name == "warmup_steps"
             and known_values.facts.total_steps is None
             and _is_share(known_values)
         ):
             continue
+        # Without the file's batch sizes, from which the rule would compute the file's own value.
         run_value, value_reason = key_rule(
             _KnownValues(known_values.facts, known_values.model, _open_sizes(known_values.settings))
         )
@@ -418,7 +427,7 @@ def _file_contradictions(known_values: _KnownValues) -> Iterator[str]:
             yield (
                 f"{config_key} is {shown(file_value)} in the file and {shown(run_value)} by the "
                 f"run ({value_reason}). One of them would be ignored. Change one, or write "
-                f'"auto" in the file.'
+                '"auto" in the file.'
             )
 
 
@@ -436,6 +445,7 @@ def _is_share(known_values: _KnownValues) -> bool:
 
 
 def _plain_choice(decided_value: Any) -> str | int:
+    # A `bool` is an `int`, and should be shown as a word.
     return (
         decided_value
         if isinstance(decided_value, int) and not isinstance(decided_value, bool)

@@ -18,11 +18,11 @@ __all__ = ["BUILDER", "announce", "change_builder", "folder", "is_built"]
 
 
 BUILDER = "deepspeed.ops.op_builder.builder"
-"""The module whose class compiles every operation, whoever asks for it."""
+"""The module whose class compiles every operation, however it is used."""
 
 
 def folder(environ: Mapping[str, str]) -> Path:
-    """Where torch builds operations, one folder each: its rule, by versions of Python and CUDA.
+    """Where torch builds operations, one folder each, by torch's rule (Python and CUDA versions).
 
     Args:
         environ: The environment of the process that builds.
@@ -50,9 +50,12 @@ def is_built(operation_name: str, environ: Mapping[str, str]) -> bool:
         operation_name: Its name.
         environ: The environment of the process that loads it.
     """
-    installed_version = getattr(sys.modules.get("deepspeed.git_version_info"), "installed_ops", {})
+    # Not imported for it: without DeepSpeed loaded only the file tells.
+    installed_operations = getattr(
+        sys.modules.get("deepspeed.git_version_info"), "installed_ops", {}
+    )
     built_operation = folder(environ) / operation_name / f"{operation_name}.so"
-    return bool(installed_version.get(operation_name)) or built_operation.exists()
+    return bool(installed_operations.get(operation_name)) or built_operation.exists()
 
 
 def announce() -> None:
@@ -69,12 +72,14 @@ def change_builder(builder_module: Any) -> None:
     """
     builder_class = builder_module.OpBuilder
     build_operation = builder_class.jit_load
+    # `functools.wraps` leaves this mark, which a forked worker inherits with the changed class.
     if hasattr(build_operation, "__wrapped__"):
         return
 
     @functools.wraps(build_operation)
     def built(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_built(self.name, env.snapshot()):
+            # Flushed at once, since compiling prints nothing for minutes.
             sys.stderr.write(
                 f"nbaccel: DeepSpeed compiles {self.name} now, once: a minute or two\n"
             )

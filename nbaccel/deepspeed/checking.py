@@ -1,8 +1,8 @@
 """A DeepSpeed configuration checked before any process starts: every mistake, all at once.
 
 DeepSpeed ignores most keys it does not know, so that a typo trains something else. Here a key is
-held against what the installed DeepSpeed itself asks for, a value against its kind and DeepSpeed's
-own models, and what goes together against what was found to run.
+compared with those that the installed DeepSpeed reads, a value with its kind and DeepSpeed's
+models, and combinations with those that were found to run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Checked:
 
     Attributes:
         config: The configuration.
-        warnings: What will work and may disappoint.
+        warnings: Settings that work but may not do what is expected.
     """
 
     config: ZeroConfig
@@ -100,10 +100,9 @@ def check_config(
         *_model_mistakes(checked_config, key_schema, known_mistakes=about_keys),
     ]
     all_mistakes += combination_mistakes(checked_config, device=device)
-    size_words = (
-        "batch_size",
-        "accumulation",
-    )  # also of a misspelt key: the right one is missing then
+    # Parts of names, which a misspelt key has, too: the right key is missing then, and a message
+    # about sizes that do not multiply out would only repeat that.
+    size_words = ("batch_size", "accumulation")
     if not any(
         size_word in field_mistake.path for size_word in size_words for field_mistake in about_keys
     ):
@@ -114,6 +113,7 @@ def check_config(
         all_mistakes += missing_tools(checked_config, device=device)
         all_mistakes += folder_mistakes(checked_config)
         all_mistakes += missing_monitors(checked_config)
+    # Last, since DeepSpeed's reader stops at its first mistake.
     if not all_mistakes:
         all_mistakes += _refused_by_deepspeed(checked_config)
     if all_mistakes:
@@ -122,11 +122,11 @@ def check_config(
 
 
 def check_run(run: RunConfig, device: str) -> None:
-    """Check what a run says to DeepSpeed beside the stage, before any process starts.
+    """Check a run's DeepSpeed configuration, before any process starts.
 
     Args:
-        run: What was asked. One that names a stage alone is right by its making, and DeepSpeed
-            need not be imported for it.
+        run: The run. One that names only a stage needs no check, and DeepSpeed is not imported
+            for it.
         device: What the processes compute on.
 
     Raises:
@@ -142,6 +142,7 @@ def check_run(run: RunConfig, device: str) -> None:
         and run.num_nodes == 1
         and (shortage_text := shortage(run.num_processes or 1))
     ):
+        # A warning only, since training works without the shared memory.
         warnings.warn(shortage_text, stacklevel=2)
 
 
@@ -157,11 +158,14 @@ def _typed_config(config_settings: dict[str, Any]) -> tuple[ZeroConfig, list[Fie
     try:
         return ZeroConfig.from_dict(config_settings), []
     except ConfigError as error:
+        # The other checks go on without the wrong values, so that all mistakes are reported at
+        # once.
         remaining_settings = copy.deepcopy(config_settings)
         wrong_values = mistakes_in(error)
         taken_out = [
             _without_key(remaining_settings, field_mistake.path) for field_mistake in wrong_values
         ]
+        # A mistake whose key cannot be found would be met again, without end.
         if not all(taken_out):
             remaining_settings = {}
         zero_config, later_mistakes = _typed_config(remaining_settings)
@@ -184,13 +188,12 @@ def _auto_findings(
 ) -> Iterator[Finding]:
     for config_key in auto_keys(config_settings):
         if config_key.partition(".")[0] in key_schema.removed:
-            continue  # told already, with what to do
+            continue  # reported already, with a remedy
         if config_key in AUTO_KEYS:
             if not allow_auto:
                 message_text = (
-                    f'{config_key} is still "auto". DeepSpeed would drop it for its default, or '
-                    "fail on "
-                    "it. Resolve it with resolve_auto, or give a value."
+                    f'{config_key} is still "auto". DeepSpeed would replace it by its default, or '
+                    "fail. Resolve it with resolve_auto, or give a value."
                 )
                 yield Finding(FieldMistake(message_text, config_key))
         elif (key_default := key_schema.default(config_key)) is not None:
@@ -202,8 +205,7 @@ def _auto_findings(
         else:
             message_text = (
                 f'{config_key} cannot be "auto". Neither DeepSpeed nor a trainer fills that key '
-                "in. "
-                "Give a value, or leave it out."
+                "in. Give a value, or leave it out."
             )
             yield Finding(FieldMistake(message_text, config_key))
 
@@ -211,7 +213,7 @@ def _auto_findings(
 def _model_mistakes(
     zero_config: ZeroConfig, key_schema: Schema, *, known_mistakes: list[FieldMistake]
 ) -> Iterator[str]:
-    """What DeepSpeed's own models refuse and nobody has told yet."""
+    """What DeepSpeed's models refuse, unless it is among the known mistakes."""
     config_settings = zero_config.to_dict()
     for section_path, model in key_schema.models.items():
         config_section: Any = config_settings
@@ -239,7 +241,7 @@ def _model_mistakes(
                 # What depends on a stage that is still open is judged when it is resolved.
                 is_early = not error_detail["loc"] and zero_config.stage == AUTO
                 if not (is_unknown or is_early) and not any(
-                    told.path.startswith(value_path) for told in known_mistakes
+                    known_mistake.path.startswith(value_path) for known_mistake in known_mistakes
                 ):
                     yield (
                         f"{value_path} is refused by DeepSpeed: got "
@@ -249,12 +251,13 @@ def _model_mistakes(
 
 
 def _refused_by_deepspeed(zero_config: ZeroConfig) -> Iterator[str]:
-    """What DeepSpeed's reader refuses, as the last word. It knows one process here."""
+    """What DeepSpeed's reader refuses, which counts one process here."""
     config_settings = zero_config.to_dict()
     if zero_config.stage == AUTO:  # what depends on it is judged when it is resolved
         del config_settings[ZERO]
     for config_key in tuple(auto_keys(config_settings)):
         _without_key(config_settings, config_key)
+    # Sizes that are right for several processes do not multiply out for the one it counts.
     for config_key in ("train_batch_size", "gradient_accumulation_steps"):
         config_settings.pop(config_key, None)
     config_settings.setdefault("train_micro_batch_size_per_gpu", 1)

@@ -1,7 +1,7 @@
 """Values of a DeepSpeed configuration that are wrong, or right alone and wrong together.
 
-DeepSpeed hands them on as they stand: a learning rate that is text fails in the first step, and one
-below zero trains away from the goal.
+DeepSpeed passes them on unchecked: a learning rate that is text fails in the first step, and with
+one below zero the loss grows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WarmupShape = Literal["log", "linear"]
 
 
 def _parameter_check(annotated_type: Any, must_be: str, what_to_do: str) -> FieldCheck:
-    refusal_reason = "DeepSpeed hands it on as it stands, and training would fail or go astray"
+    refusal_reason = "DeepSpeed passes it on unchecked, and training would fail or diverge"
     allowed_words = get_args(_WarmupShape) if annotated_type is _WarmupShape else ()
     field_rule = FieldRule(must=must_be, do=what_to_do, why=refusal_reason, allowed=allowed_words)
     return FieldCheck(Annotated[annotated_type, field_rule])
@@ -95,24 +95,23 @@ def value_mistakes(section_name: str, given_params: Mapping[str, Any]) -> Iterat
     Yields:
         A message each.
     """
-    for type_name, parameter_check in _PARAMETER_CHECKS[section_name].items():
-        given_value = given_params.get(type_name)
+    for parameter_name, parameter_check in _PARAMETER_CHECKS[section_name].items():
+        given_value = given_params.get(parameter_name)
         if given_value is None or given_value == AUTO:
             continue
         try:
-            parameter_check.read(f"{section_name}.params.{type_name}", given_value)
+            parameter_check.read(f"{section_name}.params.{parameter_name}", given_value)
         except ConfigError as error:
             yield from mistakes_in(error)
 
 
-# What DeepSpeed took out on the way to 0.19.7; before, these worked on GPUs alone.
+# DeepSpeed removed these before 0.19.7; where they exist, they work on GPUs alone.
 _REPLACED_OPTIMIZERS = {
     "onebitadam": "AdamW",
     "zerooneadam": "AdamW",
     "onebitlamb": "Lamb",
 }
 _NO_OP_ON_CPU = {"lamb": "AdamW"}
-# Those ZeRO is tested with, by DeepSpeed's own list.
 _UNTESTED_HINT = '"zero_allow_untested_optimizer": true'
 
 
@@ -127,6 +126,7 @@ def combination_mistakes(zero_config: ZeroConfig, *, device: str) -> Iterator[st
         A message each.
     """
     open_stage = zero_config.stage == AUTO
+    # `zero_stage` is 0 for "auto", for which offloading would be refused that may be right.
     if not open_stage:
         yield from _offload_mistakes(zero_config, device)
     enabled_halves = [
@@ -177,8 +177,8 @@ def _offload_mistakes(zero_config: ZeroConfig, device: str) -> Iterator[str]:
         key_path = f'{ZERO}.{section_name}.device="{offload_target}"'
         if section_name == "offload_param" and stage < 3:
             yield (
-                f"{key_path} needs stage 3: got stage {stage}. DeepSpeed would ignore it without a "
-                "word, and parameters would stay where they are. Give stage 3, or leave "
+                f"{key_path} needs stage 3: got stage {stage}. DeepSpeed would silently ignore it, "
+                "and parameters would stay where they are. Give stage 3, or leave "
                 f"{section_name} out."
             )
         elif stage == 0:
@@ -189,8 +189,7 @@ def _offload_mistakes(zero_config: ZeroConfig, device: str) -> Iterator[str]:
         elif offload_target == "nvme" and stage < 3:
             yield (
                 f"{key_path} needs stage 3: got stage {stage}. DeepSpeed would keep the state in "
-                "host "
-                'memory and write nothing to disk. Give stage 3, or device="cpu".'
+                'host memory and write nothing to disk. Give stage 3, or device="cpu".'
             )
         elif offload_target == "nvme" and section_name == "offload_optimizer" and device == "cpu":
             yield from _aborts_on_disk(key_path)
@@ -202,13 +201,13 @@ def _offload_mistakes(zero_config: ZeroConfig, device: str) -> Iterator[str]:
 
 
 def _aborts_on_disk(key_path: str) -> Iterator[str]:
-    # Before that release no memory of a CPU counted as pinned, and a write of nothing was awaited.
+    # Before that release no host memory counted as pinned without a GPU, so that nothing was
+    # submitted, and waiting for writes that do not exist fails.
     if old_version := library.older_than(0, 19, 6):
         yield (
             f"{key_path} needs DeepSpeed 0.19.6 or newer where there is no GPU: got {old_version}. "
-            "It "
-            "would end the process with a failed assertion in C++ (_num_pending_ops > 0). Install "
-            'a newer one (pip install "deepspeed>=0.19.6"), or give device="cpu".'
+            "It would end the process with a failed assertion in C++ (_num_pending_ops > 0). "
+            'Install a newer one (pip install "deepspeed>=0.19.6"), or give device="cpu".'
         )
 
 
@@ -241,16 +240,19 @@ def batch_mistakes(
                 "Give train_micro_batch_size_per_gpu, the batch size of one process."
             )
         return
+    # Without a total DeepSpeed multiplies the others, which cannot contradict each other.
     if total_batch is None:
         return
     sequence_ranks = zero_config.sequence_parallel_size
     known_processes = 1 if world_size is None else world_size
+    # Ranks that share a sequence share its samples, too, and count as one.
     known_processes //= (
         sequence_ranks
         if isinstance(sequence_ranks, int) and known_processes % sequence_ranks == 0
         else 1
     )
     samples_per_step = (micro_batch or 1) * (accumulation_steps or 1) * known_processes
+    # With a factor still open the total must at least be a multiple of the others.
     is_exact = micro_batch is not None and accumulation_steps is not None and world_size is not None
     if total_batch == samples_per_step if is_exact else total_batch % samples_per_step == 0:
         return
@@ -269,7 +271,7 @@ def batch_mistakes(
 
 
 def sharing_mistakes(zero_config: ZeroConfig, *, world_size: int | None) -> Iterator[str]:
-    """Where ZeRO++'s second shards do not come out even.
+    """Where the secondary shards of ZeRO++ cannot be of equal size.
 
     Args:
         zero_config: The configuration.
@@ -315,15 +317,16 @@ def _optimizer_mistakes(zero_config: ZeroConfig, key_schema: Schema, device: str
         return
     type_name, given_params = config_section.type, config_section.params or {}
     if type_name is None:
-        if not config_section.extra:  # else the key that was meant has been named already
+        if not config_section.extra:  # otherwise the key that was meant has been named already
             yield _missing_type("optimizer", config_section.to_dict(), "AdamW")
         return
+    # DeepSpeed compares its optimizers' names in lower case, and torch's as they are written.
     lower_name = type_name.lower()
     own_optimizers = key_schema.own_optimizers
     if lower_name in _REPLACED_OPTIMIZERS and (lower_name not in own_optimizers or device == "cpu"):
         refusal_reason = (
             f"cannot be made on the CPU. It communicates by NCCL or MPI in {key_schema.version}, "
-            "and newer versions have it no more"
+            "and newer versions do not have it"
             if lower_name in own_optimizers
             else f"has been removed from DeepSpeed: {key_schema.version} cannot make it"
         )
@@ -336,8 +339,8 @@ def _optimizer_mistakes(zero_config: ZeroConfig, key_schema: Schema, device: str
     if lower_name not in own_optimizers and type_name not in key_schema.optimizers:
         yield (
             f"optimizer.type={type_name!r} is no optimizer of DeepSpeed {key_schema.version} or "
-            "torch. It could not be "
-            f"made.{closest(type_name, key_schema.optimizers) or ' Use AdamW.'}"
+            "torch. It could not be made."
+            f"{closest(type_name, key_schema.optimizers) or ' Use AdamW.'}"
         )
         return
     is_offloaded = offloads_optimizer(zero_config)
@@ -352,16 +355,19 @@ def _optimizer_mistakes(zero_config: ZeroConfig, key_schema: Schema, device: str
     if zero_config.zero_stage > 0 and not is_allowed:
         yield (
             f"optimizer.type={type_name!r} is not tested with ZeRO: got stage "
-            f"{zero_config.zero_stage}. DeepSpeed refuses it until it is told. Add "
-            f"{_UNTESTED_HINT}, or use AdamW."
+            f"{zero_config.zero_stage}. DeepSpeed refuses it unless the configuration allows it. "
+            f"Add {_UNTESTED_HINT}, or use AdamW."
         )
     if "max_grad_norm" in given_params:
         yield (
-            f"optimizer.params.max_grad_norm={given_params['max_grad_norm']!r} is no parameter of "
-            "an optimizer any more. DeepSpeed refuses it. Set gradient_clipping at the top level."
+            f"optimizer.params.max_grad_norm={given_params['max_grad_norm']!r} is no longer a "
+            "parameter of an optimizer. DeepSpeed refuses it. Set gradient_clipping at the top "
+            "level."
         )
+        # Reported above; the check of the constructor's arguments would report it again.
         given_params = {k: v for k, v in given_params.items() if k != "max_grad_norm"}
     yield from value_mistakes("optimizer", given_params)
+    # None where the class is not installed: then its arguments cannot be checked.
     known_arguments = optimizer_arguments(type_name, given_params, is_offloaded=is_offloaded)
     if known_arguments is not None:
         yield from _constructor_mistakes("optimizer", type_name, given_params, known_arguments)
@@ -380,8 +386,8 @@ def _scheduler_mistakes(zero_config: ZeroConfig, key_schema: Schema) -> Iterator
     if known_arguments is None:
         yield (
             f"scheduler.type={type_name!r} is no schedule of DeepSpeed {key_schema.version} or "
-            "torch. It could not be "
-            f"made.{closest(type_name, key_schema.schedulers) or ' Use WarmupLR.'}"
+            "torch. It could not be made."
+            f"{closest(type_name, key_schema.schedulers) or ' Use WarmupLR.'}"
         )
         return
     torch_own = type_name not in (
@@ -395,7 +401,7 @@ def _scheduler_mistakes(zero_config: ZeroConfig, key_schema: Schema) -> Iterator
         yield (
             f"scheduler.type={type_name!r} is torch's and cannot drive ZeRO's optimizer: got stage "
             f"{zero_config.zero_stage}. torch would refuse it as no Optimizer. Use one of "
-            "DeepSpeed's, such as WarmupDecayLR, or hand a schedule to deepspeed.initialize."
+            "DeepSpeed's, such as WarmupDecayLR, or pass a schedule to deepspeed.initialize."
         )
     yield from _constructor_mistakes("scheduler", type_name, given_params, known_arguments)
     for parameter_name in missing_arguments(known_arguments, given_params):
@@ -409,8 +415,7 @@ def _scheduler_mistakes(zero_config: ZeroConfig, key_schema: Schema) -> Iterator
 def _missing_type(section_name: str, found_section: Any, example_type: str) -> str:
     return (
         f"{section_name}.type is missing: got {section_name}={found_section!r}. Without a name "
-        "DeepSpeed would make "
-        f'none, without a word. Give for example "type": "{example_type}".'
+        f'DeepSpeed would silently make none. Give for example "type": "{example_type}".'
     )
 
 
@@ -420,6 +425,7 @@ def _constructor_mistakes(
     for parameter_name in (
         () if known_arguments.open else sorted(set(given_params) - known_arguments.known)
     ):
+        # Names of transformers' `TrainingArguments`, which are copied into configurations.
         written_words = {"learning_rate": "lr", "warmup_steps": "warmup_num_steps"}
         meant_text = closest(
             parameter_name,
@@ -438,7 +444,7 @@ def _constructor_mistakes(
 
 
 def doubts(zero_config: ZeroConfig, *, device: str) -> Iterator[str]:
-    """What will work and may disappoint.
+    """Settings that work but may not do what is expected.
 
     Args:
         zero_config: The configuration.
@@ -464,13 +470,13 @@ def doubts(zero_config: ZeroConfig, *, device: str) -> Iterator[str]:
     if swaps_parameters and not is_exact and not _cpu_has_fp16():
         yield (
             f"{ZERO}.offload_param on nvme with float32 on a CPU without float16 arithmetic: "
-            "DeepSpeed keeps the weights as bfloat16 there. Turn on bf16 to know what you "
-            "train."
+            "DeepSpeed keeps the weights as bfloat16 there. Turn on bf16 to make that explicit."
         )
 
 
 def _cpu_has_fp16() -> bool:
-    """What DeepSpeed asks of a CPU before it trains in float16, and before it allots weights."""
+    """DeepSpeed's test of a CPU before it trains in float16, and before it allocates weights."""
+    # The class itself: `get_accelerator` would choose a device for the life of this process.
     cpu_module = library.load_module("deepspeed.accelerator.cpu_accelerator", why="float16")
     return bool(cpu_module.CPU_Accelerator().is_fp16_supported())
 

@@ -1,9 +1,9 @@
-"""The keys of a DeepSpeed configuration, held against those that the installed DeepSpeed reads.
+"""The keys of a DeepSpeed configuration, compared with those that the installed DeepSpeed reads.
 
-Packages that DeepSpeed logs through are looked for here, too.
+The packages for DeepSpeed's loggers are looked for here, too.
 
 Outside of its own models DeepSpeed ignores a key that it does not know. A misspelt one would train
-something else and is refused; a comment is left alone; what resembles nothing is told of.
+something else and is refused; a comment is left alone; what resembles nothing is a warning.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Finding:
     """Something about a key.
 
     Attributes:
-        text: What is told.
+        text: The message.
         is_mistake: Whether the configuration is refused for it.
     """
 
@@ -83,7 +83,7 @@ def key_findings(
 
     Args:
         config_settings: The configuration, or a section of it.
-        key_schema: What the installed DeepSpeed knows.
+        key_schema: The keys of the installed DeepSpeed.
         section_path: The section that it is.
 
     Yields:
@@ -105,12 +105,13 @@ def key_findings(
                 yield key_finding
         inner_path = f"{path_prefix}{meant_key}"
         if isinstance(key_value, Mapping) and inner_path in key_schema.sections:
-            # Inside a misspelt section keys are held against the one that was meant.
+            # Keys inside a misspelt section are compared with the section that was meant, so that
+            # their mistakes are reported at once, too.
             yield from key_findings(key_value, key_schema, inner_path)
 
 
 def removed_text(key_path: str, key_value: Any, key_schema: Schema) -> str:
-    """What is told of a key that DeepSpeed had once.
+    """The message about a key that DeepSpeed has removed.
 
     Args:
         key_path: Its dotted path.
@@ -130,7 +131,7 @@ def _unknown_key(
     config_settings: Mapping[str, Any],
     key_schema: Schema,
 ) -> tuple[str, Finding | None]:
-    """The key that was probably meant, and what is told of the one that stands there."""
+    """The key that was probably meant, and the finding about the one that stands there."""
     key_path = f"{section_path}.{config_key}" if section_path else config_key
     is_refused = section_path in key_schema.models
     if _is_comment(config_key):
@@ -142,13 +143,14 @@ def _unknown_key(
         )
         return config_key, Finding(FieldMistake(message_text, key_path))
     meant_key, advice_text = _key_advice(config_key, section_path, config_settings, key_schema)
+    # Published configurations have such keys, so they are not refused.
     if not advice_text and not is_refused and not section_path:
         message_text = (
             f"{key_path} is no key of DeepSpeed {key_schema.version}, which ignores it: got "
             f"{key_path}={shown(key_value)}."
         )
         return config_key, Finding(FieldMistake(message_text, key_path), is_mistake=False)
-    key_fate = "refuse it" if is_refused else "ignore it without a word"
+    key_fate = "refuse it" if is_refused else "silently ignore it"
     listed_advice = (
         advice_text
         or f" The keys there are: {', '.join(sorted(key_schema.sections[section_path]))}."
@@ -169,6 +171,7 @@ def _key_advice(
 ) -> tuple[str, str]:
     """The key that was probably meant, and the sentence that says so; empty where none is near."""
     known_places = key_schema.places(config_key)
+    # A key that many sections have, such as "enabled", does not tell where it belongs.
     if 0 < len(known_places) <= 3:
         return (
             config_key,
@@ -179,6 +182,7 @@ def _key_advice(
     if maker_section:
         return config_key, f" It belongs in {maker_section}.params."
     section_keys = key_schema.sections[section_path]
+    # Keys that are not there yet first: one that stands in the file already was hardly meant twice.
     for known_keys in (
         [known_key for known_key in section_keys if known_key not in config_settings],
         section_keys,
@@ -199,7 +203,7 @@ def _key_advice(
     if not section_path and config_key.lower().startswith(_OF_ZERO):
         return (
             config_key,
-            f" What ZeRO does is said in {ZERO}: its keys are {_listed_keys(key_schema, ZERO)}.",
+            f" ZeRO is configured in {ZERO}: its keys are {_listed_keys(key_schema, ZERO)}.",
         )
     return config_key, ""
 
@@ -215,7 +219,7 @@ def _meant_at_the_top(config_key: str, known_keys: Any) -> str:
     known_meaning = _MEANT_KEYS.get(lower_word)
     if known_meaning in names_by_lower.values():
         return f" Did you mean {known_meaning!r}?"
-    # A whole part of a name says more than letters that are alike.
+    # A name that shares whole words is nearer than one that only has similar letters.
     containing_names = [
         known_key for known_key in names_by_lower if _is_part_of(lower_word, known_key)
     ]

@@ -1,11 +1,10 @@
 """DeepSpeed's C++ operations: which ones a configuration needs, and what it takes to build them.
 
-On a CPU every engine loads one, whatever its stage, and torch asks for ninja even where the
-operation was built long ago. The errors of all this come late and name something else.
-Which operations a configuration needs is told by `ops`.
+On a CPU every engine loads one, whatever its stage, and torch needs ninja even where the operation
+was built long ago. The errors of all this come late and name something else.
 
 DeepSpeed builds them when they are first used, inside the training process: a missing tool shows
-there as a traceback, and the lock of a build that was killed as an endless silence.
+there as a traceback, and the lock of a build that was killed makes it wait for ever.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ __all__ = [
 
 _log = get_logger(__name__)
 _CPU_OPERATION = "deepspeed_shm_comm"
-# Where a lock's holder may run on another machine, which no look at processes can tell.
+# On these a lock's holder may run on another machine, whose processes cannot be seen from here.
 _SHARED_FILE_SYSTEMS = (
     *("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "fuse.sshfs"),
 )
 
 
 def check_tools(device: str) -> None:
-    """Refuse what would fail in every worker, when it makes its engine.
+    """Refuse a machine on which every worker would fail when it makes its engine.
 
     Args:
         device: Type of the device.
@@ -71,17 +70,18 @@ def check_tools(device: str) -> None:
             name="deepspeed",
         )
     library.check_version()
+    # For its error: the PATH itself is set where an engine is made.
     path_with_ninja()
     if device == "cpu":
         check_compiler()
 
 
 def path_with_ninja() -> str | None:
-    """What PATH must be for ninja to be found, and always the same one.
+    """The PATH with which ninja is found, and always the same ninja.
 
     A kernel that was started as ``venv/bin/python`` does not have ``venv/bin`` on its PATH. If it
-    took the system's ninja, and a shell with the environment activated its own, each would build
-    anew what the other has built: versions of ninja remember commands in different ways.
+    took the system's ninja, and a shell with the environment activated took the environment's, each
+    would build again what the other has built: versions of ninja record commands differently.
 
     Returns:
         The PATH; None where it is unset and not needed.
@@ -95,7 +95,7 @@ def path_with_ninja() -> str | None:
         return search_path
     if found_ninja is None:
         raise MissingBackend(
-            f"DeepSpeed needs ninja to load its C++ operations, also those already built: none is "
+            "DeepSpeed needs ninja to load its C++ operations, also those already built: none is "
             f"in PATH ({search_path}) nor beside {sys.executable}. Install it: pip install ninja",
             name="ninja",
         )
@@ -128,7 +128,7 @@ def compiler_of(environ: Mapping[str, str]) -> list[str] | None:
 
 
 def no_compiler(environ: Mapping[str, str], missing_operations: Sequence[str]) -> str:
-    """What to say where there is no compiler.
+    """The message where there is no compiler.
 
     Args:
         environ: The environment of the process that builds.
@@ -162,14 +162,14 @@ def check_compiler() -> None:
 def remove_forgotten_locks() -> tuple[Path, ...]:
     """Remove locks that a killed process left in the folders of half-built operations.
 
-    Whoever builds keeps the lock open until it is through; whoever comes second waits until the
-    file is gone, silently and for ever.
+    A process that builds keeps the lock open until it has finished; any other waits until the file
+    is gone, silently and without a time limit.
 
     Returns:
         The locks removed.
 
     Raises:
-        UnsafeMoment: Nobody here holds a lock, but somebody elsewhere may.
+        UnsafeMoment: No process here holds a lock, but one on another machine may.
     """
     return tuple(
         lock_path
@@ -179,21 +179,21 @@ def remove_forgotten_locks() -> tuple[Path, ...]:
 
 
 def is_forgotten(lock_path: Path) -> bool:
-    """Whether whoever made a lock is gone.
+    """Whether the process that made a lock is gone.
 
     Operations that were built long ago are locked for a moment, too, by each process that loads
-    them, so one look is not enough: the lock must be the same one, and nobody's, all the while.
+    them, so one look is not enough: the lock must stay the same one, without a holder.
 
     Args:
         lock_path: The file.
 
     Raises:
-        UnsafeMoment: Nobody here holds it, but somebody elsewhere may.
+        UnsafeMoment: No process here holds it, but one on another machine may.
     """
     seen_identity = _file_identity(lock_path)
     for _ in range(3):
         if seen_identity is None:
-            return False  # the build ended while we looked
+            return False  # the build has ended meanwhile
         if (holder_process := holder_of(lock_path)) is not None:
             _log.info(
                 "%s is being built by process %s: DeepSpeed waits", lock_path.parent, holder_process
@@ -204,30 +204,34 @@ def is_forgotten(lock_path: Path) -> bool:
             return False
     if not _would_be_seen(lock_path):
         raise UnsafeMoment(
-            f"{lock_path} says that somebody builds the operation {lock_path.parent.name}, and no "
-            "process that can be seen from here does. DeepSpeed would wait for ever. If none does "
-            f"on another machine or as another user, remove it: rm {shlex.quote(str(lock_path))}"
+            f"{lock_path} says that a process builds the operation {lock_path.parent.name}, and "
+            "none that can be seen from here does. DeepSpeed would wait for ever. If none does on "
+            f"another machine or as another user, remove it: rm {shlex.quote(str(lock_path))}"
         )
     return True
 
 
 def _file_identity(lock_path: Path) -> tuple[int, int] | None:
-    """Tells a file from another one of the same name, made later; None where there is none."""
+    """Distinguishes a file from a later one of the same name; None where there is none."""
     try:
         lock_status = lock_path.stat()
     except OSError:
         return None
+    # The time, too, because a file system may give the number of a removed file to the next one.
     return lock_status.st_ino, lock_status.st_ctime_ns
 
 
 def _was_removed(lock_path: Path) -> bool:
-    _log.warning("removing %s: whoever was building %s is gone", lock_path, lock_path.parent.name)
+    # A warning, since it changes a folder that other environments of this user share.
+    _log.warning(
+        "removing %s: the process that was building %s is gone", lock_path, lock_path.parent.name
+    )
     lock_path.unlink(missing_ok=True)
     return True
 
 
 def holder_of(lock_path: Path) -> int | None:
-    """The process that has a lock open: who builds keeps it so until it is through.
+    """The process that has a lock open, as the one that builds does until it has finished.
 
     Args:
         lock_path: The file.
@@ -240,13 +244,14 @@ def holder_of(lock_path: Path) -> int | None:
         try:
             if any(open_file.path == wanted_path for open_file in running_process.open_files()):
                 return running_process.pid
-        except (psutil.Error, OSError):  # gone meanwhile, or not ours to look into
+        except (psutil.Error, OSError):  # gone meanwhile, or of another user
             continue
     return None
 
 
 def _would_be_seen(lock_path: Path) -> bool:
-    """Whether a holder of this file must be a process that we can look into."""
+    """Whether a holder of this file must be a process whose files can be listed."""
+    # A lock of another user is held by a process of that user, whose files only root can list.
     if hasattr(os, "geteuid") and os.geteuid() not in (0, lock_path.stat().st_uid):
         return False
     file_mounts = [
@@ -254,6 +259,7 @@ def _would_be_seen(lock_path: Path) -> bool:
         for disk_partition in psutil.disk_partitions(all=True)
         if lock_path.resolve().is_relative_to(disk_partition.mountpoint)
     ]
+    # The longest of the mount points that contain the file is the one it is on.
     mount_type = (
         max(file_mounts, key=lambda disk_partition: len(disk_partition.mountpoint)).fstype
         if file_mounts
@@ -266,6 +272,7 @@ def _lock_files() -> list[Path]:
     return sorted(build_notice.folder(env.snapshot()).glob("*/lock"))
 
 
+# It links against a function of the library: headers alone, without the library, are not enough.
 _AIO_PROGRAM = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
 _COMPILE_S = 60
 
@@ -299,6 +306,7 @@ def needed_ops(zero_config: ZeroConfig, *, device: str) -> tuple[str, ...]:
     """
     operation_names = ["deepspeed_shm_comm"] if device == "cpu" else []
     config_section = zero_config.optimizer
+    # DeepSpeed compares names of optimizers in lower case.
     optimizer_name = (config_section.type or "").lower() if config_section else ""
     is_offloaded = offloads_optimizer(zero_config)
     if optimizer_name in ("adam", "adamw") and not (
@@ -335,6 +343,7 @@ def missing_tools(
     """
     environ = _as_it_will_be() if environ is None else environ
     version_info = library.load_module("deepspeed.git_version_info", why="DeepSpeed's C++ parts")
+    # Operations that were built when DeepSpeed was installed need no tools.
     built_operations = {
         operation_name
         for operation_name, is_there in version_info.installed_ops.items()
@@ -371,7 +380,7 @@ def missing_tools(
 
 
 def _as_it_will_be() -> Mapping[str, str]:
-    """This process's environment, with the ninja that our own environments put on PATH."""
+    """This process's environment with the environment's ninja on PATH, as engines will have it."""
     environ = env.snapshot()
     ninja_path = ninja_beside_python()
     if ninja_path is None:
@@ -381,7 +390,7 @@ def _as_it_will_be() -> Mapping[str, str]:
 
 
 def _no_toolkit(purpose_text: str) -> Iterator[str]:
-    # torch has looked for it as the build will; that wakes no CUDA context.
+    # torch has looked for it as the build will, without initialising CUDA.
     cpp_extension = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
     if cpp_extension.CUDA_HOME is None:
         yield (
@@ -415,6 +424,7 @@ def _links_aio(compiler_command: list[str], environ: Mapping[str, str]) -> bool:
             timeout=_COMPILE_S,
             check=False,
         )
+    # A compiler that cannot be started, or hangs, links nothing either.
     except (OSError, subprocess.TimeoutExpired):
         return False
     return finished_process.returncode == 0
@@ -425,12 +435,13 @@ def _stale_locks(operation_names: list[str], environ: Mapping[str, str]) -> Iter
         lock_path = build_notice.folder(environ) / operation_name / "lock"
         try:
             forgotten_lock = is_forgotten(lock_path)
+        # Here it is one mistake among others, all of which are reported at once.
         except UnsafeMoment as error:
             yield str(error)
             continue
         if forgotten_lock:
             yield (
-                f"A build of {operation_name} was cut short and left its lock {str(lock_path)!r}. "
-                "The next process that needs it would wait there for ever, without a word. "
+                f"A build of {operation_name} was interrupted and left its lock "
+                f"{str(lock_path)!r}. The next process that needs it would silently wait for ever. "
                 "Delete that file."
             )

@@ -1,14 +1,13 @@
-"""A distributed environment of one process, in the notebook itself: what DeepSpeed insists on.
+"""A distributed environment of one process, in the notebook itself, which DeepSpeed needs.
 
-Its device is looked at first: is it there, and is there room on it?
+Its device is looked at first, for whether it is there and has room: through NVML, before DeepSpeed
+or torch initialise CUDA, whose errors about a GPU that another process fills come late and do not
+name that process.
 
-Looked at through NVML, before DeepSpeed or torch wake CUDA: what they say about a card that
-somebody else fills comes late and without a name.
-
-    variables   RANK, LOCAL_RANK, WORLD_SIZE, ... : those that people paste by hand
+    variables   RANK, LOCAL_RANK, WORLD_SIZE, ... : those that a launcher would set
     socket      bound and listening from the first moment, then handed to torch's store
-    group       begun here, on that store: DeepSpeed finds it and begins none of its own, so
-                no port is ever chosen first and bound later
+    group       made here, on that store: DeepSpeed finds it and makes none itself, so no port is
+                ever chosen first and bound later
 
 All of it, and what DeepSpeed adds, is undone in the opposite order.
 """
@@ -61,10 +60,10 @@ _LEAST_BYTES = 512 * 1024**2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wish:
-    """The device that was asked for.
+    """The device that was given.
 
     Attributes:
-        kind: ``cpu`` or ``cuda``, as DeepSpeed calls its accelerators; None leaves it the choice.
+        kind: ``cpu`` or ``cuda``, as DeepSpeed calls its accelerators; None lets it choose.
         index: The device's number.
     """
 
@@ -89,9 +88,8 @@ def read_wish(device: object) -> Wish:
     wish_match = _WISH_PATTERN.fullmatch(str(device))
     if wish_match is None:
         raise ConfigError(
-            f"device={device!r} is none that a one-process DeepSpeed run can have here: it would "
-            f'be used under a wrong name. Use "cpu", "cuda" or "cuda:1", or None for what '
-            f"DeepSpeed chooses."
+            f"device={device!r} is not supported by deepspeed_environment: it would be used under "
+            'a wrong name. Use "cpu", "cuda" or "cuda:1", or None for what DeepSpeed chooses.'
         )
     return Wish(
         kind=wish_match.group(1),
@@ -109,7 +107,7 @@ def check_gpu(gpu_index: int, known_gpus: Sequence[Gpu], closing_note: str = "")
 
     Raises:
         ConfigError: It is not there.
-        UnsafeMoment: Somebody else has it for himself, or has filled it.
+        UnsafeMoment: Another process has it exclusively, or has filled it.
     """
     if gpu_index >= len(known_gpus):
         listed_gpus = ", ".join(
@@ -118,11 +116,12 @@ def check_gpu(gpu_index: int, known_gpus: Sequence[Gpu], closing_note: str = "")
         raise ConfigError(
             f'device="cuda:{gpu_index}" is not there: CUDA shows this process '
             f"{listed_gpus or 'no GPU' + (f' ({closing_note})' if closing_note else '')}. "
-            f"DeepSpeed would fail at its first tensor. Use "
+            "DeepSpeed would fail at its first tensor. Use "
             f"{'one of these' if listed_gpus else 'device=' + repr('cpu')}."
         )
     chosen_gpu = known_gpus[gpu_index]
     nvml_module = require("pynvml", extra="", why="Looking at a GPU")
+    # NVML counts calls: `nvmlShutdown` below leaves it initialised for others that use it.
     nvml_module.nvmlInit()
     try:
         _check_gpu_memory(nvml_module, chosen_gpu)
@@ -131,6 +130,7 @@ def check_gpu(gpu_index: int, known_gpus: Sequence[Gpu], closing_note: str = "")
 
 
 def _check_gpu_memory(nvml_module: ModuleType, chosen_gpu: Gpu) -> None:
+    # By UUID: NVML's numbers ignore CUDA_VISIBLE_DEVICES and CUDA's order.
     device_handle = nvml_module.nvmlDeviceGetHandleByUUID(chosen_gpu.uuid)
     running_processes = _ask_nvml(
         nvml_module, [], nvml_module.nvmlDeviceGetComputeRunningProcesses, device_handle
@@ -171,12 +171,13 @@ def refuse_busy(
     other_pids = [process_id for process_id in holder_pids if process_id != os.getpid()]
     is_alone = is_exclusive and bool(other_pids)
     if is_alone or is_prohibited:
-        busy_reason = "one process at a time may use it" if is_alone else "nobody may compute on it"
+        busy_reason = "one process at a time may use it" if is_alone else "no process may use it"
         raise UnsafeMoment(
             f"cuda:{chosen_gpu.index} ({chosen_gpu.name}) is busy: its compute mode says that "
             f"{busy_reason}{_held_by(other_pids)}. CUDA would refuse to start. Wait, use another "
-            f"device, or set the mode with nvidia-smi --compute-mode=DEFAULT."
+            "device, or set the mode with nvidia-smi --compute-mode=DEFAULT."
         )
+    # A process that is on the GPU already has its context, and its own memory fills it.
     if (
         chosen_gpu.total_bytes
         and chosen_gpu.free_bytes < _LEAST_BYTES
@@ -191,7 +192,7 @@ def refuse_busy(
 
 
 def _held_by(other_pids: Sequence[int]) -> str:
-    """Who holds the card; NVML names nobody of another container."""
+    """The processes that hold the GPU; NVML lists none of other containers."""
     if not other_pids:
         return ""
     return "; held by " + ", ".join(
@@ -211,7 +212,7 @@ def _ask_nvml(
 ) -> Any:
     try:
         return nvml_question(device_handle)
-    except nvml_module.NVMLError:  # this card or driver does not tell
+    except nvml_module.NVMLError:  # not supported by this GPU or driver
         return default_answer
 
 
@@ -227,7 +228,7 @@ _SINGLE_PROCESS_VALUES = {
     "PMI_SIZE": 1,
     "MV2_COMM_WORLD_SIZE": 1,
 }
-# They would make torch or Accelerate look for a launcher that is not there.
+# With these, torch or Accelerate would look for a launcher that is not there.
 _UNSET_VARIABLES: tuple[str, ...] = (
     "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_RUN_ID",
@@ -254,6 +255,7 @@ class DeepSpeedEnvironment:
         self._pid = os.getpid()
         self._is_block = False
         self._is_open = True
+        # At exit, too: engines must be destroyed before `nvme_swapping` removes their files.
         atexit.register(self.close)
 
     @property
@@ -276,6 +278,7 @@ class DeepSpeedEnvironment:
             return
         self._is_open = False
         atexit.unregister(self.close)
+        # Before the undoing, so that one that fails half-way does not block the next environment.
         _OPEN_ENVIRONMENTS.discard(self)
         self._undo.close()
 
@@ -283,7 +286,7 @@ class DeepSpeedEnvironment:
         if not self._is_open:
             raise UnsafeMoment(
                 f"{self!r} was closed, and its port is gone. Call deepspeed_environment() again: "
-                f"each call makes a new one."
+                "each call makes a new one."
             )
         self._is_block = True
         return self
@@ -302,7 +305,7 @@ class DeepSpeedEnvironment:
 
 
 _OPEN_ENVIRONMENTS: set[DeepSpeedEnvironment] = set()
-"""The one in force, if any: a cell that is run again must find it."""
+"""The one in force, if any: a cell that is run again closes it."""
 
 
 def deepspeed_environment(
@@ -320,7 +323,7 @@ def deepspeed_environment(
         with deepspeed_environment():
             engine, *_ = deepspeed.initialize(model=model, config=config)
 
-    Make the model anew for each engine: one that ZeRO-3 has taken apart cannot go into ZeRO-2.
+    Build a new model for each engine: one that ZeRO-3 has taken apart cannot go into ZeRO-2.
     Take out what you need from a ZeRO-3 engine before the end.
 
     Args:
@@ -336,7 +339,7 @@ def deepspeed_environment(
         ConfigError: The device is not there, or a setting is wrong.
         UnsafeMoment: A launcher started this process, it has a process group already, its device
             is taken, or a block of this kind is open.
-        PortTaken: The port is somebody else's.
+        PortTaken: Another process listens on the port.
         MissingBackend: DeepSpeed or ninja is not installed.
         PlatformUnsupported: There is no compiler, and one is needed.
     """
@@ -344,11 +347,13 @@ def deepspeed_environment(
     device_wish = read_wish(device)
     if timeout_s <= 0:
         raise ConfigError(
-            f"timeout_s={timeout_s} is no time: every collective would fail. Use 600, for example."
+            f"timeout_s={timeout_s} is not positive: every collective would fail at once. Use 600, "
+            "for example."
         )
     _close_current()
     _check_launcher(env.snapshot())
     _check_group()
+    # The stack undoes every step if one fails; `_open_environment` takes the steps out at its end.
     with contextlib.ExitStack() as exit_stack:
         opened_environment = _open_environment(device_wish, port, timeout_s, exit_stack)
     _OPEN_ENVIRONMENTS.add(opened_environment)
@@ -356,9 +361,9 @@ def deepspeed_environment(
 
 
 def ignore_old_names() -> None:
-    """Leave out what torch warns of in each step, and no user of DeepSpeed can change.
+    """Suppress warnings of torch that come in each step and that a user cannot act on.
 
-    DeepSpeed 0.19 calls collectives by names that torch 2.13 has given others.
+    DeepSpeed 0.19 calls collectives by names that torch 2.13 has replaced.
     """
     warnings.filterwarnings("ignore", _OLD_NAMES, FutureWarning, r"torch\.distributed")
 
@@ -375,15 +380,18 @@ def _open_environment(
     )
     port_number = int(listening_socket.getsockname()[1])
     exit_stack.enter_context(env.applied(_environment_variables(device_wish, port_number)))
+    # Before DeepSpeed is loaded, whose changes `observe` must not take for what was there before.
     exit_stack.callback(teardown.tear_down, teardown.observe())
     deepspeed = library.load_module("deepspeed", why="deepspeed_environment()")
     device_kind = _settled_device(deepspeed, device_wish)
     if device_kind == "cpu":
         cpp_operations.check_compiler()
+    # One that was asked for has been looked at before DeepSpeed was imported.
     elif device_kind == "cuda" and device_wish.kind is None:
         _check_gpu(device_wish.index)
     cpp_operations.remove_forgotten_locks()
     backend_name = str(deepspeed.accelerator.get_accelerator().communication_backend_name())
+    # The store owns the descriptor from here on, so the socket must not close it.
     _begin_group(backend_name, listening_socket.detach(), port_number, timeout_s)
     device = device_kind if device_kind == "cpu" else f"{device_kind}:{device_wish.index}"
     return DeepSpeedEnvironment(
@@ -394,22 +402,20 @@ def _open_environment(
 def _environment_variables(device_wish: Wish, port: int) -> dict[str, str | None]:
     changed_variables: dict[str, str | None] = {
         "RANK": "0",
-        "LOCAL_RANK": str(
-            device_wish.index
-        ),  # DeepSpeed and transformers take the device's number here
+        # DeepSpeed and transformers take the device's number from here.
+        "LOCAL_RANK": str(device_wish.index),
         "WORLD_SIZE": "1",
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": _LOOPBACK_ADDRESS,
         "MASTER_PORT": str(port),
         "PATH": cpp_operations.path_with_ninja(),
     }
-    # Groups open ports of their own, on the interface of the machine's name unless told which.
+    # Groups open further ports, on the interface of the machine's name unless these name another.
     for variable_name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         changed_variables[variable_name] = env.read(variable_name) or _loopback_interface()
     if device_wish.kind is not None:
-        changed_variables["DS_ACCELERATOR"] = (
-            device_wish.kind
-        )  # read once, when DeepSpeed is imported
+        # DeepSpeed reads it once, when it is imported.
+        changed_variables["DS_ACCELERATOR"] = device_wish.kind
     return changed_variables | dict.fromkeys(_UNSET_VARIABLES)
 
 
@@ -425,10 +431,12 @@ def _loopback_interface() -> str | None:
 
 def _close_current() -> None:
     for opened_environment in tuple(_OPEN_ENVIRONMENTS):
+        # A block's owner still works in it; one of a plain call belongs to an earlier run of a
+        # cell.
         if opened_environment.is_block:
             raise UnsafeMoment(
                 f"{opened_environment!r} is in force, from a `with` block that has not ended. A "
-                f"process has one environment at a time. Use that one, or leave the block first."
+                "process has one environment at a time. Use that one, or leave the block first."
             )
         opened_environment.close()
 
@@ -437,24 +445,24 @@ def _check_launcher(environ: Mapping[str, str]) -> None:
     """A process that is one of several must not be cut off from the others."""
     listed_names = [
         f"{variable_name}={environ[variable_name]}"
-        for variable_name, is_alone in _SINGLE_PROCESS_VALUES.items()
-        if environ.get(variable_name, "").strip() not in ("", "-1", str(is_alone))
+        for variable_name, single_value in _SINGLE_PROCESS_VALUES.items()
+        if environ.get(variable_name, "").strip() not in ("", "-1", str(single_value))
     ]
     if listed_names:
         raise UnsafeMoment(
             f"A launcher's environment is here already: {', '.join(listed_names)}. An environment "
             "of one process would cut this one off from the others. In a launched process leave "
             "deepspeed_environment() out: DeepSpeed reads these variables itself. In a notebook "
-            f"that nobody launched they are left over: unset {_variable_names(listed_names)} first."
+            f"without a launcher they are left over: unset {_variable_names(listed_names)} first."
         )
 
 
-def _variable_names(variable_names: list[str]) -> str:
-    return ", ".join(name_text.partition("=")[0] for name_text in variable_names)
+def _variable_names(variable_texts: list[str]) -> str:
+    return ", ".join(name_text.partition("=")[0] for name_text in variable_texts)
 
 
 def _check_group() -> None:
-    """DeepSpeed would silently join a group of which nothing is known here."""
+    """DeepSpeed would silently join a group that was made elsewhere."""
     distributed_module = sys.modules.get("torch.distributed")
     if (
         distributed_module is None
@@ -465,8 +473,8 @@ def _check_group() -> None:
     world_size, backend_name = distributed_module.get_world_size(), distributed_module.get_backend()
     raise UnsafeMoment(
         f"This process has a process group already: {backend_name}, rank "
-        f"{distributed_module.get_rank()} of {world_size}. DeepSpeed would train in it, and its "
-        f"end would be nobody's. Either use DeepSpeed in it without deepspeed_environment(), or "
+        f"{distributed_module.get_rank()} of {world_size}. DeepSpeed would train in it, and "
+        "nothing would end it. Either use DeepSpeed in it without deepspeed_environment(), or "
         f"end it first: {_way_to_end_group()}()"
     )
 
@@ -497,10 +505,12 @@ def _check_gpu(gpu_index: int) -> None:
 def _begin_group(backend_name: str, listener_fd: int, port: int, timeout_s: float) -> None:
     import torch.distributed as dist
 
-    # Its functions take the default group of the moment of this import as a default argument, and
-    # would keep it, with its port and threads, for ever (torch 2.13). Now there is none to keep.
+    # Its functions have the default group, as it is at the moment of this import, as a default
+    # argument, and would keep it, with its port and threads, for ever (torch 2.13). Here there is
+    # none yet.
     import_module("torch.distributed.nn.functional")
     store_timeout = timedelta(seconds=timeout_s)
+    # One process: waiting for other workers would wait for ever.
     rendezvous_store: Any = dist.TCPStore(  # type: ignore[attr-defined]
         _LOOPBACK_ADDRESS,
         port,

@@ -1,8 +1,8 @@
-"""Fields and sections of a DeepSpeed configuration: kinds of values, wrong ones told.
+"""Fields and sections of a DeepSpeed configuration: kinds of values, and messages on wrong ones.
 
-A field says what it means and in which unit; its kind says what may stand there and how to put a
-wrong value right. ``None`` always means: left to DeepSpeed. ``"auto"`` is allowed everywhere,
-because a file may hold it until it is resolved; `checking` says where nobody resolves it.
+A field says what it means and in which unit; its kind says which values are allowed and how to
+correct a wrong one. ``None`` always means: left to DeepSpeed. ``"auto"`` is allowed everywhere,
+because a file may hold it until it is resolved; `checking` reports where nothing resolves it.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ class Section(BaseModel):
         replace(_TABLE_RULE, do="Leave it out, or give a dictionary"),
     ] = Field(default_factory=dict)
 
-    if not TYPE_CHECKING:  # a checker must see the keywords, not **settings
+    if not TYPE_CHECKING:  # a type checker must see the fields as keywords, not **settings
 
         def __init__(self, **settings: Any) -> None:
             try:
@@ -287,6 +287,7 @@ class Section(BaseModel):
                 extra_keys[config_key] = section_value
             elif config_key != _EXTRA_FIELD:
                 section_class = section_of(model_field)
+                # Mistakes of inner sections are collected with those of this one.
                 try:
                     is_whole = section_class is None or not isinstance(section_value, Mapping)
                     named_values[config_key] = (
@@ -307,7 +308,7 @@ class Section(BaseModel):
         return new_section
 
     def to_dict(self) -> dict[str, Any]:
-        """The section as DeepSpeed reads it, without what is left to DeepSpeed.
+        """The section as DeepSpeed reads it, without the keys that are left to DeepSpeed.
 
         Returns:
             Plain values; changing them changes nothing here.
@@ -349,6 +350,7 @@ class Section(BaseModel):
         Raises:
             ConfigError: The new settings are wrong.
         """
+        # Not pydantic's `model_copy`, which validates nothing.
         return type(self)(**{**dict(self), **settings})
 
     def _given(self) -> Iterator[tuple[str, Any]]:
@@ -369,9 +371,11 @@ class Section(BaseModel):
                 yield field_name, field_value
 
     def __str__(self) -> str:
+        # pydantic's text has the fields alone, without the name of the class.
         return repr(self)
 
     def __hash__(self) -> int:
+        # Sections hold lists and dictionaries, by which pydantic's own hash would fail.
         return hash(json.dumps(self.to_dict(), sort_keys=True))
 
 
@@ -389,6 +393,7 @@ def merged_mappings(
     """
     for config_key, second_value in second_mapping.items():
         own_value = first_mapping.get(config_key)
+        # A section that is in both must keep the keys of both.
         if isinstance(own_value, dict) and isinstance(second_value, Mapping):
             merged_mappings(own_value, second_value)
         else:

@@ -1,12 +1,12 @@
-"""What DeepSpeed and Hugging Face Accelerate are taught in a worker, when it imports them.
+"""Changes to DeepSpeed and Hugging Face Accelerate, made in a worker when it imports them.
 
-DeepSpeed says when it compiles. The rest is for DeepSpeed through Accelerate, and its Trainer, in
-the workers of a CPU launch.
+DeepSpeed prints a line when it compiles. The rest is for DeepSpeed through Accelerate, and through
+transformers' Trainer, in the workers of a CPU launch.
 
 A CPU worker has ``ACCELERATE_USE_CPU``, without which Accelerate would not find the other
 processes. Accelerate 1.15 reads it as "no DeepSpeed", too (``AcceleratorState.__init__``), and
-trains with DDP without a word. In a worker that computes on the CPU both hold: the processes meet
-over gloo, and a DeepSpeed plugin means DeepSpeed.
+silently trains with DDP. In a worker that computes on the CPU both hold: the processes communicate
+by gloo, and a DeepSpeed plugin means DeepSpeed.
 
 Nothing is imported here: classes are changed when the modules that define them are imported.
 """
@@ -30,15 +30,18 @@ _USE_CPU = "ACCELERATE_USE_CPU"
 
 
 def enter_worker(device: str) -> None:
-    """Prepare a worker for DeepSpeed and Accelerate; light where neither is ever imported.
+    """Prepare a worker for DeepSpeed and Accelerate; cheap where neither is ever imported.
 
     Args:
         device: Type of the device that the worker computes on.
     """
     module_changes = _MODULE_CHANGES | (_CHANGES_ON_CPU if device == "cpu" else {})
     for module_name, module_change in module_changes.items():
+        # A forked worker has the modules that the notebook had imported.
         if module_name in sys.modules:
             module_change(sys.modules[module_name])
+    # In place: the import system holds this very list. An earlier finder is from the process that
+    # was forked, perhaps for another device.
     sys.meta_path[:] = [
         meta_finder for meta_finder in sys.meta_path if not isinstance(meta_finder, _ChangeFinder)
     ]
@@ -50,17 +53,19 @@ def _change_state(changed_module: Any) -> None:
     changed_class = changed_module.AcceleratorState
     original_init = changed_class.__init__
     if hasattr(original_init, "__wrapped__"):
-        return  # forked from a process in which it was done
+        return  # forked from a process that has changed it already
 
     @functools.wraps(original_init)
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("deepspeed_plugin") is None or not env.flag(_USE_CPU):
             original_init(self, *args, **kwargs)
             return
+        # First with `cpu`, so that Accelerate finds the other processes and meets them over gloo;
+        # then without, as only so its state takes the plugin.
         if not _accelerate.is_set_up():
             handed_on = kwargs.keys() - _OF_ACCELERATOR
             changed_module.PartialState(
-                True, **{module_name: kwargs[module_name] for module_name in handed_on}
+                True, **{argument_name: kwargs[argument_name] for argument_name in handed_on}
             )
         _join_process_group()
         with env.applied({_USE_CPU: None}):
@@ -73,11 +78,11 @@ _OF_ACCELERATOR = {
     *("mixed_precision", "cpu", "dynamo_plugin", "deepspeed_plugin", "fsdp_plugin"),
     *("torch_tp_plugin", "megatron_lm_plugin", "parallelism_config", "_from_accelerator"),
 }
-"""Arguments of its state that are not for the process group."""
+"""Arguments of `AcceleratorState` that are not passed on to the process group."""
 
 
 def _change_plugin(changed_module: Any) -> None:
-    """Let DeepSpeed know the processes from the plugin on: models are made in shards after it."""
+    """Let DeepSpeed find the processes once there is a plugin: `zero.Init` may come next."""
     changed_class = changed_module.DeepSpeedPlugin
     original_init = changed_class.__post_init__
     if hasattr(original_init, "__wrapped__"):
@@ -93,7 +98,7 @@ def _change_plugin(changed_module: Any) -> None:
 
 
 def _join_process_group() -> None:
-    """Let DeepSpeed take up the process group, if there is one; else it takes itself for alone."""
+    """Let DeepSpeed take up the process group, if there is one; else it counts one process."""
     distributed_module = sys.modules.get("torch.distributed")
     if (
         distributed_module is None
@@ -101,6 +106,7 @@ def _join_process_group() -> None:
         or not distributed_module.is_initialized()
     ):
         return
+    # Here, because this module is imported in every worker, also in those without DeepSpeed.
     from nbaccel.deepspeed.strategy.engines import begin_comm
     from nbaccel.deepspeed.zero_config import ZeroConfig
 
@@ -130,6 +136,7 @@ class _ChangeFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if module_name not in self._changes:
             return None
+        # `PathFinder`, not `importlib.util.find_spec`, which would ask this finder again.
         module_spec = PathFinder.find_spec(module_name, search_path, target_module)
         if module_spec is not None and module_spec.loader is not None:
             module_spec.loader = _ChangingLoader(module_spec.loader, self._changes[module_name])

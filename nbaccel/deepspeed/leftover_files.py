@@ -4,11 +4,11 @@
     size    66 MiB for each rank
     made    in `init_distributed`, where LOCAL_SIZE says that all ranks are on this machine
 
-Without LOCAL_SIZE the first ``inference_all_reduce`` of a CPU worker ends it (a null pointer); with
-it DeepSpeed leaves the files there for ever. So workers get it where there is room, and the files
-go when the workers have ended. Nothing here imports DeepSpeed.
+Without LOCAL_SIZE the first ``inference_all_reduce`` of a CPU worker crashes it (a null pointer);
+with it DeepSpeed leaves the files there for ever. So workers get it where there is room, and the
+files are removed when the workers have ended. Nothing here imports DeepSpeed.
 
-DeepSpeed writes to it from C++, which ends the process where it cannot.
+DeepSpeed writes to the files from C++: where there is no room, the process ends by a signal.
 """
 
 from __future__ import annotations
@@ -53,18 +53,20 @@ _MIN_AGE_S = 60.0
 
 
 def variables(worker_place: Topology, device: str) -> dict[str, str]:
-    """The variable by which DeepSpeed knows that its ranks share a machine.
+    """The variable that tells DeepSpeed that its ranks share a machine.
 
     Args:
         worker_place: A worker's place.
         device: Type of the device.
 
     Returns:
-        Its name and value; nothing for a worker that is alone, which adds up nothing.
+        Its name and value; nothing for a worker that is alone, which has nothing to add up.
     """
     process_count = worker_place.local_world_size
     if process_count == 1:
         return {}
+    # Only ranks on CPUs of one machine make the files. "0" and not unset, because a variable of the
+    # notebook's own would be inherited.
     is_enough = device != "cpu" or worker_place.num_nodes > 1 or has_room(process_count)
     return {"LOCAL_SIZE": str(process_count) if is_enough else "0"}
 
@@ -75,7 +77,7 @@ def has_room(num_workers: int) -> bool:
 
 
 def shortage(num_workers: int) -> str:
-    """What does not work for want of room; empty where there is enough.
+    """What does not work because there is too little room; empty where there is enough.
 
     Args:
         num_workers: Workers on this machine.
@@ -101,6 +103,7 @@ def remove(worker_places: Iterable[Topology]) -> None:
     for worker_place in worker_places:
         place_words = (worker_place.master_addr, worker_place.master_port, worker_place.rank)
         file_name = "_".join(map(str, (f"{_SEGMENT_PREFIX}{os.getuid()}", *place_words)))
+        # Most often there is none.
         with contextlib.suppress(OSError):
             (FOLDER / file_name).unlink()
 
@@ -108,7 +111,7 @@ def remove(worker_places: Iterable[Topology]) -> None:
 def remove_orphans() -> None:
     """Remove the user's files of this kind that no process has open.
 
-    They are of launches whose notebook was killed, which nobody could clean up after.
+    They are of launches whose notebook was killed before it could remove them.
     """
     old_files = [
         file_path
@@ -117,6 +120,7 @@ def remove_orphans() -> None:
     ]
     if not old_files:
         return
+    # Once for all files: it reads the memory maps of every process.
     mapped_names = _mapped_segments()
     for file_path in old_files:
         if str(file_path) not in mapped_names:
@@ -132,7 +136,7 @@ def _segment_files() -> Sequence[Path]:
 
 
 def _mapped_segments() -> frozenset[str]:
-    """Files of this kind that are in the memory of any process that we may look at."""
+    """Files of this kind that are mapped by any process whose maps can be read."""
     return frozenset(
         file_path
         for maps_path in Path("/proc").glob("[0-9]*/maps")
@@ -141,9 +145,10 @@ def _mapped_segments() -> frozenset[str]:
 
 
 def _segment_names(maps_path: Path) -> Iterator[str]:
-    with contextlib.suppress(OSError):  # it has ended, or is another user's
+    with contextlib.suppress(OSError):  # the process has ended, or is another user's
         for map_line in maps_path.read_text().splitlines():
             if _SEGMENT_PREFIX in map_line:
+                # The sixth field is the path, which may have blanks.
                 yield map_line.split(maxsplit=5)[5]
 
 
@@ -190,6 +195,7 @@ def _folder_problem(swap_folder: Path) -> str:
         nearest_parent = nearest_folder(swap_folder)
         if not nearest_parent.is_dir():
             return f"{str(nearest_parent)!r} is a file"
+        # By writing: permissions alone do not tell of a file system that is read-only or full.
         with tempfile.TemporaryFile(dir=nearest_parent) as probe_file:
             probe_file.write(b"nbaccel")
             probe_file.flush()
@@ -235,6 +241,7 @@ def check_room(
         shape, zero_config, num_processes=local_world_size, num_nodes=num_nodes
     )
     needed_bytes = memory_estimate.nvme.total
+    # Both folders may be on one disk: the whole need must fit on the fuller of the two.
     free_room, swap_folder = min(
         (_free_room(room_folder, in_use), room_folder) for room_folder in swap_folders
     )
@@ -242,10 +249,9 @@ def check_room(
         raise ConfigError(
             f"nvme_path={str(swap_folder)!r} has too little room: DeepSpeed will write about "
             f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) for {local_world_size} "
-            "process(es), and "
-            f"{format_bytes(free_room)} ({free_room} bytes) are free. A full disk ends the "
-            "processes in "
-            'mid-training. Make room, give another folder, or set the device to "cpu".'
+            f"process(es), and {format_bytes(free_room)} ({free_room} bytes) are free. A full disk "
+            "ends the processes in the middle of the training. "
+            'Make room, give another folder, or set the device to "cpu".'
         )
 
 

@@ -44,16 +44,17 @@ def load_module(module: str, *, why: str) -> Any:
         MissingBackend: It is not installed, cannot be imported, or is too old.
     """
     check_version()
-    # Whatever device is chosen is told by nbaccel's own plan, with the reason.
+    # nbaccel's plan says which device is chosen, with the reason.
     logging.getLogger("DeepSpeed").addFilter(_is_no_greeting)
     loaded_module = require(module, extra="deepspeed", why=why)
+    # Only after the import, when the module that compiles operations may have been loaded.
     build_notice.announce()
     private_api.warn_of_missing()
     return loaded_module
 
 
 def check_version() -> None:
-    """Refuse a DeepSpeed that would fail in mid-training, without importing it.
+    """Refuse a DeepSpeed that would fail in the middle of a training, without importing it.
 
     Raises:
         MissingBackend: The one that is installed is too old.
@@ -70,7 +71,7 @@ def refusal(version: str) -> str:
         version: As it calls itself.
 
     Returns:
-        The sentence; empty where it can be used, or nothing can be said of it.
+        The sentence; empty where it can be used, or where its version cannot be read.
     """
     version_numbers = _version_numbers(version)
     if version_numbers is None or version_numbers >= OLDEST:
@@ -78,9 +79,8 @@ def refusal(version: str) -> str:
     oldest_version = ".".join(map(str, OLDEST))
     return (
         f"DeepSpeed {version} is installed, and nbaccel works with {oldest_version} and newer. "
-        "Older ones "
-        "leave the optimizer's state and float32 weights out of checkpoints of stage 0 in bf16, "
-        "and the oldest cannot be left again. Install a newer one: "
+        "Older ones leave the optimizer's state and float32 weights out of checkpoints of stage 0 "
+        "in bf16, and the oldest cannot be shut down in a running process. Install a newer one: "
         f'pip install "deepspeed>={oldest_version}"'
     )
 
@@ -99,6 +99,7 @@ def older_than(*numbers: int) -> str:
 
 
 def _version_numbers(version_text: str) -> tuple[int, ...] | None:
+    # A suffix, as of a build from source (0.19.8+abc), does not matter.
     version_match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version_text)
     return (
         None
@@ -107,9 +108,10 @@ def _version_numbers(version_text: str) -> tuple[int, ...] | None:
     )
 
 
+# Cached: each launch and each plugin asks, and reading metadata takes milliseconds.
 @lru_cache(maxsize=1)
 def _installed_version() -> str | None:
-    """The version that would be imported; None where nothing says it."""
+    """The version that would be imported; None where no metadata says it."""
     try:
         return metadata.version("deepspeed")
     except metadata.PackageNotFoundError:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["auto_keys", "load_settings"]
 
 
-# "auto" is a word of DeepSpeed's own here.
+# Here "auto" is a value that DeepSpeed itself defines.
 _OWN_AUTO = frozenset({"data_types.keep_in_fp32_modules", "pipeline.stages"})
 
 
@@ -32,7 +32,7 @@ def load_settings(given_config: Mapping[str, Any] | str | Path | ZeroConfig) -> 
         A copy.
 
     Raises:
-        ConfigError: The file cannot be read, or it or the dictionary is nothing that JSON holds.
+        ConfigError: The file cannot be read, or it or the dictionary holds what JSON cannot.
     """
     config_settings = read_source(given_config, DOCUMENT_NAME)
     if not isinstance(config_settings, dict):
@@ -45,7 +45,7 @@ def load_settings(given_config: Mapping[str, Any] | str | Path | ZeroConfig) -> 
 
 
 def auto_keys(config_settings: Mapping[str, Any], section_path: str = "") -> Iterator[str]:
-    """The keys whose value is ``"auto"``, except where that is a word of DeepSpeed's.
+    """The keys whose value is ``"auto"``, except where DeepSpeed itself defines that value.
 
     Args:
         config_settings: A DeepSpeed configuration.

@@ -19,7 +19,7 @@ _KNOWN_PLACES = ("none", "cpu", "nvme")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryInputs:
-    """What of a configuration decides about memory.
+    """The settings of a configuration that decide about memory.
 
     Attributes:
         stage: ZeRO stage, 0 to 3.
@@ -71,7 +71,7 @@ class MemoryInputs:
 
 
 class _MemoryInputsReader:
-    """Reads keys of one section, and remembers which of them say "auto"."""
+    """Reads keys of one section, and records which of them are "auto"."""
 
     def __init__(
         self, section_values: Mapping[str, Any], section_path: str, unknown_keys: list[str]
@@ -85,6 +85,7 @@ class _MemoryInputsReader:
         if key_value == "auto":
             self._unknown.append(f"{self._path}{section_key}")
             return default
+        # A key that is null in the file is left to DeepSpeed, as one that is not there.
         return default if key_value is None else key_value
 
     def section(self, section_key: str) -> _MemoryInputsReader:
@@ -93,6 +94,7 @@ class _MemoryInputsReader:
         return _MemoryInputsReader(inner_section, f"{self._path}{section_key}.", self._unknown)
 
     def place(self, section_key: str) -> str:
+        # The last part of a dotted name, since it may be an enumeration of DeepSpeed's.
         offload_place = str(self.section(section_key).get("device", "none")).rpartition(".")[2]
         if offload_place not in _KNOWN_PLACES:
             raise ConfigError(
@@ -107,7 +109,7 @@ def read_settings(plain_config: Mapping[str, Any]) -> MemoryInputs:
     """Read what decides about memory.
 
     Args:
-        plain_config: A configuration as DeepSpeed reads it. What else is in it is not looked at.
+        plain_config: A configuration as DeepSpeed reads it. Its other keys are ignored.
 
     Returns:
         The settings, with DeepSpeed's defaults for what is not there.
@@ -125,6 +127,7 @@ def read_settings(plain_config: Mapping[str, Any]) -> MemoryInputs:
     low_master = bool(low_section.get(f"{precision_name}_master_weights_and_grads", False))
     optimizer = top_reader.section("optimizer")
     param_buffers = zero_reader.section("offload_param")
+    # DeepSpeed accumulates in the format of the model unless the configuration names another.
     accumulation_format = top_reader.section("data_types").get("grad_accum_dtype", precision_name)
     return MemoryInputs(
         stage=stage,
@@ -153,7 +156,7 @@ def read_settings(plain_config: Mapping[str, Any]) -> MemoryInputs:
 
 
 def _is_torchs(top_reader: _MemoryInputsReader, stage: int) -> bool:
-    """Whether it is not one that DeepSpeed makes from the file, or makes of it to offload it."""
+    """Whether the optimizer is torch's: not made from the file, nor replaced for offloading."""
     optimizer = top_reader.section("optimizer")
     offload_place = top_reader.section("zero_optimization").place("offload_optimizer")
     if _optimizer_place(offload_place, stage) != "none" and top_reader.get(
@@ -175,8 +178,9 @@ def _stage_of(zero_reader: _MemoryInputsReader) -> int:
 
 
 def _precision_of_config(top_reader: _MemoryInputsReader) -> str:
-    for format_name, section_values in (("bf16", "bf16"), ("bf16", "bfloat16"), ("fp16", "fp16")):
-        if top_reader.section(section_values).get("enabled", False):
+    # "bfloat16" is an old name of the section, which DeepSpeed still reads.
+    for format_name, section_name in (("bf16", "bf16"), ("bf16", "bfloat16"), ("fp16", "fp16")):
+        if top_reader.section(section_name).get("enabled", False):
             return format_name
     return "fp32"
 

@@ -1,8 +1,8 @@
 """The table of DeepSpeed's own memory estimator, as its documentation shows it.
 
 Its formulas are rough on purpose (all Adam, all 16 bit, a factor for safety), and they are what
-people compare with. They are asked of the installed DeepSpeed, which prints them only. Our own, by
-the real configuration, are in `estimate`.
+people compare with. The installed DeepSpeed computes them, whose public functions only print them.
+nbaccel's estimate, by the actual configuration, is in `zero_memory`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Row:
         row_options = ", ".join(
             f"{option_name}={option_value:<4}" for option_name, option_value in self.options
         )
-        host_bytes, device = self.host_bytes / _BYTES_PER_GIB, self.device_bytes / _BYTES_PER_GIB
-        return f"{host_bytes:8.2f} | {device:8.2f} | {row_options}".rstrip()
+        host_gib, device_gib = self.host_bytes / _BYTES_PER_GIB, self.device_bytes / _BYTES_PER_GIB
+        return f"{host_gib:8.2f} | {device_gib:8.2f} | {row_options}".rstrip()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,7 @@ def deepspeed_table(
     num_nodes: int = 1,
     buffer_factor: float = 1.5,
 ) -> DeepSpeedTable:
-    """The table of DeepSpeed's own estimator, right for models on ``meta``, too.
+    """The table of DeepSpeed's estimator, which is also right for models on ``meta``.
 
     Args:
         model_or_shape: A module, or (parameters, parameters of the largest layer).
@@ -102,6 +102,7 @@ def deepspeed_table(
         )
     shape = shape_of(model_or_shape)
     make_rows = _zero2_rows if stage == 2 else _zero3_rows
+    # A tuple, and inside the block, since the rows are computed only when they are read.
     with quiet_logger():
         table_rows = tuple(make_rows(shape, (devices_per_node, num_nodes), buffer_factor))
     return DeepSpeedTable(
@@ -120,20 +121,21 @@ def _zero3_rows(
         "deepspeed.runtime.zero.stage3", why="DeepSpeed's memory estimator"
     )
     estimate_bytes = formula_module.estimate_zero3_model_states_mem_needs
-    for optimizer, with_parameters in ((True, True), (True, False), (False, False)):
+    # In the order of the table in DeepSpeed's documentation.
+    for with_optimizer, with_parameters in ((True, True), (True, False), (False, False)):
         for zero_init in (True, False):
             host_bytes, device, _ = estimate_bytes(
                 shape.total,
                 shape.largest_layer,
                 *device_counts,
-                optimizer,
+                with_optimizer,
                 with_parameters,
                 zero_init,
                 buffer_factor,
             )
             row_options = (
                 ("offload_param", _place_word(with_parameters)),
-                ("offload_optimizer", _place_word(optimizer)),
+                ("offload_optimizer", _place_word(with_optimizer)),
                 ("zero_init", str(int(zero_init))),
             )
             yield Row(host_bytes=host_bytes, device_bytes=device, options=row_options)

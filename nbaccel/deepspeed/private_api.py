@@ -2,8 +2,8 @@
 
 Private parts may change with any release. What stands here was seen in DeepSpeed 0.18.5 to 0.19.8
 unless its function says otherwise. When DeepSpeed is first loaded in a process, `missing_parts`
-looks for all of them, so that a release without one is told of by name, with what is lost, before
-a worker meets it. Where DeepSpeed has a public function, that one is used and is not listed here.
+looks for all of them, so that a warning names what a release lacks, and what is lost by it, before
+a worker fails. Where DeepSpeed has a public function, that one is used and is not listed here.
 """
 
 from __future__ import annotations
@@ -62,12 +62,15 @@ class PrivatePart:
 
     def is_there(self) -> bool:
         """Whether the DeepSpeed that is loaded has it; True where its module is not loaded."""
+        # Never imported for the check: a part of DeepSpeed that is not loaded is not used either.
         part_module = sys.modules.get(self.module)
         if part_module is None:
             return True
         part_holder: Any = part_module
         for attribute_name in self.holder.split("."):
             part_holder = getattr(part_holder, attribute_name, None)
+        # There is no engine yet to look at, so the code that sets or reads the attribute is
+        # searched.
         if self.is_on_instances:
             return self.name in _names_in(part_holder)
         return hasattr(part_holder, self.name)
@@ -101,6 +104,7 @@ def _names_in(inspected_function: Any) -> frozenset[str]:
     code_object = getattr(inspected_function, "__code__", None)
     if code_object is None:
         return frozenset()
+    # `co_names` has attributes that are accessed, `co_consts` the texts that `hasattr` is given.
     return frozenset(code_object.co_names) | {
         code_constant for code_constant in code_object.co_consts if isinstance(code_constant, str)
     }
@@ -191,7 +195,7 @@ def warn_of_missing() -> None:
 
 
 def refuse_missing() -> None:
-    """Refuse to train where the result would be wrong without a word.
+    """Refuse to train where the result would be silently wrong.
 
     Raises:
         MissingBackend: A part is missing without which trained weights would stay behind.
@@ -228,13 +232,13 @@ def data_parallel_group(parameter: Any) -> Any:
     """The process group over which ZeRO 1 and 2 share a parameter's float32 copy.
 
     Raises:
-        MissingBackend: This DeepSpeed does not say it.
+        MissingBackend: This DeepSpeed has no such attribute.
     """
     return _DP_GROUP.read(parameter)
 
 
 def zero3_optimizer(tensor: Any) -> Any:
-    """The ZeRO 3 optimizer that trains a parameter; None where it is only inferred with."""
+    """The ZeRO 3 optimizer that trains a parameter; None where there is only inference."""
     return getattr(tensor, _Z3_OPTIMIZER.name, None)
 
 
@@ -242,11 +246,12 @@ def is_swapped_out(tensor: Any) -> bool:
     """Whether the float32 copy of a ZeRO 3 parameter lies on disk between steps.
 
     Raises:
-        MissingBackend: This DeepSpeed does not say it.
+        MissingBackend: This DeepSpeed has no such attribute.
     """
     optimizer = zero3_optimizer(tensor)
     if optimizer is None or not tensor.requires_grad:
         return False
+    # The optimizer swaps by sub-groups, each of which is in memory or on disk as a whole.
     subgroup_index = optimizer.grad_position[optimizer.get_param_id(tensor)][0]
     return bool(_IS_SWAPPABLE.read(optimizer)(subgroup_index))
 
@@ -265,8 +270,10 @@ def write_swapped_fp32(tensor: Any, write: Callable[[Any], None]) -> None:
         MissingBackend: This DeepSpeed has no such way.
     """
     optimizer = zero3_optimizer(tensor)
+    # Both are looked up before the first is called: a group that is read must be written back.
     read_partition, swap_out = _FP32_PARTITION.read(optimizer), _SWAP_OUT.read(optimizer)
     partition_values, subgroup_index = read_partition(tensor, release_swap_buffers=False)
+    # The buffers are kept from reading to writing; `swap_out` releases them.
     write(partition_values.detach().view(-1))
     swap_out(subgroup_index)
 
@@ -287,10 +294,10 @@ ZERO3_MODULE_ATTRIBUTES = frozenset(
 
 
 def engine_settings(engine: Any) -> Any:
-    """The ``DeepSpeedConfig`` that an engine goes by; what is changed in it is read anew.
+    """The ``DeepSpeedConfig`` that an engine reads; changes in it take effect.
 
     Raises:
-        MissingBackend: This DeepSpeed's engines keep none.
+        MissingBackend: The engines of this DeepSpeed have none.
     """
     return _ENGINE_CONFIG.read(engine)
 
@@ -316,12 +323,14 @@ _GROUP_VARIABLES: dict[str, int | None] = {
 
 
 def forget_group_references(groups_module: Any) -> None:
-    """Empty DeepSpeed's lists of groups, which only its own `destroy` does, and from 0.19.8 on.
+    """Empty DeepSpeed's lists of groups, as only its `destroy` does, and only from 0.19.8 on.
 
     Args:
         groups_module: The module ``deepspeed.utils.groups``; a variable that it does not
             have is skipped.
     """
+    # DeepSpeed's own function, from 0.19.8 on, knows the variables of its release; the table below
+    # those of the earlier ones.
     release_groups = getattr(groups_module, "_release_process_group_references", None)
     if release_groups is not None:
         release_groups()
@@ -378,7 +387,7 @@ _HF_CONFIG = "_hf_deepspeed_config_weak_ref"
 
 
 def hf_config_reference() -> Any:
-    """The weak reference by which transformers knows that models are built in shards.
+    """The weak reference by which transformers decides that models are built in shards.
 
     Returns:
         The reference; None where there is none, or the module is not loaded.

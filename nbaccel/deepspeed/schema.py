@@ -1,9 +1,9 @@
-"""Which keys the installed DeepSpeed knows, asked of DeepSpeed itself.
+"""Which keys the installed DeepSpeed reads, found out by letting it read.
 
-DeepSpeed has no schema of its whole configuration. Some sections are pydantic models, which say
-what they know; the rest are dictionaries that it reads with ``get``. So it is handed a dictionary
-that writes down what is asked of it, and a key that no model can know, which makes the model
-behind a section complain under its own name. Nothing here lists a key that DeepSpeed reads.
+DeepSpeed has no schema of its whole configuration. Some sections are pydantic models, which name
+their fields; the rest are dictionaries that it reads with ``get``. So it is given a dictionary that
+records which keys are looked up, and a key that no model has, so that the model of a section raises
+an error with its class name. Nothing here lists a key that DeepSpeed reads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
     "quiet_logger",
 ]
 
-# DeepSpeed asks for these only where processes are connected, or by other ways than its reader.
+# DeepSpeed reads these only where processes are connected, or in other places than its reader.
 _UNASKED_KEYS = ("sequence_parallel_size",)
 # Their inner names are the user's own, or are read by parsers that refuse what they do not know.
 _FREE_SECTIONS = ("data_efficiency.data_sampling", "data_efficiency.data_routing", "pipeline")
@@ -59,7 +59,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class Default:
-    """What DeepSpeed takes for a key that is not given.
+    """DeepSpeed's default for a key that is not given.
 
     Attributes:
         value: The default.
@@ -70,7 +70,7 @@ class Default:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """What the installed DeepSpeed knows.
+    """The keys, models and classes of the installed DeepSpeed.
 
     Attributes:
         version: DeepSpeed's version.
@@ -107,7 +107,7 @@ class Schema:
         )
 
     def default(self, config_key: str) -> Default | None:
-        """What DeepSpeed takes for a key of one of its models, which drop ``"auto"``.
+        """DeepSpeed's default for a key of one of its models, which replace ``"auto"`` by it.
 
         Args:
             config_key: A dotted path.
@@ -127,7 +127,7 @@ class Schema:
         if model_field is None or model_field.is_required():
             return None
         field_default = model_field.get_default(call_default_factory=True)
-        # DeepSpeed has an int of its own there, which shows itself with commas.
+        # DeepSpeed's defaults are of a subclass of `int` there, whose `repr` has commas.
         return Default(
             int(field_default)
             if isinstance(field_default, int) and field_default > 1
@@ -136,7 +136,7 @@ class Schema:
 
 
 class _KeyRecorder(dict[str, Any]):
-    """A dictionary that writes down every key it is asked for."""
+    """A dictionary that records every key that is looked up in it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -160,12 +160,13 @@ class _KeyRecorder(dict[str, Any]):
         return self
 
     def __copy__(self) -> _KeyRecorder:
+        # DeepSpeed copies the dictionary and reads the copy: look-ups must be recorded here.
         return self
 
 
 @lru_cache(maxsize=1)
 def deepspeed_schema() -> Schema:
-    """Ask the installed DeepSpeed what it knows; once per process.
+    """Find out what the installed DeepSpeed reads; once per process.
 
     Returns:
         Its keys.
@@ -197,7 +198,7 @@ def deepspeed_schema() -> Schema:
 
 @contextmanager
 def quiet_logger() -> Iterator[None]:
-    """DeepSpeed's logger is silent for the length of a block: it logs every configuration."""
+    """A block in which DeepSpeed's logger is silent: it logs every configuration it reads."""
     logger = logging.getLogger("DeepSpeed")
     level_before = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -216,7 +217,7 @@ def _nested_settings(
 
 
 def _asked_keys(config_reader: Callable[..., Any], section_path: tuple[str, ...]) -> set[str]:
-    """What DeepSpeed asks a plain section for."""
+    """The keys that DeepSpeed looks up in a plain section."""
     asked_keys: set[str] = set()
     # Some sections are read on only where they have a type, or are turned on.
     for section_content, config_key in (
@@ -224,10 +225,12 @@ def _asked_keys(config_reader: Callable[..., Any], section_path: tuple[str, ...]
         ({"type": "Adam"}, "type"),
         ({"enabled": True}, "enabled"),
     ):
+        # Each try is a run of DeepSpeed's reader, and useless for a section without such a key.
         if config_key and config_key not in asked_keys:
             continue
         key_recorder = _KeyRecorder(section_content if section_path else _ENOUGH_SETTINGS)
-        # What it asked before it gave up, over whatever, is what counts.
+        # The reader fails on most of these settings, in many ways: what it had looked up until then
+        # is the answer.
         with contextlib.suppress(Exception):
             config_reader(
                 _nested_settings(section_path, key_recorder) if section_path else key_recorder
@@ -242,16 +245,17 @@ def _look_behind(
     keys_by_path: dict[str, frozenset[str]],
     model_by_path: dict[str, type[BaseModel]],
 ) -> None:
-    """Find out what stands behind a path: a model, a plain section, or a value."""
+    """Find out what a path leads to: a model, a plain section, or a value."""
     if ".".join(section_path) in _FREE_SECTIONS:
         return
     if model := _model_behind(config_reader, section_path):
         _spread_model(section_path, model, keys_by_path, model_by_path)
         return
     asked_keys = _asked_keys(config_reader, section_path)
-    if asked_keys - {"enabled"}:  # where that is all, the rest is read by others, and later
+    if asked_keys - {"enabled"}:  # with that key alone, the others are read elsewhere, and later
         keys_by_path[".".join(section_path)] = frozenset(asked_keys)
         for config_key in sorted(asked_keys):
+            # Each look runs DeepSpeed's reader, so the search ends at two levels.
             if len(section_path) < 2 and config_key not in ("params", "type"):
                 _look_behind(
                     config_reader, (*section_path, config_key), keys_by_path, model_by_path
@@ -278,7 +282,7 @@ def _model_behind(
                         else None
                     )
                 return found_model
-    except Exception:  # a section without a model answers in its own way
+    except Exception:  # a section without a model fails in other ways
         return None
     return None
 
@@ -286,6 +290,7 @@ def _model_behind(
 def _all_models() -> Iterator[type[BaseModel]]:
     base_module = library.load_module("deepspeed.runtime.config_utils", why="A DeepSpeed model")
     waiting_models: list[type[BaseModel]] = list(base_module.DeepSpeedConfigModel.__subclasses__())
+    # Without a list of its models, DeepSpeed's base class has them as subclasses, at any depth.
     while waiting_models:
         model = waiting_models.pop()
         yield model
@@ -338,7 +343,7 @@ def _known_schedulers() -> Iterator[tuple[str, Arguments]]:
 
 
 def _arguments_of(made_class: type, *, further_names: tuple[str, ...] = ()) -> Arguments:
-    # The first is what it works on: an optimizer, or parameters.
+    # The first parameter is what it works on: an optimizer, or the model's parameters.
     parameter_list = list(inspect.signature(made_class).parameters.values())[1:]
     parameter_kinds = {parameter.kind for parameter in parameter_list}
     given_parameters = [

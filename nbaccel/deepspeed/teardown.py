@@ -29,17 +29,17 @@ __all__ = [
 ]
 
 _log = get_logger(__name__)
-# Variables by which libraries talk to themselves: `TrainingArguments(deepspeed=...)` sets
-# ACCELERATE_USE_DEEPSPEED and leaves it there, and the next Trainer uses DeepSpeed unasked.
+# Variables that these libraries set and read themselves: `TrainingArguments(deepspeed=...)` sets
+# ACCELERATE_USE_DEEPSPEED and leaves it there, and the next Trainer would use DeepSpeed unasked.
 _VARIABLE_PREFIXES = ("ACCELERATE_", "DEEPSPEED_")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Before:
-    """What was there before, and stays.
+    """What was there before, and is restored.
 
     Attributes:
-        environ: Variables by which libraries talk to themselves.
+        environ: Variables that the libraries set and read themselves.
         accelerate: Whether Accelerate's shared state was set up.
         hf_config: What transformers holds as the process's DeepSpeed configuration.
     """
@@ -53,7 +53,7 @@ def observe() -> Before:
     """Look at what DeepSpeed and those who use it will change.
 
     Returns:
-        What :func:`tear_down` needs to know.
+        What :func:`tear_down` needs.
     """
     return Before(
         environ=_library_variables(),
@@ -72,19 +72,21 @@ def tear_down(state_before: Before) -> None:
         state_before: What was observed at the start.
     """
     with contextlib.ExitStack() as exit_steps:  # run from the last to the first, each in any case
+        # Last of all: only then do no hooks, lists and groups hold engines and modules any more.
         exit_steps.callback(gc.collect)
         exit_steps.callback(_restore_variables, state_before)
         # While it holds a ZeRO-3 configuration, every model is made of placeholders.
         exit_steps.callback(private_api.keep_hf_config_reference, state_before.hf_config)
         if not state_before.accelerate:
             exit_steps.callback(_accelerate.forget)
+        # After the engines, some of which ask their group for a rank when they are destroyed.
         exit_steps.callback(_end_groups)
         exit_steps.callback(forget_modules)
         exit_steps.callback(_destroy_engines)
 
 
 def _destroy_engines() -> None:
-    """Take the hooks and buffers of every engine, also of those that a variable still names."""
+    """Remove hooks and buffers of every engine, also of those that a variable still names."""
     for engine in live_engines():
         try:
             destroy(engine)
@@ -106,16 +108,17 @@ def destroy(engine: Any) -> None:
 
 
 def _do_nothing() -> None:
-    """What a destroyed engine has left to destroy."""
+    """In place of `destroy`, once it has run."""
 
 
 def live_engines() -> list[Any]:
-    """All engines of this process, also those that no Accelerator knows."""
+    """All engines of this process, also those that no Accelerator made."""
     engine_module = sys.modules.get("deepspeed.runtime.engine")
     if engine_module is None:
         return []
+    # DeepSpeed has no list of its engines; the garbage collector tracks all of them.
     engine_class = engine_module.DeepSpeedEngine
-    # By its type: `isinstance` would ask the object, and some objects of torch warn when asked.
+    # By type: `isinstance` reads `__class__` of each object, and some objects of torch warn then.
     return [
         live_object
         for live_object in gc.get_objects()
@@ -138,9 +141,10 @@ def forget_modules() -> None:
 
 
 def _cached_inside(inspected_function: Any, search_depth: int = 3) -> Iterator[Any]:
-    """Functions with a cache, which may lie in the closure of a decorator that names no one."""
+    """Functions with a cache, which may be in the closure of a decorator without `__wrapped__`."""
     if hasattr(inspected_function, "cache_clear"):
         yield inspected_function
+    # Three levels are more than DeepSpeed's decorators have; a closure may lead back to itself.
     if hasattr(inspected_function, "cache_clear") or not search_depth:
         return
     for closure_cell in getattr(inspected_function, "__closure__", None) or ():
@@ -150,7 +154,7 @@ def _cached_inside(inspected_function: Any, search_depth: int = 3) -> Iterator[A
 
 
 def _end_groups() -> None:
-    """Destroy all process groups, through DeepSpeed where it knows of them."""
+    """Destroy all process groups, through DeepSpeed where it has taken them up."""
     distributed_module = sys.modules.get("torch.distributed")
     comm_module: Any = sys.modules.get("deepspeed.comm.comm")
     if (
@@ -162,21 +166,19 @@ def _end_groups() -> None:
         group_backends = _group_backends(distributed_module)
         destroy_groups: Callable[[], None] = distributed_module.destroy_process_group
         if comm_module is not None and comm_module.cdb is not None:
-            destroy_groups = (
-                comm_module.destroy_process_group
-            )  # it also forgets the groups made from it
+            # DeepSpeed's function also forgets the groups that it made from the default one.
+            destroy_groups = comm_module.destroy_process_group
         destroy_groups()
         del group_backends
     forget_groups()
 
 
 def forget_groups() -> None:
-    """Let DeepSpeed make its groups anew where torch's, from which it made them, are gone."""
+    """Make DeepSpeed forget the groups that it made from those of torch, which are gone."""
     comm_module: Any = sys.modules.get("deepspeed.comm.comm")
     if comm_module is not None:
-        comm_module.cdb = (
-            None  # it wraps the group that is gone, and would be taken for the next one
-        )
+        # It wraps the group that is gone, and `init_distributed` would take it for the next one.
+        comm_module.cdb = None
     groups_module: Any = sys.modules.get("deepspeed.utils.groups")
     if groups_module is not None:
         private_api.forget_group_references(groups_module)
@@ -210,6 +212,7 @@ def _restore_variables(state_before: Before) -> None:
     current_variables = _library_variables()
     env.update(
         {
+            # None, which unsets, for a variable that was not there before.
             variable_name: state_before.environ.get(variable_name)
             for variable_name in current_variables.keys() | state_before.environ.keys()
         }

@@ -52,6 +52,7 @@ def add_to(command_parsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def _run_command(parsed_options: argparse.Namespace) -> int:
+    # Here, so that `nbaccel --help` does not import numpy and safetensors.
     from nbaccel.deepspeed.weights.converting import zero_to_fp32
 
     start_time = time.monotonic()
@@ -61,6 +62,7 @@ def _run_command(parsed_options: argparse.Namespace) -> int:
         tag=parsed_options.tag,
         max_shard_size=parsed_options.max_shard_size,
         exclude_frozen_parameters=parsed_options.exclude_frozen_parameters,
+        # In a log file the bar would be a line for each of its updates.
         progress=sys.stderr.isatty(),
     )
     sys.stdout.write(f"{_result_text(written_files, time.monotonic() - start_time)}\n")
@@ -81,7 +83,7 @@ def _result_text(written_files: Written, elapsed_seconds: float) -> str:
 def _peak_memory() -> str:
     """What this process had in memory at most, where the system tells.
 
-    `getrusage` would begin with the memory of whoever started it.
+    The maximum of `getrusage` includes the memory of the process that started this one.
     """
     status_path = Path("/proc/self/status")
     status_lines = (

@@ -1,4 +1,4 @@
-"""What a run says about itself, gathered from where it is said: arguments, optimizer, schedule."""
+"""The facts of a training, gathered from its arguments, optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["TrainingFacts", "defaults_of", "gathered", "hidden_size", "made_in"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingFacts:
-    """What is known of a training. ``None`` says nothing.
+    """What is known of a training. ``None`` means not known.
 
     Attributes:
         world_size: Processes that share a batch.
@@ -59,7 +59,7 @@ def gathered(
     optimizer: object | None,
     scheduler: object | None,
 ) -> TrainingFacts:
-    """Everything that is said, the first source that says something deciding.
+    """All facts; of several sources the first one that has a fact decides.
 
     Args:
         facts: What is known already.
@@ -89,7 +89,7 @@ def gathered(
         for fact_name, fact_value in given_values.items()
         if fact_value is None and fact_name in known_values
     }
-    # Facts that leave the number of processes at one say nothing about it.
+    # One process is the field's default, which cannot be told from a value that was given.
     return replace(
         facts,
         **missing_facts,
@@ -98,7 +98,7 @@ def gathered(
 
 
 def defaults_of(*standins: object) -> frozenset[str]:
-    """The facts that a stand-in's defaults tell: they fill in what is open, and contradict nobody.
+    """The facts that are only a stand-in's defaults: they fill in, and contradict nothing.
 
     Args:
         *standins: A dummy optimizer, a dummy schedule, or anything else.
@@ -124,6 +124,7 @@ def _of_run(run_config: RunConfig) -> dict[str, Any]:
     known_values: dict[str, Any] = {"zero_stage": run_config.zero_stage}
     if run_config.num_processes is not None:
         known_values["world_size"] = run_config.num_processes * run_config.num_nodes
+    # Its default must not contradict a file that turns a precision on.
     if "mixed_precision" in run_config.model_fields_set:
         known_values["mixed_precision"] = run_config.mixed_precision
     return known_values
@@ -152,14 +153,16 @@ def _of_optimizer(optimizer: object) -> dict[str, Any]:
 
 
 def made_in(model: Any) -> str | None:
-    """The format in which a model's weights were made: ``bfloat16``; None where nothing says it.
+    """The format in which a model's weights were made: ``bfloat16``; None where it is not known.
 
     Args:
         model: For example one of transformers, whose configuration says it.
     """
     model_config = getattr(model, "config", None)
     model_dtype = getattr(model_config, "dtype", None)
-    if model_dtype is None:  # its name before transformers 5, which warns whoever asks for it
+    # The name before transformers 5, whose attribute of that name warns when it is read: so only
+    # the instance's dictionary is looked at.
+    if model_dtype is None:
         model_dtype = getattr(model_config, "__dict__", {}).get("torch_dtype")
     return None if model_dtype is None else str(model_dtype).removeprefix("torch.")
 
@@ -175,7 +178,7 @@ def hidden_size(model: object) -> tuple[int | None, str]:
         model: A model.
 
     Returns:
-        Elements and the source; None where nothing tells it.
+        Elements and the source; None where it is not known.
     """
     model_config = getattr(model, "config", None)
     for config_path in ("config", "config.text_config"):
@@ -186,6 +189,7 @@ def hidden_size(model: object) -> tuple[int | None, str]:
             return hidden_width, f"{config_path}.hidden_size"
         if hidden_widths := getattr(width_holder, "hidden_sizes", None):
             return max(hidden_widths), f"the largest of {config_path}.hidden_sizes"
+    # By attributes, since not only `nn.Linear` has them: quantized layers do, too.
     list_modules = getattr(model, "modules", None)
     linear_layers: Iterable[Any] = list_modules() if callable(list_modules) else ()
     layer_sides = [

@@ -5,9 +5,8 @@ Its sections stand first, key by key, each with its meaning and unit.
 Names are those of DeepSpeed's JSON. ``None`` leaves a key to DeepSpeed.
 
 What ``zero_optimization`` holds in JSON are settings like any other here. A key has a field where
-nbaccel explains it, knows its unit or range, or computes with it. Any other is kept in ``extra``,
-so a round trip loses nothing; whether DeepSpeed knows it, and takes its value, `checking` asks
-DeepSpeed's own models.
+nbaccel explains it, checks its range, or computes with it. Any other is kept in ``extra``, so a
+round trip loses nothing; `checking` compares it with DeepSpeed's models.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ __all__ = [
 
 
 class OffloadOptimizer(Section):
-    """Where the optimizer's state lives, and its step is computed (ZeRO 1, 2 and 3)."""
+    """Where the optimizer's state is kept, and its step is computed (ZeRO 1, 2 and 3)."""
 
     device: DeviceField = Field(
         None, description="Where optimizer state is kept; nvme needs stage 3."
@@ -95,7 +94,7 @@ class OffloadOptimizer(Section):
 
 
 class OffloadParam(Section):
-    """Where parameters live while they are not computed with (ZeRO 3)."""
+    """Where parameters are kept while they are not used (ZeRO 3)."""
 
     device: DeviceField = Field(None, description="Where parameters are kept; needs stage 3.")
     nvme_path: Text = Field(None, description="Folder for parameters on the fast disk.")
@@ -205,7 +204,7 @@ class ParallelWrite(Section):
 
 
 class CheckpointWriter(Section):
-    """Who writes a checkpoint, and how."""
+    """Which writer writes a checkpoint, and how."""
 
     type: Text = Field(None, description="fast, python or mock.")
     decoupled: Truth = Field(None, description="Write while training goes on.")
@@ -312,6 +311,7 @@ class Timers(Section):
 
 ZERO = "zero_optimization"
 
+# `offload_optimizer="cpu"` and `optimizer="AdamW"` are short for sections of one key.
 _offload_optimizer = holds(OffloadOptimizer, "device")
 _offload_param = holds(OffloadParam, "device")
 _leaf = holds(LeafModules)
@@ -404,6 +404,7 @@ class _ZeroSection(Section):
     )
 
 
+# A class beside `ZeroConfig`, so that its fields are the keys that JSON has under that section.
 ZERO_KEYS = tuple(name for name in _ZeroSection.model_fields if name != "extra")
 
 
@@ -491,7 +492,7 @@ class ZeroConfig(_ZeroSection):
 
     @property
     def zero_stage(self) -> int:
-        """The stage as DeepSpeed takes it: 0 where none is given."""
+        """The stage as DeepSpeed reads it: 0 where none is given."""
         return self.stage if isinstance(self.stage, int) else 0
 
     @classmethod
@@ -515,7 +516,8 @@ class ZeroConfig(_ZeroSection):
             for config_key, key_value in settings.items()
             if config_key != ZERO
         }
-        # A setting of `zero_optimization` at the top level is not one: DeepSpeed ignores it there.
+        # A key of `zero_optimization` at the top level is not a setting: DeepSpeed ignores it
+        # there, so it is kept as it stands, for the check to find.
         extra_keys = {
             config_key: flat_settings.pop(config_key)
             for config_key in tuple(flat_settings)
@@ -533,6 +535,7 @@ class ZeroConfig(_ZeroSection):
                 for config_key, key_value in zero_section.items()
                 if config_key not in ZERO_KEYS
             }
+            # An empty section is kept, too, so that a round trip loses nothing.
             if remaining_keys or not zero_section:
                 extra_keys[ZERO] = remaining_keys
         elif zero_section is not None:
@@ -563,7 +566,7 @@ class ZeroConfig(_ZeroSection):
         return cls.from_dict(read_file(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """The configuration as DeepSpeed reads it, without what is left to DeepSpeed.
+        """The configuration as DeepSpeed reads it, without the keys that are left to DeepSpeed.
 
         Returns:
             What ``deepspeed.initialize(config=...)`` takes; changing it changes nothing here.
@@ -616,6 +619,7 @@ def old_forms(old_settings: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[st
             f"{ZERO} was true or false in an old form: write {new_settings[ZERO]!r}."
         )
     if isinstance(new_settings.get(ZERO), dict):
+        # A copy, since the given configuration must stay as it is.
         zero_section = new_settings[ZERO] = dict(new_settings[ZERO])
         for old_key, config_key in (
             ("cpu_offload", "offload_optimizer"),
@@ -645,14 +649,14 @@ def old_forms(old_settings: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[st
                     zero_section[config_key.removeprefix("stage3_")],
                 )
     if isinstance(new_settings.get("aio"), dict) and "thread_count" in new_settings["aio"]:
-        # DeepSpeed's documentation has the old name still, and DeepSpeed ignores it.
+        # DeepSpeed's documentation still has the old name, which DeepSpeed ignores.
         aio = new_settings["aio"] = dict(new_settings["aio"])
         moved(aio, "thread_count", "intra_op_parallelism", aio["thread_count"])
     return new_settings, tuple(change_notes)
 
 
 def _in_its_section(field_mistake: FieldMistake) -> FieldMistake:
-    """A mistake with the section in front that JSON has its setting in."""
+    """A mistake with the path that its setting has in JSON."""
     return (
         field_mistake.under(ZERO)
         if field_mistake.path.partition(".")[0] in ZERO_KEYS

@@ -1,8 +1,8 @@
 """``estimate_memory``: what a DeepSpeed run needs on each device, each host and the disk.
 
 The model states are counted at the moment when there is most of them: when the optimizer steps.
-All numbers follow from the configuration and from what DeepSpeed allocates for it; tests hold them
-against real engines.
+All numbers follow from the configuration and from what DeepSpeed allocates for it; tests compare
+them with real engines.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def memory_part(config_part: Mapping[str, Any] | str | Path | Any = None) -> dic
         config_part: A mapping, a file, or a `ZeroConfig`; None is plain data-parallel training.
 
     Returns:
-        A copy without the others: what they are, or that they are open, does not matter here.
+        A copy without the others, which may be wrong or still "auto".
 
     Raises:
         ConfigError: It cannot be read.
@@ -75,6 +75,7 @@ def memory_part(config_part: Mapping[str, Any] | str | Path | Any = None) -> dic
         config_part["optimizer"] = {"type": optimizer["type"]}
         if (optimizer.get("params") or {}).get("torch_adam"):
             config_part["optimizer"]["params"] = {"torch_adam": True}
+    # Not for the states of the model: the sample batch is cut or repeated to this size.
     if isinstance(found_settings.get("train_micro_batch_size_per_gpu"), int):
         config_part["train_micro_batch_size_per_gpu"] = found_settings[
             "train_micro_batch_size_per_gpu"
@@ -104,16 +105,19 @@ def decided(
         ConfigError: The file says something else than the run.
     """
     waiting_keys = set(auto_keys(config_part))
+    # Keys without a rule are counted with DeepSpeed's defaults, and a folder changes no size.
     open_keys = {
         open_key
         for open_key in waiting_keys
         if open_key not in AUTO_KEYS or open_key in _NVME_PATH_KEYS
     }
+    # A model given by its size alone has no width, from which buckets are computed.
     if not callable(getattr(model, "modules", None)) or hidden_size(model)[0] is None:
         open_keys |= waiting_keys & set(_BY_WIDTH)
     if not waiting_keys - open_keys and run_config is None:
         return config_part
     remaining_settings = copy.deepcopy(config_part)
+    # Taken out and put back, since `resolve_auto` raises for what nothing decides.
     for open_key in open_keys:
         drop_at(remaining_settings, open_key)
     training_facts = TrainingFacts(world_size=world_size)
@@ -226,11 +230,10 @@ def _stage_0(
 def _stage_1_2(
     memory_inputs: MemoryInputs, shape: Shape, world_size: int, on_cpu: bool
 ) -> tuple[Bytes, Bytes, Bytes]:
-    """The optimizer has a part of its own, also in fp32, where it is a copy of the parameters."""
+    """The optimizer has one part of the parameters, as a copy, also where training is in fp32."""
     part_size = _part_of(shape.trainable, world_size)
-    own_bytes = (
-        memory_inputs.master_bytes * part_size
-    )  # its parameters, and once more its gradients
+    # Used twice: for its parameters, and for its gradients in the same format.
+    own_bytes = memory_inputs.master_bytes * part_size
     reduce_buffers = _reduce_buffers(memory_inputs)
     device = Bytes(
         parameters=memory_inputs.parameter_bytes * shape.total,
@@ -264,8 +267,8 @@ def _stage_1_2(
             gradients=whole_bytes, in_step=max(own_bytes, in_step, update_bytes - whole_bytes)
         )
         return device + state_bytes + more_bytes, Bytes(), Bytes()
-    # On their way back to the device the new parameters are rounded into a copy of their own; a
-    # gradient on its way to the host passes through a buffer on either side.
+    # Before they are copied back to the device, the new parameters are rounded into a separate
+    # copy; a gradient that is copied to the host passes through a buffer on either side.
     weight_copy = Bytes(parameters=memory_inputs.parameter_bytes * part_size, in_step=update_bytes)
     passing_bytes = Bytes(
         buckets=memory_inputs.parameter_bytes * max(shape.sizes, default=shape.largest_layer)
@@ -290,7 +293,8 @@ def _bytes_of_stage_3(
         reduce_buffer = min(reduce_buffer, shape.trainable)
     whole_bytes = reduce_buffer + shape.at_most(memory_inputs.persist)
     device = Bytes(buckets=weight_bytes * whole_bytes)
-    own_bytes = memory_inputs.master_bytes * part_size  # in fp32, too
+    # The part of the parameters in the optimizer's format, beside that in the model's.
+    own_bytes = memory_inputs.master_bytes * part_size
     kept_bytes = memory_inputs.gradient_bytes * part_size
     subgroup_size = min(memory_inputs.sub_group, part_size)
     update_bytes = memory_inputs.master_bytes * (
@@ -348,6 +352,7 @@ def _reduce_buffers(memory_inputs: MemoryInputs) -> int:
 
 
 def _part_of(element_count: int, world_size: int) -> int:
+    # Rounded up: the last part is padded to the size of the others.
     return -(-element_count // world_size)
 
 
@@ -394,44 +399,46 @@ def estimate_memory(
     config_part = decided(
         memory_part(config), model_or_shape, world_size=world_size, run_config=run
     )
-    config_settings = read_settings(config_part)
+    memory_inputs = read_settings(config_part)
     if sample_batch is not None:
         sized_batch = _cut_batch(sample_batch, config_part.get("train_micro_batch_size_per_gpu"))
         activation_bytes = _activation_bytes(
-            model_or_shape, sized_batch, config_settings.precision, gradient_checkpointing
+            model_or_shape, sized_batch, memory_inputs.precision, gradient_checkpointing
         )
     machine_inventory = inventory or inspect_machine()
+    # Processes take the first GPUs, one each.
     machine_gpus = machine_inventory.gpus[:num_processes]
     device, host_bytes, nvme_bytes = places(
-        config_settings, shape, world_size, on_cpu=not machine_gpus
+        memory_inputs, shape, world_size, on_cpu=not machine_gpus
     )
     return MemoryEstimate(
         device=device + Bytes(activations=activation_bytes),
         host=host_bytes * num_processes,
         nvme=nvme_bytes * num_processes,
         shape=shape,
-        strategy=_in_words(config_settings),
-        settings=config_settings,
+        strategy=_in_words(memory_inputs),
+        settings=memory_inputs,
         num_processes=num_processes,
         num_nodes=num_nodes,
         device_free=min((machine_gpu.free_bytes for machine_gpu in machine_gpus), default=None),
         host_free=machine_inventory.host_available_bytes,
+        # Only where something is swapped: a folder of a section that is not used does not matter.
         nvme_free=free_on_disk(config_part) if nvme_bytes.total else None,
         nvme_folders=tuple(nvme_folders(config_part)),
-        notes=_estimate_notes(config_settings, activation_bytes, on_cpu=not machine_gpus),
+        notes=_estimate_notes(memory_inputs, activation_bytes, on_cpu=not machine_gpus),
     )
 
 
-def _in_words(config_settings: MemoryInputs) -> str:
+def _in_words(memory_inputs: MemoryInputs) -> str:
     offloaded_parts = [
         f"{content_name} on {place_name}"
         for content_name, place_name in (
-            ("optimizer", config_settings.optimizer_place),
-            ("parameters", config_settings.parameter_place),
+            ("optimizer", memory_inputs.optimizer_place),
+            ("parameters", memory_inputs.parameter_place),
         )
         if place_name != "none"
     ]
-    return ", ".join([f"ZeRO-{config_settings.stage}", config_settings.precision, *offloaded_parts])
+    return ", ".join([f"ZeRO-{memory_inputs.stage}", memory_inputs.precision, *offloaded_parts])
 
 
 def _check_arguments(
@@ -440,8 +447,8 @@ def _check_arguments(
     argument_mistakes = []
     if num_processes < 1 or num_nodes < 1:
         argument_mistakes.append(
-            f"num_processes={num_processes} on num_nodes={num_nodes} is nobody: memory is divided "
-            "among them. Use 1 or more of each."
+            f"num_processes={num_processes} on num_nodes={num_nodes} means no process: memory is "
+            "divided among them. Use 1 or more of each."
         )
     if sample_batch is not None and not callable(getattr(model, "modules", None)):
         argument_mistakes.append(
@@ -451,7 +458,7 @@ def _check_arguments(
     if sample_batch is not None and activation_bytes:
         argument_mistakes.append(
             f"activation_bytes={activation_bytes} and sample_batch were both given, and one would "
-            "silently beat the other. Give one of them."
+            "silently override the other. Give one of them."
         )
     if argument_mistakes:
         raise ConfigError(*argument_mistakes)
@@ -466,7 +473,8 @@ def _cut_batch(sample_batch: Any, sample_count: int | None) -> Any:
 def _activation_bytes(
     model: Any, sized_batch: Any, precision_name: str, with_checkpointing: bool
 ) -> int:
-    from nbaccel.memory.activations import measure_activations  # torch's fakes take a second
+    # Here, since importing torch's fake tensors takes about a second.
+    from nbaccel.memory.activations import measure_activations
 
     return measure_activations(
         model, sized_batch, precision=precision_name, gradient_checkpointing=with_checkpointing
@@ -474,12 +482,12 @@ def _activation_bytes(
 
 
 def _estimate_notes(
-    config_settings: MemoryInputs, activation_bytes: int, *, on_cpu: bool
+    memory_inputs: MemoryInputs, activation_bytes: int, *, on_cpu: bool
 ) -> tuple[str, ...]:
     estimate_notes = common_notes(activation_bytes, on_cpu=on_cpu)
-    if not config_settings.unknown:
+    if not memory_inputs.unknown:
         return estimate_notes
-    unknown_names = ", ".join(config_settings.unknown)
+    unknown_names = ", ".join(memory_inputs.unknown)
     return (
         *estimate_notes,
         f'Counted with DeepSpeed\'s defaults, since they are "auto": {unknown_names}.',

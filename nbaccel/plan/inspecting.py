@@ -1,11 +1,11 @@
-"""This machine, looked at without waking any of it.
+"""This machine, inspected without initialising any of its devices.
 
-A container shows the cores and the memory of its host; what it may use stands here. A limit of
-any group above this process counts, so each file is read on the whole way up.
+A container shows the cores and the memory of its host; what it may use is in its control groups. A
+limit of any group above this process counts, so each file is read on the whole way up.
 
-No CUDA context, no XLA runtime, no thread pool, no import of torch: a notebook that has only
-looked can still be forked. Accelerators are looked for by their devices, each in the same way;
-other facts come from ``/proc``, ``/sys`` and package metadata.
+No CUDA context, no XLA runtime, no thread pool, no import of torch: a notebook that has only been
+inspected can still be forked. Each device of the table detects its accelerators; other facts come
+from ``/proc``, ``/sys`` and package metadata.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Limits:
     Attributes:
         cpu_cores: Cores' worth of CPU time (1.5 is one and a half).
         memory_bytes: Memory that may be used in all.
-        memory_free_bytes: What of it is left. File cache that can be dropped counts as free.
+        memory_free_bytes: Bytes of it that are left. File cache that can be dropped counts as free.
     """
 
     cpu_cores: float | None = None
@@ -79,6 +79,7 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
         mount_fields, filesystem_fields = mount_fields_text.split(), filesystem_text.split()
         if len(mount_fields) < 5 or len(filesystem_fields) < 3:
             continue
+        # Version 2 has one tree for all controllers; hosts may mount both versions.
         if filesystem_fields[0] == "cgroup2":
             group_path = groups_by_controller.get("")
         elif filesystem_fields[0] == "cgroup" and controller in filesystem_fields[2].split(","):
@@ -104,6 +105,8 @@ def _path_below_mount(group_path: str, mounted_path: str) -> PurePosixPath:
     try:
         return PurePosixPath(group_path).relative_to(mounted_path)
     except ValueError:
+        # The path is that of the host, of which the container sees no part: its own group is the
+        # mount itself.
         return PurePosixPath()
 
 
@@ -138,6 +141,7 @@ def _cgroup_memory_free(folder: Path) -> int | None:
     used_text = _read_cgroup(folder / "memory.current") or _read_cgroup(
         folder / "memory.usage_in_bytes"
     )
+    # Without the use the limit alone is known, which is still tighter than the host's memory.
     if not used_text.isdecimal():
         return memory_limit
     return min(memory_limit, max(0, memory_limit - int(used_text) + _droppable_bytes(folder)))
@@ -160,7 +164,7 @@ def _smallest_limit(values: Iterable[_LimitNumber | None]) -> _LimitNumber | Non
 def _read_cgroup(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):  # no such controller, or not ours to see
+    except (OSError, UnicodeDecodeError):  # no such controller, or no permission
         return ""
 
 
@@ -169,10 +173,10 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _host_memory() -> tuple[int, int]:
-    """Bytes of main memory: all, and what can be had now."""
+    """Bytes of main memory: in all, and available now."""
     try:
         virtual_memory = psutil.virtual_memory()
-    except OSError:  # no /proc: the C library still knows, though it counts no caches as free
+    except OSError:  # no /proc: the C library has numbers, too, but counts no caches as free
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         return page_bytes * os.sysconf("SC_PHYS_PAGES"), page_bytes * os.sysconf("SC_AVPHYS_PAGES")
     return virtual_memory.total, virtual_memory.available
@@ -209,7 +213,7 @@ def _detect_accelerators(environ: Mapping[str, str]) -> dict[str, Any]:
     for row in DEVICES:
         try:
             detected = _catalog.known_device(row.name).detect(environ)
-        except Exception as error:  # another package's code, and no end of all launches
+        except Exception as error:  # code of another package must not prevent every launch
             error_text = f"{type(error).__name__}: {error}".removesuffix(".")
             problems.append(
                 f"device={row.name!r} could not be looked for: {error_text}. It is taken as "
@@ -228,7 +232,8 @@ def _usable_cores(limits: Limits) -> int:
     allowed_cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    # Half a core rounds down: a thread more than the quota is throttled, and all wait for it.
+    # Half a core rounds down: with one thread more than the quota, the kernel throttles the
+    # process, and all threads wait for the slowest.
     return max(
         1, allowed_cores if limits.cpu_cores is None else min(allowed_cores, int(limits.cpu_cores))
     )
@@ -254,7 +259,7 @@ def _installed_version(package: str) -> str:
 
 
 def _detect_front_end(environ: Mapping[str, str]) -> str:
-    """Who shows what is printed. Hosted notebooks are Jupyter too, so they are asked first."""
+    """The front end of this process. Hosted notebooks are Jupyter, too, so they are first."""
     if "google.colab" in sys.modules:
         return "colab"
     if environ.get("KAGGLE_KERNEL_RUN_TYPE"):

@@ -1,6 +1,6 @@
-"""``Inventory``: what a machine has, as the plan is told of it.
+"""``Inventory``: what a machine has, as the plan uses it.
 
-It can be written down and read on another machine. Who looks at this one is `plan.inspecting`.
+It can be written as JSON and read on another machine. `plan.inspecting` makes that of this machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Gpu:
         index: Its number in this process, from 0: ``cuda:<index>``.
         name: The product's name.
         total_bytes: Its memory; 0 where the driver does not say.
-        free_bytes: Memory that nobody uses now; 0 where the driver does not say.
+        free_bytes: Memory that is not in use now; 0 where the driver does not say.
         compute_capability: Version of its architecture: (8, 9) for Ada, (9, 0) for Hopper; (0, 0)
             where its kind has no such number.
         uuid: Its identity, which does not depend on what is visible.
@@ -45,7 +45,7 @@ class Inventory:
     Attributes:
         cpu_cores: Cores this process may use: affinity and the container's quota respected.
         host_total_bytes: Memory this process may use in all, the container's limit respected.
-        host_available_bytes: What of it is free now.
+        host_available_bytes: Bytes of it that are free now.
         shm_bytes: Size of /dev/shm; 0 where there is none.
         gpus: NVIDIA GPUs that CUDA shows to this process, by their CUDA number.
         gpu_note: Why there are no GPUs, where something is known.
@@ -55,7 +55,7 @@ class Inventory:
         platform: The operating system: ``linux``, ``darwin``, ``win32``.
         python_version: Such as ``3.12.4``.
         torch_version: Such as ``2.13.0+cpu``; empty where torch is not installed.
-        front_end: ``jupyter``, ``colab``, ``kaggle``, ``terminal`` (somebody types) or ``none``.
+        front_end: ``jupyter``, ``colab``, ``kaggle``, ``terminal`` (interactive) or ``none``.
         fork_supported: Whether a process can be forked.
         memfd_supported: Whether memory can be shared without a file (Linux).
     """
@@ -99,10 +99,13 @@ class Inventory:
         """
         try:
             facts: dict[str, Any] = json.loads(text)
+            # JSON has lists only; tuples keep the inventory comparable with the one that was
+            # written.
             for name in ("gpus", "accelerators"):
                 facts[name] = tuple(_read_gpu(entry) for entry in facts.get(name, ()))
             facts["problems"] = tuple(facts.get("problems", ()))
             return cls(**facts)
+        # The text may be any JSON: a wrong shape shows as one of these.
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"An Inventory cannot be read from {text[:60]!r}: {error}. "

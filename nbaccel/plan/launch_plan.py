@@ -1,4 +1,4 @@
-"""``Plan``: what will happen, with the reason for each choice. It is printed, never guessed."""
+"""``Plan``: what a launch will do, with the reason for each choice."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Plan:
         world_size: Workers on all nodes.
         start_method: ``template``, ``fork`` or ``inline``.
         threads_per_process: CPU threads of each worker.
-        process_group_backend: What the row names: ``gloo`` or ``nccl``, for example.
-        strategy: The strategy that the configuration asks for; empty where the training decides.
-        strategy_headline: What the strategy says of itself for :meth:`headline`.
+        process_group_backend: The device row's backend: ``gloo`` or ``nccl``, for example.
+        strategy: The strategy of the configuration; empty where the training decides.
+        strategy_headline: The strategy's part of :meth:`headline`.
         master_addr: Address where workers meet.
         port: TCP port there; None takes a free one.
         choices: Every decision with its reason.
-        warnings: What will work and may disappoint.
+        warnings: What works but may not do what is expected.
     """
 
     config: RunConfig
@@ -69,6 +69,7 @@ class Plan:
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        # `with_start_method` makes plans, too, past the rules of `resolve`.
         if self.start_method == "inline" and self.world_size > 1:
             raise ConfigError(
                 f'start_method="inline" cannot run {self.world_size} workers. '
@@ -142,7 +143,7 @@ def choices_table(headline: str, choices: Sequence[Choice], warnings: Sequence[s
     Args:
         headline: The first line.
         choices: What was decided.
-        warnings: What may disappoint.
+        warnings: What may not do what is expected.
 
     Returns:
         Text for a fixed-width font, at most 100 characters a line where words allow.
@@ -164,7 +165,8 @@ def choices_table(headline: str, choices: Sequence[Choice], warnings: Sequence[s
 
 
 def _hanging_lines(line_head: str, wrapped_text: str) -> Iterator[str]:
-    """The text beside a head, going on under itself."""
+    """The text beside a head, with its further lines indented to the same column."""
+    # Beside a long value a reason still gets a readable width, beyond the line's limit.
     text_width = max(_TABLE_LINE_CHARS - len(line_head), 30)
     first_line, *other_lines = textwrap.wrap(wrapped_text, text_width, break_long_words=False) or [
         ""

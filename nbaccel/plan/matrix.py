@@ -1,4 +1,4 @@
-"""What works with what, as the tables of `docs/pages/reference/compatibility.md`."""
+"""Which settings work together, as the tables of `docs/pages/reference/compatibility.md`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def compatibility_tables() -> str:
     """The tables of the documentation, in Markdown.
 
     Returns:
-        What stands between the two markers, without them.
+        The text between the two markers, without them.
     """
     precision_names = [capability_row.name for capability_row in PRECISIONS]
     method_names = [capability_row.name for capability_row in START_METHODS]

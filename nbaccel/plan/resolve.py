@@ -1,8 +1,7 @@
-"""``resolve``: what the user said plus what the machine has makes what will happen.
+"""``resolve``: a `RunConfig` and an `Inventory` become a `Plan`.
 
-Here, in the notebook's own process and in milliseconds, everything is refused that can be
-refused, all mistakes at once. It decides by the rows of ``nbaccel.capabilities`` and starts
-nothing.
+Here, in the notebook's process and in milliseconds, everything is refused that can be refused, all
+mistakes at once. It decides by the rows of ``nbaccel.capabilities`` and starts nothing.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ from nbaccel.units import count_noun, format_bytes
 
 __all__ = ["resolve"]
 
-# What a worker takes before the first tensor: measured 117-134 MiB, beside shared libraries.
+# Memory of a worker before its first tensor: measured 117-134 MiB, beside shared libraries.
 _WORKER_FLOOR_BYTES = 150 * 2**20
-# Where nodes meet unless told otherwise: they cannot agree on a free one.
+# The default port of several nodes, which cannot agree on a free one.
 _MULTI_NODE_PORT = 29500
 _AS_REQUESTED = "asked for"
 
 
 @dataclass(frozen=True, slots=True)
 class _Findings:
-    """What the rules below have to say beside their decision."""
+    """The mistakes and warnings of the rules below, beside their decisions."""
 
     mistakes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -56,7 +55,7 @@ def resolve(config: RunConfig, inventory: Inventory | None = None) -> Plan:
 
     Args:
         config: What the user said.
-        inventory: What the machine has; looked up where not given.
+        inventory: What the machine has; inspected where not given.
 
     Returns:
         The plan, with the reason for each choice.
@@ -68,12 +67,14 @@ def resolve(config: RunConfig, inventory: Inventory | None = None) -> Plan:
     found = inspect_machine() if inventory is None else inventory
     findings = _Findings()
     findings.warnings.extend(found.problems)
+    # Each rule decides even where another has found a mistake, so that all are reported at once.
     device = _choose_device(config, found, findings)
     process_count = _choose_num_processes(config, found, device)
     start_method = _choose_start_method(config, device, process_count, findings)
     thread_count = _choose_threads(config, found, process_count, findings)
     group_backend_choice = _choose_backend(config, found, device, process_count, findings)
     _check_rendezvous(config, findings)
+    # An elastic rendezvous, which has been refused by now, may have an endpoint without a port.
     port_choice = _choose_port(config if not findings.mistakes else RunConfig())
     precision_choice = _choose_precision(config, found, device, process_count, findings)
     requested_strategy, strategy_choices = _choose_strategy(config, device, process_count, findings)
@@ -88,6 +89,7 @@ def resolve(config: RunConfig, inventory: Inventory | None = None) -> Plan:
         start_method=str(start_method.value),
         threads_per_process=int(thread_count.value),
         process_group_backend=str(group_backend_choice.value),
+        # An IPv6 address is in brackets there.
         master_addr=config.rdzv_endpoint.rpartition(":")[0].strip("[]") or config.master_addr,
         port=port_choice.value if isinstance(port_choice.value, int) else None,
         strategy="" if requested_strategy is None else requested_strategy.strategy,
@@ -140,7 +142,7 @@ def _choose_device(config: RunConfig, found: Inventory, findings: _Findings) -> 
 
 
 def _idle_devices_text(device_name: str, found: Inventory) -> str:
-    """What is there beside the device that was asked for."""
+    """The devices that are there beside the requested one."""
     if not device_row(device_name).in_host_memory:
         return ""
     other_devices = [(device.row, device.units(found)) for device in _catalog.known_devices()]
@@ -186,9 +188,8 @@ def _choose_start_method(
     chosen_row = device_row(str(device.value))
     if chosen_row.start_methods and choice.value not in chosen_row.start_methods:
         findings.mistakes.append(
-            f'start_method="{choice.value}" cannot be had on {chosen_row.name}, whose workers '
-            "start by "
-            f"{', '.join(chosen_row.start_methods)} alone. Give num_processes=1 and "
+            f'start_method="{choice.value}" is not supported on {chosen_row.name}, whose workers '
+            f"start by {', '.join(chosen_row.start_methods)} alone. Give num_processes=1 and "
             f'start_method="{chosen_row.start_methods[0]}", or another device.'
         )
     return choice
@@ -203,8 +204,8 @@ def _choose_threads(
     if num_workers > 1 and num_workers * num_threads > num_cores:
         findings.warnings.append(
             f"{num_workers} workers with {count_noun(num_threads, 'thread')} each share "
-            f"{count_noun(num_cores, 'core')}: they will "
-            "wait for each other. Fewer workers or threads are faster."
+            f"{count_noun(num_cores, 'core')}: they will wait for each other. Fewer workers or "
+            "threads are faster."
         )
     reason = (
         f"{count_noun(num_cores, 'core')} for {count_noun(num_workers, 'worker')}"
@@ -224,6 +225,7 @@ def _choose_backend(
     )
     device_units = _catalog.known_device(chosen_row.name).units(found)
     backend_name = group_backend(chosen_row, num_local=num_workers, num_devices=len(device_units))
+    # Such a backend takes any number of ranks on one device, so there is nothing to decide.
     if chosen_row.group_backend == chosen_row.shared_group_backend:
         return Choice(setting_name, backend_name, f"for {chosen_row.name}")
     devices_text, backend_text = (
@@ -234,7 +236,7 @@ def _choose_backend(
         findings.warnings.append(
             f"{num_workers} workers share {devices_text}, over {chosen_row.shared_group_backend}: "
             f"{backend_text} refuses two ranks on one {chosen_row.noun}. Each worker has a "
-            f"{chosen_row.name.upper()} context of its own; num_processes={len(device_units)} is "
+            f"separate {chosen_row.name.upper()} context; num_processes={len(device_units)} is "
             "faster."
         )
         return Choice(
@@ -280,6 +282,7 @@ def _choose_precision(
         )
     if not problem_text:
         device_units = _catalog.known_device(chosen_row.name).units(found)
+        # Only the GPUs that will have a worker: an older one that stays idle does not matter.
         _check_architecture(precision_choice, device_units[: int(count.value)], findings)
     return Choice(
         setting_name,
@@ -295,15 +298,14 @@ def _precision_problem(config: RunConfig, device: DeviceRow, precision: Precisio
         backend_row, missing_text = fp8_backend("" if config.fp8 is None else config.fp8.backend)
         if missing_text:
             return (
-                f'mixed_precision="{precision_name}" cannot be had here: {missing_text}. Training '
-                "would fail "
-                'before its first step. Install it, or give "bf16".'
+                f'mixed_precision="{precision_name}" is not available here: {missing_text}. '
+                'Training would fail before its first step. Install it, or give "bf16".'
             )
     if backend_row is None and not precision.path:
         return _unserved_precision(precision_name)
     if device.precisions and not computes_in(device, backend_row or precision):
         return (
-            f'mixed_precision="{precision_name}" cannot be had on {device.name}: it needs '
+            f'mixed_precision="{precision_name}" is not supported on {device.name}: it needs '
             f"{(backend_row or precision).needs}. Training would fail in its first step. Give "
             f'"{device.precisions[-1]}" or "no", or another device.'
         )
@@ -312,11 +314,10 @@ def _precision_problem(config: RunConfig, device: DeviceRow, precision: Precisio
 
 def _unserved_precision(precision_name: str) -> str:
     return (
-        f'mixed_precision="{precision_name}" cannot be had in this version, which computes '
-        "nothing in it. "
-        'Training would go on in float32 without a word. Give "bf16"; layers that your function '
-        "converts itself, with TransformerEngine or torchao, compute in 8 bits under it, and "
-        f'Accelerate\'s own Accelerator can be told mixed_precision="{precision_name}" in the '
+        f'mixed_precision="{precision_name}" is not supported in this version, which computes '
+        'nothing in it. Training would silently go on in float32. Give "bf16"; layers that your '
+        "function converts itself, with TransformerEngine or torchao, compute in 8 bits under it, "
+        f'and Accelerate\'s Accelerator can be given mixed_precision="{precision_name}" in the '
         "function."
     )
 
@@ -324,6 +325,7 @@ def _unserved_precision(precision_name: str) -> str:
 def _check_architecture(
     precision: PrecisionRow, device_units: tuple[Gpu, ...], findings: _Findings
 ) -> None:
+    # (0, 0) stands for a device whose kind has no such number.
     known_gpus = [gpu for gpu in device_units if gpu.compute_capability > (0, 0)]
     refused_gpus = [gpu for gpu in known_gpus if gpu.compute_capability < precision.refused_below]
     if refused_gpus:
@@ -338,15 +340,14 @@ def _check_architecture(
     if imitating_gpus:
         findings.warnings.append(
             f'mixed_precision="{precision.name}" is only imitated by '
-            f"{_describe_gpus(imitating_gpus)}: it saves no "
-            'time. "fp16" is fast there.'
+            f'{_describe_gpus(imitating_gpus)}: it saves no time. "fp16" is fast there.'
         )
 
 
 def _choose_strategy(
     config: RunConfig, device: Choice, count: Choice, findings: _Findings
 ) -> tuple[Wanted | None, tuple[Choice, ...]]:
-    """How models will be trained together, where the configuration asks for it."""
+    """The strategy of the training, where the configuration requests one."""
     try:
         requested_strategy = _catalog.wanted_strategy(Said(run=config))
     except ConfigError as error:
@@ -359,19 +360,19 @@ def _choose_strategy(
         precision_row(config.mixed_precision),
     )
     chosen_precision: PrecisionRow | Fp8Row = precision
-    if precision.has_backends:  # where none can be used it has been refused by now
+    if precision.has_backends:  # a missing one has been refused by now
         backend_row, _ = fp8_backend("" if config.fp8 is None else config.fp8.backend)
         chosen_precision = backend_row or precision
     if getattr(chosen_precision, "path", "") and not strategy_fits(chosen_row, chosen_precision):
         findings.mistakes.append(
-            f"{requested_strategy.what} cannot be had with mixed_precision={precision.name!r}: "
+            f"{requested_strategy.what} is not supported with mixed_precision={precision.name!r}: "
             f"{chosen_row.headline or chosen_row.name} trains in "
             f"{', '.join(chosen_row.precisions)} alone. Use 'bf16', or leave one of them out."
         )
     chosen_device = device_row(str(device.value))
     if chosen_device.precisions and not strategy_fits(chosen_row, chosen_device):
         findings.mistakes.append(
-            f"{requested_strategy.what} cannot be had on {device.value}: "
+            f"{requested_strategy.what} is not supported on {device.value}: "
             f"{chosen_row.headline or chosen_row.name} trains on {', '.join(chosen_row.devices)} "
             f"alone. Give one of these as device, or leave {requested_strategy.what} out."
         )
@@ -389,6 +390,7 @@ def _check_memory(found: Inventory, count: Choice, method: Choice, findings: _Fi
     needed_bytes = int(count.value) * _WORKER_FLOOR_BYTES
     if not start_method_row(str(method.value)).separate_processes:
         return
+    # A warning only, since the free memory changes.
     if needed_bytes > found.host_available_bytes:
         findings.warnings.append(
             f"{count_noun(int(count.value), 'worker')} take about {format_bytes(needed_bytes)} "
@@ -400,7 +402,7 @@ def _check_memory(found: Inventory, count: Choice, method: Choice, findings: _Fi
 def _check_rendezvous(config: RunConfig, findings: _Findings) -> None:
     if elastic_text := elastic_reason(config):
         findings.mistakes.append(
-            f"{elastic_text} needs torch elastic, by which nodes agree anew who takes part: this "
+            f"{elastic_text} needs torch elastic, whose nodes agree again on who takes part: this "
             "version of nbaccel starts a fixed set of nodes. Leave rdzv_backend at 'static' and "
             "max_restarts at 0 for several nodes, or put the function in a script for torchrun."
         )
@@ -425,6 +427,7 @@ def _platform_problem(found: Inventory, method: Choice) -> str:
 
 
 def _refuse_mistakes(findings: _Findings, platform_problem: str) -> None:
+    # With other mistakes it is one among them; alone it has a type that callers can tell apart.
     if findings.mistakes:
         raise ConfigError(*findings.mistakes, *filter(None, [platform_problem]))
     if platform_problem:

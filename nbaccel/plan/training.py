@@ -32,16 +32,16 @@ __all__ = ["ProcessFacts", "TrainingPlan", "TrainingRequest", "plan_training", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingRequest:
-    """What the user said, in a call, a configuration or the environment.
+    """The settings given in a call, a configuration or the environment.
 
     Attributes:
         mixed_precision: The precision by name.
-        precision_source: Who said so: an argument, the environment, a `RunConfig`, or nobody.
+        precision_source: Its source: an argument, the environment, a `RunConfig`, or a default.
         accumulation_steps: Batches for one optimizer step.
-        accumulation_source: Who said so.
-        strategy: The strategy that was asked for; None goes by the number of processes.
-        fp8: Which library computes in 8 bits, and how; None where nothing was said.
-        device: The row of the device that was asked for; empty takes what there is.
+        accumulation_source: Its source.
+        strategy: The requested strategy; None goes by the number of processes.
+        fp8: Which library computes in 8 bits, and how; None where it was not given.
+        device: The row of the requested device; empty takes what there is.
         split_batches: Whether a loader's batch is cut up, or every process gets whole ones.
     """
 
@@ -57,7 +57,7 @@ class TrainingRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessFacts:
-    """What this process is.
+    """Facts about this process.
 
     Attributes:
         device: The row of its device: ``cpu`` or ``cuda``, for example.
@@ -90,7 +90,7 @@ class TrainingPlan:
         accumulation_steps: Batches for one optimizer step.
         num_processes: Processes in total.
         choices: Every decision with its reason.
-        warnings: What will work and may disappoint.
+        warnings: What works but may not do what is expected.
     """
 
     device: str
@@ -133,7 +133,7 @@ def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
 
     Args:
         asked: What the user said.
-        found: What this process is.
+        found: Facts about this process.
 
     Returns:
         The plan.
@@ -183,9 +183,9 @@ def _strategy_choice(requested_strategy: Wanted | None, found: ProcessFacts) -> 
         return Choice("strategy", chosen_row.name, requested_strategy.reason)
     process_word = "one" if found.world_size == 1 else "several"
     chosen_row = next(
-        chosen_row
-        for chosen_row in STRATEGIES
-        if chosen_row.is_default and chosen_row.processes == process_word
+        default_row
+        for default_row in STRATEGIES
+        if default_row.is_default and default_row.processes == process_word
     )
     default_reason = chosen_row.default_reason.format(world_size=found.world_size)
     return Choice("strategy", chosen_row.name, default_reason)
@@ -196,7 +196,7 @@ def unfit_count(row: StrategyRow, what: str, world_size: int) -> str:
 
     Args:
         row: The strategy.
-        what: What asked for it.
+        what: The setting that requests it.
         world_size: Processes in total.
 
     Returns:
@@ -207,12 +207,13 @@ def unfit_count(row: StrategyRow, what: str, world_size: int) -> str:
     processes_text = "one process" if world_size == 1 else f"{world_size} processes"
     remedy_text = "num_processes=2 or more" if world_size == 1 else "num_processes=1"
     return (
-        f"{what} cannot be had with {processes_text}: {row.name} means that {row.meaning}. Give "
+        f"{what} is not supported with {processes_text}: {row.name} means that {row.meaning}. Give "
         f"{remedy_text}, or leave {what} out."
     )
 
 
 def _takes_effect(requested_strategy: Wanted, found: ProcessFacts) -> bool:
+    # A strategy that shards needs a group, which a process without a launcher cannot make.
     return found.can_meet or not strategy_row(requested_strategy.strategy).needs_group
 
 
@@ -256,15 +257,16 @@ def _source_text(value_source: Source, default_text: str) -> str:
 def _judge_precision(
     asked: TrainingRequest, found: ProcessFacts, strategy: StrategyRow
 ) -> Iterator[str]:
-    """Refuse what cannot be done; yield what may disappoint."""
+    """Refuse what is not supported; yield warnings."""
     precision_name = asked.mixed_precision
-    rows_by_name = {device.name: device for device in PRECISIONS}
+    rows_by_name = {row.name: row for row in PRECISIONS}
     if precision_name not in rows_by_name:
         raise ConfigError(
             f"mixed_precision={precision_name!r} is unknown: nothing says in which format to "
             f"compute. Give one of {', '.join(rows_by_name)}."
         )
     device, precision_choice = device_row(found.device), rows_by_name[precision_name]
+    # Of a device that is no GPU nothing is refused by this number: it counts as the newest.
     compute_capability = found.compute_capability or (99, 0)
     computing_row = _computing_row(precision_choice, asked.fp8)
     if (
@@ -272,15 +274,14 @@ def _judge_precision(
         or compute_capability < precision_choice.refused_below
     ):
         raise ConfigError(
-            f'mixed_precision="{precision_name}" cannot be had on {found.device_name}: it needs '
+            f'mixed_precision="{precision_name}" is not supported on {found.device_name}: it needs '
             f'{computing_row.needs}. Training would fail in its first step. Give "bf16" or "no".'
         )
     if not strategy_fits(strategy, computing_row):
         raise ConfigError(
-            f'mixed_precision="{precision_name}" cannot be had with the strategy '
-            f"{strategy.name!r}, which "
-            f"trains in {', '.join(strategy.precisions)}. Training would fail in its first step. "
-            'Give "bf16" or "no".'
+            f'mixed_precision="{precision_name}" is not supported with the strategy '
+            f"{strategy.name!r}, which trains in {', '.join(strategy.precisions)}. Training would "
+            'fail in its first step. Give "bf16" or "no".'
         )
     slow_precisions = dict(device.slow)
     if precision_name in slow_precisions:
@@ -293,14 +294,13 @@ def _judge_precision(
 
 
 def _computing_row(precision: PrecisionRow, fp8: Fp8Config | None) -> PrecisionRow | Fp8Row:
-    """What computes in a precision: itself, or the library that it leaves it to."""
+    """The row of what computes in a precision: its own, or that of a library."""
     if not precision.has_backends:
         return precision
     backend_row, backend_problem = fp8_backend("" if fp8 is None else fp8.backend)
     if backend_problem:
         raise ConfigError(
-            f'mixed_precision="{precision.name}" cannot be had: {backend_problem}. Training would '
-            "fail "
-            'before its first step. Install it, or give "bf16".'
+            f'mixed_precision="{precision.name}" is not available: {backend_problem}. Training '
+            'would fail before its first step. Install it, or give "bf16".'
         )
     return backend_row or precision

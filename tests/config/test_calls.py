@@ -68,7 +68,7 @@ def test_the_rank_of_a_function_for_spawn_alone() -> None:
     ("keywords", "told"),
     [
         ({"num_proceses": 2}, "got num_proceses=2. Did you mean 'num_processes'?"),
-        ({"epochs": 2}, "one of train()'s own: these go into a tuple, in their order. Write args="),
+        ({"epochs": 2}, "an argument of train(): these go into a tuple, in their order."),
         ({"zero_stage": 2}, "a setting of RunConfig. Write config=RunConfig(zero_stage=…)."),
         ({"colour": 2}, "The arguments are: function, args, num_processes"),
     ],

@@ -64,7 +64,7 @@ def test_who_asks_for_it_is_told(name):
 
 
 def test_a_device_that_only_this_process_can_use_takes_no_second_one():
-    with pytest.raises(ConfigError, match='start_method="template" cannot be had on mps'):
+    with pytest.raises(ConfigError, match='start_method="template" is not supported on mps'):
         resolve(RunConfig(device="mps", num_processes=2), with_one("mps"))
 
 

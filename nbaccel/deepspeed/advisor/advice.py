@@ -21,7 +21,7 @@ _TABLE_HEAD = ("", "rung", "batch", "device", "host", "NVMe", "measured", "verdi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What a real step took, the most of all processes.
+    """The memory that a real step took, the most of all processes.
 
     Attributes:
         device_bytes: The most bytes of tensors on a device; 0 where processes compute on the CPU.
@@ -34,18 +34,18 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rung:
-    """One rung of the ladder, and what came of it.
+    """One rung of the ladder, and its verdict.
 
     Attributes:
         step: Stage, offloading and gradient checkpointing.
         batch_size: Samples of a process in one forward pass.
         accumulation_steps: Forward passes of one optimizer step.
-        config: DeepSpeed's configuration; None where it cannot be had.
-        estimate: What it needs, beside what there is; None where it cannot be had.
+        config: DeepSpeed's configuration; None where the rung is not available.
+        estimate: What it needs, beside what there is; None where the rung is not available.
         verdict: ``fits`` or ``does not fit``, by estimate; ``works``, ``out of memory``, by a real
             step; ``not available``.
         reason: Why, in one sentence.
-        measured: What a real step took, as far as it came.
+        measured: What a real step took until it ended or failed.
     """
 
     step: LadderStep
@@ -59,7 +59,7 @@ class Rung:
 
     @property
     def name(self) -> str:
-        """How it is called: ``ZeRO-2, optimizer on CPU``."""
+        """Its name: ``ZeRO-2, optimizer on CPU``."""
         return self.step.name
 
     @property
@@ -75,6 +75,7 @@ class Rung:
             batch_text += f" x {self.accumulation_steps}"
         size_texts = ("", "", "")
         if memory_estimate is not None:
+            # Without a GPU there is no memory of devices: what they need comes out of the host's.
             host_bytes = (
                 memory_estimate.host.peak
                 if memory_estimate.device_free is not None
@@ -113,7 +114,7 @@ class Advice:
         largest_batch_size: The most samples of a process with which a real step worked; None where
             that was not tried.
         is_largest: Whether a larger one failed; False where the search was ended before.
-        warnings: What may disappoint, and what the numbers leave out.
+        warnings: What may not work as expected, and what the numbers leave out.
     """
 
     rungs: tuple[Rung, ...]
@@ -181,8 +182,9 @@ class Advice:
             )
         nearest_rung = self.nearest
         if nearest_rung is None or nearest_rung.estimate is None:
-            return f"Nothing fits: none of {count_noun(len(self.rungs), 'rung')} can be had here"
+            return f"Nothing fits: none of {count_noun(len(self.rungs), 'rung')} is available here"
         batch_text = f"with a batch of {nearest_rung.batch_size}"
+        # A real step may fail although the estimate says that it fits.
         if not nearest_rung.estimate.lacking:
             return f"Nothing fits: {nearest_rung.name} {batch_text} should by estimate, and did not"
         return (
@@ -191,7 +193,7 @@ class Advice:
         )
 
     def explain(self) -> str:
-        """All rungs with what they need, the verdict and why; what to know under it.
+        """All rungs with what they need, the verdict and the reason; remarks below the table.
 
         Returns:
             Text for a fixed-width font.
@@ -203,6 +205,7 @@ class Advice:
                 for ladder_rung in self.rungs
             ),
         ]
+        # A column without a value, such as that of NVMe, would only take width.
         used_columns = [
             column_index
             for column_index in range(len(_TABLE_HEAD))
@@ -219,6 +222,7 @@ class Advice:
                 for column_index in used_columns
             ]
             output_lines.append("  ".join(row_cells).rstrip())
+            # A reason is a sentence, too long for a column of text of fixed width.
             if ladder_rung is not None:
                 output_lines += textwrap.wrap(
                     ladder_rung.reason,
@@ -234,6 +238,7 @@ class Advice:
     def __repr__(self) -> str:
         return f"<Advice: {self.headline()}>"
 
+    # Without it IPython would take `__repr__`, which is one line, as the text form.
     def _repr_mimebundle_(
         self, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
     ) -> dict[str, str]:
@@ -293,10 +298,10 @@ def _missing_memory(ladder_rung: Rung) -> str:
 
 
 def _html_cell(html_tag: str, cell_text: str, column_index: int) -> str:
+    # Numbers, from the batch to what was measured, are compared by their last digits.
     text_side = "right" if 2 <= column_index <= 6 else "left"
-    wrap_style = (
-        "" if column_index == len(_TABLE_HEAD) else ";white-space:nowrap"
-    )  # reasons are long
+    # Only the last column, with the reasons, may be wrapped.
+    wrap_style = "" if column_index == len(_TABLE_HEAD) else ";white-space:nowrap"
     return (
         f"<{html_tag} style='text-align:{text_side}{wrap_style}'>{escape(cell_text)}</{html_tag}>"
     )

@@ -1,4 +1,4 @@
-"""The advisor: the ladder walked by estimates and, where asked, by real steps in workers."""
+"""The advisor: the ladder walked by estimates and, with `try_it`, by real steps in workers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def advise(
     inventory: Inventory | None = None,
     launch: Callable[..., Any] | None = None,
 ) -> Advice:
-    """Find the fastest DeepSpeed configuration that fits: ``nbaccel.advise``, given the launcher.
+    """Find the fastest DeepSpeed configuration that fits: ``nbaccel.advise`` with the launcher.
 
     All arguments but ``launch`` (``notebook_launcher``, with which `try_it` proves a rung), what is
     returned and what is raised are documented there.
@@ -101,7 +101,8 @@ def advise(
 def _load_checked(
     config: Mapping[str, Any] | str | Path | Any, machine_inventory: Inventory
 ) -> dict[str, Any]:
-    # Here, so that mistakes of the user's file are told as such and not as those of a rung.
+    # Checked once before the walk, so that mistakes of the user's file are reported as such, and
+    # not as the reason why a rung is not available.
     base_settings = load_settings(config)
     check_config(base_settings, inventory=machine_inventory, allow_auto=True, check_tools=False)
     return base_settings
@@ -114,7 +115,7 @@ def _new_prover(
     max_trials: int,
     timeout_s: float,
 ) -> Prover:
-    # It brings what trains; an estimate does without.
+    # Imported here, because it brings the modules that train, which an estimate does not need.
     from nbaccel.deepspeed.advisor.proving import Prover
 
     return Prover(
@@ -144,6 +145,8 @@ def _advice_of(
         tried_rungs, chosen_rung = climb(ladder_rounds, step_prover.prove)
         if chosen_rung is not None:
             chosen_rung, batch_search = step_prover.largest(chosen_rung)
+            # The chosen rung may have another batch now, and must be the same object as in the
+            # table.
             tried_rungs = tuple(
                 chosen_rung if ladder_rung.step == chosen_rung.step else ladder_rung
                 for ladder_rung in tried_rungs
@@ -172,13 +175,14 @@ def _advice_warnings(
     chosen_config = chosen_rung.config if chosen_rung is not None else None
     if chosen_config is None:
         return
+    # Only where the advisor has chosen it: the user's own setting needs no remark.
     if _torch_adam(chosen_config) and not _torch_adam(ladder_walk.recipe.base):
         yield "With torch's Adam (torch_adam), since DeepSpeed's own cannot be compiled here."
     yield from check_config(chosen_config, inventory=ladder_walk.inventory).warnings
 
 
 def _checkpointing_note(ladder_walk: Walk, chosen_rung: Rung | None) -> Iterator[str]:
-    """Activations are counted as if they were computed again; that is to be turned on."""
+    """A remark where activations are counted as recomputed, which the user has to turn on."""
     model = ladder_walk.recipe.model
     if checkpoints_gradients(model) or not can_checkpoint_gradients(model):
         return
@@ -208,7 +212,7 @@ def _check_advise_arguments(
         )
     argument_mistakes = []
     if num_nodes < 1:
-        argument_mistakes.append(f"num_nodes={num_nodes} is no machine. Use 1 or more.")
+        argument_mistakes.append(f"num_nodes={num_nodes} means no machine. Use 1 or more.")
     if try_it and sample_batch is None:
         argument_mistakes.append(
             f"try_it=True needs a batch for its real step: got sample_batch={sample_batch}. Give "

@@ -39,7 +39,7 @@ class LadderStep:
     """One way to train, without the batch.
 
     Attributes:
-        name: How it is called in a table.
+        name: Its name in a table.
         stage: ZeRO stage.
         offload_optimizer: Where the optimizer is: ``none``, ``cpu``, ``nvme``.
         offload_param: Where parameters are while they are not used.
@@ -71,14 +71,14 @@ _BY_SPEED = (
 
 
 def ladder(*, has_switch: bool, is_on: bool) -> Iterator[LadderStep]:
-    """All ways, the fastest first.
+    """All steps, the fastest first.
 
     Args:
         has_switch: Whether the model can turn gradient checkpointing on.
         is_on: Whether it is on already.
 
     Yields:
-        The steps. From the second on they have gradient checkpointing where the model can.
+        The steps. From the second on they use gradient checkpointing where the model supports it.
     """
     yield LadderStep(name="as it is", gradient_checkpointing=is_on)
     if not is_on:
@@ -127,6 +127,7 @@ def _step_name(stage: int, optimizer: str, parameter_place: str) -> str:
 
 _ZERO_KEY = "zero_optimization"
 _ALIGNED_ELEMENTS = 2**20  # elements: swap buffers are a multiple of it
+# A smaller bucket would mean a collective for few gradients.
 _SMALLEST_BUCKET = 2**16
 LOWERED = (10**8, 10**7)
 """What `LOWERED_KEYS` are set to, one after the other, where DeepSpeed's 1e9 needs too much."""
@@ -138,7 +139,7 @@ class Recipe:
     """What all configurations of a ladder have in common.
 
     Attributes:
-        base: What the user gave; kept wherever the ladder does not decide.
+        base: The user's configuration; kept wherever the ladder does not decide.
         model: The model.
         shape: Its size.
         precision: ``fp32``, ``bf16`` or ``fp16``.
@@ -171,8 +172,8 @@ class Recipe:
             ladder_step: The step of the ladder.
             batch_size: Samples of a process in one forward pass.
             accumulation_steps: Forward passes of an optimizer step.
-            at_once: Elements that ZeRO-3 updates and gathers at once, where the user said nothing
-                of it; None leaves it to DeepSpeed.
+            at_once: Elements that ZeRO-3 updates and gathers at once, unless the user has set it;
+                None leaves it to DeepSpeed.
 
         Returns:
             What ``deepspeed.initialize`` takes.
@@ -180,6 +181,7 @@ class Recipe:
         Raises:
             ConfigError: The base has an ``"auto"`` that nothing decides.
         """
+        # Batch sizes are what the ladder changes: those of the file would contradict each rung.
         config_settings = {
             config_key: copy.deepcopy(config_value)
             for config_key, config_value in self.base.items()
@@ -206,6 +208,7 @@ class Recipe:
 
     def _zero(self, ladder_step: LadderStep, at_once: int | None) -> dict[str, Any]:
         given_section = copy.deepcopy(self.base.get(_ZERO_KEY) or {})
+        # Taken out of the user's section, and back with its details where the step offloads.
         offload_sections = {
             place_name: self._offload(
                 place_name, offload_place, given_section.pop(place_name, None)
@@ -228,15 +231,16 @@ class Recipe:
             zero_section.setdefault(
                 "stage3_param_persistence_threshold", self._bucket("auto", least_bytes=0)
             )
+            # Without it DeepSpeed's `save_16bit_model` writes nothing.
             zero_section.setdefault("stage3_gather_16bit_weights_on_model_save", True)
-            if at_once is not None:  # a group has one parameter at least
+            if at_once is not None:  # a group has at least one parameter
                 least_bytes = max(at_once, max(self.shape.sizes, default=self.shape.largest_layer))
                 for config_key in LOWERED_KEYS:
                     zero_section.setdefault(config_key, least_bytes)
         return zero_section
 
     def _bucket(self, bucket_word: str, *, least_bytes: int = _SMALLEST_BUCKET) -> str | int:
-        """What transformers' rule decides by the model's width, or enough for its largest layer."""
+        """The word "auto" where the model's width decides, else room for its largest layer."""
         if hidden_size(self.model)[0] is not None:
             return bucket_word
         return max(least_bytes, min(self.shape.largest_layer, int(5e8))) if least_bytes else 10**5
@@ -264,11 +268,11 @@ class Recipe:
 def batch_of(
     base_settings: dict[str, Any], *, samples: int | None, world_size: int
 ) -> tuple[int, int]:
-    """The batch that one optimizer step is to see of each process.
+    """The batch of each process in one optimizer step.
 
     Args:
-        base_settings: What the user gave.
-        samples: Samples in his batch; None where there is none.
+        base_settings: The user's configuration.
+        samples: Samples in the user's batch; None where there is none.
         world_size: Processes in all.
 
     Returns:
@@ -286,8 +290,8 @@ def batch_of(
     if micro_batch is not None and samples is not None and micro_batch != samples:
         raise ConfigError(
             f"train_micro_batch_size_per_gpu={micro_batch}, and sample_batch has {samples} "
-            "samples: one of them would silently beat the other. Leave the first out, or cut the "
-            "batch."
+            "samples: one of them would silently override the other. Leave the first out, or cut "
+            "the batch."
         )
     sample_count = micro_batch or samples or 1
     if total_batch is None:
@@ -306,7 +310,7 @@ def batch_of(
         raise ConfigError(
             f"train_batch_size={total_batch} is not {sample_count} samples * "
             f"{accumulation_steps or 'some'} accumulated * {world_size} processes: no step could "
-            "see it. Leave train_batch_size out."
+            "have that size. Leave train_batch_size out."
         )
     return sample_count, total_batch // (sample_count * world_size)
 
@@ -317,12 +321,12 @@ _PRECISION_WORDS = {"no": "fp32", "float32": "fp32", "bfloat16": "bf16", "float1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingPrecision:
-    """What was chosen.
+    """The number format that was chosen.
 
     Attributes:
         name: ``fp32``, ``bf16`` or ``fp16``.
         reason: Why, in one clause.
-        warning: What may disappoint; empty for nothing.
+        warning: What may not work as expected; empty for nothing.
     """
 
     name: str
@@ -338,7 +342,7 @@ def choose_precision(
     Args:
         asked_precision: ``auto``, or the format that is wanted.
         base_config: A DeepSpeed configuration; a format that it turns on is taken.
-        model: The model: what it was trained in before matters for fp16.
+        model: The model: the format it was trained in before matters for fp16.
         device_units: Those that will be used; none means the CPU.
 
     Returns:
@@ -350,8 +354,8 @@ def choose_precision(
     wanted_precision = _PRECISION_WORDS.get(asked_precision, asked_precision)
     if wanted_precision not in _KNOWN_PRECISIONS:
         raise ConfigError(
-            f"precision={asked_precision!r} is none that DeepSpeed trains in: got "
-            f"{asked_precision!r}. Give one of {', '.join(_KNOWN_PRECISIONS)}."
+            f"precision={asked_precision!r} is no precision that DeepSpeed trains in. Give one of "
+            f"{', '.join(_KNOWN_PRECISIONS)}."
         )
     written_precision = next(
         (
@@ -364,8 +368,8 @@ def choose_precision(
     if written_precision is not None and wanted_precision not in ("auto", written_precision):
         raise ConfigError(
             f"precision={asked_precision!r} and {written_precision}.enabled=true in the "
-            "configuration are two formats, and one would silently beat the other. Leave one of "
-            "them out."
+            "configuration are two formats, and one would silently override the other. Leave one "
+            "of them out."
         )
     chosen_precision = TrainingPrecision(name=wanted_precision, reason="asked for")
     if written_precision is not None:
@@ -377,6 +381,7 @@ def choose_precision(
 
 def _by_gpus(device_units: Sequence[Gpu]) -> TrainingPrecision:
     bf16_row = precision_row("bf16")
+    # One older GPU decides for all: the ranks of a run compute in one format.
     older_gpus = [
         device_unit
         for device_unit in device_units
@@ -388,12 +393,13 @@ def _by_gpus(device_units: Sequence[Gpu]) -> TrainingPrecision:
 
 
 def _by_cpu(model: Any) -> TrainingPrecision:
+    # Such weights would have to be converted to be trained in float32.
     if any(
         parameter.is_floating_point() and parameter.element_size() == 2
         for parameter in model.parameters()
     ):
         return TrainingPrecision(
-            name="bf16", reason="the model is in 16 bit, and CPUs train in no fp16"
+            name="bf16", reason="the model is in 16 bit, and CPUs do not train in fp16"
         )
     if _cpu_has_bf16():
         return TrainingPrecision(name="bf16", reason="this CPU has instructions for it")
@@ -403,6 +409,7 @@ def _by_cpu(model: Any) -> TrainingPrecision:
 def _cpu_has_bf16() -> bool:
     import torch.cpu
 
+    # Private functions of torch, and not in all of its versions; without them the answer is no.
     check_names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, check_name, lambda: False)() for check_name in check_names)
 

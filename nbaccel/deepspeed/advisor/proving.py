@@ -1,4 +1,4 @@
-"""Proof by launching: real steps in worker processes, and what their ends mean."""
+"""Proof by launching: real steps in worker processes, and what their exits mean."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Prover", "is_out_of_memory"]
 
 _MOST_TIMES = 2**10
 """How many times the first batch is the largest that is tried."""
-_SAMPLES_PER_STEP = 2
+_PASSES_PER_STEP = 2
 """Forward passes that are accumulated in a trial: the second shows what accumulation keeps."""
 _OUT_OF_MEMORY_WORDS = re.compile(
     r"out of memory|(can't|cannot|unable to|could not) allocate|not enough memory"
@@ -36,7 +36,7 @@ _OUT_OF_MEMORY_WORDS = re.compile(
 
 
 def is_out_of_memory(error: WorkerFailed) -> bool:
-    """Whether a launch failed for want of memory: on a device, on the host, or by a kill.
+    """Whether a launch failed because memory ran out: on a device, on the host, or by a kill.
 
     Args:
         error: What the launch raised.
@@ -49,9 +49,11 @@ def is_out_of_memory(error: WorkerFailed) -> bool:
 
 def _is_want_of_memory(failure_record: Any) -> bool:
     if failure_record.exit_status is not None:
+        # The system's out-of-memory killer leaves no other trace.
         was_killed = failure_record.exit_status == -signal.SIGKILL
         return was_killed or bool(_OUT_OF_MEMORY_WORDS.search(failure_record.evidence))
     raised_error = failure_record.raised
+    # Along the chain of causes, since the error may have been wrapped in another.
     while raised_error is not None:
         if raised_error.type_name.endswith("MemoryError") or _OUT_OF_MEMORY_WORDS.search(
             raised_error.message
@@ -63,7 +65,7 @@ def _is_want_of_memory(failure_record: Any) -> bool:
 
 @dataclass(kw_only=True, slots=True)
 class Prover:
-    """Tries rungs with real steps, as often as it may.
+    """Tries rungs with real steps, in at most `max_trials` launches.
 
     Args:
         walk: The walk whose rungs are tried.
@@ -89,7 +91,7 @@ class Prover:
             The rung with what was measured: ``works``, or ``out of memory`` with the reason.
 
         Raises:
-            WorkerFailed: It failed for another reason, which would meet every rung.
+            WorkerFailed: It failed for another reason, because of which every rung would fail.
         """
         if self.max_trials < 1:
             proof_reason = (
@@ -150,9 +152,10 @@ class Prover:
     def _launch(
         self, ladder_rung: Rung, batch_search: Search | None
     ) -> tuple[TrialProgress, WorkerFailed | None]:
-        """One launch: how far it came, and for what want of memory it ended."""
+        """One launch: its progress, and the error where memory ran out."""
         self.max_trials -= 1
-        # The advice tells how a trial went; summaries of failed launches would alarm.
+        # The advice reports how a trial ended; a dashboard of failed launches would look like
+        # errors.
         hidden_dashboard = env.applied({"NBACCEL_DASHBOARD": "0"})
         with _trial_folder(ladder_rung) as (trial_folder, trial_config), hidden_dashboard:
             step_trial = self._trial(ladder_rung, batch_search, trial_folder, trial_config)
@@ -163,6 +166,7 @@ class Prover:
                     config=self.plan.config.changed(
                         num_processes=self.plan.num_processes,
                         start_method="template",
+                        # A trial must not change the weights of the user's model.
                         share_back=False,
                         timeout=self.timeout_s,
                     ),
@@ -187,7 +191,7 @@ class Prover:
             host_bytes = rung_estimate.host_free
         host_share = None if host_bytes is None else host_bytes // self.plan.num_processes
         if host_share is not None and on_cpu:
-            host_share += memory_budget.device or 0  # what a device is to have is host memory here
+            host_share += memory_budget.device or 0  # the device's budget is host memory here
         model = self.walk.recipe.model
         return StepTrial(
             config=trial_config,
@@ -205,9 +209,9 @@ class Prover:
 
 @contextmanager
 def _trial_folder(ladder_rung: Rung) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A folder for notes, and the configuration with a folder for swap files; both go again."""
+    """A folder for notes, and the configuration with a folder for swap files; both are removed."""
     trial_config = dict(ladder_rung.config or {})
-    accumulation_steps = min(ladder_rung.accumulation_steps, _SAMPLES_PER_STEP)
+    accumulation_steps = min(ladder_rung.accumulation_steps, _PASSES_PER_STEP)
     trial_config["gradient_accumulation_steps"] = accumulation_steps
     zero_section = {**trial_config.get("zero_optimization", {})}
     offload_sections = {
@@ -219,6 +223,7 @@ def _trial_folder(ladder_rung: Rung) -> Iterator[tuple[str, dict[str, Any]]]:
         if not offload_sections:
             yield notes_folder, trial_config
             return
+        # On the user's disk, since the trial is of that disk, but not among files of other runs.
         disk_folder = nearest_folder(Path(next(iter(offload_sections.values()))["nvme_path"]))
         with tempfile.TemporaryDirectory(prefix="nbaccel-trial-", dir=disk_folder) as swap_folder:
             zero_section |= {
@@ -229,7 +234,7 @@ def _trial_folder(ladder_rung: Rung) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _failure_text(error: WorkerFailed) -> str:
-    """What the rank that met the end of memory said, in one line."""
+    """The failure of the rank that ran out of memory, in one line."""
     failure_record: Any = next(
         failure_record for failure_record in error.failures if _is_want_of_memory(failure_record)
     )

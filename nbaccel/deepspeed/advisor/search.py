@@ -32,7 +32,7 @@ __all__ = ["Budget", "Walk", "climb"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """What may be used, in bytes. None leaves it to what is free.
+    """Bytes that may be used. None takes what is free.
 
     Attributes:
         device: On each device.
@@ -71,7 +71,7 @@ class Walk:
         num_processes: Processes on each machine.
         num_nodes: Machines.
         inventory: The machine.
-        budget: What of it may be used.
+        budget: How much of it may be used.
     """
 
     recipe: Recipe
@@ -116,6 +116,7 @@ class Walk:
             yield ladder_rung
 
     def _needs_too_much(self, memory_estimate: MemoryEstimate) -> bool:
+        # A smaller batch lowers activations and nothing else.
         device_alone = replace(
             memory_estimate, device=replace(memory_estimate.device, activations=0)
         )
@@ -140,7 +141,8 @@ class Walk:
                 ladder_step, batch_size, accumulation_steps, " ".join(error.mistakes)
             )
         ladder_rung = self._estimated(ladder_step, batch_size, accumulation_steps, rung_config)
-        # What ZeRO-3 has at once is lowered before the next rung, which is slower, is looked at.
+        # Working on fewer elements at once costs less speed than the next rung, so it is tried
+        # first.
         for at_once in LOWERED if ladder_step.stage == 3 else ():
             if ladder_rung.is_accepted:
                 break
@@ -148,6 +150,7 @@ class Walk:
                 ladder_step, batch_size, accumulation_steps, at_once=at_once
             )
             lowered_config = self._checked(ladder_step, lowered_config)
+            # Where the user has set these keys there is nothing to lower.
             if lowered_config != ladder_rung.config:
                 ladder_rung = self._estimated(
                     ladder_step, batch_size, accumulation_steps, lowered_config
@@ -187,7 +190,7 @@ class Walk:
         """The configuration of a rung with another batch.
 
         Args:
-            ladder_rung: One that can be had.
+            ladder_rung: One that is available.
             batch_size: Samples of a process in one forward pass.
             accumulation_steps: Forward passes of one optimizer step.
 
@@ -198,7 +201,7 @@ class Walk:
         return self.recipe.config(ladder_rung.step, batch_size, accumulation_steps, at_once=at_once)
 
     def _lowered_keys(self, rung_config: dict[str, Any]) -> dict[str, int]:
-        """What was lowered that the user had left open."""
+        """The keys that were lowered, without those that the user has set."""
         zero_section = rung_config.get("zero_optimization") or {}
         given_section = self.recipe.base.get("zero_optimization") or {}
         return {
@@ -215,13 +218,13 @@ class Walk:
         return f" With {', '.join(lowered_texts)} in place of 1e9." if lowered_texts else ""
 
     def _checked(self, ladder_step: LadderStep, rung_config: dict[str, Any]) -> dict[str, Any]:
-        """The configuration, or nearly the same, which DeepSpeed and this machine take.
+        """The configuration, or one with torch's Adam, that DeepSpeed and this machine accept.
 
         On a GPU DeepSpeed compiles its Adam, and few notebooks have the compiler for it. Torch's
-        own computes the same.
+        Adam computes the same.
         """
         torch_config = _with_torch_adam(rung_config)
-        if ladder_step in self._torch_adam:  # with another batch the same would be found
+        if ladder_step in self._torch_adam:  # another batch would have the same result
             return (
                 torch_config
                 if torch_config is not None and self._torch_adam[ladder_step]
@@ -236,6 +239,8 @@ class Walk:
                 raise
             try:
                 check_config(torch_config, world_size=world_size, inventory=self.inventory)
+            # The first error is about the user's configuration, the second about one that was
+            # tried.
             except ConfigError:
                 raise error from None
             self._torch_adam[ladder_step] = True
@@ -256,19 +261,20 @@ class Walk:
         )
 
     def _activation_bytes(self, batch_size: int, ladder_step: LadderStep) -> int:
-        """Measured once for each size: a model on no device runs in seconds."""
+        """Measured once for each size, on a copy without memory, in seconds."""
         if self.sample_batch is None:
             return 0
-        config_key = (batch_size, ladder_step.gradient_checkpointing)
-        if config_key not in self._activations:
-            self._activations[config_key] = measure_activations(
+        size_key = (batch_size, ladder_step.gradient_checkpointing)
+        if size_key not in self._activations:
+            self._activations[size_key] = measure_activations(
                 self.recipe.model,
                 resized(self.sample_batch, batch_size),
                 precision=self.recipe.precision,
+                # A model in which it is on already is measured as it is.
                 gradient_checkpointing=ladder_step.gradient_checkpointing
                 and not checkpoints_gradients(self.recipe.model),
             ).peak
-        return self._activations[config_key]
+        return self._activations[size_key]
 
 
 def climb(
@@ -277,8 +283,8 @@ def climb(
     """Take the first rung that fits.
 
     Args:
-        ladder_rounds: What :meth:`Walk.ladder_rounds` yields.
-        prove_rung: Tries a rung that fits by estimate with a real step, and says what came of it.
+        ladder_rounds: What :meth:`Walk.rounds` yields.
+        prove_rung: Tries a rung that fits by estimate with a real step, and returns its result.
 
     Returns:
         All rungs that were looked at, and the one to take; None where none fits. Those above it
@@ -292,6 +298,7 @@ def climb(
             if chosen_rung is None and ladder_rung.is_accepted:
                 tried_rung = ladder_rung if prove_rung is None else prove_rung(ladder_rung)
                 chosen_rung = tried_rung if tried_rung.is_accepted else None
+            # The round goes on after the choice, so that the table shows all rungs.
             elif chosen_rung is not None and ladder_rung.is_accepted:
                 tried_rung = replace(
                     ladder_rung, reason=f"{ladder_rung.reason} It is slower than what was chosen."
@@ -303,9 +310,10 @@ def climb(
 
 
 def _with_torch_adam(rung_config: dict[str, Any]) -> dict[str, Any] | None:
-    """The same with torch's Adam; None where that is no choice."""
+    """The same with torch's Adam; None where that is not possible."""
     optimizer = rung_config.get("optimizer") or {}
     optimizer_params = optimizer.get("params") or {}
+    # An offloaded step is computed by DeepSpeed's Adam for CPUs alone.
     has_offload = "offload_optimizer" in (rung_config.get("zero_optimization") or {})
     if optimizer.get("type", "").lower() not in ("adam", "adamw") or has_offload:
         return None
@@ -326,15 +334,15 @@ def _shortage_reason(memory_estimate: MemoryEstimate) -> str:
         "nvme": (memory_estimate.nvme.total, memory_estimate.nvme_free),
     }
     if lacking_bytes := memory_estimate.lacking:
-        told_needs = [
+        need_texts = [
             f"{format_bytes(needs_by_place[place_name][0])} {place_words[place_name]}, "
-            f"{format_bytes(batch_size)} more than there is"
-            for place_name, batch_size in lacking_bytes.items()
+            f"{format_bytes(missing_bytes)} more than there is"
+            for place_name, missing_bytes in lacking_bytes.items()
         ]
-        return f"It needs {' and '.join(told_needs)}."
-    told_needs = [
+        return f"It needs {' and '.join(need_texts)}."
+    need_texts = [
         f"{format_bytes(needed_bytes)} of {format_bytes(free_bytes)} {place_words[place_name]}"
         for place_name, (needed_bytes, free_bytes) in needs_by_place.items()
         if free_bytes is not None and needed_bytes
     ]
-    return f"It needs {', '.join(told_needs)}."
+    return f"It needs {', '.join(need_texts)}."

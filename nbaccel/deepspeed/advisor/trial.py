@@ -1,4 +1,4 @@
-"""One real step by DeepSpeed's engine, in a worker that ends with it. This is what workers run."""
+"""One real step by DeepSpeed's engine, in a worker that ends with it; the code that workers run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Search", "StepTrial", "TrialProgress", "run_trial"]
 
 
 _PROCESS_BYTES = 192 * 2**20
-"""What a worker takes beside tensors: stacks of gloo's and OpenMP's threads, compiled operations.
+"""Memory of a worker beside tensors: stacks of gloo's and OpenMP's threads, compiled operations.
 
 Measured with engines of all stages and a model of 6 MB, 2 processes: 100 to 130 MiB of data.
 """
@@ -56,6 +56,7 @@ class Search:
         if self.fails is None:
             doubled_batch = min(2 * self.works, self.most)
             return doubled_batch if doubled_batch > self.works else None
+        # Each further try takes a real step, for less than an eighth more.
         if self.fails - self.works <= max(1, self.works // 8):
             return None
         return (self.works + self.fails) // 2
@@ -63,17 +64,17 @@ class Search:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTrial:
-    """What workers are to do.
+    """The task of the workers.
 
     Attributes:
         config: DeepSpeed's configuration.
         batch_size: Samples of the first step.
         gradient_checkpointing: Whether to turn it on.
-        folder: Where each worker notes how far it came: a worker that is killed tells nothing else.
+        folder: Where each worker notes its progress, which is all that a killed one leaves.
         device: What workers compute on.
         search: Larger batches to try in the same engine; None for one step only.
-        device_bytes: What it may use of a GPU; None for all.
-        host_bytes: What it may use of host memory; None for all.
+        device_bytes: Bytes of a GPU that it may use; None for all.
+        host_bytes: Bytes of host memory that it may use; None for all.
     """
 
     config: dict[str, Any]
@@ -88,7 +89,7 @@ class StepTrial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialProgress:
-    """How far a worker came.
+    """The progress of a worker.
 
     Attributes:
         works: Samples of the largest step that worked; 0 for none.
@@ -104,7 +105,7 @@ class TrialProgress:
 
     @classmethod
     def read(cls, note_folder: str, num_processes: int) -> TrialProgress:
-        """What all workers noted: the least that worked, the most that was taken.
+        """The notes of all workers in one: the least that worked, the most that was taken.
 
         Args:
             note_folder: Where they noted it.
@@ -136,9 +137,10 @@ def run_trial(model: nn.Module, sample_batch: Any, step_trial: StepTrial) -> Non
         step_trial: The configuration, the sizes and the limits.
 
     Raises:
-        RuntimeError: Memory did not suffice, or whatever DeepSpeed and the model raise.
+        RuntimeError: Memory did not suffice; DeepSpeed and the model may raise others.
     """
     env.update({"PATH": cpp_operations.path_with_ninja()})
+
     with _quiet_deepspeed():
         import deepspeed
 
@@ -154,6 +156,8 @@ def run_trial(model: nn.Module, sample_batch: Any, step_trial: StepTrial) -> Non
             trial_note = _TrialNote(step_trial, live_bytes, ds_accelerator, on_gpu=on_gpu)
             with trial_note.taken():
                 engine, *_ = deepspeed.initialize(model=model, config=step_trial.config)
+                # The engine trains in the model's own tensors, whose shared pages become private
+                # then.
                 if not on_gpu:
                     live_bytes.adopt(
                         parameter for parameter in engine.module.parameters() if parameter.numel()
@@ -174,6 +178,7 @@ def _step_through(
         _training_step(engine, resized(sample_batch, batch_size))
         _catalog.device(step_trial.device).synchronize()  # what fails later fails here
         trial_note.check()
+        # Written after each size: the next one may get this process killed.
         trial_note.works = batch_size
         trial_note.write()
         if batch_search is None:
@@ -208,7 +213,7 @@ _ENABLED_SECTION = {"bf16": "bfloat16_enabled", "fp16": "fp16_enabled"}
 
 
 class _TrialNote:
-    """Writes down how far this worker came, whatever ends it."""
+    """Writes this worker's progress, however it ends."""
 
     def __init__(
         self, step_trial: StepTrial, live_bytes: LiveBytes, ds_accelerator: Any, *, on_gpu: bool
@@ -223,7 +228,7 @@ class _TrialNote:
             ds_accelerator.reset_peak_memory_stats()
 
     def check(self) -> None:
-        """The room that the limit of the process leaves beside tensors is not for tensors."""
+        """Refuse tensors in the room that the process's limit leaves for everything else."""
         if self._host_bytes is not None and self._live.peak > self._host_bytes:
             raise MemoryError(
                 f"tensors took {format_bytes(self._live.peak)} of host memory, and a worker's "
@@ -251,12 +256,13 @@ class _TrialNote:
 
 
 def _limit_memory(step_trial: StepTrial, own_tensors: list[torch.Tensor], *, on_gpu: bool) -> None:
-    """Hold this worker to its share, so that it alone meets the end of it."""
+    """Limit this worker to its share, so that only this process fails when it is used up."""
     if on_gpu and step_trial.device_bytes is not None:
         _catalog.device(step_trial.device).limit_memory(step_trial.device_bytes)
     if step_trial.host_bytes is None:
         return
-    # The model's pages are mapped already. Those that it trains in become the worker's own.
+    # The model's pages are mapped privately and counted already, though shared with the notebook;
+    # those that are trained become the worker's own memory, which the share must cover.
     mapped_pages = {
         storage_key(own_tensor): own_tensor.untyped_storage().nbytes() for own_tensor in own_tensors
     }
@@ -269,7 +275,7 @@ def _limit_memory(step_trial: StepTrial, own_tensors: list[torch.Tensor], *, on_
 
 
 def _data_bytes() -> int:
-    """What RLIMIT_DATA counts: private memory that can be written to (Linux, proc(5), VmData)."""
+    """The memory that RLIMIT_DATA limits: private and writable (Linux, proc(5), VmData)."""
     for status_line in Path("/proc/self/status").read_text().splitlines():
         if status_line.startswith("VmData:"):
             return int(status_line.split()[1]) * 1024
@@ -278,7 +284,7 @@ def _data_bytes() -> int:
 
 @contextlib.contextmanager
 def _quiet_deepspeed() -> Iterator[None]:
-    """What DeepSpeed and torch say while they are tried is about them, not about the model."""
+    """A block without the messages of DeepSpeed and torch, which are not about the model."""
     logging.disable(logging.CRITICAL)  # for good: the process ends with the trial
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")

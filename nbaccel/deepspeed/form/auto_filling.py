@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration of a form, with ``"auto"`` filled in as far as something decides it."""
+"""A DeepSpeed configuration of a form, with ``"auto"`` filled in as far as it is decided."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def filled_in(
     Args:
         config_settings: A DeepSpeed configuration.
         run_config: How it will be run.
-        launch_plan: What that comes to; None where it cannot be run here.
+        launch_plan: The plan of that run; None where it cannot be run here.
         user_module: The model; None where there is none.
         sample_batch: What one process calls it with, or None.
 
     Returns:
-        The configuration, and what was decided.
+        The configuration, and the decisions.
     """
     world_size = 1 if launch_plan is None else launch_plan.world_size
     training_facts = TrainingFacts(
@@ -50,6 +50,7 @@ def filled_in(
     )
     remaining_settings, later_reasons = copy.deepcopy(config_settings), dict[str, str]()
     resolved_config = None
+    # Each failed attempt names the keys that nothing decides; without them the others are decided.
     while resolved_config is None:
         try:
             resolved_config = resolve_auto(
@@ -61,6 +62,7 @@ def filled_in(
                 for found_mistake in mistakes_in(error)
                 if isinstance(found_mistake, UndecidedKey)
             ]
+            # Other mistakes would be found again in each attempt.
             if not undecided_mistakes:
                 return FilledConfig(
                     config_settings, (Choice("DeepSpeed", "refused", error.mistakes[0]),)
@@ -69,6 +71,7 @@ def filled_in(
                 auto_key = undecided_mistake.path
                 nested_keys.drop_at(remaining_settings, auto_key)
                 later_reasons[auto_key] = _FILLED_LATER.get(auto_key, undecided_mistake.reason)
+    # Written into the given document, which keeps the order and form in which the user wrote it.
     filled_config = copy.deepcopy(config_settings)
     decided_settings = resolved_config.config.to_dict()
     for auto_key in auto_keys(config_settings):
@@ -87,6 +90,7 @@ def _samples_of_batch(config_settings: dict[str, Any], sample_batch: Any) -> int
         config_settings.get("train_micro_batch_size_per_gpu"), int
     ):
         return None
+    # Imported here, because it imports torch, which a form without a batch does not need.
     from nbaccel.memory.activations import num_samples
 
     return num_samples(sample_batch)

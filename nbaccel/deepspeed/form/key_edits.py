@@ -25,15 +25,16 @@ def with_stage(
     Args:
         run_config: The run; it stays as it is.
         stage: The stage; None trains without DeepSpeed.
-        earlier_settings: A DeepSpeed configuration that is taken up again where DeepSpeed is
-            chosen anew.
+        earlier_settings: A DeepSpeed configuration that is used again when DeepSpeed is turned on
+            again.
 
     Returns:
-        The run, without offloading that the stage cannot do, which is told.
+        The run, without offloading that the stage does not support; remarks say so.
     """
     if stage is None:
         return Edit(run_config.changed(zero_stage=None, deepspeed=None))
     config_settings = copy.deepcopy(dict(run_config.deepspeed or {}))
+    # Turning DeepSpeed off and on again must not lose what was set before.
     if not run_config.uses_deepspeed:
         config_settings = copy.deepcopy(dict(earlier_settings))
     run_edit = Edit(run_config)
@@ -60,7 +61,7 @@ def with_key(run_config: RunConfig, config_key: str, key_value: Any) -> Edit:
         key_value: Its value; None leaves it to DeepSpeed.
 
     Returns:
-        The run, with what belongs to the value, which is told.
+        The run, with the changes that the value requires; remarks name them.
     """
     config_settings = copy.deepcopy(dict(run_config.deepspeed or {}))
     edit_remarks: tuple[str, ...] = ()
@@ -72,6 +73,7 @@ def with_key(run_config: RunConfig, config_key: str, key_value: Any) -> Edit:
         section_path = config_key.rpartition(".")[0]
         if key_value in (None, "none"):
             nested_keys.drop_at(config_settings, section_path)
+        # DeepSpeed requires a folder, and a form must not hold a run that would be refused.
         elif key_value == "nvme" and not nested_keys.value_at(
             config_settings, f"{section_path}.nvme_path"
         ):
@@ -87,8 +89,9 @@ def with_key(run_config: RunConfig, config_key: str, key_value: Any) -> Edit:
         part_name = config_key.partition(".")[0]
         dummy_name = {"optimizer": "DummyOptim", "scheduler": "DummyScheduler"}[part_name]
         edit_remarks += (
-            f"DeepSpeed makes the {part_name}: prepare a {dummy_name} in the place of yours.",
+            f"DeepSpeed makes the {part_name}: prepare a {dummy_name} in place of yours.",
         )
+    # Without a type its parameters have no meaning.
     elif config_key in ("optimizer.type", "scheduler.type"):
         config_settings.pop(config_key.partition(".")[0], None)
     return Edit(run_config.changed(deepspeed=config_settings), edit_remarks)

@@ -1,4 +1,4 @@
-"""When a ZeRO stage, an offload or another key cannot be chosen, or means nothing."""
+"""When a ZeRO stage, an offload or another key cannot be chosen, or has no effect."""
 
 from __future__ import annotations
 
@@ -52,8 +52,10 @@ def place_refusal(run_config: RunConfig, key_name: str, offload_place: str | Non
         return ""
     if stage is None:
         return "choose a ZeRO stage first"
+    # DeepSpeed would ignore the setting below stage 3.
     if key_name == PARAM_PLACE and stage < 3:
         return f"needs ZeRO stage 3: the stage is {stage}"
+    # Without ZeRO, DeepSpeed offloads no state.
     if stage == 0:
         return "needs ZeRO stage 1 or higher: the stage is 0"
     if offload_place == "nvme" and stage < 3:
@@ -71,6 +73,7 @@ def key_refusal(run_config: RunConfig, key_name: str) -> str:
     stage = _stage_of_run(run_config)
     if stage is None:
         return "choose a ZeRO stage first"
+    # The place of parameters can be chosen at any stage: its options say what they need.
     if key_name.startswith(_STAGE_3_PREFIXES) and key_name != PARAM_PLACE and stage != 3:
         return f"for stage 3 only: the stage is {stage}"
     if key_name.startswith(f"{ZERO}.offload_optimizer.") and key_name != OPTIMIZER_PLACE:
@@ -89,7 +92,7 @@ def key_refusal(run_config: RunConfig, key_name: str) -> str:
 
 
 def key_is_shown(run_config: RunConfig, key_name: str) -> bool:
-    """Whether a key means anything: folders do where something is on disk.
+    """Whether a key has an effect: folders have one where something is on disk.
 
     Args:
         run_config: The run.

@@ -1,7 +1,7 @@
 """Each key of a DeepSpeed configuration as a choice: its name, its meaning, its unit.
 
-Nothing is listed twice: keys and descriptions come from `ZeroConfig`. What stands here is which
-come first, what they are called in plain words, and the unit of a number.
+Nothing is listed twice: keys and descriptions come from `ZeroConfig`. Here are the order of the
+first ones, their labels, and the units of numbers.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ LABELS = {
     "optimizer.type": "Optimizer",
     "scheduler.type": "Scheduler",
 }
-# Where a description says how to write the value, and a form has the values to choose from.
+# For descriptions that say how to write the value, while a form has the values to choose from.
 MEANINGS = {
     "zero_stage": "What each process holds only a shard of.",
-    "optimizer.type": "Who makes the optimizer, and which.",
-    "scheduler.type": "Who makes the learning rate schedule, and which.",
+    "optimizer.type": "Which optimizer, and whether DeepSpeed makes it.",
+    "scheduler.type": "Which learning rate schedule, and whether DeepSpeed makes it.",
 }
 SECTIONS = {
     "": "Engine",
@@ -86,7 +86,7 @@ SECTIONS = {
     "comet": "Comet",
     "timers.throughput": "Timers",
 }
-# Of numbers that count something else than what their meaning begins with.
+# For numbers whose unit does not follow from the word "elements" in their description.
 UNIT_OF = {
     "aio.block_size": "bytes",
     "checkpoint.writer.io_buffer_size": "bytes",
@@ -105,10 +105,11 @@ UNIT_OF = {
     f"{ZERO}.zero_hpz_partition_size": "ranks",
     "sequence_parallel_size": "ranks",
 }
-# DeepSpeed's own, for what a user is likely to look at; a test holds them against the library.
+# DeepSpeed's defaults, here because the form works without it; a test compares them with the
+# library.
 DEFAULTS = {
     "gradient_clipping": 1.0,
-    f"{ZERO}.overlap_comm": None,
+    f"{ZERO}.overlap_comm": None,  # true at stage 3 only
     f"{ZERO}.reduce_bucket_size": 500_000_000,
     f"{ZERO}.allgather_bucket_size": 500_000_000,
     f"{ZERO}.stage3_prefetch_bucket_size": 50_000_000,
@@ -160,8 +161,10 @@ def key_settings() -> Iterator[Setting]:
 
 
 def _of_section(model: type[BaseModel], section_path: str) -> Iterator[Setting]:
+    # Settings of the run, which has choices for them elsewhere in the form.
     run_keys = {f"{ZERO}.stage", "gradient_accumulation_steps", "fp16.enabled", "bf16.enabled"}
     for field_name, model_field in model.model_fields.items():
+        # `ZeroConfig` has the keys of `zero_optimization` as fields of its top level.
         section_place = ZERO if not section_path and field_name in ZERO_KEYS else section_path
         key_path = f"{section_place}.{field_name}" if section_place else field_name
         inner_section = section_of(model_field)
@@ -211,7 +214,7 @@ def _of_key(key_path: str, section_place: str, model_field: FieldInfo) -> Settin
 
 
 def _meaning_of_key(key_path: str, model_field: FieldInfo) -> str:
-    """Its description; where that speaks of Python's None, a form has an empty field."""
+    """Its description; a form has an empty field for Python's None."""
     return MEANINGS.get(key_path) or (model_field.description or "").replace("; None ", "; empty ")
 
 

@@ -70,6 +70,7 @@ class DeepSpeedForm(SettingsForm):
         if setting.name == "zero_stage":
             return config.zero_stage if config.uses_deepspeed else None
         key_value = nested_keys.value_at(config.deepspeed, setting.strategy_key)
+        # "none" and no key are one choice: on the device.
         return None if setting.name in PLACE_KEYS and key_value == "none" else key_value
 
     def edited(
@@ -80,16 +81,16 @@ class DeepSpeedForm(SettingsForm):
             return with_stage(config, value, (before and before.deepspeed) or {})
         if not config.uses_deepspeed:
             raise ConfigError(
-                f"{setting.name}={value!r} is for DeepSpeed, which is off. Nothing would read it. "
-                "Choose a ZeRO stage first."
+                f"{setting.name}={value!r} is for DeepSpeed, which is off, and would have no "
+                "effect. Choose a ZeRO stage first."
             )
         return with_key(config, setting.name, value)
 
     def check(self, config: RunConfig, device: str) -> None:
         """See :meth:`SettingsForm.check`."""
         config_settings = ZeroConfig.from_dict(engine_config(config) or {})
-        # Whether a CPU computes in float16 is asked of DeepSpeed, which takes seconds to import:
-        # what is launched with it is checked then.
+        # Whether a CPU computes in float16 is a function of DeepSpeed, which takes seconds to
+        # import: it is checked when the run is launched.
         device = "" if device_row(device).in_host_memory else device
         if wrong_texts := [*combination_mistakes(config_settings, device=device)]:
             raise ConfigError(*wrong_texts)
@@ -199,20 +200,20 @@ class DeepSpeedForm(SettingsForm):
                 "Use a smaller batch, more devices, or a smaller model."
             )
         config_settings = copy.deepcopy(dict(chosen_rung.config))
-        beside_the_point = ["Activations are not in it"]  # the verdict says it
+        dropped_warnings = ["Activations are not in it"]  # the form's verdict says it, too
         if "optimizer" not in (config.deepspeed or {}):
-            config_settings.pop("optimizer", None)  # it is the code's own
-            beside_the_point.append("torch_adam")
+            config_settings.pop("optimizer", None)  # only for the estimate: the code makes one
+            dropped_warnings.append("torch_adam")
         batch_size, accumulation_steps = chosen_rung.batch_size, chosen_rung.accumulation_steps
         config_settings = {
             config_key: key_value
             for config_key, key_value in config_settings.items()
-            if config_key not in BATCH_SIZES
+            if config_key not in BATCH_SIZES  # the data loader decides about them
         }
         form_remarks = [
             warning_text
             for warning_text in memory_advice.warnings
-            if not any(text_part in warning_text for text_part in beside_the_point)
+            if not any(text_part in warning_text for text_part in dropped_warnings)
         ]
         if accumulation_steps > 1 and accumulation_steps != (
             config.gradient_accumulation_steps or 1
@@ -241,6 +242,7 @@ class DeepSpeedForm(SettingsForm):
             )
             config_document = ZeroConfig.from_dict(settings).to_dict()
         else:
+            # Imported here, since a form is also used where DeepSpeed is not installed.
             from nbaccel.deepspeed.checking import check_config
 
             checked_config = check_config(
@@ -269,9 +271,10 @@ def _with_step(
     if not ladder_step.stage:
         return run_config.changed(zero_stage=None, deepspeed=None, **run_changes)
     config_settings = copy.deepcopy(config_settings)
+    # The run's precision decides: a section that turns one on would contradict a later choice.
     for half_section in ("fp16", "bf16"):
         config_section = config_settings.get(half_section)
-        if isinstance(config_section, dict):  # the run says it
+        if isinstance(config_section, dict):
             config_section.pop("enabled", None)
             if not config_section or config_section == {"auto_cast": True}:
                 del config_settings[half_section]
@@ -291,7 +294,7 @@ def _with_step(
 
 
 def _base_settings(run_config: RunConfig) -> dict[str, Any]:
-    """What was chosen beside what the ladder decides."""
+    """The chosen settings without those that the ladder decides."""
     config_settings: dict[str, Any] = copy.deepcopy(dict(run_config.deepspeed or {}))
     for section_name in ("offload_optimizer", "offload_param"):
         nested_keys.drop_at(config_settings, f"{ZERO}.{section_name}")
@@ -303,6 +306,6 @@ def _nvme_folder(run_config: RunConfig) -> str | None:
 
 
 def _precision_of(run_config: RunConfig) -> str:
-    """As the advisor calls it; what a library computes in 8 bits is kept in bfloat16."""
+    """The advisor's name of it; models that a library computes in 8 bits are in bfloat16."""
     row = precision_row(run_config.mixed_precision)
     return "bf16" if row.has_backends else {"no": "fp32"}.get(row.name, row.name)

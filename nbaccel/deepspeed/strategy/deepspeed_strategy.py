@@ -59,7 +59,7 @@ class DeepSpeedStrategy(Strategy):
     Args:
         place: This process among the others.
         plugins: What to shard, and where to keep it.
-        asked: What else the Accelerator was asked.
+        asked: The Accelerator's other settings.
     """
 
     name: ClassVar[str] = "deepspeed"
@@ -71,16 +71,22 @@ class DeepSpeedStrategy(Strategy):
         self._plugins = plugins
         self._open: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._asked = asked
+        # By id of the engine, which its Drive keeps alive: no other object gets the same id
+        # meanwhile.
         self._drives: dict[int, Drive] = {}
         self._before: dict[int, Remembered] = {}
         self._lease = shared_environment.Lease(place.device)
         if place.is_alone:
-            # A cell that is run again forgets its Accelerator; the notebook's modules stay.
+            # A cell that is run again forgets its Accelerator; the notebook's modules stay. The
+            # dictionaries are passed, not `self`, which the finalizer would keep alive for ever.
             end_finalizer = weakref.finalize(
                 self, _end_all, self._drives, self._before, self._lease
             )
+            # At exit no cell looks at the modules again, and the environment's own atexit handler
+            # destroys the engines.
             end_finalizer.atexit = False
         else:
+            # The engines are only noted: a cell may still look at them after the Accelerator.
             leave_finalizer = weakref.finalize(self, shared_environment.add, self._drives)
             leave_finalizer.atexit = False
         self._announced: Any = None
@@ -127,6 +133,7 @@ class DeepSpeedStrategy(Strategy):
             return bundle
         active_plugin = self._plugins.active
         given_settings = self._as_given(active_plugin)
+        # Before the lease: what is refused has made no process group.
         check_parts(given_settings, bundle.models, bundle.optimizers, bundle.schedulers)
         owned_optimizers = _optimizers_by_model(bundle)
         self._lease.take()
@@ -160,8 +167,9 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def _as_given(self, active_plugin: DeepSpeedPlugin) -> dict[str, Any]:
-        """Its configuration with the "auto" values that an earlier `prepare` has filled in."""
+        """The plugin's configuration, with the "auto" values that an earlier `prepare` replaced."""
         settled_config, given_settings = self._open.get(id(active_plugin), (None, {}))
+        # A plugin whose configuration the user has replaced since then is taken as it is.
         return (
             given_settings
             if active_plugin.deepspeed_config is settled_config
@@ -195,15 +203,17 @@ class DeepSpeedStrategy(Strategy):
         if not is_training and resolved_config.config.zero_stage < 3:
             model.to(self.place.device)
             return None
+        # The configuration of a model that only infers must not replace that of a trained one.
         if is_training or id(active_plugin) not in self._open:
             active_plugin.deepspeed_config = resolved_config.config.to_dict()
             self._open[id(active_plugin)] = (active_plugin.deepspeed_config, given_settings)
         self.choices += resolved_config.choices
-        self._tell_before(model, optimizer, resolved_config, is_training=is_training)
-        begin_comm(resolved_config.config)
+        self._warn_before(model, optimizer, resolved_config, is_training=is_training)
+        begin_comm(resolved_config.config)  # first: destroying engines below needs it
         if not self.place.is_alone:
             take_back_together(model, self.place.device)
             shared_environment.end()
+        # Before the engine is made, which casts the module in place.
         states_before, made_as = remember(model), made_in(model)
         own_config, claimed_folders = nvme_swapping.claim(resolved_config.config, self.place.rank)
         try:
@@ -215,7 +225,7 @@ class DeepSpeedStrategy(Strategy):
                 moe_layers=active_plugin.transformer_moe_cls_names,
                 has_several=not self.place.is_alone,
             )
-        except BaseException:  # an interrupt, too: nobody would ever release it
+        except BaseException:  # an interrupt, too: without an engine nothing else releases it
             claimed_folders.release()
             raise
         clipping_norm = given_settings.get("gradient_clipping")
@@ -227,10 +237,10 @@ class DeepSpeedStrategy(Strategy):
         self._before[id(engine)] = states_before
         return engine_drive
 
-    def _tell_before(
+    def _warn_before(
         self, model: nn.Module, optimizer: Any, resolved_config: Resolved, *, is_training: bool
     ) -> None:
-        """What is better known before an engine is made; some of it ends the attempt."""
+        """Warn of, or refuse, what is known before an engine is made."""
         for warning_text in resolved_config.warnings:
             warnings.warn(warning_text, stacklevel=2)
         nvme_swapping.check_buffers(model, resolved_config.config, self.place.world_size)
@@ -244,11 +254,13 @@ class DeepSpeedStrategy(Strategy):
             local_world_size=local_processes,
             num_nodes=node_count,
         )
+        # On every rank of this node, since each has a heap to keep freed blocks in.
         if host_memory.is_short:
             engines.return_at_once()
         if not self.place.is_local_main:
             return
-        # The others wait in their first collective, and have written nothing yet.
+        # One process of each node looks at the disk; the others wait in their first collective
+        # and have not yet written anything that would count as room taken.
         leftover_files.check_room(
             model,
             resolved_config.config,
@@ -264,6 +276,7 @@ class DeepSpeedStrategy(Strategy):
         engine_drive = self._drives.get(id(model))
         if engine_drive is None:
             return model
+        # The caller looks at weights, or replaces them: the step that is due must be in them.
         engine_drive.step()
         inner_module: nn.Module = engine_drive.engine.module
         return inner_module
@@ -276,6 +289,7 @@ class DeepSpeedStrategy(Strategy):
         """
         chosen_keys = list(self._drives) if models is None else [id(model) for model in models]
         engine_drives = {key: self._drives.pop(key) for key in chosen_keys if key in self._drives}
+        # A step that is due would be lost with its engine.
         for engine_drive in engine_drives.values():
             engine_drive.step()
         _end_drives(engine_drives, self._before, is_alone=self.place.is_alone)
@@ -308,7 +322,7 @@ class DeepSpeedStrategy(Strategy):
     def join(
         self, models: Iterable[nn.Module], **options: Any
     ) -> AbstractContextManager[None] | None:
-        """See :meth:`Strategy.join`; None: an engine reduces with everyone."""
+        """See :meth:`Strategy.join`; None, since an engine reduces gradients with all ranks."""
         return nullcontext() if self.place.is_alone else None
 
     def clip_grad_norm(
@@ -321,8 +335,8 @@ class DeepSpeedStrategy(Strategy):
         """
         if norm_type != 2.0:
             raise ConfigError(
-                f"clip_grad_norm_(norm_type={norm_type}) cannot be had with DeepSpeed, which adds "
-                "up squares over its shards. Leave norm_type out."
+                f"clip_grad_norm_(norm_type={norm_type}) is not supported with DeepSpeed, which "
+                "adds up squares over its shards. Leave norm_type out."
             )
         engine_drive = drive_of_parameters(parameters, list(self._drives.values()))
         return engine_drive.clipped_step(max_norm)
@@ -347,7 +361,7 @@ class DeepSpeedStrategy(Strategy):
             model.load_state_dict(state, **options)
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Refused: it lies in shards, in DeepSpeed's own form, and is saved with the model's.
+        """Refused: the state is in shards, in DeepSpeed's format, and is saved with the model.
 
         Raises:
             ConfigError: Always.
@@ -408,6 +422,7 @@ class DeepSpeedStrategy(Strategy):
 def _end_drives(
     engine_drives: dict[int, Drive], states_before: dict[int, Remembered], *, is_alone: bool
 ) -> None:
+    # Where there are other processes, this one has only a part of each module: nothing is restored.
     for key, engine_drive in engine_drives.items():
         state_before = states_before.pop(key)
         engine_drive.end(state_before if is_alone else None)
@@ -422,6 +437,7 @@ def _end_all(
     held_lease.give_up()
 
 
+# DeepSpeed would make these from the file, too, for a model that only infers.
 _TRAINING_KEYS = ("optimizer", "scheduler")
 
 
@@ -429,15 +445,17 @@ def _is_trained_by_file(
     model: nn.Module, given_settings: dict[str, Any], training_bundle: Bundle
 ) -> bool:
     """Whether the file's optimizer is meant for a model that was prepared without one."""
-    has_one = bool(given_settings.get("optimizer")) and not training_bundle.optimizers
-    return has_one and any(model_parameter.requires_grad for model_parameter in model.parameters())
+    needs_optimizer = bool(given_settings.get("optimizer")) and not training_bundle.optimizers
+    return needs_optimizer and any(
+        model_parameter.requires_grad for model_parameter in model.parameters()
+    )
 
 
 def _shards_only(checkpoint_kind: str) -> ConfigError:
     return ConfigError(
-        f"The state of {checkpoint_kind} cannot be read or written whole: DeepSpeed has it in "
-        "shards of its own form, together with the weights. Use accelerator.save_state and "
-        "load_state with as many processes."
+        f"The state of {checkpoint_kind} cannot be read or written whole: DeepSpeed keeps it in "
+        "shards, in a format of its own, together with the weights. Use accelerator.save_state "
+        "and load_state with as many processes."
     )
 
 
@@ -468,10 +486,9 @@ def _optimizers_by_model(training_bundle: Bundle) -> dict[int, Any]:
 
 
 def _parameters_of_optimizer(optimizer: Any) -> Iterable[torch.Tensor]:
-    given_settings = (
-        optimizer.params if isinstance(optimizer, DummyOptim) else optimizer.param_groups
-    )
-    for param_group in given_settings:
+    param_groups = optimizer.params if isinstance(optimizer, DummyOptim) else optimizer.param_groups
+    # A DummyOptim takes what torch's optimizers take: groups, or parameters themselves.
+    for param_group in param_groups:
         yield from param_group["params"] if isinstance(param_group, dict) else [param_group]
 
 
@@ -486,12 +503,10 @@ def _proxy_of(engine_drive: Drive | None, optimizer: Any) -> Any:
 def _schedule_of(
     engine_drives: list[Drive | None], by_optimizer: dict[int, Drive | None], scheduler: Any
 ) -> Any:
-    """What steps a schedule: the engine, or, for one of torch, the loop as ever."""
+    """What steps a schedule: the engine; one of torch is stepped by the loop, as always."""
     if not is_engines(scheduler):
         return scheduler
     engine_drive = by_optimizer.get(id(scheduler.optimizer))
-    if engine_drive is None:  # of an optimizer that only the file names: one engine has it
-        engine_drive = next(
-            owner_by_model for owner_by_model in engine_drives if owner_by_model is not None
-        )
+    if engine_drive is None:  # its optimizer is only in the file: one engine has it
+        engine_drive = next(model_drive for model_drive in engine_drives if model_drive is not None)
     return EngineScheduler(engine_drive, scheduler)

@@ -1,6 +1,6 @@
 """What goes wrong with DeepSpeed while training, found and explained while it happens.
 
-    before     more host memory asked for than there is: the system would kill the process
+    before     more host memory needed than there is: the system would kill the process
     loss       no number: weights made in bfloat16 overflow in float16
     steps      skipped one after another: the loss scale is as low as it may be
 
@@ -60,15 +60,16 @@ class Troubles:
             loss: A 0-d tensor.
         """
         is_bad = ~torch.isfinite(loss.detach())
+        # Losses of all batches of a step count; the step itself comes only after the last of them.
         self._bad = is_bad if self._bad is None else self._bad | is_bad
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """A block in which DeepSpeed's way to give up says what to change."""
+        """A block in which the exception by which DeepSpeed gives up says what to change."""
         try:
             yield
         except Exception as error:  # DeepSpeed raises a bare one at the floor of its loss scale
-            # All else that a step raises is of a type of its own.
+            # Whatever else a step raises has a subclass of `Exception` as its type.
             if type(error) is not Exception or not self._at_floor:
                 raise
             raise TrainingDiverged(self._scale_text("is as low as it may be")) from error
@@ -82,7 +83,8 @@ class Troubles:
         Raises:
             TrainingDiverged: It happened `PATIENCE` times in a row.
         """
-        # DeepSpeed's step waits for the device itself, to look for overflow: this costs nothing.
+        # DeepSpeed's step has waited for the device already, to look for overflow: reading the
+        # value here costs nothing more.
         is_bad = self._bad is not None and bool(self._bad.item())
         self._bad = None
         self._bad_steps = self._bad_steps + 1 if is_bad else 0
@@ -92,6 +94,7 @@ class Troubles:
         if is_bad and self._in_fp16 and self._bad_steps >= PATIENCE:
             raise TrainingDiverged(self._nan_text(skipped=skipped))
         if is_bad and not self._told:
+            # Once: a loss that has become NaN usually stays so, in every step to come.
             self._told = True
             warnings.warn(self._nan_text(skipped=skipped), stacklevel=2)
 
@@ -100,11 +103,12 @@ class Troubles:
         loss_scaler = getattr(self._engine.optimizer, "loss_scaler", None)
         if not self._in_fp16 or loss_scaler is None:
             return False
+        # Only DeepSpeed's dynamic scaler has `min_scale`.
         return bool(loss_scaler.cur_scale <= max(getattr(loss_scaler, "min_scale", 1), 1))
 
     def _nan_text(self, *, skipped: bool) -> str:
         step_number = self._engine.global_steps
-        loss_text = f"The loss is no number after optimizer step {step_number}."
+        loss_text = f"The loss is NaN or infinite after optimizer step {step_number}."
         if self._in_fp16 and self._made_in == "bfloat16":
             return (
                 f"{loss_text} The model's weights were made in bfloat16 and train in float16, "
@@ -116,11 +120,11 @@ class Troubles:
                 f"{loss_text} float16 holds numbers up to 65504 only. Set {_BF16_KEYS}, or a lower "
                 "optimizer.params.lr, or a smaller gradient_clipping."
             )
-        step_result = "The step was left out." if skipped else "Weights are spoilt by now."
+        step_result = "The step was skipped." if skipped else "The weights are invalid by now."
         return (
             f"{loss_text} {step_result} Set a lower optimizer.params.lr, a smaller "
-            "gradient_clipping, or scheduler.params.warmup_num_steps, and look for inputs that "
-            "are no numbers."
+            "gradient_clipping, or scheduler.params.warmup_num_steps, and look for NaN or "
+            "infinity in the inputs."
         )
 
     def _scale_text(self, scale_event: str) -> str:
@@ -163,7 +167,7 @@ class HostMemory:
         """Say before it happens that the system will kill processes for want of memory.
 
         Raises:
-            ConfigError: The machine has not that much memory at all.
+            ConfigError: The machine does not have that much memory.
         """
         shortage_text = (
             f"DeepSpeed will need about {format_bytes(self.needed)} of host memory for "
@@ -175,6 +179,7 @@ class HostMemory:
             "'nvme', a lower sub_group_size, or use fewer processes; nbaccel.advise finds what "
             "fits."
         )
+        # What is free may grow until it is needed, so only a machine that is too small is refused.
         if self.needed > self.there:
             raise ConfigError(
                 f"{shortage_text}: the system would kill it at the start. {key_advice}"

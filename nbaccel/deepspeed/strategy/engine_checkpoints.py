@@ -67,6 +67,7 @@ def load_plain(model: nn.Module, checkpoint_folder: Path) -> None:
         model: The model.
         checkpoint_folder: Where.
     """
+    # Straight to the model's device: a file of a GPU that is not here cannot be loaded otherwise.
     device = next(model.parameters()).device
     model.load_state_dict(
         torch.load(checkpoint_folder / _PLAIN_WEIGHTS_FILE, map_location=device, weights_only=True)
@@ -85,7 +86,7 @@ def check_checkpoint(engine: Any, checkpoint_folder: Path) -> None:
         ConfigError: Another number of processes wrote it, or it is of another model.
     """
     if private_api.engine_settings(engine).checkpoint_config.get("load_universal", False):
-        return  # which is put together from files of another kind
+        return  # a universal checkpoint has files of another kind, which are not checked here
     model_files = _model_files(checkpoint_folder)
     if not model_files:
         raise CheckpointDamaged(
@@ -94,7 +95,7 @@ def check_checkpoint(engine: Any, checkpoint_folder: Path) -> None:
         )
     first_readable = next((file_path for file_path in model_files if is_readable(file_path)), None)
     if first_readable is None:
-        return  # in torch's format of before 2020, which tells nothing without its numbers
+        return  # torch's format of before 2020 has no outline that can be read without numbers
     model_states = read_outline(first_readable)
     if not isinstance(model_states, Mapping):
         raise CheckpointDamaged(
@@ -129,17 +130,20 @@ def _model_files(checkpoint_folder: Path) -> list[Path]:
 def _check_ranks(
     checkpoint_folder: Path, engine: Any, model_files: Sequence[Path], saved_by: Any
 ) -> None:
-    """DeepSpeed says it in the words of its own parts, and at stage 3 by an assertion."""
+    """Refuse missing or extra ranks, which DeepSpeed reports by internal names or an assertion."""
     name_matches = (
         _ZERO_FILE.fullmatch(file_path.name) for file_path in checkpoint_folder.iterdir()
     )
     saved_ranks = {int(name_match[1]) for name_match in name_matches if name_match}
     world_size = int(engine.dp_world_size)
     stage = int(engine.zero_optimization_stage())
+    # The model's file tells how many ranks saved it: counted by the files that are there, a missing
+    # file of the last rank would look like a checkpoint of fewer processes.
     saved_count = saved_by if isinstance(saved_by, int) else max(saved_ranks, default=-1) + 1
     missing_parts = [
         f"optimizer's states of rank {rank}" for rank in sorted({*range(saved_count)} - saved_ranks)
     ]
+    # Only at stage 3 each rank has a file of model states, named after it.
     if model_files[0].name.startswith("zero_pp_rank_"):
         present_ranks = {int(file_path.name.split("_")[3]) for file_path in model_files}
         missing_parts += [
@@ -147,7 +151,7 @@ def _check_ranks(
             for rank in sorted({*range(saved_count)} - present_ranks)
         ]
     if private_api.engine_settings(engine).checkpoint_config.get("use_node_local_storage", False):
-        return  # then the other nodes' files are not here
+        return  # the files of other nodes' ranks are on those nodes
     if stage == 0 or not (saved_ranks or model_files[0].name.startswith("zero_pp_rank_")):
         return
     if missing_parts:
@@ -176,6 +180,7 @@ def _check_shapes(checkpoint_folder: Path, engine: Any, model_states: Mapping[st
         for parameter_name, shape in shape_group.items()
     }
     wanted_shapes = {
+        # At stage 3 the parameters are placeholders, whose own shape says nothing.
         parameter_name: tuple(getattr(parameter, "ds_shape", parameter.shape))
         for parameter_name, parameter in engine.module.named_parameters()
     }

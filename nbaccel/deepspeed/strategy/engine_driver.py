@@ -47,6 +47,8 @@ def drive_of_loss(loss: torch.Tensor, engine_drives: Sequence[Drive]) -> Drive:
             f"{len(engine_drives)} prepared model(s), none with an optimizer. Prepare the model "
             "and its optimizer in one call."
         )
+    # In most runs there is one, and the graph need not be walked: that costs Python time for each
+    # of its nodes, in every backward pass.
     if len(training_drives) == 1:
         return training_drives[0]
     ran_drives = [engine_drive for engine_drive in training_drives if engine_drive.ran]
@@ -75,11 +77,13 @@ def _in_graph(loss: torch.Tensor, engine_drives: Sequence[Drive]) -> list[Drive]
     found_drives: list[Drive] = []
     seen_nodes: set[Any] = set()
     waiting_nodes = [loss.grad_fn]
+    # A loop, not a recursion: graphs are deeper than Python's limit for recursion.
     while waiting_nodes:
         graph_node = waiting_nodes.pop()
         if graph_node is None or graph_node in seen_nodes:
             continue
         seen_nodes.add(graph_node)
+        # Only a node that accumulates a gradient has `variable`, the parameter.
         engine_drive = drive_by_parameter.get(id(getattr(graph_node, "variable", None)))
         if engine_drive is not None and engine_drive not in found_drives:
             found_drives.append(engine_drive)
@@ -119,27 +123,29 @@ def drive_of_parameters(
 
 
 class _EngineProxy:
-    """What an engine has of a kind, in place of what was prepared.
+    """The engine's optimizer or schedule, in place of the object that was prepared.
 
     Args:
         engine_drive: Drives the engine.
         given_object: What was prepared, or stood for it.
 
     Attributes:
-        given_object: As given.
+        given: The object that was prepared.
     """
 
     def __init__(self, engine_drive: Drive, given_object: Any) -> None:
-        # Without the constructor of `Optimizer`: it would make a second state and second groups.
+        # The constructor of `Optimizer` is not called: it would make a second state and groups.
         self._drive = engine_drive
         self.given = given_object
 
     @property
     def _inner(self) -> Any:
-        """Whose attributes it has, besides its own."""
+        """The object whose attributes are read where this one has none."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
+        # `_inner` reads `_drive`: without this, an object made without its constructor, as `copy`
+        # makes it, would recurse without end.
         if name in ("_drive", "given"):
             raise AttributeError(f"{type(self).__name__} has no {name!r} before it is made")
         return getattr(self._inner, name)
@@ -161,9 +167,9 @@ class EngineOptimizer(_EngineProxy, Optimizer):
         """
         if closure is not None:
             raise ConfigError(
-                f"step(closure={closure!r}) cannot go with DeepSpeed: its engine reduces gradients "
-                "in the backward pass and would not see those of the closure. Use an optimizer "
-                "that needs none, or train without DeepSpeed."
+                f"step(closure={closure!r}) is not supported with DeepSpeed: its engine reduces "
+                "gradients in the backward pass and would not see those of the closure. Use an "
+                "optimizer that needs none, or train without DeepSpeed."
             )
         self._drive.step()
 
@@ -211,8 +217,8 @@ class EngineOptimizer(_EngineProxy, Optimizer):
             ConfigError: Always.
         """
         raise ConfigError(
-            f"load_state_dict got {len(state_dict)} entries for an optimizer that DeepSpeed has in "
-            "shards: they belong to the weights of the same checkpoint. Use "
+            f"load_state_dict got {len(state_dict)} entries for an optimizer that DeepSpeed keeps "
+            "in shards: they belong to the weights of the same checkpoint. Use "
             "accelerator.save_state and load_state."
         )
 
@@ -277,8 +283,8 @@ class Drive:
     Args:
         engine: Made by ``deepspeed.initialize``.
         claimed_folders: Where it swaps to.
-        loss_troubles: Watches what comes of it.
-        clipping_norm: The norm that a configuration names itself; None where it was filled in.
+        loss_troubles: Watches its losses and steps.
+        clipping_norm: The norm that a configuration names; None where it was filled in.
 
     Attributes:
         engine: As given.
@@ -294,6 +300,7 @@ class Drive:
     ) -> None:
         self.engine = engine
         self.ran = False
+        # See [Note: when it steps]: a forward pass must see the weights of the step that is due.
         self._hooks = [
             engine.register_forward_pre_hook(lambda *_: self.step()),
             engine.register_forward_hook(self._note_run),
@@ -307,7 +314,7 @@ class Drive:
         self.was_skipped = False
 
     def __reduce__(self) -> Any:
-        """Refused, for all that refers to it: an engine is this process's part of a whole.
+        """Refused, also for what refers to it: an engine is one process's part of a whole.
 
         Raises:
             TypeError: Always.
@@ -326,6 +333,7 @@ class Drive:
     @contextlib.contextmanager
     def syncing(self, is_wanted: bool) -> Iterator[None]:
         """A block whose backward passes end a group, or do not, whatever the loop says."""
+        # Such blocks may be nested: the outer one counts again when the inner one has ended.
         forced_before, self._forced = self._forced, is_wanted
         try:
             yield
@@ -339,8 +347,11 @@ class Drive:
         self.engine.set_gradient_accumulation_boundary(sync)
         self._troubles.see_loss(loss)
         try:
+            # The Accelerator has divided the loss by the number of accumulated batches already.
             self.engine.backward(loss, scale_wrt_gas=False, **options)
         except TypeError as error:
+            # A wrong argument and a mistake inside the pass raise the same type: frames tell them
+            # apart.
             inside_frames = frames.of_traceback(error.__traceback__)[1:]
             if not options or any(
                 error_frame.function == "backward" for error_frame in inside_frames
@@ -348,23 +359,26 @@ class Drive:
                 raise  # the engine's backward pass had begun: it took the arguments
             given_options = ", ".join(f"{name}={value!r}" for name, value in options.items())
             raise ConfigError(
-                f"backward({given_options}) has an argument that DeepSpeed's engine"
-                f" does not take: {error}. Leave it out; retain_graph is "
-                "the only one."
+                f"backward({given_options}) has an argument that DeepSpeed's engine does not "
+                f"take: {error}. Leave it out; retain_graph is the only one."
             ) from error
         self.ran = False
         self._due = sync
 
     def _note_run(self, *_: Any) -> None:
+        # An evaluation's forward pass has no backward pass to come.
         self.ran = self.ran or torch.is_grad_enabled()
 
     def step(self) -> None:
         """Take the step that is due, if one is."""
         if not self._due:
             return
+        # Before the step: one that raises must not be taken again by a hook or when models are
+        # released.
         self._due = False
         with self._troubles.explained():
             self.engine.step()
+        # Without ZeRO and in float32 the optimizer is torch's, which has no `overflow`.
         self.was_skipped = bool(getattr(self.engine.optimizer, "overflow", False))
         self._norm = self.engine.get_global_grad_norm()
         self._troubles.after_step(skipped=self.was_skipped)
@@ -376,11 +390,13 @@ class Drive:
             The norm before, a 0-d tensor; of the last step where none is due.
         """
         if self._due:
-            self._tell_of_two_norms(max_norm)
+            self._warn_of_two_norms(max_norm)
             if self._clips_itself:
                 with self._clipping_at(max_norm):
                     self.step()
             else:
+                # At stage 0 in float32 torch's optimizer steps, and the engine would clip before
+                # it without keeping the norm: it is clipped here, and not once more there.
                 own_parameters = self.engine.module.parameters()
                 gradient_norm = torch.nn.utils.clip_grad_norm_(own_parameters, max_norm)
                 with self._clipping_at(0.0):
@@ -399,7 +415,7 @@ class Drive:
             hook_handle.remove()
         if before is None:
             unhook(self.engine)
-            destroy(self.engine)  # its files stay: weights that are on disk are still to come home
+            destroy(self.engine)  # its files stay: the weights in them are still to be read back
             return
         take_back(self.engine.module, before)
         self._claimed.release()
@@ -412,7 +428,8 @@ class Drive:
     @contextlib.contextmanager
     def _clipping_at(self, max_norm: float) -> Iterator[None]:
         """A block in which steps clip at this norm; those of a loop without the call do not."""
-        # DeepSpeed has no public way: the engine reads its configuration, optimizers a copy.
+        # DeepSpeed has no public function for it: the engine reads its configuration, and
+        # optimizers hold a copy of the value.
         setting_places = [(private_api.engine_settings(self.engine), "gradient_clipping")]
         if self._clips_itself:
             setting_places.append((self.engine.optimizer, "clip_grad"))
@@ -425,12 +442,13 @@ class Drive:
             for setting_place, value_before in zip(setting_places, values_before, strict=True):
                 setattr(*setting_place, value_before)
 
-    def _tell_of_two_norms(self, max_norm: float) -> None:
+    def _warn_of_two_norms(self, max_norm: float) -> None:
+        # The value is dropped, so that the warning comes once and not in every step.
         configured_norm, self._clipping = self._clipping, None
         if configured_norm is not None and not math.isclose(configured_norm, max_norm):
             warnings.warn(
-                f"clip_grad_norm_(max_norm={max_norm}) goes before "
-                f"gradient_clipping={configured_norm} of the "
-                'DeepSpeed configuration. Write "auto" there, or leave the call out.',
+                f"clip_grad_norm_(max_norm={max_norm}) overrides "
+                f"gradient_clipping={configured_norm} of the DeepSpeed configuration. "
+                'Write "auto" there, or leave the call out.',
                 stacklevel=frames.caller_level(),
             )

@@ -6,13 +6,10 @@ glibc keeps freed blocks of up to 32 MiB in its heaps (``mallopt(3)``, M_MMAP_TH
 and gathered parameters are freed in each step, and the system counts more than there are tensors.
 Other C libraries return what is freed, and nothing is changed there.
 
-transformers asks a weak reference of its own, in which ``HfDeepSpeedConfig`` puts itself. The same
-reference makes ``generate`` keep ranks in step.
-
 input, output   floating-point inputs take the engine's format, outputs come back as float32,
 as with every other strategy here
 generate        keeps ranks in step where weights are in shards
-quiet           no dozen lines of DeepSpeed's own log, unless the configuration asks for them
+quiet           no dozen lines of DeepSpeed's log, unless the configuration turns them on
 """
 
 from __future__ import annotations
@@ -47,9 +44,10 @@ __all__ = [
 ]
 
 
+# The number is in glibc's malloc.h, which Python does not expose.
 _M_MMAP_THRESHOLD = -3
 _RETURNED_FROM = 1 << 20
-"""Bytes from which a block is returned when it is freed. To fetch it anew takes time, more for many
+"""Bytes from which a block is returned when it is freed. To get it again takes time, more for many
 small ones: activations of small models are below, gradients of large ones above."""
 
 
@@ -60,6 +58,7 @@ def return_all() -> None:
     """
     trim_heap = _of_glibc("malloc_trim")
     if trim_heap is not None:
+        # The parameter is a `size_t`; ctypes passes a Python integer as an `int`.
         trim_heap(ctypes.c_size_t(0))
 
 
@@ -71,6 +70,7 @@ def return_at_once() -> None:
 
 
 def _of_glibc(function_name: str) -> Callable[..., Any] | None:
+    # Without a name, `dlopen` gives the running program, with whichever C library it has.
     c_function = ctypes.CDLL(None)
     return (
         getattr(c_function, function_name, None)
@@ -111,6 +111,7 @@ def make_engine(
     if isinstance(optimizer, DummyOptim):
         engine_arguments["model_parameters"] = optimizer.params
     elif optimizer is not None:
+        # Under ZeRO, DeepSpeed refuses optimizers that it does not know unless this is set.
         config_settings.setdefault("zero_allow_untested_optimizer", True)
         engine_arguments["optimizer"] = _for_offload(optimizer, zero_config)
     if isinstance(scheduler, DummyScheduler):
@@ -123,6 +124,7 @@ def make_engine(
     with _quiet_logger(zero_config):
         engine, *_ = deepspeed.initialize(**engine_arguments)
     _convert_inputs(engine)
+    # Only here are the model's first tensors free: the engine has replaced them.
     return_all()
     nvme_swapping.skip_repeated_reads(engine.module)
     if has_several and zero_config.zero_stage == 3:
@@ -132,13 +134,14 @@ def make_engine(
 
 def is_engines(scheduler: Any) -> bool:
     """Whether a schedule is of DeepSpeed's own kinds, which the engine advances."""
+    # Not at the top of the file: importing DeepSpeed loads its accelerator, for good.
     from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 
     return isinstance(scheduler, DummyScheduler) or type(scheduler).__name__ in VALID_LR_SCHEDULES
 
 
 def _for_offload(optimizer: Any, zero_config: ZeroConfig) -> Any:
-    """DeepSpeed steps on the CPU by optimizers of its own; those of torch are made into them."""
+    """DeepSpeed's optimizer for steps on the CPU, in place of the one of torch."""
     offload_section = zero_config.offload_optimizer
     device = "none" if offload_section is None else offload_section.device or "none"
     if device == "none" or zero_config.zero_force_ds_cpu_optimizer is False:
@@ -214,6 +217,7 @@ def _convert_inputs(engine: Any) -> None:
         return
 
     def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Inputs may be nested, such as a dictionary of tensors.
         return tree_map_only(torch.Tensor, cast, (args, kwargs))
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""The whole weights of a model that an engine has in parts, and back.
+"""The whole weights of a model that an engine has in parts, gathered and scattered.
 
-Parameters are gathered a few at a time, and only process 0 keeps them: no process holds more than
-its part, process 0 the model besides, and all of them a little for a moment.
+Parameters are gathered a few at a time, and only process 0 keeps them: process 0 holds the model
+besides its part, the others hold their part, and all of them a few whole parameters for a moment.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def gather_weights(user_module: nn.Module, *, keep: bool) -> dict[str, Any]:
     """
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
+    # With `keep_vars` the entries are the parameters themselves, with DeepSpeed's attributes;
+    # without it they would be detached placeholders.
     module_state = user_module.state_dict(keep_vars=True)
     unique_tensors = {
         id(own_tensor): own_tensor
@@ -40,12 +42,14 @@ def gather_weights(user_module: nn.Module, *, keep: bool) -> dict[str, Any]:
         if isinstance(own_tensor, torch.Tensor)
     }
     whole_tensors: dict[int, torch.Tensor] = {}
+    # DeepSpeed reads ahead into the buffers through which gathering reads from disk.
     nvme_swapping.free_buffers(user_module)
     for tensor_group in _groups_by_size(unique_tensors.values()):
         cut_tensors = [tensor for tensor in tensor_group if local_shards.is_partitioned(tensor)]
         with GatheredParameters(cut_tensors, enabled=bool(cut_tensors)):
             if keep:
-                # Of flattened groups: a view would drag all of the group into a file.
+                # A copy: at stages 1 and 2 a parameter is a view of its flattened group, and
+                # `torch.save` writes the whole storage of a view.
                 whole_tensors |= {
                     id(own_tensor): own_tensor.detach().to("cpu", copy=True)
                     for own_tensor in tensor_group
@@ -83,17 +87,19 @@ def scatter_weights(
         if dist.get_rank() == 0
         else ""
     ]
-    names_by_kind = [[tensor_name for tensor_name in own_tensors if tensor_name in given_state]]
+    # Process 0's list decides: the others may have an empty state, and all must broadcast alike.
+    wanted_names = [[tensor_name for tensor_name in own_tensors if tensor_name in given_state]]
     dist.broadcast_object_list(misfit_text, 0)
-    dist.broadcast_object_list(names_by_kind, 0)
+    dist.broadcast_object_list(wanted_names, 0)
     if misfit_text[0]:
         raise ConfigError(str(misfit_text[0]))
     done_ids: set[int] = set()
     with torch.no_grad():
-        for tensor_name in names_by_kind[0]:
+        for tensor_name in wanted_names[0]:
             tensor = own_tensors[tensor_name]
             if id(tensor) in done_ids:
                 continue
+            # Tied parameters are one tensor of several names.
             done_ids.add(id(tensor))
             whole_tensor = _from_first(given_state.get(tensor_name), tensor)
             if local_shards.is_cut(tensor):
@@ -104,6 +110,7 @@ def scatter_weights(
 
 def _from_first(tensor_value: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
     """Process 0's tensor on every process, in float32 where it is a floating-point one."""
+    # In float32 also for a model in 16 bit, whose optimizer has a float32 copy to be set.
     dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
     device = tensor.device
     shape = local_shards.shape_of(tensor)
@@ -157,8 +164,9 @@ def _groups_by_size(cut_tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.
     tensor_group: list[torch.Tensor] = []
     group_bytes = 0
     for tensor in cut_tensors:
+        # A placeholder of ZeRO-3 is empty; `ds_numel` is what it takes when it is gathered.
         element_count = int(getattr(tensor, "ds_numel", tensor.numel()))
-        # Each that is on disk takes one of the few buffers.
+        # One at a time from disk: each takes one of the few buffers.
         is_alone = nvme_swapping.is_on_disk(tensor) or any(
             map(nvme_swapping.is_on_disk, tensor_group)
         )

@@ -2,10 +2,13 @@
 
     stage 3       a placeholder; this process's part of the weights, and of their float32 copy
     stages 1, 2   whole weights, and this process's part of their float32 copy
-    stage 0       whole weights; nothing is cut, and they come home as any module's
 
-The float32 copy is what was trained, so that it comes home, and no process ever holds all of it.
-What a launch and a pool ask, :mod:`~nbaccel.deepspeed.strategy.reader`, begins here.
+
+    stage 0       whole weights; nothing is cut, and they are copied back as those of any module
+
+The float32 copy is what was trained: it is what is copied back to the notebook, and no process ever
+holds all of it. What a launch and a pool use, :mod:`~nbaccel.deepspeed.strategy.reader`, begins
+here.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ __all__ = ["assign", "hold", "is_cut", "is_partitioned", "local_pieces", "shape_
 
 def is_partitioned(tensor: torch.Tensor) -> bool:
     """Whether ZeRO-3 has it in parts; gathered at the moment or not."""
-    return hasattr(tensor, "ds_shape")  # flat groups of its own have a `ds_id`, too
+    # Not by `ds_id`, which DeepSpeed's flat groups have, too.
+    return hasattr(tensor, "ds_shape")
 
 
 def is_cut(tensor: torch.Tensor) -> bool:
@@ -52,7 +56,8 @@ def local_pieces(tensor: torch.Tensor, held: Any = None) -> list[Piece]:
         return [_of_mapping(fp32_mapping)]
     if held is not None:
         return [_of_destroyed(tensor, held)]
-    # It is None where the float32 copy is another rank's, and after an engine that never stepped.
+    # The mapping is None where the float32 copy is another rank's, and after an engine that never
+    # stepped.
     return []
 
 
@@ -64,6 +69,7 @@ def hold(tensor: torch.Tensor) -> object:
 def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     """See :meth:`ShardReader.assign`; the float32 copy and the weights themselves."""
     flat_values = whole.reshape(-1)
+    # The float32 copy, too: from it the next step makes the weights.
     if private_api.is_swapped_out(tensor):
         _write_to_disk(tensor, flat_values)
     else:
@@ -81,13 +87,13 @@ def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
             flat_values[first_element : first_element + element_count]
         )
     if tensor.data.numel() == tensor.ds_numel:  # type: ignore[attr-defined]
-        tensor.data.copy_(whole)  # small ones are whole everywhere, besides
+        tensor.data.copy_(whole)  # small parameters (or gathered ones) are whole here, besides
 
 
 def _write_to_disk(tensor: Any, flat_values: torch.Tensor) -> None:
     """Change the float32 copy where it is kept.
 
-    What DeepSpeed lets one look at is a buffer that it has given up by then.
+    The tensor that DeepSpeed's public function returns is a buffer which it has released by then.
     """
     first_element, element_count = _local_span(tensor)
 
@@ -105,9 +111,10 @@ def _of_mapping(fp32_mapping: Any) -> Piece:
 
 
 def _of_destroyed(tensor: torch.Tensor, held_mapping: Any) -> Piece:
-    """The float32 copy, unless the weights went on without it."""
+    """The float32 copy, unless the weights were changed after the engine had been destroyed."""
     first_element, fp32_copy = _of_mapping(held_mapping)
     part_weights = tensor.detach().reshape(-1)[first_element : first_element + fp32_copy.numel()]
+    # Both agree as long as the copy, rounded, gives the weights: then the copy has more digits.
     return first_element, fp32_copy if torch.equal(
         fp32_copy.to(part_weights), part_weights
     ) else part_weights
@@ -115,8 +122,10 @@ def _of_destroyed(tensor: torch.Tensor, held_mapping: Any) -> Piece:
 
 def _of_placeholder(tensor: Any) -> list[Piece]:
     first_element, element_count = _local_span(tensor)
+    # Of a parameter with fewer elements than there are ranks, the last ranks have only padding.
     if element_count == 0:
         return []
+    # A frozen parameter has no float32 copy, also where the engine trains others.
     if private_api.zero3_optimizer(tensor) is not None and tensor.requires_grad:
         from deepspeed.utils import safe_get_local_fp32_param
 
@@ -127,14 +136,14 @@ def _of_placeholder(tensor: Any) -> list[Piece]:
 
 
 def _local_span(tensor: Any) -> tuple[int, int]:
-    """First element and number of elements that this process has; the last part may be padded."""
+    """First element and number of elements that this process has, without padding."""
     part_size = int(tensor.ds_tensor.ds_numel)
     first_element = _partition_rank(tensor) * part_size
     return first_element, max(0, min(part_size, int(tensor.ds_numel) - first_element))
 
 
 def _partition_rank(tensor: Any) -> int:
-    """Which of the parts is this process's; DeepSpeed writes it down from 0.19.3 on."""
+    """Which of the parts is this process's; an attribute of the parameter from 0.19.3 on."""
     rank = getattr(tensor, "ds_zero_partition_rank", None)
     return int(dist.get_rank(tensor.ds_process_group) if rank is None else rank)
 

@@ -4,7 +4,7 @@ DeepSpeed empties its folder when an engine is made, also where another engine o
 its states in it, and leaves the files there when the process ends.
 
 There are no more buffers than `buffer_count`, and what was read ahead stays in one until it is
-used. So nothing here needs a buffer to itself: files are read and written as files.
+used. So nothing here takes a buffer: files are read and written directly.
 """
 
 from __future__ import annotations
@@ -44,25 +44,27 @@ class Claim:
     """An engine's use of folders on the fast disk.
 
     Args:
-        folders: What the engine is told to swap to.
-        rank: This process, which has a folder of its own in each.
+        folders: What the engine swaps to.
+        rank: This process, which has a separate folder in each.
     """
 
     def __init__(self, folders: frozenset[Path], rank: int) -> None:
         self.folders = folders
         self._rank = rank
+        # A forked child inherits the claim, but not the files.
         self._pid = os.getpid()
 
     def release(self) -> None:
         """Remove this process's files; a second time does nothing."""
         if self not in _OPEN_CLAIMS:
             return
+        # Also in a forked child, where the exit handler must not come to it again.
         _OPEN_CLAIMS.remove(self)
         if os.getpid() != self._pid:
             return  # a forked child's copy; the files are its parent's
-        for leftover_files in self.leftovers():
-            leftover_files.remove()
-            announce_leftover(leftover_files, is_there=False)
+        for leftover_folders in self.leftovers():
+            leftover_folders.remove()
+            announce_leftover(leftover_folders, is_there=False)
 
     def leftovers(self) -> list[LeftoverFolders]:
         """What is to be removed when the engine, or this process, has ended."""
@@ -98,6 +100,8 @@ def claim(zero_config: ZeroConfig, rank: int) -> tuple[ZeroConfig, Claim]:
         if offload_section is not None and offload_section.device == "nvme":
             base_folder, folder_number = Path(offload_section.nvme_path), 0
             swap_folder = base_folder
+            # The user's folder is taken as given where it is free: only further engines get one
+            # inside it.
             while swap_folder in used_folders:
                 folder_number += 1
                 swap_folder = base_folder / f"{_ENGINE_FOLDER_PREFIX}{folder_number}"
@@ -108,8 +112,10 @@ def claim(zero_config: ZeroConfig, rank: int) -> tuple[ZeroConfig, Claim]:
     new_claim = Claim(frozenset(own_folders), rank)
     if own_folders:
         _OPEN_CLAIMS.append(new_claim)
-        for leftover_files in new_claim.leftovers():
-            announce_leftover(leftover_files, is_there=True)
+        for leftover_folders in new_claim.leftovers():
+            # Before the files exist: a worker that is killed cannot remove them, and the notebook
+            # does it.
+            announce_leftover(leftover_folders, is_there=True)
     return zero_config, new_claim
 
 
@@ -124,8 +130,8 @@ def leave() -> None:
         open_claim.release()
 
 
-# Now, so that it is done after all that is registered later: an environment's end takes its engines
-# down first. A worker leaves without it, and is told to.
+# On import, since exit handlers run in reverse order: the environment's, which is registered later
+# and destroys engines, comes first. A worker ends by `os._exit`, and calls `leave` beforehand.
 atexit.register(leave)
 
 
@@ -150,11 +156,12 @@ def read_part(tensor: torch.Tensor) -> torch.Tensor:
         tensor: A placeholder whose part is on disk.
 
     Returns:
-        Shape (elements of a part,), the parameter's dtype, in memory of its own.
+        Shape (elements of a part,), the parameter's dtype; a copy.
 
     Raises:
         ConfigError: The file is gone.
     """
+    # A copy: the engine overwrites the file in a later step, and a mapping would show that.
     return _mapped_part(tensor, is_shared=False).clone()
 
 
@@ -170,21 +177,22 @@ def write_part(tensor: torch.Tensor, part_values: torch.Tensor) -> None:
     """
     _mapped_part(tensor, is_shared=True)[: part_values.numel()].copy_(part_values)
     local_part: Any = tensor.ds_tensor  # type: ignore[attr-defined]
-    if (
-        local_part.status == _swap_status().AVAILABLE
-    ):  # read ahead: what is in the buffer is old now
+    # A part that was read ahead is used from its buffer, where it is outdated by now.
+    if local_part.status == _swap_status().AVAILABLE:
         local_part.data.view(-1)[: part_values.numel()].copy_(part_values)
 
 
 def free_buffers(user_module: nn.Module) -> None:
-    """Let go what was read ahead, so that there is a buffer for what is gathered next.
+    """Release what was read ahead, so that there is a buffer for what is gathered next.
 
     Args:
         user_module: The user's own module inside the engine.
     """
     for parameter in filter(is_on_disk, user_module.parameters()):
         swapped_parameter: Any = parameter
+        # A read that is under way still writes into its buffer.
         swapped_parameter.nvme_swapper.synchronize_reads()
+        # A parameter that is gathered, or being gathered, needs its buffer.
         is_used = swapped_parameter.ds_status.name != "NOT_AVAILABLE"
         if swapped_parameter.ds_tensor.status == _swap_status().AVAILABLE and not is_used:
             swapped_parameter.nvme_swapper.remove_partition_and_release_buffers([swapped_parameter])
@@ -200,6 +208,7 @@ def skip_repeated_reads(user_module: nn.Module) -> None:
         user_module: The user's own module inside the engine.
     """
     unique_swappers = {
+        # The parameters of an engine share one swapper, which must be wrapped once.
         id(found_swapper): found_swapper
         for parameter in user_module.parameters()
         if (found_swapper := _param_swapper(parameter)) is not None
@@ -229,10 +238,11 @@ def check_buffers(model: nn.Module, zero_config: ZeroConfig, world_size: int) ->
         for buffer_key, default_value in _BUFFER_DEFAULTS.items()
     )
     part_sizes = {
+        # A model built in shards has placeholders: `ds_numel` is the size of the whole parameter.
         parameter_name: -(-int(getattr(parameter, "ds_numel", parameter.numel())) // world_size)
         for parameter_name, parameter in model.named_parameters()
     }
-    parameter_name = max(part_sizes, key=lambda buffer_key: part_sizes[buffer_key])
+    parameter_name = max(part_sizes, key=lambda sized_name: part_sizes[sized_name])
     needed_numbers = part_sizes[parameter_name]
     if needed_numbers > buffer_size:
         half_sections = (zero_config.bf16, zero_config.fp16)
@@ -255,14 +265,15 @@ def check_buffers(model: nn.Module, zero_config: ZeroConfig, world_size: int) ->
 
 def _mapped_part(tensor: Any, *, is_shared: bool) -> torch.Tensor:
     param_swapper = tensor.nvme_swapper
+    # DeepSpeed may swap out asynchronously: the file need not have its bytes yet.
     param_swapper.synchronize_writes()
     file_path = Path(param_swapper.get_path(tensor))
     if not file_path.is_file():
         raise ConfigError(
             f"{file_path} is gone: it held this process's part of a parameter of shape "
-            f"{tuple(tensor.ds_shape)}, which is nowhere else. Keep the folder "
-            f"(offload_param.nvme_path) until accelerator.free_memory() has taken the weights "
-            f"back."
+            f"{tuple(tensor.ds_shape)}, of which there is no copy. Keep the folder "
+            "(offload_param.nvme_path) until accelerator.free_memory() has taken the weights "
+            "back."
         )
     part_size = int(tensor.ds_tensor.ds_numel)
     return torch.from_file(str(file_path), shared=is_shared, size=part_size, dtype=tensor.dtype)
@@ -276,6 +287,7 @@ def _read_once(swap_in: Any) -> Any:
     @functools.wraps(swap_in)
     def read(swapped_params: Any, *args: Any, **kwargs: Any) -> Any:
         return swap_in(
+            # By id, since tensors compare element by element.
             list({id(parameter): parameter for parameter in swapped_params}.values()),
             *args,
             **kwargs,

@@ -1,10 +1,10 @@
-"""``DeepSpeedPlugin``: how an `Accelerator` is told to train with DeepSpeed.
+"""``DeepSpeedPlugin``: the argument by which an `Accelerator` trains with DeepSpeed.
 
 Code that was written for Accelerate fills in ``"auto"`` by hand with these; `prepare` here does it
 by `resolve_auto`, with reasons.
 
 Names, defaults and environment variables are Accelerate's. A file or dictionary says more than the
-arguments can; where both say something, and not the same, that is refused.
+arguments can; where both set a key to different values, that is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MOE_LAYERS = "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"
 
 
 class Filling:
-    """Filling in a configuration by hand, and which of several plugins is in force."""
+    """Fills in a configuration by hand, and says which of several plugins is in force."""
 
     deepspeed_config: dict[str, Any]
     transformer_moe_cls_names: str | None
@@ -47,7 +47,7 @@ class Filling:
 
     @property
     def selected(self) -> bool:
-        """Whether it is the plugin that the next `prepare` of its Accelerator goes by."""
+        """Whether it is the plugin that the next `prepare` of its Accelerator uses."""
         return self._selected
 
     @selected.setter
@@ -84,7 +84,7 @@ class Filling:
         """Fill in one ``"auto"``, or compare one value.
 
         Args:
-            ds_key_long: A dotted key; nothing happens where the configuration has not its section.
+            ds_key_long: A dotted key; nothing happens where the configuration lacks its section.
             mismatches: Gets a line where a value is another one.
             must_match: Whether values are compared.
             **kwargs: Values by dotted keys.
@@ -93,6 +93,7 @@ class Filling:
             ConfigError: It is ``"auto"``, and none of the values is for it.
         """
         section_path = ds_key_long.rpartition(".")[0]
+        # As in Accelerate: a section that the user left out is not made by filling it in.
         if section_path and not isinstance(value_at(self.deepspeed_config, section_path), Mapping):
             return
         file_value = value_at(self.deepspeed_config, ds_key_long)
@@ -135,6 +136,7 @@ class Filling:
             ConfigError: A value is missing, or there are mismatches.
         """
         found_mismatches = [] if mismatches is None else mismatches
+        # A list, because filling in changes the dictionary.
         for config_key, key_value in list(
             (self.deepspeed_config if config is None else config).items()
         ):
@@ -144,9 +146,10 @@ class Filling:
                 )
             else:
                 self.fill_match(f"{prefix}{config_key}", found_mismatches, must_match, **kwargs)
+        # Only the outermost call raises, so that one error names the mismatches of all sections.
         if found_mismatches and not prefix:
             raise ConfigError(
-                "The DeepSpeed configuration says something else than the code: "
+                "The DeepSpeed configuration contradicts the code: "
                 f"{shown(found_mismatches)}. "
                 'One of them would be ignored. Write "auto" in the configuration.'
             )
@@ -160,6 +163,7 @@ class Filling:
         Raises:
             ConfigError: The other one is turned on.
         """
+        # DeepSpeed has no section for FP8: its layers are part of a model in bfloat16.
         wanted_format = {"fp8": "bf16"}.get(mixed_precision, mixed_precision)
         other_format = {"fp16": "bf16", "bf16": "fp16"}.get(wanted_format)
         if other_format and value_at(self.deepspeed_config, f"{other_format}.enabled") is True:
@@ -283,6 +287,8 @@ class DeepSpeedPlugin(Filling, Settings):
     def __post_init__(self) -> None:
         library.check_version()
         self._refuse_msamp()
+        # Before the variables are read: an argument that contradicts the file is a mistake, while
+        # a variable only fills in what the file leaves open.
         given_names = {
             argument_name
             for argument_name in _KEY_OF_ARGUMENT
@@ -303,17 +309,19 @@ class DeepSpeedPlugin(Filling, Settings):
         ]
         if merge_mistakes:
             raise ConfigError(*merge_mistakes)
+        # DeepSpeed refuses a configuration without batch sizes; `prepare` fills in "auto".
         for argument_name in BATCH_SIZES:
             config_settings.setdefault(argument_name, AUTO)
         config_settings.setdefault("gradient_clipping", AUTO)
         self.deepspeed_config = config_settings
+        # Code written for Accelerate reads these attributes: they must say what is in force.
         for argument_name, config_key in _KEY_OF_ARGUMENT.items():
             setattr(self, argument_name, self.get_value(config_key, getattr(self, argument_name)))
         if self.zero_stage is None:
-            self.zero_stage = 0  # DeepSpeed's default; without one nobody would use DeepSpeed
+            self.zero_stage = 0  # DeepSpeed's default
         if self.zero3_init_flag is None:
             chosen_flag = env.flag("ACCELERATE_DEEPSPEED_ZERO3_INIT")
-            # To import it would cost seconds, for models that may be nobody's but the user's.
+            # Importing transformers takes seconds, and a model need not come from there.
             self.zero3_init_flag = (
                 "transformers" in sys.modules if chosen_flag is None else chosen_flag
             )
@@ -336,7 +344,7 @@ class DeepSpeedPlugin(Filling, Settings):
 
     @property
     def mixed_precision(self) -> str | None:
-        """What the file asks for: ``no``, ``fp16`` or ``bf16``; None where it leaves it open."""
+        """The file's precision: ``no``, ``fp16`` or ``bf16``; None where it leaves that open."""
         enabled_by_format = {
             format_name: self.get_value(f"{format_name}.enabled")
             for format_name in ("fp16", "bf16")
@@ -366,6 +374,7 @@ class DeepSpeedPlugin(Filling, Settings):
         """
         from nbaccel.deepspeed.strategy import zero_init
 
+        # Below stage 3 there is nothing to build in shards, whatever is passed.
         flag_before, self.zero3_init_flag = self.zero3_init_flag, enable and self.zero_stage == 3
         with zero_init.applied_config(self.deepspeed_config if self.zero3_init_flag else None):
             try:
@@ -390,6 +399,7 @@ class DeepSpeedPlugin(Filling, Settings):
     def _read_variables(self) -> None:
         for argument_name, (variable_name, read_variable) in _VARIABLE_OF_ARGUMENT.items():
             given_text = (env.read(variable_name) or "").strip()
+            # Accelerate's launcher sets the variables of options that were not given to "none".
             if getattr(self, argument_name) is not None or not given_text or given_text == "none":
                 continue
             try:
@@ -453,6 +463,7 @@ class Plugins:
     def __init__(self, given: Any) -> None:
         named_plugins = given if isinstance(given, Mapping) else {"default": given}
         if isinstance(given, (list, tuple)):
+            # Plugins of a sequence are named by their positions, as texts.
             named_plugins = {
                 str(plugin_number): known_plugin for plugin_number, known_plugin in enumerate(given)
             }
@@ -463,9 +474,9 @@ class Plugins:
         }
         if wrong_items or not named_plugins:
             raise ConfigError(
-                f"deepspeed_plugin got {shown(wrong_items or given)}, which is no DeepSpeedPlugin. "
-                "Nothing says how to shard. Give DeepSpeedPlugin(...), or a dictionary of names "
-                "and such."
+                f"deepspeed_plugin got {shown(wrong_items or given)}, which is no DeepSpeedPlugin: "
+                "it does not say how to shard. Give DeepSpeedPlugin(...), or a dictionary of names "
+                "and plugins."
             )
         self.by_name: dict[str, DeepSpeedPlugin] = dict(named_plugins)
         self._selected = next(iter(self.by_name))
@@ -473,11 +484,11 @@ class Plugins:
 
     @property
     def active(self) -> DeepSpeedPlugin:
-        """The one that the next `prepare` goes by."""
+        """The plugin that the next `prepare` uses."""
         return self.by_name[self._selected]
 
     def get(self, name: str) -> DeepSpeedPlugin:
-        """A plugin by its name.
+        """The plugin of a name.
 
         Raises:
             ConfigError: There is none of that name.
@@ -485,17 +496,18 @@ class Plugins:
         if name not in self.by_name:
             raise ConfigError(
                 f"There is no DeepSpeed plugin named {name!r}: models would be sharded by another "
-                f"one. There are {', '.join(map(repr, self.by_name))}."
+                f"one. Use one of {', '.join(map(repr, self.by_name))}."
             )
         return self.by_name[name]
 
     def select(self, name: str) -> None:
-        """Let the next `prepare` go by another one.
+        """Let the next `prepare` use another plugin.
 
         Raises:
             ConfigError: There is none of that name.
         """
         chosen_plugin = self.get(name)
+        # Code written for Accelerate reads `selected` of each plugin.
         for known_plugin in self.by_name.values():
             known_plugin._unselect()
         chosen_plugin.select(_from_accelerator_state=True)
@@ -505,8 +517,10 @@ class Plugins:
 def _config_text(given_config: str) -> str:
     """A path or JSON text as it stands; decoded from Base64, as DeepSpeed's launcher passes it."""
     if not given_config.lstrip().startswith("{") and not _is_path(given_config):
+        # What is no Base64 is left to `load_settings`, which says what is wrong with it.
         with contextlib.suppress(ValueError):
             decoded_text = base64.urlsafe_b64decode(given_config.strip()).decode()
+            # Any short word can be decoded from Base64; only an object of JSON is a configuration.
             if decoded_text.lstrip().startswith("{"):
                 return decoded_text
     return given_config

@@ -39,8 +39,8 @@ def settle_config(
 
     Args:
         given_config: A DeepSpeed configuration, with ``"auto"`` values.
-        active_plugin: What else the user asked of DeepSpeed.
-        asked_settings: What he asked of the Accelerator.
+        active_plugin: The other settings of DeepSpeed.
+        asked_settings: The settings of the Accelerator.
         process_place: This process among the others.
         model: The model.
         optimizer: Its optimizer or what stands for it; None for none.
@@ -70,6 +70,7 @@ def settle_config(
         optimizer=optimizer if isinstance(optimizer, DummyOptim) else None,
         scheduler=scheduler if isinstance(scheduler, DummyScheduler) else None,
     )
+    # The check needs the device alone: all else that a run decides has been filled in by now.
     run_config = RunConfig.model_validate({"device": process_place.device.type})
     checked_config = check_config(
         resolved_config.config, world_size=process_place.world_size, run=run_config
@@ -80,9 +81,11 @@ def settle_config(
 
 
 def _micro_batch(data_loaders: Iterable[Any], *, takes_smallest: bool) -> int | None:
+    # All prepared loaders count, since nothing says which of them is the training's.
     batch_sizes = [
         batch_size
         for data_loader in data_loaders
+        # A loader with a batch sampler of the user's own may have None.
         if isinstance(batch_size := data_loader.batch_size, int)
     ]
     if not batch_sizes:
@@ -93,7 +96,7 @@ def _micro_batch(data_loaders: Iterable[Any], *, takes_smallest: bool) -> int | 
 def _total_steps(
     scheduler: Any, process_place: Place, asked_settings: TrainingRequest
 ) -> int | None:
-    """A loop of several processes makes so many fewer steps."""
+    """The schedule's steps in one process: each takes its share of the batches."""
     if not isinstance(scheduler, DummyScheduler) or scheduler.total_num_steps is None:
         return None
     sharing_processes = 1 if asked_settings.split_batches else process_place.world_size
@@ -101,7 +104,7 @@ def _total_steps(
 
 
 def _schedule_peak_rate(given_config: Mapping[str, Any], optimizer: Any) -> float | None:
-    """What the file's schedule warms up to where it leaves that to the code's own optimizer."""
+    """The rate to which the file's schedule warms up where the file leaves it to the optimizer."""
     if value_at(given_config, "scheduler.params.warmup_max_lr") != AUTO:
         return None
     optimizer_defaults = getattr(optimizer, "defaults", {}).get("lr")
@@ -109,7 +112,7 @@ def _schedule_peak_rate(given_config: Mapping[str, Any], optimizer: Any) -> floa
 
 
 def _with_gathering(config_settings: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's own `save_16bit_model` writes nothing at stage 3 unless it is told to."""
+    """Without this key DeepSpeed's `save_16bit_model` writes nothing at stage 3."""
     zero_section = config_settings.get(ZERO)
     config_key = "stage3_gather_16bit_weights_on_model_save"
     if (
@@ -118,13 +121,14 @@ def _with_gathering(config_settings: dict[str, Any]) -> dict[str, Any]:
         or config_key in zero_section
     ):
         return config_settings
+    # A new dictionary: the given one is the plugin's, which keeps what the user wrote.
     return {**config_settings, ZERO: {**zero_section, config_key: True}}
 
 
 def _with_a_batch_size(
     config_settings: dict[str, Any], micro_batch: int | None
 ) -> tuple[dict[str, Any], tuple[Choice, ...]]:
-    """DeepSpeed insists on a batch size, though only its own counters and logs use it."""
+    """A batch size, which DeepSpeed requires, though only its counters and logs use it."""
     config_key = "train_micro_batch_size_per_gpu"
     total_batch = config_settings.get("train_batch_size", AUTO)
     if (
@@ -133,7 +137,7 @@ def _with_a_batch_size(
         or total_batch != AUTO
     ):
         return config_settings, ()
-    size_reason = "no loader was prepared before; DeepSpeed counts samples by it, nothing else"
+    size_reason = "no loader was prepared before; DeepSpeed only counts samples by it"
     return {**config_settings, config_key: 1}, (Choice(config_key, 1, size_reason),)
 
 
@@ -162,19 +166,19 @@ def check_parts(
     if optimizers and not models:
         part_mistakes.append(
             f"prepare got {len(optimizers)} optimizer(s) and no model: DeepSpeed puts both in "
-            f"one engine, and the optimizer alone would train nothing. Prepare them in one call."
+            "one engine, and the optimizer alone would train nothing. Prepare them in one call."
         )
     if config_settings.get("optimizer") and not all(are_dummies):
         part_mistakes.append(
-            f"The DeepSpeed configuration has an optimizer "
+            "The DeepSpeed configuration has an optimizer "
             f"({_type_of(config_settings['optimizer'])}), and prepare got one of torch. Only one "
-            f"can train. Leave it out of the configuration, or prepare "
-            f"nbaccel.utils.DummyOptim(model.parameters())."
+            "can train. Leave it out of the configuration, or prepare "
+            "nbaccel.utils.DummyOptim(model.parameters())."
         )
     if any(are_dummies) and not config_settings.get("optimizer"):
         part_mistakes.append(
             f"prepare got {sum(are_dummies)} DummyOptim, and the DeepSpeed configuration has no "
-            f"optimizer that it could stand for. Add one there, or prepare one of torch."
+            "optimizer that it could stand for. Add one there, or prepare one of torch."
         )
     part_mistakes += _schedule_mistakes(config_settings, schedulers, some_dummy=any(are_dummies))
     if part_mistakes:
@@ -190,22 +194,23 @@ def _schedule_mistakes(
         makes_schedule = is_dummy and scheduler.lr_scheduler_callable is not None
         if config_settings.get("scheduler") and (not is_dummy or makes_schedule):
             part_mistakes.append(
-                f"The DeepSpeed configuration has a schedule "
+                "The DeepSpeed configuration has a schedule "
                 f"({_type_of(config_settings['scheduler'])}), and prepare got "
                 f"{type(scheduler).__name__}. Only one can set the learning rate. Leave it out "
-                f"of the configuration, or prepare nbaccel.utils.DummyScheduler."
+                "of the configuration, or prepare nbaccel.utils.DummyScheduler."
             )
         elif is_dummy and not makes_schedule and not config_settings.get("scheduler"):
             part_mistakes.append(
                 f"prepare got a DummyScheduler(total_num_steps={scheduler.total_num_steps}), and "
-                f"the DeepSpeed configuration has no schedule that it could stand for. Add one "
-                f"there, or give lr_scheduler_callable."
+                "the DeepSpeed configuration has no schedule that it could stand for. Add one "
+                "there, or give lr_scheduler_callable."
             )
+        # The real optimizer is made inside `initialize`, from the file, after this schedule.
         elif some_dummy and not is_dummy:
             part_mistakes.append(
                 f"prepare got a {type(scheduler).__name__} of an optimizer that is a DummyOptim: "
-                f"it would set the learning rate of nothing. Give "
-                f"DummyScheduler(lr_scheduler_callable=...)."
+                "it would set the learning rate of nothing. Give "
+                "DummyScheduler(lr_scheduler_callable=...)."
             )
     return part_mistakes
 

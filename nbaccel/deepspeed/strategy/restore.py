@@ -3,8 +3,8 @@
 Its hooks, functions and registers on the user's modules refer to engines and process groups.
 
 DeepSpeed casts a module in place, moves its parameters into flat buffers, or, at stage 3, leaves
-placeholders in it, and hooks everywhere. In a script nobody minds; in a notebook the module is
-there after training, and is to be looked at, saved, or trained in another way.
+placeholders in it, and hooks everywhere. In a script it does not matter; in a notebook the module
+is there after training, and is to be looked at, saved, or trained in another way.
 
     take_back            this process has all of it: no communication
     take_back_together   each process has a part: before another engine gets the module
@@ -50,6 +50,8 @@ def plain_state(module: nn.Module) -> dict[str, Any] | None:
     ]
     if not _is_deepspeeds(type(module._parameters)) and not any(map(_is_deepspeeds, module_hooks)):
         return None
+    # What is left of the instance's dictionary can be pickled; DeepSpeed's objects refer to engines
+    # and process groups, which cannot.
     kept_state = {
         attribute_name: attribute_value
         for attribute_name, attribute_value in module_state.items()
@@ -62,12 +64,13 @@ def plain_state(module: nn.Module) -> dict[str, Any] | None:
         kept_state[attribute_name] = OrderedDict(
             table_item for table_item in hook_table.items() if not _is_deepspeeds(table_item[1])
         )
-    # Past its own `__getitem__`, which gathers what is looked up.
+    # Through `dict.items`, since DeepSpeed's dictionary gathers what its `__getitem__` looks up.
     return kept_state | {"_parameters": dict(dict.items(module._parameters))}
 
 
 def _is_deepspeeds(inspected_object: Any) -> bool:
     """Whether a class, a function or a method was defined in DeepSpeed."""
+    # Some hooks are `functools.partial` objects, which name their function in `func`.
     module_name = getattr(getattr(inspected_object, "func", inspected_object), "__module__", None)
     return isinstance(module_name, str) and module_name.partition(".")[0] == "deepspeed"
 
@@ -80,6 +83,7 @@ _REMEMBERED_STATES: WeakKeyDictionary[nn.Module, Remembered] = WeakKeyDictionary
 def remember(module: nn.Module) -> Remembered:
     """See :meth:`ShardReader.remember`; of a module that is taken apart, what it was before."""
     is_cut = any(map(local_shards.is_cut, module.parameters()))
+    # A module that is in parts looks like its engine's; only a whole one is looked at again.
     if not is_cut or module not in _REMEMBERED_STATES:
         _REMEMBERED_STATES[module] = shards.remember(module)
     return _REMEMBERED_STATES[module]
@@ -106,10 +110,10 @@ def take_back_together(module: nn.Module, device: torch.device) -> bool:
         device: What the processes communicate with.
 
     Returns:
-        Whether an engine had it.
+        Whether it belonged to an engine.
 
     Raises:
-        ConfigError: Parts of it are nowhere; on every process.
+        ConfigError: Parts of it are lost; raised on every process.
     """
     state_before = _REMEMBERED_STATES.get(module)
     is_cut = state_before is not None and any(map(local_shards.is_cut, module.parameters()))
@@ -117,9 +121,9 @@ def take_back_together(module: nn.Module, device: torch.device) -> bool:
         "ds_shape" in own_attributes for _, own_attributes in state_before.tensors.values()
     )
     had_engine = torch.tensor(is_cut and not built_in_shards, dtype=torch.int32, device=device)
-    dist.all_reduce(
-        had_engine, dist.ReduceOp.MAX
-    )  # one that failed half-way asks all others to join
+    # The ranks must agree: if `prepare` failed on some of them, those have no engine, and still
+    # have to take part in the collectives below.
+    dist.all_reduce(had_engine, dist.ReduceOp.MAX)
     if not had_engine:
         return False
     whole_values = _put_together(module, device)
@@ -148,6 +152,7 @@ def _put_together(user_module: nn.Module, device: torch.device) -> dict[int, tor
             )
             element_count += part_values.numel()
         dist.all_reduce(element_count)
+        # The sum is the same on all ranks, so all take the same branch and none waits alone.
         if element_count == whole_tensor.numel():
             dist.all_reduce(whole_tensor)  # no element is in two parts: adding zeros changes none
             whole_weights[id(cut_parameter)] = whole_tensor.to(cut_parameter.device)
@@ -168,8 +173,8 @@ def _check_none_missing(
     if missing_count:
         raise ConfigError(
             f"{type(user_module).__name__} was taken apart by an engine that was not finished on "
-            f"all processes: {int(missing_count)} part(s) of weights are nowhere "
-            f"({', '.join(missing_names[:3]) or 'on other ranks'}). Build the model anew, or "
+            f"all processes: {int(missing_count)} part(s) of weights are lost "
+            f"({', '.join(missing_names[:3]) or 'on other ranks'}). Build a new model, or "
             "restart the workers (%accelerate restart), which get the notebook's."
         )
 
@@ -182,20 +187,23 @@ def _restore_module(
 ) -> None:
     for engine in module_engines:
         unhook(engine)
-        if dist.is_initialized():  # else it was destroyed when its group ended
+        if dist.is_initialized():  # otherwise it was destroyed together with its process group
             destroy(engine)
     for inner_submodule in user_module.modules():
-        # A dictionary of DeepSpeed's own, which gathers what is looked up, now over no group.
+        # DeepSpeed's dictionary gathers what is looked up, over a group that is gone by now.
         inner_submodule._parameters = dict(dict.items(inner_submodule._parameters))
     for tensor_name, tensor in (*user_module.named_parameters(), *user_module.named_buffers()):
         whole_tensor = whole_values.get(id(tensor), tensor.detach())
         dtype, own_attributes = state_before.tensors.get(
             tensor_name, (whole_tensor.dtype, frozenset(vars(tensor)))
         )
+        # In place: optimizers, tied layers and the notebook's variables refer to this very tensor.
         tensor.data = whole_tensor.to(dtype)
         tensor.grad = None
+        # DeepSpeed's attributes would make the parameter look partitioned to the next engine.
         for attribute_name in vars(tensor).keys() - own_attributes:
             delattr(tensor, attribute_name)
+    # It is the wrapper that keeps ranks in step, which hides the method of the class.
     vars(user_module).pop("generate", None)
 
 
@@ -223,6 +231,7 @@ def _trained_weights(user_module: nn.Module) -> dict[int, torch.Tensor]:
         local_parts = local_shards.local_pieces(cut_parameter)
         shape = local_shards.shape_of(cut_parameter)
         whole_tensor = torch.empty(shape, dtype=torch.float32, device=cut_parameter.device)
+        # This process has only a part, so the parameter keeps the weights that it has.
         if sum(part_values.numel() for _, part_values in local_parts) < whole_tensor.numel():
             continue
         for first_element, part_values in local_parts:

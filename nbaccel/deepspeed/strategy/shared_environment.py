@@ -1,8 +1,8 @@
 """The distributed environment that engines of a bare notebook share while they live.
 
-In a live worker a cell that prepares is run again, perhaps with another model. The engine before
+In a live worker a cell that prepares is run again, perhaps with another model. The earlier engine
 would stay for ever: hooks on its gradients are held by torch's C++ side, where Python's garbage
-collector does not see that nobody else refers to them.
+collector does not see that nothing else refers to them.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class _SharedEnvironment:
         return self.environment is not None and not self.environment.closed
 
     def enter(self, device: torch.device) -> None:
+        # It may have been closed by others, such as `deepspeed_environment()`, while users were
+        # left.
         if not self.is_open:
             self.environment, self.users = deepspeed_environment(device=device), 0
         self.users += 1
@@ -57,7 +59,7 @@ class Lease:
     """One user's claim that engines can be made in this process.
 
     Where there is no process group, an environment of one process is made; it ends with the last
-    claim. In a launched process what DeepSpeed needs of it is put right.
+    claim. In a launched process the variables that DeepSpeed needs are set.
 
     Args:
         device: What is computed on.
@@ -72,7 +74,7 @@ class Lease:
         if self._taken:
             return
         ignore_old_names()
-        gc.collect()  # what a cell left behind when it was run again still has its claim
+        gc.collect()  # strategies of an earlier run of the cell, in cycles, still hold their lease
         if dist.is_initialized() and not _SHARED_ENVIRONMENT.is_open:
             self._put_right()
             return
@@ -80,7 +82,7 @@ class Lease:
         self._taken = True
 
     def give_up(self) -> None:
-        """Claim it no more."""
+        """End the claim; without one this does nothing."""
         if self._taken:
             self._taken = False
             _SHARED_ENVIRONMENT.leave()
@@ -89,7 +91,8 @@ class Lease:
         env.update({"PATH": cpp_operations.path_with_ninja()})
         if self._device.type == "cpu":
             cpp_operations.check_compiler()
-            # Read once, when DeepSpeed is imported; it would compute on a GPU that it finds.
+            # DeepSpeed reads it once, when it is imported, and would compute on a GPU if it finds
+            # one.
             env.update({"DS_ACCELERATOR": env.read("DS_ACCELERATOR") or "cpu"})
         cpp_operations.remove_forgotten_locks()
 
@@ -98,7 +101,7 @@ _ORPHANED_DRIVES: list[Drive] = []
 
 
 def add(drives: Mapping[int, Drive]) -> None:
-    """Note engines without an Accelerator, which alone could train them.
+    """Note engines whose Accelerator is gone, without which they cannot be trained.
 
     They are not ended at once: a cell may still look at what they have.
 
@@ -109,7 +112,9 @@ def add(drives: Mapping[int, Drive]) -> None:
 
 
 def end() -> None:
-    """Destroy them; each process does so for itself."""
+    """Destroy the noted engines; no collective."""
+    # Removed before it ends: one that cannot be destroyed must not be tried again by each
+    # `prepare`.
     while _ORPHANED_DRIVES:
         _ORPHANED_DRIVES.pop().end(None)
     forget_modules()

@@ -1,6 +1,6 @@
 """Models built in shards (``deepspeed.zero.Init``), and layers that are gathered as one.
 
-transformers asks a weak reference of its own, in which ``HfDeepSpeedConfig`` puts itself. The same
+transformers decides it by a weak reference in a module, to the last ``HfDeepSpeedConfig``. The same
 reference makes ``generate`` keep ranks in step.
 """
 
@@ -23,19 +23,20 @@ __all__ = ["announced_config", "applied_config", "fetch_together"]
 
 
 def announced_config(zero_settings: Mapping[str, Any], world_size: int = 1) -> Any:
-    """Let transformers build what comes in shards.
+    """Let transformers build models in shards from here on.
 
     Args:
         zero_settings: A DeepSpeed configuration of stage 3.
         world_size: Processes.
 
     Returns:
-        What must be kept as long as it shall hold; None where there is no transformers.
+        An object to keep for as long as models are to be built so; None without transformers.
     """
     if not is_installed("transformers"):
         return None
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
+    # As `Any`, since transformers' own constructor has no annotations.
     make_config: Any = HfDeepSpeedConfig
     return make_config(_without_auto(zero_settings, world_size))
 
@@ -55,6 +56,7 @@ def applied_config(zero_settings: Mapping[str, Any] | None) -> Iterator[None]:
     reference_before = private_api.hf_config_reference()
     unset_config: Any = integration.unset_hf_deepspeed_config
     unset_config()
+    # A variable, because transformers' reference is weak: without one it would be gone at once.
     kept_config = announced_config(zero_settings) if zero_settings is not None else None
     try:
         yield
@@ -64,7 +66,7 @@ def applied_config(zero_settings: Mapping[str, Any] | None) -> Iterator[None]:
 
 
 def _without_auto(zero_settings: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """DeepSpeed reads batch sizes here, too, and knows no "auto"; sizes mean nothing for it."""
+    """The settings for `zero.Init`, which reads batch sizes, has no use for them and no "auto"."""
     concrete_settings = copy.deepcopy(dict(zero_settings))
     for config_key in [
         config_key for config_key, key_value in concrete_settings.items() if key_value == AUTO
@@ -100,6 +102,7 @@ def fetch_together(model: nn.Module, class_names: str) -> None:
     wanted_names = [
         class_name.strip() for class_name in class_names.split(",") if class_name.strip()
     ]
+    # DeepSpeed is given classes, not names: those of this model, wherever they are defined.
     known_classes = {type(model_part).__name__: type(model_part) for model_part in model.modules()}
     missing_names = [class_name for class_name in wanted_names if class_name not in known_classes]
     if missing_names:

@@ -22,7 +22,7 @@ of a rank end to end, in sub-groups of bounded size::
     rank 1  [ w1"·][ w2" ][ w3"·]
 
 Weights in fp32 are those of the optimizer. What it does not train (frozen parameters, buffers) is
-with the model's states, in the precision of training; stage 0 has it all there.
+with the model's states, in the precision of training; stage 0 has everything there.
 
 The layout is the one that DeepSpeed 0.19's ``engine.save_checkpoint`` writes and that its
 ``utils/zero_to_fp32.py`` reads.
@@ -61,13 +61,14 @@ _OPTIMIZER_FILE = re.compile(
 )
 _EXPERT_FILE = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_.*")
 _ANY_STATES = "*_states.pt"
+# No separators: a tag that is read from a file must not lead to another folder.
 _TAG_FOLDER = re.compile(r"[^/\\\x00-\x1f]+")
 _LONGEST_NAME = 255  # bytes, on the usual file systems
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFiles:
-    """What there is of one save.
+    """The files of one save.
 
     Attributes:
         folder: Where they lie.
@@ -80,42 +81,41 @@ class CheckpointFiles:
     optimizer: dict[int, Path]
 
     def check_ranks(self, num_ranks: int, stage: int) -> None:
-        """Refuse a checkpoint of which files are missing, or that is mixed with another.
+        """Refuse a checkpoint with missing files, or mixed with another.
 
         Args:
-            num_ranks: How many saved it, by what the files say.
+            num_ranks: How many saved it, according to the files.
             stage: ZeRO's stage.
 
         Raises:
-            ConfigError: It tells which files.
+            ConfigError: It names the files.
         """
-        rank_mistakes = [self._told("optim", self.optimizer, num_ranks)]
+        rank_mistakes = [self._rank_mistake("optim", self.optimizer, num_ranks)]
         if stage == 3:
-            rank_mistakes.append(self._told("model", self.model, num_ranks))
+            rank_mistakes.append(self._rank_mistake("model", self.model, num_ranks))
         found_mistakes = [rank_mistake for rank_mistake in rank_mistakes if rank_mistake]
         if found_mistakes:
             raise ConfigError(*found_mistakes)
 
-    def _told(self, state_kind: str, checkpoint_files: dict[int, Path], num_ranks: int) -> str:
-        missing_ranks = sorted(set(range(num_ranks)) - checkpoint_files.keys())
-        extra_ranks = sorted(checkpoint_files.keys() - set(range(num_ranks)))
+    def _rank_mistake(self, state_kind: str, state_files: dict[int, Path], num_ranks: int) -> str:
+        missing_ranks = sorted(set(range(num_ranks)) - state_files.keys())
+        extra_ranks = sorted(state_files.keys() - set(range(num_ranks)))
         if missing_ranks:
             name_pattern = f"*zero_pp_rank_N_mp_rank_00_{state_kind}_states.pt"
             return (
                 f"{self.folder} was saved by {count_noun(num_ranks, 'rank')}, and the files "
-                f"{name_pattern} of rank {number_ranges(missing_ranks)} are missing: each holds "
-                f"a part of "
-                "every weight. Copy them here from the machine that wrote them "
+                f"{name_pattern} of rank {number_ranges(missing_ranks)} are missing: each holds a "
+                "part of every weight. Copy them here from the machine that wrote them "
                 "(use_node_local_storage leaves them on each node), or convert another checkpoint "
                 "(tag=...)."
             )
         if extra_ranks:
-            file_names = ", ".join(checkpoint_files[rank].name for rank in extra_ranks[:3])
+            file_names = ", ".join(state_files[rank].name for rank in extra_ranks[:3])
             return (
                 f"{self.folder} was saved by {count_noun(num_ranks, 'rank')}, but files of further "
-                f"ranks lie there, too ({file_names}): an earlier save of more ranks was written "
+                f"ranks are there, too ({file_names}): an earlier save of more ranks was written "
                 "over, and it is not certain which parts belong together. If the last save is the "
-                "one you want and it ended well, delete those files and try again."
+                "one you want and it was completed, delete those files and try again."
             )
         return ""
 
@@ -144,17 +144,17 @@ def find_files(checkpoint_dir: str | Path, tag: str | None = None) -> Checkpoint
         raise ConfigError(
             f"{state_folder} has no file *_model_states.pt, which tells the names and shapes of "
             f"the weights: it holds {', '.join(file_names[:6]) or 'nothing'}. The save was "
-            f"interrupted, or rank 0 wrote on another machine. Copy that file here, or convert "
-            f"another checkpoint."
+            "interrupted, or rank 0 wrote on another machine. Copy that file here, or convert "
+            "another checkpoint."
         )
     return CheckpointFiles(state_folder, model, optimizer)
 
 
 def _no_folder(checkpoint_root: Path) -> str:
     if checkpoint_root.exists():
-        return _told_of_placeholders(checkpoint_root) or (
+        return _placeholder_text(checkpoint_root) or (
             f"{checkpoint_root} is a file, and a checkpoint of ZeRO is a folder, in which each "
-            f"rank has files of its own. Give the folder that save_checkpoint was given."
+            "rank has files of its own. Give the folder that save_checkpoint was given."
         )
     siblings = [path for path in checkpoint_root.parent.glob("[!.]*") if path.is_dir()]
     others = ", ".join(sorted(path.name for path in siblings)[:8])
@@ -202,7 +202,7 @@ def _latest_tag(checkpoint_root: Path, known_tags: list[str]) -> str:
     file_names = sorted(file_path.name for file_path in checkpoint_root.iterdir())
     weight_files = sorted([*checkpoint_root.glob("*.safetensors"), *checkpoint_root.glob("*.bin")])
     raise ConfigError(
-        next(filter(None, map(_told_of_placeholders, weight_files)), "")
+        next(filter(None, map(_placeholder_text, weight_files)), "")
         or f"{checkpoint_root} is no checkpoint of DeepSpeed: it has neither a file `latest` nor a "
         f"folder with *_states.pt in it, but {', '.join(file_names[:6]) or 'nothing at all'}. Give "
         "the folder that save_checkpoint was given."
@@ -221,14 +221,14 @@ def _checked_tag(latest_path: Path) -> str:
     ):
         raise CheckpointDamaged(
             f"{latest_path} holds {checkpoint_tag[:60]!r}, and should hold the tag of the last "
-            f"save, which is the name of a folder beside it: it is damaged, or not written by "
-            f"DeepSpeed. Say which save is meant: tag=..."
+            "save, which is the name of a folder beside it: it is damaged, or not written by "
+            "DeepSpeed. Say which save is meant: tag=..."
         )
     return checkpoint_tag
 
 
-def _told_of_placeholders(file_path: Path) -> str:
-    """What to say of a file of weights that were saved while ZeRO-3 had them in pieces."""
+def _placeholder_text(file_path: Path) -> str:
+    """The message about weights that were saved while ZeRO-3 had them in parts; or empty."""
     try:
         tensor_shapes = _shapes_in(file_path)
     except (ConfigError, SafetensorError):
@@ -237,6 +237,7 @@ def _told_of_placeholders(file_path: Path) -> str:
     placeholder_names = [
         tensor_name for tensor_name, shape in tensor_shapes.items() if shape == (1,)
     ]
+    # A single number may be a weight; where most tensors are one, they are old placeholders.
     if 2 * len(placeholder_names) > len(tensor_shapes) > 1:
         empty_names += placeholder_names
     if not empty_names:
@@ -269,7 +270,7 @@ def _listed_tags(known_tags: list[str]) -> str:
 
 
 def _check_kind(state_folder: Path) -> None:
-    """What is a checkpoint, but none that can be put together from data-parallel parts."""
+    """Refuse checkpoints that cannot be put together from data-parallel parts."""
     if (state_folder / "zero").is_dir() and not any(state_folder.glob("*_optim_states.pt")):
         raise ConfigError(
             f"{state_folder} is a universal checkpoint, made from another one by ds_to_universal: "
@@ -282,9 +283,9 @@ def _check_kind(state_folder: Path) -> None:
     if expert_files:
         raise ConfigError(
             f"{state_folder} has experts in files of their own ({expert_files[0]}), whose "
-            f"parameters are spread over groups of ranks that differ from those of the rest. "
-            f"Load it into its engine, and save there, or make a universal checkpoint with "
-            f"ds_to_universal."
+            "parameters are spread over groups of ranks that differ from those of the rest. "
+            "Load it into its engine, and save there, or make a universal checkpoint with "
+            "ds_to_universal."
         )
     name_matches = [
         name_match
@@ -297,8 +298,8 @@ def _check_kind(state_folder: Path) -> None:
         raise ConfigError(
             f"{state_folder} was saved with tensor parallelism, over {len(parallel_ranks)} ranks "
             f"(mp_rank_{parallel_ranks[-1]:02d} is there): how its weights were cut is known to "
-            f"the model alone. Make a universal checkpoint with ds_to_universal, or gather in "
-            f"its engine."
+            "the model alone. Make a universal checkpoint with ds_to_universal, or gather in "
+            "its engine."
         )
 
 
@@ -308,18 +309,19 @@ def _by_rank(state_folder: Path, name_pattern: re.Pattern[str]) -> dict[int, Pat
         name_match = name_pattern.fullmatch(file_path.name)
         if name_match is None:
             continue
+        # Below stage 3 there is one file of model states, without a rank in its name.
         rank = int(name_match["rank"] or 0)
         if rank in file_by_rank:
             raise ConfigError(
                 f"{state_folder} has both {file_by_rank[rank].name} and {file_path.name} for "
                 f"rank {rank}: two saves of different kinds went to one tag. Delete the files of "
-                f"the older one."
+                "the older one."
             )
         file_by_rank[rank] = file_path
     return file_by_rank
 
 
-# What comes of entries that have another type than DeepSpeed gives them.
+# Raised where entries have another type than DeepSpeed gives them; the file may be anything.
 _STRUCTURE_ERRORS = (
     ArithmeticError,
     AttributeError,
@@ -328,7 +330,7 @@ _STRUCTURE_ERRORS = (
     TypeError,
     ValueError,
 )
-_MOST_RANKS = 2**20
+_MOST_RANKS = 2**20  # `range` of a number in a damaged file must not take all memory
 _STAGE_NAMES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
 _TensorShapes = Mapping[str, tuple[int, ...]]
 
@@ -355,7 +357,7 @@ class Layout:
 def read_layout(
     checkpoint_dir: str | Path, tag: str | None = None, *, exclude_frozen_parameters: bool = False
 ) -> Layout:
-    """Find out where the fp32 weights of a checkpoint lie; at stages 1 to 3 none of them is read.
+    """Find out where the fp32 weights of a checkpoint are; at stages 1 to 3 none of them is read.
 
     Args:
         checkpoint_dir: What ``save_checkpoint`` was given, or the folder of one tag in it.
@@ -374,12 +376,12 @@ def read_layout(
     try:
         return _read_states(checkpoint_files, exclude_frozen_parameters)
     except ConfigError:
-        raise
+        raise  # it is a `ValueError`, too
     except _STRUCTURE_ERRORS as error:
         raise CheckpointDamaged(
-            f"{checkpoint_files.folder} has files that do not tell what DeepSpeed's do "
+            f"{checkpoint_files.folder} has files without the entries that DeepSpeed writes "
             f"({type(error).__name__}: {error}): they are damaged, or something else wrote them. "
-            f"Convert a checkpoint that engine.save_checkpoint wrote (tag=...)."
+            "Convert a checkpoint that engine.save_checkpoint wrote (tag=...)."
         ) from error
 
 
@@ -396,6 +398,7 @@ def _read_states(checkpoint_files: CheckpointFiles, exclude_frozen_parameters: b
     ordered_states = [rank_states[rank] for rank in range(num_ranks)]
     collect_weights = _weights_of_stage_3 if stage == 3 else _stages_1_and_2
     trained_weights, frozen_weights = collect_weights(checkpoint_files, model, ordered_states)
+    # Trained weights last: where a name is among several, the optimizer's copy counts.
     found_weights = {
         **_buffer_weights(model),
         **({} if exclude_frozen_parameters else frozen_weights),
@@ -419,16 +422,13 @@ def _in_order(weight_by_name: dict[str, Weight], model: Mapping[str, Any]) -> di
     }
 
 
-# ------------------------------------------------------------------------- what files say
-
-
 def _model_states(file_path: Path) -> Mapping[str, Any]:
     rank_states = read_outline(file_path)
     if not isinstance(rank_states, Mapping) or not isinstance(rank_states.get("module"), Mapping):
         raise ConfigError(
             f"{file_path} has no model in it, though its name says so: it holds "
             f"{_keys_of_states(rank_states)}. A pipeline's engine writes its layers elsewhere, "
-            f"which cannot be converted; load such a checkpoint into its engine."
+            "which cannot be converted; load such a checkpoint into its engine."
         )
     return rank_states
 
@@ -442,14 +442,14 @@ def _optimizer_states(file_path: Path) -> Mapping[str, Any]:
         raise ConfigError(
             f"{file_path} holds no state of a ZeRO optimizer, though its name says so: it has "
             f"{_keys_of_states(rank_states)}. Convert a checkpoint that engine.save_checkpoint "
-            f"wrote."
+            "wrote."
         )
     if inner_states.get("ds_zero_partition_groups") is not None:
         raise ConfigError(
             f"{file_path} has parameters that are partitioned over groups of their own "
             f"({_keys_of_states(inner_states['ds_zero_partition_groups'])}), as experts are: "
-            f"parts of all ranks put together would be wrong. Make a universal checkpoint with "
-            f"ds_to_universal."
+            "parts of all ranks put together would be wrong. Make a universal checkpoint with "
+            "ds_to_universal."
         )
     return inner_states
 
@@ -463,22 +463,22 @@ def _keys_of_states(rank_states: Any) -> str:
 def _agreed_stage(
     checkpoint_files: CheckpointFiles, rank_states: Mapping[int, Mapping[str, Any]]
 ) -> tuple[int, int]:
-    """Stage and number of ranks, which every file must say alike."""
-    told_by_rank = {
+    """Stage and number of ranks, which must be the same in every file."""
+    layout_by_rank = {
         rank: (_stage_value(rank_state["zero_stage"]), _partition_count(rank_state))
         for rank, rank_state in rank_states.items()
     }
-    if len(set(told_by_rank.values())) > 1:
+    if len(set(layout_by_rank.values())) > 1:
         stage_texts = "; ".join(
-            f"rank {rank_number}: stage {zero_stage} of {tensor_name}"
-            for rank_number, (zero_stage, tensor_name) in sorted(told_by_rank.items())[:4]
+            f"rank {rank_number}: stage {zero_stage} of {rank_count}"
+            for rank_number, (zero_stage, rank_count) in sorted(layout_by_rank.items())[:4]
         )
         raise ConfigError(
             f"{checkpoint_files.folder} mixes files of different saves, with stage and number of "
             f"ranks as {stage_texts}. Parts of two saves do not make one. Delete those of the "
-            f"older one."
+            "older one."
         )
-    return next(iter(told_by_rank.values()))
+    return next(iter(layout_by_rank.values()))
 
 
 def _stage_value(stage_value: Any) -> int:
@@ -488,16 +488,15 @@ def _stage_value(stage_value: Any) -> int:
 
 
 def _partition_count(rank_state: Mapping[str, Any]) -> int:
-    told_counts = rank_state.get("partition_count", 1)
+    partition_counts = rank_state.get("partition_count", 1)
     partition_count = (
-        max(told_counts) if isinstance(told_counts, (list, tuple)) else int(told_counts)
+        max(partition_counts)
+        if isinstance(partition_counts, (list, tuple))
+        else int(partition_counts)
     )
     if not 0 < partition_count <= _MOST_RANKS:
-        raise ValueError(f"partition_count is {told_counts}")
+        raise ValueError(f"partition_count is {partition_counts}")
     return int(partition_count)
-
-
-# ------------------------------------------------------------------------- the stages
 
 
 def _of_stage_0(
@@ -508,14 +507,14 @@ def _of_stage_0(
     ):
         raise ConfigError(
             f"{checkpoint_files.folder} has model states of ZeRO-3 and no optimizer states "
-            f"(*_optim_states.pt), in which the fp32 weights are: model states of ZeRO-3 hold "
-            f"placeholders. Copy those files here, or convert another checkpoint."
+            "(*_optim_states.pt), in which the fp32 weights are: model states of ZeRO-3 hold "
+            "placeholders. Copy those files here, or convert another checkpoint."
         )
     if model.get("param_shapes"):
         raise ConfigError(
             f"{checkpoint_files.folder} was saved with ZeRO by {_told_ranks(model)}, and none of "
-            f"its *_optim_states.pt is there, in which the fp32 weights are. Copy them here, or "
-            f"convert another checkpoint (tag=...)."
+            "its *_optim_states.pt is there, in which the fp32 weights are. Copy them here, or "
+            "convert another checkpoint (tag=...)."
         )
     (file_path,) = checkpoint_files.model.values()
     found_weights = weights_of_stage_0(file_path, model, exclude_frozen_parameters=exclude_frozen)
@@ -523,7 +522,7 @@ def _of_stage_0(
 
 
 def _told_ranks(model: Mapping[str, Any]) -> str:
-    """How many ranks saved a checkpoint, as far as the model's states tell."""
+    """How many ranks saved a checkpoint, where the model's states have it."""
     rank_count = model.get("dp_world_size")
     return (
         f"{rank_count} rank{'s' if rank_count != 1 else ''}"
@@ -547,7 +546,7 @@ def _stages_1_and_2(
     rank_states: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[str, Weight], dict[str, Weight]]:
     trained_weights: dict[str, Weight] = {}
-    group_paddings = rank_states[0].get("param_alignment_paddings")
+    group_paddings = rank_states[0].get("param_alignment_paddings")  # not in all versions
     for group_number, tensor_shapes in enumerate(_shapes_of_groups(model)):
         flat_strip = Strip(
             [
@@ -565,6 +564,7 @@ def _stages_1_and_2(
                 tensor_name, shape, flat_strip.part(first_element, element_count)
             )
             first_element += element_count + padding_elements
+        # DeepSpeed aligns a group to twice the number of ranks, so that less than that may be left.
         _check_used(
             checkpoint_files,
             f"group {group_number}",
@@ -626,13 +626,13 @@ def _weights_of_stage_3(
 def _cut_pieces(
     strip_parts: Sequence[tuple[StoredTensor, ...]], element_count: int
 ) -> tuple[StoredTensor, ...]:
-    """Pieces of all ranks in a row, without what fills up the last ones."""
-    found_weights: list[StoredTensor] = []
+    """Pieces of all ranks in a row, without the padding of the last ones."""
+    cut_pieces: list[StoredTensor] = []
     for strip_piece in (strip_piece for strip_part in strip_parts for strip_piece in strip_part):
         if element_count > 0:
-            found_weights.append(strip_piece.part(0, min(element_count, strip_piece.numel)))
-            element_count -= found_weights[-1].numel
-    return tuple(found_weights)
+            cut_pieces.append(strip_piece.part(0, min(element_count, strip_piece.numel)))
+            element_count -= cut_pieces[-1].numel
+    return tuple(cut_pieces)
 
 
 def _frozen_of_stage_3(
@@ -669,7 +669,7 @@ def _shapes_of_groups(model: Mapping[str, Any]) -> list[_TensorShapes]:
 
 
 def _checked_shape(shape: Any) -> tuple[int, ...]:
-    """A shape of the file's; sizes below 0 would cancel out."""
+    """A shape from the file; two sizes below 0 would give a positive number of elements."""
     dimension_sizes = tuple(shape)
     if not all(
         type(dimension_size) is int and dimension_size >= 0 for dimension_size in dimension_sizes
@@ -685,7 +685,7 @@ def _check_used(
     available_elements: int,
     allowed_slack: int,
 ) -> None:
-    """All that was saved must have become a weight, but for what fills up."""
+    """Refuse a checkpoint in which elements are left over, beside padding."""
     if (
         not 0 <= available_elements - used_elements <= allowed_slack
         and not 0 <= used_elements - available_elements <= allowed_slack
@@ -693,6 +693,6 @@ def _check_used(
         raise ConfigError(
             f"{checkpoint_files.folder}: the parameters' shapes add up to {used_elements:,} "
             f"elements in {strip_place}, and {available_elements:,} were saved. Files of "
-            f"different saves lie there together, or the model changed between them. Convert "
-            f"another checkpoint (tag=...)."
+            "different saves lie there together, or the model changed between them. Convert "
+            "another checkpoint (tag=...)."
         )

@@ -47,7 +47,7 @@ _ALIGNED_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was written.
+    """The result of a conversion.
 
     Attributes:
         files: The files with weights, and their index if there are several.
@@ -62,11 +62,11 @@ class Written:
     @classmethod
     def told(cls, output_folder: Path, file_shards: Sequence[Shard]) -> Written:
         """What is there once `file_shards` have been written to `output_folder`."""
-        weight_names = [file_shard.filename for file_shard in file_shards] + [_INDEX_FILE] * (
+        file_names = [file_shard.filename for file_shard in file_shards] + [_INDEX_FILE] * (
             len(file_shards) > 1
         )
         return cls(
-            tuple(output_folder / weight_name for weight_name in weight_names),
+            tuple(output_folder / file_name for file_name in file_names),
             sum(len(file_shard.weights) for file_shard in file_shards),
             sum(file_shard.nbytes for file_shard in file_shards),
         )
@@ -74,12 +74,12 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file to be.
+    """One file to write.
 
     Attributes:
         filename: Its name.
         weights: What it holds, in this order.
-        tied: Names of parameters → the name here of the one that each is.
+        tied: Names of tied parameters → the name here of the tensor that is written for each.
     """
 
     filename: str
@@ -89,6 +89,7 @@ class Shard:
     @property
     def header(self) -> bytes:
         """All that comes before the first tensor."""
+        # Hugging Face's libraries look for "format", and for the names of tied tensors beside it.
         header_entries: dict[str, object] = {"__metadata__": {"format": "pt", **self.tied}}
         first_byte = 0
         for stored_weight in self.weights:
@@ -99,6 +100,7 @@ class Shard:
             }
             first_byte += stored_weight.nbytes
         header_text = json.dumps(header_entries, separators=(",", ":"), ensure_ascii=False).encode()
+        # Padded, so that the first tensor begins at a multiple of eight bytes and can be mapped.
         header_text += b" " * (-len(header_text) % _ALIGNED_BYTES)
         return len(header_text).to_bytes(8, "little") + header_text
 
@@ -115,8 +117,8 @@ def plan(
 
     Args:
         stored_weights: By name.
-        tied_names: Names of parameters → the name in `stored_weights` of the one that each is.
-            They are not written twice; the header tells.
+        tied_names: Names of tied parameters → the name in `stored_weights` of their tensor. They
+            are not written twice; the header names them.
         max_shard_size: Most bytes of one file, as a number or ``"5GB"``; a single weight may be
             larger.
 
@@ -130,12 +132,12 @@ def plan(
     if not most_bytes:
         raise ConfigError(
             f"max_shard_size={max_shard_size!r} leaves no room for a weight in a file. Use "
-            f'"5GB", for example.'
+            '"5GB", for example.'
         )
     if not stored_weights:
         raise ConfigError(
             f"There is no weight to write ({len(stored_weights)} found): the checkpoint's "
-            f"parameters may all be frozen, and frozen ones are left out. Allow them."
+            "parameters may all be frozen, and frozen ones are left out. Allow them."
         )
     shard_split = split_state_dict_into_shards_factory(
         dict(stored_weights),
@@ -162,7 +164,7 @@ def plan(
 
 
 def _by_alignment(stored_weight: Weight) -> int:
-    """Large elements first: then each tensor begins at a multiple of its element's size."""
+    """Large elements first, so that each tensor begins at a multiple of its element's size."""
     return -DTYPES[stored_weight.dtype][1]
 
 
@@ -191,6 +193,7 @@ def write_shard(
         shard_file.write(file_shard.header)
         for stored_weight in file_shard.weights:
             yield from _write_weight(shard_file, stored_weight, weight_source)
+    # Flushed before it gets its name: after a crash a name must not lead to a file without content.
     atomic.sync_path(shard_path)
 
 
@@ -206,7 +209,7 @@ def _write_weight(
         raise CheckpointFailed(
             f"{stored_weight.name} should have {stored_weight.nbytes:,} bytes, and "
             f"{done_bytes:,} were read: a file changed while it was being read. Try again when "
-            f"nobody writes there."
+            "no other process writes there."
         )
 
 
@@ -228,14 +231,16 @@ def publishing(output_folder: Path, file_shards: Iterable[Shard]) -> Iterator[Pa
         ConfigError: `output_folder` is a file, or its disk has too little room.
         CheckpointFailed: The disk was full, or failed.
     """
+    # An iterable may be used only once, and is used three times here.
     file_shards = list(file_shards)
     made_folders = [
-        shard_path
-        for shard_path in (output_folder, *output_folder.parents)
-        if not shard_path.exists()
+        made_folder
+        for made_folder in (output_folder, *output_folder.parents)
+        if not made_folder.exists()
     ]
     try:
         _make_folder(output_folder)
+        # Earlier weights there do not count as room: they stay until the new ones are complete.
         _check_disk_room(output_folder, file_shards)
         with atomic.partial_folder(output_folder, "model") as temporary_folder:
             yield temporary_folder
@@ -243,15 +248,16 @@ def publishing(output_folder: Path, file_shards: Iterable[Shard]) -> Iterator[Pa
                 _write_index(file_shards, temporary_folder / _INDEX_FILE)
             atomic.publish_weights(temporary_folder, output_folder, FAMILY)
     except BaseException as error:  # an interrupt, too, leaves nothing behind
-        for shard_path in made_folders:  # a folder that was not there is not there
+        for made_folder in made_folders:
+            # Only empty ones: another process may have written there meanwhile.
             with contextlib.suppress(OSError):
-                shard_path.rmdir()
+                made_folder.rmdir()
         if isinstance(error, OSError):
             raise CheckpointFailed(
                 f"Writing weights to {output_folder} failed: {error}. What was written is gone, "
-                f"and what was there before is as it was; "
-                f"{format_bytes(free_bytes(output_folder))} are free. Mend the cause, or give a "
-                f"folder on another disk."
+                "and what was there before is as it was; "
+                f"{format_bytes(free_bytes(output_folder))} are free. Remove the cause, or give a "
+                "folder on another disk."
             ) from error
         raise
 
@@ -260,7 +266,7 @@ def _make_folder(output_folder: Path) -> None:
     if output_folder.exists() and not output_folder.is_dir():
         raise ConfigError(
             f"{output_folder} is a file: weights and their index need a folder. Give a folder's "
-            f"name."
+            "name."
         )
     output_folder.mkdir(parents=True, exist_ok=True)
 
@@ -272,21 +278,21 @@ def _check_disk_room(output_folder: Path, file_shards: list[Shard]) -> None:
         raise ConfigError(
             f"{output_folder}: {format_bytes(needed_bytes)} of weights are to be written, and "
             f"its disk has {format_bytes(available_bytes)} free. Make room, or give a folder on "
-            f"another disk. (Weights of an earlier save there stay until the new ones are whole.)"
+            "another disk. (Weights of an earlier save there stay until the new ones are whole.)"
         )
 
 
-def _write_index(file_shards: list[Shard], shard_path: Path) -> None:
-    weight_names = {
+def _write_index(file_shards: list[Shard], index_path: Path) -> None:
+    file_by_weight = {
         stored_weight.name: file_shard.filename
         for file_shard in file_shards
         for stored_weight in file_shard.weights
     }
     index_content = {
         "metadata": {"total_size": sum(file_shard.nbytes for file_shard in file_shards)},
-        "weight_map": dict(sorted(weight_names.items())),
+        "weight_map": dict(sorted(file_by_weight.items())),
     }
-    shard_path.write_text(json.dumps(index_content, indent=2) + "\n", encoding="utf-8")
+    index_path.write_text(json.dumps(index_content, indent=2) + "\n", encoding="utf-8")
 
 
 def zero_to_fp32(
@@ -328,6 +334,7 @@ def zero_to_fp32(
         checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters
     )
     file_shards = plan(checkpoint_layout.weights, checkpoint_layout.tied, max_shard_size)
+    # Before anything is written: a separate pass, since checksums cover whole records.
     check_records(checkpoint_layout.weights.values())
     output_folder = Path(output_dir).expanduser()
     total_bytes = sum(file_shard.nbytes for file_shard in file_shards)
@@ -351,7 +358,7 @@ def load_fp32_state_dict(
 ) -> dict[str, torch.Tensor]:
     """The fp32 weights of a checkpoint of DeepSpeed, in memory.
 
-    What DeepSpeed calls ``get_fp32_state_dict_from_zero_checkpoint``, with memory for the weights
+    As DeepSpeed's ``get_fp32_state_dict_from_zero_checkpoint``, but with memory for the weights
     once, not twice; the model and DeepSpeed are not needed.
 
     Args:
@@ -368,6 +375,7 @@ def load_fp32_state_dict(
         ConfigError: There is no such checkpoint, or it cannot be converted.
         CheckpointFailed: A file could not be read.
     """
+    # Here, because the command that writes files does without torch.
     import torch
 
     checkpoint_layout = read_layout(
@@ -378,6 +386,7 @@ def load_fp32_state_dict(
     with Reader() as weight_reader:
         for weight_name, stored_weight in checkpoint_layout.weights.items():
             tensor = torch.empty(stored_weight.shape, dtype=getattr(torch, stored_weight.dtype))
+            # Read into the tensor's memory: bytes that are converted later would be there twice.
             target_bytes = tensor.reshape(-1).view(torch.uint8).numpy().data
             done_bytes = 0
             for byte_chunk in weight_reader.chunks(stored_weight):

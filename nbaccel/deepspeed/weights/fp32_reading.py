@@ -1,16 +1,16 @@
 """Reads weights out of files, piece by piece, through one buffer.
 
 Files are read, not mapped: pages of a mapped file count as the process's memory until the system
-wants them back, and of a model all pages would be touched.
+reclaims them, and of a model all pages would be touched.
 
-Trained in bf16 or fp16, the model's part has rounded weights; those in fp32 are in the optimizer's
-part, laid end to end, group by group, without names. Whose they are is found out by rounding:
-each parameter takes the next numbers of the group where these round to its own, bit by bit. All
-that the optimizer has must find its parameter that way.
+At stage 0 in bf16 or fp16, the model's part has rounded weights; those in fp32 are in the
+optimizer's part, laid end to end, group by group, without names. They are matched by rounding: each
+parameter takes the next numbers of the group where these round to its values, bit by bit. Every
+number of the optimizer must be matched that way.
 
-The optimizer's state then has an empty tensor for each sub-group that was swapped, marked with the
-swapper's id, and its fp32 weights are in ``offloaded_tensors/rank<rr>/<id>.tensor.swp``: as long
-as they are, rounded up for the disk. DeepSpeed's own script does not look there.
+With an optimizer on NVMe, its state has an empty tensor for each sub-group that was swapped, marked
+with the swapper's id, and the fp32 weights are in ``offloaded_tensors/rank<rr>/<id>.tensor.swp``,
+whose size is rounded up for the disk. DeepSpeed's script does not look there.
 """
 
 from __future__ import annotations
@@ -66,13 +66,14 @@ def check_records(stored_weights: Iterable[Weight]) -> None:
         for stored_piece in stored_weight.pieces
         if stored_piece.record
     }
+    # Sorted, since a set has no order: each file is read from its beginning to its end.
     ordered_records = sorted(
         archive_records, key=lambda archive_record: (archive_record.path, archive_record.start)
     )
     damage_texts = [
         f"{archive_record.path} has flipped bits: the checksum of its record {archive_record.name} "
-        f"({archive_record.num_bytes:,} bytes) is wrong. Weights would be converted that nobody "
-        "trained. Copy it again, or convert another checkpoint (tag=...)."
+        f"({archive_record.num_bytes:,} bytes) is wrong. Weights would be converted that are not "
+        "those that were trained. Copy it again, or convert another checkpoint (tag=...)."
         for archive_record in ordered_records
         if archive_record.crc is not None and _record_crc(archive_record) != archive_record.crc
     ]
@@ -81,6 +82,7 @@ def check_records(stored_weights: Iterable[Weight]) -> None:
 
 
 def _record_crc(archive_record: ArchiveRecord) -> int:
+    # One buffer, reused: a record may be larger than the memory.
     running_crc, bytes_left, read_buffer = (
         0,
         archive_record.num_bytes,
@@ -124,7 +126,7 @@ class Reader:
             stored_weight: Which.
 
         Yields:
-            At most a few MiB each, of the weight's type; each is valid until the next is asked for.
+            At most a few MiB each, of the weight's type; each is valid until the next is yielded.
 
         Raises:
             CheckpointFailed: A file ends before its numbers do.
@@ -145,7 +147,8 @@ class Reader:
                 yield _converted_bytes(part_bytes, stored_piece.dtype, stored_weight.dtype)
 
     def _scattered(self, stored_piece: StoredTensor, dtype: str) -> memoryview:
-        """A tensor whose elements have gaps or another order; only buffers of modules are so."""
+        """A tensor whose elements have gaps or another order, as only buffers of modules have."""
+        # As a whole, since `misplaced` has limited what a repeated one can take.
         whole_span = stored_piece.span
         part_bytes = self._read(
             whole_span, memoryview(bytearray(whole_span.numel * whole_span.itemsize))
@@ -169,6 +172,8 @@ class Reader:
             )
         done_bytes = 0
         while done_bytes < len(target_buffer):
+            # With an offset, so that the descriptor has no position to keep; it may read less than
+            # was requested.
             read_bytes = os.preadv(
                 open_file, [target_buffer[done_bytes:]], stored_part.first_byte + done_bytes
             )
@@ -212,7 +217,7 @@ def weights_of_stage_0(
         Weights by name, and names of tied parameters with the name of the one they are.
 
     Raises:
-        ConfigError: The file does not tell what is asked for.
+        ConfigError: The file does not have what is needed.
     """
     found_weights, tied_names = _stored_weights(model)
     buffer_names = set(model.get("buffer_names") or ())
@@ -243,7 +248,7 @@ def weights_of_stage_0(
 
 
 def _stored_weights(model: Mapping[str, Any]) -> tuple[dict[str, Weight], dict[str, str]]:
-    """The model's tensors as they are; of those that share their place, the first."""
+    """The model's tensors as they are; of those in the same place, the first."""
     found_weights: dict[str, Weight] = {}
     tied_names: dict[str, str] = {}
     first_names: dict[tuple[int, int, tuple[int, ...]], str] = {}
@@ -253,6 +258,7 @@ def _stored_weights(model: Mapping[str, Any]) -> tuple[dict[str, Weight], dict[s
         first_name = first_names.setdefault(
             (stored_value.start, stored_value.offset, stored_value.shape), weight_name
         )
+        # Empty tensors may be in one place without being tied.
         if first_name == weight_name or not stored_value.numel:
             found_weights[weight_name] = Weight.whole(weight_name, stored_value)
         else:
@@ -269,6 +275,7 @@ def _master_weights(
     with Reader() as weight_reader:
         for stored_weight in trained_weights:
             (own_tensor,) = stored_weight.pieces
+            # In fp32 the model's weights are those that the optimizer trains.
             if own_tensor.dtype not in _ROUNDED_DTYPES or not own_tensor.numel:
                 continue
             for strip_number, flat_strip in enumerate(flat_strips):
@@ -281,19 +288,20 @@ def _master_weights(
                         stored_weight.name, stored_weight.shape, stored_pieces
                     )
                     break
+    # What is left over belongs to a parameter that was not found, so the matches are not certain.
     elements_left = sum(flat_strip.numel for flat_strip in flat_strips) - sum(first_elements)
     if elements_left:
         raise ConfigError(
             f"{file_path} has {elements_left:,} fp32 weights in its optimizer that round to no "
-            "parameter of the model: the two were not in step when it was saved, so whose they "
-            "are is not certain. Load the checkpoint into its engine and use "
+            "parameter of the model: the two did not agree when it was saved, so it is not certain "
+            "to which parameters they belong. Load the checkpoint into its engine and use "
             "fp32_state_dict(engine)."
         )
     return trained_masters
 
 
 def _master_groups(optimizer: Any) -> list[Strip]:
-    """The optimizer's fp32 weights, by group; none where it trained the model's own."""
+    """The optimizer's fp32 weights, by group; none where it trained the model's tensors."""
     if not isinstance(optimizer, Mapping):
         return []
     flat_groups = optimizer.get("fp32_groups_flat")
@@ -313,6 +321,7 @@ def _rounds_to(
     master_weight = Weight("", (own_tensor.numel,), "float32", stored_pieces)
     first_element = 0
     for byte_chunk in weight_reader.chunks(master_weight):
+        # A copy, because the reader uses its buffer again for the other side.
         float_numbers = np.frombuffer(bytes(byte_chunk), "<f4")
         stored_part = own_tensor.part(first_element, float_numbers.size)
         stored_bytes = b"".join(
@@ -332,12 +341,14 @@ def _rounds_to(
 def _rounded_to(float_numbers: np.ndarray[Any, Any], dtype: str) -> bytes:
     if dtype == "float16":
         return float_numbers.astype("<f2").tobytes()
-    float_bits = float_numbers.view("<u4")  # to the nearest, and of two to the even one
+    # numpy has no bfloat16: rounded to the nearest, and of two equally near ones to the even one,
+    # as torch does it.
+    float_bits = float_numbers.view("<u4")
     upper_bits: np.ndarray[Any, Any] = (float_bits + 0x7FFF + ((float_bits >> 16) & 1)) >> 16
     return upper_bits.astype("<u2").tobytes()
 
 
-_ROUNDED_BYTES = 2**20  # far above DeepSpeed's rounding; less than that is never swapped
+_ROUNDED_BYTES = 2**20  # far above DeepSpeed's rounding; smaller tensors are never swapped
 _WITH_ENGINE = (
     "Load the checkpoint into its engine, in a fresh process, and use fp32_state_dict(engine)."
 )
@@ -350,7 +361,7 @@ def swapped_in(
     param_groups: Sequence[Mapping[str, tuple[int, ...]]],
     num_ranks: int,
 ) -> list[StoredTensor]:
-    """Put swap files where a rank's state has nothing.
+    """Put swap files in place of the empty tensors of a rank's state.
 
     Args:
         checkpoint_folder: The checkpoint's.
@@ -365,10 +376,11 @@ def swapped_in(
     Raises:
         ConfigError: A swap file is missing, or not whole.
     """
-    found_weights = list(flat_tensors)
-    for strip_number, (tensor, param_group) in enumerate(
+    whole_groups = list(flat_tensors)
+    for group_number, (tensor, param_group) in enumerate(
         zip(flat_tensors, param_groups, strict=False)
     ):
+        # Each parameter is divided among the ranks, and its last part padded.
         rank_share = sum(-(-num_elements(shape) // num_ranks) for shape in param_group.values())
         if not tensor.numel and rank_share:
             file_path = (
@@ -378,10 +390,10 @@ def swapped_in(
                 / f"{tensor.ds_id}.tensor.swp"
             )
             _check_file_size(file_path, 4 * rank_share, next(iter(param_group)))
-            found_weights[strip_number] = StoredTensor(
+            whole_groups[group_number] = StoredTensor(
                 file_path, 0, "float32", 0, (rank_share,), (1,)
             )
-    return found_weights
+    return whole_groups
 
 
 def _check_file_size(file_path: Path, byte_count: int, weight_name: str) -> None:

@@ -26,11 +26,11 @@ _COPY_CHUNK_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class _LiveEngine:
+class _LiveTensor:
     """A tensor of the model.
 
     Attributes:
-        weight: What it will be.
+        weight: The name, shape and type with which it will be written.
         tensor: The parameter or buffer.
     """
 
@@ -119,6 +119,7 @@ def save_16bit_weights(
     write_order = (
         stored_weight.name for file_shard in file_shards for stored_weight in file_shard.weights
     )
+    # All ranks gather in the same order, that of the files.
     if dist.get_rank() == 0:
         error = _write_shards(
             output_folder, file_shards, live_entries, parameter_gatherer, write_order
@@ -134,13 +135,14 @@ def save_16bit_weights(
 def _write_shards(
     output_folder: Path,
     file_shards: list[Shard],
-    live_entries: Mapping[str, _LiveEngine],
+    live_entries: Mapping[str, _LiveTensor],
     parameter_gatherer: _ParameterGatherer,
     write_order: Iterator[str],
 ) -> Exception | None:
     """Rank 0's side. Whatever fails, it takes part in all gathers: the others would wait."""
 
     def source(stored_weight: Weight) -> Iterator[memoryview]:
+        # Taken first: what is left in `write_order` after a failure is gathered for the others.
         next(write_order)
         gathered_tensor = parameter_gatherer.gather(live_entries[stored_weight.name])
         if gathered_tensor is not None:
@@ -160,6 +162,7 @@ def _write_shards(
 
 
 def _hear_all_ranks(error: Exception | None, output_folder: Path) -> None:
+    # As text: an exception of any type need not survive pickling.
     rank_errors = [None if error is None else f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(rank_errors, src=0)
     if error is not None:
@@ -172,6 +175,7 @@ def _hear_all_ranks(error: Exception | None, output_folder: Path) -> None:
 
 
 def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
+    # As bytes, since numpy has no bfloat16.
     flat_tensor = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
     for first_element in range(0, flat_tensor.numel(), _COPY_CHUNK_BYTES):
         yield flat_tensor[first_element : first_element + _COPY_CHUNK_BYTES].numpy().data
@@ -192,10 +196,10 @@ def torch_dtype(stored_weight: Weight) -> torch.dtype:
 
 def _survey_tensors(
     engine: Any, *, as_fp32: bool, exclude_frozen: bool
-) -> tuple[dict[str, _LiveEngine], dict[str, str]]:
+) -> tuple[dict[str, _LiveTensor], dict[str, str]]:
     """All tensors of the model's state dict by name, and names of tied ones with that of each."""
     user_module = _module_of(engine)
-    live_entries: dict[str, _LiveEngine] = {}
+    live_entries: dict[str, _LiveTensor] = {}
     tied_names: dict[str, str] = {}
     first_names: dict[int, str] = {}
     for weight_name, tensor in _named_tensors(user_module):
@@ -203,7 +207,7 @@ def _survey_tensors(
         if first_name != weight_name:
             tied_names[weight_name] = first_name
         elif not (exclude_frozen and isinstance(tensor, nn.Parameter) and not tensor.requires_grad):
-            live_entries[weight_name] = _LiveEngine(
+            live_entries[weight_name] = _LiveTensor(
                 _weight_of(weight_name, tensor, as_fp32), tensor
             )
     return live_entries, {
@@ -215,18 +219,20 @@ def _survey_tensors(
 
 def _named_tensors(user_module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and persistent buffers, in the order of the module's state dict."""
+    # Not from `state_dict`, which gives detached tensors: DeepSpeed's attributes are needed, and
+    # whether a tensor is a parameter.
     for module_prefix, module_part in user_module.named_modules(remove_duplicate=False):
-        first_byte = f"{module_prefix}." if module_prefix else ""
+        name_prefix = f"{module_prefix}." if module_prefix else ""
         for weight_name, live_parameter in module_part.named_parameters(
             recurse=False, remove_duplicate=False
         ):
-            yield first_byte + weight_name, live_parameter
+            yield name_prefix + weight_name, live_parameter
         passing_buffers = module_part._non_persistent_buffers_set
         for weight_name, named_buffer in module_part.named_buffers(
             recurse=False, remove_duplicate=False
         ):
             if weight_name not in passing_buffers:
-                yield first_byte + weight_name, named_buffer
+                yield name_prefix + weight_name, named_buffer
 
 
 def _weight_of(weight_name: str, tensor: torch.Tensor, as_fp32: bool) -> Weight:
@@ -255,8 +261,8 @@ def _module_of(engine: Any) -> nn.Module:
             f"tensor parallelism over {parallel_ranks} ranks" if parallel_ranks > 1 else "experts"
         )
         raise ConfigError(
-            f"This engine's model has {cut_kind}: its weights are cut in a way that ZeRO does not "
-            "know of. Save a checkpoint, and make a universal one of it with ds_to_universal."
+            f"This engine's model has {cut_kind}: its weights are cut in a way that ZeRO cannot "
+            "put together. Save a checkpoint, and make a universal one of it with ds_to_universal."
         )
     return user_module
 
@@ -265,21 +271,22 @@ def _module_of(engine: Any) -> nn.Module:
 
 
 class _ParameterGatherer:
-    """Gathers what the model computes with."""
+    """Gathers the tensors that the model computes with."""
 
-    def gather(self, live_entry: _LiveEngine) -> torch.Tensor | None:
+    def gather(self, live_entry: _LiveTensor) -> torch.Tensor | None:
         """The whole tensor on rank 0, None elsewhere; a collective where it is partitioned."""
         tensor = live_entry.tensor
         if not hasattr(tensor, "ds_id"):
             return tensor.detach() if dist.get_rank() == 0 else None
         import deepspeed
 
+        # A copy, because the gathered tensor is freed with the block.
         with deepspeed.zero.GatheredParameters([tensor]):
             return tensor.detach().clone() if dist.get_rank() == 0 else None
 
 
 class _MasterGatherer(_ParameterGatherer):
-    """Gathers what the optimizer trains, in fp32; of the rest what the model computes with.
+    """Gathers the optimizer's fp32 weights; of the others the tensors that the model computes with.
 
     Args:
         engine: DeepSpeed's.
@@ -288,11 +295,12 @@ class _MasterGatherer(_ParameterGatherer):
     def __init__(self, engine: Any) -> None:
         self._of_stage_0 = dict(_masters_of_stage_0(engine))
 
-    def gather(self, live_entry: _LiveEngine) -> torch.Tensor | None:
+    def gather(self, live_entry: _LiveTensor) -> torch.Tensor | None:
         tensor = live_entry.tensor
         if tensor.requires_grad and private_api.zero3_optimizer(tensor) is not None:
             from deepspeed.utils import safe_get_full_fp32_param
 
+            # A collective, which gives the whole to every rank.
             whole_tensor: torch.Tensor = safe_get_full_fp32_param(tensor)
             return whole_tensor if dist.get_rank() == 0 else None
         if private_api.has_fp32_fragment(tensor):
@@ -326,9 +334,10 @@ def _sum_of_fragments(live_parameter: Any) -> torch.Tensor | None:
 def _masters_of_stage_0(engine: Any) -> Iterator[tuple[int, torch.Tensor]]:
     """fp32 weights of the wrapper that trains in 16 bit without ZeRO, by the parameter's id."""
     optimizer = engine.optimizer
-    flat_tensor = getattr(optimizer, "fp32_groups_flat", None)
-    if flat_tensor is not None:
-        for group_parameters, flat_group in zip(optimizer.fp16_groups, flat_tensor, strict=True):
+    # DeepSpeed's fused wrapper keeps flat groups, the other one a tensor for each parameter.
+    flat_groups = getattr(optimizer, "fp32_groups_flat", None)
+    if flat_groups is not None:
+        for group_parameters, flat_group in zip(optimizer.fp16_groups, flat_groups, strict=True):
             flat_pieces = flat_group.detach().split(
                 [live_parameter.numel() for live_parameter in group_parameters]
             )
@@ -338,8 +347,8 @@ def _masters_of_stage_0(engine: Any) -> Iterator[tuple[int, torch.Tensor]]:
     for group_names in ("fp16_groups", "fp32_groups"):
         if not hasattr(optimizer, group_names):
             return
-    for group_parameters, flat_group in zip(
+    for group_parameters, group_masters in zip(
         optimizer.fp16_groups, optimizer.fp32_groups, strict=True
     ):
-        for live_parameter, master_weight in zip(group_parameters, flat_group, strict=True):
+        for live_parameter, master_weight in zip(group_parameters, group_masters, strict=True):
             yield id(live_parameter), master_weight.detach()

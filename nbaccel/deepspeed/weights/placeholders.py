@@ -1,4 +1,4 @@
-"""What ZeRO-3 leaves in a module: parameters without numbers, which must not be saved as weights.
+"""Placeholders of ZeRO-3 in a module: empty parameters, which must not be saved as weights.
 
 A partitioned parameter is a tensor of shape ``(0,)`` while no layer uses it; older versions of
 DeepSpeed put ``tensor([1.])`` there. ``model.state_dict()`` and ``torch.save`` take it as it is.
@@ -19,7 +19,7 @@ __all__ = ["check_whole", "is_placeholder", "placeholders"]
 
 
 def is_placeholder(parameter: torch.Tensor) -> bool:
-    """Whether ZeRO-3 has this parameter's numbers elsewhere at the moment.
+    """Whether ZeRO-3 keeps this parameter's numbers elsewhere at the moment.
 
     Args:
         parameter: A parameter of a module.
@@ -34,8 +34,8 @@ def is_placeholder(parameter: torch.Tensor) -> bool:
 def placeholders(module_or_state: nn.Module | Mapping[str, Any]) -> list[str]:
     """Names of the parameters that are placeholders of ZeRO-3.
 
-    A module tells it. A state dict has nothing but shapes: floating-point tensors of shape ``(0,)``
-    count, and those that are ``tensor([1.])`` where most of its tensors are.
+    Parameters of a module have DeepSpeed's attributes. A state dict has only shapes: floating-point
+    tensors of shape ``(0,)`` count, and ``tensor([1.])`` where most of its tensors are such.
 
     Args:
         module_or_state: A module, or the state dict of one, wherever it comes from.
@@ -43,10 +43,12 @@ def placeholders(module_or_state: nn.Module | Mapping[str, Any]) -> list[str]:
     Returns:
         Their names.
     """
+    # Imported here, so that this module can be imported without torch.
     import torch
     from torch import nn
 
     if isinstance(module_or_state, nn.Module):
+        # With duplicates: a tied parameter is named twice in the state dict, too.
         named_parameters = module_or_state.named_parameters(remove_duplicate=False)
         return [
             parameter_name
@@ -61,12 +63,14 @@ def placeholders(module_or_state: nn.Module | Mapping[str, Any]) -> list[str]:
     empty_names = [
         tensor_name
         for tensor_name, given_tensor in named_tensors.items()
+        # Taken with `keep_vars`, a state dict has the parameters themselves.
         if is_placeholder(given_tensor) or _is_empty(given_tensor)
     ]
-    meta_names = [
+    # One such tensor may be a weight; where most tensors are one, an old DeepSpeed made them.
+    one_names = [
         tensor_name for tensor_name, given_tensor in named_tensors.items() if _is_one(given_tensor)
     ]
-    return empty_names + (meta_names if 2 * len(meta_names) > len(named_tensors) > 1 else [])
+    return empty_names + (one_names if 2 * len(one_names) > len(named_tensors) > 1 else [])
 
 
 def _is_empty(tensor: torch.Tensor) -> bool:
@@ -74,6 +78,7 @@ def _is_empty(tensor: torch.Tensor) -> bool:
 
 
 def _is_one(tensor: torch.Tensor) -> bool:
+    # `item` of a tensor on `meta` raises.
     is_single = tuple(tensor.shape) == (1,) and tensor.is_floating_point() and not tensor.is_meta
     return is_single and tensor.item() == 1.0
 
@@ -83,7 +88,7 @@ def check_whole(module_or_state: nn.Module | Mapping[str, Any], checked_thing: s
 
     Args:
         module_or_state: A module, or the state dict of one.
-        checked_thing: What was asked for, to begin the message with: ``"save_model('out')"``.
+        checked_thing: The call, to begin the message with: ``"save_model('out')"``.
 
     Raises:
         ConfigError: Some are; it names them and says how to get the weights.

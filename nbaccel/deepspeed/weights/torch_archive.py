@@ -1,7 +1,7 @@
-"""What ``torch.save`` wrote, as an outline: containers, numbers, and where each tensor lies.
+"""What ``torch.save`` wrote, as an outline: containers, numbers, and where each tensor is.
 
-Offline, weights are read without torch and without DeepSpeed: what a conversion needs beside the
-bytes themselves is a table of types.
+Weights are converted without torch and without DeepSpeed: beside the bytes themselves a conversion
+needs only a table of types.
 
 Such a file is a zip archive (torch 1.6 and later; records are stored, not compressed)::
 
@@ -10,7 +10,7 @@ Such a file is a zip archive (torch 1.6 and later; records are stored, not compr
     <name>/byteorder    little or big
 
 Unpickling here calls nothing of what the pickle names: constructors of torch's tensors become
-notes of place and shape, a few containers of the standard library are themselves, everything else
+notes of place and shape, a few containers of the standard library are made, everything else
 becomes an :class:`Unknown`. So neither torch nor DeepSpeed is needed, a hostile file can run no
 code, and of gigabytes only the outline is read. A tensor must lie within its record and a record
 within its file, and nothing is allocated merely because a number in the file says so.
@@ -85,7 +85,7 @@ class ArchiveRecord:
 
     Attributes:
         path: The archive.
-        name: What it is called there.
+        name: Its name there.
         start: Its first byte in the file.
         num_bytes: How many it has.
         crc: Their CRC-32; None where the archive was saved without.
@@ -109,7 +109,7 @@ class StoredTensor:
         offset: Element of the storage that is its first.
         shape: Its shape.
         stride: Elements of the storage between neighbours, by dimension.
-        ds_id: What DeepSpeed's swapper calls it; empty for most.
+        ds_id: Its id in DeepSpeed's swapper; empty for most.
         record: The record that it lies in; None where it has a file to itself.
     """
 
@@ -139,7 +139,7 @@ class StoredTensor:
 
     @property
     def extent(self) -> int:
-        """Elements of the storage from its first to its last; its number if it has no gaps."""
+        """Elements of the storage from its first to its last; equal to `numel` without gaps."""
         if not self.numel:
             return 0
         return 1 + sum(
@@ -159,6 +159,7 @@ class StoredTensor:
         for dimension_size, stride_step in zip(
             reversed(self.shape), reversed(self.stride), strict=True
         ):
+            # The stride of a dimension of size 1 is never used, and torch writes any number there.
             if dimension_size != 1 and stride_step != expected_stride:
                 return not self.numel
             expected_stride *= dimension_size
@@ -191,11 +192,12 @@ def misplaced(tensor: StoredTensor, num_bytes: int) -> str:
         return f"has the shape {tensor.shape} and the strides {tensor.stride}, which fit no tensor"
     if min(layout_numbers) < 0:
         return (
-            f"has a negative number in its offset, shape or strides "
+            "has a negative number in its offset, shape or strides "
             f"({tensor.offset}, {tensor.shape}, {tensor.stride})"
         )
     stored_elements = num_bytes // tensor.itemsize
-    most_bytes = max(_REPEATED_BYTES, _REPEATED * num_bytes) // tensor.itemsize  # of stride 0
+    # A stride of 0 repeats elements, so that a shape of any size fits into a record.
+    most_bytes = max(_REPEATED_BYTES, _REPEATED * num_bytes) // tensor.itemsize
     if tensor.numel and (
         tensor.offset + tensor.extent > stored_elements or tensor.numel > most_bytes
     ):
@@ -232,6 +234,7 @@ class Strip:
         Returns:
             One tensor for each that they touch; fewer elements where it ends before.
         """
+        # By bisection: a group of a large model may have thousands of tensors.
         end_element, found_parts = first_element + element_count, []
         tensor_number = bisect_right(self._bounds, first_element) - 1
         while first_element < min(end_element, self.numel):
@@ -250,7 +253,7 @@ class Strip:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor to be: what it is called, what it looks like, of what it is put together.
+    """A tensor to be read: its name, its shape, and the pieces that it is put together from.
 
     Attributes:
         name: As in the model's state dict.
@@ -270,27 +273,27 @@ class Weight:
         return num_elements(self.shape) * DTYPES[self.dtype][1]
 
     @classmethod
-    def whole(cls, record_name: str, tensor: StoredTensor) -> Weight:
-        """A tensor as it is in its file; fp32 if it is of floating point.
+    def whole(cls, weight_name: str, tensor: StoredTensor) -> Weight:
+        """A tensor as it is in its file; as fp32 if it is of floating point.
 
         Args:
-            record_name: What it is called.
+            weight_name: What it is called.
             tensor: Where it is.
 
         Returns:
             The weight.
         """
         dtype = "float32" if tensor.dtype in _FLOATING_DTYPES else tensor.dtype
-        return cls(record_name, tensor.shape, dtype, (tensor,))
+        return cls(weight_name, tensor.shape, dtype, (tensor,))
 
     @classmethod
     def flat(
-        cls, record_name: str, shape: tuple[int, ...], stored_pieces: tuple[StoredTensor, ...]
+        cls, weight_name: str, shape: tuple[int, ...], stored_pieces: tuple[StoredTensor, ...]
     ) -> Weight:
         """A parameter whose elements are put together from pieces, as fp32.
 
         Args:
-            record_name: What it is called.
+            weight_name: What it is called.
             shape: Its shape.
             stored_pieces: Its elements.
 
@@ -300,14 +303,14 @@ class Weight:
         Raises:
             ConfigError: They are more or fewer than the shape holds.
         """
-        found_parts = sum(stored_piece.numel for stored_piece in stored_pieces)
-        if found_parts != num_elements(shape):
+        element_count = sum(stored_piece.numel for stored_piece in stored_pieces)
+        if element_count != num_elements(shape):
             raise ConfigError(
-                f"{record_name} has shape {list(shape)}, which is {num_elements(shape):,} "
-                f"elements, and the checkpoint has {found_parts:,} of it: its files are not of one "
-                "save, or not complete. Convert another checkpoint (tag=...)."
+                f"{weight_name} has shape {list(shape)}, which is {num_elements(shape):,} "
+                f"elements, and the checkpoint has {element_count:,} of it: its files are not of "
+                "one save, or not complete. Convert another checkpoint (tag=...)."
             )
-        return cls(record_name, shape, "float32", stored_pieces)
+        return cls(weight_name, shape, "float32", stored_pieces)
 
 
 _STORAGE_DTYPES = {
@@ -322,9 +325,9 @@ _STORAGE_DTYPES = {
     "ByteStorage": "uint8",
     "BoolStorage": "bool",
     "ComplexFloatStorage": "complex64",
-    "UntypedStorage": "",  # the tensor tells its type
+    "UntypedStorage": "",  # the type is with the tensor
 }
-# What unpickling raises where a pickle is not what torch.save makes.
+# Raised by unpickling where a pickle is not one that torch.save makes.
 _PICKLE_ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -340,26 +343,26 @@ _PLAIN_CLASSES = {"bool", "complex", "dict", "float", "frozenset", "int", "list"
 
 
 class Unknown:
-    """An object of a class that is not looked up; it keeps what it was made of.
+    """An object of a class that is not looked up; it keeps its constructor's arguments.
 
     Attributes:
-        args: What its constructor was given.
+        args: The constructor's arguments.
     """
 
     def __init__(self, *args: Any) -> None:
         self.args = args
 
     def __setstate__(self, state: Any) -> None:
-        """State is of no use here."""
+        """Ignored, since state is not needed."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Nor are items."""
+        """Ignored, as state is."""
 
     def append(self, item: Any) -> None:
-        """Nor are elements."""
+        """Ignored, as state is."""
 
     def extend(self, items: Any) -> None:
-        """Nor are elements."""
+        """Ignored, as state is."""
 
 
 class _StorageRecord(NamedTuple):
@@ -374,14 +377,15 @@ class _DtypeName(NamedTuple):
 class _OutlineUnpickler(pickle._Unpickler):
     """Unpickles to notes.
 
-    In Python: the one in C reserves as much memory as numbers in the pickle say (a memo of 2**32
-    entries, a bytearray of any size), before it looks whether anything is there.
+    Python's implementation is used: the one in C reserves as much memory as numbers in the pickle
+    say (a memo of 2**32 entries, a bytearray of any size) before it reads further.
 
     Args:
         zip_file: The pickle.
         torch_archive: Where storages lie.
     """
 
+    # Without the opcode that makes a bytearray of a size that the file names.
     dispatch: ClassVar[dict[int, Any]] = {
         code: step
         for code, step in pickle._Unpickler.dispatch.items()
@@ -392,37 +396,36 @@ class _OutlineUnpickler(pickle._Unpickler):
         super().__init__(zip_file, encoding="utf-8")
         self._archive = torch_archive
 
-    def find_class(self, module_name: str, record_name: str) -> Any:
-        """What a name of the pickle stands for here."""
-        if module_name == "torch._utils" and record_name in {
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        """The function or class that stands for a name of the pickle; nothing is imported."""
+        if module_name == "torch._utils" and global_name in {
             "_rebuild_tensor_v2",
             "_rebuild_tensor_v3",
         }:
             return self._tensor
-        if module_name == "torch._utils" and record_name.startswith("_rebuild_parameter"):
+        if module_name == "torch._utils" and global_name.startswith("_rebuild_parameter"):
             return _first_argument
-        if (module_name, record_name) == ("torch._tensor", "_rebuild_from_type_v2"):
+        if (module_name, global_name) == ("torch._tensor", "_rebuild_from_type_v2"):
             return _with_attributes
-        if module_name == "torch" and record_name == "Size":
+        if module_name == "torch" and global_name == "Size":
             return tuple
-        if record_name in _STORAGE_DTYPES and module_name.partition(".")[0] == "torch":
-            return _DtypeName(_STORAGE_DTYPES[record_name])
-        if module_name == "torch" and record_name in DTYPES:
-            return _DtypeName(record_name)
-        if (module_name, record_name) == ("collections", "OrderedDict"):
+        if global_name in _STORAGE_DTYPES and module_name.partition(".")[0] == "torch":
+            return _DtypeName(_STORAGE_DTYPES[global_name])
+        if module_name == "torch" and global_name in DTYPES:
+            return _DtypeName(global_name)
+        if (module_name, global_name) == ("collections", "OrderedDict"):
             return collections.OrderedDict
-        if (module_name, record_name) == ("_codecs", "encode"):
+        if (module_name, global_name) == ("_codecs", "encode"):
             return _encode_text
-        if module_name in {"builtins", "__builtin__"} and record_name == "bytearray":
+        if module_name in {"builtins", "__builtin__"} and global_name == "bytearray":
             return _content_bytes
-        if (
-            module_name in {"builtins", "__builtin__"} and record_name in _PLAIN_CLASSES
-        ):  # as pickles of protocol 2 say
-            return getattr(builtins, record_name)
+        # torch.save uses protocol 2, in which `builtins` has its name of Python 2.
+        if module_name in {"builtins", "__builtin__"} and global_name in _PLAIN_CLASSES:
+            return getattr(builtins, global_name)
         return Unknown
 
     def persistent_load(self, persistent_id: Any) -> _StorageRecord:
-        """Where a storage lies."""
+        """The record of a storage."""
         _, object_kind, storage_key, _, _ = persistent_id
         return _StorageRecord(self._archive.record(f"data/{storage_key}"), object_kind.name)
 
@@ -434,6 +437,7 @@ class _OutlineUnpickler(pickle._Unpickler):
         tensor_stride: Any,
         *rest: Any,
     ) -> Any:
+        # An untyped storage has no type: `_rebuild_tensor_v3` names it among its last arguments.
         dtype = next(
             (rest_item.name for rest_item in rest if isinstance(rest_item, _DtypeName)),
             tensor_storage.dtype,
@@ -461,7 +465,7 @@ def _first_argument(first_item: Any, *_: Any) -> Any:
 
 
 def _with_attributes(make_object: Any, object_kind: Any, args: Any, object_state: Any) -> Any:
-    """A tensor that has attributes of its own: DeepSpeed marks swapped ones with an id."""
+    """A tensor with attributes: DeepSpeed marks swapped ones with an id."""
     tensor = make_object(*args)
     if isinstance(tensor, StoredTensor) and isinstance(object_state, dict):
         return replace(tensor, ds_id=str(object_state.get("ds_id", "")))
@@ -469,13 +473,14 @@ def _with_attributes(make_object: Any, object_kind: Any, args: Any, object_state
 
 
 def _content_bytes(record_content: Any = b"", *_: Any) -> bytearray:
-    """A bytearray of what is there; of a number it would be as many zeros."""
+    """A bytearray of given bytes; from a number Python would make one of as many zeros."""
     if not isinstance(record_content, (bytes, bytearray)):
         raise pickle.UnpicklingError(f"a bytearray is made of {record_content!r}")
     return bytearray(record_content)
 
 
 def _encode_text(encoded_text: str, text_encoding: str = "latin1") -> bytes:
+    # Protocol 2 writes bytes as text of this encoding; a file must not choose another codec.
     return encoded_text.encode("latin1")
 
 
@@ -487,11 +492,13 @@ class _TorchArchive:
         self._records = {
             zip_record.filename.partition("/")[2]: zip_record for zip_record in zip_file.infolist()
         }
+        # torch can save without checksums, and writes zeros then.
         self._has_crc = any(archive_record.CRC for archive_record in self._records.values())
 
     def outline(self) -> Any:
+        # Before anything is read by sizes that the file claims.
         for record_name in self._records:
-            self.record(record_name)  # before anything is read by what it claims
+            self.record(record_name)
         if "byteorder" in self._records and self._read("byteorder") != b"little":
             raise ConfigError(
                 f"{self.path} was written on a machine of the other byte order "
@@ -501,6 +508,7 @@ class _TorchArchive:
         return _OutlineUnpickler(io.BytesIO(self._read("data.pkl")), self).load()
 
     def _read(self, record_name: str) -> bytes:
+        # `zipfile` compares checksums, and would refuse every record of an archive without them.
         if self._has_crc:
             return self._zip.read(self._records[record_name])
         archive_record = self.record(record_name)
@@ -509,13 +517,15 @@ class _TorchArchive:
             return zip_file.read(archive_record.num_bytes)
 
     def record(self, record_name: str) -> ArchiveRecord:
-        """Where a record's content is: behind a header of its own, of varying size."""
+        """Where a record's content is: after the record's header, whose size varies."""
         archive_record = self._records[record_name]
         if archive_record.compress_type != zipfile.ZIP_STORED:
             raise zipfile.BadZipFile(f"record {record_name} is compressed")
         zip_file = self._zip.fp
         if zip_file is None:
             raise zipfile.BadZipFile(f"{self.path} has been closed")
+        # The lengths are read from the record's own header, since its extra field, by which torch
+        # aligns the content, may differ from that in the archive's directory.
         zip_file.seek(archive_record.header_offset + 26)
         length_bytes = zip_file.read(4)
         name_length = int.from_bytes(length_bytes[:2], "little")
@@ -541,12 +551,12 @@ class _TorchArchive:
 
 def is_readable(archive_path: Path) -> bool:
     """Whether a file is in a format that :func:`read_outline` reads."""
-    with archive_path.open("rb") as zip_file:
-        return zip_file.read(len(OLD_TORCH_FORMAT)) != OLD_TORCH_FORMAT
+    with archive_path.open("rb") as archive_file:
+        return archive_file.read(len(OLD_TORCH_FORMAT)) != OLD_TORCH_FORMAT
 
 
 def read_outline(archive_path: Path) -> Any:
-    """Read what ``torch.save`` wrote, but for the numbers themselves.
+    """Read what ``torch.save`` wrote, without the numbers of its tensors.
 
     Args:
         archive_path: The file.
@@ -563,7 +573,7 @@ def read_outline(archive_path: Path) -> Any:
         with zipfile.ZipFile(archive_path) as zip_file:
             return _TorchArchive(archive_path, zip_file).outline()
     except ConfigError:
-        raise
+        raise  # it is a `ValueError`, too
     except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, *_PICKLE_ERRORS) as error:
         raise _archive_problem(archive_path, error) from error
 
@@ -572,8 +582,8 @@ def _archive_problem(archive_path: Path, error: Exception) -> ConfigError:
     if not is_readable(archive_path):
         return ConfigError(
             f"{archive_path} is in torch's format of before 2020, whose tensors cannot be read one "
-            "by one "
-            '(DeepSpeed writes it where the configuration has "checkpoint_serialization": false). '
+            'by one (DeepSpeed writes it where the configuration has "checkpoint_serialization": '
+            "false). "
             "Write it anew, with torch.save(torch.load(path, weights_only=False), path), for "
             "every .pt file of the folder; then convert. (That runs whatever code is in the file: "
             "only do it with your own.)"

@@ -179,7 +179,7 @@ def test_on_a_cpu_the_host_is_the_device():
     [
         ({"model": "gpt2"}, r"model='gpt2' is no module.*may be on meta"),
         ({"device_memory": "16 bananas"}, r"'16 bananas'"),
-        ({"num_nodes": 0}, r"num_nodes=0 is no machine"),
+        ({"num_nodes": 0}, r"num_nodes=0 means no machine"),
         ({"try_it": True}, r"try_it=True cannot run Blocks, which is on meta"),
         ({"try_it": True, "batch": None, "num_nodes": 2}, r"(?s)needs a.*meta.*num_nodes=2"),
         ({"config": {"train_batch_size": 100}}, r"train_batch_size=100 is not 4096 samples"),

@@ -150,7 +150,7 @@ def troubled(scale: float, made_in: str, fp16: dict[str, Any] | None, steps: int
                 skipped += accelerator.optimizer_step_was_skipped
         except NbaccelError as error:
             said.append(f"{type(error).__name__}: {error}")
-    said += [str(w.message) for w in caught if "loss is no number" in str(w.message)]
+    said += [str(w.message) for w in caught if "loss is NaN or infinite" in str(w.message)]
     accelerator.free_memory()
     return {"steps": made, "skipped": int(skipped), "said": said}
 

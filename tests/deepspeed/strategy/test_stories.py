@@ -129,7 +129,7 @@ def test_no_sync_by_hand(told):
 
 def test_two_norms_are_told_once(told):
     (said,) = told[0]["two_norms"]
-    assert "clip_grad_norm_(max_norm=0.5) goes before gradient_clipping=0.1" in said
+    assert "clip_grad_norm_(max_norm=0.5) overrides gradient_clipping=0.1" in said
 
 
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3"])

@@ -231,7 +231,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
     new = four_layers(tmp_path / "new")
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
-    with pytest.raises(CheckpointFailed, match=r"out failed: .*File too large.* are free. Mend"):
+    with pytest.raises(CheckpointFailed, match=r"out failed: .*File too large.* are free. Remove"):
         nbaccel.zero_to_fp32(new, out)
     with pytest.raises(CheckpointFailed):
         nbaccel.zero_to_fp32(new, tmp_path / "deep" / "new-out")

@@ -89,7 +89,7 @@ def test_what_is_chosen_again_is_no_change():
         ("num_processes", 0, "num_processes must be a whole number of at least 1"),
         (BUCKET, -3, "must be a whole number of at least 1: got -3"),
         ("gradient_clipping", "much", "gradient_clipping must be a number"),
-        ("mixed_precision", "fp8", "cannot be had in this version"),
+        ("mixed_precision", "fp8", "is not supported in this version"),
         (PARAM_PLACE, "cpu", "needs ZeRO stage 3: the stage is 2"),
         ("num_proceses", 2, "Did you mean 'num_processes'?"),
     ],
@@ -203,7 +203,7 @@ def test_options_are_greyed_by_the_machine():
     )
     for picker in (without, old, new):
         found = reasons(picker, "mixed_precision")
-        assert "cannot be had in this version" in found.pop("fp8")
+        assert "is not supported in this version" in found.pop("fp8")
         assert found == {"fp32": "", "fp16": "", "bf16": ""}
     assert "needs a GPU" in reasons(without, "device")["cuda"]
     assert reasons(new, "device")["cuda"] == ""
