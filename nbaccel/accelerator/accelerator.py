@@ -71,8 +71,7 @@ class Accelerator(RunDescription):
         gradient_accumulation_steps: Batches per optimizer step; None: the launcher's, else 1.
         cpu: Compute on the CPU even if there is a GPU.
         dataloader_config: How loaders are shared out.
-        deepspeed_plugin: Shard models by DeepSpeed's ZeRO; in a notebook that nobody launched, in
-            an environment of one process that is made for it.
+        deepspeed_plugin: Shard models by DeepSpeed's ZeRO; without a launcher, in one process.
         fsdp_plugin: Shard models by torch's ``fully_shard``.
         rng_types: Random generators to synchronise at an epoch's start; None: the samplers' own.
         log_with: Trackers: ``jsonl``, ``tensorboard``, ``wandb``, ``mlflow`` ..., ``all``, objects,
@@ -84,8 +83,7 @@ class Accelerator(RunDescription):
         kwargs_handlers: Further settings, one object per class.
         deepspeed_plugins: Several by name; `prepare` goes by the first, until
             ``accelerator.state.select_deepspeed_plugin(name)`` says another.
-        dynamo_backend: Backend of ``torch.compile``, ``no`` for none; None takes what the launcher
-            asked (``ACCELERATE_DYNAMO_BACKEND``).
+        dynamo_backend: Of ``torch.compile``; ``no``: none; None: ``ACCELERATE_DYNAMO_BACKEND``.
         dynamo_plugin: More about it.
         config: A `RunConfig`, or a picker; arguments win over it.
 
@@ -146,6 +144,7 @@ class Accelerator(RunDescription):
             kwargs_handlers=kwargs_handlers,
             config=config,
         )
+        # Before the processes meet: a refusal after that would leave the others waiting.
         requested_trackers = trackers.find_trackers(log_with, request.project.logging_dir)
         run = TrainingRun.begin(request, dynamo_settings(dynamo_backend, dynamo_plugin))
         super().__init__(run)
@@ -171,7 +170,7 @@ class Accelerator(RunDescription):
         self._checkpoints = TrainingCheckpoints(run, prepared, steps, self.gradient_state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
-        return self  # a copy would prepare for the same processes, and count for itself
+        return self  # a copy would count steps separately, with the same prepared objects
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Make models, optimizers, data loaders and schedulers ready to train.
@@ -326,6 +325,7 @@ class Accelerator(RunDescription):
             **kwargs: Arguments of ``Tensor.backward``.
         """
         if self._progress is not None:
+            # The loss as the user computed it: `backward` divides it by the accumulation steps.
             self._progress.note_loss(loss)
         self._gradient_steps.backward(loss, **kwargs)
 
@@ -468,13 +468,13 @@ class Accelerator(RunDescription):
         return check_in_sync(models, self._optimizers, self._dataloaders, self._collectives)
 
     def set_trigger(self) -> None:
-        """Raise a flag that `check_trigger` shows to all processes."""
+        """Set a flag that `check_trigger` shows to all processes."""
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """Whether any process has raised the flag since the last look, which takes it down."""
-        raised_here, self._trigger = self._trigger, False
-        return any(self._collectives.answers("check_trigger", raised_here))
+        """Whether any process has set the flag since the last call, which resets it."""
+        set_here, self._trigger = self._trigger, False
+        return any(self._collectives.answers("check_trigger", set_here))
 
     @property
     def flag_tensor(self) -> torch.Tensor | None:
@@ -592,7 +592,7 @@ class Accelerator(RunDescription):
 
         Args:
             obj: Anything that pickles.
-            f: The file; whoever looks sees the old one or the whole new one.
+            f: The file; a reader sees the old one or the whole new one.
             safe_serialization: safetensors, for a dict of tensors.
         """
         if self._checkpoints.writes_here:
@@ -600,7 +600,7 @@ class Accelerator(RunDescription):
 
     @property
     def log_with(self) -> list[Any]:
-        """Trackers that were asked for and can be had: names, and objects that were given."""
+        """Trackers that were asked for and are installed: names, and objects that were given."""
         return [trackers.logger_type_of(tracker) for tracker in self._requested_trackers]
 
     def init_trackers(
@@ -631,7 +631,7 @@ class Accelerator(RunDescription):
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Tell every tracker some metrics; in a launch, its dashboard shows the numbers among them.
+        """Send metrics to every tracker; in a launch, its dashboard shows the numbers among them.
 
         Args:
             values: Name → number or text.

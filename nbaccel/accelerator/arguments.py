@@ -1,7 +1,7 @@
-"""What an `Accelerator` was asked: its arguments, the environment and a configuration, made one.
+"""An `Accelerator`'s request: its arguments, the environment and a configuration, merged.
 
-What is said in the call wins over a configuration, and that over the environment (Accelerate lets
-some variables win over arguments without a word).
+Arguments of the call win over a configuration, and that over the environment (Accelerate silently
+lets some variables win over arguments).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _strategies_by_handler() -> Iterator[StrategyRow]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """All that was asked of an `Accelerator`, complete."""
+    """Everything that was asked of an `Accelerator`, complete."""
 
     asked: TrainingRequest
     handlers: Handlers
@@ -168,7 +168,7 @@ class Request:
         kwargs_handlers: Sequence[Handler] | None,
         config: RunConfig | Configured | None,
     ) -> Request:
-        """Put together what was said in several places.
+        """Merge what was given in several places.
 
         Args:
             mixed_precision: As `Accelerator` takes it, and so are the others.
@@ -191,6 +191,7 @@ class Request:
         requested_strategy = _catalog.wanted_strategy(
             Said(run=run_config, arguments=plugins, handlers=handlers.given, has_environment=True)
         )
+        # Before precision and accumulation, because a DeepSpeed file may set both.
         strategy_settings, settings_request = _strategy_settings(requested_strategy)
         loader_config = _loader_settings(dataloader_config, split_batches)
         accumulation_steps, steps_source, accumulation_plugin = _accumulation_settings(
@@ -314,6 +315,7 @@ def _fp8_settings(run_config: RunConfig | None) -> Fp8Config | None:
 def _requested_device(run_config: RunConfig | None, *, cpu: bool) -> str:
     """The row of the device that was asked for; empty where none was."""
     if distributed.wants_cpu(cpu):
+        # The first row is the host.
         return DEVICES[0].name
     requested_device = (
         "" if run_config is None or run_config.device == "auto" else run_config.device
@@ -338,7 +340,8 @@ def _strategy_settings(requested_strategy: Wanted | None) -> tuple[Any, SaidBySe
 def _merge_precision(
     settings_request: SaidBySettings, precision_name: str, precision_source: Any
 ) -> tuple[str, Any]:
-    """A file may say the precision, too; what only the launcher's default says gives way."""
+    """A file may set the precision, too; it wins over defaults, those of the launcher included."""
+    # The launcher exports its default, so `no` in the environment need not be a user's choice.
     gives_way = precision_source == "default" or (
         precision_source == "environment" and precision_name == "no"
     )
@@ -393,8 +396,8 @@ def refuse_unserved(**arguments: Any) -> None:
     for argument_name, argument_value in arguments.items():
         if argument_value is not None:
             raise PlatformUnsupported(
-                f"Accelerator({argument_name}={argument_value!r}) asks for "
+                f"Accelerator({argument_name}={argument_value!r}) means "
                 f"{_UNSERVED_ARGUMENTS[argument_name]}, which this version of nbaccel does not "
-                "serve; training without it would be something else. Leave it out, and use "
+                "support; training without it would be something else. Leave it out, and use "
                 "fsdp_plugin for models too big for one device."
             )

@@ -45,6 +45,7 @@ class GradientSteps:
         """Compute gradients of a 0-d loss, scaled for accumulation and fp16."""
         gradient_state = self._gradient_state
         if gradient_state.num_steps != 1:
+            # Gradients of a group add up; the division makes their sum the mean over the group.
             loss = loss / gradient_state.num_steps
         scaler = self._run.precision.scaler
         if scaler is not None:
@@ -95,6 +96,7 @@ class GradientSteps:
         gradient_state.batches_in_group = (
             1 if gradient_state.sync_gradients else gradient_state.batches_in_group + 1
         )
+        # A short group at the end steps, too, so the next epoch begins with a whole group.
         if gradient_state.sync_with_dataloader and gradient_state.end_of_dataloader:
             self.step = 0
             gradient_state.sync_gradients = True
@@ -133,7 +135,7 @@ class GradientSteps:
                 if isinstance(chosen_optimizer, PreparedOptimizer)
                 else chosen_optimizer
             )
-            # torch raises at the second time.
+            # `clip_grad_norm_` may have unscaled them already, and torch raises the second time.
             if not torch_private.gradients_are_unscaled(scaler, torch_optimizer):
                 scaler.unscale_(torch_optimizer)
 
@@ -163,7 +165,7 @@ class GradientSteps:
             raise ConfigError(
                 "join_uneven_inputs is not available with strategy "
                 f"{self._run.initial_plan.strategy!r}: its forward passes need every process, so "
-                "the longest would wait for ever. Keep even_batches=True."
+                "the process with most batches would wait for ever. Keep even_batches=True."
             )
         previous_settings = [(loader, loader.even_batches) for loader in self._prepared.loaders]
         try:

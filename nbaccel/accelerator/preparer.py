@@ -1,4 +1,4 @@
-"""``Preparer``: models, optimizers, loaders and schedulers made ready, step by visible step."""
+"""``Preparer``: makes models, optimizers, loaders and schedulers ready, as a list of steps."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PrepareOptions:
 
 
 class Preparer:
-    """Makes things ready for a run, and lets go of them.
+    """Makes objects ready for a run, and releases them.
 
     Args:
         run: The run.
@@ -91,6 +91,7 @@ class Preparer:
             options.device_placement if placement is None else placement
             for placement in device_placement or [None] * len(args)
         ]
+        # Reversed, so that of equal objects the first one keeps the entry.
         first_index = {id(given_item): index for index, given_item in reversed([*enumerate(args)])}
         # What is given twice is prepared once; but two loops over one loader are two loaders.
         distinct_indices = [
@@ -157,6 +158,8 @@ class Preparer:
         splits_batches = self._run.request.data.split_batches
         prepared_scheduler = PreparedScheduler(
             scheduler,
+            # A scheduler of another class need not say which optimizer it sets: then it waits for
+            # all.
             optimizers or list(self._prepared.optimizers),
             self._gradient_state,
             steps_per_call=1 if splits_batches else self._run.place.world_size,
@@ -186,6 +189,8 @@ class Preparer:
             models=tuple(args[index] for index in model_indices),
             optimizers=tuple(args[index] for index in optimizer_indices),
             schedulers=tuple(args[index] for index in scheduler_indices),
+            # All loaders so far: the one that an engine reads the batch size of may be prepared
+            # earlier.
             loaders=tuple(self._prepared.loaders),
         )
         for bundle_step in self._bundle_steps([placements[index] for index in model_indices]):
@@ -215,6 +220,8 @@ class Preparer:
         if self._run.strategy.owns_precision:
             return wrapping_steps
         return (
+            # Parameters are moved before a strategy replaces them or an optimizer takes them; the
+            # forward is replaced before DDP wraps the model, so that DDP calls it.
             lambda bundle: self._place_models(bundle, placements),
             self._run.precision.convert,
             self._wrap_forward,
@@ -291,17 +298,17 @@ class Preparer:
         if keep_compiled and uncompiled is not model:
             if uncompiled is inner_model:
                 return model
-            compiled_wrapper: Any = (
-                model  # torch has no public way to compile another with the same options
-            )
+            # torch has no public way to compile another module with the same options.
+            compiled_wrapper: Any = model
             inner_model = type(compiled_wrapper)(inner_model, compiled_wrapper.dynamo_ctx)
         return inner_model
 
     def release(self) -> None:
-        """Let go of everything prepared, and of the device's cached memory."""
+        """Release everything prepared, and the device's cached memory."""
         self._run.strategy.release()
         self._prepared.clear()
-        gc.collect()  # DDP and its model refer to each other
+        # DDP and its model refer to each other; only freed tensors' memory leaves the cache.
+        gc.collect()
         _catalog.device(self._run.place.device_name).empty_cache()
 
 

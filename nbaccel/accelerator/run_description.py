@@ -1,4 +1,4 @@
-"""``RunDescription``: how a run trains and what it was asked, by Accelerate's names."""
+"""``RunDescription``: how a run trains and what it was asked, under Accelerate's names."""
 
 from __future__ import annotations
 

@@ -59,6 +59,7 @@ class TrainingRun:
         )
         # Planned twice: a refusal after the processes have met would leave the others waiting.
         plan_training(asked, _observed_facts(expected_place))
+        # Looked up for its refusal only; the object is built for the device that was found.
         _catalog.precision(asked.mixed_precision, asked.fp8)
         place = distributed.arrive(device=device_backend.name, settings=handlers.process_group)
         plan = plan_training(asked, _observed_facts(place))

@@ -19,6 +19,7 @@ class CpuDevice(Device):
 
     name: ClassVar[str] = "cpu"
     pins_host_memory: ClassVar[bool] = False
+    # torch's host generator is always saved, under a name that is no device's.
     has_random_state: ClassVar[bool] = False
 
     def refusal(self, inventory: Inventory) -> str:

@@ -60,6 +60,8 @@ class CudaDevice(Device):
 
     def idle_reason(self, inventory: Inventory) -> str:
         """See :meth:`Device.idle_reason`."""
+        # Read from the version, because asking `torch.cuda` would need torch imported in the
+        # notebook.
         if not inventory.torch_version.endswith("+cpu"):
             return ""
         return (
@@ -84,7 +86,7 @@ class CudaDevice(Device):
         return ()
 
     def driver_meter(self) -> nvml.Meter | None:
-        """See :meth:`Device.driver_meter`; the driver needs no CUDA context to tell."""
+        """See :meth:`Device.driver_meter`; the driver needs no CUDA context for it."""
         return nvml.Meter.open()
 
     def is_available(self) -> bool:
@@ -122,6 +124,6 @@ def _open_files(folder: Path) -> list[str]:
     for entry in folder.iterdir():
         try:
             names.append(os.readlink(entry))
-        except OSError:  # closed meanwhile, as the one of this listing is
+        except OSError:  # closed meanwhile, as the descriptor of this listing is
             continue
     return names

@@ -74,8 +74,10 @@ class LiveBytes(_Mode):  # type: ignore[misc]
             key = storage_key(tensor)
             if key not in self._known:
                 self._known.add(key)
-                # Once it is freed, another may be made at its address.
+                # Another storage may get the same address once this one is freed.
                 gone = weakref.finalize(tensor.untyped_storage(), self._known.discard, key)
+                # Otherwise every storage that still lives would run its callback at interpreter
+                # exit.
                 gone.atexit = False
 
     def __torch_dispatch__(
@@ -88,6 +90,7 @@ class LiveBytes(_Mode):  # type: ignore[misc]
         """Run an operation, and count what it made."""
         made = func(*args, **(kwargs or {}))
         for tensor in _tensors(made):
+            # Sparse tensors have no storage of their own to count.
             if tensor.layout is torch.strided:
                 self._count(tensor)
         self.peak = max(self.peak, self.now)
@@ -119,7 +122,7 @@ class LiveBytes(_Mode):  # type: ignore[misc]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """What tells one storage from another, also among fakes, whose addresses are all the same."""
+    """A number per storage, also for fake tensors, whose addresses are all the same."""
     return torch_private.storage_id(tensor.untyped_storage())
 
 
@@ -294,6 +297,7 @@ def measure_activations(
         ConfigError: The model cannot be run without values, and is too large for a real copy.
     """
     dtype = _DTYPES.get(precision)
+    # Constants that the model's forward creates or holds are real tensors.
     fake = torch_private.fake_tensor_mode()(allow_non_fake_inputs=True)
     with _undisturbed():
         try:
@@ -301,7 +305,7 @@ def measure_activations(
                 twin = _fake_copy(model, dtype)
                 batch = mapped(sample_batch, lambda t: torch.empty(t.shape, dtype=_as(t, dtype)))
                 return _run(twin, batch, gradient_checkpointing)
-        except Exception as error:  # the model's own code may need values in any way it likes
+        except Exception as error:  # the model's own code may need values, and fail in any way
             _check_small(model, error)
         real = copy.deepcopy(model).to(dtype=dtype)
         batch = mapped(sample_batch, lambda t: t.detach().to(dtype=_as(t, dtype), copy=True))
@@ -312,10 +316,11 @@ def _run(twin: nn.Module, batch: Any, gradient_checkpointing: bool) -> Activatio
     twin.train()
     if gradient_checkpointing:
         enable_gradient_checkpointing(twin)
+    # Saved, too, where a layer needs its weights, but they are counted with the model states.
     own = [*twin.parameters(), *twin.buffers()]
     keys = {storage_key(tensor) for tensor in own}
     for parameter in twin.parameters():
-        if parameter.requires_grad:  # gradients are counted with the model states
+        if parameter.requires_grad:  # dropped at once: gradients are counted with the model states
             hooked: Any = parameter
             hooked.register_post_accumulate_grad_hook(_drop_gradient)
     saved: dict[int, torch.UntypedStorage] = {}
@@ -330,7 +335,7 @@ def _run(twin: nn.Module, batch: Any, gradient_checkpointing: bool) -> Activatio
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = loss_of(call(twin, batch))
         num_saved = sum(storage.nbytes() for storage in saved.values())
-        saved.clear()  # or the backward pass would free nothing
+        saved.clear()  # these references would keep the backward pass from freeing anything
         loss.backward()  # type: ignore[no-untyped-call]
     return Activations(saved=num_saved, peak=max(num_saved, live.peak))
 
@@ -341,6 +346,7 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
 
 def _fake_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """The model with tensors that have no memory; tied ones stay tied."""
+    # `deepcopy` takes these tensors from the memo, so it copies no values and keeps ties.
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         shape = getattr(tensor, "ds_shape", tensor.shape)  # what a placeholder of ZeRO-3 stands for
@@ -356,7 +362,7 @@ def _as(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _check_small(model: nn.Module, error: Exception) -> None:
-    """Whether a real copy can be run beside the model without anybody noticing."""
+    """Refuse a real copy of the model that would take much of the free memory."""
     tensors = [*model.parameters(), *model.buffers()]
     num_bytes = sum(tensor.nbytes for tensor in tensors)
     free = inspect_machine().host_available_bytes
@@ -371,11 +377,12 @@ def _check_small(model: nn.Module, error: Exception) -> None:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Random numbers are drawn as if nothing had been; warnings of a rehearsal are nobody's."""
+    """Restore random numbers and logging after the block; its warnings concern no real run."""
     before = logging.root.manager.disable
+    # No devices: saving the state of CUDA's generators would initialise CUDA in the notebook.
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)  # transformers warns in a way of its own
+        logging.disable(logging.WARNING)  # transformers warns through logging
         try:
             yield
         finally:

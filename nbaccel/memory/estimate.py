@@ -103,6 +103,7 @@ class MemoryEstimate:
     @property
     def host_needed(self) -> int:
         """Host memory in all: with what processes compute in, where that is host memory."""
+        # Without a GPU each process's "device" is host memory, so that adds to the host's.
         on_cpu = self.device * self.num_processes if self.device_free is None else Bytes()
         return self.host.peak + on_cpu.peak
 
@@ -214,6 +215,7 @@ def replicated(
         device=Bytes(
             parameters=parameter_bytes,
             gradients=trainable_bytes,
+            # Adam's two moments.
             optimizer=2 * trainable_bytes,
             buckets=trainable_bytes if num_processes * num_nodes > 1 else 0,
             activations=activation_bytes,

@@ -1,7 +1,7 @@
 """How large a model is, as far as memory depends on it.
 
-Tied weights count once. Parameters on ``meta`` count as what they will be, and ZeRO-3's
-placeholders as what they stand for, where DeepSpeed's own count by address finds one, or nothing.
+Tied weights count once. Parameters on ``meta`` count with their future size, and ZeRO-3's
+placeholders with the size of what they stand for. DeepSpeed's count, by address, finds one or none.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def measure(model: nn.Module, *, trains: bool = True) -> Shape:
     Returns:
         Its shape.
     """
+    # By id, not by address: all tensors on `meta` have the address 0.
     found = {id(p): p for p in model.parameters()}.values()
     return Shape(
         total=_count(found),

@@ -1,4 +1,4 @@
-"""A magic's line, read: every mistake in it is found before anything is done; and its help."""
+"""Reads a magic's line, with every mistake found before anything is done; and its help."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MagicLine:
-    """What a line asks for.
+    """What a line means.
 
     Attributes:
         wanted: The settings it started from with those of the line over them.
@@ -75,13 +75,14 @@ def read_magic_line(
         subcommand: A word of `%accelerate`; empty for `%%accelerate`.
 
     Returns:
-        What it asks for.
+        The settings and options of the line.
 
     Raises:
         ConfigError: Something in it is wrong; every mistake is listed.
     """
     line_reader = _LineReader(options_of(subcommand), subcommand, namespace)
     line_reader.read(_split_words(line_text))
+    # Before mistakes are raised: a line that asks for help may be wrong otherwise.
     if "help" in line_reader.found:
         return MagicLine(wanted=base_config, help=True)
     return line_reader.line(base_config)
@@ -101,8 +102,8 @@ def check_ranks(ranks: Sequence[int] | None, world_size: int) -> None:
         last_rank = world_size - 1
         raise ConfigError(
             f"--ranks names {ranks_as_text(unknown_ranks)}: there {_are_or_is(world_size)}, "
-            f"{'rank 0' if last_rank == 0 else f'ranks 0-{last_rank}'}. Nobody would run the "
-            f"cell. Name ranks up to {last_rank}, or start more with %accelerate restart -n "
+            f"{'rank 0' if last_rank == 0 else f'ranks 0-{last_rank}'}. The cell "
+            f"would not run there. Name ranks up to {last_rank}, or start more with %accelerate restart -n "
             f"{max(unknown_ranks) + 1}."
         )
 
@@ -137,7 +138,7 @@ def ranks_as_text(ranks: Sequence[int]) -> str:
 
 @dataclass
 class _LineReader:
-    """Takes words one by one, and notes what is wrong with them."""
+    """Reads words one by one, and collects the mistakes in them."""
 
     options: tuple[MagicOption, ...]
     subcommand: str
@@ -161,6 +162,7 @@ class _LineReader:
             for setting_name, setting_value in self.found.items()
             if setting_name in RunConfig.model_fields
         }
+        # Every part adds to `mistakes`; they are raised together at the end.
         chosen_ranks = self._ranks(self.found.get("ranks"))
         out_names = self._out(self.found.get("out"))
         named_config = self._config(self.found.get("config"))
@@ -173,6 +175,7 @@ class _LineReader:
             raise ConfigError(*dict.fromkeys(self.mistakes))
         return MagicLine(
             wanted=wanted_config,
+            # A config that is named gives all settings, so all are compared with the workers'.
             given=tuple(given_settings) if named_config is None else tuple(RunConfig.model_fields),
             names=tuple(self.names),
             ranks=chosen_ranks,
@@ -194,7 +197,7 @@ class _LineReader:
         elif equals_sign:
             self._keep(magic_option, flag_value)
         else:
-            # An iterator's next may be an option: then this one's value was forgotten.
+            # If the next word is an option, the value was forgotten; that option is read all the same.
             next_word = next(line_words, None)
             if next_word is None or _is_flag(next_word):
                 self.mistakes.append(
@@ -217,6 +220,7 @@ class _LineReader:
         self.found[magic_option.name] = flag_value if flag_value is not None else not is_opposite
 
     def _keep(self, magic_option: MagicOption, value_text: str) -> None:
+        # The braces of JSON would be taken for expressions to replace.
         value_text = value_text if magic_option.is_json else self._expanded(value_text)
         option_value: Any = value_text
         if magic_option.none and value_text.strip().lower() == "none":
@@ -229,7 +233,7 @@ class _LineReader:
         if earlier_value != option_value:
             self.mistakes.append(
                 f"{magic_option.flag} was given twice: got {shown(earlier_value)} and "
-                f"{shown(option_value)}. One would silently beat the other. Write it once."
+                f"{shown(option_value)}. One would silently override the other. Write it once."
             )
         self.found[magic_option.name] = option_value
 
@@ -256,8 +260,8 @@ class _LineReader:
                 f" Its options are shown by {magic_name} --help."
             )
         self.mistakes.append(
-            f"{magic_name} has no option {flag_name!r}: it would change nothing, without a "
-            f"word.{remedy_text}"
+            f"{magic_name} has no option {flag_name!r}: it would silently have no "
+            f"effect.{remedy_text}"
         )
         self._skip_value(line_words)
 
@@ -282,14 +286,14 @@ class _LineReader:
             )
         elif equals_sign and (magic_option := find_option(options_of(), f"--{option_name}")):
             self.mistakes.append(
-                f"{line_word!r} is no option of the line: it would change nothing, without a "
-                f"word. Write {magic_option.flag} {option_value}."
+                f"{line_word!r} is no option of the line: it would silently have no effect. "
+                f"Write {magic_option.flag} {option_value}."
             )
         else:
             magic_name = f"%accelerate {self.subcommand}" if self.subcommand else "%%accelerate"
             self.mistakes.append(
-                f"{magic_name} takes options only: got {line_word!r}, which says nothing to it. "
-                f"Code belongs into the cell's next line; {magic_name} --help shows the options."
+                f"{magic_name} takes options only: got {line_word!r}, which is none. "
+                f"Code belongs on the cell's next line; {magic_name} --help shows the options."
             )
 
     def _ranks(self, ranks_text: str | None) -> tuple[int, ...] | None:
@@ -354,9 +358,8 @@ class _LineReader:
         return None
 
     def _wanted(self, base_config: RunConfig, given_settings: dict[str, Any]) -> RunConfig:
-        if (
-            not given_settings
-        ):  # most cells: to validate again what is valid takes a tenth of a millisecond
+        # Most cells give none; validating again would cost each of them a tenth of a millisecond.
+        if not given_settings:
             return base_config
         try:
             return base_config.changed(**given_settings)
@@ -376,8 +379,8 @@ class _LineReader:
                 config_variable = self.found["config"]
                 self.mistakes.append(
                     f"{setting_name} is {config_value!r} in {config_variable} and {line_value!r} "
-                    f"on the line: one would silently beat the other. Leave it out here, or make "
-                    f"it so there: {config_variable} = "
+                    f"on the line: one would silently override the other. Leave it out here, or "
+                    f"change it there: {config_variable} = "
                     f"{config_variable}.changed({setting_name}={line_value!r})."
                 )
 
@@ -404,7 +407,7 @@ def config_names(namespace: Mapping[str, Any]) -> list[str]:
 def _has_config(variable_value: Any) -> bool:
     if isinstance(variable_value, RunConfig):
         return True
-    # Of strangers only plain attributes are read: a property of theirs could do anything.
+    # Of other packages' objects only plain attributes are read: a property may run any code.
     is_ours = type(variable_value).__module__.partition(".")[0] == "nbaccel" and not isinstance(
         variable_value, type
     )
@@ -422,7 +425,7 @@ def _split_words(line_text: str) -> Iterator[str]:
     except ValueError as error:  # a quotation that is not closed
         raise ConfigError(
             f"The line cannot be split into words: {str(error).lower()} in {line_text!r}. "
-            f"Nothing of it could be trusted. Close the quotation mark."
+            f"Its options would be guesses. Close the quotation mark."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The options of `%%accelerate` and `%accelerate`: made from `RunConfig`, so that no list is kept.
+"""The options of `%%accelerate` and `%accelerate`, made from the fields of `RunConfig`.
 
 A setting of `RunConfig` is an option of the same name with its own description. Beside them stand
 the few options that are the cell's own.
@@ -66,6 +66,7 @@ class MagicOption:
     @property
     def flag(self) -> str:
         """Its whole name, as messages write it."""
+        # Short names come first in `flags`.
         return self.flags[-1]
 
 

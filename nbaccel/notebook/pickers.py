@@ -19,7 +19,7 @@ from nbaccel.notebook.picker.model import PickerModel
 from nbaccel.notebook.picker.picker_display import PickerDisplay, picker_text
 
 require("traitlets", extra="notebook", why="A picker")  # says what to install
-from traitlets import HasTraits, Instance, observe  # noqa: E402 - see above
+from traitlets import HasTraits, Instance, observe  # noqa: E402 - after the message about a missing package
 
 if TYPE_CHECKING:
     from nbaccel.plan import Inventory
@@ -61,10 +61,12 @@ class Picker(HasTraits):
         sample_batch: Any = None,
         inventory: Inventory | None = None,
     ) -> None:
+        # Reentrant, because a choice sets the trait, whose observer takes the lock again.
         self._lock = threading.RLock()
         self._model = PickerModel(
             config, model=model, sample_batch=sample_batch, inventory=inventory
         )
+        # After the model: setting the trait calls `_on_config`, which reads it.
         super().__init__(config=self._model.config)
         self._showing = PickerDisplay(
             self._model,
@@ -135,11 +137,12 @@ class Picker(HasTraits):
         """Show it here: as widgets, or as text where there are none."""
         self._showing.show()
 
-    # ---------------------------------------------------------------- one state, two holders
+    # ---------------------------------------------------------------- model and trait
     @observe("config")
     def _on_config(self, change: Mapping[str, Any]) -> None:
         """Set from Python: the model takes it over."""
         with self._lock:
+            # Equal when the change came from the model: this ends the circle of notifications.
             if change["new"] != self._model.config:
                 self._model.replace(change["new"])
 
@@ -152,7 +155,7 @@ class Picker(HasTraits):
         return f"{type(self).__name__}(config={self.config!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In a worker it is what it stands for: forms stay where somebody can see them."""
+        """In a worker it is its `RunConfig`: nobody could see a form there."""
         return run_config_of, (self.config,)
 
     def __str__(self) -> str:

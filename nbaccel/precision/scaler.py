@@ -1,10 +1,10 @@
-"""``LossScaler``: torch's gradient scaler, right for several optimizers too.
+"""``LossScaler``: torch's gradient scaler, correct for several optimizers too.
 
 [Note: when the factor changes] torch wants `update` once per iteration, after all optimizers have
 stepped. A training loop written for one optimizer updates after each step: then the second
 optimizer's gradients are divided by a factor they were not multiplied with, or twice by it if they
-had been unscaled for clipping. Here an update waits until the factor is asked for again: by the
-next loss, by a checkpoint, or by an optimizer that steps a second time.
+had been unscaled for clipping. Here an update waits until the factor is needed again: for the
+next loss, for a checkpoint, or for an optimizer that steps a second time.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class LossScaler(torch.amp.GradScaler):
     def _settle(self) -> None:
         if self._waiting:
             self._waiting = False
-            # Nothing was checked where no optimizer had a gradient: torch would assert.
+            # Without any gradient no flag was recorded, and torch's `update` would raise.
             if self.is_enabled() and torch_private.infinity_flags(self):
                 super().update()
 

@@ -78,7 +78,7 @@ class DdpStrategy(Strategy):
         no gradients to average.
 
         Raises:
-            ConfigError: The process group cannot carry gradients compressed as asked for.
+            ConfigError: The process group does not support the compression of gradients.
         """
         return dataclasses.replace(bundle, models=tuple(map(self._wrapped, bundle.models)))
 
@@ -106,7 +106,7 @@ class DdpStrategy(Strategy):
                 `throw_on_early_termination`.
 
         Returns:
-            The context; processes that are through answer the others' collectives in it.
+            The context; in it, processes that are done answer the others' collectives.
         """
         joinable: list[Joinable] = [model for model in models if isinstance(model, Joinable)]
         return Join(joinable, **options) if joinable else nullcontext()
@@ -122,6 +122,7 @@ class DdpStrategy(Strategy):
             if name not in _NOT_TORCHS
         }
         device = self.place.device
+        # torch refuses `device_ids` for a model on the CPU.
         wrapped = DistributedDataParallel(
             model, device_ids=None if device.type == "cpu" else [device], **arguments
         )
@@ -145,7 +146,7 @@ class DdpStrategy(Strategy):
                 f"DistributedDataParallelKwargs(comm_hook={kind.value!r}, "
                 f"comm_wrapper={wrapper.value!r}) does not work with the "
                 f"{self.place.backend or 'default'} process group on {self.place.device}: {error}. "
-                "Gradients would travel uncompressed. Give 'fp16', or leave it out."
+                "Gradients would be sent uncompressed. Give 'fp16', or leave it out."
             ) from error
 
 
@@ -178,7 +179,7 @@ def _check(settings: DistributedDataParallelKwargs) -> None:
 def _reducing(model: DistributedDataParallel) -> Iterator[None]:
     before = model.require_backward_grad_sync
     model.require_backward_grad_sync = True
-    # Forwards under no_sync left the reducer unprepared: it would let the gradients pass.
+    # Forwards under no_sync did not prepare the reducer, which would leave gradients unreduced.
     model.reducer.prepare_for_backward([])
     try:
         yield

@@ -51,7 +51,7 @@ class _TensorOutline:
 
 @dataclass(frozen=True, kw_only=True)
 class _RoundAnnouncement:
-    """What process 0 tells the others before it sends the tensors.
+    """What process 0 sends to the others before the tensors.
 
     An error travels as text: not every exception can be pickled.
     """
@@ -70,7 +70,7 @@ class DispatchLoader(PreparedLoader):
 
     Args:
         base: The torch loader that process 0 reads.
-        gradient_state: What is told which loader runs.
+        gradient_state: Records which loader is being iterated over.
         settings: How it shares with the other processes.
         position: The epoch and batch it is at.
         drop: Rounds to read and throw away at the beginning of an epoch.
@@ -136,10 +136,12 @@ class DispatchLoader(PreparedLoader):
             batch = self._exchange_round(batch_source)
             if batch is None:
                 return
+            # Only the last round may be short, and that is known when another one follows.
             if short_rows:
                 raise _uneven_batch_error(short_rows, world_size)
             num_rows = find_batch_size(batch) or 0
             if first_rows is None:
+                # Enough to fill any round: fewer than `world_size` rows can be missing.
                 first_rows = self._slice_batch(batch, slice(0, world_size))
             short_rows = num_rows if num_rows % world_size else 0
             if short_rows and self.settings.drop_last:
@@ -173,12 +175,15 @@ class DispatchLoader(PreparedLoader):
         batch, announcement, read_error = _announce_round(batch_source)
         announcement = settings.collectives.broadcast_object(announcement)
         if announcement.error_text:
+            # Process 0 raises the exception itself, with its traceback; the others have only its
+            # text.
             raise read_error or _reader_error(announcement)
         if announcement.is_end:
             return None
         device = settings.device or settings.place.device
         if settings.place.is_main:
             batch = send_to_device(batch, device, non_blocking=settings.non_blocking)
+            # `broadcast` refuses tensors that are not contiguous, such as transposed ones.
             batch = map_tensors(torch.Tensor.contiguous, batch)
         else:
             batch = map_leaves(lambda leaf: _allocate_tensor(leaf, device), announcement.batch)
@@ -193,7 +198,7 @@ def _announce_round(
     """A batch of all processes, what to tell of it, and what went wrong if anything."""
     try:
         batch = next(batch_source, None)
-    except Exception as error:  # whatever it is, the others wait to hear of it
+    except Exception as error:  # of any kind: the others wait for an announcement
         error_text = f"{type(error).__name__}: {error}"
         return (
             None,

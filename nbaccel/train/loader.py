@@ -53,7 +53,7 @@ class LoaderPosition:
         epoch: Epochs that were iterated to their end.
         batches_seen: Batches of the running epoch that were given out, skipped ones included.
         ahead: Torch's random state before the batch was read that comes after the one at hand.
-        restored: What the next iteration starts from, instead of drawing anew; None: nothing.
+        restored_state: What the next iteration starts from; None draws a new order.
         has_begun: Whether any epoch was begun before the next one.
     """
 
@@ -90,6 +90,8 @@ class LoaderPosition:
 
     def move_to(self, epoch: int) -> None:
         """Make this the epoch; what is known of the place in another one is void."""
+        # `set_epoch` with the current number, as at the start of each epoch, must keep a restored
+        # position.
         if epoch != self.epoch:
             self.epoch = epoch
             self.batches_seen = 0
@@ -111,8 +113,8 @@ class LoaderPosition:
         """The position, in plain containers and tensors.
 
         Args:
-            is_through: Tell the beginning of the next epoch although this one's last batch is
-                still at hand.
+            is_through: Return the beginning of the next epoch although this one's last batch is
+                still in the loop's body.
         """
         if self.restored_state is not None:
             return dict(self.restored_state)
@@ -133,22 +135,23 @@ class LoaderPosition:
         """Refuse what is no position.
 
         Raises:
-            ConfigError: It was not :meth:`state_dict` that told it.
+            ConfigError: It is not from :meth:`state_dict`.
         """
         if not isinstance(state, Mapping):
             raise ConfigError(
-                f"No state of a prepared loader, but a {type(state).__name__}: the loader would "
-                f"begin at the wrong batch. Give what its state_dict() returned."
+                f"This is a {type(state).__name__}, not the state of a prepared loader: the loader "
+                "would begin at the wrong batch. Give what its state_dict() returned."
             )
         if not {"epoch", "batches_seen", "start", "generators", "has_begun"} <= state.keys():
             raise ConfigError(
-                f"No state of a prepared loader: it has {', '.join(map(repr, sorted(state)))}. "
-                f"The loader would begin at the wrong batch. Give what its state_dict() "
-                f"returned; of another library's checkpoint, load model and optimizer only."
+                "This is not the state of a prepared loader: it has "
+                f"{', '.join(map(repr, sorted(state)))}. The loader would begin at the wrong "
+                "batch. Give what its state_dict() returned; of another library's checkpoint, load "
+                "model and optimizer only."
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a position that :meth:`state_dict` told.
+        """Take over a position from :meth:`state_dict`.
 
         Raises:
             ConfigError: It is something else.
@@ -163,7 +166,8 @@ class LoaderPosition:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Leave all that draws the order as it was before the block."""
+        """Restore all generators that draw the order after the block."""
+        # A sampler's or dataset's generator is not among the global ones that `rng` preserves.
         generator_states = self._draw_states()
         with rng.preserve_rng_states():
             yield
@@ -185,7 +189,7 @@ _END_OF_EPOCH: Any = object()
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
-    """What a prepared loader was told.
+    """Settings of a prepared loader.
 
     Attributes:
         place: This process among the others.
@@ -225,21 +229,22 @@ class LoaderSettings:
 class PreparedLoader(DataLoader[Any]):
     """A loader that gives this process its share, on its device.
 
-    What it does not have itself is read from the base: `dataset`, `sampler`, `num_workers`, ….
+    Other attributes are read from the base: `dataset`, `sampler`, `num_workers`, ….
 
     Args:
         base: The torch loader that reads this process's share.
-        gradient_state: What is told which loader runs.
+        gradient_state: Records which loader is being iterated over.
         settings: How it shares with the other processes.
         position: The epoch and batch it is at; shared with loaders that skip some of its batches.
         drop: Batches of the base to read and throw away at the beginning of an epoch, where
-            nothing less can be done to skip them.
+            they cannot be skipped without being read.
 
     Attributes:
         base: As given.
         gradient_state: As given.
         settings: As given.
         position: As given.
+        batches_to_drop: As given in `drop`.
         end_of_dataloader: True while the last batch is in the loop's body.
         remainder: Samples of the last total batch that are no copies; 0 where it was full, -1
             where that is not known (yet).
@@ -361,6 +366,7 @@ class PreparedLoader(DataLoader[Any]):
     # ------------------------------------------------------------------------- iteration
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # The same loader may be iterated inside its own loop; the outer loop gets its flag back.
         was_at_end = self.end_of_dataloader
         self.gradient_state.enter_loader(self)
         try:
@@ -379,9 +385,13 @@ class PreparedLoader(DataLoader[Any]):
                 current_batch = send_to_device(
                     current_batch, settings.device or "cpu", non_blocking=settings.non_blocking
                 )
+            # Taken before the next batch is read: a state saved in the loop's body must continue
+            # with the batch after the one that is in the body.
             if settings.stateful:
                 self._base_state = self._base_snapshot()
             position.ahead = torch.get_rng_state()
+            # One batch is read ahead, because only its absence shows that the current one is the
+            # last.
             next_batch = next(batch_source, _END_OF_EPOCH)
             if next_batch is _END_OF_EPOCH:
                 self.end_of_dataloader = True
@@ -408,13 +418,18 @@ class PreparedLoader(DataLoader[Any]):
             skipped_batches = (
                 restored_state["batches_seen"] if continues_epoch else settings.skip_batches
             )
+            # After the generators are synchronised: the kept states are those the order is drawn
+            # from.
             position.begin_epoch(skipped_batches)
+            # torchdata applies a loaded state when its next iterator is made, so it comes before
+            # that.
             if continues_epoch and restored_state["base"] is not None:
                 self.base.load_state_dict(restored_state["base"])  # type: ignore[attr-defined]
             batch_source = self._open_source(draws_now=is_resumed)
             for _ in range(self.batches_to_drop):
                 if next(batch_source, _END_OF_EPOCH) is _END_OF_EPOCH:
                     return batch_source, _END_OF_EPOCH
+            # Only after the sampler has drawn the order, which belongs to the epoch's first state.
             if restored_state["ahead"] is not None:
                 torch.set_rng_state(restored_state["ahead"])
             return batch_source, next(batch_source, _END_OF_EPOCH)
@@ -445,7 +460,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def _open_base(self, *, draws_now: bool) -> Iterator[Any]:
         base_iterator: Any = iter(self.base)
-        # A sampler draws when it is first asked; with worker processes it was asked already.
+        # A sampler draws when its first index is read, which torch has done if there are workers.
         if draws_now and not self.num_workers:
             torch_private.draw_order_now(base_iterator)
         return base_iterator  # type: ignore[no-any-return]
@@ -546,6 +561,7 @@ def chain_of_samplers(loader: DataLoader[Any]) -> list[Any]:
     """What draws a loader's indices: its batch sampler, and what that one draws from in turn."""
     samplers: list[Any] = []
     current_sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    # A sampler may refer back to itself, which would make this loop endless.
     while current_sampler is not None and not any(
         current_sampler is earlier_sampler for earlier_sampler in samplers
     ):

@@ -69,7 +69,7 @@ def prepare_data_loader(
     Args:
         loader: A torch loader; a prepared one is returned as it is.
         place: This process among the others.
-        gradient_state: What is told which loader runs.
+        gradient_state: Records which loader is being iterated over.
         settings: How batches are shared.
         collectives: What the processes do together.
         put_on_device: Whether batches are moved to the place's device.
@@ -120,6 +120,8 @@ class _LoaderPreparation:
         self._check_loader()
         self._use_seedable_sampler()
         if not self.place.is_alone and self.dispatches:
+            # Accelerate's dispatcher drops the generator, too; the order of later epochs depends on
+            # it.
             base_loader = _rebuild_loader(self.loader, stateful=self.stateful, generator=None)
             loader_settings = self._loader_settings(rng_types=())
             loader_class: type[DispatchLoader] = _loader_class(DispatchLoader, self.stateful)
@@ -127,11 +129,13 @@ class _LoaderPreparation:
                 base_loader, self.gradient_state, loader_settings, slice_fn=slice_fn
             )
         base_loader = self._whole_loader() if self.place.is_alone else self._own_share()
+        # Without a sampler's generator there is none of that name to synchronise, which `rng` would
+        # refuse.
         rng_types = [
             rng_type for rng_type in self.rng_types if rng_type != "generator" or self.synchronized
         ]
-        rng_type = _loader_class(PreparedLoader, self.stateful)
-        return rng_type(
+        prepared_class = _loader_class(PreparedLoader, self.stateful)
+        return prepared_class(
             base_loader, self.gradient_state, self._loader_settings(rng_types=tuple(rng_types))
         )
 
@@ -157,6 +161,7 @@ class _LoaderPreparation:
                 "collate_fn you need, or share out the samples yourself and do not prepare it."
             )
         if self.stateful:
+            # Called for its MissingBackend, before anything of the loader is rebuilt.
             _stateful_class()
 
     def _must_rebuild(self) -> bool:
@@ -204,9 +209,8 @@ class _LoaderPreparation:
             return self._iterable_share()
         sampler = chain_of_samplers(self.loader)[-1]
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-            return _rebuild_loader(
-                self.loader, stateful=self.stateful
-            )  # its indices are a share already
+            # Its indices are already this process's share; cutting them again would lose samples.
+            return _rebuild_loader(self.loader, stateful=self.stateful)
         self._give_generator(sampler)
         shard = BatchSamplerShard(
             _index_batches(self.loader),
@@ -222,6 +226,7 @@ class _LoaderPreparation:
         if isinstance(sampler, SeedableRandomSampler) or not hasattr(sampler, "generator"):
             return
         if sampler.generator is None:
+            # The same draw from the same generator as in Accelerate, so that orders stay equal.
             seed = int(torch.empty((), dtype=torch.int64).random_().item())
             sampler.generator = torch.Generator().manual_seed(seed)
         self.synchronized = sampler.generator
@@ -237,6 +242,8 @@ class _LoaderPreparation:
         if (
             hasattr(dataset, "shard")
             and isinstance(num_shards, int)
+            # With fewer shards than processes some would have no batches, and the others would wait
+            # for them in the first collective.
             and num_shards >= world_size
             and not split_batches
         ):
@@ -273,10 +280,8 @@ class _LoaderPreparation:
             attribute_name = (
                 "batch_sampler" if hasattr(outer_sampler, "batch_sampler") else "sampler"
             )
-            inner_sampler, new_sampler = (
-                new_sampler,
-                copy.copy(outer_sampler),
-            )  # the user's loader keeps its own
+            # Copies, because the user's loader keeps its samplers.
+            inner_sampler, new_sampler = new_sampler, copy.copy(outer_sampler)
             setattr(new_sampler, attribute_name, inner_sampler)
         self.loader = _rebuild_loader(
             self.loader, stateful=hasattr(self.loader, "state_dict"), index_batches=new_sampler
@@ -329,6 +334,7 @@ def _skip_prepared_batches(loader: PreparedLoader, num_batches: int) -> Prepared
     if isinstance(loader.dataset, IterableDataset) or _overrides_iteration(base_loader):
         num_dropped += num_batches
     else:
+        # Process 0 reads one batch per process in a round, so skipping a round skips that many.
         reads_whole_rounds = (
             isinstance(loader, DispatchLoader) and not loader_settings.split_batches
         )
@@ -379,6 +385,7 @@ def _loader_batch_size(loader: DataLoader[Any]) -> int | None:
 
 def _overrides_iteration(loader: DataLoader[Any]) -> bool:
     """Whether the loader's class changes how a torch loader iterates."""
+    # torchdata's class has an __iter__ for its states, but reads as torch's does.
     defining_class = next(
         base_class for base_class in type(loader).__mro__ if "__iter__" in vars(base_class)
     )

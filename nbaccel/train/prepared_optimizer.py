@@ -86,6 +86,7 @@ class PreparedOptimizer(Optimizer):
             self._was_skipped = not self._has_stepped
         else:
             self._was_skipped = _infinite_gradient_flag(scaler, self.optimizer)
+        # Last, because it clears the flags for infinite gradients.
         scaler.update()
         return step_result
 
@@ -105,9 +106,8 @@ class PreparedOptimizer(Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step did not happen because gradients were infinite."""
-        engine_flag = getattr(
-            self.optimizer, "step_was_skipped", None
-        )  # of an engine, which scales itself
+        # An engine's optimizer (DeepSpeed) scales losses itself, so only the engine knows.
+        engine_flag = getattr(self.optimizer, "step_was_skipped", None)
         if engine_flag is not None:
             return bool(engine_flag)
         if not isinstance(self._was_skipped, bool):
@@ -168,7 +168,7 @@ class PreparedOptimizer(Optimizer):
     def __getattr__(self, name: str) -> Any:
         # Hooks, and whatever an optimizer has beyond torch's.
         if name == "optimizer":
-            raise AttributeError(f"{type(self).__name__} has no {name!r} before it is made")
+            raise AttributeError(f"{type(self).__name__} has no {name!r} before it is constructed")
         return getattr(self.optimizer, name)
 
     def __repr__(self) -> str:
@@ -181,6 +181,7 @@ class PreparedOptimizer(Optimizer):
             "optimizer": self.optimizer,
             "gradient_state": self.gradient_state,
             "scaler": self.scaler,
+            # As a bool: the flag itself may be a tensor on a device.
             "_was_skipped": self.step_was_skipped,
             "_has_stepped": self._has_stepped,
         }
@@ -217,10 +218,12 @@ def _move_state_to_parameters(optimizer: Optimizer) -> None:
     """Move state that was made on another device to where its parameters are now."""
     if any(
         isinstance(state_value, torch.Tensor)
+        # Adam's 0-d `step` is on the CPU on purpose, wherever the parameter is.
         and state_value.dim() > 0
         and state_value.device != parameter.device
         for parameter, parameter_state in getattr(optimizer, "state", {}).items()
         if isinstance(parameter, torch.Tensor) and isinstance(parameter_state, dict)
         for state_value in parameter_state.values()
     ):
+        # torch moves state to the device of its parameter when it loads it.
         optimizer.load_state_dict(optimizer.state_dict())

@@ -62,11 +62,11 @@ class PreparedScheduler:
         if not self.gradient_state.sync_gradients:
             return
         for optimizer in self.optimizers:
-            if getattr(
-                optimizer, "step_was_skipped", False
-            ):  # one made by hand may wait for torch's
+            # A scheduler constructed by hand may wait for torch's optimizers, without such a flag.
+            if getattr(optimizer, "step_was_skipped", False):
                 return
         for _ in range(self._steps_to_advance()):
+            # Several steps per call may pass the end of a schedule, where OneCycleLR raises.
             if self._is_over():
                 return
             self.scheduler.step(*args, **kwargs)
@@ -100,7 +100,7 @@ class PreparedScheduler:
             f"{self.gradient_state.batches_in_group} batches of an optimizer step, as a schedule "
             "written in batches needs it. Accelerate advances it by one whatever is given: for the "
             "same learning rates leave adjust_scheduler out.",
-            stacklevel=4,  # past _advance and step, to the loop
+            stacklevel=4,  # past _steps_to_advance and step, to the training loop
         )
 
     def _is_over(self) -> bool:
@@ -131,7 +131,7 @@ class PreparedScheduler:
     def __getattr__(self, name: str) -> Any:
         # Whatever else the scheduler has.
         if name == "scheduler":
-            raise AttributeError(f"{type(self).__name__} has no {name!r} before it is made")
+            raise AttributeError(f"{type(self).__name__} has no {name!r} before it is constructed")
         return getattr(self.scheduler, name)
 
     def __repr__(self) -> str:

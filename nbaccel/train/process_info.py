@@ -80,7 +80,7 @@ class ProcessInfo:
         """Wait until every process is here.
 
         Raises:
-            CollectiveTimeout: Somebody did not come; it says who, and where it was last.
+            CollectiveTimeout: A process did not call; the message names it and its last call.
         """
         self._collectives.barrier()
 
@@ -176,7 +176,7 @@ class ProcessInfo:
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once per node, whatever the number of processes."""
         if self.is_local_main_process:
-            print(*args, **kwargs)  # noqa: T201  (that is what it is for)
+            print(*args, **kwargs)  # noqa: T201
 
     # --------------------------------------------------------------------- sharing work out
 
@@ -220,6 +220,7 @@ class ProcessInfo:
             return inputs
         first_item, end_item, num_missing = self._own_span(len(inputs), apply_padding)
         if is_dataset:
+            # `select` takes indices, so the last item is repeated by its index.
             return inputs.select([*range(first_item, end_item), *[len(inputs) - 1] * num_missing])
         own_part: Any = inputs[first_item:end_item]
         if isinstance(own_part, torch.Tensor):

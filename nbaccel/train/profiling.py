@@ -39,4 +39,5 @@ def profile_block(
         folder = Path(settings.output_trace_dir)
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(folder / f"profile_{place.rank}.json"))
+        # After it, any process may read all traces.
         collectives.barrier()

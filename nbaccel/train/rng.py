@@ -1,6 +1,6 @@
 """Random number generators: Python's, numpy's, torch's on the CPU and on accelerators.
 
-Asked and set together, so that a run can be repeated and resumed. Nothing here wakes an
+Read and set together, so that a run can be repeated and resumed. Nothing here initialises an
 accelerator: a generator that was never used needs no saving.
 """
 
@@ -58,8 +58,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if device_specific:
         seed = (seed + distributed.rank()) % _NUM_SEEDS
     random.seed(seed)
-    np.random.seed(seed)  # the global generator is the one that users draw from
-    torch.manual_seed(seed)  # reaches an accelerator when, and only if, it wakes
+    # The legacy global generator, because `np.random.*` calls in user code draw from it.
+    np.random.seed(seed)
+    torch.manual_seed(seed)  # seeds an accelerator when, and only if, it is initialised
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
@@ -72,8 +73,7 @@ def _check_seed(seed: Any) -> int:
     if not 0 <= seed_number < _NUM_SEEDS:
         raise ConfigError(
             f"set_seed({shown(seed)}) must get a whole number from 0 to {_NUM_SEEDS - 1}. numpy "
-            "has no generator for another one, and the others would be seeded without it. Give "
-            "one."
+            "accepts no other seed, and the other generators would be seeded without it."
         )
     return seed_number
 
@@ -111,6 +111,7 @@ def restore_rng_states(place: Place, state: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def preserve_rng_states() -> Iterator[None]:
     """Leave all global generators as they were, whatever the block draws or seeds."""
+    # Chosen once: a device that the block initialises has no earlier state to restore.
     awake_devices = tuple(_catalog.awake_accelerators())
     previous_states = _generator_states(*awake_devices)
     try:
@@ -140,6 +141,7 @@ def _set_generator_states(states_by_name: Mapping[str, Any], *devices: DeviceRun
     if _NUMPY_KEY in states_by_name:
         np.random.set_state(states_by_name[_NUMPY_KEY])
     if _TORCH_KEY in states_by_name:
+        # A checkpoint that was read with map_location has its states on the accelerator.
         torch.set_rng_state(states_by_name[_TORCH_KEY].cpu())
     for device in devices:
         # A checkpoint may come from a machine with more devices than this one has.
@@ -184,7 +186,7 @@ _StateAccessors = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 def _state_accessors(type_name: str, generator: torch.Generator | None) -> _StateAccessors:
-    """How to ask one generator for its state, and how to set it."""
+    """Functions that read and set the state of one generator."""
     if type_name == "generator" and generator is None:
         raise ConfigError(
             f"rng_types has {type_name!r}, but generator={generator!r}: there is none whose state "
@@ -205,7 +207,7 @@ def _state_accessors(type_name: str, generator: torch.Generator | None) -> _Stat
     if type_name not in accessors:
         known_types = [*dict.fromkeys((*accessors, "generator"))]
         raise ConfigError(
-            f"rng_types has {type_name!r}, which is no generator that nbaccel knows. The "
+            f"rng_types has {type_name!r}, which is the name of no generator. The "
             f"processes would draw different numbers.{closest(type_name, known_types)} Give of "
             f"{', '.join(known_types)}."
         )

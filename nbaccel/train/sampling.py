@@ -58,7 +58,7 @@ def check_divisible(batch_size: int | None, num_processes: int, owner_name: str)
 
 
 class SeedableRandomSampler(RandomSampler):
-    """Shuffles by seed and epoch alone, so that the order of any epoch can be had again.
+    """Shuffles by seed and epoch alone, so that the order of any epoch can be repeated.
 
     Args:
         data_source: What is sampled from; only its length is used.
@@ -90,6 +90,7 @@ class SeedableRandomSampler(RandomSampler):
             self.generator = torch.Generator()
         self.generator.manual_seed(self.initial_seed + self.epoch)
         yield from super().__iter__()
+        # Reached only at the end: an epoch that is left early is drawn in the same order again.
         self.epoch += 1
 
     def set_epoch(self, epoch: int) -> None:
@@ -175,6 +176,7 @@ class BatchSamplerShard(BatchSampler):
             if len(batch) == batch_size:
                 remainder = 0
                 yield batch[own_slice]
+            # A batch sampler of the user's may yield short batches before the last one, too.
             elif not self.drop_last:
                 remainder = len(batch)
                 filled_batch = itertools.chain(batch, itertools.cycle(first_batch))
@@ -186,12 +188,11 @@ class BatchSamplerShard(BatchSampler):
         self.remainder = remainder
 
     def _take_turns(self) -> Iterator[list[int]]:
-        first_round: list[list[int]] = []  # the first round: what a short one is completed from
+        first_round: list[list[int]] = []
         current_round: list[list[int]] = []
         for batch in self.batch_sampler:
-            if (
-                len(current_round) == self.num_processes
-            ):  # it ended with a short batch, but was not last
+            # A full round is still here if its last batch was short but was not the epoch's last.
+            if len(current_round) == self.num_processes:
                 yield current_round[self.process_index]
                 current_round = []
             current_round.append(batch)
@@ -250,7 +251,7 @@ class SkipBatchSampler(BatchSampler):
         self.skip_batches = skip_batches
 
     def __getattr__(self, name: str) -> Any:
-        # Size, split and remainder are those of the batches that are left.
+        # Size, split and remainder of the inner sampler hold for the batches that remain, too.
         if name == "batch_sampler":  # not there yet, while being unpickled
             raise AttributeError(f"{type(self).__name__} has no {name} yet")
         return getattr(self.batch_sampler, name)

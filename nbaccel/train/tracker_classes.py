@@ -1,4 +1,4 @@
-"""Trackers of other people's packages, each imported when a run begins, and what each must do.
+"""Trackers of other packages, each imported when a run begins, and their base class.
 
 Arguments are those of the packages, as Accelerate's users write them in ``init_kwargs``; what a
 service cannot show is left out, with one warning.
@@ -82,7 +82,7 @@ class GeneralTracker:
 
     def __init__(self, _blank: bool = False) -> None:
         needed_attributes = () if _blank else ("name", "requires_logging_directory", "tracker")
-        # In the class: asking the instance would run the property before it can answer.
+        # Looked for in the class: on the instance `tracker` would be evaluated before `start`.
         missing_attributes = [
             attribute_name
             for attribute_name in needed_attributes
@@ -96,7 +96,7 @@ class GeneralTracker:
             )
 
     def start(self) -> None:
-        """Begin to track; called once, where the tracker is used."""
+        """Begin to track; called once, on the processes that use the tracker."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Write the run's configuration.
@@ -170,7 +170,7 @@ class ServiceTracker(GeneralTracker):
                     f"{type(logged_value).__name__} this way. Use "
                     f"accelerator.get_tracker({self.name!r}, unwrap=True) for the service's own "
                     "methods.",
-                    stacklevel=4,
+                    stacklevel=4,  # past the tracker's log and Accelerator.log
                 )
 
 
@@ -196,6 +196,7 @@ def plain_value(any_value: Any, *, keep_infinite: bool = False) -> Any:
         # One number in an array of any shape counts as that number.
         python_value = any_value.item() if math.prod(any_value.shape) == 1 else python_numbers
         return plain_value(python_value, keep_infinite=keep_infinite)
+    # JSON has no NaN and no infinity.
     if isinstance(any_value, float) and not math.isfinite(any_value):
         return any_value if keep_infinite else str(any_value)
     if any_value is None or type(any_value) in {bool, int, float, str}:
@@ -345,6 +346,7 @@ class MLflowTracker(ServiceTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Write the configuration, as far as MLflow takes texts of such a length."""
         mlflow: Any = import_module("mlflow")
+        # MLflow raised its limits over the years, so those of the installed version are read.
         mlflow_limits: Any = import_module("mlflow.utils.validation")
         fitting_values = {
             value_name: config_value
@@ -361,6 +363,7 @@ class MLflowTracker(ServiceTracker):
             list(fitting_values.items()),
             mlflow_limits.MAX_PARAMS_TAGS_PER_BATCH,
         )
+        # MLflow refuses a request with more parameters than this.
         for first_item in range(0, len(fitting_items), batch_limit):
             mlflow.log_params(dict(fitting_items[first_item : first_item + batch_limit]))
 
@@ -441,6 +444,7 @@ class WandBTracker(ServiceTracker):
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """See :meth:`GeneralTracker.store_init_configuration`."""
+        # wandb refuses other values for a run that is continued, unless this is given.
         self.run.config.update(values, allow_val_change=True)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -566,6 +570,7 @@ class ClearMLTracker(ServiceTracker):
     def start(self) -> None:
         """See :meth:`GeneralTracker.start`."""
         task_class: Any = import_module("clearml").Task
+        # A task of the user's is not closed in `finish`.
         self._existing_task = task_class.current_task()
         task_names = {
             "project_name": env.read("CLEARML_PROJECT") or self.run_name,

@@ -1,4 +1,4 @@
-"""What cannot be chosen as things are, and why: asked of the plan, the rows and the model."""
+"""What cannot be chosen at present, and why: from the plan, the rows and the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MULTI_NODE_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class PickerState:
-    """What is looked at: the configuration, the machine, the model (which may be None).
+    """The configuration, the machine, and the model (which may be None).
 
     `problems` is what the plan has against the configuration already.
     """
@@ -66,7 +66,7 @@ def option_refusal(view: PickerState, setting: Setting, choice_option: ChoiceOpt
         A clause, without a stop; empty where it can.
     """
     if choice_option.value == value_of(view.config, setting):
-        return ""  # what is in force can be seen to be in force
+        return ""  # the present value stays selectable, whatever is wrong with it
     owning_form = form_of(setting.name)
     if owning_form is not None:
         return owning_form.option_refusal(view.config, setting, choice_option.value)
@@ -140,7 +140,7 @@ def _switch_refusal(view: PickerState) -> str:
 
 
 def _plan_refusal(view: PickerState, setting_name: str, new_value: Any) -> str:
-    """What the plan says to it that it does not say now."""
+    """The first problem that the plan would have with a new value and does not have now."""
     try:
         changed_config = view.config.changed(**{setting_name: new_value})
     except ConfigError as error:

@@ -1,8 +1,8 @@
 """Every choice that a picker offers: its name, its meaning, its unit, and where it lands.
 
 Nothing is listed twice: settings of a run come from `RunConfig`, those of FP8 from `Fp8Config`,
-each with its own description, and those of strategies from their forms. What stands here is which
-come first, what they are called in plain words, and the unit of a number.
+each with its description, and those of strategies from their forms. This module adds their order,
+their labels and the units of numbers.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _FIELD_LABELS = {
     "fp8.amax_compute_algo": "Amax algorithm",
     "fp8.use_autocast_during_eval": "FP8 in evaluation",
 }
-# Where a description says how to write the value, and a form has the values to choose from.
+# The field's own description says how to write the value; a form shows the values instead.
 _FIELD_MEANINGS = {
     "mixed_precision": "Number format of the forward and backward pass.",
 }

@@ -57,8 +57,7 @@ def edit_config(
         new_value: Its new value; None leaves it open.
         device: What the processes compute on.
         earlier_configs: The configurations that last trained with each strategy, which are taken
-            up again
-            where it is chosen anew.
+            up again where it is chosen anew.
 
     Returns:
         The new one, and what else was changed.
@@ -77,6 +76,7 @@ def edit_config(
             config, setting, new_value, before=earlier_configs.get(owning_form)
         )
     for other_form in settings_forms():
+        # Settings of the run can contradict a strategy's own, so all chosen forms are asked.
         if other_form.is_chosen(config_edit.config):
             other_form.check(config_edit.config, device)
     return config_edit

@@ -117,7 +117,7 @@ def _python_code(config: RunConfig) -> str:
     )
 
 
-# ---------------------------------------------------------------------- the table for everywhere
+# ---------------------------------------------------------------------- reading
 def read_settings_source(
     source: str | Path | Mapping[str, Any], config: RunConfig, inventory: Inventory
 ) -> tuple[RunConfig, tuple[str, ...]]:
@@ -148,12 +148,13 @@ def read_settings_source(
         return RunConfig(
             **{str(field_name): field_value for field_name, field_value in settings.items()}
         ), ()
+    # Keys that are not RunConfig's: the form's reader names the ones that it does not have either.
     document_form = document_form or next(iter(settings_forms()), None)
     if document_form is None:
         foreign_keys = ", ".join(sorted(map(str, set(settings) - field_names)))
         raise ConfigError(
             f"{foreign_keys} are no settings of RunConfig, and no strategy that is installed has a "
-            "configuration of its own. Nothing would read them. Leave them out."
+            "configuration of its own. They would have no effect. Leave them out."
         )
     return document_form.read(settings, config, inventory)
 
@@ -167,7 +168,8 @@ def mistakes_by_setting(error: ConfigError) -> dict[str, list[str]]:
     Returns:
         Name of a choice → messages; under ``""`` those that name none.
     """
-    # What a section's own messages leave out goes behind whole names.
+    # A strategy's messages may name a key without its section; whole names below override these.
+    # Reversed, so that of equal last parts the first choice is kept.
     names_by_key = {
         setting_name.rpartition(".")[2]: setting_name
         for setting_name in reversed(by_name())
@@ -191,17 +193,17 @@ def _parse_source(source: str | Path) -> Mapping[str, Any]:
     source_text, source_name = _source_text(source)
     if not source_text.strip():
         raise ConfigError(
-            f"{source_name} is empty: got {source_text!r}. It would change nothing. Give a "
-            f"DeepSpeed "
+            f"{source_name} is empty: got {source_text!r}. It would change nothing. Give a DeepSpeed "
             "configuration or a RunConfig, as JSON or YAML."
         )
     try:
+        # By itself `json` silently keeps the last of two equal keys.
         parsed_settings = json.loads(source_text, object_pairs_hook=each_once(source_name))
     except json.JSONDecodeError as error:
+        # Text in braces is meant as JSON, whose message names the place of the mistake.
         if source_text.lstrip().startswith("{"):
             raise ConfigError(
-                f"{source_name} is no JSON: {error}. A setting half read would train something "
-                f"else. "
+                f"{source_name} is no JSON: {error}. A setting half read would train something else. "
                 "Correct the text there."
             ) from error
         try:
@@ -209,14 +211,12 @@ def _parse_source(source: str | Path) -> Mapping[str, Any]:
         except ValueError as trouble:
             raise ConfigError(
                 f"{source_name} is neither JSON nor YAML: {trouble}. A setting half read would "
-                f"train "
-                "something else. Correct the text there."
+                "train something else. Correct the text there."
             ) from trouble
     if not isinstance(parsed_settings, Mapping):
         raise ConfigError(
             f"{source_name} holds no settings: got {str(parsed_settings)[:60]!r}. Settings need "
-            f"names. Give a "
-            'DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for example, or the '
+            'names. Give a DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for example, or the '
             "path of a file."
         )
     return parsed_settings
@@ -234,7 +234,6 @@ def _source_text(source: str | Path) -> tuple[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{str(source_path)!r} cannot be read: {error}. Nothing was changed. Give the path of "
-            f"a JSON "
-            "or YAML file, or paste its text."
+            "a JSON or YAML file, or paste its text."
         ) from error
     return str(source), "What was pasted"

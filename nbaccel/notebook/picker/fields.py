@@ -1,7 +1,7 @@
 """The fields of a picker, its sections, and the panel that says what comes of the choices.
 
-A field holds no state of its own but what was typed and refused: it shows what the picker's model
-says (`sync`) and hands on what the user does. Its widgets are made once; later only their values
+The only state of a field is text that was typed and refused: it shows what the picker's model
+says (`sync`) and passes on what the user does. Its widgets are made once; later only their values
 change, so the keyboard's focus stays where it is.
 """
 
@@ -98,8 +98,9 @@ class FoldedSection:
             return
         is_shown = any(self._model.is_shown(setting.name) for setting in self._settings)
         toggle_class(self.box, "nbaccel-hidden", not is_shown)
+        # Not on the first call, where `_is_shown` is None: sections begin closed.
         if is_shown and self._is_shown is False:
-            self.heading.value = True  # what was just chosen is settled in it
+            self.heading.value = True  # what was just chosen has its settings here
         self._is_shown = is_shown
         num_set = sum(self._is_set(setting) for setting in self._settings) if is_shown else 0
         self.heading.description = f"{self._title} ({num_set} set)" if num_set else self._title
@@ -122,7 +123,7 @@ _TRUTH_WORDS = {True: "yes", False: "no"}
 
 
 class SharedFields:
-    """Layouts and styles that all widgets have in common: each of their own would be a message."""
+    """Layouts and styles that all widgets share: each further one would cost a message."""
 
     def __init__(self) -> None:
         self.layout = w.Layout()
@@ -256,7 +257,7 @@ class OptionsField(SettingField):
             return
         if is_on:
             self._choose(choice_option.value)
-        # What was on stays on: options are taken back by choosing another.
+        # Pressing the chosen option again must not switch it off: another one must be chosen.
         self.sync()
 
     def _show(self, shown_value: Any, refusal: str) -> None:
@@ -292,7 +293,7 @@ class ListField(SettingField):
         self._list = w.Dropdown(
             description=self._label(), layout=self._shared.width, style=self._shared.list
         )
-        # By place, not by value: None is a value here, and for the widget it is no selection.
+        # By index, not by value: None is a value here, and for the widget it means no selection.
         self._list.observe(lambda change: self._picked(change.new), "index")
         return [self._list]
 
@@ -304,11 +305,11 @@ class ListField(SettingField):
     def _show(self, shown_value: Any, refusal: str) -> None:
         list_options, reason_lines = self._offered()
         if shown_value not in [known_value for _, known_value in list_options]:
-            list_options.append(
-                (as_text(shown_value) or "default", shown_value)
-            )  # from a file, say
+            # A file may hold a value that cannot be chosen on this machine.
+            list_options.append((as_text(shown_value) or "default", shown_value))
         self._values = [known_value for _, known_value in list_options]
         option_labels = tuple(option_label for option_label, _ in list_options)
+        # Setting `options` selects the first one and sends a message, even if they are equal.
         if option_labels != self._list.options:
             self._list.options = option_labels
         self._list.index = self._values.index(shown_value)
@@ -353,6 +354,7 @@ class LineField(SettingField):
             placeholder="default"
             if default_value in (None, "")
             else f"default: {_readable_default(default_value)}",
+            # Only when the field is left: half a number would be refused while it is typed.
             continuous_update=False,
             layout=self._shared.width,
             style=self._shared.text,
@@ -366,7 +368,7 @@ class LineField(SettingField):
             self.sync()
 
     def _show(self, shown_value: Any, refusal: str) -> None:
-        if not self.messages:  # what was refused stays, to be mended
+        if not self.messages:  # refused text stays, to be corrected
             self._line.value = as_text(shown_value)
         self._line.disabled = bool(refusal)
         self._note.value = note_html(self.setting.meaning, refusal=refusal)
@@ -450,11 +452,12 @@ def as_value(typed_text: str, setting_kind: str) -> Any:
     }
     try:
         return kind_readers[setting_kind](typed_text)
-    except ValueError:  # what it should have been is said by whoever refuses it
+    except ValueError:  # the validator that refuses it says what it must be
         return typed_text
 
 
 def _readable_default(default_value: Any) -> str:
+    # Not isinstance: a bool is an int, too.
     return f"{default_value:,}" if type(default_value) is int else as_text(default_value)
 
 
@@ -530,7 +533,9 @@ class FacesPanel:
         for face_name, face_button in self._buttons.items():
             face_button.add_class(f"nbaccel-face-{css_name(face_name)}")
             face_button.observe(
-                lambda change, face_name=face_name: self._pressed(face_name, change.new), "value"
+                # The default binds this name: a closure would see the last one of the loop.
+                lambda change, face_name=face_name: self._pressed(face_name, change.new),
+                "value",
             )
         button_row = w.HBox(list(self._buttons.values()), layout=shared_fields.layout)
         self.box = shared_fields.new_box(

@@ -1,4 +1,4 @@
-"""What a picker shows and nobody presses, as HTML: pure functions, every text escaped."""
+"""The parts of a picker that only show something, as HTML: pure functions, all text escaped."""
 
 from __future__ import annotations
 
@@ -190,6 +190,7 @@ def _bar_html(memory_bar: MemoryBar, next_bar: MemoryBar | None) -> str:
     used_bytes = sum(
         bar_segment.bytes for bar_segment in memory_bar.segments if bar_segment.kind != "free"
     )
+    # Beyond the capacity the bar is scaled to the need; 1 keeps an empty bar from dividing by 0.
     full_width = max(memory_bar.capacity, used_bytes, 1)
     segments_html = "".join(
         _segment_html(bar_segment, full_width)
@@ -201,7 +202,7 @@ def _bar_html(memory_bar: MemoryBar, next_bar: MemoryBar | None) -> str:
         segments_html += (
             f'<span class="nbaccel-capacity" style="left:{capacity_place:.2f}%"></span>'
         )
-    # Of devices that hold the same, the last one's numbers are those of all.
+    # Devices with equal contents share one legend, below the last of them.
     is_like_next = next_bar is not None and next_bar.segments == memory_bar.segments
     legend_html = (
         ""

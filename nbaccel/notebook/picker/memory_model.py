@@ -56,7 +56,7 @@ class MemoryBar:
 
     Attributes:
         label: Which place: ``cuda:0 · NVIDIA H100``, ``host memory``.
-        capacity: Bytes in all; 0 where nobody can tell.
+        capacity: Bytes in all; 0 where that is unknown.
         segments: What is in it, in order; ``free`` comes last.
         needed: Bytes that the run needs there.
         lacking: Bytes that it needs and that are not free.
@@ -146,7 +146,7 @@ class MemoryModel:
         machine = self.inventory
         machine = replace(machine, gpus=_catalog.device(plan.device).units(machine))
         if self._shape is None:
-            self._shape = measure(self.model)  # once: walking through a large model takes a while
+            self._shape = measure(self.model)  # kept: counting a large model takes a while
         estimate_inputs: dict[str, Any] = {
             "num_processes": plan.num_processes,
             "num_nodes": config.num_nodes,
@@ -201,10 +201,12 @@ class MemoryModel:
         """
         if self.sample_batch is None:
             return 0
+        # Not at the top: it imports torch, which a form without a batch need not wait for.
         from nbaccel.memory.activations import num_samples, resized
 
         sample_count = num_samples(self.sample_batch) if batch_size is None else batch_size
-        # What is kept for the backward pass is in 16 bits in all but float32.
+        # All precisions but float32 keep 16-bit values for the backward pass, so one measurement
+        # serves them all.
         precision = "fp32" if config.mixed_precision == "no" else "bf16"
         cache_key = (sample_count, precision, config.activation_checkpointing)
         if cache_key not in self._activations:
@@ -232,7 +234,7 @@ def bars_of(memory_estimate: MemoryEstimate, machine: Inventory) -> tuple[Memory
     memory_bars = []
     gpus = machine.gpus[: memory_estimate.num_processes]
     for gpu_number, gpu in enumerate(gpus):
-        # Processes that are more than there are cards share them in turn.
+        # More processes than cards share the cards in turn.
         sharing_processes = len(range(gpu_number, memory_estimate.num_processes, len(gpus)))
         device_label = f"{gpu.kind}:{gpu.index} · {gpu.name}"
         memory_bars.append(
@@ -245,6 +247,7 @@ def bars_of(memory_estimate: MemoryEstimate, machine: Inventory) -> tuple[Memory
         )
     host_bytes = memory_estimate.host
     device_label = "host memory"
+    # Processes then compute in host memory, so their needs add up there.
     if not gpus:
         host_bytes = host_bytes + memory_estimate.device * memory_estimate.num_processes
         process_count = memory_estimate.num_processes

@@ -93,7 +93,7 @@ class PickerModel:
 
     Attributes:
         inventory: The machine.
-        remarks: What the last change changed besides, and what may disappoint.
+        remarks: What the last change changed besides, and warnings of the plan.
     """
 
     def __init__(
@@ -117,7 +117,8 @@ class PickerModel:
         self._past: list[RunConfig] = []
         self._before: dict[SettingsForm, RunConfig] = {}
         self._observers: list[Callable[[], None]] = []
-        self._known: dict[str, Any] = {}  # what follows from the present state, found when asked
+        # Values computed from the present state; cleared with every change of it.
+        self._known: dict[str, Any] = {}
         self._settle(self._config, ())
 
     # ------------------------------------------------------------------- the state
@@ -135,11 +136,11 @@ class PickerModel:
     def _resolve(self) -> Plan | None:
         try:
             return resolve(self._config, self.inventory)
-        except NbaccelError:  # told by `problems`
+        except NbaccelError:  # reported by `problems`
             return None
 
     def _once(self, cache_key: str, make_value: Callable[[], _Cached]) -> _Cached:
-        """What follows from the present state, found when it is first asked for."""
+        """A value computed from the present state, when it is first needed."""
         if cache_key not in self._known:
             self._known[cache_key] = make_value()
         known_value: _Cached = self._known[cache_key]
@@ -235,12 +236,12 @@ class PickerModel:
             ConfigError: It cannot be taken; everything stays as it was.
         """
         chosen_setting = self.setting(name)
+        # Python code can give a value that the form shows greyed.
         for option_offer in self.offers(name):
             if option_offer.option.value == value and option_offer.reason:
                 raise ConfigError(
                     f"{name}={value!r} cannot be chosen: {option_offer.reason}. Training would "
-                    f"fail or "
-                    "ignore it. Choose another."
+                    "fail or ignore it. Choose another."
                 )
         plan_device = self.plan.device if self.plan is not None else "cpu"
         config_edit = edit_config(
@@ -310,10 +311,12 @@ class PickerModel:
         return mistakes_by_setting(error)
 
     def _become(self, new_config: RunConfig, remarks: tuple[str, ...]) -> None:
+        # A choice of the value that is there already must not need an undo.
         if new_config != self._config:
             for settings_form in settings_forms():
                 if settings_form.is_chosen(self._config):
                     self._before[settings_form] = self._config
+            # A new list of at most `_MAX_UNDO` entries, the present state included.
             self._past = [*self._past[1 - _MAX_UNDO :], self._config]
         self._settle(new_config, remarks)
 
@@ -321,6 +324,7 @@ class PickerModel:
         self._config = new_config
         self._known.clear()
         self.remarks = (*remarks, *self.problems, *(self.plan.warnings if self.plan else ()))
+        # A copy, because a callback may end its own subscription.
         for callback in tuple(self._observers):
             callback()
 
@@ -332,7 +336,7 @@ class PickerModel:
         return self._once("need", self._measured)[0]
 
     def _measured(self) -> tuple[MemoryNeed | None, str]:
-        """The need, or why it cannot be told."""
+        """The need, or why it cannot be estimated."""
         if self._yardstick is None or self.plan is None:
             return None, ""
         try:
@@ -464,7 +468,7 @@ class PickerModel:
         return Suggester(self._yardstick)
 
     def rehearse(self) -> None:
-        """Measure activations of all precisions now, so that no later choice waits for it.
+        """Measure activations of all precisions now, so that no later choice waits for that.
 
         Each is a forward and backward pass without memory: seconds for a large model. A second
         time it costs nothing.
@@ -472,7 +476,7 @@ class PickerModel:
         if self._yardstick is None or self._yardstick.sample_batch is None:
             return
         for variant_config in _config_variants(self):
-            with contextlib.suppress(ConfigError):  # told where it is chosen
+            with contextlib.suppress(ConfigError):  # reported when it is chosen
                 batch_sizes = (
                     settings_form.batch_size(settings_form.document(variant_config) or {})
                     for settings_form in settings_forms()

@@ -65,7 +65,7 @@ class PickerDisplay:
         """Show it in the cell that is running."""
         running_shell = _running_shell()
         if running_shell is None:
-            return  # a script: whoever wants the text prints the picker
+            return  # a script, which can print the picker
         self._shown_in = _cell_message(running_shell)
         missing_part = _missing_widget_part(running_shell)
         if missing_part:
@@ -84,6 +84,7 @@ class PickerDisplay:
 
         with self._lock:
             live_view = self._live_view()
+            # `display(widget)` would add the widget's repr as text; the table below is the text.
             mime_bundle = {
                 "text/plain": "",
                 _WIDGET_VIEW_MIME: {
@@ -94,7 +95,8 @@ class PickerDisplay:
             }
             display(mime_bundle, raw=True)  # type: ignore[no-untyped-call]
             display(self._table(), raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
-            self._model.rehearse()  # while the form is read; what is clicked meanwhile comes after
+            # While the user reads the form; clicks wait for the lock.
+            self._model.rehearse()
 
     def _live_view(self) -> PickerView:
         if self._view is None:
@@ -124,17 +126,18 @@ class PickerDisplay:
         if self._is_stale or running_shell is None:
             return
         self._is_stale = True
-        # A cell that changes it may be the notebook's last.
+        # The timer below needs a running loop; after the notebook's last cell it may never fire.
         running_shell.events.register("post_run_cell", self._renew)
         try:
             asyncio.get_running_loop().call_later(_RENEWAL_PAUSE_S, self._renew)
-        except RuntimeError:  # no loop runs in this thread: nothing would call later
+        except RuntimeError:  # no loop runs in this thread, so no timer can be set
             self._renew()
 
     def _renew(self, _cell_result: object = None) -> None:
         from IPython.display import update_display
 
         with self._lock:
+            # Both the event and the timer call this; the first one renews the table.
             if not self._is_stale:
                 return
             self._is_stale = False
@@ -146,7 +149,9 @@ class PickerDisplay:
 
 def _running_shell() -> Any:
     """The shell that runs cells; None in a script."""
-    ipython_module = sys.modules.get("IPython")  # where nobody has imported it, no cell runs
+    ipython_module = sys.modules.get(
+        "IPython"
+    )  # without an import of IPython no cell can be running
     return None if ipython_module is None else ipython_module.get_ipython()
 
 
@@ -207,7 +212,7 @@ def picker_text(model: PickerModel, panel_names: Sequence[str] = PANELS) -> str:
 
 
 def picker_html(model: PickerModel, panel_names: Sequence[str] = PANELS) -> str:
-    """The same for a saved notebook: plain tables, no script, no style that a filter would miss.
+    """The same for a saved notebook: plain tables, no script, no style that an HTML filter would remove.
 
     Args:
         model: The picker's model.

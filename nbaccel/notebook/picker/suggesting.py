@@ -1,4 +1,4 @@
-"""The fastest settings that fit: by the advisor, or by estimates alone where it is not there."""
+"""The fastest settings that fit: by the advisor, or by estimates alone where it is missing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Suggester:
 
     def __init__(self, yardstick: MemoryModel) -> None:
         self._yardstick = yardstick
-        # Asked once: the answer is looked for in all modules.
+        # Once, because it searches all modules of the model.
         self._recomputes = gradient_checkpointing.checkpoints_gradients(yardstick.model)
 
     def suggest(self, config: RunConfig) -> Suggestion:
@@ -105,9 +105,8 @@ class Suggester:
             (self._lacking(candidate_config) for _, candidate_config in self._candidates(config))
         )
         raise ConfigError(
-            f"Nothing fits: the leanest way lacks {format_bytes(least_lacking)}. Training would "
-            f"run out of "
-            f"memory with {config}. Use a smaller batch, more devices, or a smaller model."
+            f"Nothing fits: the leanest way lacks {format_bytes(least_lacking)}. Training would run "
+            f"out of memory with {config}. Use a smaller batch, more devices, or a smaller model."
         )
 
     def _candidates(self, config: RunConfig) -> Iterator[tuple[str, RunConfig]]:

@@ -9,7 +9,7 @@ read all the same: its files then have only the checksums of their own formats.
     makes .ckpt.partial-3f9a   ──►  learn the name
     writes its files                write their files
     waits for the disk              wait for the disk
-        ◄── everybody says: written, or what went wrong ──►
+        ◄── all processes say: written, or what went wrong ──►
     notes sizes and checksums
     ckpt → .ckpt.old  (if there)
     .ckpt.partial-3f9a → ckpt
@@ -83,6 +83,7 @@ def write_manifest(folder: Path) -> None:
         json.dumps({"version": 1, "files": file_entries}, indent=1) + "\n", encoding="utf-8"
     )
     sync_path(manifest_path)
+    # The names of files are in the folder's own record, which syncing a file does not write.
     sync_path(folder)
 
 
@@ -127,7 +128,8 @@ def _checkpoint_files(folder: Path) -> Iterator[Path]:
 
 def _manifest_entry(file_path: Path) -> dict[str, int | str]:
     size_entry: dict[str, int | str] = {"bytes": file_path.stat().st_size}
-    has_own_checksum = is_archive(file_path) or file_path.suffix == ".distcp"  # a row of archives
+    # Archives have a CRC per record, so a hash would read all weights once more for nothing.
+    has_own_checksum = is_archive(file_path) or file_path.suffix == ".distcp"
     return size_entry if has_own_checksum else {**size_entry, "xxh3": digest(file_path)}
 
 
@@ -212,8 +214,8 @@ class _SaveSite:
 
     Attributes:
         target: The folder to be.
-        partial: Where it is built.
-        old: Where a folder of that name waits until the new one is in place.
+        partial_folder: Where it is built.
+        waiting_folder: Where a folder of that name waits until the new one is in place.
     """
 
     target: Path
@@ -250,12 +252,12 @@ def new_checkpoint(
                 yield save_site.partial_folder, save_site.target
                 sync_tree(save_site.partial_folder)
             except _PEER_FAILURES:
-                raise  # nobody is left to tell
-            except Exception as caught:  # whatever it is, the others must hear of it
+                raise  # the others cannot be reached any more
+            except Exception as caught:  # of any kind: the others must be told before it is raised
                 write_error = caught
             _check_all_written(save_site, collectives, write_error)
             _write_manifest_together(save_site, made_folder, collectives)
-        except BaseException:  # an interrupt, too, leaves nothing behind
+        except BaseException:  # an interrupt must leave nothing behind either
             if made_folder:
                 shutil.rmtree(save_site.partial_folder, ignore_errors=True)
             raise
@@ -263,6 +265,7 @@ def new_checkpoint(
 
 
 def _agree_on_names(target: Path, collectives: Collectives) -> _SaveSite:
+    # Process 0's name and token hold for all: numbering or a clock may differ between processes.
     own_proposal = (str(target.expanduser()), secrets.token_hex(4))
     agreed_name, token = collectives.broadcast_object(own_proposal)
     target = Path(agreed_name)
@@ -298,6 +301,7 @@ def _make_partial_folder(
     if place.world_size == place.local_world_size:
         return makes_folder
     with all_succeed(collectives, call_text):
+        # A node that does not see process 0's folder has a file system of its own to write to.
         if place.is_local_main and not save_site.partial_folder.exists():
             makes_folder = True
             _prepare_target(save_site, series, held_claims)
@@ -308,6 +312,7 @@ def _prepare_target(save_site: _SaveSite, series: bool, held_claims: contextlib.
     _check_target(save_site.target)
     save_site.target.parent.mkdir(parents=True, exist_ok=True)
     _clear_killed_save(save_site, series)
+    # Claimed before it exists: a save of another process would take it for a leftover.
     held_claims.enter_context(hold_claim(save_site.partial_folder))
     save_site.partial_folder.mkdir()
 
@@ -328,6 +333,7 @@ def _check_target(target: Path) -> None:
 
 def _clear_killed_save(save_site: _SaveSite, series: bool) -> None:
     """Finish or undo what an earlier save, which was killed, left half done."""
+    # It waits only between the two renames, so `target` tells whether the second one happened.
     if save_site.waiting_folder.exists():
         if save_site.target.exists():
             _retire_old_checkpoint(save_site.waiting_folder, save_site.target)
@@ -347,7 +353,7 @@ def _write_manifest_together(
     try:
         if made_folder:
             write_manifest(save_site.partial_folder)
-    except Exception as caught:  # whatever it is, the others must hear of it
+    except Exception as caught:  # of any kind: the others must be told before it is raised
         write_error = caught
     _check_all_written(save_site, collectives, write_error)
 
@@ -369,6 +375,7 @@ def _rename_into_place(save_site: _SaveSite) -> None:
             save_site.waiting_folder.rename(save_site.target)
         shutil.rmtree(save_site.partial_folder, ignore_errors=True)
         raise
+    # Before the old checkpoint is deleted: after a power failure one of the two must be there.
     sync_path(save_site.target.parent)
     if replaces:
         _retire_old_checkpoint(save_site.waiting_folder, save_site.target)
@@ -412,6 +419,7 @@ def find_checkpoint(folder: Path) -> Path:
     folder = folder.expanduser()
     if folder.is_dir():
         return folder
+    # A save through a link replaces what the link leads to, so the old folder waits there.
     resolved_folder = folder.resolve() if folder.is_symlink() else folder
     if not folder.exists() and _waiting_name(resolved_folder).is_dir():
         return _waiting_name(resolved_folder)
@@ -431,21 +439,21 @@ def find_checkpoint(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def all_succeed(collectives: Collectives, call_text: str) -> Iterator[None]:
-    """A block that every process runs; if it fails on one, it fails on all.
+    """A block that every process runs; if it fails on one process, it raises on all.
 
     Args:
         collectives: All processes.
         call_text: What was asked for, to begin a message with.
 
     Raises:
-        CheckpointFailed: Here it went well, and elsewhere not.
+        CheckpointFailed: It succeeded here and failed on another process.
     """
     own_error = None
     try:
         yield
     except _PEER_FAILURES:
-        raise
-    except Exception as caught:  # it is raised again once the others know
+        raise  # a further exchange would only fail or wait in the same way
+    except Exception as caught:  # raised again once the others know
         own_error = caught
     failures = _failures_of_all(collectives, call_text, own_error)
     if own_error is not None:
@@ -458,14 +466,15 @@ def _check_all_written(
     save_site: _SaveSite, collectives: Collectives, own_error: Exception | None
 ) -> None:
     failures = _failures_of_all(collectives, "save_state", own_error)
+    # What to correct is said best by the mistake itself; the others get the summary.
     if isinstance(own_error, UserMistake):
         raise own_error
     if failures:
         free_space = format_bytes(shutil.disk_usage(save_site.target.parent).free)
         raise CheckpointFailed(
             f"save_state({str(save_site.target)!r}) failed. {failures} The new checkpoint is "
-            f"gone, and what had this name before is as it was. {free_space} are free there. Mend "
-            "the cause, or give a folder on another disk, and save again."
+            f"gone, and what had this name before is as it was. {free_space} are free there. "
+            "Remove the cause, or give a folder on another disk, and save again."
         ) from own_error
 
 

@@ -1,4 +1,4 @@
-"""``Checkpoints``: an accelerator's door to what it saved."""
+"""``Checkpoints``: names, saves and loads the checkpoints of an accelerator."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Checkpoints:
         """Save everything that the run needs to go on; a collective.
 
         Args:
-            folder: Where, if checkpoints are not numbered; if they are, it is not looked at.
+            folder: Where, if checkpoints are not numbered; if they are, it is ignored.
             parts: What to save.
             step: The accumulation step at hand.
             safe_serialization: Weights as safetensors instead of a pickle.
@@ -105,10 +105,13 @@ class Checkpoints:
             hooks=self._save_hooks.values(),
             series=is_numbered,
         )
+        # From the folder's name, which process 0 chose; the count of this process may be another
+        # one.
         checkpoint_number = checkpoint_folder.number_of(checkpoint_path) if is_numbered else None
         configuration.iteration = (
             configuration.iteration if checkpoint_number is None else checkpoint_number
         ) + 1
+        # After the new one is in place: a save that fails must not cost an older checkpoint.
         if is_numbered and self._place.is_local_main:
             checkpoint_folder.delete_oldest(checkpoint_path.parent, configuration.total_limit)
         return checkpoint_path
@@ -194,6 +197,7 @@ class Checkpoints:
 
 def _latest_or_problem(configuration: ProjectConfiguration) -> tuple[Path | None, str]:
     try:
+        # Returned as text, because the others wait for the broadcast that follows.
         return checkpoint_folder.latest_checkpoint(configuration), ""
     except ConfigError as error:
         return None, str(error)

@@ -60,6 +60,7 @@ def model_problem(model: nn.Module, saved: _ShapesByName, *, strict: bool = True
         The rest of a sentence that begins with the file's name; empty if they fit.
     """
     adapting_prefixes = _adapting_prefixes(model)
+    # Parts that load a state in a way of their own cannot be compared by name or shape.
     model_shapes = {
         tensor_name: tensor_shape
         for tensor_name, tensor_shape in _shapes_of(model).items()
@@ -70,12 +71,14 @@ def model_problem(model: nn.Module, saved: _ShapesByName, *, strict: bool = True
         for tensor_name, tensor_shape in saved.items()
         if not _uncompiled_name(tensor_name).startswith(adapting_prefixes)
     }
+    # None is the shape of a lazy parameter, which takes that of the file.
     reshaped = [
         tensor_name
         for tensor_name in model_shapes
         if tensor_name in saved_shapes
         and None is not model_shapes[tensor_name] != saved_shapes[tensor_name]
     ]
+    # BatchNorm starts its counter at 0 where an old file has none, so that is no mismatch.
     missing_names = [
         tensor_name
         for tensor_name in model_shapes
@@ -95,7 +98,7 @@ def model_problem(model: nn.Module, saved: _ShapesByName, *, strict: bool = True
     if strict and unknown_names:
         problems.append(
             f"{', '.join(unknown_names[:_SHOWN_NAMES])}{_count_more(unknown_names)}, which the "
-            f"model has not"
+            f"model does not have"
         )
     return (
         f"is of another model than the {type(model).__name__}: it has {'; '.join(problems)}"
@@ -187,8 +190,9 @@ def _shape_problem(
         number for param_group in saved_state["param_groups"] for number in param_group["params"]
     ]
     parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
+    # The state of other optimizers may have any shape (Adafactor's is factored).
     if not type(optimizer).__module__.startswith("torch.optim"):
-        return ""  # whose state may have any shape
+        return ""
     for number, parameter in zip(parameter_numbers, parameters, strict=True):
         for state_name, saved_shape in saved_shapes.get(number, {}).items():
             if saved_shape != tuple(parameter.shape):
@@ -389,6 +393,8 @@ class _SourceFinder:
             for file_name in file_names
             if file_name in self._recorded or (self._folder / file_name).exists()
         )
+        # A name of the manifest counts without a file, so that a deleted file is reported as
+        # missing.
         known_name = next(known_names, None)
         return None if known_name is None else self._folder / known_name
 

@@ -1,4 +1,4 @@
-"""Single files, written so that a reader finds the old one or the new one, never half of either."""
+"""Single files, written so that a reader finds the old or the new one, never a partial file."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _numpy_globals() -> list[Any]:
 
 
 def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = False) -> None:
-    """Write an object to a file; whoever looks sees the old file or the whole new one.
+    """Write an object to a file; a reader sees the old file or the whole new one.
 
     Args:
         obj: Anything that pickles; a dict of tensors where `safe_serialization` is set.
@@ -133,17 +133,19 @@ def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = Fals
     path = Path(path)
     with atomic.partial_folder(path.parent, path.name) as folder:
         if safe_serialization:
+            # The caller named one file, so the weights must not be split, whatever their size.
             save_torch_state_dict(dict(obj), folder, max_shard_size=sys.maxsize)
             written_file = folder / "model.safetensors"
         else:
             written_file = folder / "object"
             _pickle_to_file(obj, written_file)
+        # Before the rename, which could otherwise reach the disk sooner than the file's contents.
         atomic.sync_path(written_file)
         written_file.replace(path)
 
 
 class _ErrorNotingFile:
-    """A file that remembers why it could not be written: torch forgets it and tells a riddle."""
+    """Keeps the OSError of a failed write, which torch replaces by a RuntimeError without cause."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._wrapped_file = file
@@ -164,7 +166,7 @@ def _pickle_to_file(obj: Any, path: Path) -> None:
     try:
         torch.save(obj, path)
     except RuntimeError:
-        # Once more through Python, at half the speed: now it fails with the reason, or not at all.
+        # torch's C++ writer drops the reason. Writing through Python is slower and keeps it.
         _pickle_with_reason(obj, path)
 
 
@@ -185,6 +187,7 @@ def _save_to_stream(obj: Any, stream: IO[bytes], safe_serialization: bool) -> No
         return
     from safetensors.torch import save as to_bytes
 
+    # safetensors refuses tensors that are not contiguous.
     stream.write(
         to_bytes({tensor_name: tensor.contiguous() for tensor_name, tensor in obj.items()})
     )

@@ -45,6 +45,7 @@ SHARD_FOLDERS = {
 }
 """Strategies whose processes write shards, and what folders they write for each model."""
 
+# Anything that does not match is the user's: a save moves it into the new folder.
 _CHECKPOINT_PART = re.compile(
     r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin"
     r"|(optimizer|scheduler)(_\d+)?\.bin|(sampler|dl_state_dict)(_\d+)?(_rank\d+)?\.bin"

@@ -2,8 +2,8 @@
 
 What is small is read now and kept; of weights, optimizers and gradients only names and shapes.
 
-    each process                                                everybody hears of it
-    ------------                                                ---------------------
+    each process                                                exchanged by all
+    ------------                                                ----------------
     sizes and checksums of files (shared out in a node)    ◄─►  damaged? nothing is loaded
     states read, names and shapes compared                 ◄─►  damaged or unfit? nothing is loaded
     load hooks; schedulers, registered objects, loaders    ◄─►  refused? put back as they were
@@ -75,7 +75,7 @@ class LoadVerdict:
 
 
 class LoadTrial:
-    """Reads for one process; afterwards it has what is small.
+    """Reads and checks the files of one process; small states are kept.
 
     Args:
         sources: The files.
@@ -229,9 +229,10 @@ class LoadTrial:
         try:
             self.step = (first_states if own_states is None else own_states).get("step")
             if own_states is not None:
+                # Set and undone: only setting a state shows whether a generator accepts it.
                 with rng.preserve_rng_states():
                     rng.restore_rng_states(place, own_states)
-        except Exception as error:  # generators refuse what is not theirs in many ways
+        except Exception as error:  # each generator has its own exceptions for a wrong state
             raise CheckpointDamaged(
                 f"{sources.generators} holds no states of random number generators "
                 f"({type(error).__name__}: {error}). Load another checkpoint."
@@ -267,6 +268,7 @@ def _classes_in(state_dict: Any) -> set[type]:
     pending_values, seen_ids = [state_dict], set()
     while pending_values:
         state_value = pending_values.pop()
+        # By id, because values need not be hashable, and a state may contain itself.
         if id(state_value) in seen_ids:
             continue
         seen_ids.add(id(state_value))
@@ -314,6 +316,7 @@ def _safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _pickled_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    # Only shapes: the weights themselves are read later, once every process agrees to load.
     state_outline = read_torch_outline(path)
     if not isinstance(state_outline, Mapping):
         raise ConfigError(f"{path} holds no weights by name, but a {type(state_outline).__name__}.")
@@ -386,6 +389,7 @@ def load_state(
     """
     device = _read_device(map_location, place)
     call_text = f"load_state({str(folder)!r})"
+    # Walked through several times below, which a generator does not allow.
     hooks = list(hooks)
     read_options = {"map_location": device, **(load_kwargs or {})}
     is_strict = bool(options.get("strict", True))
@@ -410,6 +414,7 @@ def load_state(
         state_loader.load_optimizers()
         state_loader.load_large_objects()
         state_loader.load_gradients()
+        # Last, because a `load_state_dict` or a hook of the user's may draw random numbers.
         state_loader.generators(place)
     return load_trial.step
 
@@ -469,10 +474,11 @@ class _StateLoader:
         self._undo_steps: list[Callable[[], Any]] = []
 
     def models_left_by(self, hooks: Sequence[LoadHook], strict: bool) -> list[nn.Module]:
-        """Let hooks load what they want; the models that are left fit their files."""
+        """Run the hooks, and check the models that they leave against their files."""
         remaining_models = list(self._parts.models)
         for load_hook in hooks:
             load_hook(remaining_models, str(self._sources.folder))
+        # Without hooks `LoadTrial.run` has compared them all.
         for model_number in range(len(remaining_models) if hooks else 0):
             if model_number in self._sources.weights:
                 path = self._sources.weights[model_number]
@@ -485,12 +491,12 @@ class _StateLoader:
 
     @contextlib.contextmanager
     def undone_on_failure(self) -> Iterator[None]:
-        """A block after which, if anybody fails, small states are as they were."""
+        """Restore small states if the block fails, here or on another process."""
         try:
             yield
         except BaseException:  # an interrupt, too
             for put_back in reversed(self._undo_steps):
-                # What refuses its own state has been changed, and there is nothing to be done.
+                # An object that refuses its own earlier state cannot be restored; others still can.
                 with contextlib.suppress(Exception):
                     put_back()
             raise
@@ -533,6 +539,7 @@ class _StateLoader:
         for model_number, model in enumerate(models):
             model_shards = sources.sharded_models.get(model_number)
             if model_shards is not None and self._parts.sharder is not None:
+                # The same choice as in saving: this optimizer's shards are in the model's folder.
                 own_optimizer = self._parts.optimizer_of(model)
                 self._parts.sharder.load_sharded(model, own_optimizer, model_shards.folder)
             else:
@@ -598,7 +605,8 @@ def _read_weights(path: Path, model: nn.Module, device: torch.device) -> dict[st
 def _read_safetensors(path: Path, model: nn.Module, device: torch.device) -> dict[str, Any]:
     """Weights by name, those included that were left out because they are tied to others."""
     with safe_open(path, framework="pt", device=str(device)) as file:
-        weights_by_name = {tensor_name: file.get_tensor(tensor_name) for tensor_name in file.keys()}  # noqa: SIM118 - no dict
+        weights_by_name = {tensor_name: file.get_tensor(tensor_name) for tensor_name in file.keys()}  # noqa: SIM118 - safe_open has no __iter__
+        # huggingface_hub notes in the metadata which name a tied tensor was stored under.
         tied_names = {**tied_tensor_names(model), **(file.metadata() or {})}
     for tensor_name, tied_name in tied_names.items():
         if tensor_name not in weights_by_name and tied_name in weights_by_name:

@@ -39,7 +39,7 @@ class CheckpointParts:
         custom: Registered objects.
         in_shards: Whether every process is to write its shards, if the strategy can.
         amid_group: Whether gradients of some batches wait for an optimizer step. They are saved,
-            too, unless they are sharded: torch keeps those where nobody can reach them.
+            too, unless they are sharded: torch gives no access to those.
     """
 
     strategy: Strategy
@@ -175,7 +175,8 @@ def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = 
             for object_kind, model_numbers in other_shards.items()
         ]
     else:
-        if not own_shards:  # else they are in there, and whoever reads them will look
+        # An optimizer in shards is in the model's folder, and is checked when that is read.
+        if not own_shards:
             expected_kinds.insert(0, ("optimizer", len(parts.optimizers), contents.optimizers))
         if with_models:
             expected_kinds.insert(0, ("model", len(parts.models), contents.models | own_shards))
@@ -284,6 +285,7 @@ class _StateWriter:
         self._write_optimizers()
         self._write_loaders(place)
         self._write_small_states()
+        # Per process: gradients of an incomplete group have not been reduced yet, so they differ.
         if self._parts.amid_group and self._parts.sharder is None:
             gradients_path = self._folder / layout.gradients_file(place.rank)
             self._attempt_step(lambda: save(self._parts.gradients(), gradients_path))
@@ -307,6 +309,7 @@ class _StateWriter:
             self._attempt_step(
                 partial(save_hook, remaining_models, model_states, str(self._folder))
             )
+        # Numbered as the hooks left the list, which may have removed entries.
         for model_number, model_state in enumerate(model_states):
             file_name = layout.numbered_name(
                 layout.SAFE_WEIGHTS if use_safetensors else layout.PICKLED_WEIGHTS, model_number
@@ -320,6 +323,7 @@ class _StateWriter:
                 self._write_file(optimizer.state_dict(), file_name)
             elif self._sharder is None:
                 self._write_file(self._parts.strategy.optimizer_state(model, optimizer), file_name)
+            # The model's first optimizer has been written into the model's own shard folder.
             elif optimizer is not self._parts.optimizer_of(model):
                 folder = self._folder / layout.OPTIMIZER_SHARDS.format(optimizer_number)
                 self._sharder.save_sharded(model, optimizer, folder)
@@ -357,5 +361,5 @@ class _StateWriter:
             return
         try:
             write_step()
-        except Exception as error:  # raised at the end of `run`, see the class
+        except Exception as error:  # raised at the end of `write_all`, see the class
             self._met_errors.append(error)
