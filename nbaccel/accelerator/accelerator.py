@@ -50,7 +50,7 @@ _AnyBatch = TypeVar("_AnyBatch")
 
 
 class Accelerator(RunDescription):
-    """The training loop, on whatever there is.
+    """The training loop, on any number of devices.
 
     Without a launcher it trains on one device; inside `notebook_launcher`, `torchrun` or a SLURM
     job on as many as there are processes. The loop is the same::
@@ -93,7 +93,7 @@ class Accelerator(RunDescription):
 
     Raises:
         ConfigError: Arguments are wrong or contradict each other.
-        PlatformUnsupported: An argument asks for what this version does not serve.
+        PlatformUnsupported: An argument needs what this version does not support.
     """
 
     def __init__(
@@ -144,11 +144,10 @@ class Accelerator(RunDescription):
             kwargs_handlers=kwargs_handlers,
             config=config,
         )
-        # Before the processes meet: a refusal after that would leave the others waiting.
         requested_trackers = trackers.find_trackers(log_with, request.project.logging_dir)
         run = TrainingRun.begin(request, dynamo_settings(dynamo_backend, dynamo_plugin))
         super().__init__(run)
-        precision_check.note(self.mixed_precision)
+        precision_check.note(self.mixed_precision)  # a launch checks that its precision is used
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = list(rng_types) if rng_types is not None else ["generator"]
@@ -156,7 +155,7 @@ class Accelerator(RunDescription):
         self.trackers: list[trackers.GeneralTracker] = []
         self._requested_trackers = tuple(requested_trackers)
         self._make_parts(run)
-        remember_accelerator(self)
+        remember_accelerator(self)  # last: `AcceleratorState()` must not find an incomplete one
 
     def _make_parts(self, run: TrainingRun) -> None:
         self._progress: Progress[Any] | None = None
@@ -177,8 +176,7 @@ class Accelerator(RunDescription):
 
         Args:
             *args: In any order; anything else passes through. What is prepared already stays.
-            device_placement: For each of them whether it is moved to the device; None: as the
-                accelerator was told.
+            device_placement: Whether each of them is moved to the device; None: the accelerator's.
 
         Returns:
             The same, ready, in the same order; one alone, or a tuple.
@@ -228,7 +226,7 @@ class Accelerator(RunDescription):
         Args:
             data_loader: The loader.
             device_placement: Whether batches are moved to the device.
-            slice_fn_for_dispatch: How a batch that process 0 read is cut up: called with the batch,
+            slice_fn_for_dispatch: How a batch of process 0 is divided: called with the batch,
                 a slice of rows, and two keywords, `process_index` and `num_processes`.
         """
         return self._preparer.prepare_loader(
@@ -245,7 +243,7 @@ class Accelerator(RunDescription):
         )
 
     def skip_first_batches(self, dataloader: Any, num_batches: int | None = None) -> Any:
-        """A new loader without the first batches, to go on where a saved state was.
+        """A new loader without the first batches, to continue from a saved state.
 
         Args:
             dataloader: A prepared loader, or a plain one; it is not changed.
@@ -457,9 +455,8 @@ class Accelerator(RunDescription):
     def check_in_sync(self) -> bool:
         """Whether the processes still train the same model; warns by name where they do not.
 
-        Compared are all parameters of prepared models (bit by bit), learning rates, and how many
-        batches of each prepared loader were used. Sharded parameters differ by design and are
-        left out. A collective; it reads every parameter once.
+        Compared are all parameters bit by bit (sharded ones differ and are left out), learning
+        rates, and how many batches of each loader were used. A collective.
 
         Returns:
             True where everything is equal, on all processes alike.
@@ -488,7 +485,7 @@ class Accelerator(RunDescription):
         *,
         exclude_frozen_parameters: bool = False,
     ) -> Path:
-        """Save everything that training needs to go on, and return the checkpoint's folder.
+        """Save everything that training needs to continue; returns the checkpoint's folder.
 
         A collective. The checkpoint appears in one step: a process killed while saving leaves the
         previous one whole and none of this one.
@@ -497,8 +494,7 @@ class Accelerator(RunDescription):
             output_dir: Folder of the checkpoint; None where checkpoints are numbered
                 (`ProjectConfiguration.automatic_checkpoint_naming`).
             safe_serialization: Weights as safetensors instead of a pickle.
-            exclude_frozen_parameters: DeepSpeed's, without effect: `load_state` puts back a whole
-                model, so frozen weights are written, too.
+            exclude_frozen_parameters: DeepSpeed's, without effect: frozen weights are written, too.
 
         Raises:
             ConfigError: There is nowhere to save to.
@@ -582,10 +578,11 @@ class Accelerator(RunDescription):
         Raises:
             ConfigError: `save_directory` is a file.
         """
+        # On every process, because gathering sharded weights is a collective.
         state_dict = self.get_state_dict(model)
         if self._checkpoints.writes_here:
             checkpoint.save_model(state_dict, save_directory, max_shard_size, safe_serialization)
-        self.wait_for_everyone()
+        self.wait_for_everyone()  # so that any process may read the files
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write an object to a file, once per run (or node: `save_on_each_node`).
@@ -671,7 +668,7 @@ class Accelerator(RunDescription):
         previous, self._progress = self._progress, Progress(loader, self._place, description)
         try:
             yield from self._progress
-        finally:
+        finally:  # loops with bars may be nested
             self._progress = previous
 
     @contextlib.contextmanager
@@ -695,6 +692,6 @@ class Accelerator(RunDescription):
         for tracker in self.trackers:
             tracker.finish()
         self.trackers.clear()
-        if not self.use_distributed:
+        if not self.use_distributed:  # the notebook continues, with whole modules again
             self._run.strategy.release()
         distributed.leave_process_group(self._collectives)

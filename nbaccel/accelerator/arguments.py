@@ -87,6 +87,7 @@ class Handlers:
 
 def _strategy_using(settings_class: type) -> str | None:
     """The strategy whose settings are objects of a class; None where none has it."""
+    # Compared as text: importing the classes of all rows would import their libraries.
     class_path = f"{settings_class.__module__}:{settings_class.__qualname__}"
     return next(
         (
@@ -130,8 +131,7 @@ class Request:
         """The settings of the strategy that the plan names.
 
         Args:
-            strategy_name: Its name; another than the one asked for gets what the handlers say of
-                it.
+            strategy_name: Its name; one that was not asked for gets its settings from the handlers.
         """
         requested_strategy = self.asked.strategy
         if requested_strategy is not None and requested_strategy.strategy == strategy_name:
@@ -272,6 +272,7 @@ def _accumulation_settings(
         return accumulation_plugin.num_steps, "argument", accumulation_plugin
     accumulation_plugin = accumulation_plugin or GradientAccumulationPlugin()
     if num_steps is not None:
+        # `replace` copies: the caller may give the same plugin to another accelerator.
         return num_steps, "argument", replace(accumulation_plugin, num_steps=num_steps)
     if run_config is not None and run_config.gradient_accumulation_steps is not None:
         num_steps = run_config.gradient_accumulation_steps
@@ -301,6 +302,7 @@ def _requested_precision(
     given_precision: str | None, run_config: RunConfig | None
 ) -> tuple[str, Any]:
     if given_precision is not None:
+        # A member of Accelerate's PrecisionType counts as its value.
         return str(getattr(given_precision, "value", given_precision)).lower(), "argument"
     if run_config is not None:
         return run_config.mixed_precision, "config"

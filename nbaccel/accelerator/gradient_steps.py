@@ -18,6 +18,7 @@ from nbaccel.train.prepared_optimizer import PreparedOptimizer
 
 __all__ = ["GradientSteps"]
 
+# It has no state, so one object serves every batch.
 _NO_CONTEXT = contextlib.nullcontext()
 
 
@@ -105,7 +106,7 @@ class GradientSteps:
             gradient_state.sync_gradients = self.step % gradient_state.num_steps == 0
 
     def resume_at(self, saved_step: int) -> None:
-        """Go on where a checkpoint was saved, amid a group of batches, too."""
+        """Continue where a checkpoint was saved, also within a group of batches."""
         gradient_state = self._gradient_state
         self.step = saved_step
         gradient_state.batches_in_group = saved_step % gradient_state.num_steps
@@ -114,6 +115,7 @@ class GradientSteps:
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide fp16's factor out of gradients, once per step; None for all optimizers."""
         scaler = self._run.precision.scaler
+        # GradScalerKwargs(enabled=False) gives a scaler that changes nothing.
         if scaler is None or not scaler.is_enabled():
             return
         gradient_state = self._gradient_state
@@ -175,5 +177,6 @@ class GradientSteps:
             with join_context:
                 yield
         finally:
+            # After an error, too: the loaders are used beyond this block.
             for loader, was_even in previous_settings:
                 loader.even_batches = was_even

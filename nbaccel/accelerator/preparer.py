@@ -180,7 +180,7 @@ class Preparer:
             index for index in new_indices if isinstance(args[index], _OPTIMIZER_TYPES)
         ]
         scheduler_indices = [index for index in new_indices if _is_scheduler(args[index])]
-        for index in new_indices:  # first: an engine asks for the size of a batch
+        for index in new_indices:  # first, because an engine needs the size of a batch
             if isinstance(given_item := args[index], DataLoader):
                 ready_items[index] = self.prepare_loader(
                     given_item, to_device=placements[index], rng_types=options.rng_types
@@ -202,7 +202,7 @@ class Preparer:
             for index, given_item in zip(numbers, ready_objects, strict=True):
                 ready_items[index] = given_item
         self._prepared.models.extend(bundle.models)
-        # Last: they look for their optimizers.
+        # Last, because each looks for its optimizer among the prepared ones.
         for index, scheduler in zip(scheduler_indices, bundle.schedulers, strict=True):
             ready_items[index] = self.prepare_scheduler(
                 scheduler, with_optimizer=options.step_scheduler_with_optimizer

@@ -49,7 +49,7 @@ class TrainingCheckpoints:
     def save(
         self, folder: str | Path | None, *, safe_serialization: bool, exclude_frozen: bool
     ) -> Path:
-        """Save everything that training needs to go on; see `Accelerator.save_state`."""
+        """Save everything that training needs to continue; see `Accelerator.save_state`."""
         if exclude_frozen:
             warnings.warn(
                 "save_state(exclude_frozen_parameters=True) writes frozen weights all the same: "
@@ -62,9 +62,9 @@ class TrainingCheckpoints:
         # torch gives no access to gradients that `fully_shard` holds between steps.
         if checkpoint_parts.amid_group and checkpoint_parts.sharder is not None:
             warnings.warn(
-                f"save_state amid a group of {num_steps} batches: gradients "
-                f"of {step % num_steps} of them are sharded, and will "
-                "not be in the checkpoint. Save where accelerator.sync_gradients is True.",
+                f"save_state within a group of {num_steps} batches: gradients of "
+                f"{step % num_steps} of them are sharded, and will not be in the checkpoint. Save "
+                "where accelerator.sync_gradients is True.",
                 stacklevel=3,
             )
         return self.folders.save(

@@ -40,6 +40,7 @@ class CpuDevice(Device):
         """See :meth:`DeviceRuntime.set_random_state`; the host's."""
         import torch
 
+        # torch accepts host tensors only; a checkpoint may have been read to a device.
         torch.set_rng_state(state.cpu())
 
     def torch_device(self, local_rank: int) -> torch.device:

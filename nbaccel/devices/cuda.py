@@ -113,6 +113,7 @@ def driver_in_use(process: Path = Path("/proc/self")) -> bool:
         means nothing: torch may map the library, and NVML opens the devices for a moment.
     """
     try:
+        # Paths in it need not be UTF-8.
         mapped = _DRIVER_LIBRARY in (process / "maps").read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux
         return False

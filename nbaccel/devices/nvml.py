@@ -173,6 +173,7 @@ def _read_cards(nvml: ModuleType) -> Iterator[Card]:
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         gpu = _gpu_of_handle(nvml, handle, index, _compute_capability(nvml, handle))
+        # The first is the mode in force, the second the one after the next reset.
         partitioned = _ask_driver(nvml, (0, 0), nvml.nvmlDeviceGetMigMode, handle)[0] == 1
         yield Card(
             gpu=gpu,

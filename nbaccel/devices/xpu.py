@@ -23,6 +23,7 @@ class XpuDevice(Device):
 
     def detect(self, environ: Mapping[str, str]) -> dict[str, Any]:
         """See :meth:`Device.detect`; by the kernel's render nodes of Intel's cards."""
+        # Render nodes, one per GPU: `card*` has entries for connectors, too.
         nodes = sorted(_CARDS.glob("render*/device/vendor")) if _CARDS.is_dir() else []
         found = [node for node in nodes if node.read_text(encoding="ascii").strip() == _VENDOR]
         gpus = (Gpu(index=i, name="Intel GPU", kind=self.name) for i in range(len(found)))

@@ -262,7 +262,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activations:
-    """What one forward and backward pass takes beside parameters, in bytes.
+    """What one forward and backward pass needs besides parameters, in bytes.
 
     Attributes:
         saved: What is kept at the end of the forward pass, each storage once.
@@ -307,6 +307,7 @@ def measure_activations(
                 return _run(twin, batch, gradient_checkpointing)
         except Exception as error:  # the model's own code may need values, and fail in any way
             _check_small(model, error)
+        # A copy, because hooks are added and gradients computed.
         real = copy.deepcopy(model).to(dtype=dtype)
         batch = mapped(sample_batch, lambda t: t.detach().to(dtype=_as(t, dtype), copy=True))
         return _run(real, batch, gradient_checkpointing)
@@ -327,6 +328,7 @@ def _run(twin: nn.Module, batch: Any, gradient_checkpointing: bool) -> Activatio
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if storage_key(tensor) not in keys:
+            # By storage, because several saved tensors may be views of one.
             saved[storage_key(tensor)] = tensor.untyped_storage()
         return tensor
 

@@ -1,4 +1,4 @@
-"""``MemoryEstimate``: what a run needs on device, host and disk, beside what is free."""
+"""``MemoryEstimate``: what a run needs on device, host and disk, and what is free there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Bytes:
         optimizer: Its states and its own copy of the parameters.
         buckets: Room to communicate, to gather parameters and to read from disk.
         activations: What the forward pass keeps for the backward pass, and what that adds.
-        in_backward: What lives for a moment beside the activations: gradients on their way,
+        in_backward: What lives for a moment besides the activations: gradients in transfer,
             gathered parameters.
         in_step: What lives for a moment when the optimizer begins, and activations are gone:
             gradients made flat, or in fp32.
@@ -52,6 +52,7 @@ class Bytes:
     @property
     def peak(self) -> int:
         """The most at any moment: what must be free."""
+        # Activations are freed before the optimizer steps, so the two never live together.
         moments = max(self.activations + self.in_backward, self.in_step)
         return self.model_states + self.buckets + moments
 
@@ -227,6 +228,7 @@ def replicated(
         settings=None,
         num_processes=num_processes,
         num_nodes=num_nodes,
+        # Each process needs as much, so the fullest GPU decides.
         device_free=min((gpu.free_bytes for gpu in gpus), default=None),
         host_free=inventory.host_available_bytes,
         notes=common_notes(activation_bytes, on_cpu=not gpus),

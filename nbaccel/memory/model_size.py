@@ -35,7 +35,7 @@ class Shape:
     sizes: tuple[int, ...] = ()
 
     def at_most(self, threshold: int) -> int:
-        """How many parameters lie in tensors of at most so many elements.
+        """How many parameters are in tensors of at most so many elements.
 
         Args:
             threshold: The largest size that counts.
@@ -80,6 +80,7 @@ def shape_of(model_or_shape: Any) -> Shape:
     """
     if isinstance(model_or_shape, Shape):
         return model_or_shape
+    # By its method: for plain numbers torch need not be imported.
     if callable(getattr(model_or_shape, "modules", None)):
         return measure(model_or_shape)
     try:

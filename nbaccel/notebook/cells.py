@@ -95,7 +95,7 @@ class Cells:
         return [f"{CELL_MAGIC} {magic_arguments}".rstrip(), *code_lines], 1
 
     def as_written(self) -> None:
-        """Let errors show the magic's line as it was written, not the call that IPython makes of it."""
+        """Let errors show the magic's line as written, not the call that IPython makes of it."""
         for file_name, line_number in _user_lines():
             cache_entry = linecache.cache.get(file_name)
             # An entry that linecache fills in later has one item and no lines yet.

@@ -87,6 +87,7 @@ def _wrap_complete(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]
             if cell_text and cursor_pos is not None:
                 our_matches = ask_matches(cell_text, cursor_line, cursor_pos)
             our_words = list(our_matches.words)
+            # IPython and Jedi would add Python names, which mean nothing on a magic's line.
             if our_matches.are_all:
                 return our_matches.part, our_words, ["nbaccel"] * len(our_words), ()
             their_matches: tuple[Any, ...] = earlier_complete(
@@ -263,6 +264,7 @@ class Completion:
         cursor_offset = (
             sum(len(code_line) + 1 for code_line in code_lines[:cursor_line]) + cursor_column
         )
+        # None while the workers run a cell: completion must not wait for its end.
         worker_matches = live_pool.complete(code_text, cursor_offset)
         if worker_matches is None:
             return Matches()
@@ -296,6 +298,7 @@ def _final_matches(
         words=tuple(matched_words),
         kinds=(word_kind,) * len(matched_words),
         part=typed_part,
+        # Without a match other matchers may still know what is meant.
         are_all=bool(matched_words),
     )
 

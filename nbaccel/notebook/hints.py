@@ -112,6 +112,7 @@ def _of_error(raised_error: RaisedError) -> Iterator[_Line]:
 def _of_frames(user_frames: Iterable[frames.Frame]) -> Iterator[_Line]:
     for stack_frame in user_frames:
         yield f"  {frames.place(stack_frame)}, in {stack_frame.function}", False
+        # Of a library's code the failing line is enough; the user's code is what can be corrected.
         lines_around = 0 if stack_frame.is_library else _LINES_AROUND
         yield from (
             (source_line, False)

@@ -103,8 +103,8 @@ def check_ranks(ranks: Sequence[int] | None, world_size: int) -> None:
         raise ConfigError(
             f"--ranks names {ranks_as_text(unknown_ranks)}: there {_are_or_is(world_size)}, "
             f"{'rank 0' if last_rank == 0 else f'ranks 0-{last_rank}'}. The cell "
-            f"would not run there. Name ranks up to {last_rank}, or start more with %accelerate restart -n "
-            f"{max(unknown_ranks) + 1}."
+            f"would not run there. Name ranks up to {last_rank}, or start more with "
+            f"%accelerate restart -n {max(unknown_ranks) + 1}."
         )
 
 
@@ -156,7 +156,7 @@ class _LineReader:
                 self._name(self._expanded(line_word))
 
     def line(self, base_config: RunConfig) -> MagicLine:
-        """What they ask for, if nothing is wrong."""
+        """The settings that they give, if nothing is wrong."""
         given_settings = {
             setting_name: setting_value
             for setting_name, setting_value in self.found.items()
@@ -172,6 +172,7 @@ class _LineReader:
         if named_config is not None:
             self._compare(named_config, wanted_config, given_settings)
         if self.mistakes:
+            # Each once: a setting's mistake may be reported by several parts.
             raise ConfigError(*dict.fromkeys(self.mistakes))
         return MagicLine(
             wanted=wanted_config,
@@ -197,7 +198,7 @@ class _LineReader:
         elif equals_sign:
             self._keep(magic_option, flag_value)
         else:
-            # If the next word is an option, the value was forgotten; that option is read all the same.
+            # If the next word is an option, the value was forgotten; that option is still read.
             next_word = next(line_words, None)
             if next_word is None or _is_flag(next_word):
                 self.mistakes.append(
@@ -217,6 +218,7 @@ class _LineReader:
                 f"{flag_name} takes no value: got {flag_value!r}. It would mean nothing. Write "
                 f"{flag_name} alone."
             )
+        # A value such as `=false` is left to the setting's own validator.
         self.found[magic_option.name] = flag_value if flag_value is not None else not is_opposite
 
     def _keep(self, magic_option: MagicOption, value_text: str) -> None:
@@ -284,6 +286,7 @@ class _LineReader:
                 f"{line_word!r} is no name of a variable: only whole variables are copied. Bind "
                 f"the value to a name first, then give that name."
             )
+        # `num_processes=2` is how Python and RunConfig write it.
         elif equals_sign and (magic_option := find_option(options_of(), f"--{option_name}")):
             self.mistakes.append(
                 f"{line_word!r} is no option of the line: it would silently have no effect. "
@@ -375,6 +378,7 @@ class _LineReader:
                 getattr(wanted_config, setting_name),
                 getattr(named_config, setting_name),
             )
+            # Either of the two could be meant.
             if line_value != config_value:
                 config_variable = self.found["config"]
                 self.mistakes.append(
@@ -421,6 +425,7 @@ def _has_config(variable_value: Any) -> bool:
 
 def _split_words(line_text: str) -> Iterator[str]:
     try:
+        # As in a shell: values may be quoted, and a comment may follow the options.
         return iter(shlex.split(line_text, comments=True))
     except ValueError as error:  # a quotation that is not closed
         raise ConfigError(
@@ -578,7 +583,7 @@ def _option_meaning(magic_option: MagicOption) -> str:
 
 
 def _manual_row(option_head: str, option_meaning: str) -> list[str]:
-    """One entry: what is written, and beside or under it what it means."""
+    """One entry: what is written, and next to it or below what it means."""
     indent_text = " " * (_COLUMN_CHARS + 2)
     wrapped_lines = textwrap.wrap(
         option_meaning, _MANUAL_CHARS - len(indent_text), break_on_hyphens=False

@@ -147,8 +147,9 @@ def _show_config(session: Session, magic_line: MagicLine) -> None:
         return
     if magic_line.names:
         raise ConfigError(
-            f"%accelerate config got {', '.join(magic_line.names)} beside options: names are for "
-            "the memory that its form shows, and with options it shows none. Leave one of them out."
+            f"%accelerate config got {', '.join(magic_line.names)} together with options: names "
+            "are for the memory that its form shows, and with options it shows none. Leave one of "
+            "them out."
         )
     session.configure(magic_line)
     print(session.told_config())
@@ -162,6 +163,7 @@ def _print_traceback(session: Session, magic_line: MagicLine) -> None:
     if not failure_records:
         print("No launch and no cell of %%accelerate has failed in this notebook.")
         return
+    # IPython 9 writes `nocolor`, earlier versions `NoColor`.
     with_colours = str(getattr(session.shell, "colors", "")).lower() != "nocolor"
     print(failure_text(failure_records, with_colours=with_colours))
 

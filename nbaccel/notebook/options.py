@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-# Short or usual names beside the setting's own.
+# Short or usual names besides the setting's own.
 _FLAG_ALIASES = {
     "num_processes": ("-n",),
     "mixed_precision": ("--precision",),
@@ -127,7 +127,9 @@ OWN_OPTIONS: tuple[MagicOption, ...] = (
 _START_OPTIONS = ("config", "dist")
 
 SUBCOMMANDS: tuple[Subcommand, ...] = (
-    Subcommand(name="status", meaning="What each worker is, has and does. Also without a word."),
+    Subcommand(
+        name="status", meaning="What each worker is, has and does; also without a subcommand."
+    ),
     Subcommand(
         name="restart",
         meaning="Start new workers, with these settings changed; variables of the old are lost.",
@@ -192,6 +194,7 @@ def options_of(subcommand: str = "") -> tuple[MagicOption, ...]:
 
 def find_option(magic_options: Iterable[MagicOption], flag_name: str) -> MagicOption | None:
     """The option that is written so; underscores stand for dashes, as in the setting's name."""
+    # Only long options: a short one such as `-n` has no other spelling.
     kebab_flag = flag_name if not flag_name.startswith("--") else flag_name.replace("_", "-")
     for magic_option in magic_options:
         if kebab_flag in magic_option.flags or (

@@ -105,7 +105,7 @@ class Session:
         """Run a cell, with workers started where there are none.
 
         Args:
-            magic_line: What its line asks for.
+            magic_line: Its line.
             cell_source: The cell.
         """
         ready_pool = self._ready(magic_line)
@@ -284,6 +284,7 @@ class Session:
                 "at their start."
             )
         if mistakes:
+            # One remedy for all mistakes, after the last of them.
             restart_flags = " ".join(
                 [
                     *(flag_of(magic_line.wanted, setting_name) for setting_name in differing_names),
@@ -306,6 +307,7 @@ class Session:
             for setting_name in setting_names
             if getattr(wanted_config, setting_name) != getattr(live_pool.config, setting_name)
         ]
+        # Planning inspects the machine, which a cell without changed settings need not wait for.
         wanted_plan = plan_pool(wanted_config) if asked_names else live_pool.plan
         return [
             setting_name
@@ -325,7 +327,8 @@ class Session:
         reason_text = f" ({self.pool.reason})" if self.pool is not None and self.pool.reason else ""
         raise ConfigError(
             f"{', '.join(variable_names)} cannot be {wanted_action} workers: there are "
-            f"none{reason_text}. Run a %%accelerate cell first, or start them with %accelerate restart."
+            f"none{reason_text}. Run a %%accelerate cell first, or start them with "
+            "%accelerate restart."
         )
 
     def _autoreload(self, live_pool: Pool, wanted_state: bool | None) -> None:

@@ -3,7 +3,7 @@
 [Note: the wrapped forward] A model's `forward` is replaced on the instance by an
 :class:`AutocastForward`, so the model stays the user's own object: what wraps it later (DDP,
 `fully_shard`, `torch.compile`) calls the new forward by itself. The replacement is an object of a
-class, not a closure, because models travel to workers by pickle and are deep-copied.
+class, not a closure, because models are pickled for workers and deep-copied.
 """
 
 from __future__ import annotations

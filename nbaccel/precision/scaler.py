@@ -74,6 +74,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave; what waited is dropped."""
+        # Otherwise the waiting update would change the factor that is loaded.
         self._settle()
         super().load_state_dict(state_dict)
 
@@ -98,5 +99,6 @@ class LossScaler(torch.amp.GradScaler):
                 super().update()
 
     def _settle_for(self, optimizer: torch.optim.Optimizer) -> None:
+        # A second step of the same optimizer belongs to the next iteration.
         if self.is_enabled() and self._waiting and torch_private.has_stepped(self, optimizer):
             self._settle()

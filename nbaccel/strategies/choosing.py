@@ -32,7 +32,7 @@ def choose_modules(
         ignored: Parameters that are not sharded.
 
     Returns:
-        The submodules, each after all that lie in it.
+        The submodules, each after those inside it.
 
     Raises:
         ConfigError: The policy names classes that the model does not have, or no class at all.

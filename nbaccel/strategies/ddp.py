@@ -32,6 +32,7 @@ _Hook = Callable[[Any, Any], Any]
 _Kind = DDPCommunicationHookType
 
 _HOOKS: dict[DDPCommunicationHookType, _Hook] = {
+    # What DDP does without a hook; a wrapper needs one to call.
     _Kind.NO: default_hooks.allreduce_hook,
     _Kind.FP16: default_hooks.fp16_compress_hook,
     _Kind.BF16: default_hooks.bf16_compress_hook,
@@ -114,6 +115,7 @@ class DdpStrategy(Strategy):
     def _wrapped(self, model: nn.Module) -> nn.Module:
         if isinstance(model, DistributedDataParallel):
             return model
+        # DDP raises for a model that has none.
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         arguments = {

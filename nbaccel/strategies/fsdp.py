@@ -173,6 +173,7 @@ class FsdpStrategy(Strategy):
             "offload_policy": CPUOffloadPolicy() if offloads_to_host else OffloadPolicy(),
         }
         if ignored_set:
+            # Passed only where it is needed, because torch 2.6 does not have the argument.
             if "ignored_params" not in inspect.signature(fully_shard).parameters:
                 raise PlatformUnsupported(
                     f"ignored_modules={self._settings.ignored_modules!r} needs torch 2.7 or "
@@ -221,6 +222,8 @@ class FsdpStrategy(Strategy):
         """See :meth:`Strategy.model_state`; in host memory, empty but on process 0."""
         state_options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(model, options=state_options)
+        # Gathering is a collective, so every process has called it; only process 0 keeps the
+        # result.
         if not self.place.is_main:
             return {}
         first_name_by_id: dict[int, str] = {}

@@ -71,6 +71,7 @@ def _new_parameter(old_parameter: torch.Tensor, became: WeakTensorKeyDictionary)
 def _disable_mixed_foreach(param_group: dict[str, Any]) -> None:
     # torch's foreach kernels take sharded tensors, or plain ones, never both in one list.
     is_sharded_values = {isinstance(parameter, DTensor) for parameter in param_group["params"]}
+    # None leaves the choice to torch; a choice of the user's is kept.
     if len(is_sharded_values) > 1 and param_group.get("foreach", False) is None:
         param_group["foreach"] = False
 

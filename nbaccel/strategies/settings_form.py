@@ -1,8 +1,8 @@
 """What a strategy with settings of its own offers to the pickers.
 
-A picker knows the settings of `RunConfig`. What a library's configuration holds, when a key means
-anything, what it needs of memory and how it is written are told by that library's folder through
-`SettingsForm`; a picker without any has none of its choices.
+A picker knows the settings of `RunConfig`. What a library's configuration holds, when a key has a
+meaning, how much memory it needs and how it is written comes from that library's folder through
+`SettingsForm`; a picker without any has none of these choices.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ChoiceOption:
 
     Attributes:
         value: What the configuration holds; None leaves it to the plan or to the strategy.
-        label: How it is called.
+        label: Its name in the form.
         meaning: What it does, in one line.
     """
 
@@ -45,7 +45,7 @@ class Setting:
     Attributes:
         name: Its name among all choices; for a key of a strategy's configuration that key, with
             dots.
-        label: How it is called.
+        label: Its name in the form.
         meaning: What it does, in one line.
         unit: Of a number: ``elements``, ``samples``; empty where it counts nothing.
         panel: ``precision``, ``zero`` or ``launch``.
@@ -81,7 +81,7 @@ class Edit:
 
     Attributes:
         config: The configuration.
-        remarks: What was changed beside what was asked for.
+        remarks: What was changed besides the choice itself.
     """
 
     config: RunConfig

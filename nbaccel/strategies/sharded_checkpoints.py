@@ -159,7 +159,7 @@ def _problems_of_file(
     path = folder / file_name
     # A crafted `.metadata` could otherwise make this process open files anywhere.
     if Path(file_name).name != file_name:
-        yield "is not in the folder: a checkpoint's files lie beside each other"
+        yield "is not in the folder: a checkpoint's files are in one folder"
     elif not path.is_file():
         yield "is missing"
     else:
@@ -183,6 +183,7 @@ def _entry_problem(file: IO[bytes], offset: int, length: int, plain_name: str) -
         yield f"{problem_text} (at byte {offset:,})"
     elif plain_name:
         entry_window.seek(0)
+        # Only tried: DCP will unpickle the entry itself, without restricting classes.
         try:
             torch.load(entry_window, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:
@@ -265,6 +266,7 @@ def check_shards(model: nn.Module, optimizer: Optimizer | None, folder: Path, pl
         for entry_key, entry_metadata in stored_metadata.items()
         if entry_key.startswith(_MODEL_PREFIX) and isinstance(entry_metadata, TensorStorageMetadata)
     }
+    # torch's function gives names as they were saved, without the prefixes of wrappers.
     model_tensors = get_model_state_dict(model).items()
     expected_shapes = {
         tensor_name: tuple(tensor_value.shape)
@@ -343,6 +345,7 @@ def _optimizer_slots(optimizer: Optimizer, folder: Path) -> dict[str, Any]:
         elif entry_key.startswith(_STATE_PREFIX):
             parameter_number = int(entry_key.removeprefix(_STATE_PREFIX).partition(".")[0])
             empty_tensor = _zeros_like_stored(entry_metadata)
+            # 0-d state, such as Adam's step, is the same on every process and stays whole.
             if empty_tensor is not None and empty_tensor.dim():
                 empty_tensor = optimizer_shards.place_like(
                     empty_tensor, parameters[parameter_number]

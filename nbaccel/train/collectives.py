@@ -146,6 +146,7 @@ class CollectiveCheck:
                 "processes meet. Every process must call every collective equally often; look "
                 "for an `if` or a `break` around this line that process 0 does not take."
             ) from error
+        # After all have come: a mismatch is raised on every process, so none is left waiting.
         self._check_agreement(all_entries, same)
         return [entry.detail for entry in all_entries]
 

@@ -53,7 +53,7 @@ class _TensorOutline:
 class _RoundAnnouncement:
     """What process 0 sends to the others before the tensors.
 
-    An error travels as text: not every exception can be pickled.
+    An error is sent as text, because not every exception can be pickled.
     """
 
     batch: Any = None
@@ -108,7 +108,7 @@ class DispatchLoader(PreparedLoader):
         return max(0, num_batches - self.batches_to_drop)
 
     def _expected_remainder(self) -> int:
-        return -1
+        return -1  # known when the last round arrives
 
     def _settle_remainder(self) -> None:
         self.remainder = self._last_rows
@@ -145,7 +145,7 @@ class DispatchLoader(PreparedLoader):
                 first_rows = self._slice_batch(batch, slice(0, world_size))
             short_rows = num_rows if num_rows % world_size else 0
             if short_rows and self.settings.drop_last:
-                continue
+                continue  # dropped, but if another round follows, this one was a mistake
             self._last_rows = num_rows
             rows_each = math.ceil(num_rows / world_size)
             batch = _fill_rows(batch, first_rows, rows_each * world_size)
@@ -242,6 +242,7 @@ def _join_batches(round_batches: list[Any]) -> Any:
 
 def _fill_rows(batch: Any, first_rows: Any, num_rows: int) -> Any:
     """The batch with rows of the first round added until it has so many."""
+    # A batch without tensors has no rows to fill up.
     while (find_batch_size(batch) or num_rows) < num_rows:
         batch = concatenate([batch, first_rows])
     return batch
@@ -264,6 +265,7 @@ def _check_divisible_leaves(round_batches: list[Any]) -> None:
         leaf
         for leaf_index, leaf in enumerate(first_leaves)
         if not isinstance(leaf, torch.Tensor)
+        # A value that is equal in all batches belongs to no sample: every process may have it.
         and not (
             isinstance(leaf, constant_types)
             and all(leaf == batch_leaves[leaf_index] for batch_leaves in other_leaves)

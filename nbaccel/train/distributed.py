@@ -255,6 +255,7 @@ def leave_process_group(collectives: Collectives) -> None:
     """
     if collectives.place.is_alone or not dist.is_initialized():
         return
+    # A process that leaves early would make a collective of another one fail.
     collectives.barrier()
     # A notebook's worker keeps it: later lines of the cell may use it, and it ends with the worker.
     if not env.flag("FORK_LAUNCHED"):

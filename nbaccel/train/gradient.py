@@ -18,7 +18,7 @@ __all__ = ["GradientState", "IteratedLoader"]
 
 
 class IteratedLoader(Protocol):
-    """What a gradient state asks of a loader."""
+    """What a gradient state needs of a loader."""
 
     end_of_dataloader: bool
     """Whether the batch at hand is the last."""
@@ -114,7 +114,7 @@ class GradientState:
         _ITERATED_LOADERS.append(loader)
 
     def leave_loader(self, loader: IteratedLoader) -> None:
-        """A loader is through, or was left early; whatever began inside it may still run."""
+        """A loader is done, or was left early; loops that began inside it may still run."""
         for loader_stack in (self._loader_stack, _ITERATED_LOADERS):
             # By identity and from the end: `remove` would compare loaders with ==, and take the
             # outermost of two iterations of the same loader.

@@ -66,6 +66,7 @@ def find_differences(facts: Mapping[str, Any], collectives: Collectives) -> list
             other_ranks = [
                 str(rank) for rank, value in enumerate(values_by_rank) if value != values_by_rank[0]
             ]
+            # Fingerprints of parameters would tell a reader nothing.
             is_printable = all(isinstance(value, (str, float)) for value in values_by_rank)
             shown_values = (
                 f": {', '.join(map(str, values_by_rank))} by process" if is_printable else ""
@@ -130,6 +131,6 @@ def check_in_sync(
             + f"{more_line}\nThey train different models from here on. Look for code that changes "
             "weights on one process only, different seeds before the model was built, or a "
             "`break` that only some take.",
-            stacklevel=3,
+            stacklevel=3,  # past Accelerator.check_in_sync
         )
     return not message_lines

@@ -8,7 +8,7 @@ ago. The batch that was read ahead when the checkpoint was written is read once 
 just before is kept for it, so that a dataset which draws (a random crop) draws the same.
 
 It is a real ``torch.utils.data.DataLoader`` around another one, the `base`, which reads. An
-iteration of it is one generator: whoever leaves early, by ``break``, by an exception or by
+iteration of it is one generator: a loop that is left early, by ``break``, by an exception or by
 dropping the iterator, closes the generator, and nothing stays behind.
 """
 
@@ -40,7 +40,7 @@ from nbaccel.train.trees import leaves, map_tensors, send_to_device
 __all__ = ["LoaderPosition", "LoaderSettings", "PreparedLoader", "chain_of_samplers"]
 
 
-_HOST_PLACE = Place(device=torch.device("cpu"))  # orders are drawn there, whatever trains
+_HOST_PLACE = Place(device=torch.device("cpu"))  # orders are drawn on the host, also for GPUs
 
 
 class LoaderPosition:
@@ -117,6 +117,7 @@ class LoaderPosition:
                 still in the loop's body.
         """
         if self.restored_state is not None:
+            # Saved again before the next iteration, which will start from what was loaded.
             return dict(self.restored_state)
         is_within = self._epoch_start is not None and not is_through
         return {
@@ -277,6 +278,7 @@ class PreparedLoader(DataLoader[Any]):
     @property  # type: ignore[misc]
     def multiprocessing_context(self) -> Any:
         """As the base's: how worker processes are started."""
+        # DataLoader has a property of this name, which `__getattr__` would not replace.
         return self.base.multiprocessing_context
 
     @property
@@ -302,7 +304,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether it goes on in the middle of an epoch by itself, after `load_state_dict`."""
+        """Whether it continues within an epoch by itself, after `load_state_dict`."""
         return self.settings.stateful
 
     @property
@@ -315,7 +317,7 @@ class PreparedLoader(DataLoader[Any]):
         """Samples of the dataset, whatever this process's share is."""
         dataset: Any = self.dataset
         if isinstance(dataset, IterableDatasetShard):
-            dataset = dataset.dataset
+            dataset = dataset.dataset  # the shard's length is this process's share
         return int(dataset.total_length if hasattr(dataset, "total_length") else len(dataset))
 
     @property
@@ -329,7 +331,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def batches_seen(self) -> int:
-        """Batches of the running epoch that were given out; of a restored one, until it goes on."""
+        """Batches given out in the running epoch; in a restored one, until it continues."""
         return self.position.batches_seen
 
     @property
@@ -439,6 +441,7 @@ class PreparedLoader(DataLoader[Any]):
 
         Torch draws a seed for new ones, from what the order is drawn from.
         """
+        # Other workers are started in every epoch, also in the unbroken run.
         if not self.base.persistent_workers:
             return
         if not self.position.has_begun:
@@ -584,6 +587,7 @@ def _yields_plain_batches(loader: DataLoader[Any]) -> bool:
         for batch_sampler in batch_samplers
         if not isinstance(batch_sampler, shard_types)
     ]
+    # torchdata has a BatchSampler of its own, which yields the same batches as torch's.
     return all(
         sampler_type is BatchSampler or sampler_type.__module__.startswith("torchdata.")
         for sampler_type in user_types

@@ -37,7 +37,7 @@ __all__ = ["prepare_data_loader", "skip_first_batches"]
 
 _PreparedLoaderClass = TypeVar("_PreparedLoaderClass", bound=PreparedLoader)
 
-# What makes a loader, beside what says which samples are in a batch.
+# A loader's arguments, without those that say which samples are in a batch.
 _LOADER_OPTIONS = (
     "num_workers",
     "collate_fn",
@@ -82,7 +82,7 @@ def prepare_data_loader(
 
     Raises:
         ConfigError: Settings that this loader cannot be shared by.
-        MissingBackend: torchdata is asked for and not installed.
+        MissingBackend: torchdata is needed and not installed.
     """
     if isinstance(loader, PreparedLoader):
         return loader
@@ -276,6 +276,7 @@ class _LoaderPreparation:
             old_sampler.generator,
             data_seed=self.collectives.broadcast_object(seed),
         )
+        # From the innermost outwards, because each copy is given the new sampler inside it.
         for outer_sampler in reversed(batch_samplers):
             attribute_name = (
                 "batch_sampler" if hasattr(outer_sampler, "batch_sampler") else "sampler"
@@ -297,7 +298,7 @@ def skip_first_batches(
     """A loader that leaves out the first batches of an epoch; the one given stays as it is.
 
     Samples that are chosen by index are not read. The two loaders of a prepared one count epochs
-    together: when the skipping one is through, the other goes on with the next epoch.
+    together: when the skipping one is done, the other continues with the next epoch.
 
     Args:
         dataloader: A prepared loader, or any torch loader.
@@ -373,6 +374,7 @@ class _DroppingLoader(DataLoader[Any]):
 
 def _index_batches(loader: DataLoader[Any]) -> Any:
     """What yields the indices of each batch, whichever argument it was given by."""
+    # With batch_size=None torch makes no batch sampler.
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
@@ -403,6 +405,7 @@ def _rebuild_loader(
     **changed_options: Any,
 ) -> DataLoader[Any]:
     """A new torch loader like another one, but for what is given."""
+    # A new one, because torch forbids changing the sampler or dataset of a loader.
     loader_class: Callable[..., DataLoader[Any]] = _stateful_class() if stateful else DataLoader
     dataset = loader.dataset if dataset is None else dataset
     loader_options = _loader_options(loader)
@@ -414,7 +417,7 @@ def _rebuild_loader(
         )
     index_batches = _index_batches(loader) if index_batches is None else index_batches
     if loader.batch_sampler is None:
-        # Without automatic batching: each index (or list of them) is asked of the dataset at once.
+        # Without automatic batching the dataset gets each index (or list of them) as it is.
         return loader_class(
             dataset, sampler=index_batches, batch_size=None, **{**loader_options, **changed_options}
         )

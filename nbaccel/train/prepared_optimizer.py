@@ -1,9 +1,9 @@
 """``PreparedOptimizer``: an optimizer that waits while gradients are being accumulated.
 
 [Note: was it skipped?] With scaled gradients a step may not happen. Asking the scaler afterwards
-would wait for the device a second time, so a hook on the optimizer tells whether it stepped. A
+would wait for the device a second time, so a hook on the optimizer records whether it stepped. A
 fused optimizer is always called and looks at the flag on the device itself: there the flag is kept,
-and read when somebody asks.
+and read only when it is needed.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class PreparedOptimizer(Optimizer):
             eval_method()
 
     def __getattr__(self, name: str) -> Any:
-        # Hooks, and whatever an optimizer has beyond torch's.
+        # Hooks, and attributes that torch's optimizers do not have.
         if name == "optimizer":
             raise AttributeError(f"{type(self).__name__} has no {name!r} before it is constructed")
         return getattr(self.optimizer, name)
@@ -174,7 +174,7 @@ class PreparedOptimizer(Optimizer):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
 
-    # ---------------------------------------------------------------- travelling
+    # ---------------------------------------------------------------- pickling
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -20,7 +20,7 @@ class PreparedScheduler:
     A schedule written for one process sees, in one optimizer step of a run, as many batches as
     there are processes; so it advances that many times. It stops silently at its `total_steps`
     (``OneCycleLR``), where torch would raise. ``ReduceLROnPlateau`` counts how often it is shown a
-    metric, whoever computed it, and so always advances once.
+    metric, whichever process computed it, and so always advances once.
 
     Args:
         scheduler: The scheduler itself.
@@ -98,7 +98,7 @@ class PreparedScheduler:
         warnings.warn(
             f"GradientAccumulationPlugin(adjust_scheduler=True): the schedule advances by all "
             f"{self.gradient_state.batches_in_group} batches of an optimizer step, as a schedule "
-            "written in batches needs it. Accelerate advances it by one whatever is given: for the "
+            "written in batches needs it. Accelerate always advances it by one: for the "
             "same learning rates leave adjust_scheduler out.",
             stacklevel=4,  # past _steps_to_advance and step, to the training loop
         )

@@ -147,6 +147,7 @@ class ProcessInfo:
         """
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
+        # One process runs everything, so that code written for several runs on one.
         if self._place.is_alone:
             return function
         chosen_rank = _check_process_number(process_index, self.num_processes, "process_index")

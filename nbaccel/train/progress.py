@@ -71,6 +71,7 @@ class Progress(Generic[_LoaderBatch]):
             for batch in self._loader:
                 self.samples += find_batch_size(batch) or 0
                 yield batch
+                # After the loop's body: the batch counts when it has been trained with.
                 self.bar.update(1)
                 metrics_reporter.step_done()
                 if time.monotonic() - self._last_post_s >= _POST_INTERVAL_S:

@@ -67,13 +67,15 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 def _check_seed(seed: Any) -> int:
     try:
+        # `index` accepts numpy's whole numbers, and refuses floats and text.
         seed_number = operator.index(seed)
     except TypeError:
         seed_number = -1
     if not 0 <= seed_number < _NUM_SEEDS:
         raise ConfigError(
             f"set_seed({shown(seed)}) must get a whole number from 0 to {_NUM_SEEDS - 1}. numpy "
-            "accepts no other seed, and the other generators would be seeded without it."
+            "accepts no other seed, and the other generators would be seeded without it. Give such "
+            "a number."
         )
     return seed_number
 
@@ -110,7 +112,7 @@ def restore_rng_states(place: Place, state: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def preserve_rng_states() -> Iterator[None]:
-    """Leave all global generators as they were, whatever the block draws or seeds."""
+    """Restore all global generators after the block."""
     # Chosen once: a device that the block initialises has no earlier state to restore.
     awake_devices = tuple(_catalog.awake_accelerators())
     previous_states = _generator_states(*awake_devices)
@@ -173,6 +175,7 @@ def synchronize_rng_states(
     """
     # An enum member counts as its value: Accelerate's RNGType is one.
     type_names = [str(getattr(type_name, "value", type_name)) for type_name in rng_types]
+    # Before any exchange, so that a wrong name is refused on every process.
     accessors = {type_name: _state_accessors(type_name, generator) for type_name in type_names}
     if collectives is None or collectives.place.is_alone or not accessors:
         return

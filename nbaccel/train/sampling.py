@@ -37,7 +37,7 @@ def check_divisible(batch_size: int | None, num_processes: int, owner_name: str)
     Args:
         batch_size: Samples of a batch; None where it is not known.
         num_processes: Number of slices.
-        owner_name: What is told to split, for the message.
+        owner_name: The loader or sampler that is to split, for the message.
 
     Raises:
         ConfigError: They do not.
@@ -87,6 +87,7 @@ class SeedableRandomSampler(RandomSampler):
 
     def __iter__(self) -> Iterator[int]:
         if self.generator is None:
+            # Its own, because seeding torch's global one would repeat all other random numbers.
             self.generator = torch.Generator()
         self.generator.manual_seed(self.initial_seed + self.epoch)
         yield from super().__iter__()
@@ -223,6 +224,7 @@ class BatchSamplerShard(BatchSampler):
             return [*last_round, *_repeat_items(first_round, self.num_processes)][
                 self.process_index
             ]
+        # `cycle`, because the whole epoch may be shorter than what is missing in its only round.
         sample_indices = itertools.chain(
             *last_round, itertools.cycle(list(itertools.chain(*first_round)))
         )
@@ -332,6 +334,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         self.remainder = -1
         generator = getattr(self.dataset, "generator", None)
+        # Every process must read the same samples in the same order, or shares would overlap.
         if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
             generator.manual_seed(self.epoch)
         round_size = self._samples_each * self.num_processes
@@ -348,6 +351,7 @@ class IterableDatasetShard(IterableDataset[Any]):
                 current_round = []
         self.remainder = len(current_round)
         if current_round and not self.drop_last:
+            # An epoch shorter than one round is completed from itself.
             filled_round = itertools.chain(
                 current_round, itertools.cycle(first_round or current_round)
             )

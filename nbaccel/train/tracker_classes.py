@@ -52,6 +52,7 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapped_method(tracker: Any, *args: Any, **kwargs: Any) -> Any:
+        # Read in each call, because an instance may override the value of its class.
         everywhere = not getattr(tracker, "main_process_only", True)
         return function(tracker, *args, **kwargs) if everywhere or distributed.rank() == 0 else None
 
@@ -157,6 +158,7 @@ class ServiceTracker(GeneralTracker):
             Names and values.
         """
         for value_name, logged_value in values.items():
+            # A tensor of one number is no Real; as a Python number the service can show it.
             shown_value = (
                 plain_value(logged_value, keep_infinite=True)
                 if hasattr(logged_value, "dtype")
@@ -288,7 +290,7 @@ class MLflowTracker(ServiceTracker):
     Args:
         experiment_name: Its experiment, made if there is none (``MLFLOW_EXPERIMENT_NAME``).
         logging_dir: Where a new experiment keeps files; None leaves it to MLflow.
-        run_id: The run to go on with (``MLFLOW_RUN_ID``); None begins one.
+        run_id: The run to continue (``MLFLOW_RUN_ID``); None begins one.
         tags: Of the run, as a dict or its JSON (``MLFLOW_TAGS``).
         nested_run: Whether it is part of the run that is active (``MLFLOW_NESTED_RUN``).
         run_name: Name of a new run.
@@ -395,7 +397,7 @@ class DVCLiveTracker(ServiceTracker):
 
     Args:
         run_name: Not used: DVCLive names by folder.
-        live: A ``dvclive.Live`` to go on with.
+        live: A ``dvclive.Live`` to continue.
         **kwargs: Of ``dvclive.Live``.
     """
 
@@ -422,6 +424,7 @@ class DVCLiveTracker(ServiceTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """See :meth:`GeneralTracker.log`; numbers and texts."""
         if step is not None:
+            # Otherwise dvclive counts steps by itself.
             self.run.step = step
         for value_name, logged_value in self.shown_values(values, (Real, str)):
             self.run.log_metric(value_name, logged_value, **kwargs)
@@ -561,8 +564,8 @@ class CometMLTracker(ServiceTracker):
 class ClearMLTracker(ServiceTracker):
     """A task of ClearML; arguments are those of ``Task.init``.
 
-    ``CLEARML_PROJECT`` and ``CLEARML_TASK`` win over `run_name`; a task that has been begun already
-    is gone on with, and left open.
+    ``CLEARML_PROJECT`` and ``CLEARML_TASK`` win over `run_name`; a task that exists already
+    is continued, and left open.
     """
 
     name = "clearml"

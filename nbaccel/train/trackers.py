@@ -135,7 +135,7 @@ class TensorBoardTracker(GeneralTracker):
         return self.tracker
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Show the configuration under HPARAMS, and keep it in ``hparams.yml`` beside.
+        """Show the configuration under HPARAMS, and keep it in ``hparams.yml``, too.
 
         Args:
             values: Hyperparameters by name; nested ones become ``outer.inner``.
@@ -312,14 +312,15 @@ def find_trackers(log_with: Any, logging_dir: str | Path | None = None) -> list[
     mistakes: list[str] = []
     for requested_item in requested:
         try:
+            # A tracker that is named twice, or also by `all`, is started once.
             matches += [
                 tracker for tracker in _match_trackers(requested_item) if tracker not in matches
             ]
         except ConfigError as error:
             mistakes += error.mistakes
     mistakes += [
-        f"log_with={tracker.name!r} writes to a folder, but logging_dir={logging_dir!r}. It is unknown "
-        "where its files belong. Give Accelerator(project_dir=...), or "
+        f"log_with={tracker.name!r} writes to a folder, but logging_dir={logging_dir!r}. It is "
+        "unknown where its files belong. Give Accelerator(project_dir=...), or "
         "ProjectConfiguration(logging_dir=...)."
         for tracker in matches
         # An instance was given its folder when it was made.
@@ -344,6 +345,7 @@ def _match_trackers(requested_item: Any) -> list[_Tracker]:
     classes = {
         **_built_in_trackers(),
         **{class_name: service.tracker for class_name, service in TRACKER_SERVICES.items()},
+        # Last, because a registered class takes a name over from another tracker.
         **_REGISTERED_CLASSES,
     }
     availability = _tracker_availability()

@@ -145,6 +145,7 @@ def _plan_refusal(view: PickerState, setting_name: str, new_value: Any) -> str:
         changed_config = view.config.changed(**{setting_name: new_value})
     except ConfigError as error:
         return _first_clause(error.mistakes[0], setting_name)
+    # Problems of the present settings would grey every option.
     new_problems = [
         problem_text
         for problem_text in problems_of(changed_config, view.inventory)

@@ -150,6 +150,7 @@ def settings(panel_name: str) -> tuple[Setting, ...]:
     )
     first_settings = [
         panel_settings.pop(setting_name)
+        # Without any strategy's form the panel shows the settings of `RunConfig` alone.
         for setting_name in common_names or _COMMON_FIELDS[panel_name]
     ]
     sections: dict[str, list[Setting]] = {}
@@ -191,6 +192,7 @@ def _of_precision() -> Iterator[Setting]:
         default="no",
     )
     for field_name, fp8_field in Fp8Config.model_fields.items():
+        # One field of three truth values; the form shows each of them.
         if field_name == "override_linear_precision":
             yield from _override_settings()
             continue

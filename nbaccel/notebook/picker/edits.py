@@ -1,4 +1,4 @@
-"""Choices read from a `RunConfig` and written into a new one, with what must change beside them."""
+"""Choices read from a `RunConfig` and written into a new one, with what must change with them."""
 
 from __future__ import annotations
 

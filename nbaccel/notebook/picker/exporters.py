@@ -90,6 +90,7 @@ def flag_of(config: RunConfig, field_name: str) -> str:
     if isinstance(field_value, bool):
         return magic_option.flag if field_value else magic_option.negative
     if magic_option.is_json and field_value is not None:
+        # Through JSON, because a nested setting is a model and has no JSON form by itself.
         plain_value = json.loads(
             config.model_dump_json(include={field_name}, exclude_defaults=True)
         )[field_name]
@@ -144,11 +145,11 @@ def read_settings_source(
         ),
         None,
     )
+    # Some names exist in both, so the strategies' forms are asked first.
     if set(settings) <= field_names and document_form is None:
         return RunConfig(
             **{str(field_name): field_value for field_name, field_value in settings.items()}
         ), ()
-    # Keys that are not RunConfig's: the form's reader names the ones that it does not have either.
     document_form = document_form or next(iter(settings_forms()), None)
     if document_form is None:
         foreign_keys = ", ".join(sorted(map(str, set(settings) - field_names)))
@@ -193,8 +194,8 @@ def _parse_source(source: str | Path) -> Mapping[str, Any]:
     source_text, source_name = _source_text(source)
     if not source_text.strip():
         raise ConfigError(
-            f"{source_name} is empty: got {source_text!r}. It would change nothing. Give a DeepSpeed "
-            "configuration or a RunConfig, as JSON or YAML."
+            f"{source_name} is empty: got {source_text!r}. It would change nothing. Give a "
+            "DeepSpeed configuration or a RunConfig, as JSON or YAML."
         )
     try:
         # By itself `json` silently keeps the last of two equal keys.
@@ -203,8 +204,8 @@ def _parse_source(source: str | Path) -> Mapping[str, Any]:
         # Text in braces is meant as JSON, whose message names the place of the mistake.
         if source_text.lstrip().startswith("{"):
             raise ConfigError(
-                f"{source_name} is no JSON: {error}. A setting half read would train something else. "
-                "Correct the text there."
+                f"{source_name} is no JSON: {error}. A setting half read would train something "
+                "else. Correct the text there."
             ) from error
         try:
             parsed_settings = read_yaml(source_text)
@@ -216,8 +217,8 @@ def _parse_source(source: str | Path) -> Mapping[str, Any]:
     if not isinstance(parsed_settings, Mapping):
         raise ConfigError(
             f"{source_name} holds no settings: got {str(parsed_settings)[:60]!r}. Settings need "
-            'names. Give a DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for example, or the '
-            "path of a file."
+            'names. Give a DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for '
+            "example, or the path of a file."
         )
     return parsed_settings
 
@@ -227,6 +228,7 @@ def _source_text(source: str | Path) -> tuple[str, str]:
     if isinstance(source, str) and ("\n" in source or source.lstrip().startswith("{")):
         return source, "What was pasted"
     source_path = Path(source).expanduser()
+    # A path that does not exist is reported as a missing file, not as text without settings.
     looks_like_path = isinstance(source, Path) or bool(source_path.suffix) or "/" in source
     try:
         if source_path.is_file() or looks_like_path:

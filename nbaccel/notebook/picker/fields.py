@@ -217,6 +217,7 @@ class SettingField:
 
     @contextmanager
     def _syncing(self) -> Iterator[None]:
+        # Widgets report values that code sets as well; those are no choices of the user.
         was_syncing, self._is_syncing = self._is_syncing, True
         try:
             yield
@@ -309,7 +310,7 @@ class ListField(SettingField):
             list_options.append((as_text(shown_value) or "default", shown_value))
         self._values = [known_value for _, known_value in list_options]
         option_labels = tuple(option_label for option_label, _ in list_options)
-        # Setting `options` selects the first one and sends a message, even if they are equal.
+        # Setting `options` resets the selection, so it is done only where they differ.
         if option_labels != self._list.options:
             self._list.options = option_labels
         self._list.index = self._values.index(shown_value)
@@ -546,6 +547,7 @@ class FacesPanel:
     def sync(self) -> None:
         """Write what the model says now."""
         faces_by_name = {config_face.name: config_face for config_face in self._model.faces()}
+        # `_picked` is kept: a language that is missing now, such as DeepSpeed's, may come back.
         shown_name = (
             self._picked
             if self._picked in faces_by_name or self._picked == _RESOLVED_FACE

@@ -284,6 +284,7 @@ def resolved_html(plan_choices: Sequence[Choice]) -> str:
     table_head = (
         '<tr><th scope="col">setting</th><th scope="col">value</th><th scope="col">why</th></tr>'
     )
+    # With `tabindex` the keyboard can scroll the table.
     return (
         '<div class="nbaccel-scroll" tabindex="0"><table class="nbaccel-resolved">'
         f"<thead>{table_head}</thead><tbody>{table_rows}</tbody></table></div>"

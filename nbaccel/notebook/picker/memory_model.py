@@ -285,6 +285,7 @@ def _memory_bar(
         capacity=capacity_bytes,
         segments=tuple(bar_segment for bar_segment in bar_segments if bar_segment.bytes),
         needed=needed_bytes.peak,
+        # A capacity of 0 is unknown, so nothing can be said to be lacking.
         lacking=max(0, needed_bytes.peak - free_bytes) if capacity_bytes else 0,
     )
 
@@ -292,7 +293,7 @@ def _memory_bar(
 def told_together(
     memory_bars: Sequence[MemoryBar], bar_text: Callable[[MemoryBar], str]
 ) -> Iterator[str]:
-    """What is to be told of each place; of several of which the same is told, once.
+    """A clause per place; neighbouring places with the same clause share one.
 
     Args:
         memory_bars: The places.

@@ -503,6 +503,7 @@ def _config_variants(picker_model: PickerModel) -> Iterator[RunConfig]:
 
 
 def _check_model_and_batch(model: Any, sample_batch: Any) -> None:
+    # By its method, because `isinstance` would import torch for a form without a model.
     if model is not None and not callable(getattr(model, "modules", None)):
         raise ConfigError(
             f"model={type(model).__name__} is no module: its parameters decide what fits. Give a "

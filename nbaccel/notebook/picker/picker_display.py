@@ -1,4 +1,4 @@
-"""Where a picker is shown: live widgets and, beside them, a table that a saved notebook keeps.
+"""Where a picker is shown: live widgets and, with them, a table that a saved notebook keeps.
 
     cell's outputs   [ widgets, live           ]   hide the table as long as they are there
                      [ table: HTML and text    ]   what GitHub, nbconvert and a reader see
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["PickerDisplay", "picker_html", "picker_text"]
 
 
+# Several changes in a row renew the table once.
 _RENEWAL_PAUSE_S = 0.3
+# Units that are not the plural with its `s` removed.
 _SINGULAR_UNITS = {"processes": "process", "batches": "batch", "powers of two": "power of two"}
 _WIDGETS_FROM = 7
 _WIDGET_VIEW_MIME = "application/vnd.jupyter.widget-view+json"
@@ -94,12 +96,14 @@ class PickerDisplay:
                 },
             }
             display(mime_bundle, raw=True)  # type: ignore[no-untyped-call]
+            # One id in all cells that show this picker, so that an update reaches each of them.
             display(self._table(), raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
             # While the user reads the form; clicks wait for the lock.
             self._model.rehearse()
 
     def _live_view(self) -> PickerView:
         if self._view is None:
+            # Not at the top: it imports ipywidgets, which need not be installed.
             from nbaccel.notebook.picker.widgets import PickerView
 
             self._view = PickerView(
@@ -212,7 +216,7 @@ def picker_text(model: PickerModel, panel_names: Sequence[str] = PANELS) -> str:
 
 
 def picker_html(model: PickerModel, panel_names: Sequence[str] = PANELS) -> str:
-    """The same for a saved notebook: plain tables, no script, no style that an HTML filter would remove.
+    """The same for a saved notebook: tables without scripts and styles, which filters remove.
 
     Args:
         model: The picker's model.

@@ -86,6 +86,7 @@ class Suggester:
         return f"Nothing on the ladder fits: take {batch_remedy}more devices, or a smaller model."
 
     def _by_estimates(self, config: RunConfig) -> Suggestion:
+        # They come fastest first, so the first that fits is the one to suggest.
         for candidate_name, candidate_config in self._candidates(config):
             if self._lacking(candidate_config) == 0:
                 chosen_forms = (
@@ -105,14 +106,16 @@ class Suggester:
             (self._lacking(candidate_config) for _, candidate_config in self._candidates(config))
         )
         raise ConfigError(
-            f"Nothing fits: the leanest way lacks {format_bytes(least_lacking)}. Training would run "
-            f"out of memory with {config}. Use a smaller batch, more devices, or a smaller model."
+            f"Nothing fits: the leanest way lacks {format_bytes(least_lacking)}. Training would "
+            f"run out of memory with {config}. Use a smaller batch, more devices, or a smaller "
+            "model."
         )
 
     def _candidates(self, config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         """Ways to train, the fastest first, each with its name."""
         can_recompute = self._recomputes
         can_checkpoint = gradient_checkpointing.can_checkpoint_gradients(self._yardstick.model)
+        # Without ZeRO and recomputation first: what needs neither is the fastest.
         replicated_config = config.changed(
             zero_stage=None, deepspeed=None, activation_checkpointing=False
         )

@@ -180,7 +180,7 @@ class FilesPanel:
     def _on_paste(self) -> None:
         # A line's end makes it text for the reader, even if it looks like a path.
         if not self._load(lambda: self._paste.value + "\n"):
-            self._paste.value = ""
+            self._paste.value = ""  # refused text stays, to be corrected
 
     def _load(self, read_source: Callable[[], str | Path]) -> tuple[str, ...]:
         load_mistakes = self._carry_out(lambda: self._model.load(read_source()), done="Loaded.")
@@ -363,6 +363,7 @@ class PickerView:
         if len(sections) <= _FEW_SECTIONS:
             return [self._section(name, group).box for name, group in sections.items()]
         all_settings = [setting for group in sections.values() for setting in group]
+        # Its sections are made when it is opened: every widget costs messages to the page.
         advanced = FoldedSection(
             "Advanced",
             all_settings,

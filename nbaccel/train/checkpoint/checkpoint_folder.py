@@ -1,7 +1,7 @@
 """A checkpoint appears whole or not at all, whenever the processes die and whichever fails.
 
-`nbaccel_manifest.json` lies beside them. A checkpoint without it (Accelerate's, an older one) is
-read all the same: its files then have only the checksums of their own formats.
+`nbaccel_manifest.json` has sizes and checksums of its files. A checkpoint without it (Accelerate's,
+an older one) can be read, too: only the checksums of the files' own formats are checked then.
 
     process 0                       the others
     ---------                       ----------
@@ -110,6 +110,7 @@ def read_manifest(folder: Path) -> Mapping[str, Recorded]:
             )
             for file_name, file_entry in file_entries.items()
         }
+    # JSON of any other shape raises one of these.
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointDamaged(
             f"{manifest_path} is truncated or damaged ({type(error).__name__}: {error}): it has "
@@ -162,6 +163,7 @@ def _numbered_checkpoints(folder: Path) -> dict[int, Path]:
         for checkpoint_path in folder.iterdir()
         if checkpoint_path.is_dir()
     )
+    # By number: by name, checkpoint_10 would come before checkpoint_9.
     return dict(
         sorted(
             (number, checkpoint_path)
@@ -187,8 +189,8 @@ def latest_checkpoint(configuration: ProjectConfiguration) -> Path:
     existing = _numbered_checkpoints(folder)
     if not existing:
         raise ConfigError(
-            f"load_state() found no checkpoint_<number> in {str(folder)!r}: there is nothing to go "
-            "on from. Save one first, or give load_state the folder of a checkpoint."
+            f"load_state() found no checkpoint_<number> in {str(folder)!r}: there is nothing to "
+            "continue from. Save one first, or give load_state the folder of a checkpoint."
         )
     return existing[max(existing)]
 
@@ -250,6 +252,7 @@ def new_checkpoint(
             write_error = None
             try:
                 yield save_site.partial_folder, save_site.target
+                # Before the exchange, in which each process says that its files are on the disk.
                 sync_tree(save_site.partial_folder)
             except _PEER_FAILURES:
                 raise  # the others cannot be reached any more
@@ -401,6 +404,7 @@ def discard_checkpoint(folder: Path, leftover_name: str = "") -> None:
     leftover = folder.with_name(f".{leftover_name or folder.name}.partial-{secrets.token_hex(4)}")
     with contextlib.suppress(FileNotFoundError):
         folder.rename(leftover)
+        # What cannot be deleted has the name of a leftover, which a later save clears away.
         shutil.rmtree(leftover, ignore_errors=True)
 
 
@@ -429,12 +433,12 @@ def find_checkpoint(folder: Path) -> Path:
     )
     neighbours_text = f" There are: {', '.join(neighbours[:8])}." if neighbours else ""
     raise ConfigError(
-        f"load_state({str(folder)!r}): that folder {folder_problem}, so there is nothing to go on "
-        f"from.{neighbours_text} Give the folder that save_state returned."
+        f"load_state({str(folder)!r}): that folder {folder_problem}, so there is nothing to "
+        f"continue from.{neighbours_text} Give the folder that save_state returned."
     )
 
 
-# ------------------------------------------------------------------------- all or nobody
+# ------------------------------------------------------------------------- all or none
 
 
 @contextlib.contextmanager
@@ -443,7 +447,7 @@ def all_succeed(collectives: Collectives, call_text: str) -> Iterator[None]:
 
     Args:
         collectives: All processes.
-        call_text: What was asked for, to begin a message with.
+        call_text: The call, with which a message begins.
 
     Raises:
         CheckpointFailed: It succeeded here and failed on another process.
@@ -459,7 +463,7 @@ def all_succeed(collectives: Collectives, call_text: str) -> Iterator[None]:
     if own_error is not None:
         raise own_error
     if failures:
-        raise CheckpointFailed(f"{call_text} failed. {failures} No process goes on with it.")
+        raise CheckpointFailed(f"{call_text} failed. {failures} All processes have stopped it.")
 
 
 def _check_all_written(

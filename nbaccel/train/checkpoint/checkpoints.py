@@ -77,7 +77,7 @@ class Checkpoints:
         step: int,
         safe_serialization: bool = True,
     ) -> Path:
-        """Save everything that the run needs to go on; a collective.
+        """Save everything that the run needs to continue; a collective.
 
         Args:
             folder: Where, if checkpoints are not numbered; if they are, it is ignored.

@@ -156,6 +156,7 @@ def optimizer_problem(optimizer: Optimizer, saved_state: Any) -> str:
     if not isinstance(saved_state, Mapping) or not {"state", "param_groups"} <= saved_state.keys():
         return f"holds no state of an optimizer, but {_describe_state(saved_state)}"
     try:
+        # A file of something else may have any structure below these two keys.
         saved_counts = [len(param_group["params"]) for param_group in saved_state["param_groups"]]
         saved_shapes = dict(_state_shapes(saved_state["state"]))
     except (LookupError, TypeError, AttributeError) as error:
@@ -236,7 +237,7 @@ class SourceShards:
 
     Attributes:
         model: What it is read into.
-        optimizer: The optimizer whose state lies there, too.
+        optimizer: The optimizer whose state is there, too.
         folder: The folder.
     """
 
@@ -260,7 +261,7 @@ class CheckpointSources:
         scaler: Of fp16.
         custom: Of registered objects, in order.
         loaders: By number of the loader.
-        gradients: Of this process, amid a group of batches.
+        gradients: Of this process, within a group of batches.
         generators: Of this process.
         first_generators: Of process 0, which has the step.
     """
@@ -292,9 +293,11 @@ class CheckpointSources:
             path for path in (*self.loaders.values(), self.gradients, self.generators) if path
         ]
         common_files = self._common_files()
+        # Shared out, because reading everything on every process would multiply the time.
         shared_out = common_files[place.local_rank :: place.local_world_size]
         return [
             problem_text
+            # A set, because process 0's random states are among both.
             for path in {*own_files, *shared_out}
             if (problem_text := self._file_problem(path))
         ]
@@ -313,6 +316,7 @@ class CheckpointSources:
                 for path in self._files_inside(model_shards.folder)
             ),
         }
+        # Sorted, because each process of a node takes its share of the same list.
         return sorted(common_files)
 
     def _files_inside(self, folder: Path) -> Iterable[Path]:
@@ -379,6 +383,7 @@ class _SourceFinder:
                 for number in range(len(parts.custom))
             ),
             loaders=self._loader_files(),
+            # Sharded gradients are not saved; another strategy's may lie in the folder.
             gradients=None
             if parts.sharder
             else self._existing_file(layout.gradients_file(self._place.rank)),
@@ -438,6 +443,8 @@ class _SourceFinder:
                 shard_folders[number] = SourceShards(
                     model=model, optimizer=optimizer, folder=shard_folder
                 )
+            # Without a model the optimizer cannot be in shards: its file is listed even if it is
+            # missing.
             elif model is None or self._existing_file(file_name) is not None:
                 optimizer_files[number] = self._folder / file_name
         return optimizer_files, shard_folders

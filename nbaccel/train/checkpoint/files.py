@@ -74,6 +74,7 @@ def read_torch_outline(path: Path, **options: Any) -> Any:
 
 
 def _why_unreadable(path: Path, error: Exception) -> str:
+    # torch has one exception for everything that it refuses; only the text names the class.
     global_match = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
     if global_match:
         return (

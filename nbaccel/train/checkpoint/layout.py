@@ -12,7 +12,7 @@ its documentation promises, is written here, too.
     dl_state_dict.bin, dl_state_dict_rank1.bin, … the same of torchdata's loaders
     scaler.pt                                     of fp16
     random_states_0.pkl, …                        generators by rank, and the accumulation step
-    gradients_0.bin, …                            by rank, of a save amid a group of batches
+    gradients_0.bin, …                            by rank, of a save within a group of batches
     custom_checkpoint_0.pkl, …                    registered objects
     nbaccel_manifest.json                         sizes and checksums of all these, when saved
 """
@@ -51,6 +51,7 @@ _CHECKPOINT_PART = re.compile(
     r"|(optimizer|scheduler)(_\d+)?\.bin|(sampler|dl_state_dict)(_\d+)?(_rank\d+)?\.bin"
     r"|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
     r"|gradients_\d+\.bin|pytorch_model_fsdp_\d+|optimizer_\d+"
+    # DeepSpeed writes `latest` and the scripts beside its shards.
     r"|pytorch_model(_\d+)?|latest|zero_to_(fp32|torch)\.py|nbaccel_manifest\.json)"
 )
 

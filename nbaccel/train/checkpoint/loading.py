@@ -225,6 +225,7 @@ class LoadTrial:
         first_states = (
             {} if sources.first_generators is None else read_torch_file(sources.first_generators)
         )
+        # A run with more processes than the saved one has ranks without a file of their own.
         own_states = None if sources.generators is None else read_torch_file(sources.generators)
         try:
             self.step = (first_states if own_states is None else own_states).get("step")
@@ -299,6 +300,7 @@ def _safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(path, "numpy") as file:
             tensor_names = file.keys()
             stored_shapes = {
+                # Read from the header; no tensor is loaded.
                 tensor_name: tuple(file.get_slice(tensor_name).get_shape())
                 for tensor_name in tensor_names
             }
@@ -399,12 +401,15 @@ def load_state(
         recorded, verdict = _read_recorded(source_folder)
         sources = find_sources(source_folder, parts, place, recorded)
         verdict.damaged += sources.damaged(place)
+    # Two exchanges, because a damaged file must not even be read for comparison.
     _judge_together(collectives, call_text, verdict)
     load_trial = LoadTrial(sources, parts, read_options)
     with all_succeed(collectives, call_text):
         verdict = load_trial.run(place, strict=is_strict, with_models=not hooks)
     _judge_together(collectives, call_text, verdict)
     state_loader = _StateLoader(sources, parts, load_trial, read_options)
+    # Around `all_succeed`, which raises here if another process failed: this one undoes its part,
+    # too.
     with state_loader.undone_on_failure():
         with all_succeed(collectives, call_text):
             remaining_models = state_loader.models_left_by(hooks, is_strict)
@@ -436,6 +441,7 @@ def _judge_together(collectives: Collectives, call_text: str, own_verdict: LoadV
     verdicts_by_rank = collectives.answers(
         f"{call_text}: all files read", [own_verdict.damaged, own_verdict.unfit]
     )
+    # Several processes may find the same problem in a common file: it is reported once.
     LoadVerdict(
         damaged=list(
             dict.fromkeys(
@@ -576,7 +582,7 @@ class _StateLoader:
             )
 
     def generators(self, place: Place) -> None:
-        """Random numbers go on as they would have."""
+        """Continue random numbers where they were saved."""
         if self._trial.generators is not None:
             rng.restore_rng_states(place, self._trial.generators)
         else:

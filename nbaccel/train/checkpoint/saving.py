@@ -1,4 +1,4 @@
-"""``save_state``: writes everything that a run needs to go on."""
+"""``save_state``: writes everything that a run needs to continue."""
 
 from __future__ import annotations
 
@@ -169,6 +169,7 @@ def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = 
         for object_kind, model_numbers in contents.sharded_models.items()
         if object_kind != own_kind
     }
+    # Another strategy's shards are a mistake only if there is nothing that this run can read.
     if other_shards and not (own_shards or contents.models) and (parts.models or parts.optimizers):
         mistakes += [
             _foreign_shards(folder_text, object_kind, model_numbers)
@@ -232,7 +233,7 @@ def save_state(
     hooks: Iterable[SaveHook] = (),
     series: bool = False,
 ) -> Path:
-    """Save everything that a run needs to go on; a collective.
+    """Save everything that a run needs to continue; a collective.
 
     The folder appears whole, or, if any process fails or dies, not at all. An existing one of that
     name is replaced in one step; files in it that are not a checkpoint's stay.
@@ -256,9 +257,12 @@ def save_state(
         ConfigError: There can be no such folder, or weights do not fit `safe_serialization`.
         CheckpointFailed: On every process, if any failed; what was there before is as it was.
     """
-    with new_checkpoint(Path(folder), place, collectives, series=series) as (partial, target):
+    with new_checkpoint(Path(folder), place, collectives, series=series) as (
+        partial_folder,
+        target,
+    ):
         writes_shared = place.is_main or (save_on_each_node and place.is_local_main)
-        _StateWriter(partial, parts, writes_shared).write_all(
+        _StateWriter(partial_folder, parts, writes_shared).write_all(
             list(hooks), place, step, safe_serialization
         )
     return target
@@ -267,8 +271,8 @@ def save_state(
 class _StateWriter:
     """One process's share of a save.
 
-    A strategy's state dicts are collectives, so a process that fails must go on to the end of
-    them: it writes no more, and raises what it met first when the others are through, too.
+    A strategy's state dicts are collectives, so a process that fails must take part in all
+    of them: it writes no more, and raises its first error when the others are done, too.
     """
 
     def __init__(self, folder: Path, parts: CheckpointParts, writes: bool) -> None:
@@ -289,6 +293,7 @@ class _StateWriter:
         if self._parts.amid_group and self._parts.sharder is None:
             gradients_path = self._folder / layout.gradients_file(place.rank)
             self._attempt_step(lambda: save(self._parts.gradients(), gradients_path))
+        # The step is in this file because Accelerate keeps it there.
         rank_states = {"step": step, **rng.capture_rng_states(place)}
         self._attempt_step(
             lambda: save(rank_states, self._folder / layout.random_states_file(place.rank))
@@ -304,6 +309,7 @@ class _StateWriter:
             else:
                 folder = self._folder / self._sharder.shard_folder(model_number)
                 self._sharder.save_sharded(model, parts.optimizer_of(model), folder)
+        # A copy, because hooks may remove models; the weights of all are gathered before they run.
         remaining_models = list(parts.models)
         for save_hook in hooks:
             self._attempt_step(
