@@ -91,7 +91,7 @@ class Preparer:
             options.device_placement if placement is None else placement
             for placement in device_placement or [None] * len(args)
         ]
-        # Reversed, so that of equal objects the first one keeps the entry.
+        # Reversed, so that an object given twice keeps its first index.
         first_index = {id(given_item): index for index, given_item in reversed([*enumerate(args)])}
         # What is given twice is prepared once; but two loops over one loader are two loaders.
         distinct_indices = [
@@ -141,6 +141,7 @@ class Preparer:
 
     def prepare_scheduler(self, scheduler: Any, *, with_optimizer: bool) -> PreparedScheduler:
         """Make one learning-rate scheduler ready, after its optimizer."""
+        # Two wrappers around one scheduler would advance it twice per step.
         for earlier in self._prepared.schedulers:
             if scheduler is earlier or scheduler is earlier.scheduler:
                 return earlier

@@ -18,8 +18,9 @@ from nbaccel.notebook.picker.choices import PANELS
 from nbaccel.notebook.picker.model import PickerModel
 from nbaccel.notebook.picker.picker_display import PickerDisplay, picker_text
 
-require("traitlets", extra="notebook", why="A picker")  # says what to install
-from traitlets import HasTraits, Instance, observe  # noqa: E402 - after the message about a missing package
+# First, because its message says what to install.
+require("traitlets", extra="notebook", why="A picker")
+from traitlets import HasTraits, Instance, observe  # noqa: E402 - see above
 
 if TYPE_CHECKING:
     from nbaccel.plan import Inventory

@@ -86,6 +86,7 @@ class _AutocastPrecision(Precision):
 
     def wrap_forward(self, model: nn.Module) -> None:
         """See :meth:`Precision.wrap_forward`; replaces what an earlier precision put there."""
+        # A second Accelerator would otherwise nest its autocast around the first one's.
         self.unwrap_forward(model)
         if self.dtype is None:
             return

@@ -44,6 +44,7 @@ def clip_grad_norm(
         # As torch's `clip_grad_norm_` for parameters without gradients.
         return torch.tensor(0.0)
     norm_device = group_norms[0].device
+    # Offloaded gradients are in host memory, others on the device.
     stacked_norms = torch.stack([norm.to(norm_device) for norm in group_norms])
     total_norm: torch.Tensor = torch.linalg.vector_norm(stacked_norms, norm_type)
     for parameter_group in parameter_groups:

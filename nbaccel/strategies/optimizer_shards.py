@@ -82,6 +82,7 @@ def _shard_state(
     old_parameter: torch.Tensor,
     new_parameter: torch.Tensor,
 ) -> torch.Tensor:
+    # Such as Adam's step: the same on every process.
     if state_value.dim() == 0:
         return state_value
     if state_value.shape != old_parameter.shape:
@@ -129,6 +130,7 @@ def refill_parameter(parameter: torch.Tensor, whole_tensor: torch.Tensor) -> Non
     """
     own_part = place_like(whole_tensor, parameter)
     if isinstance(parameter, DTensor) and isinstance(own_part, DTensor):
+        # In place, because `fully_shard` keeps references to this storage.
         with torch.no_grad():
             parameter.to_local().copy_(own_part.to_local())
 

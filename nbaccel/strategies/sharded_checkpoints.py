@@ -67,6 +67,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         allowed_class = None
         if (module, name) in _ALLOWED_CLASSES:
             allowed_class = super().find_class(module, name)
+        # A dtype is pickled as its name in torch.
         elif module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             allowed_class = getattr(torch, name)
         elif module == _METADATA_MODULE and "." not in name:

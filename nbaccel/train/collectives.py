@@ -329,8 +329,8 @@ class Collectives:
         return map_tensors(self._gather_one, tree)
 
     def _gather_one(self, tensor: torch.Tensor) -> torch.Tensor:
-        # The backends refuse tensors that are not contiguous; `detach`, because a gather into
-        # `all_rows` has no gradient.
+        # The backends refuse tensors that are not contiguous. The result has no gradient, so the
+        # copy needs none either.
         local_rows = (tensor[None] if tensor.dim() == 0 else tensor).detach().contiguous()
         all_rows = local_rows.new_empty(
             (self.place.world_size * local_rows.shape[0], *local_rows.shape[1:])

@@ -124,6 +124,7 @@ class DispatchLoader(PreparedLoader):
             iter(self.base)  # torch lets all processes agree on a seed here
         else:
             torch.empty((), dtype=torch.int64).random_(generator=self.base.generator)
+        # Their batches come by broadcast, so the source is never read.
         return self._round_parts(iter(()))
 
     def _round_parts(self, batch_source: Iterator[Any]) -> Iterator[Any]:

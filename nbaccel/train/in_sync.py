@@ -56,6 +56,7 @@ def find_differences(facts: Mapping[str, Any], collectives: Collectives) -> list
         A line for every name whose value is not the same everywhere, the same on all processes.
     """
     facts_by_rank = collectives.answers("check_in_sync", dict(facts))
+    # A process may lack names that another one has.
     fact_names = list(
         dict.fromkeys(fact_name for rank_facts in facts_by_rank for fact_name in rank_facts)
     )

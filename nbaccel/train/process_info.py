@@ -225,6 +225,8 @@ class ProcessInfo:
             return inputs.select([*range(first_item, end_item), *[len(inputs) - 1] * num_missing])
         own_part: Any = inputs[first_item:end_item]
         if isinstance(own_part, torch.Tensor):
+            # As in Accelerate, only padded tensors are moved to the device, since they will be
+            # gathered.
             padded_part = torch.cat([own_part, *[inputs[-1:]] * num_missing])
             return padded_part.to(self.device) if apply_padding else own_part
         return (

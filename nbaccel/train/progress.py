@@ -98,6 +98,7 @@ class Progress(Generic[_LoaderBatch]):
         all_numbers = [own_numbers] if self._place.is_alone else self._exchange_numbers(own_numbers)
         if not self._place.is_main:
             return
+        # The clock may not have advanced since the start, or may have been set back.
         elapsed_s = max(time.time() - self._start_time, 1e-9)
         all_samples = sum(rank_numbers["samples"] for rank_numbers in all_numbers)
         bar_postfix = {"samples/s": f"{all_samples / elapsed_s:.0f}"}

@@ -56,6 +56,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """
     seed = _check_seed(seed)
     if device_specific:
+        # numpy refuses 2**32 and above, so the largest seeds wrap around.
         seed = (seed + distributed.rank()) % _NUM_SEEDS
     random.seed(seed)
     # The legacy global generator, because `np.random.*` calls in user code draw from it.

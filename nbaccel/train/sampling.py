@@ -126,6 +126,7 @@ class BatchSamplerShard(BatchSampler):
         split_batches: bool = False,
         even_batches: bool = True,
     ) -> None:
+        # No super().__init__(), which demands a sampler and a batch size.
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
         self.process_index = process_index

@@ -301,7 +301,7 @@ class ListField(SettingField):
     def _picked(self, list_index: int | None) -> None:
         if not self._is_syncing and list_index is not None:
             self._choose(self._values[list_index])
-            self.sync()
+            self.sync()  # a refused choice goes back to the present value
 
     def _show(self, shown_value: Any, refusal: str) -> None:
         list_options, reason_lines = self._offered()
@@ -366,7 +366,7 @@ class LineField(SettingField):
     def _entered(self, typed_text: str) -> None:
         if not self._is_syncing:
             self._choose(as_value(typed_text, self.setting.kind))
-            self.sync()
+            self.sync()  # shows the value as it was taken: 5e8 as a whole number
 
     def _show(self, shown_value: Any, refusal: str) -> None:
         if not self.messages:  # refused text stays, to be corrected

@@ -153,9 +153,8 @@ class PickerDisplay:
 
 def _running_shell() -> Any:
     """The shell that runs cells; None in a script."""
-    ipython_module = sys.modules.get(
-        "IPython"
-    )  # without an import of IPython no cell can be running
+    # Without an import of IPython no cell can be running.
+    ipython_module = sys.modules.get("IPython")
     return None if ipython_module is None else ipython_module.get_ipython()
 
 

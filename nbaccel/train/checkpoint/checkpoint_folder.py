@@ -268,7 +268,7 @@ def new_checkpoint(
 
 
 def _agree_on_names(target: Path, collectives: Collectives) -> _SaveSite:
-    # Process 0's name and token hold for all: numbering or a clock may differ between processes.
+    # Process 0's name and token hold for all: a number or time in a name may differ elsewhere.
     own_proposal = (str(target.expanduser()), secrets.token_hex(4))
     agreed_name, token = collectives.broadcast_object(own_proposal)
     target = Path(agreed_name)

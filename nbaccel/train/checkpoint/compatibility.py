@@ -111,6 +111,7 @@ def _count_more(names: list[str]) -> str:
 
 
 def _uncompiled_name(tensor_name: str) -> str:
+    # The model or the saved one may have been compiled, without the other being so.
     return tensor_name.replace(torch_private.COMPILED_PREFIX, "")
 
 

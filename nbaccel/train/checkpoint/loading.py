@@ -157,6 +157,7 @@ class LoadTrial:
         saved_shapes = (
             _safetensors_shapes(path) if path.suffix == ".safetensors" else _pickled_shapes(path)
         )
+        # A file has one of the names of tied tensors; the others count as present.
         for tensor_name, tied_name in tied_tensor_names(model).items():
             if tensor_name not in saved_shapes and tied_name in saved_shapes:
                 saved_shapes[tensor_name] = saved_shapes[tied_name]
