@@ -41,7 +41,7 @@ class Card:
 
 
 def visible_gpus(cards: Sequence[Card], setting: str | None) -> tuple[Gpu, ...]:
-    """What CUDA will show, numbered as CUDA will number it.
+    """The GPUs that CUDA will show, numbered as CUDA will number them.
 
     Args:
         cards: All cards, in NVML's order.

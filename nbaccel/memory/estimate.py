@@ -103,7 +103,7 @@ class MemoryEstimate:
 
     @property
     def host_needed(self) -> int:
-        """Host memory in all: with what processes compute in, where that is host memory."""
+        """All host memory, including that of devices where processes compute on the CPU."""
         # Without a GPU each process's "device" is host memory, so that adds to the host's.
         on_cpu = self.device * self.num_processes if self.device_free is None else Bytes()
         return self.host.peak + on_cpu.peak

@@ -26,11 +26,11 @@ __all__ = ["Ask", "Completion", "Inspection", "Matches", "ask_also"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matches:
-    """What could stand at the cursor."""
+    """Completions at the cursor."""
 
     words: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
-    """What each is, for the front end: variable, function, ..."""
+    """The kind of each, for the front end: variable, function, ..."""
     part: str = ""
     """The text before the cursor that a word replaces."""
     are_all: bool = False
@@ -78,7 +78,7 @@ def _add_matcher(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
 
 
 def _wrap_complete(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
-    """IPython before 8.6: text replaced, words, where they are from, and Jedi's."""
+    """IPython before 8.6: its result is the replaced text, words, their origins, and Jedi's."""
 
     def with_ours(earlier_complete: Callable[..., Any]) -> Callable[..., Any]:
         def complete(*, cursor_line: int, cursor_pos: int, **more: Any) -> tuple[Any, ...]:
@@ -179,7 +179,7 @@ class Completion:
         return self._words(typed_options, typed_subcommand) if is_known else Matches()
 
     def _words(self, typed_options: str, subcommand: str) -> Matches:
-        """What can stand at the end of a line's options."""
+        """Completions at the end of a line's options."""
         magic_options = options_of(subcommand)
         *words_before, last_word = re.split(r"\s+", typed_options.lstrip()) or [""]
         typed_flag, equals_sign, typed_part = last_word.partition("=")

@@ -486,7 +486,7 @@ Look after the workers that %%accelerate cells run in.
 
 
 def cell_manual() -> str:
-    """What `%%accelerate?` shows."""
+    """The text of `%%accelerate?`."""
     manual_parts = [
         _CELL_MANUAL,
         _manual_section("Options of the cell:", _manual_rows(OWN_OPTIONS)),
@@ -497,7 +497,7 @@ def cell_manual() -> str:
 
 
 def line_manual() -> str:
-    """What `%accelerate?` shows."""
+    """The text of `%accelerate?`."""
     subcommand_lines = [
         manual_line
         for subcommand in SUBCOMMANDS
@@ -520,7 +520,7 @@ def line_manual() -> str:
 
 
 def subcommand_manual(subcommand_name: str) -> str:
-    """What `%accelerate restart --help` shows.
+    """The text of `%accelerate restart --help`, for example.
 
     Args:
         subcommand_name: The subcommand.

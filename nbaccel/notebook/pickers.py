@@ -105,7 +105,7 @@ class Picker(HasTraits):
             return self._model.suggest()
 
     def undo(self) -> None:
-        """Take the last change back; without one, nothing happens."""
+        """Undo the last change, if there is one."""
         with self._lock:
             self._model.undo()
 

@@ -43,7 +43,7 @@ class Readiness:
         self._listens = False
 
     def load(self) -> None:
-        """Import now if torch is there, else after the cell that imports it."""
+        """Import now if torch is imported, else after the cell that imports it."""
         self._listens = True
         self._shell.events.register("post_run_cell", self._look)
         self._look()
@@ -102,7 +102,7 @@ class Session:
         return self.pool is not None and self.pool.state in _LIVE_STATES
 
     def run(self, magic_line: MagicLine, cell_source: CellSource) -> None:
-        """Run a cell, with workers started where there are none.
+        """Run a cell; workers are started if there are none.
 
         Args:
             magic_line: Its line.
@@ -217,13 +217,13 @@ class Session:
         self._config = change["new"]
 
     def told_config(self) -> str:
-        """The settings for the next start, and the plan of the workers there are or would be."""
+        """The settings for the next start, and the plan of the present or future workers."""
         is_live = self.pool is not None and self.is_live()
         pool_plan = self.pool.plan if self.pool is not None and is_live else plan_pool(self.config)
         return f"{self.told_settings()}\n\n{pool_plan.explain()}"
 
     def told_settings(self) -> str:
-        """The settings for the next start, and in what those of the workers there are differ."""
+        """The settings for the next start, and those in which the present workers differ."""
         text_lines = [f"Next start: {self.config!r}{', process group joined' if self.dist else ''}"]
         if self.pool is None or not self.is_live():
             return text_lines[0]
@@ -342,6 +342,6 @@ class Session:
 
 
 def _effective_value(plan: Plan, setting_name: str) -> Any:
-    """What a setting comes to be in a plan."""
+    """The value of a setting in a plan."""
     decided_values = {plan_choice.name: plan_choice.value for plan_choice in plan.choices}
     return decided_values.get(setting_name, getattr(plan.config, setting_name))

@@ -65,7 +65,7 @@ class AutocastForward:
 
 
 class _AutocastPrecision(Precision):
-    """What the three have in common.
+    """The common part of the three precisions.
 
     Args:
         device: What the model computes on.

@@ -73,7 +73,7 @@ class LossScaler(torch.amp.GradScaler):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave; what waited is dropped."""
+        """Load what :meth:`state_dict` gave; a waiting update is dropped."""
         # Otherwise the waiting update would change the factor that is loaded.
         self._settle()
         super().load_state_dict(state_dict)

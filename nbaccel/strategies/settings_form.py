@@ -1,4 +1,4 @@
-"""What a strategy with settings of its own offers to the pickers.
+"""The interface of strategies with settings of their own to the pickers.
 
 A picker knows the settings of `RunConfig`. What a library's configuration holds, when a key has a
 meaning, how much memory it needs and how it is written comes from that library's folder through
@@ -104,7 +104,7 @@ class FilledConfig:
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """What to take.
+    """Settings to take.
 
     Attributes:
         config: The settings.
@@ -236,7 +236,7 @@ class SettingsForm(ABC):
         activation_bytes: int,
         inventory: Inventory,
     ) -> MemoryEstimate:
-        """What a run needs of memory.
+        """The memory that a run needs.
 
         Args:
             shape: The model's sizes.
@@ -299,7 +299,7 @@ class SettingsForm(ABC):
     @property
     @abstractmethod
     def missing_library(self) -> str:
-        """What to install for the strategy to train; empty where it is there."""
+        """What to install for the strategy to train; empty where nothing is missing."""
 
     @abstractmethod
     def read(

@@ -81,7 +81,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What a checkpoint says that it has, without running code.
+    """Read a checkpoint's metadata without running code.
 
     Args:
         folder: The checkpoint.
@@ -112,7 +112,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def shard_problems(folder: Path, metadata: Metadata, first_file: int, file_step: int) -> list[str]:
-    """What is wrong with files of shards.
+    """The problems of files of shards.
 
     Args:
         folder: The checkpoint.

@@ -64,7 +64,7 @@ def default_group_check() -> CollectiveCheck:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _AnnouncedCall:
-    """What one process wrote."""
+    """The entry of one process in the store."""
 
     call_number: int
     collective_name: str

@@ -1,7 +1,7 @@
 """``DispatchLoader``: process 0 reads, the others get their part from it.
 
 For data that only one process can read, or that cannot be shared out by index. Each round, process
-0 tells the others what comes (:class:`_RoundAnnouncement`: the batch without its numbers, the end,
+0 tells the others what comes (:class:`_RoundAnnouncement`: the batch without its values, the end,
 or what went wrong), then sends the tensors; every process keeps its rows.
 """
 
@@ -43,7 +43,7 @@ _DISPATCH_ADVICE = (
 
 @dataclass(frozen=True)
 class _TensorOutline:
-    """A tensor without its numbers."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -196,7 +196,7 @@ class DispatchLoader(PreparedLoader):
 def _announce_round(
     batch_source: Iterator[Any],
 ) -> tuple[Any, _RoundAnnouncement, Exception | None]:
-    """A batch of all processes, what to tell of it, and what went wrong if anything."""
+    """A batch of all processes, its announcement, and the error if reading failed."""
     try:
         batch = next(batch_source, None)
     except Exception as error:  # of any kind: the others wait for an announcement
@@ -242,7 +242,7 @@ def _join_batches(round_batches: list[Any]) -> Any:
 
 
 def _fill_rows(batch: Any, first_rows: Any, num_rows: int) -> Any:
-    """The batch with rows of the first round added until it has so many."""
+    """The batch, filled with rows of the first round up to `num_rows`."""
     # A batch without tensors has no rows to fill up.
     while (find_batch_size(batch) or num_rows) < num_rows:
         batch = concatenate([batch, first_rows])
@@ -259,7 +259,7 @@ def _uneven_batch_error(num_rows: int, num_processes: int) -> ConfigError:
 
 
 def _check_divisible_leaves(round_batches: list[Any]) -> None:
-    """Refuse what cannot be cut into rows: it would go whole to every process."""
+    """Refuse leaves that cannot be cut into rows: every process would get all of them."""
     first_leaves, *other_leaves = [list(leaves(batch)) for batch in round_batches]
     constant_types = (bool, int, float, type(None))
     indivisible = [

@@ -145,7 +145,7 @@ def wants_cpu(cpu: bool = False) -> bool:
 
 
 def name_device(*, cpu: bool = False) -> str:
-    """The row of what this process computes on.
+    """The row of the device that this process computes on.
 
     Args:
         cpu: Whether the CPU was asked for.
@@ -180,7 +180,7 @@ def _check_device_name(name: str) -> str:
 
 
 def find_device(local_rank: int = 0, *, cpu: bool = False) -> torch.device:
-    """What this process computes on: its GPU where there is one, else the CPU."""
+    """The device that this process computes on: its GPU where there is one, else the CPU."""
     return _catalog.device(name_device(cpu=cpu)).torch_device(local_rank)
 
 
@@ -248,7 +248,7 @@ def _backend_in_use(device: torch.device) -> str:
 
 
 def leave_process_group(collectives: Collectives) -> None:
-    """Leave the default process group together; nothing happens where there is none.
+    """Leave the default process group, if there is one, together with the other processes.
 
     Args:
         collectives: Of all processes.

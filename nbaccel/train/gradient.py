@@ -85,7 +85,7 @@ class GradientState:
 
     @property
     def unpadded_rows(self) -> int | None:
-        """Rows to keep of what was gathered of the batch at hand; None where all of them count."""
+        """Rows to keep of a gathered batch, the current one; None to keep all."""
         return self.remainder if self.end_of_dataloader and self.remainder > 0 else None
 
     @property

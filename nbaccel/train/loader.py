@@ -72,7 +72,7 @@ class LoaderPosition:
         return self._epoch_start is not None or self.restored_state is not None
 
     def begin_epoch(self, skipped_batches: int) -> None:
-        """An epoch begins now: keep what its order is drawn from."""
+        """Begin an epoch, and keep the states that its order is drawn from."""
         self.batches_seen = skipped_batches
         self.ahead = None
         self._epoch_start = {
@@ -89,7 +89,7 @@ class LoaderPosition:
         self._epoch_start = None
 
     def move_to(self, epoch: int) -> None:
-        """Make this the epoch; what is known of the place in another one is void."""
+        """Move to another epoch, and forget the position in the present one."""
         # `set_epoch` with the current number, as at the start of each epoch, must keep a restored
         # position.
         if epoch != self.epoch:
@@ -133,7 +133,7 @@ class LoaderPosition:
 
     @staticmethod
     def check(state: Any) -> None:
-        """Refuse what is no position.
+        """Refuse anything that is not a position.
 
         Raises:
             ConfigError: It is not from :meth:`state_dict`.
@@ -283,7 +283,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
-        """What draws the indices; torch forgets it where it is given a batch sampler."""
+        """The sampler that draws indices; torch does not keep it beside a batch sampler."""
         *_, last_sampler = chain_of_samplers(self.base)
         return self.base.sampler if isinstance(last_sampler, BatchSampler) else last_sampler
 
@@ -487,7 +487,7 @@ class PreparedLoader(DataLoader[Any]):
         )
 
     def _expected_remainder(self) -> int:
-        """What is known before the epoch is through."""
+        """The remainder, as far as it is known before the epoch ends."""
         total_batch_size = self.settings.total_batch_size
         *_, sampler = [None, *chain_of_samplers(self.base)]
         is_shared = self.settings.place.is_alone or bool(self._batch_shards())
@@ -501,7 +501,7 @@ class PreparedLoader(DataLoader[Any]):
         return len(sampler) % total_batch_size if _yields_plain_batches(self.base) else -1
 
     def _settle_remainder(self) -> None:
-        """The last batch is at hand, so what was counted on the way is complete."""
+        """Set the remainder: at the last batch the samplers' counts are complete."""
         if self.remainder >= 0 or self.settings.drop_last:
             return
         remainder_counters: list[Any] = list(self._batch_shards())
@@ -514,7 +514,7 @@ class PreparedLoader(DataLoader[Any]):
     # ------------------------------------------------------------------------- position
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is: epoch, batches seen, and what the epoch's order was drawn from.
+        """The position: epoch, batches seen, and the states that the order was drawn from.
 
         Returns:
             Numbers, text and tensors in plain containers.
@@ -561,7 +561,7 @@ class PreparedLoader(DataLoader[Any]):
 
 
 def chain_of_samplers(loader: DataLoader[Any]) -> list[Any]:
-    """What draws a loader's indices: its batch sampler, and what that one draws from in turn."""
+    """The samplers of a loader: its batch sampler, and the samplers inside it, outermost first."""
     samplers: list[Any] = []
     current_sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     # A sampler may refer back to itself, which would make this loop endless.
@@ -595,7 +595,7 @@ def _yields_plain_batches(loader: DataLoader[Any]) -> bool:
 
 
 def _order_generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
-    """What draws a loader's order, by who has it."""
+    """The generators that draw a loader's order, by their owner."""
     dataset: Any = loader.dataset
     generator_owners = {
         "loader": loader,

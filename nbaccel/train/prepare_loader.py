@@ -373,7 +373,7 @@ class _DroppingLoader(DataLoader[Any]):
 
 
 def _index_batches(loader: DataLoader[Any]) -> Any:
-    """What yields the indices of each batch, whichever argument it was given by."""
+    """The sampler that yields the indices of each batch."""
     # With batch_size=None torch makes no batch sampler.
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
@@ -404,7 +404,7 @@ def _rebuild_loader(
     index_batches: Any = None,
     **changed_options: Any,
 ) -> DataLoader[Any]:
-    """A new torch loader like another one, but for what is given."""
+    """A new torch loader like another one, with the given arguments changed."""
     # A new one, because torch forbids changing the sampler or dataset of a loader.
     loader_class: Callable[..., DataLoader[Any]] = _stateful_class() if stateful else DataLoader
     dataset = loader.dataset if dataset is None else dataset

@@ -152,7 +152,7 @@ class PreparedOptimizer(Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave; tensors go where their parameters are."""
+        """Load what :meth:`state_dict` gave; tensors are moved to their parameters' devices."""
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:

@@ -112,11 +112,11 @@ class PreparedScheduler:
         return list(self.scheduler.get_last_lr())
 
     def get_lr(self) -> list[Any]:
-        """What the scheduler's own `get_lr` gives."""
+        """The result of the scheduler's `get_lr`."""
         return list(self.scheduler.get_lr())
 
     def print_lr(self, *args: Any, **kwargs: Any) -> None:
-        """What the scheduler's own `print_lr` does; newer torch has none."""
+        """Call the scheduler's `print_lr`; newer torch has none."""
         self.scheduler.print_lr(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class PreparedScheduler:
         return scheduler_state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
+        """Load what :meth:`state_dict` gave."""
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Who does what, and who waits for whom: the control flow of several processes."""
+"""The control flow of several processes: which of them runs what, and waits for which."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Progress(Generic[_LoaderBatch]):
         self.bar.set_postfix(bar_postfix)
 
     def _exchange_numbers(self, own_numbers: dict[str, Any]) -> list[dict[str, Any]]:
-        """Post one's numbers; process 0 also reads what the others have posted so far."""
+        """Write this process's numbers; process 0 also reads those of the others so far."""
         with contextlib.suppress(dist.DistError):  # the store is gone; a bar must not end training
             group_store = torch_private.default_store()
             group_store.set(self._store_key(self._place.rank), json.dumps(own_numbers))

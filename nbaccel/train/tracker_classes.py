@@ -116,7 +116,7 @@ class GeneralTracker:
         """
 
     def finish(self) -> None:
-        """Write what is left and close; nothing is logged afterwards."""
+        """Write everything and close; nothing is logged afterwards."""
 
 
 class ServiceTracker(GeneralTracker):
@@ -137,7 +137,7 @@ class ServiceTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """What the service calls a run; None before `start`."""
+        """The service's object for a run; None before `start`."""
         return self.run
 
     def finish(self) -> None:

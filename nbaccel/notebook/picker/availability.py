@@ -174,7 +174,7 @@ def problems_of(config: RunConfig, inventory: Inventory) -> tuple[str, ...]:
 
 
 def _first_clause(mistake_text: str, setting_name: str) -> str:
-    """The first sentence without its subject, which stands above it; the rest is for a message."""
+    """The first sentence without its subject, which the field's label names already."""
     first_sentence = mistake_text.partition(". ")[0].replace("`", "")
     first_word, _, other_words = first_sentence.partition(" ")
     return other_words if first_word.startswith(f"{setting_name}=") else first_sentence

@@ -99,7 +99,7 @@ CHOICES_END = "<!-- choices:end -->"
 
 @cache
 def settings_forms() -> tuple[SettingsForm, ...]:
-    """What strategies offer that have settings of their own."""
+    """The forms of the strategies that have settings of their own."""
     return _catalog.settings_forms()
 
 
@@ -284,7 +284,7 @@ def _of_zero() -> Iterator[Setting]:
 
 
 def _meaning_of(field_name: str, model_field: FieldInfo) -> str:
-    """Its description; where that speaks of Python's None, a form has an empty field."""
+    """The field's description; for None, which it mentions, a form has an empty field."""
     return _FIELD_MEANINGS.get(field_name) or (model_field.description or "").replace(
         "; None ", "; empty "
     )

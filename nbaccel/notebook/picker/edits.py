@@ -16,7 +16,7 @@ _PASS_NAMES = tuple(GEMM_PASSES)
 
 
 def value_of(config: RunConfig, setting: Setting) -> Any:
-    """What a configuration holds for a choice.
+    """The value of a choice in a configuration.
 
     Args:
         config: The configuration.
@@ -83,7 +83,7 @@ def edit_config(
 
 
 def _as_typed(setting: Setting, given_value: Any) -> Any:
-    """A number for what people type as one: ``5e8``, ``500_000_000``, ``500,000,000``."""
+    """A number, in the ways people type one: ``5e8``, ``500_000_000``, ``500,000,000``."""
     if not isinstance(given_value, str) or setting.kind not in ("whole", "number"):
         return given_value
     number_text = given_value.strip().replace("_", "").replace(",", "")

@@ -1,4 +1,4 @@
-"""The fields of a picker, its sections, and the panel that says what comes of the choices.
+"""The fields of a picker, its sections, and the panels with memory and configuration.
 
 The only state of a field is text that was typed and refused: it shows what the picker's model
 says (`sync`) and passes on what the user does. Its widgets are made once; later only their values
@@ -187,7 +187,7 @@ class SettingField:
         self.sync()
 
     def sync(self) -> None:
-        """Show what the model says."""
+        """Show the state of the model."""
         setting_name = self.setting.name
         is_shown = self._model.is_shown(setting_name)
         toggle_class(self.box, "nbaccel-hidden", not is_shown)
@@ -197,7 +197,7 @@ class SettingField:
                 self._errors.value = error_html(self.messages)
 
     def tell(self, messages: tuple[str, ...]) -> None:
-        """Show what is wrong here; an empty tuple takes it back.
+        """Show mistakes at this field; an empty tuple removes them.
 
         Args:
             messages: One per mistake.
@@ -287,7 +287,7 @@ class OptionsField(SettingField):
 
 
 class ListField(SettingField):
-    """Many options, or yes and no: a list to open. What cannot be chosen stands below, with why."""
+    """Many options, or yes and no, as a list; below it, why some cannot be chosen."""
 
     def _controls(self) -> list[w.Widget]:
         self._values: list[Any] = []
@@ -346,7 +346,7 @@ class ListField(SettingField):
 
 
 class LineField(SettingField):
-    """A number, text, words or a table, typed; empty leaves it to what is in force otherwise."""
+    """A number, text, words or a table, typed; empty means the default."""
 
     def _controls(self) -> list[w.Widget]:
         default_value = self.setting.default
@@ -400,7 +400,7 @@ def field_for(
 
 
 def toggle_class(widget: w.DOMWidget, class_name: str, is_on: bool) -> None:
-    """Give a widget a class or take it, without a message where nothing changes.
+    """Add or remove a class of a widget, without a message where nothing changes.
 
     Args:
         widget: The widget.
@@ -431,7 +431,7 @@ def as_text(setting_value: Any) -> str:
 
 
 def as_value(typed_text: str, setting_kind: str) -> Any:
-    """What was typed, as the value that is meant; text that is none stays text, to be refused.
+    """The value that typed text stands for; other text is returned, and will be refused.
 
     Args:
         typed_text: What was typed: ``5e8`` and ``500_000_000`` are the same whole number.
@@ -500,13 +500,13 @@ class MemoryPanel:
         self.box.add_class("nbaccel-panel").add_class("nbaccel-memory")
 
     def sync(self) -> None:
-        """Draw what the model says now."""
+        """Show the present state of the model."""
         self._verdict.value = verdict_html(self._model.verdict)
         self._bars.value = bars_html(self._model.bars())
 
 
 class FacesPanel:
-    """The configuration in one language at a time, and what was left open.
+    """The configuration in one language at a time, and the plan's decisions.
 
     Args:
         model: The picker's model.
@@ -545,7 +545,7 @@ class FacesPanel:
         self.box.add_class("nbaccel-panel").add_class("nbaccel-faces")
 
     def sync(self) -> None:
-        """Write what the model says now."""
+        """Show the present state of the model."""
         faces_by_name = {config_face.name: config_face for config_face in self._model.faces()}
         # `_picked` is kept: a language that is missing now, such as DeepSpeed's, may come back.
         shown_name = (

@@ -114,7 +114,7 @@ def label_html(label_text: str, *, is_hidden: bool = False) -> str:
 
 
 def note_html(setting_meaning: str, *, refusal: str = "", reasons: Sequence[str] = ()) -> str:
-    """What stands below a field: its meaning, and why it or some of its values cannot be used.
+    """The note below a field: its meaning, and why it or some of its values cannot be used.
 
     Args:
         setting_meaning: One line.
@@ -131,7 +131,7 @@ def note_html(setting_meaning: str, *, refusal: str = "", reasons: Sequence[str]
 
 
 def error_html(error_messages: Iterable[str]) -> str:
-    """What is wrong, told by a word and a sign beside the colour.
+    """Mistakes, with a word and a sign besides the colour.
 
     Args:
         error_messages: One per mistake.
@@ -143,7 +143,7 @@ def error_html(error_messages: Iterable[str]) -> str:
 
 
 def remarks_html(remarks: Iterable[str]) -> str:
-    """What the last change has changed besides.
+    """Remarks on what else the last change has changed.
 
     Args:
         remarks: One sentence each.
@@ -268,7 +268,7 @@ def face_html(config_face: ConfigFace) -> str:
 
 
 def resolved_html(plan_choices: Sequence[Choice]) -> str:
-    """What was left open and what it comes to, with the reasons.
+    """The open settings and what they are resolved to, with the reasons.
 
     Args:
         plan_choices: What the plan decides.

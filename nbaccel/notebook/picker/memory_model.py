@@ -1,4 +1,4 @@
-"""What a picked run needs, place by place, as bars against what the machine has."""
+"""The memory of a run by place, as bars against what the machine has."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ __all__ = [
 
 
 SEGMENT_KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations", "moment")
-"""What memory holds, in the order in which bars show it; ``moment`` is what lives shortly."""
+"""The contents of memory, in the order of the bars; ``moment`` is freed at once."""
 
 SEGMENT_NAMES = {"others": "in use by others", "moment": "for a moment"}
-"""How people call those that need more than their kind's name."""
+"""Names of kinds that the word itself does not explain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class MemoryModel:
         return MemoryNeed(estimate=memory_estimate, bars=bars_of(memory_estimate, machine))
 
     def _own_bytes(self) -> tuple[int, int]:
-        """Bytes of the parameters in their own format, and of those that are trained."""
+        """Bytes of all parameters in their present format, and of those that are trained."""
         if self._bytes is None:
             sizes_and_trained = [
                 (

@@ -130,7 +130,7 @@ class PickerModel:
 
     @property
     def plan(self) -> Plan | None:
-        """What it comes to on this machine; None where this machine cannot serve it."""
+        """The plan for this machine; None where this machine cannot run it."""
         return self._once("plan", self._resolve)
 
     def _resolve(self) -> Plan | None:
@@ -148,7 +148,7 @@ class PickerModel:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Why this machine cannot serve what is chosen; nothing where it can."""
+        """Why this machine cannot run the chosen settings; empty where it can."""
         if self.plan is not None:
             return ()
         return availability.problems_of(self._config, self.inventory)
@@ -266,7 +266,7 @@ class PickerModel:
         return bool(self._past)
 
     def undo(self) -> None:
-        """Take the last change back; without one, nothing happens."""
+        """Undo the last change, if there is one."""
         if self._past:
             self._settle(self._past.pop(), ())
 
@@ -332,7 +332,7 @@ class PickerModel:
 
     @property
     def need(self) -> MemoryNeed | None:
-        """What the run needs; None without a model, or where this machine cannot serve it."""
+        """The memory of the run; None without a model, or where this machine cannot run it."""
         return self._once("need", self._measured)[0]
 
     def _measured(self) -> tuple[MemoryNeed | None, str]:
@@ -358,7 +358,7 @@ class PickerModel:
         return None if self.need is None else self.need.estimate
 
     def bars(self) -> tuple[MemoryBar, ...]:
-        """Memory, place by place; nothing without a model."""
+        """Memory by place; empty without a model."""
         return () if self.need is None else self.need.bars
 
     @property
@@ -406,7 +406,7 @@ class PickerModel:
         return self._once("faces", lambda: faces_of(self._config, self._documents()))
 
     def resolved(self) -> tuple[Choice, ...]:
-        """What is left open, as the plan decides it and as ``"auto"`` is filled in."""
+        """The open settings, as the plan decides them and as ``"auto"`` is filled in."""
         plan_choices = () if self.plan is None else self.plan.choices
         return (
             *plan_choices,
@@ -425,7 +425,7 @@ class PickerModel:
         }
 
     def _filled(self) -> list[tuple[SettingsForm, FilledConfig]]:
-        """What each strategy's own configuration comes to."""
+        """Each strategy's own configuration, with ``"auto"`` filled in."""
         sample_batch = None if self._yardstick is None else self._yardstick.sample_batch
         return self._once(
             "filled",

@@ -37,7 +37,7 @@ _WIDGET_VIEW_MIME = "application/vnd.jupyter.widget-view+json"
 
 
 class PickerDisplay:
-    """Shows one picker, in as many cells as it is asked to.
+    """Shows one picker, in any number of cells.
 
     Args:
         model: The picker's model.
@@ -181,7 +181,7 @@ def _missing_widget_part(running_shell: Any) -> str:
 
 
 def picker_text(model: PickerModel, panel_names: Sequence[str] = PANELS) -> str:
-    """The picker for a terminal: what is chosen, what it needs, what it comes to.
+    """The picker for a terminal: the choices, their memory, and the plan.
 
     Args:
         model: The picker's model.
@@ -244,7 +244,7 @@ def picker_html(model: PickerModel, panel_names: Sequence[str] = PANELS) -> str:
 def _setting_rows(
     model: PickerModel, panel_names: Sequence[str]
 ) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
-    """Per panel, the common choices and of the others those that were made."""
+    """Per panel, the common choices, and those of the others that are set."""
     for panel_name in panel_names:
         table_rows = [
             (setting.label, _shown_value(model, setting.name), _value_meaning(model, setting.name))

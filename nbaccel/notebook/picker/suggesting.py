@@ -71,7 +71,7 @@ class Suggester:
         return self._by_estimates(config)
 
     def remedy(self, config: RunConfig) -> str:
-        """What would fit, without trying anything: estimates take milliseconds.
+        """Settings that would fit, by estimates alone, which take milliseconds.
 
         Args:
             config: What is chosen, and does not fit.

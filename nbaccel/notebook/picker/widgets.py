@@ -71,7 +71,7 @@ class ActionsRow:
         self.box.add_class("nbaccel-head")
 
     def sync(self) -> None:
-        """Grey what cannot be done now."""
+        """Disable buttons that have no effect now."""
         self._undo.disabled = not self._model.can_undo
         self._undo.tooltip = "Take the last change back" if self._model.can_undo else _NO_CHANGE
         suggest_refusal = self._model.suggest_refusal
@@ -111,7 +111,7 @@ class FilesPanel:
         self.section.box.add_class("nbaccel-files")
 
     def sync(self) -> None:
-        """Offer the languages that there are now."""
+        """Offer the languages that are available now."""
         if self._faces is not None:
             face_names = tuple(config_face.name for config_face in self._model.faces())
             if self._faces.options != face_names:
@@ -242,7 +242,7 @@ class PickerView:
 
     # ---------------------------------------------------------------- out
     def sync(self) -> None:
-        """Show what the model says now."""
+        """Show the present state of the model."""
         with self._lock:
             for setting_field in list(self._fields.values()):
                 setting_field.sync()
@@ -303,7 +303,7 @@ class PickerView:
             field.sync()
 
     def _place(self, error: ConfigError, field: SettingField | None) -> None:
-        """Show each mistake beside the field that it is about, if that can be seen."""
+        """Show each mistake at its field, if that is visible."""
         other_messages: list[str] = []
         for name, messages in self._model.mistakes_of(error).items():
             named_field = self._fields.get(name)
@@ -359,7 +359,7 @@ class PickerView:
         return box.add_class("nbaccel-panel").add_class(f"nbaccel-panel-{name}")
 
     def _below(self, sections: dict[str, list[Setting]]) -> list[w.Widget]:
-        """What is opened on demand: a few sections one by one, many below one heading."""
+        """Sections that are opened on demand: a few one by one, many below one heading."""
         if len(sections) <= _FEW_SECTIONS:
             return [self._section(name, group).box for name, group in sections.items()]
         all_settings = [setting for group in sections.values() for setting in group]

@@ -88,7 +88,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> Mapping[str, Recorded]:
-    """What :func:`write_manifest` noted.
+    """Read what :func:`write_manifest` wrote.
 
     Args:
         folder: The checkpoint.
@@ -174,7 +174,7 @@ def _numbered_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def next_number(configuration: ProjectConfiguration) -> int:
-    """The number of the next checkpoint: behind those that are there, of an earlier run maybe."""
+    """The number of the next checkpoint: after all existing ones, also of an earlier run."""
     existing = _numbered_checkpoints(folder_of(configuration))
     return max(configuration.iteration, max(existing, default=-1) + 1)
 
@@ -229,7 +229,7 @@ class _SaveSite:
 def new_checkpoint(
     target: Path, place: Place, collectives: Collectives, *, series: bool = False
 ) -> Iterator[tuple[Path, Path]]:
-    """Build a folder together; it takes its name only if every process got through.
+    """Build a folder together; it gets its name only if every process has succeeded.
 
     Args:
         target: The folder to be; that of process 0 counts.
@@ -335,7 +335,7 @@ def _check_target(target: Path) -> None:
 
 
 def _clear_killed_save(save_site: _SaveSite, series: bool) -> None:
-    """Finish or undo what an earlier save, which was killed, left half done."""
+    """Finish or undo a save that was killed."""
     # It waits only between the two renames, so `target` tells whether the second one happened.
     if save_site.waiting_folder.exists():
         if save_site.target.exists():
@@ -483,7 +483,7 @@ def _check_all_written(
 
 
 def _failures_of_all(collectives: Collectives, call_text: str, own_error: Exception | None) -> str:
-    """What went wrong on which process, in one text, the same on all; empty if nothing did."""
+    """The failures of all processes in one text, the same on all; empty without any."""
     own_failure = None if own_error is None else f"{type(own_error).__name__}: {own_error}"
     failures_by_rank = collectives.answers(call_text, own_failure)
     return " ".join(

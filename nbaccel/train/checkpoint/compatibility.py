@@ -249,7 +249,7 @@ class SourceShards:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSources:
-    """The files of a load, by what they are read into.
+    """The files of a load, by the objects that they are read into.
 
     Attributes:
         folder: The checkpoint.
@@ -282,7 +282,7 @@ class CheckpointSources:
     first_generators: Path | None
 
     def damaged(self, place: Place) -> list[str]:
-        """What is wrong with files; each is read through by one process of a node.
+        """Problems of files; each file is read by one process of a node.
 
         Args:
             place: This process.
@@ -321,7 +321,7 @@ class CheckpointSources:
         return sorted(common_files)
 
     def _files_inside(self, folder: Path) -> Iterable[Path]:
-        """The files of shards: those that are there, and those that were."""
+        """The files of shards: those that exist, and those of the manifest."""
         yield from (path for path in folder.rglob("*") if path.is_file())
         folder_prefix = folder.relative_to(self.folder).as_posix() + "/"
         yield from (
@@ -393,7 +393,7 @@ class _SourceFinder:
         )
 
     def _existing_file(self, *file_names: str) -> Path | None:
-        """The first that is there, or that was when the checkpoint was saved."""
+        """The first that exists, or that the manifest has."""
         known_names = (
             file_name
             for file_name in file_names

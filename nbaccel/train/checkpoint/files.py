@@ -55,15 +55,15 @@ def read_torch_file(path: Path, *, allowed: Iterable[Any] = (), **options: Any) 
 
 
 def read_torch_outline(path: Path, **options: Any) -> Any:
-    """Read what ``torch.save`` wrote, but for the numbers: tensors are on ``meta``.
+    """Read what ``torch.save`` wrote, without the values: tensors are on ``meta``.
 
     Args:
         path: The file.
         **options: As of :func:`read_torch_file`.
 
     Returns:
-        As :func:`read_torch_file`; nothing of the numbers was in memory, unless torch is older than
-        1.6 that wrote the file.
+        As :func:`read_torch_file`; the values are never in memory, unless a torch before 1.6 wrote
+        the file.
 
     Raises:
         CheckpointDamaged: It cannot be read, or holds something else.
@@ -95,7 +95,7 @@ def _why_unreadable(path: Path, error: Exception) -> str:
 
 
 def _numpy_globals() -> list[Any]:
-    """What pickles of numpy arrays and scalars name: nothing in it does more than hold numbers."""
+    """The names in pickles of numpy arrays and scalars; all of them only hold numbers."""
     reducers = {
         "_reconstruct": np.zeros(1).__reduce__()[0],
         "scalar": np.float64(0).__reduce__()[0],

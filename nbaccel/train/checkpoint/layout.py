@@ -1,4 +1,4 @@
-"""How the files of a checkpoint are named, and what a folder has of them.
+"""The names of a checkpoint's files, and which of them a folder has.
 
 The names are Accelerate's, so that either can read what the other wrote; ``sampler.bin``, which
 its documentation promises, is written here, too.
@@ -78,7 +78,7 @@ def gradients_file(rank: int) -> str:
 
 
 def loader_file(number: int, *, stateful: bool, rank: int = 0) -> str:
-    """The file that says where a loader is, for one process."""
+    """The file with the position of a loader, for one process."""
     file_stem, _, file_ending = numbered_name(
         STATEFUL_LOADER_FILE if stateful else SAMPLER_FILE, number
     ).partition(".")
@@ -87,7 +87,7 @@ def loader_file(number: int, *, stateful: bool, rank: int = 0) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointContents:
-    """What a folder has of a checkpoint.
+    """The parts of a checkpoint that a folder has.
 
     Attributes:
         models: Numbers of the models with weights in one file.

@@ -1,6 +1,6 @@
-"""``load_state``: puts back what ``save_state`` wrote, if all of it is there and as it was written.
+"""``load_state``: restores what ``save_state`` wrote, if all of it exists and is unchanged.
 
-What is small is read now and kept; of weights, optimizers and gradients only names and shapes.
+Small states are read first and kept; of weights, optimizers and gradients only names and shapes.
 
     each process                                                exchanged by all
     ------------                                                ----------------
@@ -51,7 +51,7 @@ __all__ = ["LoadHook", "LoadTrial", "LoadVerdict", "load_state", "tied_tensor_na
 
 @dataclass(slots=True)
 class LoadVerdict:
-    """What is wrong with a checkpoint.
+    """The problems of a checkpoint.
 
     Attributes:
         damaged: Files that are not as they were saved.
@@ -62,7 +62,7 @@ class LoadVerdict:
     unfit: list[str] = field(default_factory=list)
 
     def check(self) -> None:
-        """Raise what was found, if anything was.
+        """Raise the problems, if there are any.
 
         Raises:
             CheckpointDamaged: Files are damaged.
@@ -433,7 +433,7 @@ def _read_recorded(folder: Path) -> tuple[Mapping[str, Recorded], LoadVerdict]:
 
 
 def _judge_together(collectives: Collectives, call_text: str, own_verdict: LoadVerdict) -> None:
-    """Raise what any process found, the same on all.
+    """Raise the problems of all processes, the same on all.
 
     Raises:
         CheckpointDamaged: Files are damaged.
@@ -610,7 +610,7 @@ def _read_weights(path: Path, model: nn.Module, device: torch.device) -> dict[st
 
 
 def _read_safetensors(path: Path, model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """Weights by name, those included that were left out because they are tied to others."""
+    """Weights by name, including those that were not written because they are tied to others."""
     with safe_open(path, framework="pt", device=str(device)) as file:
         weights_by_name = {tensor_name: file.get_tensor(tensor_name) for tensor_name in file.keys()}  # noqa: SIM118 - safe_open has no __iter__
         # huggingface_hub notes in the metadata which name a tied tensor was stored under.

@@ -89,7 +89,7 @@ class CheckpointParts:
         }
 
     def set_gradients(self, saved_gradients: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        """Put back what :meth:`gradients` gave; a parameter that is not in it has none."""
+        """Restore what :meth:`gradients` gave; other parameters get no gradient."""
         for model_number, model in enumerate(self.models):
             for parameter_name, parameter in self.strategy.unwrap(model).named_parameters():
                 saved_gradient = saved_gradients.get(model_number, {}).get(parameter_name)
@@ -107,7 +107,7 @@ class CheckpointParts:
         return next(model_optimizers, None)
 
     def stateful_loaders(self) -> list[tuple[int, Any]]:
-        """Loaders that can say where they are, by their number among all."""
+        """Loaders with a `state_dict`, by their number among all."""
         return [
             (number, loader)
             for number, loader in enumerate(self.loaders)
