@@ -293,7 +293,7 @@ class Accelerator(RunDescription):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the batch at hand ends with an optimizer step."""
+        """Whether the current batch ends with an optimizer step."""
         return self.gradient_state.sync_gradients
 
     @sync_gradients.setter

@@ -73,7 +73,7 @@ class Handlers:
             if field_name in handlers_by_field:
                 raise ConfigError(
                     f"kwargs_handlers got two {type(handler).__name__}: "
-                    f"{handlers_by_field[field_name]} and {handler}. Only one can hold. Give one "
+                    f"{handlers_by_field[field_name]} and {handler}. Only one can apply. Give one "
                     "with both settings."
                 )
             handlers_by_field[field_name] = handler
@@ -255,8 +255,8 @@ def _accumulation_settings(
 ) -> tuple[int, Any, GradientAccumulationPlugin]:
     if num_steps is not None and num_steps < 1:
         raise ConfigError(
-            f"gradient_accumulation_steps={num_steps!r} must be a whole number of at least 1: so "
-            "many batches make one optimizer step. Give 1 to step after every batch."
+            f"gradient_accumulation_steps={num_steps!r} must be a whole number of at least 1: the "
+            "number of batches in one optimizer step. Give 1 to step after every batch."
         )
     if (
         accumulation_plugin is not None
@@ -266,7 +266,7 @@ def _accumulation_settings(
         raise ConfigError(
             f"gradient_accumulation_steps={num_steps} contradicts "
             f"gradient_accumulation_plugin.num_steps={accumulation_plugin.num_steps}. Only one "
-            "can hold. Give num_steps in the plugin alone."
+            "can apply. Give num_steps in the plugin alone."
         )
     if accumulation_plugin is not None and accumulation_plugin.num_steps is not None:
         return accumulation_plugin.num_steps, "argument", accumulation_plugin
@@ -283,8 +283,8 @@ def _accumulation_settings(
     if not variable_text.strip().isdecimal() or int(variable_text) < 1:
         raise ConfigError(
             f"Environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS={variable_text!r} must "
-            "be a whole number of at least 1: so many batches make one optimizer step. Correct or "
-            "unset it."
+            "be a whole number of at least 1: the number of batches in one optimizer step. Correct "
+            "or unset it."
         )
     return (
         int(variable_text),
@@ -355,8 +355,8 @@ def _merge_precision(
     if gives_way:
         return settings_request.mixed_precision, "config"
     raise ConfigError(
-        f"mixed_precision={precision_name!r} contradicts {settings_request.speaker}, which asks "
-        f"for {settings_request.mixed_precision!r}. Models are cast as one of them says. Leave "
+        f"mixed_precision={precision_name!r} contradicts {settings_request.speaker}, which sets "
+        f"{settings_request.mixed_precision!r}. Models are cast as one of them says. Leave "
         f"one out{settings_request.remedy}."
     )
 
@@ -371,7 +371,7 @@ def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDyna
         return TorchDynamoPlugin(backend=backend)
     if not isinstance(plugin, TorchDynamoPlugin):
         raise ConfigError(
-            f"Accelerator(dynamo_plugin={plugin!r}) is no TorchDynamoPlugin: nothing says how to "
+            f"Accelerator(dynamo_plugin={plugin!r}) is no TorchDynamoPlugin: it is unknown how to "
             "compile. Give TorchDynamoPlugin(backend='inductor'), or dynamo_backend='inductor'."
         )
     if backend is not None:

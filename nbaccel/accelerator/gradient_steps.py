@@ -27,7 +27,7 @@ class GradientSteps:
 
     Args:
         run: Strategy and precision of the run.
-        gradient_state: Which batch of an accumulated group is at hand; counted here.
+        gradient_state: The position in an accumulated group of batches; counted here.
         prepared: Optimizers and loaders that are used in the loop.
 
     Attributes:

@@ -464,7 +464,7 @@ _MANUAL_CHARS = 92
 _COLUMN_CHARS = 30
 
 _CELL_MANUAL = """\
-Run this cell in worker processes that live on, with their variables, from cell to cell.
+Run this cell in worker processes, which keep their variables from cell to cell.
 
     %%accelerate -n 2 --precision bf16 --out loss
     model = nn.Linear(4, 4)
@@ -472,13 +472,13 @@ Run this cell in worker processes that live on, with their variables, from cell 
 
 Variables and functions of the notebook that the cell reads are sent when they are first needed
 and when they have changed since. The last expression is shown by rank, once where all agree.
-Trained weights of the notebook's own modules come back after the cell.
+Trained weights of the notebook's own modules are copied back after the cell.
 
 The first cell starts the workers. Their settings stay until %accelerate restart.
 """
 
 _LINE_MANUAL = """\
-Look after the workers that %%accelerate cells run in.
+Manage the workers that %%accelerate cells run in.
 
     %accelerate restart -n 4 --precision bf16
     %accelerate pull loss model --ranks 0

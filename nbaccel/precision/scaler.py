@@ -85,8 +85,8 @@ class LossScaler(torch.amp.GradScaler):
     def _check_scaled(self, optimizer: torch.optim.Optimizer) -> None:
         if self.is_enabled() and torch_private.scale_tensor(self) is None:
             raise UserMistake(
-                f"{type(optimizer).__name__} was to step with mixed_precision='fp16', but no loss "
-                "went through accelerator.backward(), which multiplies it so that small gradients "
+                f"{type(optimizer).__name__} cannot step with mixed_precision='fp16': no loss went "
+                "through accelerator.backward(), which multiplies it so that small gradients "
                 "do not become zero in float16. Write accelerator.backward(loss) in place of "
                 "loss.backward()."
             )

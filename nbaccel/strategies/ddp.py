@@ -157,21 +157,21 @@ def _check(settings: DistributedDataParallelKwargs) -> None:
     mistakes = []
     if wrapper is not _Kind.NO and wrapper not in _WRAPPERS:
         mistakes.append(
-            f"DistributedDataParallelKwargs(comm_wrapper={wrapper.value!r}) cannot go around "
+            f"DistributedDataParallelKwargs(comm_wrapper={wrapper.value!r}) cannot wrap "
             "another compression: only a cast can. Give 'fp16' or 'bf16' as comm_wrapper, and "
             f"{wrapper.value!r} as comm_hook."
         )
     if settings.comm_state_option and kind not in _WITH_STATE:
         mistakes.append(
             f"DistributedDataParallelKwargs(comm_state_option={settings.comm_state_option!r}) has "
-            f"nothing to act on with comm_hook={kind.value!r}: only PowerSGD keeps a state. Leave "
+            f"no effect with comm_hook={kind.value!r}: only PowerSGD keeps a state. Leave "
             "it out, or give comm_hook='power_sgd'."
         )
     if kind is _Kind.BATCHED_POWER_SGD and not torch_private.orthogonalizes_matrices():
         mistakes.append(
             f"DistributedDataParallelKwargs(comm_hook={kind.value!r}) would end training at its "
-            f"first compressed step: torch {torch.__version__} hands two-dimensional matrices to a "
-            "function that takes batches of them only. Give 'power_sgd', which compresses better."
+            f"first compressed step: torch {torch.__version__} passes two-dimensional matrices to "
+            "a function that takes only batches of them. Give 'power_sgd', which compresses better."
         )
     if mistakes:
         raise ConfigError(*mistakes)

@@ -400,8 +400,8 @@ class Collectives:
         """
         if reduction not in _REDUCTIONS:
             raise ConfigError(
-                f"reduce(reduction={reduction!r}) is unknown: nothing says how to combine the "
-                f"processes' values. Give one of {', '.join(_REDUCTIONS)}."
+                f"reduce(reduction={reduction!r}) is unknown: the "
+                f"processes' values cannot be combined. Give one of {', '.join(_REDUCTIONS)}."
             )
         if not self.place.is_alone:
             self._announce_call("reduce", _tensor_signature(tree, "reduce"), same=True)
@@ -473,8 +473,8 @@ class Collectives:
         if len(set(tensor_counts)) > 1:
             raise CollectiveMismatch(
                 f"pad_across_processes got different numbers of tensors by process: "
-                f"{tensor_counts}. Nothing says which belong together. Give as many on every "
-                f"process."
+                f"{tensor_counts}. It is unclear which belong together. Give as many on every "
+                "process."
             )
         shapes = list(
             zip(*([shape for _, shape in signature] for signature in signatures), strict=True)

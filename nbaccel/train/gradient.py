@@ -21,7 +21,7 @@ class IteratedLoader(Protocol):
     """What a gradient state needs of a loader."""
 
     end_of_dataloader: bool
-    """Whether the batch at hand is the last."""
+    """Whether the current batch is the last."""
 
     @property
     def remainder(self) -> int:
@@ -43,8 +43,8 @@ class GradientState:
     Attributes:
         plugin: The settings.
         num_steps: Batches for one optimizer step; may be changed while training.
-        sync_gradients: Whether the batch at hand ends a group, so that optimizers step.
-        batches_in_group: Batches since the last optimizer step, the one at hand included.
+        sync_gradients: Whether the current batch ends a group, so that optimizers step.
+        batches_in_group: Batches since the last optimizer step, the current one included.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class GradientState:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch at hand is the last of the innermost loader."""
+        """Whether the current batch is the last of the innermost loader."""
         active = self.active_dataloader
         return active is not None and active.end_of_dataloader
 

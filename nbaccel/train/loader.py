@@ -52,7 +52,7 @@ class LoaderPosition:
     Attributes:
         epoch: Epochs that were iterated to their end.
         batches_seen: Batches of the running epoch that were given out, skipped ones included.
-        ahead: Torch's random state before the batch was read that comes after the one at hand.
+        ahead: Torch's random state before the batch after the current one was read.
         restored_state: What the next iteration starts from; None draws a new order.
         has_begun: Whether any epoch was begun before the next one.
     """

@@ -26,7 +26,7 @@ class PreparedOptimizer(Optimizer):
 
     Args:
         optimizer: The optimizer itself; it keeps parameters, state and hooks.
-        gradient_state: Says whether the batch at hand ends a group.
+        gradient_state: Says whether the current batch ends a group.
         scaler: What scaled the loss; None where nothing did.
 
     Attributes:
@@ -53,7 +53,7 @@ class PreparedOptimizer(Optimizer):
     # ---------------------------------------------------------------- stepping
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, if the batch at hand ends a group of accumulated ones.
+        """Step, if the current batch ends a group of accumulated ones.
 
         Args:
             closure: Evaluates the model again and returns the loss, for optimizers that need it.
@@ -76,8 +76,8 @@ class PreparedOptimizer(Optimizer):
     def _scaled_step(self, scaler: torch.amp.GradScaler, closure: Any) -> Any:
         if closure is not None:
             raise ConfigError(
-                f"step(closure={closure!r}) cannot go with fp16: the closure's gradients would "
-                f"be taken without being scaled back. Use mixed_precision='bf16' or 'no', or an "
+                f"step(closure={closure!r}) does not work with fp16: the closure's gradients would "
+                f"be used without being scaled back. Use mixed_precision='bf16' or 'no', or an "
                 f"optimizer that needs no closure."
             )
         self._has_stepped = False
@@ -91,7 +91,7 @@ class PreparedOptimizer(Optimizer):
         return step_result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forget gradients, if the batch at hand ends a group of accumulated ones.
+        """Forget gradients, if the current batch ends a group of accumulated ones.
 
         Args:
             set_to_none: As in torch; None leaves it to the optimizer, whose default is True.

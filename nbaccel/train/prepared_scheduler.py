@@ -25,7 +25,7 @@ class PreparedScheduler:
     Args:
         scheduler: The scheduler itself.
         optimizers: Those it waits for.
-        gradient_state: Says whether the batch at hand ends a group.
+        gradient_state: Says whether the current batch ends a group.
         steps_per_call: How often it advances per optimizer step: the number of processes, or 1
             where a batch is split among them.
         with_optimizer: False leaves it to the caller: every call is one plain step.
@@ -50,7 +50,7 @@ class PreparedScheduler:
         self.with_optimizer = with_optimizer
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance, if the optimizers stepped with the batch at hand.
+        """Advance, if the optimizers stepped with the current batch.
 
         Args:
             *args: For the scheduler's own step, for example a metric.

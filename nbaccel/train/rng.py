@@ -212,7 +212,7 @@ def _state_accessors(type_name: str, generator: torch.Generator | None) -> _Stat
         known_types = [*dict.fromkeys((*accessors, "generator"))]
         raise ConfigError(
             f"rng_types has {type_name!r}, which is the name of no generator. The "
-            f"processes would draw different numbers.{closest(type_name, known_types)} Give of "
+            f"processes would draw different numbers.{closest(type_name, known_types)} Give one of "
             f"{', '.join(known_types)}."
         )
     return accessors[type_name]

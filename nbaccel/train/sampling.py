@@ -44,8 +44,8 @@ def check_divisible(batch_size: int | None, num_processes: int, owner_name: str)
     """
     if batch_size is None:
         raise ConfigError(
-            f"{owner_name} cannot use split_batches=True with batch_size=None: nothing says how "
-            f"long a slice for one of {num_processes} processes is. Give the loader a batch_size "
+            f"{owner_name} cannot use split_batches=True with batch_size=None: the length of a "
+            f"slice for one of {num_processes} processes is unknown. Give the loader a batch_size "
             "(or its batch sampler such an attribute), or leave split_batches out."
         )
     if batch_size % num_processes:
@@ -111,7 +111,7 @@ class BatchSamplerShard(BatchSampler):
         even_batches: Complete the last round from the beginning.
 
     Attributes:
-        remainder: When an iteration is through: samples of the last round that are no copies; 0
+        remainder: After an iteration: samples of the last round that are no copies; 0
             where the round was full, -1 where that is not known.
 
     Raises:
@@ -287,7 +287,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         split_batches: Whether `batch_size` is the total one.
 
     Attributes:
-        remainder: When an iteration in this process is through: samples of the last round that
+        remainder: After an iteration in this process: samples of the last round that
             are no copies; 0 where the round was full.
 
     Raises:

@@ -119,8 +119,8 @@ def find_executable_batch_size(
 def _check_first_argument(function: Callable[..., Any]) -> None:
     if not inspect.signature(function).parameters:
         raise ConfigError(
-            f"{function.__name__} takes no argument: find_executable_batch_size would have nowhere "
-            "to put the batch size. Let it take one first."
+            f"{function.__name__} takes no argument: find_executable_batch_size could not pass the "
+            "batch size to it. Give it a first parameter for that."
         )
 
 

@@ -32,7 +32,7 @@ def compare_versions(
     """
     if operation not in STR_OPERATION_TO_FUNC:
         raise ConfigError(
-            f"compare_versions(operation={operation!r}) is unknown: nothing says how to compare. "
+            f"compare_versions(operation={operation!r}) is unknown: versions cannot be compared. "
             f"Give one of {', '.join(STR_OPERATION_TO_FUNC)}."
         )
     known_version = library_or_version

@@ -295,7 +295,7 @@ class PickerModel:
         face_texts = {config_face.name: config_face.text for config_face in self.faces()}
         if face not in face_texts:
             raise ConfigError(
-                f"There is no {face!r} to save: as things are there are {', '.join(face_texts)}. "
+                f"There is no {face!r} to save: at present there are {', '.join(face_texts)}. "
                 "Name one of them; DeepSpeed's JSON needs a ZeRO stage."
             )
         try:

@@ -13,7 +13,7 @@ an older one) can be read, too: only the checksums of the files' own formats are
     notes sizes and checksums
     ckpt → .ckpt.old  (if there)
     .ckpt.partial-3f9a → ckpt
-    .ckpt.old → gone                go on when process 0 is through
+    .ckpt.old → gone                continue when process 0 is done
 
 Between the two renames there is no ``ckpt``, but ``.ckpt.old`` is whole: :func:`find_checkpoint`
 finds it, and the next save puts it back. A user's own files in ``ckpt`` move over into the new one.
@@ -476,8 +476,8 @@ def _check_all_written(
     if failures:
         free_space = format_bytes(shutil.disk_usage(save_site.target.parent).free)
         raise CheckpointFailed(
-            f"save_state({str(save_site.target)!r}) failed. {failures} The new checkpoint is "
-            f"gone, and what had this name before is as it was. {free_space} are free there. "
+            f"save_state({str(save_site.target)!r}) failed. {failures} The new checkpoint has been "
+            f"removed, and an earlier one of this name is unchanged. {free_space} are free there. "
             "Remove the cause, or give a folder on another disk, and save again."
         ) from own_error
 

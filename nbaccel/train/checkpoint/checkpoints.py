@@ -82,7 +82,7 @@ class Checkpoints:
         Args:
             folder: Where, if checkpoints are not numbered; if they are, it is ignored.
             parts: What to save.
-            step: The accumulation step at hand.
+            step: The current accumulation step.
             safe_serialization: Weights as safetensors instead of a pickle.
 
         Returns:

@@ -243,7 +243,7 @@ def save_state(
         parts: What to save.
         place: This process.
         collectives: All processes.
-        step: The accumulation step at hand.
+        step: The current accumulation step.
         safe_serialization: Weights as safetensors instead of a pickle.
         save_on_each_node: Process 0 of every node writes all, for disks that are not shared.
         hooks: Called with the models, their weights and the folder to write into, before weights
