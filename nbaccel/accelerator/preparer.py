@@ -221,8 +221,8 @@ class Preparer:
         if self._run.strategy.owns_precision:
             return wrapping_steps
         return (
-            # Parameters are moved before a strategy replaces them or an optimizer takes them; the
-            # forward is replaced before DDP wraps the model, so that DDP calls it.
+            # Parameters are moved before a strategy replaces them, and the forward is replaced
+            # before DDP wraps the model, so that DDP calls the new one.
             lambda bundle: self._place_models(bundle, placements),
             self._run.precision.convert,
             self._wrap_forward,

@@ -46,7 +46,7 @@ class CudaDevice(Device):
         """See :meth:`Device.refusal`; a GPU is of no use to a torch built for CPUs only."""
         if not inventory.gpus:
             return (
-                f'device="cuda" needs a GPU: got a machine without one that can be used '
+                'device="cuda" needs a GPU: got a machine without one that can be used '
                 f"({inventory.gpu_note or 'none found'}). Workers would fail in their first CUDA "
                 'call. Give device="cpu", or "auto" to take what there is.'
             )

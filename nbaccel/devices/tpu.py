@@ -102,7 +102,7 @@ class TpuDevice(Device):
         )
         return (
             f'device="tpu" cannot be served: got {chips_text}. This version of nbaccel detects '
-            f'TPUs and does not drive them. Give device="cpu", or "auto" to take what there is.'
+            'TPUs and does not drive them. Give device="cpu", or "auto" to take what there is.'
         )
 
     def idle_reason(self, inventory: Inventory) -> str:

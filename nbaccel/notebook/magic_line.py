@@ -102,9 +102,9 @@ def check_ranks(ranks: Sequence[int] | None, world_size: int) -> None:
         last_rank = world_size - 1
         raise ConfigError(
             f"--ranks names {ranks_as_text(unknown_ranks)}: there {_are_or_is(world_size)}, "
-            f"{'rank 0' if last_rank == 0 else f'ranks 0-{last_rank}'}. The cell "
-            f"would not run there. Name ranks up to {last_rank}, or start more with "
-            f"%accelerate restart -n {max(unknown_ranks) + 1}."
+            f"{'rank 0' if last_rank == 0 else f'ranks 0-{last_rank}'}. The cell would not "
+            f"run there. Name ranks up to {last_rank}, or start more with %accelerate restart -n "
+            f"{max(unknown_ranks) + 1}."
         )
 
 
@@ -284,7 +284,7 @@ class _LineReader:
         elif takes_names:
             self.mistakes.append(
                 f"{line_word!r} is no name of a variable: only whole variables are copied. Bind "
-                f"the value to a name first, then give that name."
+                "the value to a name first, then give that name."
             )
         # `num_processes=2` is how Python and RunConfig write it.
         elif equals_sign and (magic_option := find_option(options_of(), f"--{option_name}")):
@@ -311,7 +311,7 @@ class _LineReader:
             ) > int(range_ends[1]):
                 self.mistakes.append(
                     f"--ranks must be rank numbers and ranges of them: got {ranks_text!r}. They "
-                    f"say which workers run the cell. Write for example --ranks 0,2-3."
+                    "say which workers run the cell. Write for example --ranks 0,2-3."
                 )
                 return None
             # A range up to a billion is refused by its end, without a list of it.
@@ -328,13 +328,13 @@ class _LineReader:
         if wrong_names := [out_name for out_name in out_names if not out_name.isidentifier()]:
             self.mistakes.append(
                 f"--out must be names of variables: got {', '.join(map(repr, wrong_names))}. "
-                f"They are bound in the notebook after the cell. Write for example --out "
-                f"loss,accuracy."
+                "They are bound in the notebook after the cell. Write for example --out "
+                "loss,accuracy."
             )
         elif names_text is not None and not out_names:
             self.mistakes.append(
                 f"--out must be names of variables: got {names_text!r}. They are bound in the "
-                f"notebook after the cell. Write for example --out loss,accuracy."
+                "notebook after the cell. Write for example --out loss,accuracy."
             )
         return out_names
 
@@ -355,7 +355,7 @@ class _LineReader:
             or f" Make one: {variable_name} = nbaccel.RunConfig(...)."
         )
         self.mistakes.append(
-            f"--config must name a RunConfig of the notebook, or what has one as .config: "
+            "--config must name a RunConfig of the notebook, or what has one as .config: "
             f"{variable_name} is {got_instead}. All settings are taken from it.{remedy_text}"
         )
         return None
@@ -383,7 +383,7 @@ class _LineReader:
                 config_variable = self.found["config"]
                 self.mistakes.append(
                     f"{setting_name} is {config_value!r} in {config_variable} and {line_value!r} "
-                    f"on the line: one would silently override the other. Leave it out here, or "
+                    "on the line: one would silently override the other. Leave it out here, or "
                     f"change it there: {config_variable} = "
                     f"{config_variable}.changed({setting_name}={line_value!r})."
                 )
@@ -430,7 +430,7 @@ def _split_words(line_text: str) -> Iterator[str]:
     except ValueError as error:  # a quotation that is not closed
         raise ConfigError(
             f"The line cannot be split into words: {str(error).lower()} in {line_text!r}. "
-            f"Its options would be guesses. Close the quotation mark."
+            "Its options would be guesses. Close the quotation mark."
         ) from error
 
 

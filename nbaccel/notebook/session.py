@@ -195,7 +195,7 @@ class Session:
         missing_names(variable_names, self.shell.user_ns)
         if len(variable_names) > 2:
             raise ConfigError(
-                f"%accelerate config takes a model and a batch at most: got "
+                "%accelerate config takes a model and a batch at most: got "
                 f"{', '.join(variable_names)}. "
                 "It is unclear what the others are. Write %accelerate config model batch."
             )

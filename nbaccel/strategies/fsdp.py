@@ -327,7 +327,7 @@ def _policy_dtype(given_dtype: Any) -> Any:
         raise ConfigError(
             f"mixed_precision_policy names {given_dtype!r}, which is no format that layers "
             f"compute in. Give one of {', '.join(_DTYPES_BY_NAME)}, or a "
-            f"torch.distributed.fsdp.MixedPrecisionPolicy."
+            "torch.distributed.fsdp.MixedPrecisionPolicy."
         )
     return _DTYPES_BY_NAME[dtype_name]
 
@@ -337,7 +337,7 @@ def _refuse_old_torch(device: torch.device) -> None:
     if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         raise PlatformUnsupported(
             f"fsdp_plugin needs torch 2.7 or newer on a CPU: this is {torch.__version__}, whose "
-            f"fully_shard trains on GPUs only. Update torch, or leave fsdp_plugin out."
+            "fully_shard trains on GPUs only. Update torch, or leave fsdp_plugin out."
         )
 
 
@@ -346,8 +346,8 @@ def _refuse_meta_tensors(model: nn.Module) -> None:
         if tensor.is_meta:
             raise ConfigError(
                 f"{type(model).__name__}.{tensor_name} is on the meta device: it has no values "
-                f"to shard. Load the weights first (workers share one copy of a model passed to "
-                f"the launch)."
+                "to shard. Load the weights first (workers share one copy of a model passed to "
+                "the launch)."
             )
 
 

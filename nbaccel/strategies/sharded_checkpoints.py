@@ -300,6 +300,7 @@ def _check_optimizer(
         for entry_key in stored_metadata
         if entry_key.startswith(_STATE_PREFIX)
     }
+    # Parameters that have not stepped have no state, so the numbers need not be complete.
     if max(parameter_numbers, default=-1) >= len(parameters):
         raise ConfigError(
             f"{folder} has the state of an optimizer of at least {max(parameter_numbers) + 1} "

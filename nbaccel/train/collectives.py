@@ -472,7 +472,7 @@ class Collectives:
         tensor_counts = [len(signature) for signature in signatures]
         if len(set(tensor_counts)) > 1:
             raise CollectiveMismatch(
-                f"pad_across_processes got different numbers of tensors by process: "
+                "pad_across_processes got different numbers of tensors by process: "
                 f"{tensor_counts}. It is unclear which belong together. Give as many on every "
                 "process."
             )
@@ -485,9 +485,9 @@ class Collectives:
                     f"process {rank}: {shape}" for rank, shape in enumerate(shapes_by_rank)
                 )
                 raise CollectiveMismatch(
-                    f"pad_across_processes got tensors of different numbers of dimensions "
+                    "pad_across_processes got tensors of different numbers of dimensions "
                     f"(tensor {tensor_index}; {by_process}). They cannot be made equal in one "
-                    f"dimension. Give tensors that have as many on every process."
+                    "dimension. Give tensors that have as many on every process."
                 )
         # `map_leaves` visits leaves in the order in which `_tensor_signature` listed them.
         shape_iterator = iter(shapes)
@@ -523,6 +523,6 @@ def _tensor_signature(tree: Any, collective_name: str) -> list[Any]:
         raise TypeError(
             f"{collective_name} takes tensors in lists, tuples and dictionaries: got "
             f"{', '.join(sorted(other_types))} in it. Other objects have no fixed size to "
-            f"exchange. Use gather_object, or gather_for_metrics(..., use_gather_object=True)."
+            "exchange. Use gather_object, or gather_for_metrics(..., use_gather_object=True)."
         )
     return [[str(leaf.dtype).removeprefix("torch."), list(leaf.shape)] for leaf in tree_leaves]

@@ -224,9 +224,9 @@ def _reader_error(announcement: _RoundAnnouncement) -> Exception:
     if announcement.is_mistake:
         return ConfigError(announcement.error_text.partition(": ")[2])
     return CollectiveMismatch(
-        f"Process 0, which reads for all, could not read the next batch: "
+        "Process 0, which reads for all, could not read the next batch: "
         f"{announcement.error_text}\nThis process gets its batches from there. See what process "
-        f"0 raised."
+        "0 raised."
     )
 
 
@@ -252,9 +252,9 @@ def _fill_rows(batch: Any, first_rows: Any, num_rows: int) -> Any:
 def _uneven_batch_error(num_rows: int, num_processes: int) -> ConfigError:
     return ConfigError(
         f"A batch of {num_rows} samples does not divide equally between {num_processes} "
-        f"processes, and it was not the last. Samples would be lost, or come twice. Make all "
+        "processes, and it was not the last. Samples would be lost, or come twice. Make all "
         f"batches but the last divisible by {num_processes}, or give "
-        f"DataLoaderConfiguration(dispatch_batches=False)."
+        "DataLoaderConfiguration(dispatch_batches=False)."
     )
 
 
@@ -275,6 +275,6 @@ def _check_divisible_leaves(round_batches: list[Any]) -> None:
     if indivisible:
         raise ConfigError(
             f"A batch holds {indivisible[0]!r} ({type(indivisible[0]).__name__}), which cannot "
-            f"be cut into rows. Every process would get all of it. Leave it out in collate_fn, "
-            f"make it a tensor, or give DataLoaderConfiguration(dispatch_batches=False)."
+            "be cut into rows. Every process would get all of it. Leave it out in collate_fn, "
+            "make it a tensor, or give DataLoaderConfiguration(dispatch_batches=False)."
         )

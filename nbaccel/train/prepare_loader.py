@@ -144,8 +144,8 @@ class _LoaderPreparation:
         if wants_dispatch and not self.put_on_device:
             raise ConfigError(
                 f"DataLoaderConfiguration(dispatch_batches={wants_dispatch!r}) needs device "
-                f"placement, which is off for this loader. Process 0 sends batches from device "
-                f"to device. Leave device_placement on, or give dispatch_batches=False."
+                "placement, which is off for this loader. Process 0 sends batches from device "
+                "to device. Leave device_placement on, or give dispatch_batches=False."
             )
         return self.is_iterable and self.put_on_device if wants_dispatch is None else wants_dispatch
 
@@ -316,8 +316,8 @@ def skip_first_batches(
     if num_batches is None or num_batches < 0:
         raise ConfigError(
             f"skip_first_batches({type(dataloader).__name__}, num_batches={num_batches!r}) does "
-            f"not say how many to leave out: training would begin at the wrong batch. Give a "
-            f"number from 0 on; only a prepared loader knows it by itself."
+            "not say how many to leave out: training would begin at the wrong batch. Give a "
+            "number from 0 on; only a prepared loader knows it by itself."
         )
     if isinstance(dataloader, PreparedLoader):
         return _skip_prepared_batches(dataloader, num_batches)

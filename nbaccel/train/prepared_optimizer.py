@@ -77,8 +77,8 @@ class PreparedOptimizer(Optimizer):
         if closure is not None:
             raise ConfigError(
                 f"step(closure={closure!r}) does not work with fp16: the closure's gradients would "
-                f"be used without being scaled back. Use mixed_precision='bf16' or 'no', or an "
-                f"optimizer that needs no closure."
+                "be used without being scaled back. Use mixed_precision='bf16' or 'no', or an "
+                "optimizer that needs no closure."
             )
         self._has_stepped = False
         step_result = scaler.step(self.optimizer)

@@ -96,7 +96,7 @@ class PreparedScheduler:
         ):
             return
         warnings.warn(
-            f"GradientAccumulationPlugin(adjust_scheduler=True): the schedule advances by all "
+            "GradientAccumulationPlugin(adjust_scheduler=True): the schedule advances by all "
             f"{self.gradient_state.batches_in_group} batches of an optimizer step, as a schedule "
             "written in batches needs it. Accelerate always advances it by one: for the "
             "same learning rates leave adjust_scheduler out.",

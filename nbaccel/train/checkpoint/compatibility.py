@@ -98,7 +98,7 @@ def model_problem(model: nn.Module, saved: _ShapesByName, *, strict: bool = True
     if strict and unknown_names:
         problems.append(
             f"{', '.join(unknown_names[:_SHOWN_NAMES])}{_count_more(unknown_names)}, which the "
-            f"model does not have"
+            "model does not have"
         )
     return (
         f"is of another model than the {type(model).__name__}: it has {'; '.join(problems)}"
@@ -337,7 +337,7 @@ class CheckpointSources:
             return ""
         return (
             f"{path} {problem_text}. Nothing has been loaded. Load another checkpoint, or copy "
-            f"the file again from where it was saved."
+            "the file again from where it was saved."
         )
 
 

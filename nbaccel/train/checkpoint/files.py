@@ -89,8 +89,8 @@ def _why_unreadable(path: Path, error: Exception) -> str:
         torch_reason = "it is no pickle of plain data"
     return (
         f"{path} cannot be read ({type(error).__name__}: {torch_reason}): it is truncated, "
-        f"damaged or of something else. Nothing has been loaded. Load another checkpoint, or "
-        f"copy the file again from where it was saved."
+        "damaged or of something else. Nothing has been loaded. Load another checkpoint, or "
+        "copy the file again from where it was saved."
     )
 
 
@@ -219,7 +219,7 @@ def save_model(
     if folder.exists() and not folder.is_dir():
         raise ConfigError(
             f"save_model(save_directory={str(folder)!r}) is a file: weights and their index need "
-            f"a folder. Give the folder's name, without that of a file."
+            "a folder. Give the folder's name, without that of a file."
         )
     _check_only_tensors(state_dict, "accelerator.save(state_dict, file), which pickles it")
     _check_no_placeholders(state_dict, f"save_model(save_directory={str(folder)!r})")
