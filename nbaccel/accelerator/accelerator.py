@@ -269,7 +269,7 @@ class Accelerator(RunDescription):
         """Let go of everything prepared, so that its memory is free.
 
         Args:
-            *objects: What the caller holds itself.
+            *objects: Further references of the caller.
 
         Returns:
             As many Nones: ``model, optimizer = accelerator.free_memory(model, optimizer)``.
@@ -332,7 +332,7 @@ class Accelerator(RunDescription):
 
         Args:
             loss: A 0-d tensor.
-            learning_rate: Of this step.
+            learning_rate: The learning rate of this step.
 
         Raises:
             ConfigError: No prepared optimizer has it, or there is no learning rate.
@@ -376,7 +376,7 @@ class Accelerator(RunDescription):
         """Scale gradients down to a norm over the whole model.
 
         Args:
-            parameters: Of a prepared model.
+            parameters: Parameters of a prepared model.
             max_norm: Largest norm to leave.
             norm_type: Which norm.
 
@@ -407,7 +407,7 @@ class Accelerator(RunDescription):
 
         Args:
             joinables: The prepared models that are trained in the block.
-            even_batches: What the loaders do meanwhile; None leaves them as they are.
+            even_batches: The loaders' setting meanwhile; None leaves them unchanged.
 
         Raises:
             ConfigError: The strategy cannot do it.

@@ -171,7 +171,7 @@ class Request:
         """Merge what was given in several places.
 
         Args:
-            mixed_precision: As `Accelerator` takes it, and so are the others.
+            mixed_precision: As in `Accelerator`, like all the others.
             cpu: The same.
             gradient_accumulation_steps: The same.
             gradient_accumulation_plugin: The same.
@@ -180,7 +180,7 @@ class Request:
             project_dir: The same.
             project_config: The same.
             plugins: Settings of strategies, by the argument that had them.
-            kwargs_handlers: As `Accelerator` takes it.
+            kwargs_handlers: As in `Accelerator`.
             config: The same.
 
         Raises:

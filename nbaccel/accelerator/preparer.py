@@ -64,7 +64,7 @@ class Preparer:
 
     Args:
         run: The run.
-        gradient_state: What optimizers, schedulers and loaders share.
+        gradient_state: The state that optimizers, schedulers and loaders share.
         prepared: Where everything that was made ready is listed.
     """
 

@@ -131,7 +131,7 @@ def mapped(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
     Args:
         batch: A tensor, or a dict, list or tuple of batches; anything else stays.
-        change: What becomes of a tensor.
+        change: Returns the replacement of a tensor.
 
     Returns:
         The new batch. A mapping of any kind becomes a dict.
@@ -287,7 +287,7 @@ def measure_activations(
 
     Args:
         model: The model, on any device or on ``meta``; it stays as it is.
-        sample_batch: What it is called with: a dict, a tuple or a tensor.
+        sample_batch: A batch for the model: a dict, a tuple or a tensor.
         precision: ``fp32``, ``bf16`` or ``fp16``, as DeepSpeed converts the model; floating-point
             tensors of the batch are converted, too. With ``fp32`` all stays as it is.
         gradient_checkpointing: Whether to turn it on first, in the copy.

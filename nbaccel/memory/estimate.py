@@ -77,14 +77,14 @@ class MemoryEstimate:
         nvme: On each host's disk.
         shape: The model.
         strategy: How it is trained, in words: ``ZeRO-3, bf16, optimizer on cpu``.
-        settings: What of the strategy's configuration was counted; None where it has none.
+        settings: The counted part of the strategy's configuration; None where it has none.
         num_processes: Processes on each host.
         num_nodes: Hosts.
         device_free: Free memory of the fullest GPU used; None where there is none.
         host_free: Free memory of this host.
         nvme_free: Free space where the configuration swaps to; None where it names no folder.
-        nvme_folders: Those folders.
-        notes: What to know about these numbers.
+        nvme_folders: The folders that it swaps to.
+        notes: Notes about these numbers.
     """
 
     device: Bytes
@@ -205,7 +205,7 @@ def replicated(
         trainable_bytes: Bytes of those that are trained.
         num_processes: Processes on each host.
         num_nodes: Hosts.
-        activation_bytes: What activations need on a device.
+        activation_bytes: Bytes of activations on a device.
         inventory: The machine.
 
     Returns:

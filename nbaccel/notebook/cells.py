@@ -48,8 +48,8 @@ class Cells:
         """The record of a cell for the workers; its lines are published in this process, too.
 
         Args:
-            magic_arguments: What stands behind the magic.
-            code_text: What stands below it.
+            magic_arguments: The text after the magic.
+            code_text: The text below it.
         """
         shown_lines, lines_above = self._lines(magic_arguments, code_text)
         execution_count = self._count()

@@ -66,7 +66,7 @@ def failure_text(failure_records: Sequence[FailureRecord], *, with_colours: bool
     """The whole tracebacks.
 
     Args:
-        failure_records: What is known of each rank, in order of time.
+        failure_records: The records of each rank, in order of time.
         with_colours: Whether the text is coloured (ANSI).
 
     Returns:

@@ -69,7 +69,7 @@ def read_magic_line(
     """Read a line.
 
     Args:
-        line_text: What stands behind the magic's name, or behind the subcommand.
+        line_text: The text after the magic's name, or after the subcommand.
         base_config: The settings that the line's own are laid over.
         namespace: The notebook's variables, for ``--config NAME``, ``$name`` and ``{name}``.
         subcommand: A word of `%accelerate`; empty for `%%accelerate`.

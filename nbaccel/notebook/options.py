@@ -45,7 +45,7 @@ class MagicOption:
         name: The setting of ``RunConfig``, or a name of its own.
         flags: How it is written: ``-n`` and ``--num-processes``.
         meaning: What it does, with its unit.
-        value: What its value is, for help: ``N``; empty where it takes none.
+        value: A placeholder for its value, for help: ``N``; empty where it takes none.
         choices: The words that its value can be, if they can be listed.
         is_setting: Whether it is a setting of ``RunConfig``.
         negative: The flag that says the opposite: ``--no-share-back``.

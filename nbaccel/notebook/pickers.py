@@ -38,11 +38,11 @@ class Picker(HasTraits):
     Args:
         config: Where to begin, a `RunConfig` or another picker; None: the defaults.
         model: The module whose memory is shown; it may be on ``meta``.
-        sample_batch: What one process calls it with, for its activations.
+        sample_batch: A batch of one process, for the activations.
         inventory: The machine; None looks at this one.
 
     Attributes:
-        config: What is chosen.
+        config: The chosen settings.
 
     Examples:
         >>> picker = configure(model)
@@ -193,7 +193,7 @@ def configure(model: Any = None, sample_batch: Any = None, *, config: Any = None
 
     Args:
         model: The module that is to be trained; it may be on ``meta``. None shows no memory.
-        sample_batch: What one process calls it with, for its activations.
+        sample_batch: A batch of one process, for the activations.
         config: Where to begin, a `RunConfig` or another picker; None: the defaults.
 
     Returns:

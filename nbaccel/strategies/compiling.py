@@ -16,7 +16,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
     Args:
         module: The model.
-        **compile_kwargs: Of ``torch.compile``.
+        **compile_kwargs: Arguments of ``torch.compile``.
 
     Returns:
         The model.

@@ -102,7 +102,7 @@ class DdpStrategy(Strategy):
         """See :meth:`Strategy.join`.
 
         Args:
-            models: Those in use; what torch cannot join is left out.
+            models: The models in use; what torch cannot join is left out.
             **options: Of ``torch.distributed.algorithms.Join``: `enable`,
                 `throw_on_early_termination`.
 

@@ -79,7 +79,7 @@ class FsdpStrategy(Strategy):
     Args:
         place: This process among the others; the default process group exists.
         settings: What to shard, and how.
-        precision: What layers compute in, where the settings do not say it.
+        precision: The precision of layers, where the settings name none.
 
     Raises:
         ConfigError: The settings name a precision that there is not.

@@ -126,7 +126,7 @@ def refill_parameter(parameter: torch.Tensor, whole_tensor: torch.Tensor) -> Non
 
     Args:
         parameter: A sharded parameter; changed in place.
-        whole_tensor: What it was before it was sharded.
+        whole_tensor: The parameter before it was sharded.
     """
     own_part = place_like(whole_tensor, parameter)
     if isinstance(parameter, DTensor) and isinstance(own_part, DTensor):

@@ -116,7 +116,7 @@ def shard_problems(folder: Path, metadata: Metadata, first_file: int, file_step:
 
     Args:
         folder: The checkpoint.
-        metadata: What it says that it has.
+        metadata: Its metadata.
         first_file: Number of the first file to read.
         file_step: Every `file_step`-th file from there is read; other processes read the others.
 

@@ -123,7 +123,7 @@ class CollectiveCheck:
 
         Args:
             what: Name of the collective.
-            detail: What else to tell the others; JSON.
+            detail: Further information for the others; JSON.
             same: Whether all details must be equal.
             timeout_s: How long to wait for a process before giving up, in seconds.
 

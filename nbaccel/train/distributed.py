@@ -251,7 +251,7 @@ def leave_process_group(collectives: Collectives) -> None:
     """Leave the default process group, if there is one, together with the other processes.
 
     Args:
-        collectives: Of all processes.
+        collectives: All processes.
     """
     if collectives.place.is_alone or not dist.is_initialized():
         return

@@ -25,7 +25,7 @@ def tensor_fingerprint(tensor: torch.Tensor) -> int:
     """A whole number that is equal for tensors with equal bits, and almost never for others.
 
     Args:
-        tensor: Of any shape and dtype; it is read once, on its device.
+        tensor: A tensor of any shape and dtype; it is read once, on its device.
 
     Returns:
         The sum of its bits read as integers, weighted by position, modulo 2**64.
@@ -102,9 +102,9 @@ def check_in_sync(
 
     Args:
         models: The users' own modules.
-        optimizers: Of these, with their `param_groups`.
-        loaders: What the loop iterates over.
-        collectives: Of all processes.
+        optimizers: Their optimizers, with `param_groups`.
+        loaders: The loaders of the loop.
+        collectives: All processes.
 
     Returns:
         True where everything is equal, on all processes alike.

@@ -47,7 +47,7 @@ class LoaderPosition:
     """The epoch and batch that a loader, and the loaders that skip some of its batches, are at.
 
     Args:
-        generators: What draws the order, by a name of its own each.
+        generators: The generators that draw the order, by name.
 
     Attributes:
         epoch: Epochs that were iterated to their end.
@@ -194,7 +194,7 @@ class LoaderSettings:
 
     Attributes:
         place: This process among the others.
-        collectives: What the processes do together.
+        collectives: Collectives of all processes.
         device: Where batches are put; None leaves them where they are.
         non_blocking: Whether copies to the device may still be under way.
         rng_types: Random generators that all processes take from process 0 at each epoch.

@@ -71,7 +71,7 @@ def prepare_data_loader(
         place: This process among the others.
         gradient_state: Records which loader is being iterated over.
         settings: How batches are shared.
-        collectives: What the processes do together.
+        collectives: Collectives of all processes.
         put_on_device: Whether batches are moved to the place's device.
         rng_types: Random generators that all processes take from process 0 at each epoch; of
             ``torch``, ``cuda``, ``python``, ``numpy`` and ``generator``, which is the sampler's.

@@ -27,7 +27,7 @@ class PreparedOptimizer(Optimizer):
     Args:
         optimizer: The optimizer itself; it keeps parameters, state and hooks.
         gradient_state: Says whether the current batch ends a group.
-        scaler: What scaled the loss; None where nothing did.
+        scaler: The scaler of the loss; None where it is not scaled.
 
     Attributes:
         optimizer: The optimizer itself.

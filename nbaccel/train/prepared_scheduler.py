@@ -24,7 +24,7 @@ class PreparedScheduler:
 
     Args:
         scheduler: The scheduler itself.
-        optimizers: Those it waits for.
+        optimizers: The optimizers that it waits for.
         gradient_state: Says whether the current batch ends a group.
         steps_per_call: How often it advances per optimizer step: the number of processes, or 1
             where a batch is split among them.

@@ -25,7 +25,7 @@ class ProcessInfo:
 
     Args:
         place: Where this process stands.
-        collectives: What they do together.
+        collectives: Collectives of all processes.
     """
 
     def __init__(self, place: Place, collectives: Collectives) -> None:

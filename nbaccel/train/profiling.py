@@ -25,7 +25,7 @@ def profile_block(
     Args:
         settings: Of the profiler; without activities, those of the device are recorded. With
             `output_trace_dir`, leaving the block is a collective.
-        collectives: Of all processes.
+        collectives: All processes.
 
     Yields:
         The profiler.

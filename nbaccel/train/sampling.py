@@ -61,10 +61,10 @@ class SeedableRandomSampler(RandomSampler):
     """Shuffles by seed and epoch alone, so that the order of any epoch can be repeated.
 
     Args:
-        data_source: What is sampled from; only its length is used.
+        data_source: The dataset; only its length is used.
         replacement: Whether a sample may come twice.
         num_samples: How many are drawn in an epoch; None draws as many as there are.
-        generator: What draws; it is seeded anew for each epoch.
+        generator: Draws the order; it is seeded anew for each epoch.
         data_seed: The seed; None takes torch's initial seed.
 
     Attributes:

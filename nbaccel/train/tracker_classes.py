@@ -69,7 +69,7 @@ class GeneralTracker:
         _blank: A tracker that does nothing, for processes that have none.
 
     Attributes:
-        name: What `log_with` and `get_tracker` call it.
+        name: Its name in `log_with` and `get_tracker`.
         requires_logging_directory: Whether it writes to a folder.
         main_process_only: Whether only process 0 has one.
 
@@ -111,8 +111,8 @@ class GeneralTracker:
 
         Args:
             values: Numbers or texts by name.
-            step: Of the training.
-            **kwargs: What the tracker itself takes.
+            step: The training step.
+            **kwargs: Further arguments of the tracker.
         """
 
     def finish(self) -> None:
@@ -124,7 +124,7 @@ class ServiceTracker(GeneralTracker):
 
     Args:
         run_name: The project's name.
-        **kwargs: Of what begins a run in the service.
+        **kwargs: Arguments of the service's function that begins a run.
     """
 
     requires_logging_directory = False
@@ -152,7 +152,7 @@ class ServiceTracker(GeneralTracker):
 
         Args:
             values: By name; a tensor of one number counts as that number.
-            shown_types: What the service shows.
+            shown_types: The types that the service shows.
 
         Yields:
             Names and values.
@@ -223,7 +223,7 @@ class AimTracker(ServiceTracker):
     Args:
         run_name: Its name.
         logging_dir: Folder of Aim's repository.
-        **kwargs: Of ``aim.Run``.
+        **kwargs: Arguments of ``aim.Run``.
     """
 
     name = "aim"
@@ -262,7 +262,7 @@ class AimTracker(ServiceTracker):
 
         Args:
             values: By name.
-            step: Of the training.
+            step: The training step.
             kwargs: Further arguments: ``aim_image`` of ``aim.Image``, ``track`` of ``Run.track``.
         """
         image_class: Any = import_module("aim").Image
@@ -294,7 +294,7 @@ class MLflowTracker(ServiceTracker):
         tags: Of the run, as a dict or its JSON (``MLFLOW_TAGS``).
         nested_run: Whether it is part of the run that is active (``MLFLOW_NESTED_RUN``).
         run_name: Name of a new run.
-        description: Of the run.
+        description: Description of the run.
 
     What the environment says wins, as with Accelerate.
     """
@@ -398,7 +398,7 @@ class DVCLiveTracker(ServiceTracker):
     Args:
         run_name: Not used: DVCLive names by folder.
         live: A ``dvclive.Live`` to continue.
-        **kwargs: Of ``dvclive.Live``.
+        **kwargs: Arguments of ``dvclive.Live``.
     """
 
     name = "dvclive"
@@ -595,8 +595,8 @@ class ClearMLTracker(ServiceTracker):
 
         Args:
             values: By name.
-            step: Of the training; without one a number stands alone.
-            **kwargs: Of the task's logger.
+            step: The training step; without one a number stands alone.
+            **kwargs: Arguments of the task's logger.
         """
         task_logger = self.run.get_logger()
         for value_name, logged_value in self.shown_values(values, (Real,)):
@@ -651,7 +651,7 @@ class TrackerService:
 
     Attributes:
         tracker: Its class.
-        distributions: What pip calls the package; any of them will do.
+        distributions: Names of the package for pip; any one is enough.
     """
 
     tracker: type[GeneralTracker]

@@ -109,7 +109,7 @@ class TensorBoardTracker(GeneralTracker):
     Args:
         run_name: The run.
         logging_dir: The folder of all runs.
-        **kwargs: Of ``torch.utils.tensorboard.SummaryWriter``.
+        **kwargs: Arguments of ``torch.utils.tensorboard.SummaryWriter``.
     """
 
     name = "tensorboard"
@@ -173,8 +173,8 @@ class TensorBoardTracker(GeneralTracker):
 
         Args:
             values: By name; None is passed over.
-            step: Of the training.
-            **kwargs: Of the writer's ``add_scalar``, ``add_text`` or ``add_scalars``.
+            step: The training step.
+            **kwargs: Arguments of the writer's ``add_scalar``, ``add_text`` or ``add_scalars``.
 
         Raises:
             ConfigError: A value is nothing that TensorBoard shows so.
@@ -206,8 +206,8 @@ class TensorBoardTracker(GeneralTracker):
 
         Args:
             values: By name; several in one array of shape ``[n, channels, height, width]``.
-            step: Of the training.
-            **kwargs: Of the writer's ``add_images``, such as ``dataformats="NHWC"``.
+            step: The training step.
+            **kwargs: Arguments of ``add_images``, such as ``dataformats="NHWC"``.
         """
         summary_writer: Any = self.tracker
         for image_name, images in values.items():

@@ -98,7 +98,7 @@ class _Package:
         module: What is imported.
         distributions: What pip calls it; the module's name where empty. One of them must be there:
             a folder that happens to have the module's name (trackers leave such) is no package.
-        versions: Those that will do, as pip writes them.
+        versions: Accepted versions, as pip writes them.
     """
 
     module: str
@@ -284,7 +284,7 @@ def _device(kind: str, package: str) -> Callable[..., bool]:
 
     Args:
         kind: Name of torch's submodule for it.
-        package: What has to be imported before; empty where torch brings it.
+        package: The package to import first; empty where torch brings it.
     """
 
     def is_available(check_device: bool = False) -> bool:

@@ -138,7 +138,7 @@ def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.Gr
 
     Args:
         distributed_type: Not used; Accelerate chooses by it between scalers of other devices.
-        **kwargs: Of ``torch.amp.GradScaler``.
+        **kwargs: Arguments of ``torch.amp.GradScaler``.
     """
     del distributed_type
     return torch.amp.GradScaler(PartialState().device.type, **kwargs)

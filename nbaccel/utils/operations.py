@@ -215,7 +215,7 @@ def slice_tensors(
 
     Args:
         data: Tensors in containers.
-        tensor_slice: What is taken of each, as in ``tensor[tensor_slice]``.
+        tensor_slice: The part to take, as in ``tensor[tensor_slice]``.
         process_index: Not used; functions given as `slice_fn_for_dispatch` take it.
         num_processes: The same.
 

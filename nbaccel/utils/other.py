@@ -278,7 +278,7 @@ def merge_dicts(source: Mapping[Any, Any], destination: dict[Any, Any]) -> dict[
     """Put a nested dictionary into another.
 
     Args:
-        source: What is put in.
+        source: The entries to add.
         destination: Where; changed in place.
 
     Returns:

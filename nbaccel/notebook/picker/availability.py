@@ -58,7 +58,7 @@ def option_refusal(view: PickerState, setting: Setting, choice_option: ChoiceOpt
     """Why an option cannot be chosen.
 
     Args:
-        view: As things are.
+        view: The present state.
         setting: The choice.
         choice_option: The option.
 
@@ -81,7 +81,7 @@ def setting_refusal(view: PickerState, setting: Setting) -> str:
     """Why a whole choice cannot be made.
 
     Args:
-        view: As things are.
+        view: The present state.
         setting: The choice.
 
     Returns:
@@ -97,7 +97,7 @@ def is_shown(view: PickerState, setting: Setting) -> bool:
     """Whether a choice means anything as things are.
 
     Args:
-        view: As things are.
+        view: The present state.
         setting: The choice.
 
     Returns:

@@ -55,7 +55,7 @@ def edit_config(
         config: The configuration; it stays as it is.
         setting: The choice.
         new_value: Its new value; None leaves it open.
-        device: What the processes compute on.
+        device: The device of the processes.
         earlier_configs: The configurations that last trained with each strategy, which are taken
             up again where it is chosen anew.
 

@@ -126,7 +126,7 @@ def read_settings_source(
 
     Args:
         source: A path, the text itself, or what is in it.
-        config: What a strategy's configuration is laid over.
+        config: The configuration that a strategy's own is laid over.
         inventory: The machine.
 
     Returns:
@@ -164,7 +164,7 @@ def mistakes_by_setting(error: ConfigError) -> dict[str, list[str]]:
     """Mistakes, by the choice that each names first.
 
     Args:
-        error: What was raised.
+        error: The error that was raised.
 
     Returns:
         Name of a choice → messages; under ``""`` those that name none.

@@ -63,7 +63,7 @@ class FoldedSection:
         make_widgets: Makes what is in it, when it is opened first.
 
     Attributes:
-        box: What is shown.
+        box: The widget to show.
         heading: The button.
     """
 
@@ -166,8 +166,8 @@ class SettingField:
 
     Attributes:
         setting: The choice.
-        box: What is shown.
-        messages: What is wrong with what was typed or chosen here.
+        box: The widget to show.
+        messages: Mistakes in what was typed or chosen here.
     """
 
     def __init__(
@@ -382,7 +382,7 @@ def field_for(
 
     Args:
         setting: The choice.
-        model: What it is a choice of.
+        model: The picker's model.
         on_choose: Called with the field and a value when the user gives one.
         shared_fields: Layouts and styles.
 
@@ -417,7 +417,7 @@ def as_text(setting_value: Any) -> str:
     """A value as it is typed: a table as JSON, words with commas between them.
 
     Args:
-        setting_value: What a configuration holds.
+        setting_value: A value of a configuration.
     """
     if setting_value is None:
         return ""
@@ -488,7 +488,7 @@ class MemoryPanel:
         shared_fields: Layouts and styles.
 
     Attributes:
-        box: What is shown.
+        box: The widget to show.
     """
 
     def __init__(self, model: PickerModel, shared_fields: SharedFields) -> None:
@@ -513,7 +513,7 @@ class FacesPanel:
         shared_fields: Layouts and styles.
 
     Attributes:
-        box: What is shown.
+        box: The widget to show.
     """
 
     def __init__(self, model: PickerModel, shared_fields: SharedFields) -> None:

@@ -271,7 +271,7 @@ def resolved_html(plan_choices: Sequence[Choice]) -> str:
     """The open settings and what they are resolved to, with the reasons.
 
     Args:
-        plan_choices: What the plan decides.
+        plan_choices: The decisions of the plan.
     """
     if not plan_choices:
         return '<p class="nbaccel-note">Nothing is left open.</p>'

@@ -93,7 +93,7 @@ class MemoryNeed:
 
     Attributes:
         estimate: The numbers, as the strategy or plain data-parallel training needs them.
-        bars: The same against what there is.
+        bars: The same, against the memory of the machine.
     """
 
     estimate: MemoryEstimate
@@ -111,7 +111,7 @@ class MemoryModel:
 
     Args:
         model: The module; it may be on ``meta``.
-        sample_batch: What one process calls it with; None leaves activations out.
+        sample_batch: A batch of one process; None leaves activations out.
         inventory: The machine.
     """
 
@@ -133,7 +133,7 @@ class MemoryModel:
 
         Args:
             config: The settings.
-            plan: What they come to on this machine.
+            plan: The plan of these for this machine.
             chosen_form: The strategy that has a configuration of its own; None where none has.
             strategy_document: That configuration, filled in.
 
@@ -225,8 +225,8 @@ def bars_of(memory_estimate: MemoryEstimate, machine: Inventory) -> tuple[Memory
     """An estimate as bars: one for each device, the host and the disk.
 
     Args:
-        memory_estimate: What is needed.
-        machine: What there is; without GPUs processes compute in host memory.
+        memory_estimate: The memory that is needed.
+        machine: The machine; without GPUs processes compute in host memory.
 
     Returns:
         The bars.
@@ -297,7 +297,7 @@ def told_together(
 
     Args:
         memory_bars: The places.
-        bar_text: What is to be told of one.
+        bar_text: The clause for one place.
 
     Yields:
         A clause for each run of places.

@@ -88,7 +88,7 @@ class PickerModel:
     Args:
         config: Where to begin, a `RunConfig` or another picker; None: the defaults.
         model: The module whose memory is shown; it may be on ``meta``. None shows none.
-        sample_batch: What one process calls it with, for its activations.
+        sample_batch: A batch of one process, for the activations.
         inventory: The machine; None looks at this one.
 
     Attributes:

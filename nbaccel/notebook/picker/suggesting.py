@@ -22,7 +22,7 @@ def refusal_of(module: Any, plan: Plan | None) -> str:
 
     Args:
         module: The model; None where there is none.
-        plan: What is chosen comes to; None where it cannot be run here.
+        plan: The plan of the chosen settings; None where it cannot be run here.
 
     Returns:
         A clause; empty where something can.
@@ -48,7 +48,7 @@ class Suggester:
         """The fastest settings that fit, with the precision and processes that are chosen.
 
         Args:
-            config: What is chosen.
+            config: The chosen settings.
 
         Returns:
             The suggestion.
@@ -74,7 +74,7 @@ class Suggester:
         """Settings that would fit, by estimates alone, which take milliseconds.
 
         Args:
-            config: What is chosen, and does not fit.
+            config: The chosen settings, which do not fit.
 
         Returns:
             A sentence.

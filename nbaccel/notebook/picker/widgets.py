@@ -53,10 +53,10 @@ class ActionsRow:
     Args:
         model: The picker's model.
         shared_fields: Layouts and styles.
-        carry_out: Does something and shows what goes wrong.
+        carry_out: Runs an action and shows its errors.
 
     Attributes:
-        box: What is shown.
+        box: The widget to show.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class FilesPanel:
     Args:
         model: The picker's model.
         shared_fields: Layouts and styles.
-        carry_out: Does something and shows what goes wrong.
+        carry_out: Runs an action and shows its errors.
 
     Attributes:
-        section: What is shown, when it is opened.
+        section: The section, which is filled when it is opened.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class PickerView:
     """Everything that is shown of one picker.
 
     Args:
-        model: What it shows and changes.
+        model: The model that it shows and changes.
         panel_names: Which panels.
         is_whole: Whether memory, the configuration and files are shown, too.
         lock: Held while what the user does is carried out.

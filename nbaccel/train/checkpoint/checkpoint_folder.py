@@ -199,7 +199,7 @@ def delete_oldest(folder: Path, total_limit: int | None) -> None:
     """Delete the checkpoints of the lowest numbers beyond a limit.
 
     Args:
-        folder: Of all numbered checkpoints.
+        folder: The folder of all numbered checkpoints.
         total_limit: How many stay; None keeps all.
     """
     existing = list(_numbered_checkpoints(folder).values())

@@ -27,7 +27,7 @@ class Checkpoints:
     """Names checkpoints, keeps as many as are wanted, and calls the hooks of users.
 
     Args:
-        configuration: Of the project; its `iteration` advances with every save.
+        configuration: The project's; its `iteration` advances with every save.
         place: This process.
         collectives: All processes; saving and loading are collectives.
     """
@@ -151,8 +151,8 @@ class Checkpoints:
             folder: The checkpoint; None takes the one of the highest number.
             parts: What to load into.
             map_location: ``cpu`` or ``on_device``.
-            load_kwargs: Of ``torch.load``.
-            **options: Of the models' ``load_state_dict``.
+            load_kwargs: Arguments of ``torch.load``.
+            **options: Arguments of the models' ``load_state_dict``.
 
         Returns:
             The accumulation step that was saved; None where the file has none.

@@ -237,7 +237,7 @@ class SourceShards:
     """A folder of which every process reads a part.
 
     Attributes:
-        model: What it is read into.
+        model: The model that it is read into.
         optimizer: The optimizer whose state is there, too.
         folder: The folder.
     """
@@ -259,12 +259,12 @@ class CheckpointSources:
         optimizers: By number of the optimizer.
         sharded_optimizers: Optimizers with a folder of their own, by number.
         schedulers: In order.
-        scaler: Of fp16.
-        custom: Of registered objects, in order.
+        scaler: The state of fp16's loss scaler.
+        custom: States of registered objects, in order.
         loaders: By number of the loader.
-        gradients: Of this process, within a group of batches.
-        generators: Of this process.
-        first_generators: Of process 0, which has the step.
+        gradients: Gradients of this process, within a group of batches.
+        generators: Random states of this process.
+        first_generators: Random states of process 0, with the step.
     """
 
     folder: Path
@@ -350,7 +350,7 @@ def find_sources(
         folder: The checkpoint.
         parts: What is to be loaded.
         place: This process.
-        recorded: What was noted of files when it was saved.
+        recorded: Sizes and checksums from when it was saved.
 
     Returns:
         Those that are there, or were when it was saved.

@@ -79,8 +79,8 @@ class LoadTrial:
 
     Args:
         sources: The files.
-        parts: What they are to be loaded into.
-        options: Of ``torch.load``, for optimizers, schedulers and loaders.
+        parts: The objects that they are loaded into.
+        options: Arguments of ``torch.load``, for optimizers, schedulers and loaders.
 
     Attributes:
         schedulers: States by number.
@@ -90,7 +90,7 @@ class LoadTrial:
         loaders: States by number.
         generators: Random states of this process; None where it has none.
         step: The accumulation step; None where no file has it.
-        verdict: What is wrong.
+        verdict: The problems that were found.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ def read_custom(path: Path, custom_object: Any, options: Mapping[str, Any]) -> A
     Args:
         path: The file.
         custom_object: The object.
-        options: Of ``torch.load``; ``weights_only=False`` allows any pickle.
+        options: Arguments of ``torch.load``; ``weights_only=False`` allows any pickle.
 
     Returns:
         The state.
@@ -378,7 +378,7 @@ def load_state(
             for registered objects.
         hooks: Called with the models and the folder first; models that a hook removes from the
             list are not loaded.
-        **options: Of the models' ``load_state_dict``, such as ``strict=False``.
+        **options: Arguments of the models' ``load_state_dict``, such as ``strict=False``.
 
     Returns:
         The accumulation step that was saved; None where the file has none.

@@ -35,7 +35,7 @@ class CheckpointParts:
         optimizers: Torch optimizers, or objects that have theirs as ``optimizer``.
         schedulers: Objects with `state_dict` and `load_state_dict`.
         loaders: Data loaders; those without `state_dict` are passed over.
-        scaler: Of fp16, if there is one.
+        scaler: The loss scaler of fp16, if there is one.
         custom: Registered objects.
         in_shards: Whether every process is to write its shards, if the strategy can.
         amid_group: Whether gradients of some batches wait for an optimizer step. They are saved,
