@@ -1,4 +1,4 @@
-"""``Accelerator``: the training loop, on whatever there is."""
+"""``Accelerator``: the training loop, on any number of devices."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ _AnyBatch = TypeVar("_AnyBatch")
 
 
 class Accelerator(RunDescription):
-    """The training loop, on whatever there is.
+    """The training loop, on any number of devices.
 
     Without a launcher it trains on one device; inside `notebook_launcher`, `torchrun` or a SLURM
     job on as many as there are processes. The loop is the same::
@@ -71,8 +71,7 @@ class Accelerator(RunDescription):
         gradient_accumulation_steps: Batches per optimizer step; None: the launcher's, else 1.
         cpu: Compute on the CPU even if there is a GPU.
         dataloader_config: How loaders are shared out.
-        deepspeed_plugin: Shard models by DeepSpeed's ZeRO; in a notebook that nobody launched, in
-            an environment of one process that is made for it.
+        deepspeed_plugin: Shard models by DeepSpeed's ZeRO; without a launcher, in one process.
         fsdp_plugin: Shard models by torch's ``fully_shard``.
         rng_types: Random generators to synchronise at an epoch's start; None: the samplers' own.
         log_with: Trackers: ``jsonl``, ``tensorboard``, ``wandb``, ``mlflow`` ..., ``all``, objects,
@@ -84,8 +83,7 @@ class Accelerator(RunDescription):
         kwargs_handlers: Further settings, one object per class.
         deepspeed_plugins: Several by name; `prepare` goes by the first, until
             ``accelerator.state.select_deepspeed_plugin(name)`` says another.
-        dynamo_backend: Backend of ``torch.compile``, ``no`` for none; None takes what the launcher
-            asked (``ACCELERATE_DYNAMO_BACKEND``).
+        dynamo_backend: Of ``torch.compile``; ``no``: none; None: ``ACCELERATE_DYNAMO_BACKEND``.
         dynamo_plugin: More about it.
         config: A `RunConfig`, or a picker; arguments win over it.
 
@@ -95,7 +93,7 @@ class Accelerator(RunDescription):
 
     Raises:
         ConfigError: Arguments are wrong or contradict each other.
-        PlatformUnsupported: An argument asks for what this version does not serve.
+        PlatformUnsupported: An argument needs what this version does not support.
     """
 
     def __init__(
@@ -149,7 +147,7 @@ class Accelerator(RunDescription):
         requested_trackers = trackers.find_trackers(log_with, request.project.logging_dir)
         run = TrainingRun.begin(request, dynamo_settings(dynamo_backend, dynamo_plugin))
         super().__init__(run)
-        precision_check.note(self.mixed_precision)
+        precision_check.note(self.mixed_precision)  # a launch checks that its precision is used
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = list(rng_types) if rng_types is not None else ["generator"]
@@ -157,7 +155,7 @@ class Accelerator(RunDescription):
         self.trackers: list[trackers.GeneralTracker] = []
         self._requested_trackers = tuple(requested_trackers)
         self._make_parts(run)
-        remember_accelerator(self)
+        remember_accelerator(self)  # last: `AcceleratorState()` must not find an incomplete one
 
     def _make_parts(self, run: TrainingRun) -> None:
         self._progress: Progress[Any] | None = None
@@ -171,15 +169,14 @@ class Accelerator(RunDescription):
         self._checkpoints = TrainingCheckpoints(run, prepared, steps, self.gradient_state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
-        return self  # a copy would prepare for the same processes, and count for itself
+        return self  # a copy would count steps separately, with the same prepared objects
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Make models, optimizers, data loaders and schedulers ready to train.
 
         Args:
             *args: In any order; anything else passes through. What is prepared already stays.
-            device_placement: For each of them whether it is moved to the device; None: as the
-                accelerator was told.
+            device_placement: Whether each of them is moved to the device; None: the accelerator's.
 
         Returns:
             The same, ready, in the same order; one alone, or a tuple.
@@ -229,7 +226,7 @@ class Accelerator(RunDescription):
         Args:
             data_loader: The loader.
             device_placement: Whether batches are moved to the device.
-            slice_fn_for_dispatch: How a batch that process 0 read is cut up: called with the batch,
+            slice_fn_for_dispatch: How a batch of process 0 is divided: called with the batch,
                 a slice of rows, and two keywords, `process_index` and `num_processes`.
         """
         return self._preparer.prepare_loader(
@@ -246,7 +243,7 @@ class Accelerator(RunDescription):
         )
 
     def skip_first_batches(self, dataloader: Any, num_batches: int | None = None) -> Any:
-        """A new loader without the first batches, to go on where a saved state was.
+        """A new loader without the first batches, to continue from a saved state.
 
         Args:
             dataloader: A prepared loader, or a plain one; it is not changed.
@@ -272,7 +269,7 @@ class Accelerator(RunDescription):
         """Let go of everything prepared, so that its memory is free.
 
         Args:
-            *objects: What the caller holds itself.
+            *objects: Further references of the caller.
 
         Returns:
             As many Nones: ``model, optimizer = accelerator.free_memory(model, optimizer)``.
@@ -296,7 +293,7 @@ class Accelerator(RunDescription):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the batch at hand ends with an optimizer step."""
+        """Whether the current batch ends with an optimizer step."""
         return self.gradient_state.sync_gradients
 
     @sync_gradients.setter
@@ -326,6 +323,7 @@ class Accelerator(RunDescription):
             **kwargs: Arguments of ``Tensor.backward``.
         """
         if self._progress is not None:
+            # The loss as the user computed it: `backward` divides it by the accumulation steps.
             self._progress.note_loss(loss)
         self._gradient_steps.backward(loss, **kwargs)
 
@@ -334,7 +332,7 @@ class Accelerator(RunDescription):
 
         Args:
             loss: A 0-d tensor.
-            learning_rate: Of this step.
+            learning_rate: The learning rate of this step.
 
         Raises:
             ConfigError: No prepared optimizer has it, or there is no learning rate.
@@ -378,7 +376,7 @@ class Accelerator(RunDescription):
         """Scale gradients down to a norm over the whole model.
 
         Args:
-            parameters: Of a prepared model.
+            parameters: Parameters of a prepared model.
             max_norm: Largest norm to leave.
             norm_type: Which norm.
 
@@ -409,7 +407,7 @@ class Accelerator(RunDescription):
 
         Args:
             joinables: The prepared models that are trained in the block.
-            even_batches: What the loaders do meanwhile; None leaves them as they are.
+            even_batches: The loaders' setting meanwhile; None leaves them unchanged.
 
         Raises:
             ConfigError: The strategy cannot do it.
@@ -457,9 +455,8 @@ class Accelerator(RunDescription):
     def check_in_sync(self) -> bool:
         """Whether the processes still train the same model; warns by name where they do not.
 
-        Compared are all parameters of prepared models (bit by bit), learning rates, and how many
-        batches of each prepared loader were used. Sharded parameters differ by design and are
-        left out. A collective; it reads every parameter once.
+        Compared are all parameters bit by bit (sharded ones differ and are left out), learning
+        rates, and how many batches of each loader were used. A collective.
 
         Returns:
             True where everything is equal, on all processes alike.
@@ -468,13 +465,13 @@ class Accelerator(RunDescription):
         return check_in_sync(models, self._optimizers, self._dataloaders, self._collectives)
 
     def set_trigger(self) -> None:
-        """Raise a flag that `check_trigger` shows to all processes."""
+        """Set a flag that `check_trigger` shows to all processes."""
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """Whether any process has raised the flag since the last look, which takes it down."""
-        raised_here, self._trigger = self._trigger, False
-        return any(self._collectives.answers("check_trigger", raised_here))
+        """Whether any process has set the flag since the last call, which resets it."""
+        set_here, self._trigger = self._trigger, False
+        return any(self._collectives.answers("check_trigger", set_here))
 
     @property
     def flag_tensor(self) -> torch.Tensor | None:
@@ -488,7 +485,7 @@ class Accelerator(RunDescription):
         *,
         exclude_frozen_parameters: bool = False,
     ) -> Path:
-        """Save everything that training needs to go on, and return the checkpoint's folder.
+        """Save everything that training needs to continue; returns the checkpoint's folder.
 
         A collective. The checkpoint appears in one step: a process killed while saving leaves the
         previous one whole and none of this one.
@@ -497,8 +494,7 @@ class Accelerator(RunDescription):
             output_dir: Folder of the checkpoint; None where checkpoints are numbered
                 (`ProjectConfiguration.automatic_checkpoint_naming`).
             safe_serialization: Weights as safetensors instead of a pickle.
-            exclude_frozen_parameters: DeepSpeed's, without effect: `load_state` puts back a whole
-                model, so frozen weights are written, too.
+            exclude_frozen_parameters: DeepSpeed's, without effect: frozen weights are written, too.
 
         Raises:
             ConfigError: There is nowhere to save to.
@@ -582,17 +578,18 @@ class Accelerator(RunDescription):
         Raises:
             ConfigError: `save_directory` is a file.
         """
+        # On every process, because gathering sharded weights is a collective.
         state_dict = self.get_state_dict(model)
         if self._checkpoints.writes_here:
             checkpoint.save_model(state_dict, save_directory, max_shard_size, safe_serialization)
-        self.wait_for_everyone()
+        self.wait_for_everyone()  # so that any process may read the files
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write an object to a file, once per run (or node: `save_on_each_node`).
 
         Args:
             obj: Anything that pickles.
-            f: The file; whoever looks sees the old one or the whole new one.
+            f: The file; a reader sees the old one or the whole new one.
             safe_serialization: safetensors, for a dict of tensors.
         """
         if self._checkpoints.writes_here:
@@ -600,7 +597,7 @@ class Accelerator(RunDescription):
 
     @property
     def log_with(self) -> list[Any]:
-        """Trackers that were asked for and can be had: names, and objects that were given."""
+        """Trackers that were asked for and are installed: names, and objects that were given."""
         return [trackers.logger_type_of(tracker) for tracker in self._requested_trackers]
 
     def init_trackers(
@@ -631,7 +628,7 @@ class Accelerator(RunDescription):
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Tell every tracker some metrics; in a launch, its dashboard shows the numbers among them.
+        """Send metrics to every tracker; in a launch, its dashboard shows the numbers among them.
 
         Args:
             values: Name → number or text.
@@ -671,7 +668,7 @@ class Accelerator(RunDescription):
         previous, self._progress = self._progress, Progress(loader, self._place, description)
         try:
             yield from self._progress
-        finally:
+        finally:  # loops with bars may be nested
             self._progress = previous
 
     @contextlib.contextmanager
@@ -695,6 +692,6 @@ class Accelerator(RunDescription):
         for tracker in self.trackers:
             tracker.finish()
         self.trackers.clear()
-        if not self.use_distributed:
+        if not self.use_distributed:  # the notebook continues, with whole modules again
             self._run.strategy.release()
         distributed.leave_process_group(self._collectives)

@@ -1,7 +1,7 @@
-"""What an `Accelerator` was asked: its arguments, the environment and a configuration, made one.
+"""An `Accelerator`'s request: its arguments, the environment and a configuration, merged.
 
-What is said in the call wins over a configuration, and that over the environment (Accelerate lets
-some variables win over arguments without a word).
+Arguments of the call win over a configuration, and that over the environment (Accelerate silently
+lets some variables win over arguments).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Handlers:
             if field_name in handlers_by_field:
                 raise ConfigError(
                     f"kwargs_handlers got two {type(handler).__name__}: "
-                    f"{handlers_by_field[field_name]} and {handler}. Only one can hold. Give one "
+                    f"{handlers_by_field[field_name]} and {handler}. Only one can apply. Give one "
                     "with both settings."
                 )
             handlers_by_field[field_name] = handler
@@ -87,6 +87,7 @@ class Handlers:
 
 def _strategy_using(settings_class: type) -> str | None:
     """The strategy whose settings are objects of a class; None where none has it."""
+    # Compared as text: importing the classes of all rows would import their libraries.
     class_path = f"{settings_class.__module__}:{settings_class.__qualname__}"
     return next(
         (
@@ -109,7 +110,7 @@ def _strategies_by_handler() -> Iterator[StrategyRow]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """All that was asked of an `Accelerator`, complete."""
+    """Everything that was asked of an `Accelerator`, complete."""
 
     asked: TrainingRequest
     handlers: Handlers
@@ -130,8 +131,7 @@ class Request:
         """The settings of the strategy that the plan names.
 
         Args:
-            strategy_name: Its name; another than the one asked for gets what the handlers say of
-                it.
+            strategy_name: Its name; one that was not asked for gets its settings from the handlers.
         """
         requested_strategy = self.asked.strategy
         if requested_strategy is not None and requested_strategy.strategy == strategy_name:
@@ -168,10 +168,10 @@ class Request:
         kwargs_handlers: Sequence[Handler] | None,
         config: RunConfig | Configured | None,
     ) -> Request:
-        """Put together what was said in several places.
+        """Merge what was given in several places.
 
         Args:
-            mixed_precision: As `Accelerator` takes it, and so are the others.
+            mixed_precision: As in `Accelerator`, like all the others.
             cpu: The same.
             gradient_accumulation_steps: The same.
             gradient_accumulation_plugin: The same.
@@ -180,7 +180,7 @@ class Request:
             project_dir: The same.
             project_config: The same.
             plugins: Settings of strategies, by the argument that had them.
-            kwargs_handlers: As `Accelerator` takes it.
+            kwargs_handlers: As in `Accelerator`.
             config: The same.
 
         Raises:
@@ -191,6 +191,7 @@ class Request:
         requested_strategy = _catalog.wanted_strategy(
             Said(run=run_config, arguments=plugins, handlers=handlers.given, has_environment=True)
         )
+        # Before precision and accumulation, because a DeepSpeed file may set both.
         strategy_settings, settings_request = _strategy_settings(requested_strategy)
         loader_config = _loader_settings(dataloader_config, split_batches)
         accumulation_steps, steps_source, accumulation_plugin = _accumulation_settings(
@@ -254,8 +255,8 @@ def _accumulation_settings(
 ) -> tuple[int, Any, GradientAccumulationPlugin]:
     if num_steps is not None and num_steps < 1:
         raise ConfigError(
-            f"gradient_accumulation_steps={num_steps!r} must be a whole number of at least 1: so "
-            "many batches make one optimizer step. Give 1 to step after every batch."
+            f"gradient_accumulation_steps={num_steps!r} must be a whole number of at least 1: the "
+            "number of batches in one optimizer step. Give 1 to step after every batch."
         )
     if (
         accumulation_plugin is not None
@@ -265,12 +266,13 @@ def _accumulation_settings(
         raise ConfigError(
             f"gradient_accumulation_steps={num_steps} contradicts "
             f"gradient_accumulation_plugin.num_steps={accumulation_plugin.num_steps}. Only one "
-            "can hold. Give num_steps in the plugin alone."
+            "can apply. Give num_steps in the plugin alone."
         )
     if accumulation_plugin is not None and accumulation_plugin.num_steps is not None:
         return accumulation_plugin.num_steps, "argument", accumulation_plugin
     accumulation_plugin = accumulation_plugin or GradientAccumulationPlugin()
     if num_steps is not None:
+        # `replace` copies: the caller may give the same plugin to another accelerator.
         return num_steps, "argument", replace(accumulation_plugin, num_steps=num_steps)
     if run_config is not None and run_config.gradient_accumulation_steps is not None:
         num_steps = run_config.gradient_accumulation_steps
@@ -281,8 +283,8 @@ def _accumulation_settings(
     if not variable_text.strip().isdecimal() or int(variable_text) < 1:
         raise ConfigError(
             f"Environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS={variable_text!r} must "
-            "be a whole number of at least 1: so many batches make one optimizer step. Correct or "
-            "unset it."
+            "be a whole number of at least 1: the number of batches in one optimizer step. Correct "
+            "or unset it."
         )
     return (
         int(variable_text),
@@ -300,6 +302,7 @@ def _requested_precision(
     given_precision: str | None, run_config: RunConfig | None
 ) -> tuple[str, Any]:
     if given_precision is not None:
+        # A member of Accelerate's PrecisionType counts as its value.
         return str(getattr(given_precision, "value", given_precision)).lower(), "argument"
     if run_config is not None:
         return run_config.mixed_precision, "config"
@@ -314,6 +317,7 @@ def _fp8_settings(run_config: RunConfig | None) -> Fp8Config | None:
 def _requested_device(run_config: RunConfig | None, *, cpu: bool) -> str:
     """The row of the device that was asked for; empty where none was."""
     if distributed.wants_cpu(cpu):
+        # The first row is the host.
         return DEVICES[0].name
     requested_device = (
         "" if run_config is None or run_config.device == "auto" else run_config.device
@@ -338,7 +342,8 @@ def _strategy_settings(requested_strategy: Wanted | None) -> tuple[Any, SaidBySe
 def _merge_precision(
     settings_request: SaidBySettings, precision_name: str, precision_source: Any
 ) -> tuple[str, Any]:
-    """A file may say the precision, too; what only the launcher's default says gives way."""
+    """A file may set the precision, too; it wins over defaults, those of the launcher included."""
+    # The launcher exports its default, so `no` in the environment need not be a user's choice.
     gives_way = precision_source == "default" or (
         precision_source == "environment" and precision_name == "no"
     )
@@ -350,8 +355,8 @@ def _merge_precision(
     if gives_way:
         return settings_request.mixed_precision, "config"
     raise ConfigError(
-        f"mixed_precision={precision_name!r} contradicts {settings_request.speaker}, which asks "
-        f"for {settings_request.mixed_precision!r}. Models are cast as one of them says. Leave "
+        f"mixed_precision={precision_name!r} contradicts {settings_request.speaker}, which sets "
+        f"{settings_request.mixed_precision!r}. Models are cast as one of them says. Leave "
         f"one out{settings_request.remedy}."
     )
 
@@ -366,7 +371,7 @@ def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDyna
         return TorchDynamoPlugin(backend=backend)
     if not isinstance(plugin, TorchDynamoPlugin):
         raise ConfigError(
-            f"Accelerator(dynamo_plugin={plugin!r}) is no TorchDynamoPlugin: nothing says how to "
+            f"Accelerator(dynamo_plugin={plugin!r}) is no TorchDynamoPlugin: it is unknown how to "
             "compile. Give TorchDynamoPlugin(backend='inductor'), or dynamo_backend='inductor'."
         )
     if backend is not None:
@@ -393,8 +398,8 @@ def refuse_unserved(**arguments: Any) -> None:
     for argument_name, argument_value in arguments.items():
         if argument_value is not None:
             raise PlatformUnsupported(
-                f"Accelerator({argument_name}={argument_value!r}) asks for "
+                f"Accelerator({argument_name}={argument_value!r}) means "
                 f"{_UNSERVED_ARGUMENTS[argument_name]}, which this version of nbaccel does not "
-                "serve; training without it would be something else. Leave it out, and use "
+                "support; training without it would be something else. Leave it out, and use "
                 "fsdp_plugin for models too big for one device."
             )

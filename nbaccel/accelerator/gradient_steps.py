@@ -18,6 +18,7 @@ from nbaccel.train.prepared_optimizer import PreparedOptimizer
 
 __all__ = ["GradientSteps"]
 
+# It has no state, so one object serves every batch.
 _NO_CONTEXT = contextlib.nullcontext()
 
 
@@ -26,7 +27,7 @@ class GradientSteps:
 
     Args:
         run: Strategy and precision of the run.
-        gradient_state: Which batch of an accumulated group is at hand; counted here.
+        gradient_state: The position in an accumulated group of batches; counted here.
         prepared: Optimizers and loaders that are used in the loop.
 
     Attributes:
@@ -45,6 +46,7 @@ class GradientSteps:
         """Compute gradients of a 0-d loss, scaled for accumulation and fp16."""
         gradient_state = self._gradient_state
         if gradient_state.num_steps != 1:
+            # Gradients of a group add up; the division makes their sum the mean over the group.
             loss = loss / gradient_state.num_steps
         scaler = self._run.precision.scaler
         if scaler is not None:
@@ -95,6 +97,7 @@ class GradientSteps:
         gradient_state.batches_in_group = (
             1 if gradient_state.sync_gradients else gradient_state.batches_in_group + 1
         )
+        # A short group at the end steps, too, so the next epoch begins with a whole group.
         if gradient_state.sync_with_dataloader and gradient_state.end_of_dataloader:
             self.step = 0
             gradient_state.sync_gradients = True
@@ -103,7 +106,7 @@ class GradientSteps:
             gradient_state.sync_gradients = self.step % gradient_state.num_steps == 0
 
     def resume_at(self, saved_step: int) -> None:
-        """Go on where a checkpoint was saved, amid a group of batches, too."""
+        """Continue where a checkpoint was saved, also within a group of batches."""
         gradient_state = self._gradient_state
         self.step = saved_step
         gradient_state.batches_in_group = saved_step % gradient_state.num_steps
@@ -112,6 +115,7 @@ class GradientSteps:
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide fp16's factor out of gradients, once per step; None for all optimizers."""
         scaler = self._run.precision.scaler
+        # GradScalerKwargs(enabled=False) gives a scaler that changes nothing.
         if scaler is None or not scaler.is_enabled():
             return
         gradient_state = self._gradient_state
@@ -133,7 +137,7 @@ class GradientSteps:
                 if isinstance(chosen_optimizer, PreparedOptimizer)
                 else chosen_optimizer
             )
-            # torch raises at the second time.
+            # `clip_grad_norm_` may have unscaled them already, and torch raises the second time.
             if not torch_private.gradients_are_unscaled(scaler, torch_optimizer):
                 scaler.unscale_(torch_optimizer)
 
@@ -163,7 +167,7 @@ class GradientSteps:
             raise ConfigError(
                 "join_uneven_inputs is not available with strategy "
                 f"{self._run.initial_plan.strategy!r}: its forward passes need every process, so "
-                "the longest would wait for ever. Keep even_batches=True."
+                "the process with most batches would wait for ever. Keep even_batches=True."
             )
         previous_settings = [(loader, loader.even_batches) for loader in self._prepared.loaders]
         try:
@@ -173,5 +177,6 @@ class GradientSteps:
             with join_context:
                 yield
         finally:
+            # After an error, too: the loaders are used beyond this block.
             for loader, was_even in previous_settings:
                 loader.even_batches = was_even

@@ -1,4 +1,4 @@
-"""``Preparer``: models, optimizers, loaders and schedulers made ready, step by visible step."""
+"""``Preparer``: makes models, optimizers, loaders and schedulers ready, as a list of steps."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class PrepareOptions:
 
 
 class Preparer:
-    """Makes things ready for a run, and lets go of them.
+    """Makes objects ready for a run, and releases them.
 
     Args:
         run: The run.
-        gradient_state: What optimizers, schedulers and loaders share.
+        gradient_state: The state that optimizers, schedulers and loaders share.
         prepared: Where everything that was made ready is listed.
     """
 
@@ -91,6 +91,7 @@ class Preparer:
             options.device_placement if placement is None else placement
             for placement in device_placement or [None] * len(args)
         ]
+        # Reversed, so that an object given twice keeps its first index.
         first_index = {id(given_item): index for index, given_item in reversed([*enumerate(args)])}
         # What is given twice is prepared once; but two loops over one loader are two loaders.
         distinct_indices = [
@@ -140,6 +141,7 @@ class Preparer:
 
     def prepare_scheduler(self, scheduler: Any, *, with_optimizer: bool) -> PreparedScheduler:
         """Make one learning-rate scheduler ready, after its optimizer."""
+        # Two wrappers around one scheduler would advance it twice per step.
         for earlier in self._prepared.schedulers:
             if scheduler is earlier or scheduler is earlier.scheduler:
                 return earlier
@@ -157,6 +159,8 @@ class Preparer:
         splits_batches = self._run.request.data.split_batches
         prepared_scheduler = PreparedScheduler(
             scheduler,
+            # A scheduler of another class need not say which optimizer it sets: then it waits for
+            # all.
             optimizers or list(self._prepared.optimizers),
             self._gradient_state,
             steps_per_call=1 if splits_batches else self._run.place.world_size,
@@ -177,7 +181,7 @@ class Preparer:
             index for index in new_indices if isinstance(args[index], _OPTIMIZER_TYPES)
         ]
         scheduler_indices = [index for index in new_indices if _is_scheduler(args[index])]
-        for index in new_indices:  # first: an engine asks for the size of a batch
+        for index in new_indices:  # first, because an engine needs the size of a batch
             if isinstance(given_item := args[index], DataLoader):
                 ready_items[index] = self.prepare_loader(
                     given_item, to_device=placements[index], rng_types=options.rng_types
@@ -186,6 +190,8 @@ class Preparer:
             models=tuple(args[index] for index in model_indices),
             optimizers=tuple(args[index] for index in optimizer_indices),
             schedulers=tuple(args[index] for index in scheduler_indices),
+            # All loaders so far: the one that an engine reads the batch size of may be prepared
+            # earlier.
             loaders=tuple(self._prepared.loaders),
         )
         for bundle_step in self._bundle_steps([placements[index] for index in model_indices]):
@@ -197,7 +203,7 @@ class Preparer:
             for index, given_item in zip(numbers, ready_objects, strict=True):
                 ready_items[index] = given_item
         self._prepared.models.extend(bundle.models)
-        # Last: they look for their optimizers.
+        # Last, because each looks for its optimizer among the prepared ones.
         for index, scheduler in zip(scheduler_indices, bundle.schedulers, strict=True):
             ready_items[index] = self.prepare_scheduler(
                 scheduler, with_optimizer=options.step_scheduler_with_optimizer
@@ -215,6 +221,8 @@ class Preparer:
         if self._run.strategy.owns_precision:
             return wrapping_steps
         return (
+            # Parameters are moved before a strategy replaces them, and the forward is replaced
+            # before DDP wraps the model, so that DDP calls the new one.
             lambda bundle: self._place_models(bundle, placements),
             self._run.precision.convert,
             self._wrap_forward,
@@ -291,17 +299,17 @@ class Preparer:
         if keep_compiled and uncompiled is not model:
             if uncompiled is inner_model:
                 return model
-            compiled_wrapper: Any = (
-                model  # torch has no public way to compile another with the same options
-            )
+            # torch has no public way to compile another module with the same options.
+            compiled_wrapper: Any = model
             inner_model = type(compiled_wrapper)(inner_model, compiled_wrapper.dynamo_ctx)
         return inner_model
 
     def release(self) -> None:
-        """Let go of everything prepared, and of the device's cached memory."""
+        """Release everything prepared, and the device's cached memory."""
         self._run.strategy.release()
         self._prepared.clear()
-        gc.collect()  # DDP and its model refer to each other
+        # DDP and its model refer to each other; only freed tensors' memory leaves the cache.
+        gc.collect()
         _catalog.device(self._run.place.device_name).empty_cache()
 
 

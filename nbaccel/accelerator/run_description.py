@@ -1,4 +1,4 @@
-"""``RunDescription``: how a run trains and what it was asked, by Accelerate's names."""
+"""``RunDescription``: how a run trains and what it was asked, under Accelerate's names."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ class RunDescription(ProcessInfo):
 
     def _no_rank(self, parallelism_kind: str) -> NoReturn:
         raise PlatformUnsupported(
-            f"There is no {parallelism_kind} parallelism beside others in a run of type "
+            f"There is no {parallelism_kind} parallelism in a run of type "
             f"{self.distributed_type.value}: this version mixes none, and a process has one "
             "number. Use accelerator.process_index."
         )
@@ -270,7 +270,7 @@ class RunDescription(ProcessInfo):
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> Iterator[None]:
-        """Nothing happens in the block: sequences are not cut up over processes here.
+        """Nothing happens in the block: sequences are not divided over processes here.
 
         Args:
             buffers: Left as they are.
@@ -281,7 +281,7 @@ class RunDescription(ProcessInfo):
         yield
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
-        """The loader as it is: sequences are not cut up over processes here.
+        """The loader as it is: sequences are not divided over processes here.
 
         Args:
             dl: A loader.

@@ -1,4 +1,4 @@
-"""``TrainingCheckpoints``: everything that was prepared, saved and put back together."""
+"""``TrainingCheckpoints``: saves and loads everything that was prepared, together."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TrainingCheckpoints:
     def save(
         self, folder: str | Path | None, *, safe_serialization: bool, exclude_frozen: bool
     ) -> Path:
-        """Save everything that training needs to go on; see `Accelerator.save_state`."""
+        """Save everything that training needs to continue; see `Accelerator.save_state`."""
         if exclude_frozen:
             warnings.warn(
                 "save_state(exclude_frozen_parameters=True) writes frozen weights all the same: "
@@ -59,11 +59,12 @@ class TrainingCheckpoints:
             )
         checkpoint_parts = self._checkpoint_parts()
         step, num_steps = self._gradient_steps.step, self._gradient_state.num_steps
+        # torch gives no access to gradients that `fully_shard` holds between steps.
         if checkpoint_parts.amid_group and checkpoint_parts.sharder is not None:
             warnings.warn(
-                f"save_state amid a group of {num_steps} batches: gradients "
-                f"of {step % num_steps} of them are sharded, and will "
-                "not be in the checkpoint. Save where accelerator.sync_gradients is True.",
+                f"save_state within a group of {num_steps} batches: gradients of "
+                f"{step % num_steps} of them are sharded, and will not be in the checkpoint. Save "
+                "where accelerator.sync_gradients is True.",
                 stacklevel=3,
             )
         return self.folders.save(
@@ -115,7 +116,7 @@ class TrainingCheckpoints:
         if not unwrap and inner_model is model and not strategy.owns_precision:
             return dict(model.state_dict())
         model_state = strategy.model_state(inner_model)
-        # What was compiled before `prepare` sits deeper, and shows in the names.
+        # A submodule compiled before `prepare` adds a prefix to the names of its tensors.
         return {
             tensor_name.replace(torch_private.COMPILED_PREFIX, ""): tensor_value
             for tensor_name, tensor_value in model_state.items()

@@ -57,8 +57,10 @@ class TrainingRun:
             device_row=device_backend.name,
             world_size=distributed.world_size(),
         )
-        # Planned twice: a refusal after the processes have met would leave the others waiting.
+        # Planned twice: a refusal after the processes have met would leave the others waiting; the
+        # backend, which the second plan explains, is known only then.
         plan_training(asked, _observed_facts(expected_place))
+        # Looked up for its refusal only; the object is built for the device that was found.
         _catalog.precision(asked.mixed_precision, asked.fp8)
         place = distributed.arrive(device=device_backend.name, settings=handlers.process_group)
         plan = plan_training(asked, _observed_facts(place))

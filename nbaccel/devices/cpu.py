@@ -19,6 +19,7 @@ class CpuDevice(Device):
 
     name: ClassVar[str] = "cpu"
     pins_host_memory: ClassVar[bool] = False
+    # torch's host generator is always saved, under a name that is no device's.
     has_random_state: ClassVar[bool] = False
 
     def refusal(self, inventory: Inventory) -> str:
@@ -39,6 +40,7 @@ class CpuDevice(Device):
         """See :meth:`DeviceRuntime.set_random_state`; the host's."""
         import torch
 
+        # torch accepts host tensors only; a checkpoint may have been read to a device.
         torch.set_rng_state(state.cpu())
 
     def torch_device(self, local_rank: int) -> torch.device:

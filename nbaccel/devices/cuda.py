@@ -46,7 +46,7 @@ class CudaDevice(Device):
         """See :meth:`Device.refusal`; a GPU is of no use to a torch built for CPUs only."""
         if not inventory.gpus:
             return (
-                f'device="cuda" needs a GPU: got a machine without one that can be used '
+                'device="cuda" needs a GPU: got a machine without one that can be used '
                 f"({inventory.gpu_note or 'none found'}). Workers would fail in their first CUDA "
                 'call. Give device="cpu", or "auto" to take what there is.'
             )
@@ -60,6 +60,8 @@ class CudaDevice(Device):
 
     def idle_reason(self, inventory: Inventory) -> str:
         """See :meth:`Device.idle_reason`."""
+        # Read from the version, because asking `torch.cuda` would need torch imported in the
+        # notebook.
         if not inventory.torch_version.endswith("+cpu"):
             return ""
         return (
@@ -84,7 +86,7 @@ class CudaDevice(Device):
         return ()
 
     def driver_meter(self) -> nvml.Meter | None:
-        """See :meth:`Device.driver_meter`; the driver needs no CUDA context to tell."""
+        """See :meth:`Device.driver_meter`; the driver needs no CUDA context for it."""
         return nvml.Meter.open()
 
     def is_available(self) -> bool:
@@ -111,6 +113,7 @@ def driver_in_use(process: Path = Path("/proc/self")) -> bool:
         means nothing: torch may map the library, and NVML opens the devices for a moment.
     """
     try:
+        # Paths in it need not be UTF-8.
         mapped = _DRIVER_LIBRARY in (process / "maps").read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux
         return False
@@ -122,6 +125,6 @@ def _open_files(folder: Path) -> list[str]:
     for entry in folder.iterdir():
         try:
             names.append(os.readlink(entry))
-        except OSError:  # closed meanwhile, as the one of this listing is
+        except OSError:  # closed meanwhile, as the descriptor of this listing is
             continue
     return names

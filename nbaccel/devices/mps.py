@@ -34,7 +34,7 @@ class MpsDevice(Device):
         return torch.backends.mps.is_available()
 
     def is_awake(self) -> bool:
-        """See :meth:`DeviceRuntime.is_awake`; torch does not say more than whether it is there."""
+        """See :meth:`DeviceRuntime.is_awake`; torch reports only whether it exists."""
         return self.is_available()
 
     def random_state(self, index: int | None = None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""NVIDIA's cards, as the driver tells of them.
+"""NVIDIA's cards, as the driver reports them.
 
 NVML, the library behind ``nvidia-smi``, knows every card and never creates a CUDA context.
 Which of them a process sees, and under which number, is decided by ``CUDA_VISIBLE_DEVICES``,
@@ -41,7 +41,7 @@ class Card:
 
 
 def visible_gpus(cards: Sequence[Card], setting: str | None) -> tuple[Gpu, ...]:
-    """What CUDA will show, numbered as CUDA will number it.
+    """The GPUs that CUDA will show, numbered as CUDA will number them.
 
     Args:
         cards: All cards, in NVML's order.
@@ -52,6 +52,7 @@ def visible_gpus(cards: Sequence[Card], setting: str | None) -> tuple[Gpu, ...]:
         an entry given twice empties it, and a MIG device is never beside another device.
     """
     if setting is None:
+        # CUDA prefers whole GPUs, and shows a process one MIG device at most.
         whole_gpus = [card.gpu for card in cards if not card.partitioned]
         return _renumber_gpus(
             whole_gpus or [mig_device for card in cards for mig_device in card.parts][:1]
@@ -80,11 +81,12 @@ def find_cards() -> tuple[tuple[Card, ...], str]:
     except nvml.NVMLError as error:
         return (), str(error)
     finally:
+        # NVML counts initialisations, so this one is closed even if a `Meter` is open.
         nvml.nvmlShutdown()
 
 
 class Meter:
-    """Says what each process holds on the machine's GPUs, as the driver counts it.
+    """Reads what each process holds on the machine's GPUs, as the driver counts it.
 
     Args:
         nvml: The library, initialised.
@@ -99,12 +101,12 @@ class Meter:
         try:
             nvml = require("pynvml", extra="", why="Weighing what workers hold on GPUs")
             nvml.nvmlInit()
-        except Exception:  # without the library or a driver, nobody holds anything on a GPU
+        except Exception:  # without the library or a driver there is nothing to read
             return None
         return cls(nvml)
 
     def read(self) -> dict[int, int]:
-        """Process id → bytes on all cards; only of processes that the driver tells of."""
+        """Process id → bytes on all cards; only of processes that the driver reports."""
         held_bytes: dict[int, int] = {}
         nvml = self._nvml
         for index in range(_ask_driver(nvml, 0, nvml.nvmlDeviceGetCount)):
@@ -115,12 +117,12 @@ class Meter:
                 else ()
             )
             for process in running_processes:
-                if process.usedGpuMemory:  # None where the driver must not tell
+                if process.usedGpuMemory:  # None where the driver may not report it
                     held_bytes[process.pid] = held_bytes.get(process.pid, 0) + process.usedGpuMemory
         return held_bytes
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Shut NVML down again."""
         _ask_driver(self._nvml, None, self._nvml.nvmlShutdown)
 
 
@@ -171,6 +173,7 @@ def _read_cards(nvml: ModuleType) -> Iterator[Card]:
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         gpu = _gpu_of_handle(nvml, handle, index, _compute_capability(nvml, handle))
+        # The first is the mode in force, the second the one after the next reset.
         partitioned = _ask_driver(nvml, (0, 0), nvml.nvmlDeviceGetMigMode, handle)[0] == 1
         yield Card(
             gpu=gpu,
@@ -189,7 +192,7 @@ def _read_mig_devices(nvml: ModuleType, card_handle: Any, whole_gpu: Gpu) -> Ite
 
 
 def _gpu_of_handle(nvml: ModuleType, handle: Any, index: int, capability: tuple[int, int]) -> Gpu:
-    # GPUs that share the host's memory have none of their own to report.
+    # GPUs that share the host's memory report none.
     memory_info = _ask_driver(nvml, None, nvml.nvmlDeviceGetMemoryInfo, handle)
     return Gpu(
         index=index,

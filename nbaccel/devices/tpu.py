@@ -1,4 +1,4 @@
-"""Google TPUs: detected, not driven by this version."""
+"""Google TPUs: detected, but not used by this version."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def count_chips(environ: Mapping[str, str], root: Path = Path("/")) -> int:
     """How many TPU chips this process could open.
 
     Args:
-        environ: The process environment, whose TPU variables back a doubtful trace.
+        environ: The process environment, whose TPU variables confirm an ambiguous device file.
         root: Where ``dev`` and ``sys`` are found.
 
     Returns:
-        The number of chips; 0 where only the environment speaks of a TPU.
+        The number of chips; 0 where only the environment mentions a TPU.
     """
     accel_files = _count_matching(root / "dev", _ACCEL_FILE)
     if accel_files:
@@ -102,7 +102,7 @@ class TpuDevice(Device):
         )
         return (
             f'device="tpu" cannot be served: got {chips_text}. This version of nbaccel detects '
-            f'TPUs and does not drive them. Give device="cpu", or "auto" to take what there is.'
+            'TPUs and does not drive them. Give device="cpu", or "auto" to take what there is.'
         )
 
     def idle_reason(self, inventory: Inventory) -> str:

@@ -23,9 +23,14 @@ class XpuDevice(Device):
 
     def detect(self, environ: Mapping[str, str]) -> dict[str, Any]:
         """See :meth:`Device.detect`; by the kernel's render nodes of Intel's cards."""
-        nodes = sorted(_CARDS.glob("render*/device/vendor")) if _CARDS.is_dir() else []
-        found = [node for node in nodes if node.read_text(encoding="ascii").strip() == _VENDOR]
-        gpus = (Gpu(index=i, name="Intel GPU", kind=self.name) for i in range(len(found)))
+        # Render nodes, one per GPU: `card*` has entries for connectors, too.
+        vendor_files = sorted(_CARDS.glob("render*/device/vendor")) if _CARDS.is_dir() else []
+        intel_files = [
+            vendor_file
+            for vendor_file in vendor_files
+            if vendor_file.read_text(encoding="ascii").strip() == _VENDOR
+        ]
+        gpus = (Gpu(index=i, name="Intel GPU", kind=self.name) for i in range(len(intel_files)))
         return {"accelerators": tuple(gpus)}
 
     def hazards(self) -> tuple[str, ...]:

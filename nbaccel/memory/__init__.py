@@ -1,1 +1,1 @@
-"""What a training needs of memory: sizes of a model, activations, and the table of both."""
+"""The memory of training: sizes of a model, activations, and the table of both."""

@@ -74,9 +74,11 @@ class LiveBytes(_Mode):  # type: ignore[misc]
             key = storage_key(tensor)
             if key not in self._known:
                 self._known.add(key)
-                # Once it is freed, another may be made at its address.
-                gone = weakref.finalize(tensor.untyped_storage(), self._known.discard, key)
-                gone.atexit = False
+                # Another storage may get the same address once this one is freed.
+                finalizer = weakref.finalize(tensor.untyped_storage(), self._known.discard, key)
+                # Otherwise every storage that still lives would run its callback at interpreter
+                # exit.
+                finalizer.atexit = False
 
     def __torch_dispatch__(
         self,
@@ -86,12 +88,13 @@ class LiveBytes(_Mode):  # type: ignore[misc]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operation, and count what it made."""
-        made = func(*args, **(kwargs or {}))
-        for tensor in _tensors(made):
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            # Sparse tensors have no storage of their own to count.
             if tensor.layout is torch.strided:
                 self._count(tensor)
         self.peak = max(self.peak, self.now)
-        return made
+        return result
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that were there before from now on: they have become private.
@@ -119,7 +122,7 @@ class LiveBytes(_Mode):  # type: ignore[misc]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """What tells one storage from another, also among fakes, whose addresses are all the same."""
+    """A number per storage, also for fake tensors, whose addresses are all the same."""
     return torch_private.storage_id(tensor.untyped_storage())
 
 
@@ -128,7 +131,7 @@ def mapped(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
     Args:
         batch: A tensor, or a dict, list or tuple of batches; anything else stays.
-        change: What becomes of a tensor.
+        change: Returns the replacement of a tensor.
 
     Returns:
         The new batch. A mapping of any kind becomes a dict.
@@ -158,14 +161,14 @@ def num_samples(batch: Any) -> int:
     Raises:
         ConfigError: There is no tensor in it.
     """
-    found = [tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()]
-    if not found:
+    row_counts = [tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()]
+    if not row_counts:
         raise ConfigError(
             f"sample_batch is a {type(batch).__name__} without tensors: nothing can be measured "
             "with it. Give what your loader gives: a tensor, or a dict or tuple of tensors whose "
             "first dimension counts samples."
         )
-    return int(found[0])
+    return int(row_counts[0])
 
 
 def resized(batch: Any, samples: int) -> Any:
@@ -178,13 +181,13 @@ def resized(batch: Any, samples: int) -> Any:
     Returns:
         The new batch. Tensors without the dimension that counts samples are as they were.
     """
-    have = num_samples(batch)
+    present_samples = num_samples(batch)
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.dim() or tensor.shape[0] != have or have == samples:
+        if not tensor.dim() or tensor.shape[0] != present_samples or present_samples == samples:
             return tensor
-        times = -(-samples // have)
-        return tensor.repeat(times, *[1] * (tensor.dim() - 1))[:samples].clone()
+        num_repeats = -(-samples // present_samples)
+        return tensor.repeat(num_repeats, *[1] * (tensor.dim() - 1))[:samples].clone()
 
     return mapped(batch, change)
 
@@ -236,11 +239,13 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    mapped(batch, found.append)
-    if not found and not isinstance(batch, (Mapping, list, tuple)):  # an output of some class
-        mapped(vars(batch) if hasattr(batch, "__dict__") else None, found.append)
-    return iter(found)
+    found_tensors: list[torch.Tensor] = []
+    mapped(batch, found_tensors.append)
+    if not found_tensors and not isinstance(
+        batch, (Mapping, list, tuple)
+    ):  # an output of some class
+        mapped(vars(batch) if hasattr(batch, "__dict__") else None, found_tensors.append)
+    return iter(found_tensors)
 
 
 def _most_arguments(model: Any) -> int | None:
@@ -259,7 +264,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activations:
-    """What one forward and backward pass takes beside parameters, in bytes.
+    """What one forward and backward pass needs besides parameters, in bytes.
 
     Attributes:
         saved: What is kept at the end of the forward pass, each storage once.
@@ -282,7 +287,7 @@ def measure_activations(
 
     Args:
         model: The model, on any device or on ``meta``; it stays as it is.
-        sample_batch: What it is called with: a dict, a tuple or a tensor.
+        sample_batch: A batch for the model: a dict, a tuple or a tensor.
         precision: ``fp32``, ``bf16`` or ``fp16``, as DeepSpeed converts the model; floating-point
             tensors of the batch are converted, too. With ``fp32`` all stays as it is.
         gradient_checkpointing: Whether to turn it on first, in the copy.
@@ -294,6 +299,7 @@ def measure_activations(
         ConfigError: The model cannot be run without values, and is too large for a real copy.
     """
     dtype = _DTYPES.get(precision)
+    # A model may hold real tensors besides its parameters and buffers; these are allowed.
     fake = torch_private.fake_tensor_mode()(allow_non_fake_inputs=True)
     with _undisturbed():
         try:
@@ -301,8 +307,9 @@ def measure_activations(
                 twin = _fake_copy(model, dtype)
                 batch = mapped(sample_batch, lambda t: torch.empty(t.shape, dtype=_as(t, dtype)))
                 return _run(twin, batch, gradient_checkpointing)
-        except Exception as error:  # the model's own code may need values in any way it likes
+        except Exception as error:  # the model's own code may need values, and fail in any way
             _check_small(model, error)
+        # A copy, because hooks are added and gradients computed.
         real = copy.deepcopy(model).to(dtype=dtype)
         batch = mapped(sample_batch, lambda t: t.detach().to(dtype=_as(t, dtype), copy=True))
         return _run(real, batch, gradient_checkpointing)
@@ -312,25 +319,27 @@ def _run(twin: nn.Module, batch: Any, gradient_checkpointing: bool) -> Activatio
     twin.train()
     if gradient_checkpointing:
         enable_gradient_checkpointing(twin)
-    own = [*twin.parameters(), *twin.buffers()]
-    keys = {storage_key(tensor) for tensor in own}
+    # Saved, too, where a layer needs its weights, but they are counted with the model states.
+    own_tensors = [*twin.parameters(), *twin.buffers()]
+    own_keys = {storage_key(tensor) for tensor in own_tensors}
     for parameter in twin.parameters():
-        if parameter.requires_grad:  # gradients are counted with the model states
+        if parameter.requires_grad:  # dropped at once: gradients are counted with the model states
             hooked: Any = parameter
             hooked.register_post_accumulate_grad_hook(_drop_gradient)
     saved: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if storage_key(tensor) not in keys:
+        if storage_key(tensor) not in own_keys:
+            # By storage, because several saved tensors may be views of one.
             saved[storage_key(tensor)] = tensor.untyped_storage()
         return tensor
 
-    with LiveBytes(own) as live:
+    with LiveBytes(own_tensors) as live:
         mapped(batch, lambda tensor: live.adopt([tensor]))  # it is on the device, too
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = loss_of(call(twin, batch))
         num_saved = sum(storage.nbytes() for storage in saved.values())
-        saved.clear()  # or the backward pass would free nothing
+        saved.clear()  # these references would keep the backward pass from freeing anything
         loss.backward()  # type: ignore[no-untyped-call]
     return Activations(saved=num_saved, peak=max(num_saved, live.peak))
 
@@ -341,13 +350,14 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
 
 def _fake_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """The model with tensors that have no memory; tied ones stay tied."""
+    # `deepcopy` takes these tensors from the memo, so it copies no values and keeps ties.
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         shape = getattr(tensor, "ds_shape", tensor.shape)  # what a placeholder of ZeRO-3 stands for
-        made = torch.empty(shape, dtype=_as(tensor, dtype))
+        fake_tensor = torch.empty(shape, dtype=_as(tensor, dtype))
         if isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-        memo[id(tensor)] = made
+            fake_tensor = nn.Parameter(fake_tensor, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = fake_tensor
     return copy.deepcopy(model, memo)
 
 
@@ -356,11 +366,11 @@ def _as(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _check_small(model: nn.Module, error: Exception) -> None:
-    """Whether a real copy can be run beside the model without anybody noticing."""
+    """Refuse a real copy of the model that would take much of the free memory."""
     tensors = [*model.parameters(), *model.buffers()]
     num_bytes = sum(tensor.nbytes for tensor in tensors)
-    free = inspect_machine().host_available_bytes
-    if any(tensor.is_meta for tensor in tensors) or num_bytes > free // 16:
+    free_bytes = inspect_machine().host_available_bytes
+    if any(tensor.is_meta for tensor in tensors) or num_bytes > free_bytes // 16:
         raise ConfigError(
             f"The activations of {type(model).__name__} cannot be measured without running it: "
             f"with tensors that have no values it raised {type(error).__name__}: {error}. A real "
@@ -371,12 +381,13 @@ def _check_small(model: nn.Module, error: Exception) -> None:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Random numbers are drawn as if nothing had been; warnings of a rehearsal are nobody's."""
-    before = logging.root.manager.disable
+    """Restore random numbers and logging after the block; its warnings concern no real run."""
+    previous_level = logging.root.manager.disable
+    # No devices: saving the state of CUDA's generators would initialise CUDA in the notebook.
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)  # transformers warns in a way of its own
+        logging.disable(logging.WARNING)  # transformers warns through logging
         try:
             yield
         finally:
-            logging.disable(before)
+            logging.disable(previous_level)

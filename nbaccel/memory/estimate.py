@@ -1,4 +1,4 @@
-"""``MemoryEstimate``: what a run needs on device, host and disk, beside what is free."""
+"""``MemoryEstimate``: what a run needs on device, host and disk, and what is free there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Bytes:
         optimizer: Its states and its own copy of the parameters.
         buckets: Room to communicate, to gather parameters and to read from disk.
         activations: What the forward pass keeps for the backward pass, and what that adds.
-        in_backward: What lives for a moment beside the activations: gradients on their way,
+        in_backward: What lives for a moment besides the activations: gradients in transfer,
             gathered parameters.
         in_step: What lives for a moment when the optimizer begins, and activations are gone:
             gradients made flat, or in fp32.
@@ -52,6 +52,7 @@ class Bytes:
     @property
     def peak(self) -> int:
         """The most at any moment: what must be free."""
+        # Activations are freed before the optimizer steps, so the two never live together.
         moments = max(self.activations + self.in_backward, self.in_step)
         return self.model_states + self.buckets + moments
 
@@ -76,14 +77,14 @@ class MemoryEstimate:
         nvme: On each host's disk.
         shape: The model.
         strategy: How it is trained, in words: ``ZeRO-3, bf16, optimizer on cpu``.
-        settings: What of the strategy's configuration was counted; None where it has none.
+        settings: The counted part of the strategy's configuration; None where it has none.
         num_processes: Processes on each host.
         num_nodes: Hosts.
         device_free: Free memory of the fullest GPU used; None where there is none.
         host_free: Free memory of this host.
         nvme_free: Free space where the configuration swaps to; None where it names no folder.
-        nvme_folders: Those folders.
-        notes: What to know about these numbers.
+        nvme_folders: The folders that it swaps to.
+        notes: Notes about these numbers.
     """
 
     device: Bytes
@@ -102,7 +103,8 @@ class MemoryEstimate:
 
     @property
     def host_needed(self) -> int:
-        """Host memory in all: with what processes compute in, where that is host memory."""
+        """All host memory, including that of devices where processes compute on the CPU."""
+        # Without a GPU each process's "device" is host memory, so that adds to the host's.
         on_cpu = self.device * self.num_processes if self.device_free is None else Bytes()
         return self.host.peak + on_cpu.peak
 
@@ -203,7 +205,7 @@ def replicated(
         trainable_bytes: Bytes of those that are trained.
         num_processes: Processes on each host.
         num_nodes: Hosts.
-        activation_bytes: What activations need on a device.
+        activation_bytes: Bytes of activations on a device.
         inventory: The machine.
 
     Returns:
@@ -214,6 +216,7 @@ def replicated(
         device=Bytes(
             parameters=parameter_bytes,
             gradients=trainable_bytes,
+            # Adam's two moments.
             optimizer=2 * trainable_bytes,
             buckets=trainable_bytes if num_processes * num_nodes > 1 else 0,
             activations=activation_bytes,
@@ -225,6 +228,7 @@ def replicated(
         settings=None,
         num_processes=num_processes,
         num_nodes=num_nodes,
+        # Each process needs as much, so the fullest GPU decides.
         device_free=min((gpu.free_bytes for gpu in gpus), default=None),
         host_free=inventory.host_available_bytes,
         notes=common_notes(activation_bytes, on_cpu=not gpus),

@@ -1,7 +1,7 @@
 """How large a model is, as far as memory depends on it.
 
-Tied weights count once. Parameters on ``meta`` count as what they will be, and ZeRO-3's
-placeholders as what they stand for, where DeepSpeed's own count by address finds one, or nothing.
+Tied weights count once. Parameters on ``meta`` count with their future size, and ZeRO-3's
+placeholders with the size of what they stand for. DeepSpeed's count, by address, finds one or none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Shape:
     sizes: tuple[int, ...] = ()
 
     def at_most(self, threshold: int) -> int:
-        """How many parameters lie in tensors of at most so many elements.
+        """How many parameters are in tensors of at most so many elements.
 
         Args:
             threshold: The largest size that counts.
@@ -56,12 +56,13 @@ def measure(model: nn.Module, *, trains: bool = True) -> Shape:
     Returns:
         Its shape.
     """
-    found = {id(p): p for p in model.parameters()}.values()
+    # By id, not by address: all tensors on `meta` have the address 0.
+    distinct_parameters = {id(p): p for p in model.parameters()}.values()
     return Shape(
-        total=_count(found),
+        total=_count(distinct_parameters),
         largest_layer=max(_count(module.parameters(recurse=False)) for module in model.modules()),
-        trainable=_count(p for p in found if p.requires_grad) if trains else 0,
-        sizes=tuple(_numel(p) for p in found),
+        trainable=_count(p for p in distinct_parameters if p.requires_grad) if trains else 0,
+        sizes=tuple(_numel(p) for p in distinct_parameters),
     )
 
 
@@ -79,6 +80,7 @@ def shape_of(model_or_shape: Any) -> Shape:
     """
     if isinstance(model_or_shape, Shape):
         return model_or_shape
+    # By its method: for plain numbers torch need not be imported.
     if callable(getattr(model_or_shape, "modules", None)):
         return measure(model_or_shape)
     try:

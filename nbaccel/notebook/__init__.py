@@ -1,1 +1,1 @@
-"""Doors to nbaccel in a notebook: magics and what they show."""
+"""The user interface in a notebook: magics, and what they show."""

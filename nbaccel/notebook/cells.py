@@ -20,7 +20,7 @@ CELL_MAGIC = "%%accelerate"
 
 
 def is_for_us(magic_line: str) -> bool:
-    """Whether a line is that of our cell magic."""
+    """Whether a line is that of nbaccel's cell magic."""
     return magic_line.split(maxsplit=1)[:1] == [CELL_MAGIC]
 
 
@@ -33,12 +33,13 @@ class Cells:
         self._raw = ""
 
     def load(self) -> None:
-        """Begin to listen."""
+        """Register for events and transform cells."""
         self._shell.events.register("pre_run_cell", self._note)
+        # IPython's own transformers look for a cell magic on the first line; these run before them.
         self._shell.input_transformers_cleanup.extend((below_comments, with_a_body))
 
     def unload(self) -> None:
-        """Listen no more."""
+        """Undo :meth:`load`."""
         self._shell.events.unregister("pre_run_cell", self._note)
         self._shell.input_transformers_cleanup.remove(with_a_body)
         self._shell.input_transformers_cleanup.remove(below_comments)
@@ -47,12 +48,12 @@ class Cells:
         """The record of a cell for the workers; its lines are published in this process, too.
 
         Args:
-            magic_arguments: What stands behind the magic.
-            code_text: What stands below it.
+            magic_arguments: The text after the magic.
+            code_text: The text below it.
         """
         shown_lines, lines_above = self._lines(magic_arguments, code_text)
         execution_count = self._count()
-        # Each execution has a name of its own: a function keeps the lines it was made of.
+        # A new name per execution, because a function keeps the lines it was made of.
         file_name = f"<ipython-input-{execution_count}-accelerate-{next(self._serial)}>"
         cell_source = CellSource(
             text=code_text,
@@ -71,8 +72,8 @@ class Cells:
 
     def _count(self) -> int:
         """The number that the running cell is shown with."""
-        # IPython 9 counts up before it runs a cell, earlier ones do afterwards. What the cell was
-        # compiled under is right in both.
+        # IPython 9 increments its counter before it runs a cell, earlier ones do so afterwards. The
+        # name that the running cell was compiled under has the right number in both.
         cell_numbers = (cell_number(file_name) for file_name, _ in _user_lines())
         known_numbers = (cell_number_ for cell_number_ in cell_numbers if cell_number_ is not None)
         return next(known_numbers, int(self._shell.execution_count))
@@ -85,8 +86,8 @@ class Cells:
         while raw_lines and not raw_lines[-1].strip():
             raw_lines.pop()
         lines_above = len(raw_lines) - len(code_lines)
-        # IPython drops blank lines at the top, and `%%time` may stand above us. Where the cell
-        # that runs does not end in our code, it was called by code: then ours is all there is.
+        # IPython drops blank lines at the top, and `%%time` may stand above the magic. If the cell
+        # that runs does not end in this code, the magic was called by code, without a cell.
         if lines_above > 0 and [raw_line.strip() for raw_line in raw_lines[lines_above:]] == [
             code_line.strip() for code_line in code_lines
         ]:
@@ -94,9 +95,10 @@ class Cells:
         return [f"{CELL_MAGIC} {magic_arguments}".rstrip(), *code_lines], 1
 
     def as_written(self) -> None:
-        """Let errors show our line as it was written, not the call that IPython makes of it."""
+        """Let errors show the magic's line as written, not the call that IPython makes of it."""
         for file_name, line_number in _user_lines():
             cache_entry = linecache.cache.get(file_name)
+            # An entry that linecache fills in later has one item and no lines yet.
             if cache_entry is None or len(cache_entry) != 4 or line_number > len(cache_entry[2]):
                 continue
             shown_lines, raw_lines = list(cache_entry[2]), self._raw.strip("\n").splitlines()
@@ -105,13 +107,14 @@ class Cells:
                 shown_lines = [f"{raw_line}\n" for raw_line in raw_lines]
             elif "run_line_magic(" in shown_call and len(shown_lines) == len(raw_lines):
                 shown_lines[line_number - 1] = f"{raw_lines[line_number - 1]}\n"
+            # Without a time of change, or `linecache.checkcache` drops an entry that has no file.
             cache_entry = (sum(map(len, shown_lines)), None, shown_lines, file_name)
             linecache.cache[file_name] = cache_entry
             ipython_private.keep_cell_lines(file_name, cache_entry)
 
 
 def below_comments(cell_lines: list[str]) -> list[str]:
-    """Lets `%%accelerate` stand below comments: IPython knows a magic on the first line only.
+    """Lets `%%accelerate` stand below comments: IPython finds a magic on the first line only.
 
     Args:
         cell_lines: The lines of any cell.
@@ -143,7 +146,7 @@ def with_a_body(cell_lines: list[str]) -> list[str]:
 
 
 def _user_lines() -> Iterator[tuple[str, int]]:
-    """File and line of each top-level frame of the user's code that we were called by."""
+    """File and line of each top-level frame of the user's code in the present call stack."""
     user_frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the only way to the frames above
     while user_frame is not None:
         frame_code = user_frame.f_code

@@ -1,7 +1,7 @@
-"""Completion, `name?` and tooltips: of our lines, and of names that live in workers.
+"""Completion, `name?` and tooltips: of magic lines, and of names that only workers have.
 
-From IPython 8.6 on it takes matchers that see the whole cell. Earlier ones, such as the 7.34 of
-Colab and Kaggle, give a matcher no more than the word at the cursor: there the method behind all
+From 8.6 on IPython takes matchers that see the whole cell. Earlier versions, such as the 7.34 of
+Colab and Kaggle, give a matcher only the word at the cursor: there the method behind all
 completions is wrapped.
 """
 
@@ -26,11 +26,11 @@ __all__ = ["Ask", "Completion", "Inspection", "Matches", "ask_also"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matches:
-    """What could stand at the cursor."""
+    """Completions at the cursor."""
 
     words: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
-    """What each is, for the front end: variable, function, ..."""
+    """The kind of each, for the front end: variable, function, ..."""
     part: str = ""
     """The text before the cursor that a word replaces."""
     are_all: bool = False
@@ -42,14 +42,14 @@ Ask = Callable[[str, int, int], Matches]
 
 
 def ask_also(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
-    """Let a shell's completer ask us, too.
+    """Let a shell's completer call `ask_matches`, too.
 
     Args:
         shell_completer: The shell's `IPCompleter`.
-        ask_matches: What knows our completions.
+        ask_matches: Finds nbaccel's completions.
 
     Returns:
-        What takes it back.
+        A function that undoes it.
     """
     return (_add_matcher if hasattr(completer, "context_matcher") else _wrap_complete)(
         shell_completer, ask_matches
@@ -78,7 +78,7 @@ def _add_matcher(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
 
 
 def _wrap_complete(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
-    """IPython before 8.6: text replaced, words, where they are from, and Jedi's."""
+    """IPython before 8.6: its result is the replaced text, words, their origins, and Jedi's."""
 
     def with_ours(earlier_complete: Callable[..., Any]) -> Callable[..., Any]:
         def complete(*, cursor_line: int, cursor_pos: int, **more: Any) -> tuple[Any, ...]:
@@ -87,6 +87,7 @@ def _wrap_complete(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]
             if cell_text and cursor_pos is not None:
                 our_matches = ask_matches(cell_text, cursor_line, cursor_pos)
             our_words = list(our_matches.words)
+            # IPython and Jedi would add Python names, which mean nothing on a magic's line.
             if our_matches.are_all:
                 return our_matches.part, our_words, ["nbaccel"] * len(our_words), ()
             their_matches: tuple[Any, ...] = earlier_complete(
@@ -138,11 +139,11 @@ class Completion:
         self._ask_no_more: Callable[[], None] | None = None
 
     def load(self) -> None:
-        """Let the completer ask."""
+        """Add the matcher to the completer."""
         self._ask_no_more = ask_also(self._session.shell.Completer, self._matches)
 
     def unload(self) -> None:
-        """Let it ask no more."""
+        """Remove the matcher."""
         if self._ask_no_more is not None:
             self._ask_no_more()
 
@@ -154,7 +155,7 @@ class Completion:
         while magic_row + 1 < len(cell_lines) and cell_lines[magic_row].startswith("%%"):
             if is_for_us(cell_lines[magic_row]):
                 break
-            magic_row += 1  # `%%time` above us
+            magic_row += 1  # `%%time` above the magic
         cell_line = cell_lines[cursor_line][:cursor_column]
         if is_for_us(cell_lines[magic_row]) and cursor_line > magic_row:
             return self._in_workers(
@@ -178,7 +179,7 @@ class Completion:
         return self._words(typed_options, typed_subcommand) if is_known else Matches()
 
     def _words(self, typed_options: str, subcommand: str) -> Matches:
-        """What can stand at the end of a line's options."""
+        """Completions at the end of a line's options."""
         magic_options = options_of(subcommand)
         *words_before, last_word = re.split(r"\s+", typed_options.lstrip()) or [""]
         typed_flag, equals_sign, typed_part = last_word.partition("=")
@@ -192,6 +193,7 @@ class Completion:
         if previous_option is not None and previous_option.value:
             return self._values(previous_option, last_word)
         if subcommand in ("pull", "push") and not last_word.startswith("-"):
+            # Names may be joined by commas; only the last one is being typed.
             typed_part = last_word.rpartition(",")[2]
             variable_names = (
                 self._worker_names(typed_part) if subcommand == "pull" else self._own_names()
@@ -246,6 +248,7 @@ class Completion:
             else None
         )
         return (
+            # Whole variables are copied, so attributes and magics are left out.
             [worker_match for worker_match in worker_matches.matches if worker_match.isidentifier()]
             if worker_matches
             else []
@@ -261,6 +264,7 @@ class Completion:
         cursor_offset = (
             sum(len(code_line) + 1 for code_line in code_lines[:cursor_line]) + cursor_column
         )
+        # None while the workers run a cell: completion must not wait for its end.
         worker_matches = live_pool.complete(code_text, cursor_offset)
         if worker_matches is None:
             return Matches()
@@ -289,30 +293,31 @@ def _words_beginning(candidate_words: Iterable[str], typed_part: str) -> list[st
 def _final_matches(
     matched_words: Sequence[str], typed_part: str, *, word_kind: str = "text"
 ) -> Matches:
-    """On a line of ours nobody else has anything to add."""
+    """Matches on a magic's line, where those of other matchers make no sense."""
     return Matches(
         words=tuple(matched_words),
         kinds=(word_kind,) * len(matched_words),
         part=typed_part,
+        # Without a match other matchers may still know what is meant.
         are_all=bool(matched_words),
     )
 
 
 class Inspection:
-    """Asks the workers where the notebook's shell does not know a name."""
+    """Inspects names in the workers that the notebook does not have."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._restore_inspect: Callable[[], None] = lambda: None
 
     def load(self) -> None:
-        """Stand in front of the shell's own methods."""
+        """Replace the shell's methods on the instance."""
         ipython_shell = self._session.shell
         vars(ipython_shell)["object_inspect_mime"] = self._mime(ipython_shell.object_inspect_mime)
         self._restore_inspect = ipython_private.inspect_also(ipython_shell, self._shown)
 
     def unload(self) -> None:
-        """Step aside: the class's methods are found again."""
+        """Undo :meth:`load`: the class's methods are found again."""
         vars(self._session.shell).pop("object_inspect_mime", None)
         self._restore_inspect()
 
@@ -320,6 +325,7 @@ class Inspection:
         def object_inspect_mime(oname: str, detail_level: int = 0, **more: Any) -> Any:
             try:
                 return shell_method(oname, detail_level, **more)
+            # IPython raises KeyError for a name that it does not find.
             except KeyError:
                 mime_bundle = self._ask(oname, detail_level)
                 if mime_bundle is None:
@@ -331,6 +337,7 @@ class Inspection:
     def _shown(self, shell_inspect: Callable[..., Any]) -> Callable[..., Any]:
         def inspect(meth: str, oname: str, namespaces: Any = None, **more: Any) -> Any:
             ipython_shell: Any = self._session.shell
+            # `pinfo` is `name?`; other requests, such as `%pdoc`, need the object itself.
             is_known = meth != "pinfo" or ipython_shell.object_inspect(oname)["found"]
             mime_bundle = None if is_known else self._ask(oname, int(more.get("detail_level", 0)))
             if mime_bundle is None:
@@ -348,7 +355,7 @@ class Inspection:
         if mime_bundle is None:
             return None
         plain_text = mime_bundle.get("text/plain", "")
-        # A kernel takes the HTML away again, and must find some.
+        # ipykernel removes the key `text/html` where it is not wanted, so it must exist.
         return {
             "text/html": f"<pre>{html.escape(plain_text)}</pre>",
             **mime_bundle,

@@ -1,4 +1,4 @@
-"""`%load_ext nbaccel`: what a notebook gets, and gives back at `%unload_ext`."""
+"""`%load_ext nbaccel`: what it adds to a notebook, and `%unload_ext` removes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Extension", "load_extension", "unload_extension"]
 
 
 class Extension:
-    """All that one shell was given."""
+    """Everything that was added to one shell."""
 
     def __init__(self, ipython_shell: InteractiveShell) -> None:
         self.shell = ipython_shell
@@ -30,9 +30,10 @@ class Extension:
         self._started_template = False
 
     def load(self) -> None:
-        """Give it."""
+        """Add it."""
+        # A template that somebody else started must survive `%unload_ext`.
         self._started_template = template_prestart.current() is None
-        # So that its imports are done by the time the first cell is run.
+        # Now, so that its imports are done by the time the first cell is run.
         template_prestart.start_ahead()
         register_magic = self.shell.magics_manager.register_function
         register_magic(cell_magic(self.session, self._cells), "cell", MAGIC_NAME)
@@ -45,7 +46,7 @@ class Extension:
         atexit.register(self.session.stop)
 
     def unload(self) -> None:
-        """Take it back."""
+        """Remove it."""
         atexit.unregister(self.session.stop)
         self._readiness.unload()
         self._hints.unload()
@@ -60,19 +61,19 @@ class Extension:
 
 
 class _ShellSlot:
-    """The extension of each shell of this process; there is one shell, but in tests."""
+    """The extension of each shell of this process; only tests have several shells."""
 
     loaded: dict[int, Extension] = {}  # noqa: RUF012 - the one of this process
 
 
 def load_extension(shell: InteractiveShell) -> Extension:
-    """Give a shell the magics, unless it has them.
+    """Add the magics to a shell, unless it has them.
 
     Args:
         shell: The notebook's shell.
 
     Returns:
-        What it was given.
+        The extension of this shell.
     """
     extension = _ShellSlot.loaded.get(id(shell))
     if extension is None:
@@ -83,7 +84,7 @@ def load_extension(shell: InteractiveShell) -> Extension:
 
 
 def unload_extension(shell: InteractiveShell) -> None:
-    """Take the magics from a shell, and end its workers.
+    """Remove the magics from a shell, and end its workers.
 
     Args:
         shell: The notebook's shell.

@@ -26,15 +26,16 @@ class Hints:
         self._session = session
 
     def load(self) -> None:
-        """Begin to look."""
+        """Register for the end of cells."""
         self._session.shell.events.register("post_run_cell", self._look)
 
     def unload(self) -> None:
-        """Look no more."""
+        """Undo :meth:`load`."""
         self._session.shell.events.unregister("post_run_cell", self._look)
 
     def _look(self, cell_result: Any = None) -> None:
         cell_error = getattr(cell_result, "error_in_exec", None)
+        # A failed cell of workers raises an error of both classes; there a worker lacks the name.
         if isinstance(cell_error, NameError) and not isinstance(cell_error, WorkerFailed):
             missing_name = getattr(cell_error, "name", None)
             if (
@@ -43,7 +44,7 @@ class Hints:
                 and self._workers_have(missing_name)
             ):
                 sys.stderr.write(
-                    f"nbaccel: {missing_name} exists in the workers of %%accelerate. To have it "
+                    f"nbaccel: {missing_name} exists in the workers of %%accelerate. To copy it "
                     f"here: %accelerate pull {missing_name}\n"
                 )
 
@@ -65,7 +66,7 @@ def failure_text(failure_records: Sequence[FailureRecord], *, with_colours: bool
     """The whole tracebacks.
 
     Args:
-        failure_records: What is known of each rank, in order of time.
+        failure_records: The records of each rank, in order of time.
         with_colours: Whether the text is coloured (ANSI).
 
     Returns:
@@ -95,6 +96,7 @@ def _of_rank(failure_record: FailureRecord) -> Iterator[_Line]:
 
 def _of_error(raised_error: RaisedError) -> Iterator[_Line]:
     if raised_error.cause is not None:
+        # The cause first, as Python prints chained exceptions.
         yield from _of_error(raised_error.cause)
         yield from (("", False), ("which led to:", False), ("", False))
     yield "Traceback (most recent call last):", False
@@ -110,6 +112,7 @@ def _of_error(raised_error: RaisedError) -> Iterator[_Line]:
 def _of_frames(user_frames: Iterable[frames.Frame]) -> Iterator[_Line]:
     for stack_frame in user_frames:
         yield f"  {frames.place(stack_frame)}, in {stack_frame.function}", False
+        # Of a library's code the failing line is enough; the user's code is what can be corrected.
         lines_around = 0 if stack_frame.is_library else _LINES_AROUND
         yield from (
             (source_line, False)

@@ -1,4 +1,4 @@
-"""A magic's line, read: every mistake in it is found before anything is done; and its help."""
+"""Reads a magic's line, with every mistake found before anything is done; and its help."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MagicLine:
-    """What a line asks for.
+    """What a line means.
 
     Attributes:
         wanted: The settings it started from with those of the line over them.
@@ -69,19 +69,20 @@ def read_magic_line(
     """Read a line.
 
     Args:
-        line_text: What stands behind the magic's name, or behind the subcommand.
+        line_text: The text after the magic's name, or after the subcommand.
         base_config: The settings that the line's own are laid over.
         namespace: The notebook's variables, for ``--config NAME``, ``$name`` and ``{name}``.
         subcommand: A word of `%accelerate`; empty for `%%accelerate`.
 
     Returns:
-        What it asks for.
+        The settings and options of the line.
 
     Raises:
         ConfigError: Something in it is wrong; every mistake is listed.
     """
     line_reader = _LineReader(options_of(subcommand), subcommand, namespace)
     line_reader.read(_split_words(line_text))
+    # Before mistakes are raised: a line that asks for help may be wrong otherwise.
     if "help" in line_reader.found:
         return MagicLine(wanted=base_config, help=True)
     return line_reader.line(base_config)
@@ -101,8 +102,8 @@ def check_ranks(ranks: Sequence[int] | None, world_size: int) -> None:
         last_rank = world_size - 1
         raise ConfigError(
             f"--ranks names {ranks_as_text(unknown_ranks)}: there {_are_or_is(world_size)}, "
-            f"{'rank 0' if last_rank == 0 else f'ranks 0-{last_rank}'}. Nobody would run the "
-            f"cell. Name ranks up to {last_rank}, or start more with %accelerate restart -n "
+            f"{'rank 0' if last_rank == 0 else f'ranks 0-{last_rank}'}. The cell would not "
+            f"run there. Name ranks up to {last_rank}, or start more with %accelerate restart -n "
             f"{max(unknown_ranks) + 1}."
         )
 
@@ -137,7 +138,7 @@ def ranks_as_text(ranks: Sequence[int]) -> str:
 
 @dataclass
 class _LineReader:
-    """Takes words one by one, and notes what is wrong with them."""
+    """Reads words one by one, and collects the mistakes in them."""
 
     options: tuple[MagicOption, ...]
     subcommand: str
@@ -155,12 +156,13 @@ class _LineReader:
                 self._name(self._expanded(line_word))
 
     def line(self, base_config: RunConfig) -> MagicLine:
-        """What they ask for, if nothing is wrong."""
+        """The settings that they give, if nothing is wrong."""
         given_settings = {
             setting_name: setting_value
             for setting_name, setting_value in self.found.items()
             if setting_name in RunConfig.model_fields
         }
+        # Every part adds to `mistakes`; they are raised together at the end.
         chosen_ranks = self._ranks(self.found.get("ranks"))
         out_names = self._out(self.found.get("out"))
         named_config = self._config(self.found.get("config"))
@@ -170,9 +172,11 @@ class _LineReader:
         if named_config is not None:
             self._compare(named_config, wanted_config, given_settings)
         if self.mistakes:
+            # Each once: a setting's mistake may be reported by several parts.
             raise ConfigError(*dict.fromkeys(self.mistakes))
         return MagicLine(
             wanted=wanted_config,
+            # A config that is named gives all settings, so all are compared with the workers'.
             given=tuple(given_settings) if named_config is None else tuple(RunConfig.model_fields),
             names=tuple(self.names),
             ranks=chosen_ranks,
@@ -194,7 +198,7 @@ class _LineReader:
         elif equals_sign:
             self._keep(magic_option, flag_value)
         else:
-            # An iterator's next may be an option: then this one's value was forgotten.
+            # If the next word is an option, the value was forgotten; that option is still read.
             next_word = next(line_words, None)
             if next_word is None or _is_flag(next_word):
                 self.mistakes.append(
@@ -214,9 +218,11 @@ class _LineReader:
                 f"{flag_name} takes no value: got {flag_value!r}. It would mean nothing. Write "
                 f"{flag_name} alone."
             )
+        # A value such as `=false` is left to the setting's own validator.
         self.found[magic_option.name] = flag_value if flag_value is not None else not is_opposite
 
     def _keep(self, magic_option: MagicOption, value_text: str) -> None:
+        # The braces of JSON would be taken for expressions to replace.
         value_text = value_text if magic_option.is_json else self._expanded(value_text)
         option_value: Any = value_text
         if magic_option.none and value_text.strip().lower() == "none":
@@ -229,7 +235,7 @@ class _LineReader:
         if earlier_value != option_value:
             self.mistakes.append(
                 f"{magic_option.flag} was given twice: got {shown(earlier_value)} and "
-                f"{shown(option_value)}. One would silently beat the other. Write it once."
+                f"{shown(option_value)}. One would silently override the other. Write it once."
             )
         self.found[magic_option.name] = option_value
 
@@ -256,8 +262,8 @@ class _LineReader:
                 f" Its options are shown by {magic_name} --help."
             )
         self.mistakes.append(
-            f"{magic_name} has no option {flag_name!r}: it would change nothing, without a "
-            f"word.{remedy_text}"
+            f"{magic_name} has no option {flag_name!r}: it would silently have no "
+            f"effect.{remedy_text}"
         )
         self._skip_value(line_words)
 
@@ -278,18 +284,19 @@ class _LineReader:
         elif takes_names:
             self.mistakes.append(
                 f"{line_word!r} is no name of a variable: only whole variables are copied. Bind "
-                f"the value to a name first, then give that name."
+                "the value to a name first, then give that name."
             )
+        # `num_processes=2` is how Python and RunConfig write it.
         elif equals_sign and (magic_option := find_option(options_of(), f"--{option_name}")):
             self.mistakes.append(
-                f"{line_word!r} is no option of the line: it would change nothing, without a "
-                f"word. Write {magic_option.flag} {option_value}."
+                f"{line_word!r} is no option of the line: it would silently have no effect. "
+                f"Write {magic_option.flag} {option_value}."
             )
         else:
             magic_name = f"%accelerate {self.subcommand}" if self.subcommand else "%%accelerate"
             self.mistakes.append(
-                f"{magic_name} takes options only: got {line_word!r}, which says nothing to it. "
-                f"Code belongs into the cell's next line; {magic_name} --help shows the options."
+                f"{magic_name} takes options only: got {line_word!r}, which is none. "
+                f"Code belongs on the cell's next line; {magic_name} --help shows the options."
             )
 
     def _ranks(self, ranks_text: str | None) -> tuple[int, ...] | None:
@@ -304,7 +311,7 @@ class _LineReader:
             ) > int(range_ends[1]):
                 self.mistakes.append(
                     f"--ranks must be rank numbers and ranges of them: got {ranks_text!r}. They "
-                    f"say which workers run the cell. Write for example --ranks 0,2-3."
+                    "say which workers run the cell. Write for example --ranks 0,2-3."
                 )
                 return None
             # A range up to a billion is refused by its end, without a list of it.
@@ -321,13 +328,13 @@ class _LineReader:
         if wrong_names := [out_name for out_name in out_names if not out_name.isidentifier()]:
             self.mistakes.append(
                 f"--out must be names of variables: got {', '.join(map(repr, wrong_names))}. "
-                f"They are bound in the notebook after the cell. Write for example --out "
-                f"loss,accuracy."
+                "They are bound in the notebook after the cell. Write for example --out "
+                "loss,accuracy."
             )
         elif names_text is not None and not out_names:
             self.mistakes.append(
                 f"--out must be names of variables: got {names_text!r}. They are bound in the "
-                f"notebook after the cell. Write for example --out loss,accuracy."
+                "notebook after the cell. Write for example --out loss,accuracy."
             )
         return out_names
 
@@ -348,15 +355,14 @@ class _LineReader:
             or f" Make one: {variable_name} = nbaccel.RunConfig(...)."
         )
         self.mistakes.append(
-            f"--config must name a RunConfig of the notebook, or what has one as .config: "
+            "--config must name a RunConfig of the notebook, or what has one as .config: "
             f"{variable_name} is {got_instead}. All settings are taken from it.{remedy_text}"
         )
         return None
 
     def _wanted(self, base_config: RunConfig, given_settings: dict[str, Any]) -> RunConfig:
-        if (
-            not given_settings
-        ):  # most cells: to validate again what is valid takes a tenth of a millisecond
+        # Most cells give none; validating again would cost each of them a tenth of a millisecond.
+        if not given_settings:
             return base_config
         try:
             return base_config.changed(**given_settings)
@@ -372,12 +378,13 @@ class _LineReader:
                 getattr(wanted_config, setting_name),
                 getattr(named_config, setting_name),
             )
+            # Either of the two could be meant.
             if line_value != config_value:
                 config_variable = self.found["config"]
                 self.mistakes.append(
                     f"{setting_name} is {config_value!r} in {config_variable} and {line_value!r} "
-                    f"on the line: one would silently beat the other. Leave it out here, or make "
-                    f"it so there: {config_variable} = "
+                    "on the line: one would silently override the other. Leave it out here, or "
+                    f"change it there: {config_variable} = "
                     f"{config_variable}.changed({setting_name}={line_value!r})."
                 )
 
@@ -404,7 +411,7 @@ def config_names(namespace: Mapping[str, Any]) -> list[str]:
 def _has_config(variable_value: Any) -> bool:
     if isinstance(variable_value, RunConfig):
         return True
-    # Of strangers only plain attributes are read: a property of theirs could do anything.
+    # Of other packages' objects only plain attributes are read: a property may run any code.
     is_ours = type(variable_value).__module__.partition(".")[0] == "nbaccel" and not isinstance(
         variable_value, type
     )
@@ -418,11 +425,12 @@ def _has_config(variable_value: Any) -> bool:
 
 def _split_words(line_text: str) -> Iterator[str]:
     try:
+        # As in a shell: values may be quoted, and a comment may follow the options.
         return iter(shlex.split(line_text, comments=True))
     except ValueError as error:  # a quotation that is not closed
         raise ConfigError(
             f"The line cannot be split into words: {str(error).lower()} in {line_text!r}. "
-            f"Nothing of it could be trusted. Close the quotation mark."
+            "Its options would be guesses. Close the quotation mark."
         ) from error
 
 
@@ -456,7 +464,7 @@ _MANUAL_CHARS = 92
 _COLUMN_CHARS = 30
 
 _CELL_MANUAL = """\
-Run this cell in worker processes that live on, with their variables, from cell to cell.
+Run this cell in worker processes, which keep their variables from cell to cell.
 
     %%accelerate -n 2 --precision bf16 --out loss
     model = nn.Linear(4, 4)
@@ -464,13 +472,13 @@ Run this cell in worker processes that live on, with their variables, from cell 
 
 Variables and functions of the notebook that the cell reads are sent when they are first needed
 and when they have changed since. The last expression is shown by rank, once where all agree.
-Trained weights of the notebook's own modules come back after the cell.
+Trained weights of the notebook's own modules are copied back after the cell.
 
 The first cell starts the workers. Their settings stay until %accelerate restart.
 """
 
 _LINE_MANUAL = """\
-Look after the workers that %%accelerate cells run in.
+Manage the workers that %%accelerate cells run in.
 
     %accelerate restart -n 4 --precision bf16
     %accelerate pull loss model --ranks 0
@@ -478,7 +486,7 @@ Look after the workers that %%accelerate cells run in.
 
 
 def cell_manual() -> str:
-    """What `%%accelerate?` shows."""
+    """The text of `%%accelerate?`."""
     manual_parts = [
         _CELL_MANUAL,
         _manual_section("Options of the cell:", _manual_rows(OWN_OPTIONS)),
@@ -489,7 +497,7 @@ def cell_manual() -> str:
 
 
 def line_manual() -> str:
-    """What `%accelerate?` shows."""
+    """The text of `%accelerate?`."""
     subcommand_lines = [
         manual_line
         for subcommand in SUBCOMMANDS
@@ -512,7 +520,7 @@ def line_manual() -> str:
 
 
 def subcommand_manual(subcommand_name: str) -> str:
-    """What `%accelerate restart --help` shows.
+    """The text of `%accelerate restart --help`, for example.
 
     Args:
         subcommand_name: The subcommand.
@@ -575,7 +583,7 @@ def _option_meaning(magic_option: MagicOption) -> str:
 
 
 def _manual_row(option_head: str, option_meaning: str) -> list[str]:
-    """One entry: what is written, and beside or under it what it means."""
+    """One entry: what is written, and next to it or below what it means."""
     indent_text = " " * (_COLUMN_CHARS + 2)
     wrapped_lines = textwrap.wrap(
         option_meaning, _MANUAL_CHARS - len(indent_text), break_on_hyphens=False

@@ -1,4 +1,4 @@
-"""`%%accelerate` and `%accelerate`: what is written becomes what the session does."""
+"""`%%accelerate` and `%accelerate`: read a line and call the session."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def cell_magic(session: Session, cell_recorder: Cells) -> Callable[[str, str], N
         cell_recorder: Knows the cell as it was written.
     """
 
+    # IPython would replace braces in the whole line, JSON included; `magic_line` does it by word.
     @no_var_expand
     def accelerate(line: str, cell: str) -> None:
         cell_recorder.as_written()
@@ -97,16 +98,16 @@ def _run_cell(session: Session, magic_line: MagicLine, cell_source: CellSource) 
     except WorkerFailed as error:
         if not isinstance(error, SyntaxError):
             raise
-        # IPython has a way of its own to show every SyntaxError: the frames that raised this one
-        # here, not the workers' text.
+        # IPython shows any SyntaxError with the notebook's frames that raised it, and would leave
+        # out the workers' text.
         raise WorkerFailed(
             str(error), failure=error.failure, failures=error.failures
         ) from error.__cause__
 
 
 def _read_line(session: Session, line_text: str, subcommand: str = "") -> MagicLine:
-    # A cell's options are compared with the settings of the workers there are; those of a restart
-    # go over what `%accelerate config` has settled for it.
+    # A cell's options are compared with the settings of the running workers; those of a restart
+    # are laid over what `%accelerate config` has set for it.
     live_pool = session.pool
     keeps_workers = live_pool is not None and session.is_live() and not subcommand
     base_config = live_pool.config if live_pool is not None and keeps_workers else session.config
@@ -146,9 +147,9 @@ def _show_config(session: Session, magic_line: MagicLine) -> None:
         return
     if magic_line.names:
         raise ConfigError(
-            f"%accelerate config got {', '.join(magic_line.names)} beside options: names are for "
-            f"the "
-            "memory that its form shows, and with options it shows none. Leave one of them out."
+            f"%accelerate config got {', '.join(magic_line.names)} together with options: names "
+            "are for the memory that its form shows, and with options it shows none. Leave one of "
+            "them out."
         )
     session.configure(magic_line)
     print(session.told_config())
@@ -156,12 +157,13 @@ def _show_config(session: Session, magic_line: MagicLine) -> None:
 
 def _print_traceback(session: Session, magic_line: MagicLine) -> None:
     from nbaccel.notebook.hints import failure_text
-    from nbaccel.supervision import outcome  # it brings torch, which a notebook may do without
+    from nbaccel.supervision import outcome  # imports torch, which a notebook may not need
 
     failure_records = outcome.latest_failure()
     if not failure_records:
         print("No launch and no cell of %%accelerate has failed in this notebook.")
         return
+    # IPython 9 writes `nocolor`, earlier versions `NoColor`.
     with_colours = str(getattr(session.shell, "colors", "")).lower() != "nocolor"
     print(failure_text(failure_records, with_colours=with_colours))
 
@@ -184,9 +186,8 @@ def _required_names(
 def _unknown_subcommand(typed_word: str, typed_options: str) -> ConfigError:
     if typed_word.startswith("-"):
         return ConfigError(
-            f"%accelerate needs a subcommand before its options: got {typed_word!r}. Nothing says "
-            f"what "
-            f"to do with it. Write %accelerate restart {typed_word} {typed_options}".rstrip()
+            f"%accelerate needs a subcommand before its options: got {typed_word!r}. It is "
+            f"unclear what to do. Write %accelerate restart {typed_word} {typed_options}".rstrip()
             + ", or %%accelerate above the code of a cell."
         )
     subcommand_names = [subcommand.name for subcommand in SUBCOMMANDS]

@@ -1,4 +1,4 @@
-"""The options of `%%accelerate` and `%accelerate`: made from `RunConfig`, so that no list is kept.
+"""The options of `%%accelerate` and `%accelerate`, made from the fields of `RunConfig`.
 
 A setting of `RunConfig` is an option of the same name with its own description. Beside them stand
 the few options that are the cell's own.
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-# Short or usual names beside the setting's own.
+# Short or usual names besides the setting's own.
 _FLAG_ALIASES = {
     "num_processes": ("-n",),
     "mixed_precision": ("--precision",),
@@ -45,7 +45,7 @@ class MagicOption:
         name: The setting of ``RunConfig``, or a name of its own.
         flags: How it is written: ``-n`` and ``--num-processes``.
         meaning: What it does, with its unit.
-        value: What its value is, for help: ``N``; empty where it takes none.
+        value: A placeholder for its value, for help: ``N``; empty where it takes none.
         choices: The words that its value can be, if they can be listed.
         is_setting: Whether it is a setting of ``RunConfig``.
         negative: The flag that says the opposite: ``--no-share-back``.
@@ -66,6 +66,7 @@ class MagicOption:
     @property
     def flag(self) -> str:
         """Its whole name, as messages write it."""
+        # Short names come first in `flags`.
         return self.flags[-1]
 
 
@@ -126,7 +127,9 @@ OWN_OPTIONS: tuple[MagicOption, ...] = (
 _START_OPTIONS = ("config", "dist")
 
 SUBCOMMANDS: tuple[Subcommand, ...] = (
-    Subcommand(name="status", meaning="What each worker is, has and does. Also without a word."),
+    Subcommand(
+        name="status", meaning="What each worker is, has and does; also without a subcommand."
+    ),
     Subcommand(
         name="restart",
         meaning="Start new workers, with these settings changed; variables of the old are lost.",
@@ -191,6 +194,7 @@ def options_of(subcommand: str = "") -> tuple[MagicOption, ...]:
 
 def find_option(magic_options: Iterable[MagicOption], flag_name: str) -> MagicOption | None:
     """The option that is written so; underscores stand for dashes, as in the setting's name."""
+    # Only long options: a short one such as `-n` has no other spelling.
     kebab_flag = flag_name if not flag_name.startswith("--") else flag_name.replace("_", "-")
     for magic_option in magic_options:
         if kebab_flag in magic_option.flags or (

@@ -18,7 +18,8 @@ from nbaccel.notebook.picker.choices import PANELS
 from nbaccel.notebook.picker.model import PickerModel
 from nbaccel.notebook.picker.picker_display import PickerDisplay, picker_text
 
-require("traitlets", extra="notebook", why="A picker")  # says what to install
+# First, because its message says what to install.
+require("traitlets", extra="notebook", why="A picker")
 from traitlets import HasTraits, Instance, observe  # noqa: E402 - see above
 
 if TYPE_CHECKING:
@@ -37,11 +38,11 @@ class Picker(HasTraits):
     Args:
         config: Where to begin, a `RunConfig` or another picker; None: the defaults.
         model: The module whose memory is shown; it may be on ``meta``.
-        sample_batch: What one process calls it with, for its activations.
+        sample_batch: A batch of one process, for the activations.
         inventory: The machine; None looks at this one.
 
     Attributes:
-        config: What is chosen.
+        config: The chosen settings.
 
     Examples:
         >>> picker = configure(model)
@@ -61,10 +62,12 @@ class Picker(HasTraits):
         sample_batch: Any = None,
         inventory: Inventory | None = None,
     ) -> None:
+        # Reentrant, because a choice sets the trait, whose observer takes the lock again.
         self._lock = threading.RLock()
         self._model = PickerModel(
             config, model=model, sample_batch=sample_batch, inventory=inventory
         )
+        # After the model: setting the trait calls `_on_config`, which reads it.
         super().__init__(config=self._model.config)
         self._showing = PickerDisplay(
             self._model,
@@ -102,7 +105,7 @@ class Picker(HasTraits):
             return self._model.suggest()
 
     def undo(self) -> None:
-        """Take the last change back; without one, nothing happens."""
+        """Undo the last change, if there is one."""
         with self._lock:
             self._model.undo()
 
@@ -135,11 +138,12 @@ class Picker(HasTraits):
         """Show it here: as widgets, or as text where there are none."""
         self._showing.show()
 
-    # ---------------------------------------------------------------- one state, two holders
+    # ---------------------------------------------------------------- model and trait
     @observe("config")
     def _on_config(self, change: Mapping[str, Any]) -> None:
         """Set from Python: the model takes it over."""
         with self._lock:
+            # Equal when the change came from the model: this ends the circle of notifications.
             if change["new"] != self._model.config:
                 self._model.replace(change["new"])
 
@@ -152,7 +156,7 @@ class Picker(HasTraits):
         return f"{type(self).__name__}(config={self.config!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In a worker it is what it stands for: forms stay where somebody can see them."""
+        """In a worker it is its `RunConfig`: nobody could see a form there."""
         return run_config_of, (self.config,)
 
     def __str__(self) -> str:
@@ -189,7 +193,7 @@ def configure(model: Any = None, sample_batch: Any = None, *, config: Any = None
 
     Args:
         model: The module that is to be trained; it may be on ``meta``. None shows no memory.
-        sample_batch: What one process calls it with, for its activations.
+        sample_batch: A batch of one process, for the activations.
         config: Where to begin, a `RunConfig` or another picker; None: the defaults.
 
     Returns:

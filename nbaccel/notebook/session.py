@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 __all__ = ["Readiness", "Session"]
 
 
-# The pool, and what it asks numpy for at its start: half of a first cell's time.
+# The pool, and what of numpy it uses at its start: together half of a first cell's time.
 _NEEDED_MODULES = ("nbaccel.pool.worker_pool", "numpy.random")
 
 
 class Readiness:
-    """Brings in what starts workers, as soon as the notebook has torch of its own accord.
+    """Imports what starts workers, as soon as the notebook itself has imported torch.
 
     Before that it would take seconds, which a notebook that never starts workers need not spend.
     """
@@ -43,13 +43,13 @@ class Readiness:
         self._listens = False
 
     def load(self) -> None:
-        """Import now if torch is there, else after the cell that imports it."""
+        """Import now if torch is imported, else after the cell that imports it."""
         self._listens = True
         self._shell.events.register("post_run_cell", self._look)
         self._look()
 
     def unload(self) -> None:
-        """Wait no more."""
+        """Undo :meth:`load`."""
         if self._listens:
             self._listens = False
             self._shell.events.unregister("post_run_cell", self._look)
@@ -57,7 +57,7 @@ class Readiness:
     def _look(self, _cell_result: object = None) -> None:
         if "torch" in sys.modules:
             self.unload()
-            # What is missing is told by the cell that needs it.
+            # A missing package is reported by the cell that needs it.
             with contextlib.suppress(ImportError):
                 for module_name in _NEEDED_MODULES:
                     importlib.import_module(module_name)
@@ -72,8 +72,8 @@ class Session:
     """Starts, uses and ends the pool of a notebook.
 
     Attributes:
-        ipython_shell: The notebook's shell.
-        pool: The workers, once a cell has asked for some.
+        shell: The notebook's shell.
+        pool: The workers, once a cell has started some.
         dist: Whether the next workers join their process group at once.
     """
 
@@ -95,17 +95,17 @@ class Session:
     def config(self, config: RunConfig) -> None:
         self._config = config
         if self._picker is not None:
-            self._picker.config = config  # a form that shows them follows
+            self._picker.config = config  # a form that is shown follows
 
     def is_live(self) -> bool:
         """Whether there are workers."""
         return self.pool is not None and self.pool.state in _LIVE_STATES
 
     def run(self, magic_line: MagicLine, cell_source: CellSource) -> None:
-        """Run a cell, with workers started where there are none.
+        """Run a cell; workers are started if there are none.
 
         Args:
-            magic_line: What its line asks for.
+            magic_line: Its line.
             cell_source: The cell.
         """
         ready_pool = self._ready(magic_line)
@@ -118,8 +118,9 @@ class Session:
     def restart(self, magic_line: MagicLine) -> None:
         """Start new workers in the place of the old ones."""
         old_pool, joins_group = self.pool, self.dist or magic_line.dist
-        plan_pool(magic_line.wanted)  # a refusal leaves the old ones as they are
+        plan_pool(magic_line.wanted)  # a refusal must leave the old ones running
         self._reloading = None
+        # `Pool.restart` takes new settings, but whether workers join a group is fixed per pool.
         if old_pool is None or old_pool.state is PoolState.STOPPED or joins_group != self.dist:
             self.stop()
             self._start(magic_line.wanted, joins_group=joins_group)
@@ -172,7 +173,7 @@ class Session:
         return f"Pushed {sent_names}: {format_bytes(copied_bytes)} copied."
 
     def configure(self, magic_line: MagicLine) -> None:
-        """Settle what the next start uses."""
+        """Set what the next start uses."""
         plan_pool(magic_line.wanted)
         self.config, self.dist = magic_line.wanted, self.dist or magic_line.dist
 
@@ -194,9 +195,9 @@ class Session:
         missing_names(variable_names, self.shell.user_ns)
         if len(variable_names) > 2:
             raise ConfigError(
-                f"%accelerate config takes a model and a batch at most: got "
+                "%accelerate config takes a model and a batch at most: got "
                 f"{', '.join(variable_names)}. "
-                "Nothing says what the others are for. Write %accelerate config model batch."
+                "It is unclear what the others are. Write %accelerate config model batch."
             )
         model, sample_batch, *_ = (
             *(self.shell.user_ns[variable_name] for variable_name in variable_names),
@@ -205,22 +206,24 @@ class Session:
         )
         new_picker = Picker(self._config, model=model, sample_batch=sample_batch)
         if self._picker is not None:
+            # An older form may still be on the page; only the newest sets the next start.
             self._picker.unobserve(self._picked, "config")
         new_picker.observe(self._picked, "config")
         self._picker = new_picker
         return new_picker
 
     def _picked(self, change: Mapping[str, Any]) -> None:
+        # Not through `config`, whose setter would write to the picker again.
         self._config = change["new"]
 
     def told_config(self) -> str:
-        """The settings for the next start, and the plan of the workers there are or would be."""
+        """The settings for the next start, and the plan of the present or future workers."""
         is_live = self.pool is not None and self.is_live()
         pool_plan = self.pool.plan if self.pool is not None and is_live else plan_pool(self.config)
         return f"{self.told_settings()}\n\n{pool_plan.explain()}"
 
     def told_settings(self) -> str:
-        """The settings for the next start, and in what those of the workers there are differ."""
+        """The settings for the next start, and those in which the present workers differ."""
         text_lines = [f"Next start: {self.config!r}{', process group joined' if self.dist else ''}"]
         if self.pool is None or not self.is_live():
             return text_lines[0]
@@ -235,7 +238,7 @@ class Session:
         return "\n".join(text_lines)
 
     def told_absence(self) -> str:
-        """What there is to say where there are no workers."""
+        """The text where there are no workers."""
         headline = plan_pool(self.config).headline()
         return f"No workers yet. The first %%accelerate cell starts {headline}."
 
@@ -247,32 +250,32 @@ class Session:
             return live_pool
         if magic_line.ranks:
             check_ranks(magic_line.ranks, plan_pool(magic_line.wanted).num_processes)
-        self._reloading = None  # whoever runs the cell, those that reloaded are gone
+        self._reloading = None  # new workers start without autoreload
         if live_pool is None or live_pool.state is PoolState.STOPPED:
             return self._start(magic_line.wanted, joins_group=self.dist or magic_line.dist)
-        if magic_line.wanted != live_pool.config:  # broken, and asked for otherwise
+        if magic_line.wanted != live_pool.config:  # a broken pool, with other settings now
             live_pool.restart(magic_line.wanted)
             self.config = magic_line.wanted
         return live_pool
 
     def _start(self, config: RunConfig, *, joins_group: bool) -> Pool:
-        plan_pool(config)  # a refusal need not wait for torch
-        # Here, not above: this is where torch may come in.
+        plan_pool(config)  # refuses before the import below, which may take seconds
+        # Not at the top: it imports torch.
         from nbaccel.pool.worker_pool import Pool
 
         new_pool = Pool(config=config, namespace=self.shell.user_ns, dist=joins_group)
         new_pool.start()
-        # What could not start is not kept for the next start.
+        # Kept only after the start, so that settings that cannot start are not used again.
         self.pool, self.config, self.dist = new_pool, config, joins_group
         return new_pool
 
     def _refuse_other(self, live_pool: Pool, magic_line: MagicLine) -> None:
         differing_names = self._differing(live_pool, magic_line.wanted, magic_line.given)
         mistakes = [
-            f"The workers run with "
-            f"{setting_name}={_effective_value(live_pool.plan, setting_name)!r}: got "
+            f"The workers run with {setting_name}="
+            f"{_effective_value(live_pool.plan, setting_name)!r}: got "
             f"{getattr(magic_line.wanted, setting_name)!r}. Workers keep their settings as long as "
-            f"they live."
+            "they live."
             for setting_name in differing_names
         ]
         if magic_line.dist and not self.dist:
@@ -281,6 +284,7 @@ class Session:
                 "at their start."
             )
         if mistakes:
+            # One remedy for all mistakes, after the last of them.
             restart_flags = " ".join(
                 [
                     *(flag_of(magic_line.wanted, setting_name) for setting_name in differing_names),
@@ -289,8 +293,7 @@ class Session:
             )
             mistakes[-1] += (
                 f" %accelerate restart {restart_flags} starts others, without the variables of "
-                f"these; or "
-                "leave it out here."
+                "these; or leave it out here."
             )
             raise ConfigError(*mistakes)
 
@@ -298,12 +301,13 @@ class Session:
     def _differing(
         live_pool: Pool, wanted_config: RunConfig, setting_names: Sequence[str]
     ) -> list[str]:
-        """Settings that the workers do not have, by what comes of them where the plan chooses."""
+        """Settings that the workers do not have; where the plan chooses, by what it chose."""
         asked_names = [
             setting_name
             for setting_name in setting_names
             if getattr(wanted_config, setting_name) != getattr(live_pool.config, setting_name)
         ]
+        # Planning inspects the machine, which a cell without changed settings need not wait for.
         wanted_plan = plan_pool(wanted_config) if asked_names else live_pool.plan
         return [
             setting_name
@@ -313,7 +317,7 @@ class Session:
         ]
 
     def _bind(self, live_pool: Pool, worker_values: dict[str, Any]) -> None:
-        """Bind what came from the workers: it is theirs, and no change to be sent back."""
+        """Bind what came from the workers, without sending it back as a change of the notebook."""
         self.shell.push(worker_values)  # type: ignore[no-untyped-call]
         live_pool.bound_here(tuple(worker_values))
 
@@ -323,8 +327,8 @@ class Session:
         reason_text = f" ({self.pool.reason})" if self.pool is not None and self.pool.reason else ""
         raise ConfigError(
             f"{', '.join(variable_names)} cannot be {wanted_action} workers: there are "
-            f"none{reason_text}. "
-            "Run a %%accelerate cell first, or start them with %accelerate restart."
+            f"none{reason_text}. Run a %%accelerate cell first, or start them with "
+            "%accelerate restart."
         )
 
     def _autoreload(self, live_pool: Pool, wanted_state: bool | None) -> None:
@@ -338,6 +342,6 @@ class Session:
 
 
 def _effective_value(plan: Plan, setting_name: str) -> Any:
-    """What a setting comes to be in a plan."""
+    """The value of a setting in a plan."""
     decided_values = {plan_choice.name: plan_choice.value for plan_choice in plan.choices}
     return decided_values.get(setting_name, getattr(plan.config, setting_name))

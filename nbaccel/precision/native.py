@@ -3,7 +3,7 @@
 [Note: the wrapped forward] A model's `forward` is replaced on the instance by an
 :class:`AutocastForward`, so the model stays the user's own object: what wraps it later (DDP,
 `fully_shard`, `torch.compile`) calls the new forward by itself. The replacement is an object of a
-class, not a closure, because models travel to workers by pickle and are deep-copied.
+class, not a closure, because models are pickled for workers and deep-copied.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class AutocastForward:
         cache_enabled: bool | None,
     ) -> None:
         self.forward = forward
-        self.__wrapped__ = forward  # what asks for a forward's signature follows this
+        self.__wrapped__ = forward  # `inspect.signature` follows this to the model's own arguments
         self.device_type = device_type
         self.dtype = dtype
         self.enabled = enabled
@@ -65,7 +65,7 @@ class AutocastForward:
 
 
 class _AutocastPrecision(Precision):
-    """What the three have in common.
+    """The common part of the three precisions.
 
     Args:
         device: What the model computes on.
@@ -86,11 +86,13 @@ class _AutocastPrecision(Precision):
 
     def wrap_forward(self, model: nn.Module) -> None:
         """See :meth:`Precision.wrap_forward`; replaces what an earlier precision put there."""
+        # A second Accelerator would otherwise nest its autocast around the first one's.
         self.unwrap_forward(model)
         if self.dtype is None:
             return
         own_forward = model.forward
-        # `__dict__`, because a compiled module hands other attributes on to what is inside it.
+        # `__dict__`, because a compiled module passes attributes on to the module inside it.
+        # Accelerate and its users look for the first forward under `_original_forward`.
         model.__dict__["_original_forward"] = own_forward
         model.__dict__["forward"] = AutocastForward(
             own_forward,
@@ -107,6 +109,8 @@ class _AutocastPrecision(Precision):
             return
         del model.__dict__["forward"]
         model.__dict__.pop("_original_forward", None)
+        # A forward that the user had set on the instance is put back; one of the class needs no
+        # entry.
         if not _is_own_method(model, forward_wrapper.forward):
             model.__dict__["forward"] = forward_wrapper.forward
 
@@ -179,7 +183,7 @@ def as_float32(tree: Any) -> Any:
 
 
 def _has_short_tensors(tree: Any) -> bool:
-    # Whether to rebuild is asked first, because torch.compile cannot compare containers by `is`.
+    # Checked before rebuilding, because torch.compile cannot compare containers by `is`.
     if isinstance(tree, torch.Tensor):
         return tree.dtype in _SHORT_DTYPES
     if isinstance(tree, Mapping):
@@ -211,7 +215,7 @@ def _cast_mapping(tree: Mapping[Any, Any]) -> Any:
 
 def _cast_sequence(tree: list[Any] | tuple[Any, ...]) -> Any:
     cast_items = [as_float32(tree_item) for tree_item in tree]
-    if hasattr(tree, "_make"):
+    if hasattr(tree, "_make"):  # a named tuple, whose constructor takes no sequence
         return tree._make(cast_items)
     return cast_items if type(tree) is list else type(tree)(cast_items)
 
@@ -219,12 +223,13 @@ def _cast_sequence(tree: list[Any] | tuple[Any, ...]) -> Any:
 def _cast_dataclass(tree: Any) -> Any:
     dataclass_copy = copy.copy(tree)
     for field_name in _set_fields(tree):
-        # The plain way is refused by frozen ones.
+        # Frozen dataclasses refuse a plain assignment.
         object.__setattr__(dataclass_copy, field_name, as_float32(getattr(tree, field_name)))
     return dataclass_copy
 
 
 def _set_fields(tree: Any) -> list[str]:
+    # A field with init=False and without a default need not exist.
     return [
         dataclass_field.name
         for dataclass_field in dataclasses.fields(tree)

@@ -1,10 +1,10 @@
-"""``LossScaler``: torch's gradient scaler, right for several optimizers too.
+"""``LossScaler``: torch's gradient scaler, correct for several optimizers too.
 
 [Note: when the factor changes] torch wants `update` once per iteration, after all optimizers have
 stepped. A training loop written for one optimizer updates after each step: then the second
 optimizer's gradients are divided by a factor they were not multiplied with, or twice by it if they
-had been unscaled for clipping. Here an update waits until the factor is asked for again: by the
-next loss, by a checkpoint, or by an optimizer that steps a second time.
+had been unscaled for clipping. Here an update waits until the factor is needed again: for the
+next loss, for a checkpoint, or for an optimizer that steps a second time.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class LossScaler(torch.amp.GradScaler):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave; what waited is dropped."""
+        """Load what :meth:`state_dict` gave; a waiting update is dropped."""
+        # Otherwise the waiting update would change the factor that is loaded.
         self._settle()
         super().load_state_dict(state_dict)
 
@@ -84,8 +85,8 @@ class LossScaler(torch.amp.GradScaler):
     def _check_scaled(self, optimizer: torch.optim.Optimizer) -> None:
         if self.is_enabled() and torch_private.scale_tensor(self) is None:
             raise UserMistake(
-                f"{type(optimizer).__name__} was to step with mixed_precision='fp16', but no loss "
-                "went through accelerator.backward(), which multiplies it so that small gradients "
+                f"{type(optimizer).__name__} cannot step with mixed_precision='fp16': no loss went "
+                "through accelerator.backward(), which multiplies it so that small gradients "
                 "do not become zero in float16. Write accelerator.backward(loss) in place of "
                 "loss.backward()."
             )
@@ -93,10 +94,11 @@ class LossScaler(torch.amp.GradScaler):
     def _settle(self) -> None:
         if self._waiting:
             self._waiting = False
-            # Nothing was checked where no optimizer had a gradient: torch would assert.
+            # Without any gradient no flag was recorded, and torch's `update` would raise.
             if self.is_enabled() and torch_private.infinity_flags(self):
                 super().update()
 
     def _settle_for(self, optimizer: torch.optim.Optimizer) -> None:
+        # A second step of the same optimizer belongs to the next iteration.
         if self.is_enabled() and self._waiting and torch_private.has_stepped(self, optimizer):
             self._settle()

@@ -32,20 +32,21 @@ def choose_modules(
         ignored: Parameters that are not sharded.
 
     Returns:
-        The submodules, each after all that lie in it.
+        The submodules, each after those inside it.
 
     Raises:
         ConfigError: The policy names classes that the model does not have, or no class at all.
     """
-    chosen = _choose(model, settings)
-    shared = _owners_of_tied(model)
+    chosen_ids = _choose(model, settings)
+    tied_names = _owners_of_tied(model)
     names = {id(module): name for name, module in model.named_modules()}
     return [
         module
+        # `modules` yields a parent before its children; `fully_shard` needs the opposite order.
         for module in reversed(list(model.modules()))
-        if id(module) in chosen
+        if id(module) in chosen_ids
         and module is not model
-        and not _ties_outwards(names[id(module)], shared)
+        and not _ties_outwards(names[id(module)], tied_names)
         and any(parameter not in ignored for parameter in module.parameters())
     ]
 
@@ -89,13 +90,14 @@ def _choose(model: nn.Module, settings: FullyShardedDataParallelPlugin) -> set[i
     named = settings.transformer_cls_names_to_wrap
     if policy is None:
         classes = [named] if isinstance(named, str) else named or _own_blocks(model)
+        # What transformers names by default need not be there; what the user names must.
         return _of_classes(model, classes, strict=bool(named))
-    kind = policy.lower()
-    if kind == "size_based_wrap":
-        found: set[int] = set()
-        _by_size(model, settings.min_num_params or _ENOUGH_PARAMETERS, found)
-        return found
-    if kind == "no_wrap":
+    policy_name = policy.lower()
+    if policy_name == "size_based_wrap":
+        large_modules: set[int] = set()
+        _by_size(model, settings.min_num_params or _ENOUGH_PARAMETERS, large_modules)
+        return large_modules
+    if policy_name == "no_wrap":
         return set()
     classes = [named] if isinstance(named, str) else named or _own_blocks(model)
     if not classes:
@@ -110,30 +112,32 @@ def _choose(model: nn.Module, settings: FullyShardedDataParallelPlugin) -> set[i
 def _own_blocks(model: nn.Module) -> Sequence[str]:
     """The blocks that models of transformers name; most name some they do not have."""
     named: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
-    there = {type(module).__name__ for module in model.modules()}
-    return sorted(there.intersection(named))
+    present_classes = {type(module).__name__ for module in model.modules()}
+    return sorted(present_classes.intersection(named))
 
 
 def _of_classes(model: nn.Module, classes: Sequence[str], *, strict: bool) -> set[int]:
-    there = {type(module).__name__ for module in model.modules()}
-    missing = [name for name in classes if name not in there]
-    if strict and missing:
+    present_classes = {type(module).__name__ for module in model.modules()}
+    missing_classes = [name for name in classes if name not in present_classes]
+    if strict and missing_classes:
         raise ConfigError(
             f"transformer_cls_names_to_wrap={list(classes)!r}: {type(model).__name__} has no "
-            f"module of class {', '.join(missing)}. Nothing of it could be sharded on its own. "
-            f"It has {', '.join(sorted(there))}."
+            f"module of class {', '.join(missing_classes)}. Nothing of it could be sharded on its "
+            f"own. It has {', '.join(sorted(present_classes))}."
         )
     return {id(module) for module in model.modules() if type(module).__name__ in classes}
 
 
-def _by_size(module: nn.Module, enough: int, found: set[int]) -> int:
-    """Collect modules of enough parameters, innermost first; returns what is left to outer ones."""
-    own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-    left = own + sum(_by_size(child, enough, found) for child in module.children())
-    # A container has no forward of its own to hang the gathering on.
-    if left < enough or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return left
-    found.add(id(module))
+def _by_size(module: nn.Module, least_size: int, large_modules: set[int]) -> int:
+    """Collect large modules, innermost first; returns what is left to outer ones."""
+    own_size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    remaining_size = own_size + sum(
+        _by_size(child, least_size, large_modules) for child in module.children()
+    )
+    # Containers have no forward, so the hooks that gather parameters would never run.
+    if remaining_size < least_size or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return remaining_size
+    large_modules.add(id(module))
     return 0
 
 

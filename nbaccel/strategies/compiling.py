@@ -10,17 +10,18 @@ __all__ = ["compile_regions"]
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile repeated blocks one by one: much sooner done than the model as a whole.
+    """Compile repeated blocks one by one, which takes much less time than the whole model.
 
     The blocks are compiled in place; the model is the same object, and nothing has to be unwrapped.
 
     Args:
         module: The model.
-        **compile_kwargs: Of ``torch.compile``.
+        **compile_kwargs: Arguments of ``torch.compile``.
 
     Returns:
         The model.
     """
+    # Blocks of one class share their code, so torch compiles the first and reuses it.
     if _is_uniform_module_list(module):
         for block in module.children():
             block.compile(**compile_kwargs)

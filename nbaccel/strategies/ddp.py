@@ -32,6 +32,7 @@ _Hook = Callable[[Any, Any], Any]
 _Kind = DDPCommunicationHookType
 
 _HOOKS: dict[DDPCommunicationHookType, _Hook] = {
+    # What DDP does without a hook; a wrapper needs one to call.
     _Kind.NO: default_hooks.allreduce_hook,
     _Kind.FP16: default_hooks.fp16_compress_hook,
     _Kind.BF16: default_hooks.bf16_compress_hook,
@@ -78,7 +79,7 @@ class DdpStrategy(Strategy):
         no gradients to average.
 
         Raises:
-            ConfigError: The process group cannot carry gradients compressed as asked for.
+            ConfigError: The process group does not support the compression of gradients.
         """
         return dataclasses.replace(bundle, models=tuple(map(self._wrapped, bundle.models)))
 
@@ -101,12 +102,12 @@ class DdpStrategy(Strategy):
         """See :meth:`Strategy.join`.
 
         Args:
-            models: Those in use; what torch cannot join is left out.
+            models: The models in use; what torch cannot join is left out.
             **options: Of ``torch.distributed.algorithms.Join``: `enable`,
                 `throw_on_early_termination`.
 
         Returns:
-            The context; processes that are through answer the others' collectives in it.
+            The context; in it, processes that are done answer the others' collectives.
         """
         joinable: list[Joinable] = [model for model in models if isinstance(model, Joinable)]
         return Join(joinable, **options) if joinable else nullcontext()
@@ -114,6 +115,7 @@ class DdpStrategy(Strategy):
     def _wrapped(self, model: nn.Module) -> nn.Module:
         if isinstance(model, DistributedDataParallel):
             return model
+        # DDP raises for a model that has none.
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         arguments = {
@@ -122,6 +124,7 @@ class DdpStrategy(Strategy):
             if name not in _NOT_TORCHS
         }
         device = self.place.device
+        # torch refuses `device_ids` for a model on the CPU.
         wrapped = DistributedDataParallel(
             model, device_ids=None if device.type == "cpu" else [device], **arguments
         )
@@ -145,7 +148,7 @@ class DdpStrategy(Strategy):
                 f"DistributedDataParallelKwargs(comm_hook={kind.value!r}, "
                 f"comm_wrapper={wrapper.value!r}) does not work with the "
                 f"{self.place.backend or 'default'} process group on {self.place.device}: {error}. "
-                "Gradients would travel uncompressed. Give 'fp16', or leave it out."
+                "Gradients would be sent uncompressed. Give 'fp16', or leave it out."
             ) from error
 
 
@@ -154,21 +157,21 @@ def _check(settings: DistributedDataParallelKwargs) -> None:
     mistakes = []
     if wrapper is not _Kind.NO and wrapper not in _WRAPPERS:
         mistakes.append(
-            f"DistributedDataParallelKwargs(comm_wrapper={wrapper.value!r}) cannot go around "
+            f"DistributedDataParallelKwargs(comm_wrapper={wrapper.value!r}) cannot wrap "
             "another compression: only a cast can. Give 'fp16' or 'bf16' as comm_wrapper, and "
             f"{wrapper.value!r} as comm_hook."
         )
     if settings.comm_state_option and kind not in _WITH_STATE:
         mistakes.append(
             f"DistributedDataParallelKwargs(comm_state_option={settings.comm_state_option!r}) has "
-            f"nothing to act on with comm_hook={kind.value!r}: only PowerSGD keeps a state. Leave "
+            f"no effect with comm_hook={kind.value!r}: only PowerSGD keeps a state. Leave "
             "it out, or give comm_hook='power_sgd'."
         )
     if kind is _Kind.BATCHED_POWER_SGD and not torch_private.orthogonalizes_matrices():
         mistakes.append(
             f"DistributedDataParallelKwargs(comm_hook={kind.value!r}) would end training at its "
-            f"first compressed step: torch {torch.__version__} hands two-dimensional matrices to a "
-            "function that takes batches of them only. Give 'power_sgd', which compresses better."
+            f"first compressed step: torch {torch.__version__} passes two-dimensional matrices to "
+            "a function that takes only batches of them. Give 'power_sgd', which compresses better."
         )
     if mistakes:
         raise ConfigError(*mistakes)
@@ -178,7 +181,7 @@ def _check(settings: DistributedDataParallelKwargs) -> None:
 def _reducing(model: DistributedDataParallel) -> Iterator[None]:
     before = model.require_backward_grad_sync
     model.require_backward_grad_sync = True
-    # Forwards under no_sync left the reducer unprepared: it would let the gradients pass.
+    # Forwards under no_sync did not prepare the reducer, which would leave gradients unreduced.
     model.reducer.prepare_for_backward([])
     try:
         yield

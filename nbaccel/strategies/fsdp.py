@@ -1,13 +1,13 @@
 """``FsdpStrategy``: every process holds a shard of weights, gradients and optimizer state.
 
 [Note: the same start] torch's `fully_shard` lets every process cut its shard out of its own copy of
-the model. Processes that built it from different seeds would train a patchwork, so process 0 then
-sends every process its shard. (To send all of it around, as DDP does, would have every process
-write the whole model, whose pages it shares with the others until then.)
+the model. Processes that built it from different seeds would train a mixture of models, so process
+0 then sends every process its shard. (Broadcasting the whole model, as DDP does, would have every
+process write all of it, whose pages it shares with the others until then.)
 
 [Note: who is whose] `fully_shard` puts new parameters into the model, while optimizers hold the old
-ones and would train what nobody uses. A table from old to new, keyed weakly by the old, points
-them right, whether they are prepared with their model or later.
+ones and would train tensors that the model does not use. A table from old to new, keyed weakly by
+the old, corrects them, whether they are prepared with their model or later.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FsdpStrategy"]
 
+# Both spellings, because Accelerate accepts its own short names and torch's.
 _DTYPES_BY_NAME = {
     "no": None,
     "fp32": None,
@@ -78,7 +79,7 @@ class FsdpStrategy(Strategy):
     Args:
         place: This process among the others; the default process group exists.
         settings: What to shard, and how.
-        precision: What layers compute in, where the settings do not say it.
+        precision: The precision of layers, where the settings name none.
 
     Raises:
         ConfigError: The settings name a precision that there is not.
@@ -97,6 +98,8 @@ class FsdpStrategy(Strategy):
         self._inner, self._root = _precision_policies(
             settings.mixed_precision_policy, precision.dtype
         )
+        # Not a WeakKeyDictionary: it compares keys with ==, which for tensors works element by
+        # element.
         self._became = WeakTensorKeyDictionary()
         self._syncs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
@@ -142,6 +145,7 @@ class FsdpStrategy(Strategy):
         ignored_set = ignored_parameters(model, self._settings)
         chosen_modules = choose_modules(model, self._settings, ignored_set)
         old_parameters = dict(model.named_parameters(remove_duplicate=False))
+        # Innermost first: an outer `fully_shard` takes only the parameters that no inner one holds.
         for module in chosen_modules:
             if self._settings.activation_checkpointing:
                 torch_private.recompute_activations(module)
@@ -149,6 +153,7 @@ class FsdpStrategy(Strategy):
         fully_shard(model, mp_policy=self._root, **self._arguments(ignored_set))
         new_parameters = dict(model.named_parameters(remove_duplicate=False))
         for parameter_name, old_parameter in old_parameters.items():
+            # A tied parameter has several names, but the collective below must run once for it.
             if (
                 new_parameters[parameter_name] is not old_parameter
                 and old_parameter not in self._became
@@ -168,6 +173,7 @@ class FsdpStrategy(Strategy):
             "offload_policy": CPUOffloadPolicy() if offloads_to_host else OffloadPolicy(),
         }
         if ignored_set:
+            # Passed only where it is needed, because torch 2.6 does not have the argument.
             if "ignored_params" not in inspect.signature(fully_shard).parameters:
                 raise PlatformUnsupported(
                     f"ignored_modules={self._settings.ignored_modules!r} needs torch 2.7 or "
@@ -187,7 +193,7 @@ class FsdpStrategy(Strategy):
         return self._syncing(model, True)
 
     def join(self, models: Iterable[nn.Module], **options: Any) -> None:
-        """See :meth:`Strategy.join`; always None: a shard that is missing stops everyone."""
+        """See :meth:`Strategy.join`; always None: each process needs the others' shards."""
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
@@ -200,7 +206,8 @@ class FsdpStrategy(Strategy):
         if not isinstance(model, FSDPModule):
             yield
             return
-        synced_before = self._syncs.get(model, True)  # torch can be told, not asked
+        # Kept here, because torch has a method that sets it and none that returns it.
+        synced_before = self._syncs.get(model, True)
         self._syncs[model] = syncs_gradients
         model.set_requires_gradient_sync(syncs_gradients)
         try:
@@ -215,11 +222,13 @@ class FsdpStrategy(Strategy):
         """See :meth:`Strategy.model_state`; in host memory, empty but on process 0."""
         state_options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(model, options=state_options)
+        # Gathering is a collective, so every process has called it; only process 0 keeps the
+        # result.
         if not self.place.is_main:
             return {}
         first_name_by_id: dict[int, str] = {}
         for tensor_name, parameter in model.named_parameters(remove_duplicate=False):
-            # Tied tensors were gathered once per name; they go on as one.
+            # Tied tensors were gathered once per name; files keep them once if they are one object.
             first_name = first_name_by_id.setdefault(id(parameter), tensor_name)
             if tensor_name in state and first_name in state:
                 state[tensor_name] = state[first_name]
@@ -305,7 +314,7 @@ def _precision_policies(
     compute_dtype = dtype if given_policy is None else _policy_dtype(given_policy)
     if compute_dtype is None:
         return MixedPrecisionPolicy(), MixedPrecisionPolicy()
-    # Sums over many processes lose digits in a short format, so gradients travel in float32.
+    # Sums over many processes lose digits in a short format, so gradients are reduced in float32.
     inner_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     return inner_policy, dataclasses.replace(inner_policy, output_dtype=torch.float32)
 
@@ -318,7 +327,7 @@ def _policy_dtype(given_dtype: Any) -> Any:
         raise ConfigError(
             f"mixed_precision_policy names {given_dtype!r}, which is no format that layers "
             f"compute in. Give one of {', '.join(_DTYPES_BY_NAME)}, or a "
-            f"torch.distributed.fsdp.MixedPrecisionPolicy."
+            "torch.distributed.fsdp.MixedPrecisionPolicy."
         )
     return _DTYPES_BY_NAME[dtype_name]
 
@@ -328,7 +337,7 @@ def _refuse_old_torch(device: torch.device) -> None:
     if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         raise PlatformUnsupported(
             f"fsdp_plugin needs torch 2.7 or newer on a CPU: this is {torch.__version__}, whose "
-            f"fully_shard trains on GPUs only. Update torch, or leave fsdp_plugin out."
+            "fully_shard trains on GPUs only. Update torch, or leave fsdp_plugin out."
         )
 
 
@@ -337,13 +346,13 @@ def _refuse_meta_tensors(model: nn.Module) -> None:
         if tensor.is_meta:
             raise ConfigError(
                 f"{type(model).__name__}.{tensor_name} is on the meta device: it has no values "
-                f"to shard. Load the weights first (workers share one copy of a model passed to "
-                f"the launch)."
+                "to shard. Load the weights first (workers share one copy of a model passed to "
+                "the launch)."
             )
 
 
 def _whole(value: Any) -> Any:
-    """A gathered tensor without the padding of uneven shards behind it, or a file would have it."""
+    """A gathered tensor without the padding of uneven shards, which would be written to files."""
     if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
         return value.clone()
     return value

@@ -14,7 +14,7 @@ def fsdp_request(said: Said) -> Wanted | None:
     """Asked for by ``fsdp_plugin``, by name, or by ``ACCELERATE_USE_FSDP``.
 
     Args:
-        said: What was said.
+        said: The arguments, configuration and environment.
     """
     given_plugin = said.arguments.get("fsdp_plugin")
     request_source = said.source_of_name(_FSDP_NAME)

@@ -25,7 +25,7 @@ def can_checkpoint_gradients(model: Any) -> bool:
     Returns:
         True if :func:`enable_gradient_checkpointing` will find it.
     """
-    # transformers gives the switch to every model, and some raise when it is turned.
+    # transformers gives the method to every model, and for some it raises.
     return _enabling_method(model) is not None and getattr(
         model, "supports_gradient_checkpointing", True
     )

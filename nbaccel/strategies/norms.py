@@ -1,4 +1,4 @@
-"""The norm of gradients that lie in pieces on several processes."""
+"""The norm of gradients that are sharded over several processes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ def clip_grad_norm(
         _norm_of_gradients(parameter_group, norm_type) for parameter_group in parameter_groups
     ]
     if not group_norms:
+        # As torch's `clip_grad_norm_` for parameters without gradients.
         return torch.tensor(0.0)
     norm_device = group_norms[0].device
+    # Offloaded gradients are in host memory, others on the device.
     stacked_norms = torch.stack([norm.to(norm_device) for norm in group_norms])
     total_norm: torch.Tensor = torch.linalg.vector_norm(stacked_norms, norm_type)
     for parameter_group in parameter_groups:
@@ -54,6 +56,7 @@ def _norm_of_gradients(parameters: list[torch.Tensor], norm_type: float) -> torc
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total_norm: torch.Tensor = get_total_norm(gradients, norm_type)
     if isinstance(total_norm, DTensor):
+        # Each process has the norm of its own shards; `full_tensor` combines them, in a collective.
         full_norm: torch.Tensor = total_norm.full_tensor()
         return full_norm
     return total_norm

@@ -1,4 +1,4 @@
-"""What becomes of an optimizer when its parameters are cut into shards, and back.
+"""Optimizers whose parameters are cut into shards: their parameters, their state, and back.
 
 [Note: one format] The whole state of a sharded optimizer is written as its own `state_dict` would
 be without sharding, so any strategy and any number of processes can load it. torch's
@@ -47,6 +47,7 @@ def follow_parameters(optimizer: Optimizer, became: WeakTensorKeyDictionary) -> 
             _new_parameter(old_parameter, became) for old_parameter in param_group["params"]
         ]
         _disable_mixed_foreach(param_group)
+    # A list, because the loop replaces keys of the dictionary.
     for old_parameter in [
         old_parameter for old_parameter in optimizer.state if old_parameter in became
     ]:
@@ -70,6 +71,7 @@ def _new_parameter(old_parameter: torch.Tensor, became: WeakTensorKeyDictionary)
 def _disable_mixed_foreach(param_group: dict[str, Any]) -> None:
     # torch's foreach kernels take sharded tensors, or plain ones, never both in one list.
     is_sharded_values = {isinstance(parameter, DTensor) for parameter in param_group["params"]}
+    # None leaves the choice to torch; a choice of the user's is kept.
     if len(is_sharded_values) > 1 and param_group.get("foreach", False) is None:
         param_group["foreach"] = False
 
@@ -80,12 +82,13 @@ def _shard_state(
     old_parameter: torch.Tensor,
     new_parameter: torch.Tensor,
 ) -> torch.Tensor:
+    # Such as Adam's step: the same on every process.
     if state_value.dim() == 0:
         return state_value
     if state_value.shape != old_parameter.shape:
         raise ConfigError(
             f"The optimizer already holds {state_name!r} of shape {tuple(state_value.shape)} for "
-            f"a parameter of shape {tuple(old_parameter.shape)}: nobody can tell which part of it "
+            f"a parameter of shape {tuple(old_parameter.shape)}: it is unknown which part of it "
             "belongs to which shard. Call prepare before the first step, or load its state after "
             "prepare."
         )
@@ -104,12 +107,14 @@ def place_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         has whole. Of `value`'s dtype, on the parameter's device.
     """
     if not isinstance(parameter, DTensor):
+        # A copy, because the broadcast writes into it and the caller keeps the original.
         value = value.to(parameter.device, copy=True)
         if dist.is_initialized():
             dist.broadcast(value, 0)
         return value
     device_mesh = parameter.device_mesh
     placements = parameter.placements if value.shape == parameter.shape else [Replicate()]
+    # On the mesh's device type, where its backend works: NCCL cannot send from host memory.
     distributed_value = distribute_tensor(
         value.detach().to(device_mesh.device_type), device_mesh, placements
     )
@@ -121,10 +126,11 @@ def refill_parameter(parameter: torch.Tensor, whole_tensor: torch.Tensor) -> Non
 
     Args:
         parameter: A sharded parameter; changed in place.
-        whole_tensor: What it was before it was sharded.
+        whole_tensor: The parameter before it was sharded.
     """
     own_part = place_like(whole_tensor, parameter)
     if isinstance(parameter, DTensor) and isinstance(own_part, DTensor):
+        # In place, because `fully_shard` keeps references to this storage.
         with torch.no_grad():
             parameter.to_local().copy_(own_part.to_local())
 
@@ -157,11 +163,13 @@ def gather_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any
 
 
 def _whole_value(value: Any, *, keep: bool) -> Any:
+    # A collective, so also on processes that drop the result.
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if not keep or not isinstance(value, torch.Tensor):
         return value if keep else None
-    return value.detach().to("cpu", copy=True)  # what goes on training must not change it
+    # Always a copy: the next optimizer step would change a shared tensor.
+    return value.detach().to("cpu", copy=True)
 
 
 def scatter_optimizer_state(
@@ -184,6 +192,7 @@ def scatter_optimizer_state(
     state_outline = outline_box[0]
     parameters = numbered_parameters(optimizer)
     num_saved = sum(len(group["params"]) for group in state_outline["param_groups"])
+    # Compared with what process 0 sent, so all processes raise or none does.
     if num_saved != len(parameters):
         raise ConfigError(
             f"The saved optimizer has {num_saved} parameters and this one has {len(parameters)}: "
@@ -207,6 +216,7 @@ def scatter_optimizer_state(
 
 def _outline_state(optimizer_state: Mapping[str, Any]) -> dict[str, Any]:
     """The state with shape and dtype in place of each tensor worth sending on its own."""
+    # A tensor on `meta` pickles as shape and dtype alone, which is all that the others need.
     outlined_state = {
         parameter_number: {
             state_name: state_value.to("meta")

@@ -1,8 +1,8 @@
-"""What a strategy with settings of its own offers to the pickers.
+"""The interface of strategies with settings of their own to the pickers.
 
-A picker knows the settings of `RunConfig`. What a library's configuration holds, when a key means
-anything, what it needs of memory and how it is written are told by that library's folder through
-`SettingsForm`; a picker without any has none of its choices.
+A picker knows the settings of `RunConfig`. What a library's configuration holds, when a key has a
+meaning, how much memory it needs and how it is written comes from that library's folder through
+`SettingsForm`; a picker without any has none of these choices.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ChoiceOption:
     """One of the values of a choice.
 
     Attributes:
-        value: What the configuration holds; None leaves it to the plan or to the strategy.
-        label: How it is called.
+        value: The value in the configuration; None leaves it to the plan or to the strategy.
+        label: Its name in the form.
         meaning: What it does, in one line.
     """
 
@@ -45,7 +45,7 @@ class Setting:
     Attributes:
         name: Its name among all choices; for a key of a strategy's configuration that key, with
             dots.
-        label: How it is called.
+        label: Its name in the form.
         meaning: What it does, in one line.
         unit: Of a number: ``elements``, ``samples``; empty where it counts nothing.
         panel: ``precision``, ``zero`` or ``launch``.
@@ -55,7 +55,7 @@ class Setting:
         run_field: Where it lands in `RunConfig`, with dots.
         strategy_key: Where it lands in the strategy's own configuration, with dots; empty where it
             does not.
-        default: What is in force where nothing is chosen; None where that depends.
+        default: The value where nothing is chosen; None where that depends.
         takes_auto: Whether ``"auto"`` may stand there.
         may_be_open: Whether nothing need stand there, also where there is a default.
     """
@@ -81,7 +81,7 @@ class Edit:
 
     Attributes:
         config: The configuration.
-        remarks: What was changed beside what was asked for.
+        remarks: What was changed besides the choice itself.
     """
 
     config: RunConfig
@@ -104,12 +104,12 @@ class FilledConfig:
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """What to take.
+    """Settings to take.
 
     Attributes:
         config: The settings.
-        headline: What they are, in one line.
-        remarks: What is worth knowing.
+        headline: The settings in one line.
+        remarks: Remarks for the user.
     """
 
     config: RunConfig
@@ -187,7 +187,7 @@ class SettingsForm(ABC):
 
         Args:
             config: A run that trains with the strategy.
-            device: What its processes compute on.
+            device: The device of its processes.
 
         Raises:
             ConfigError: All mistakes.
@@ -213,9 +213,9 @@ class SettingsForm(ABC):
 
         Args:
             config: The run.
-            plan: What that comes to; None where it cannot be run here.
+            plan: The plan of it; None where it cannot be run here.
             module: The model; None where there is none.
-            sample_batch: What one process calls it with, or None.
+            sample_batch: A batch of one process, or None.
 
         Returns:
             The configuration, and what was decided.
@@ -236,14 +236,14 @@ class SettingsForm(ABC):
         activation_bytes: int,
         inventory: Inventory,
     ) -> MemoryEstimate:
-        """What a run needs of memory.
+        """The memory that a run needs.
 
         Args:
             shape: The model's sizes.
             document: The strategy's configuration, filled in.
             num_processes: Processes on each host.
             num_nodes: Hosts.
-            activation_bytes: What activations need on a device.
+            activation_bytes: Bytes of activations on a device.
             inventory: The machine.
 
         Returns:
@@ -260,7 +260,7 @@ class SettingsForm(ABC):
         """Ways to train with less memory, the fastest first.
 
         Args:
-            config: What is chosen.
+            config: The chosen settings.
             can_checkpoint: Whether the model can turn gradient checkpointing on.
             checkpoints: Whether it is on already.
 
@@ -282,10 +282,10 @@ class SettingsForm(ABC):
         """The fastest run that fits, by the strategy's own advisor.
 
         Args:
-            config: What is chosen: precision and processes are kept.
-            plan: What that comes to.
+            config: The chosen settings: precision and processes are kept.
+            plan: The plan of it.
             model: The module.
-            sample_batch: What one process calls it with, or None.
+            sample_batch: A batch of one process, or None.
             checkpoints: Whether its gradient checkpointing is on already.
             inventory: The machine.
 
@@ -299,7 +299,7 @@ class SettingsForm(ABC):
     @property
     @abstractmethod
     def missing_library(self) -> str:
-        """What to install for the strategy to train; empty where it is there."""
+        """What to install for the strategy to train; empty where nothing is missing."""
 
     @abstractmethod
     def read(
@@ -308,7 +308,7 @@ class SettingsForm(ABC):
         """Take over a configuration of the strategy.
 
         Args:
-            settings: What a file holds.
+            settings: The contents of a file.
             config: The run that it is laid over.
             inventory: The machine.
 

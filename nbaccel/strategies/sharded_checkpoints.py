@@ -1,12 +1,12 @@
-"""Checkpoints of which every process writes and reads its own part, looked at before unpickling.
+"""Checkpoints of which every process writes and reads its own part, checked before unpickling.
 
-``.metadata`` is a pickle that torch reads without care; here only the classes of DCP itself are
-looked up. A ``.distcp`` file is a row of archives, as `torch.save_shards` writes them: tensors, and
-objects that torch would unpickle without care, too. Each is read as an archive with its checksums,
-and objects as plain data.
+The files are those of torch.distributed.checkpoint (DCP), so its tools read them, and they can be
+read by another number of processes. ``.metadata`` is a pickle that torch would load whatever it
+names; here only the classes of DCP itself are looked up. A ``.distcp`` file is a sequence of
+archives: tensors, and objects that torch would unpickle without a check, too. Each is read as an
+archive with its checksums, and objects as plain data.
 
-They are those of torch.distributed.checkpoint (DCP), so its tools read them, and they can be read
-by another number of processes. Weights lie under ``model``, by name; the optimizer's state lies
+ Weights lie under ``model``, by name; the optimizer's state lies
 under ``optimizer``, by the number that its `state_dict` gives each parameter.
 """
 
@@ -48,6 +48,7 @@ _ALLOWED_CLASSES = {
     ("pathlib", "PosixPath"),
     ("pathlib", "WindowsPath"),
     ("pathlib", "PurePosixPath"),
+    # Python 3.13 pickles paths under this module.
     ("pathlib._local", "PosixPath"),
     ("collections", "OrderedDict"),
 }
@@ -66,10 +67,12 @@ class _MetadataUnpickler(pickle.Unpickler):
         allowed_class = None
         if (module, name) in _ALLOWED_CLASSES:
             allowed_class = super().find_class(module, name)
+        # A dtype is pickled as its name in torch.
         elif module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             allowed_class = getattr(torch, name)
         elif module == _METADATA_MODULE and "." not in name:
             allowed_class = super().find_class(module, name)
+            # What the module itself imports is reachable by name, too, and is not a description.
             if not isinstance(allowed_class, type) or allowed_class.__module__ != module:
                 allowed_class = None
         if allowed_class is None:
@@ -78,7 +81,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What a checkpoint says that it has, without running code.
+    """Read a checkpoint's metadata without running code.
 
     Args:
         folder: The checkpoint.
@@ -92,7 +95,7 @@ def read_metadata(folder: Path) -> Metadata:
     metadata_path = folder / _METADATA_FILE
     if not metadata_path.is_file():
         raise CheckpointDamaged(
-            f"{metadata_path} is missing, which tells where the shards lie. The save was "
+            f"{metadata_path} is missing, which says where the shards are. The save was "
             f"interrupted, or not all was copied (its name begins with a dot). {_SHARDS_REMEDY}"
         )
     try:
@@ -104,19 +107,18 @@ def read_metadata(folder: Path) -> Metadata:
             f"damaged or of something else. {_SHARDS_REMEDY}"
         ) from error
     if not isinstance(read_object, Metadata) or read_object.storage_data is None:
-        raise CheckpointDamaged(f"{metadata_path} does not tell where shards lie. {_SHARDS_REMEDY}")
+        raise CheckpointDamaged(f"{metadata_path} does not say where shards are. {_SHARDS_REMEDY}")
     return read_object
 
 
 def shard_problems(folder: Path, metadata: Metadata, first_file: int, file_step: int) -> list[str]:
-    """What is wrong with files of shards.
+    """The problems of files of shards.
 
     Args:
         folder: The checkpoint.
-        metadata: What it says that it has.
+        metadata: Its metadata.
         first_file: Number of the first file to read.
-        file_step: Every how manieth file, from there, is read: the others are read by other
-            processes.
+        file_step: Every `file_step`-th file from there is read; other processes read the others.
 
     Returns:
         A sentence for each file; none if all are whole.
@@ -129,7 +131,8 @@ def shard_problems(folder: Path, metadata: Metadata, first_file: int, file_step:
             index.fqn,
         )
         for index, storage_info in metadata.storage_data.items()
-        if not storage_info.transform_descriptors  # compressed by an extension of the user's
+        # An extension of the user's has compressed the others, so they are no archives.
+        if not storage_info.transform_descriptors
     )
     files_with_entries = [
         (file_name, list(file_entries))
@@ -155,8 +158,9 @@ def _problems_of_file(
     folder: Path, file_name: str, entries: list[tuple[str, int, int, str]], plain_names: set[str]
 ) -> Iterator[str]:
     path = folder / file_name
+    # A crafted `.metadata` could otherwise make this process open files anywhere.
     if Path(file_name).name != file_name:
-        yield "is not in the folder: a checkpoint's files lie beside each other"
+        yield "is not in the folder: a checkpoint's files are in one folder"
     elif not path.is_file():
         yield "is missing"
     else:
@@ -180,6 +184,7 @@ def _entry_problem(file: IO[bytes], offset: int, length: int, plain_name: str) -
         yield f"{problem_text} (at byte {offset:,})"
     elif plain_name:
         entry_window.seek(0)
+        # Only tried: DCP will unpickle the entry itself, without restricting classes.
         try:
             torch.load(entry_window, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:
@@ -222,6 +227,8 @@ def load_shards(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> 
     """
     loaded_content: dict[str, Any] = {"model": get_model_state_dict(model)}
     if optimizer is not None:
+        # DCP reads only into tensors that it is given, and an optimizer that has not stepped has
+        # none.
         loaded_content.update(_optimizer_slots(optimizer, folder))
     read_shards(loaded_content, checkpoint_id=folder)
     set_model_state_dict(model, loaded_content.pop("model"))
@@ -260,6 +267,7 @@ def check_shards(model: nn.Module, optimizer: Optimizer | None, folder: Path, pl
         for entry_key, entry_metadata in stored_metadata.items()
         if entry_key.startswith(_MODEL_PREFIX) and isinstance(entry_metadata, TensorStorageMetadata)
     }
+    # torch's function gives names as they were saved, without the prefixes of wrappers.
     model_tensors = get_model_state_dict(model).items()
     expected_shapes = {
         tensor_name: tuple(tensor_value.shape)
@@ -292,6 +300,7 @@ def _check_optimizer(
         for entry_key in stored_metadata
         if entry_key.startswith(_STATE_PREFIX)
     }
+    # Parameters that have not stepped have no state, so the numbers need not be complete.
     if max(parameter_numbers, default=-1) >= len(parameters):
         raise ConfigError(
             f"{folder} has the state of an optimizer of at least {max(parameter_numbers) + 1} "
@@ -304,7 +313,7 @@ def _check_has_optimizer(folder: Path, stored_metadata: Mapping[str, Any]) -> No
     if not any(entry_key.startswith(_GROUPS_PREFIX) for entry_key in stored_metadata):
         raise ConfigError(
             f"{folder} has no optimizer in it: it holds {len(stored_metadata)} entries of a "
-            "model. Training would go on with an optimizer that remembers nothing. Load it "
+            "model. Training would continue with a new optimizer. Load it "
             "without one."
         )
 
@@ -338,6 +347,7 @@ def _optimizer_slots(optimizer: Optimizer, folder: Path) -> dict[str, Any]:
         elif entry_key.startswith(_STATE_PREFIX):
             parameter_number = int(entry_key.removeprefix(_STATE_PREFIX).partition(".")[0])
             empty_tensor = _zeros_like_stored(entry_metadata)
+            # 0-d state, such as Adam's step, is the same on every process and stays whole.
             if empty_tensor is not None and empty_tensor.dim():
                 empty_tensor = optimizer_shards.place_like(
                     empty_tensor, parameters[parameter_number]

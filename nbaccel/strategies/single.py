@@ -14,7 +14,7 @@ __all__ = ["SingleStrategy"]
 
 
 class SingleStrategy(Strategy):
-    """Nothing is wrapped, nothing travels.
+    """Nothing is wrapped, nothing is exchanged.
 
     Args:
         place: This process.

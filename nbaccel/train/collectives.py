@@ -1,4 +1,4 @@
-"""Collectives over trees of tensors, each announced: who has come, and to the same one?
+"""Collectives over trees of tensors; before each, the processes check that all make the same call.
 
 A collective that only some processes call hangs; one that they call with different shapes returns
 garbage (gloo) or kills the process. So before each of nbaccel's own collectives every process
@@ -8,9 +8,9 @@ writes into the rendezvous store what it is about to do, and reads what the othe
     process 1   call 12: gather  float32 (7, 10)  train.py:31    → all raise, with both shapes
     process 2   call 11: …                  → after a while: who is missing, last seen where
 
-The store is TCP on the host: no GPU is synchronised by it. Each process has two keys, for even and
-odd calls: whoever is in call `n` has read all of call `n - 1`, so nobody misses what it overwrites.
-And the keys of a missing process still say where it was last.
+The store is TCP on the host: it synchronises no GPU. Each process has two keys, for even and odd
+calls: a process in call `n` has read all of call `n - 1`, so no entry is overwritten unread. And
+the keys of a missing process still say where it was last.
 
 Everything works with one process too, where it changes nothing.
 """
@@ -43,17 +43,18 @@ __all__ = ["DEFAULT_TIMEOUT_S", "CollectiveCheck", "Collectives", "default_group
 
 DEFAULT_TIMEOUT_S = 600.0
 _WARN_AFTER_S = 30.0
-_MOST_POLL_S = 0.02  # at most, between two looks
-_POLL_SHARE = 0.1  # of the time waited: a late process costs the others a tenth more, no CPU
+_MOST_POLL_S = 0.02  # at most, between two reads of the store
+# Of the time already waited: a short wait ends with little delay, a long one uses little CPU.
+_POLL_SHARE = 0.1
 
-# Goes with its group: nothing is left of it when the group is destroyed.
+# Weak keys: a check ends with its group, and a new group at the same address gets a new one.
 _CHECKS_BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveCheck] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def default_group_check() -> CollectiveCheck:
-    """The roll calls of the default process group; the first use is a collective of its own."""
+    """The check of the default process group; the first use is itself a collective."""
     rank, world_size = dist.get_rank(), dist.get_world_size()  # a live worker joins the group here
     process_group: Any = dist.group.WORLD
     if process_group not in _CHECKS_BY_GROUP:
@@ -63,7 +64,7 @@ def default_group_check() -> CollectiveCheck:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _AnnouncedCall:
-    """What one process wrote."""
+    """The entry of one process in the store."""
 
     call_number: int
     collective_name: str
@@ -85,7 +86,7 @@ class _AnnouncedCall:
 
 
 class CollectiveCheck:
-    """The roll calls of one process group.
+    """Compares the calls of the processes of one group.
 
     Made by :func:`default_group_check`, together with the other processes.
 
@@ -105,6 +106,8 @@ class CollectiveCheck:
         self._call_store = dist.PrefixStore(  # type: ignore[attr-defined]
             f"nbaccel/{shared_token[0]}", default_store
         )
+        # `multi_get` blocks until all its keys exist. With these entries it returns even if a
+        # process never reaches a collective, so that process can be named.
         for parity in (0, 1):
             self._call_store.set(f"{parity}/{rank}", json.dumps([-1, "", None, "", 0, ""]))
 
@@ -116,20 +119,20 @@ class CollectiveCheck:
         same: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> list[Any]:
-        """Say what this process is about to do, and hear what the others are.
+        """Announce this process's call, and read what the others announced.
 
         Args:
             what: Name of the collective.
-            detail: What else to tell the others; JSON.
+            detail: Further information for the others; JSON.
             same: Whether all details must be equal.
             timeout_s: How long to wait for a process before giving up, in seconds.
 
         Returns:
-            Everybody's detail, by rank.
+            The details of all processes, by rank.
 
         Raises:
             CollectiveMismatch: Others do something else, or (`same`) with another detail.
-            CollectiveTimeout: Somebody did not come in time, or has left.
+            CollectiveTimeout: A process did not call in time, or has ended.
         """
         call_number, self._call_number = self._call_number, self._call_number + 1
         own_entry = json.dumps([call_number, what, detail, *_user_frame()])
@@ -139,10 +142,11 @@ class CollectiveCheck:
         except dist.DistNetworkError as error:
             raise CollectiveTimeout(
                 f"Process {self._rank} is in {_parse_call(own_entry).describe()}, but process 0 "
-                f"has left: its function returned or it died, and with it the place where "
-                f"processes meet. Every process must call every collective equally often; look "
-                f"for an `if` or a `break` around this line that process 0 does not take."
+                "has left: its function returned or it died, and with it the store through which "
+                "processes meet. Every process must call every collective equally often; look "
+                "for an `if` or a `break` around this line that process 0 does not take."
             ) from error
+        # After all have come: a mismatch is raised on every process, so none is left waiting.
         self._check_agreement(all_entries, same)
         return [entry.detail for entry in all_entries]
 
@@ -150,6 +154,7 @@ class CollectiveCheck:
         self, call_number: int, own_entry: str, timeout_s: float
     ) -> list[_AnnouncedCall]:
         start_time = time.monotonic()
+        # A timeout below a minute still gets its warning before the error.
         worry_s = min(_WARN_AFTER_S, timeout_s / 2)
         while True:
             all_entries = self._read_calls(call_number % 2)
@@ -173,6 +178,7 @@ class CollectiveCheck:
         self, all_entries: list[_AnnouncedCall], own_json: str, waited_s: float
     ) -> str:
         own_entry = _parse_call(own_json)
+        # A late process wrote its last entry under the key of the other parity, or is calls behind.
         previous_entries = self._read_calls(1 - own_entry.call_number % 2)
         missing_ranks = [
             rank
@@ -244,6 +250,7 @@ def _describe_detail(entry_detail: Any) -> str:
 def _user_frame() -> tuple[str, int, str]:
     """File, line and function of the innermost code that is not in a library."""
     python_frame = sys._getframe(1)  # noqa: SLF001 - the only way to the frames above
+    # The outermost frame is not tested: it is the answer where all code is in libraries.
     while python_frame.f_back is not None:
         source_frame = frames.Frame(
             file=python_frame.f_code.co_filename,
@@ -258,7 +265,7 @@ def _user_frame() -> tuple[str, int, str]:
 
 # Torch 2.13 has a new name for it and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Gloo knows no such numbers, but any bytes.
+# Gloo does not implement these dtypes. A gather only copies, so their bytes can be sent instead.
 _GATHERED_AS_BYTES = frozenset(
     getattr(torch, name)
     for name in ("int16", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2")
@@ -269,8 +276,8 @@ _REDUCTIONS = ("sum", "mean", "max", "none")
 class Collectives:
     """What the processes of a run can do together.
 
-    Every method must be called by all processes; each is a roll call first, so that a call that
-    does not fit the others' raises instead of hanging or returning garbage.
+    Every method must be called by all processes; each compares the calls first, so that one that
+    does not fit the others raises instead of hanging or returning garbage.
 
     Args:
         place: This process among the others.
@@ -291,13 +298,14 @@ class Collectives:
     def barrier(self, what: str = "wait_for_everyone") -> None:
         """Wait until every process is here."""
         if not self.place.is_alone:
+            # Reading every entry of this call means that every process has reached it.
             self._announce_call(what)
 
     def answers(self, what: str, detail: Any) -> list[Any]:
-        """Exchange a small JSON value, by way of the store: no tensor, no device.
+        """Exchange a small JSON value through the store: no tensor, no device.
 
         Returns:
-            Everybody's value, by rank.
+            The values of all processes, by rank.
         """
         return [detail] if self.place.is_alone else self._announce_call(what, detail)
 
@@ -321,6 +329,8 @@ class Collectives:
         return map_tensors(self._gather_one, tree)
 
     def _gather_one(self, tensor: torch.Tensor) -> torch.Tensor:
+        # The backends refuse tensors that are not contiguous. The result has no gradient, so the
+        # copy needs none either.
         local_rows = (tensor[None] if tensor.dim() == 0 else tensor).detach().contiguous()
         all_rows = local_rows.new_empty(
             (self.place.world_size * local_rows.shape[0], *local_rows.shape[1:])
@@ -390,14 +400,15 @@ class Collectives:
         """
         if reduction not in _REDUCTIONS:
             raise ConfigError(
-                f"reduce(reduction={reduction!r}) is unknown: nothing says how to combine the "
-                f"processes' values. Give one of {', '.join(_REDUCTIONS)}."
+                f"reduce(reduction={reduction!r}) is unknown: the "
+                f"processes' values cannot be combined. Give one of {', '.join(_REDUCTIONS)}."
             )
         if not self.place.is_alone:
             self._announce_call("reduce", _tensor_signature(tree, "reduce"), same=True)
         return map_tensors(lambda tensor: self._reduce_one(tensor, reduction, scale), tree)
 
     def _reduce_one(self, tensor: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
+        # `all_reduce` writes into its argument: without the copy the caller's tensor would change.
         reduced = tensor.detach().clone(memory_format=torch.contiguous_format)
         if not self.place.is_alone and reduction != "none":
             reduce_op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
@@ -407,7 +418,7 @@ class Collectives:
         return reduced if scale == 1.0 else reduced * scale
 
     def broadcast(self, tree: Any, from_process: int = 0) -> Any:
-        """Copy one process's tensors into everybody's, in place.
+        """Copy one process's tensors into those of all processes, in place.
 
         Args:
             tree: Tensors of equal shapes on all processes, in containers.
@@ -423,11 +434,11 @@ class Collectives:
         return tree
 
     def broadcast_object(self, item: Any, from_process: int = 0) -> Any:
-        """One process's picklable object, on all; what the others give is not looked at."""
+        """One process's picklable object, on all; what the others give is ignored."""
         return self.broadcast_object_list([item], from_process)[0]
 
     def broadcast_object_list(self, items: list[Any], from_process: int = 0) -> list[Any]:
-        """Copy one process's list of picklable objects into everybody's, in place.
+        """Copy one process's list of picklable objects into those of all processes, in place.
 
         Args:
             items: A list, equally long on all processes.
@@ -461,9 +472,9 @@ class Collectives:
         tensor_counts = [len(signature) for signature in signatures]
         if len(set(tensor_counts)) > 1:
             raise CollectiveMismatch(
-                f"pad_across_processes got different numbers of tensors by process: "
-                f"{tensor_counts}. Nothing says which belong together. Give as many on every "
-                f"process."
+                "pad_across_processes got different numbers of tensors by process: "
+                f"{tensor_counts}. It is unclear which belong together. Give as many on every "
+                "process."
             )
         shapes = list(
             zip(*([shape for _, shape in signature] for signature in signatures), strict=True)
@@ -474,10 +485,11 @@ class Collectives:
                     f"process {rank}: {shape}" for rank, shape in enumerate(shapes_by_rank)
                 )
                 raise CollectiveMismatch(
-                    f"pad_across_processes got tensors of different numbers of dimensions "
+                    "pad_across_processes got tensors of different numbers of dimensions "
                     f"(tensor {tensor_index}; {by_process}). They cannot be made equal in one "
-                    f"dimension. Give tensors that have as many on every process."
+                    "dimension. Give tensors that have as many on every process."
                 )
+        # `map_leaves` visits leaves in the order in which `_tensor_signature` listed them.
         shape_iterator = iter(shapes)
         return map_leaves(
             lambda tensor: _pad_tensor(tensor, next(shape_iterator), dim, pad_index, pad_first),
@@ -511,6 +523,6 @@ def _tensor_signature(tree: Any, collective_name: str) -> list[Any]:
         raise TypeError(
             f"{collective_name} takes tensors in lists, tuples and dictionaries: got "
             f"{', '.join(sorted(other_types))} in it. Other objects have no fixed size to "
-            f"exchange. Use gather_object, or gather_for_metrics(..., use_gather_object=True)."
+            "exchange. Use gather_object, or gather_for_metrics(..., use_gather_object=True)."
         )
     return [[str(leaf.dtype).removeprefix("torch."), list(leaf.shape)] for leaf in tree_leaves]

@@ -1,7 +1,7 @@
 """``DispatchLoader``: process 0 reads, the others get their part from it.
 
 For data that only one process can read, or that cannot be shared out by index. Each round, process
-0 tells the others what comes (:class:`_RoundAnnouncement`: the batch without its numbers, the end,
+0 tells the others what comes (:class:`_RoundAnnouncement`: the batch without its values, the end,
 or what went wrong), then sends the tensors; every process keeps its rows.
 """
 
@@ -43,7 +43,7 @@ _DISPATCH_ADVICE = (
 
 @dataclass(frozen=True)
 class _TensorOutline:
-    """A tensor without its numbers."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -51,9 +51,9 @@ class _TensorOutline:
 
 @dataclass(frozen=True, kw_only=True)
 class _RoundAnnouncement:
-    """What process 0 tells the others before it sends the tensors.
+    """What process 0 sends to the others before the tensors.
 
-    An error travels as text: not every exception can be pickled.
+    An error is sent as text, because not every exception can be pickled.
     """
 
     batch: Any = None
@@ -70,7 +70,7 @@ class DispatchLoader(PreparedLoader):
 
     Args:
         base: The torch loader that process 0 reads.
-        gradient_state: What is told which loader runs.
+        gradient_state: Records which loader is being iterated over.
         settings: How it shares with the other processes.
         position: The epoch and batch it is at.
         drop: Rounds to read and throw away at the beginning of an epoch.
@@ -108,7 +108,7 @@ class DispatchLoader(PreparedLoader):
         return max(0, num_batches - self.batches_to_drop)
 
     def _expected_remainder(self) -> int:
-        return -1
+        return -1  # known when the last round arrives
 
     def _settle_remainder(self) -> None:
         self.remainder = self._last_rows
@@ -124,6 +124,7 @@ class DispatchLoader(PreparedLoader):
             iter(self.base)  # torch lets all processes agree on a seed here
         else:
             torch.empty((), dtype=torch.int64).random_(generator=self.base.generator)
+        # Their batches come by broadcast, so the source is never read.
         return self._round_parts(iter(()))
 
     def _round_parts(self, batch_source: Iterator[Any]) -> Iterator[Any]:
@@ -136,14 +137,16 @@ class DispatchLoader(PreparedLoader):
             batch = self._exchange_round(batch_source)
             if batch is None:
                 return
+            # Only the last round may be short, and that is known when another one follows.
             if short_rows:
                 raise _uneven_batch_error(short_rows, world_size)
             num_rows = find_batch_size(batch) or 0
             if first_rows is None:
+                # Enough to fill any round: fewer than `world_size` rows can be missing.
                 first_rows = self._slice_batch(batch, slice(0, world_size))
             short_rows = num_rows if num_rows % world_size else 0
             if short_rows and self.settings.drop_last:
-                continue
+                continue  # dropped, but if another round follows, this one was a mistake
             self._last_rows = num_rows
             rows_each = math.ceil(num_rows / world_size)
             batch = _fill_rows(batch, first_rows, rows_each * world_size)
@@ -173,12 +176,15 @@ class DispatchLoader(PreparedLoader):
         batch, announcement, read_error = _announce_round(batch_source)
         announcement = settings.collectives.broadcast_object(announcement)
         if announcement.error_text:
+            # Process 0 raises the exception itself, with its traceback; the others have only its
+            # text.
             raise read_error or _reader_error(announcement)
         if announcement.is_end:
             return None
         device = settings.device or settings.place.device
         if settings.place.is_main:
             batch = send_to_device(batch, device, non_blocking=settings.non_blocking)
+            # `broadcast` refuses tensors that are not contiguous, such as transposed ones.
             batch = map_tensors(torch.Tensor.contiguous, batch)
         else:
             batch = map_leaves(lambda leaf: _allocate_tensor(leaf, device), announcement.batch)
@@ -190,10 +196,10 @@ class DispatchLoader(PreparedLoader):
 def _announce_round(
     batch_source: Iterator[Any],
 ) -> tuple[Any, _RoundAnnouncement, Exception | None]:
-    """A batch of all processes, what to tell of it, and what went wrong if anything."""
+    """A batch of all processes, its announcement, and the error if reading failed."""
     try:
         batch = next(batch_source, None)
-    except Exception as error:  # whatever it is, the others wait to hear of it
+    except Exception as error:  # of any kind: the others wait for an announcement
         error_text = f"{type(error).__name__}: {error}"
         return (
             None,
@@ -218,9 +224,9 @@ def _reader_error(announcement: _RoundAnnouncement) -> Exception:
     if announcement.is_mistake:
         return ConfigError(announcement.error_text.partition(": ")[2])
     return CollectiveMismatch(
-        f"Process 0, which reads for all, could not read the next batch: "
+        "Process 0, which reads for all, could not read the next batch: "
         f"{announcement.error_text}\nThis process gets its batches from there. See what process "
-        f"0 raised."
+        "0 raised."
     )
 
 
@@ -236,7 +242,8 @@ def _join_batches(round_batches: list[Any]) -> Any:
 
 
 def _fill_rows(batch: Any, first_rows: Any, num_rows: int) -> Any:
-    """The batch with rows of the first round added until it has so many."""
+    """The batch, filled with rows of the first round up to `num_rows`."""
+    # A batch without tensors has no rows to fill up.
     while (find_batch_size(batch) or num_rows) < num_rows:
         batch = concatenate([batch, first_rows])
     return batch
@@ -245,20 +252,21 @@ def _fill_rows(batch: Any, first_rows: Any, num_rows: int) -> Any:
 def _uneven_batch_error(num_rows: int, num_processes: int) -> ConfigError:
     return ConfigError(
         f"A batch of {num_rows} samples does not divide equally between {num_processes} "
-        f"processes, and it was not the last. Samples would be lost, or come twice. Make all "
+        "processes, and it was not the last. Samples would be lost, or come twice. Make all "
         f"batches but the last divisible by {num_processes}, or give "
-        f"DataLoaderConfiguration(dispatch_batches=False)."
+        "DataLoaderConfiguration(dispatch_batches=False)."
     )
 
 
 def _check_divisible_leaves(round_batches: list[Any]) -> None:
-    """Refuse what cannot be cut into rows: it would go whole to every process."""
+    """Refuse leaves that cannot be cut into rows: every process would get all of them."""
     first_leaves, *other_leaves = [list(leaves(batch)) for batch in round_batches]
     constant_types = (bool, int, float, type(None))
     indivisible = [
         leaf
         for leaf_index, leaf in enumerate(first_leaves)
         if not isinstance(leaf, torch.Tensor)
+        # A value that is equal in all batches belongs to no sample: every process may have it.
         and not (
             isinstance(leaf, constant_types)
             and all(leaf == batch_leaves[leaf_index] for batch_leaves in other_leaves)
@@ -267,6 +275,6 @@ def _check_divisible_leaves(round_batches: list[Any]) -> None:
     if indivisible:
         raise ConfigError(
             f"A batch holds {indivisible[0]!r} ({type(indivisible[0]).__name__}), which cannot "
-            f"be cut into rows. Every process would get all of it. Leave it out in collate_fn, "
-            f"make it a tensor, or give DataLoaderConfiguration(dispatch_batches=False)."
+            "be cut into rows. Every process would get all of it. Leave it out in collate_fn, "
+            "make it a tensor, or give DataLoaderConfiguration(dispatch_batches=False)."
         )

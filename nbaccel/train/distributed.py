@@ -1,8 +1,8 @@
-"""Where am I? Finds this process's place in the run, and joins the others if there are any.
+"""Finds this process's place in the run, and joins the others if there are any.
 
-The facts come from the process group where one exists, else from the standard variables that every
-launcher sets (`torchrun`, `notebook_launcher`, SLURM scripts). Nothing is kept here but the stores
-where groups met: asking again gives the same answer, and a process that is alone leaves no trace.
+The numbers come from the process group where one exists, else from the standard variables that
+every launcher sets (`torchrun`, `notebook_launcher`, SLURM scripts). Only the stores where groups
+met are kept here: asking again gives the same answer, and a process that is alone leaves no trace.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def arrive(
     settings = settings or InitProcessGroupKwargs()
     environment = _process_numbers()
     device_backend = _catalog.device(device or name_device(cpu=cpu))
+    # Before the process group: NCCL's exchange of objects goes through the current device.
     device_backend.enter_worker(environment["local_rank"])
     torch_device = device_backend.torch_device(environment["local_rank"])
     if environment["world_size"] > 1 and not dist.is_initialized():
@@ -98,8 +99,8 @@ def _join_process_group(
         dist.init_process_group(backend, timeout=timeout)
         return
     # The store outlives a group, and torch uses the same keys in it for the next one, whose ranks
-    # would wait for addresses of the first for ever (torch 2.13). So each has keys of its own; and
-    # the store stays, because another process may look into it while this one makes it anew.
+    # would wait for addresses of the first for ever (torch 2.13). So each group gets a prefix; and
+    # the store is kept, because another process may read it while this one creates its next group.
     rendezvous_iterator = rendezvous("env://", rank, world_size, timeout=timeout)
     store = next(iter(rendezvous_iterator))[0]
     store.set_timeout(timeout)
@@ -111,17 +112,17 @@ def _join_process_group(
 
 
 def rank() -> int:
-    """Number of this process, found out without a device and without joining the others."""
+    """Number of this process, found without a device and without joining the others."""
     return dist.get_rank() if dist.is_initialized() else _environment_number("RANK", 0)
 
 
 def world_size() -> int:
-    """Number of processes, found out in the same way."""
+    """Number of processes, found in the same way."""
     return dist.get_world_size() if dist.is_initialized() else _environment_number("WORLD_SIZE", 1)
 
 
 def local_rank() -> int:
-    """Number of this process on its node, found out in the same way."""
+    """Number of this process on its node, found in the same way."""
     return _environment_number("LOCAL_RANK", rank())
 
 
@@ -144,7 +145,7 @@ def wants_cpu(cpu: bool = False) -> bool:
 
 
 def name_device(*, cpu: bool = False) -> str:
-    """The row of what this process computes on.
+    """The row of the device that this process computes on.
 
     Args:
         cpu: Whether the CPU was asked for.
@@ -158,11 +159,13 @@ def name_device(*, cpu: bool = False) -> str:
         return host_row.name
     if device_variable := (env.read(DEVICE_VARIABLE, "") or "").strip():
         return _check_device_name(device_variable)
+    # The first device is the host, which is what remains if none of the others is ready.
     ready_devices = (device.name for device in _catalog.devices()[1:] if _is_device_ready(device))
     return next(ready_devices, host_row.name)
 
 
 def _is_device_ready(device: Device) -> bool:
+    # A backend that has never run must not be chosen by default, only by name.
     return not device.row.never_run and device.is_available()
 
 
@@ -177,7 +180,7 @@ def _check_device_name(name: str) -> str:
 
 
 def find_device(local_rank: int = 0, *, cpu: bool = False) -> torch.device:
-    """What this process computes on: its GPU where there is one, else the CPU."""
+    """The device that this process computes on: its GPU where there is one, else the CPU."""
     return _catalog.device(name_device(cpu=cpu)).torch_device(local_rank)
 
 
@@ -189,6 +192,7 @@ def _process_numbers() -> dict[str, int]:
             "rank": _environment_number("RANK", 0),
             "world_size": _environment_number("WORLD_SIZE", 1),
         }
+        # Checked before torch: a rendezvous with wrong numbers would wait until its timeout.
         _check_process_numbers(group_numbers)
     local_number = _environment_number("LOCAL_RANK", group_numbers["rank"])
     return group_numbers | {
@@ -208,8 +212,8 @@ def _environment_number(variable_name: str, default: int) -> int:
     except ValueError:
         raise ConfigError(
             f"Environment variable {variable_name} must be a whole number: got {variable_text!r}. "
-            "Processes find each other by it. Unset it, or start the processes with a launcher, "
-            "which sets it."
+            "It tells a process its place among the others. Unset it, or start the processes with "
+            "a launcher, which sets it."
         ) from None
 
 
@@ -217,7 +221,7 @@ def _check_process_numbers(group_numbers: dict[str, int]) -> None:
     if not 0 <= group_numbers["rank"] < group_numbers["world_size"]:
         raise ConfigError(
             f"RANK={group_numbers['rank']} does not fit WORLD_SIZE={group_numbers['world_size']}. "
-            "The processes would never find each other. Set both, or none to train in this "
+            "The processes could not connect to each other. Set both, or none to train in this "
             "process alone."
         )
     missing_variables = [
@@ -227,15 +231,15 @@ def _check_process_numbers(group_numbers: dict[str, int]) -> None:
     ]
     if group_numbers["world_size"] > 1 and missing_variables:
         raise ConfigError(
-            f"WORLD_SIZE={group_numbers['world_size']} asks for several processes, but "
+            f"WORLD_SIZE={group_numbers['world_size']} means several processes, but "
             f"{' and '.join(missing_variables)} {'is' if len(missing_variables) == 1 else 'are'} "
-            "not set. They would not find each other. Start them with notebook_launcher or "
+            "not set. They could not connect to each other. Start them with notebook_launcher or "
             "torchrun, or unset WORLD_SIZE to train in this process alone."
         )
 
 
 def _backend_in_use(device: torch.device) -> str:
-    """By which tensors on this device travel: of ``cpu:gloo,cuda:nccl`` the part that matters."""
+    """The backend for tensors on this device: the matching part of ``cpu:gloo,cuda:nccl``."""
     backend_config = str(dist.get_backend_config())
     backend_parts = [part.partition(":") for part in backend_config.split(",")]
     return {device_type: backend_name for device_type, _, backend_name in backend_parts}.get(
@@ -244,13 +248,14 @@ def _backend_in_use(device: torch.device) -> str:
 
 
 def leave_process_group(collectives: Collectives) -> None:
-    """Leave the default process group together; nothing happens where there is none.
+    """Leave the default process group, if there is one, together with the other processes.
 
     Args:
-        collectives: Of all processes.
+        collectives: All processes.
     """
     if collectives.place.is_alone or not dist.is_initialized():
         return
+    # A process that leaves early would make a collective of another one fail.
     collectives.barrier()
     # A notebook's worker keeps it: later lines of the cell may use it, and it ends with the worker.
     if not env.flag("FORK_LAUNCHED"):

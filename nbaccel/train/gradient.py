@@ -18,10 +18,10 @@ __all__ = ["GradientState", "IteratedLoader"]
 
 
 class IteratedLoader(Protocol):
-    """What a gradient state asks of a loader."""
+    """What a gradient state needs of a loader."""
 
     end_of_dataloader: bool
-    """Whether the batch at hand is the last."""
+    """Whether the current batch is the last."""
 
     @property
     def remainder(self) -> int:
@@ -43,8 +43,8 @@ class GradientState:
     Attributes:
         plugin: The settings.
         num_steps: Batches for one optimizer step; may be changed while training.
-        sync_gradients: Whether the batch at hand ends a group, so that optimizers step.
-        batches_in_group: Batches since the last optimizer step, the one at hand included.
+        sync_gradients: Whether the current batch ends a group, so that optimizers step.
+        batches_in_group: Batches since the last optimizer step, the current one included.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class GradientState:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch at hand is the last of the innermost loader."""
+        """Whether the current batch is the last of the innermost loader."""
         active = self.active_dataloader
         return active is not None and active.end_of_dataloader
 
@@ -85,7 +85,7 @@ class GradientState:
 
     @property
     def unpadded_rows(self) -> int | None:
-        """Rows to keep of what was gathered of the batch at hand; None where all of them count."""
+        """Rows to keep of a gathered batch, the current one; None to keep all."""
         return self.remainder if self.end_of_dataloader and self.remainder > 0 else None
 
     @property
@@ -114,8 +114,10 @@ class GradientState:
         _ITERATED_LOADERS.append(loader)
 
     def leave_loader(self, loader: IteratedLoader) -> None:
-        """A loader is through, or was left early; whatever began inside it may still run."""
+        """A loader is done, or was left early; loops that began inside it may still run."""
         for loader_stack in (self._loader_stack, _ITERATED_LOADERS):
+            # By identity and from the end: `remove` would compare loaders with ==, and take the
+            # outermost of two iterations of the same loader.
             for stack_index in reversed(range(len(loader_stack))):
                 if loader_stack[stack_index] is loader:
                     del loader_stack[stack_index]

@@ -1,4 +1,4 @@
-"""Have the processes drifted apart? Compared by name: parameters, learning rates, batches seen."""
+"""Compares the processes by name: parameters, learning rates, batches seen."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ __all__ = ["check_in_sync", "find_differences", "parameter_facts", "tensor_finge
 
 _MOST_DIFFERENCES = 10
 
-_CHUNK_ELEMENTS = 1 << 22  # elements
+# The integers and weights of a chunk take 8 bytes per element: at most 32 MiB each.
+_CHUNK_ELEMENTS = 1 << 22
 _INTEGER_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def tensor_fingerprint(tensor: torch.Tensor) -> int:
-    """A whole number that is equal where all bits of two tensors are equal, and hardly elsewhere.
+    """A whole number that is equal for tensors with equal bits, and almost never for others.
 
     Args:
-        tensor: Of any shape and dtype; it is read once, on its device.
+        tensor: A tensor of any shape and dtype; it is read once, on its device.
 
     Returns:
         The sum of its bits read as integers, weighted by position, modulo 2**64.
@@ -34,10 +35,9 @@ def tensor_fingerprint(tensor: torch.Tensor) -> int:
         flat_tensor = torch.view_as_real(flat_tensor).reshape(-1)
     bit_integers = flat_tensor.view(_INTEGER_BY_SIZE[flat_tensor.element_size()])
     weighted_sum = torch.zeros((), dtype=torch.int64, device=flat_tensor.device)
-    for first_element in range(
-        0, bit_integers.numel(), _CHUNK_ELEMENTS
-    ):  # the integers take eight bytes each
+    for first_element in range(0, bit_integers.numel(), _CHUNK_ELEMENTS):
         chunk = bit_integers[first_element : first_element + _CHUNK_ELEMENTS].to(torch.int64)
+        # Weighted by position, because a plain sum would not see two elements swapped. int64 wraps.
         weighted_sum += (
             chunk
             * torch.arange(first_element + 1, first_element + 1 + len(chunk), device=chunk.device)
@@ -50,12 +50,13 @@ def find_differences(facts: Mapping[str, Any], collectives: Collectives) -> list
 
     Args:
         facts: Name → JSON value on this process.
-        collectives: How to hear of the others'.
+        collectives: Exchanges the facts of all processes.
 
     Returns:
         A line for every name whose value is not the same everywhere, the same on all processes.
     """
     facts_by_rank = collectives.answers("check_in_sync", dict(facts))
+    # A process may lack names that another one has.
     fact_names = list(
         dict.fromkeys(fact_name for rank_facts in facts_by_rank for fact_name in rank_facts)
     )
@@ -66,6 +67,7 @@ def find_differences(facts: Mapping[str, Any], collectives: Collectives) -> list
             other_ranks = [
                 str(rank) for rank, value in enumerate(values_by_rank) if value != values_by_rank[0]
             ]
+            # Fingerprints of parameters would tell a reader nothing.
             is_printable = all(isinstance(value, (str, float)) for value in values_by_rank)
             shown_values = (
                 f": {', '.join(map(str, values_by_rank))} by process" if is_printable else ""
@@ -100,9 +102,9 @@ def check_in_sync(
 
     Args:
         models: The users' own modules.
-        optimizers: Of these, with their `param_groups`.
-        loaders: What the loop iterates over.
-        collectives: Of all processes.
+        optimizers: Their optimizers, with `param_groups`.
+        loaders: The loaders of the loop.
+        collectives: All processes.
 
     Returns:
         True where everything is equal, on all processes alike.
@@ -130,6 +132,6 @@ def check_in_sync(
             + f"{more_line}\nThey train different models from here on. Look for code that changes "
             "weights on one process only, different seeds before the model was built, or a "
             "`break` that only some take.",
-            stacklevel=3,
+            stacklevel=3,  # past Accelerator.check_in_sync
         )
     return not message_lines

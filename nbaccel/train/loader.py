@@ -8,7 +8,7 @@ ago. The batch that was read ahead when the checkpoint was written is read once 
 just before is kept for it, so that a dataset which draws (a random crop) draws the same.
 
 It is a real ``torch.utils.data.DataLoader`` around another one, the `base`, which reads. An
-iteration of it is one generator: whoever leaves early, by ``break``, by an exception or by
+iteration of it is one generator: a loop that is left early, by ``break``, by an exception or by
 dropping the iterator, closes the generator, and nothing stays behind.
 """
 
@@ -40,20 +40,20 @@ from nbaccel.train.trees import leaves, map_tensors, send_to_device
 __all__ = ["LoaderPosition", "LoaderSettings", "PreparedLoader", "chain_of_samplers"]
 
 
-_HOST_PLACE = Place(device=torch.device("cpu"))  # orders are drawn there, whatever trains
+_HOST_PLACE = Place(device=torch.device("cpu"))  # orders are drawn on the host, also for GPUs
 
 
 class LoaderPosition:
     """The epoch and batch that a loader, and the loaders that skip some of its batches, are at.
 
     Args:
-        generators: What draws the order, by a name of its own each.
+        generators: The generators that draw the order, by name.
 
     Attributes:
         epoch: Epochs that were iterated to their end.
         batches_seen: Batches of the running epoch that were given out, skipped ones included.
-        ahead: Torch's random state before the batch was read that comes after the one at hand.
-        restored: What the next iteration starts from, instead of drawing anew; None: nothing.
+        ahead: Torch's random state before the batch after the current one was read.
+        restored_state: What the next iteration starts from; None draws a new order.
         has_begun: Whether any epoch was begun before the next one.
     """
 
@@ -72,7 +72,7 @@ class LoaderPosition:
         return self._epoch_start is not None or self.restored_state is not None
 
     def begin_epoch(self, skipped_batches: int) -> None:
-        """An epoch begins now: keep what its order is drawn from."""
+        """Begin an epoch, and keep the states that its order is drawn from."""
         self.batches_seen = skipped_batches
         self.ahead = None
         self._epoch_start = {
@@ -89,7 +89,9 @@ class LoaderPosition:
         self._epoch_start = None
 
     def move_to(self, epoch: int) -> None:
-        """Make this the epoch; what is known of the place in another one is void."""
+        """Move to another epoch, and forget the position in the present one."""
+        # `set_epoch` with the current number, as at the start of each epoch, must keep a restored
+        # position.
         if epoch != self.epoch:
             self.epoch = epoch
             self.batches_seen = 0
@@ -111,10 +113,11 @@ class LoaderPosition:
         """The position, in plain containers and tensors.
 
         Args:
-            is_through: Tell the beginning of the next epoch although this one's last batch is
-                still at hand.
+            is_through: Return the beginning of the next epoch although this one's last batch is
+                still in the loop's body.
         """
         if self.restored_state is not None:
+            # Saved again before the next iteration, which will start from what was loaded.
             return dict(self.restored_state)
         is_within = self._epoch_start is not None and not is_through
         return {
@@ -130,25 +133,26 @@ class LoaderPosition:
 
     @staticmethod
     def check(state: Any) -> None:
-        """Refuse what is no position.
+        """Refuse anything that is not a position.
 
         Raises:
-            ConfigError: It was not :meth:`state_dict` that told it.
+            ConfigError: It is not from :meth:`state_dict`.
         """
         if not isinstance(state, Mapping):
             raise ConfigError(
-                f"No state of a prepared loader, but a {type(state).__name__}: the loader would "
-                f"begin at the wrong batch. Give what its state_dict() returned."
+                f"This is a {type(state).__name__}, not the state of a prepared loader: the loader "
+                "would begin at the wrong batch. Give what its state_dict() returned."
             )
         if not {"epoch", "batches_seen", "start", "generators", "has_begun"} <= state.keys():
             raise ConfigError(
-                f"No state of a prepared loader: it has {', '.join(map(repr, sorted(state)))}. "
-                f"The loader would begin at the wrong batch. Give what its state_dict() "
-                f"returned; of another library's checkpoint, load model and optimizer only."
+                "This is not the state of a prepared loader: it has "
+                f"{', '.join(map(repr, sorted(state)))}. The loader would begin at the wrong "
+                "batch. Give what its state_dict() returned; of another library's checkpoint, load "
+                "model and optimizer only."
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a position that :meth:`state_dict` told.
+        """Take over a position from :meth:`state_dict`.
 
         Raises:
             ConfigError: It is something else.
@@ -163,7 +167,8 @@ class LoaderPosition:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Leave all that draws the order as it was before the block."""
+        """Restore all generators that draw the order after the block."""
+        # A sampler's or dataset's generator is not among the global ones that `rng` preserves.
         generator_states = self._draw_states()
         with rng.preserve_rng_states():
             yield
@@ -185,11 +190,11 @@ _END_OF_EPOCH: Any = object()
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
-    """What a prepared loader was told.
+    """Settings of a prepared loader.
 
     Attributes:
         place: This process among the others.
-        collectives: What the processes do together.
+        collectives: Collectives of all processes.
         device: Where batches are put; None leaves them where they are.
         non_blocking: Whether copies to the device may still be under way.
         rng_types: Random generators that all processes take from process 0 at each epoch.
@@ -225,21 +230,22 @@ class LoaderSettings:
 class PreparedLoader(DataLoader[Any]):
     """A loader that gives this process its share, on its device.
 
-    What it does not have itself is read from the base: `dataset`, `sampler`, `num_workers`, ….
+    Other attributes are read from the base: `dataset`, `sampler`, `num_workers`, ….
 
     Args:
         base: The torch loader that reads this process's share.
-        gradient_state: What is told which loader runs.
+        gradient_state: Records which loader is being iterated over.
         settings: How it shares with the other processes.
         position: The epoch and batch it is at; shared with loaders that skip some of its batches.
         drop: Batches of the base to read and throw away at the beginning of an epoch, where
-            nothing less can be done to skip them.
+            they cannot be skipped without being read.
 
     Attributes:
         base: As given.
         gradient_state: As given.
         settings: As given.
         position: As given.
+        batches_to_drop: As given in `drop`.
         end_of_dataloader: True while the last batch is in the loop's body.
         remainder: Samples of the last total batch that are no copies; 0 where it was full, -1
             where that is not known (yet).
@@ -272,11 +278,12 @@ class PreparedLoader(DataLoader[Any]):
     @property  # type: ignore[misc]
     def multiprocessing_context(self) -> Any:
         """As the base's: how worker processes are started."""
+        # DataLoader has a property of this name, which `__getattr__` would not replace.
         return self.base.multiprocessing_context
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
-        """What draws the indices; torch forgets it where it is given a batch sampler."""
+        """The sampler that draws indices; torch does not keep it beside a batch sampler."""
         *_, last_sampler = chain_of_samplers(self.base)
         return self.base.sampler if isinstance(last_sampler, BatchSampler) else last_sampler
 
@@ -297,7 +304,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether it goes on in the middle of an epoch by itself, after `load_state_dict`."""
+        """Whether it continues within an epoch by itself, after `load_state_dict`."""
         return self.settings.stateful
 
     @property
@@ -310,7 +317,7 @@ class PreparedLoader(DataLoader[Any]):
         """Samples of the dataset, whatever this process's share is."""
         dataset: Any = self.dataset
         if isinstance(dataset, IterableDatasetShard):
-            dataset = dataset.dataset
+            dataset = dataset.dataset  # the shard's length is this process's share
         return int(dataset.total_length if hasattr(dataset, "total_length") else len(dataset))
 
     @property
@@ -324,7 +331,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def batches_seen(self) -> int:
-        """Batches of the running epoch that were given out; of a restored one, until it goes on."""
+        """Batches given out in the running epoch; in a restored one, until it continues."""
         return self.position.batches_seen
 
     @property
@@ -361,6 +368,7 @@ class PreparedLoader(DataLoader[Any]):
     # ------------------------------------------------------------------------- iteration
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # The same loader may be iterated inside its own loop; the outer loop gets its flag back.
         was_at_end = self.end_of_dataloader
         self.gradient_state.enter_loader(self)
         try:
@@ -379,9 +387,13 @@ class PreparedLoader(DataLoader[Any]):
                 current_batch = send_to_device(
                     current_batch, settings.device or "cpu", non_blocking=settings.non_blocking
                 )
+            # Taken before the next batch is read: a state saved in the loop's body must continue
+            # with the batch after the one that is in the body.
             if settings.stateful:
                 self._base_state = self._base_snapshot()
             position.ahead = torch.get_rng_state()
+            # One batch is read ahead, because only its absence shows that the current one is the
+            # last.
             next_batch = next(batch_source, _END_OF_EPOCH)
             if next_batch is _END_OF_EPOCH:
                 self.end_of_dataloader = True
@@ -408,13 +420,18 @@ class PreparedLoader(DataLoader[Any]):
             skipped_batches = (
                 restored_state["batches_seen"] if continues_epoch else settings.skip_batches
             )
+            # After the generators are synchronised: the kept states are those the order is drawn
+            # from.
             position.begin_epoch(skipped_batches)
+            # torchdata applies a loaded state when its next iterator is made, so it comes before
+            # that.
             if continues_epoch and restored_state["base"] is not None:
                 self.base.load_state_dict(restored_state["base"])  # type: ignore[attr-defined]
             batch_source = self._open_source(draws_now=is_resumed)
             for _ in range(self.batches_to_drop):
                 if next(batch_source, _END_OF_EPOCH) is _END_OF_EPOCH:
                     return batch_source, _END_OF_EPOCH
+            # Only after the sampler has drawn the order, which belongs to the epoch's first state.
             if restored_state["ahead"] is not None:
                 torch.set_rng_state(restored_state["ahead"])
             return batch_source, next(batch_source, _END_OF_EPOCH)
@@ -424,6 +441,7 @@ class PreparedLoader(DataLoader[Any]):
 
         Torch draws a seed for new ones, from what the order is drawn from.
         """
+        # Other workers are started in every epoch, also in the unbroken run.
         if not self.base.persistent_workers:
             return
         if not self.position.has_begun:
@@ -445,7 +463,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def _open_base(self, *, draws_now: bool) -> Iterator[Any]:
         base_iterator: Any = iter(self.base)
-        # A sampler draws when it is first asked; with worker processes it was asked already.
+        # A sampler draws when its first index is read, which torch has done if there are workers.
         if draws_now and not self.num_workers:
             torch_private.draw_order_now(base_iterator)
         return base_iterator  # type: ignore[no-any-return]
@@ -469,7 +487,7 @@ class PreparedLoader(DataLoader[Any]):
         )
 
     def _expected_remainder(self) -> int:
-        """What is known before the epoch is through."""
+        """The remainder, as far as it is known before the epoch ends."""
         total_batch_size = self.settings.total_batch_size
         *_, sampler = [None, *chain_of_samplers(self.base)]
         is_shared = self.settings.place.is_alone or bool(self._batch_shards())
@@ -483,7 +501,7 @@ class PreparedLoader(DataLoader[Any]):
         return len(sampler) % total_batch_size if _yields_plain_batches(self.base) else -1
 
     def _settle_remainder(self) -> None:
-        """The last batch is at hand, so what was counted on the way is complete."""
+        """Set the remainder: at the last batch the samplers' counts are complete."""
         if self.remainder >= 0 or self.settings.drop_last:
             return
         remainder_counters: list[Any] = list(self._batch_shards())
@@ -496,7 +514,7 @@ class PreparedLoader(DataLoader[Any]):
     # ------------------------------------------------------------------------- position
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is: epoch, batches seen, and what the epoch's order was drawn from.
+        """The position: epoch, batches seen, and the states that the order was drawn from.
 
         Returns:
             Numbers, text and tensors in plain containers.
@@ -543,9 +561,10 @@ class PreparedLoader(DataLoader[Any]):
 
 
 def chain_of_samplers(loader: DataLoader[Any]) -> list[Any]:
-    """What draws a loader's indices: its batch sampler, and what that one draws from in turn."""
+    """The samplers of a loader: its batch sampler, and the samplers inside it, outermost first."""
     samplers: list[Any] = []
     current_sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    # A sampler may refer back to itself, which would make this loop endless.
     while current_sampler is not None and not any(
         current_sampler is earlier_sampler for earlier_sampler in samplers
     ):
@@ -568,6 +587,7 @@ def _yields_plain_batches(loader: DataLoader[Any]) -> bool:
         for batch_sampler in batch_samplers
         if not isinstance(batch_sampler, shard_types)
     ]
+    # torchdata has a BatchSampler of its own, which yields the same batches as torch's.
     return all(
         sampler_type is BatchSampler or sampler_type.__module__.startswith("torchdata.")
         for sampler_type in user_types
@@ -575,7 +595,7 @@ def _yields_plain_batches(loader: DataLoader[Any]) -> bool:
 
 
 def _order_generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
-    """What draws a loader's order, by who has it."""
+    """The generators that draw a loader's order, by their owner."""
     dataset: Any = loader.dataset
     generator_owners = {
         "loader": loader,

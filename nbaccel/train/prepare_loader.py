@@ -37,7 +37,7 @@ __all__ = ["prepare_data_loader", "skip_first_batches"]
 
 _PreparedLoaderClass = TypeVar("_PreparedLoaderClass", bound=PreparedLoader)
 
-# What makes a loader, beside what says which samples are in a batch.
+# A loader's arguments, without those that say which samples are in a batch.
 _LOADER_OPTIONS = (
     "num_workers",
     "collate_fn",
@@ -69,9 +69,9 @@ def prepare_data_loader(
     Args:
         loader: A torch loader; a prepared one is returned as it is.
         place: This process among the others.
-        gradient_state: What is told which loader runs.
+        gradient_state: Records which loader is being iterated over.
         settings: How batches are shared.
-        collectives: What the processes do together.
+        collectives: Collectives of all processes.
         put_on_device: Whether batches are moved to the place's device.
         rng_types: Random generators that all processes take from process 0 at each epoch; of
             ``torch``, ``cuda``, ``python``, ``numpy`` and ``generator``, which is the sampler's.
@@ -82,7 +82,7 @@ def prepare_data_loader(
 
     Raises:
         ConfigError: Settings that this loader cannot be shared by.
-        MissingBackend: torchdata is asked for and not installed.
+        MissingBackend: torchdata is needed and not installed.
     """
     if isinstance(loader, PreparedLoader):
         return loader
@@ -120,6 +120,8 @@ class _LoaderPreparation:
         self._check_loader()
         self._use_seedable_sampler()
         if not self.place.is_alone and self.dispatches:
+            # Accelerate's dispatcher drops the generator, too; the order of later epochs depends on
+            # it.
             base_loader = _rebuild_loader(self.loader, stateful=self.stateful, generator=None)
             loader_settings = self._loader_settings(rng_types=())
             loader_class: type[DispatchLoader] = _loader_class(DispatchLoader, self.stateful)
@@ -127,11 +129,13 @@ class _LoaderPreparation:
                 base_loader, self.gradient_state, loader_settings, slice_fn=slice_fn
             )
         base_loader = self._whole_loader() if self.place.is_alone else self._own_share()
+        # Without a sampler's generator there is none of that name to synchronise, which `rng` would
+        # refuse.
         rng_types = [
             rng_type for rng_type in self.rng_types if rng_type != "generator" or self.synchronized
         ]
-        rng_type = _loader_class(PreparedLoader, self.stateful)
-        return rng_type(
+        prepared_class = _loader_class(PreparedLoader, self.stateful)
+        return prepared_class(
             base_loader, self.gradient_state, self._loader_settings(rng_types=tuple(rng_types))
         )
 
@@ -140,8 +144,8 @@ class _LoaderPreparation:
         if wants_dispatch and not self.put_on_device:
             raise ConfigError(
                 f"DataLoaderConfiguration(dispatch_batches={wants_dispatch!r}) needs device "
-                f"placement, which is off for this loader. Process 0 sends batches from device "
-                f"to device. Leave device_placement on, or give dispatch_batches=False."
+                "placement, which is off for this loader. Process 0 sends batches from device "
+                "to device. Leave device_placement on, or give dispatch_batches=False."
             )
         return self.is_iterable and self.put_on_device if wants_dispatch is None else wants_dispatch
 
@@ -157,6 +161,7 @@ class _LoaderPreparation:
                 "collate_fn you need, or share out the samples yourself and do not prepare it."
             )
         if self.stateful:
+            # Called for its MissingBackend, before anything of the loader is rebuilt.
             _stateful_class()
 
     def _must_rebuild(self) -> bool:
@@ -204,9 +209,8 @@ class _LoaderPreparation:
             return self._iterable_share()
         sampler = chain_of_samplers(self.loader)[-1]
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-            return _rebuild_loader(
-                self.loader, stateful=self.stateful
-            )  # its indices are a share already
+            # Its indices are already this process's share; cutting them again would lose samples.
+            return _rebuild_loader(self.loader, stateful=self.stateful)
         self._give_generator(sampler)
         shard = BatchSamplerShard(
             _index_batches(self.loader),
@@ -222,6 +226,7 @@ class _LoaderPreparation:
         if isinstance(sampler, SeedableRandomSampler) or not hasattr(sampler, "generator"):
             return
         if sampler.generator is None:
+            # The same draw from the same generator as in Accelerate, so that orders stay equal.
             seed = int(torch.empty((), dtype=torch.int64).random_().item())
             sampler.generator = torch.Generator().manual_seed(seed)
         self.synchronized = sampler.generator
@@ -237,6 +242,8 @@ class _LoaderPreparation:
         if (
             hasattr(dataset, "shard")
             and isinstance(num_shards, int)
+            # With fewer shards than processes some would have no batches, and the others would wait
+            # for them in the first collective.
             and num_shards >= world_size
             and not split_batches
         ):
@@ -269,14 +276,13 @@ class _LoaderPreparation:
             old_sampler.generator,
             data_seed=self.collectives.broadcast_object(seed),
         )
+        # From the innermost outwards, because each copy is given the new sampler inside it.
         for outer_sampler in reversed(batch_samplers):
             attribute_name = (
                 "batch_sampler" if hasattr(outer_sampler, "batch_sampler") else "sampler"
             )
-            inner_sampler, new_sampler = (
-                new_sampler,
-                copy.copy(outer_sampler),
-            )  # the user's loader keeps its own
+            # Copies, because the user's loader keeps its samplers.
+            inner_sampler, new_sampler = new_sampler, copy.copy(outer_sampler)
             setattr(new_sampler, attribute_name, inner_sampler)
         self.loader = _rebuild_loader(
             self.loader, stateful=hasattr(self.loader, "state_dict"), index_batches=new_sampler
@@ -292,7 +298,7 @@ def skip_first_batches(
     """A loader that leaves out the first batches of an epoch; the one given stays as it is.
 
     Samples that are chosen by index are not read. The two loaders of a prepared one count epochs
-    together: when the skipping one is through, the other goes on with the next epoch.
+    together: when the skipping one is done, the other continues with the next epoch.
 
     Args:
         dataloader: A prepared loader, or any torch loader.
@@ -310,8 +316,8 @@ def skip_first_batches(
     if num_batches is None or num_batches < 0:
         raise ConfigError(
             f"skip_first_batches({type(dataloader).__name__}, num_batches={num_batches!r}) does "
-            f"not say how many to leave out: training would begin at the wrong batch. Give a "
-            f"number from 0 on; only a prepared loader knows it by itself."
+            "not say how many to leave out: training would begin at the wrong batch. Give a "
+            "number from 0 on; only a prepared loader knows it by itself."
         )
     if isinstance(dataloader, PreparedLoader):
         return _skip_prepared_batches(dataloader, num_batches)
@@ -329,6 +335,7 @@ def _skip_prepared_batches(loader: PreparedLoader, num_batches: int) -> Prepared
     if isinstance(loader.dataset, IterableDataset) or _overrides_iteration(base_loader):
         num_dropped += num_batches
     else:
+        # Process 0 reads one batch per process in a round, so skipping a round skips that many.
         reads_whole_rounds = (
             isinstance(loader, DispatchLoader) and not loader_settings.split_batches
         )
@@ -366,7 +373,8 @@ class _DroppingLoader(DataLoader[Any]):
 
 
 def _index_batches(loader: DataLoader[Any]) -> Any:
-    """What yields the indices of each batch, whichever argument it was given by."""
+    """The sampler that yields the indices of each batch."""
+    # With batch_size=None torch makes no batch sampler.
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
@@ -379,6 +387,7 @@ def _loader_batch_size(loader: DataLoader[Any]) -> int | None:
 
 def _overrides_iteration(loader: DataLoader[Any]) -> bool:
     """Whether the loader's class changes how a torch loader iterates."""
+    # torchdata's class has an __iter__ for its states, but reads as torch's does.
     defining_class = next(
         base_class for base_class in type(loader).__mro__ if "__iter__" in vars(base_class)
     )
@@ -395,7 +404,8 @@ def _rebuild_loader(
     index_batches: Any = None,
     **changed_options: Any,
 ) -> DataLoader[Any]:
-    """A new torch loader like another one, but for what is given."""
+    """A new torch loader like another one, with the given arguments changed."""
+    # A new one, because torch forbids changing the sampler or dataset of a loader.
     loader_class: Callable[..., DataLoader[Any]] = _stateful_class() if stateful else DataLoader
     dataset = loader.dataset if dataset is None else dataset
     loader_options = _loader_options(loader)
@@ -407,7 +417,7 @@ def _rebuild_loader(
         )
     index_batches = _index_batches(loader) if index_batches is None else index_batches
     if loader.batch_sampler is None:
-        # Without automatic batching: each index (or list of them) is asked of the dataset at once.
+        # Without automatic batching the dataset gets each index (or list of them) as it is.
         return loader_class(
             dataset, sampler=index_batches, batch_size=None, **{**loader_options, **changed_options}
         )

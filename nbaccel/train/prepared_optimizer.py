@@ -1,9 +1,9 @@
 """``PreparedOptimizer``: an optimizer that waits while gradients are being accumulated.
 
 [Note: was it skipped?] With scaled gradients a step may not happen. Asking the scaler afterwards
-would wait for the device a second time, so a hook on the optimizer tells whether it stepped. A
+would wait for the device a second time, so a hook on the optimizer records whether it stepped. A
 fused optimizer is always called and looks at the flag on the device itself: there the flag is kept,
-and read when somebody asks.
+and read only when it is needed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class PreparedOptimizer(Optimizer):
 
     Args:
         optimizer: The optimizer itself; it keeps parameters, state and hooks.
-        gradient_state: Says whether the batch at hand ends a group.
-        scaler: What scaled the loss; None where nothing did.
+        gradient_state: Says whether the current batch ends a group.
+        scaler: The scaler of the loss; None where it is not scaled.
 
     Attributes:
         optimizer: The optimizer itself.
@@ -53,7 +53,7 @@ class PreparedOptimizer(Optimizer):
     # ---------------------------------------------------------------- stepping
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, if the batch at hand ends a group of accumulated ones.
+        """Step, if the current batch ends a group of accumulated ones.
 
         Args:
             closure: Evaluates the model again and returns the loss, for optimizers that need it.
@@ -76,9 +76,9 @@ class PreparedOptimizer(Optimizer):
     def _scaled_step(self, scaler: torch.amp.GradScaler, closure: Any) -> Any:
         if closure is not None:
             raise ConfigError(
-                f"step(closure={closure!r}) cannot go with fp16: the closure's gradients would "
-                f"be taken without being scaled back. Use mixed_precision='bf16' or 'no', or an "
-                f"optimizer that needs no closure."
+                f"step(closure={closure!r}) does not work with fp16: the closure's gradients would "
+                "be used without being scaled back. Use mixed_precision='bf16' or 'no', or an "
+                "optimizer that needs no closure."
             )
         self._has_stepped = False
         step_result = scaler.step(self.optimizer)
@@ -86,11 +86,12 @@ class PreparedOptimizer(Optimizer):
             self._was_skipped = not self._has_stepped
         else:
             self._was_skipped = _infinite_gradient_flag(scaler, self.optimizer)
+        # Last, because it clears the flags for infinite gradients.
         scaler.update()
         return step_result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forget gradients, if the batch at hand ends a group of accumulated ones.
+        """Forget gradients, if the current batch ends a group of accumulated ones.
 
         Args:
             set_to_none: As in torch; None leaves it to the optimizer, whose default is True.
@@ -105,9 +106,8 @@ class PreparedOptimizer(Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step did not happen because gradients were infinite."""
-        engine_flag = getattr(
-            self.optimizer, "step_was_skipped", None
-        )  # of an engine, which scales itself
+        # An engine's optimizer (DeepSpeed) scales losses itself, so only the engine knows.
+        engine_flag = getattr(self.optimizer, "step_was_skipped", None)
         if engine_flag is not None:
             return bool(engine_flag)
         if not isinstance(self._was_skipped, bool):
@@ -152,7 +152,7 @@ class PreparedOptimizer(Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave; tensors go where their parameters are."""
+        """Load what :meth:`state_dict` gave; tensors are moved to their parameters' devices."""
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
@@ -166,21 +166,22 @@ class PreparedOptimizer(Optimizer):
             eval_method()
 
     def __getattr__(self, name: str) -> Any:
-        # Hooks, and whatever an optimizer has beyond torch's.
+        # Hooks, and attributes that torch's optimizers do not have.
         if name == "optimizer":
-            raise AttributeError(f"{type(self).__name__} has no {name!r} before it is made")
+            raise AttributeError(f"{type(self).__name__} has no {name!r} before it is constructed")
         return getattr(self.optimizer, name)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
 
-    # ---------------------------------------------------------------- travelling
+    # ---------------------------------------------------------------- pickling
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             "optimizer": self.optimizer,
             "gradient_state": self.gradient_state,
             "scaler": self.scaler,
+            # As a bool: the flag itself may be a tensor on a device.
             "_was_skipped": self.step_was_skipped,
             "_has_stepped": self._has_stepped,
         }
@@ -217,10 +218,12 @@ def _move_state_to_parameters(optimizer: Optimizer) -> None:
     """Move state that was made on another device to where its parameters are now."""
     if any(
         isinstance(state_value, torch.Tensor)
+        # Adam's 0-d `step` is on the CPU on purpose, wherever the parameter is.
         and state_value.dim() > 0
         and state_value.device != parameter.device
         for parameter, parameter_state in getattr(optimizer, "state", {}).items()
         if isinstance(parameter, torch.Tensor) and isinstance(parameter_state, dict)
         for state_value in parameter_state.values()
     ):
+        # torch moves state to the device of its parameter when it loads it.
         optimizer.load_state_dict(optimizer.state_dict())

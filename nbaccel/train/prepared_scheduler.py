@@ -20,12 +20,12 @@ class PreparedScheduler:
     A schedule written for one process sees, in one optimizer step of a run, as many batches as
     there are processes; so it advances that many times. It stops silently at its `total_steps`
     (``OneCycleLR``), where torch would raise. ``ReduceLROnPlateau`` counts how often it is shown a
-    metric, whoever computed it, and so always advances once.
+    metric, whichever process computed it, and so always advances once.
 
     Args:
         scheduler: The scheduler itself.
-        optimizers: Those it waits for.
-        gradient_state: Says whether the batch at hand ends a group.
+        optimizers: The optimizers that it waits for.
+        gradient_state: Says whether the current batch ends a group.
         steps_per_call: How often it advances per optimizer step: the number of processes, or 1
             where a batch is split among them.
         with_optimizer: False leaves it to the caller: every call is one plain step.
@@ -50,7 +50,7 @@ class PreparedScheduler:
         self.with_optimizer = with_optimizer
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance, if the optimizers stepped with the batch at hand.
+        """Advance, if the optimizers stepped with the current batch.
 
         Args:
             *args: For the scheduler's own step, for example a metric.
@@ -62,11 +62,11 @@ class PreparedScheduler:
         if not self.gradient_state.sync_gradients:
             return
         for optimizer in self.optimizers:
-            if getattr(
-                optimizer, "step_was_skipped", False
-            ):  # one made by hand may wait for torch's
+            # A scheduler constructed by hand may wait for torch's optimizers, without such a flag.
+            if getattr(optimizer, "step_was_skipped", False):
                 return
         for _ in range(self._steps_to_advance()):
+            # Several steps per call may pass the end of a schedule, where OneCycleLR raises.
             if self._is_over():
                 return
             self.scheduler.step(*args, **kwargs)
@@ -96,11 +96,11 @@ class PreparedScheduler:
         ):
             return
         warnings.warn(
-            f"GradientAccumulationPlugin(adjust_scheduler=True): the schedule advances by all "
+            "GradientAccumulationPlugin(adjust_scheduler=True): the schedule advances by all "
             f"{self.gradient_state.batches_in_group} batches of an optimizer step, as a schedule "
-            "written in batches needs it. Accelerate advances it by one whatever is given: for the "
+            "written in batches needs it. Accelerate always advances it by one: for the "
             "same learning rates leave adjust_scheduler out.",
-            stacklevel=4,  # past _advance and step, to the loop
+            stacklevel=4,  # past _steps_to_advance and step, to the training loop
         )
 
     def _is_over(self) -> bool:
@@ -112,11 +112,11 @@ class PreparedScheduler:
         return list(self.scheduler.get_last_lr())
 
     def get_lr(self) -> list[Any]:
-        """What the scheduler's own `get_lr` gives."""
+        """The result of the scheduler's `get_lr`."""
         return list(self.scheduler.get_lr())
 
     def print_lr(self, *args: Any, **kwargs: Any) -> None:
-        """What the scheduler's own `print_lr` does; newer torch has none."""
+        """Call the scheduler's `print_lr`; newer torch has none."""
         self.scheduler.print_lr(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,13 +125,13 @@ class PreparedScheduler:
         return scheduler_state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
+        """Load what :meth:`state_dict` gave."""
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
         # Whatever else the scheduler has.
         if name == "scheduler":
-            raise AttributeError(f"{type(self).__name__} has no {name!r} before it is made")
+            raise AttributeError(f"{type(self).__name__} has no {name!r} before it is constructed")
         return getattr(self.scheduler, name)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Who does what, and who waits for whom: the control flow of several processes."""
+"""The control flow of several processes: which of them runs what, and waits for which."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ProcessInfo:
 
     Args:
         place: Where this process stands.
-        collectives: What they do together.
+        collectives: Collectives of all processes.
     """
 
     def __init__(self, place: Place, collectives: Collectives) -> None:
@@ -80,7 +80,7 @@ class ProcessInfo:
         """Wait until every process is here.
 
         Raises:
-            CollectiveTimeout: Somebody did not come; it says who, and where it was last.
+            CollectiveTimeout: A process did not call; the message names it and its last call.
         """
         self._collectives.barrier()
 
@@ -147,6 +147,7 @@ class ProcessInfo:
         """
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
+        # One process runs everything, so that code written for several runs on one.
         if self._place.is_alone:
             return function
         chosen_rank = _check_process_number(process_index, self.num_processes, "process_index")
@@ -176,7 +177,7 @@ class ProcessInfo:
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once per node, whatever the number of processes."""
         if self.is_local_main_process:
-            print(*args, **kwargs)  # noqa: T201  (that is what it is for)
+            print(*args, **kwargs)  # noqa: T201
 
     # --------------------------------------------------------------------- sharing work out
 
@@ -220,9 +221,12 @@ class ProcessInfo:
             return inputs
         first_item, end_item, num_missing = self._own_span(len(inputs), apply_padding)
         if is_dataset:
+            # `select` takes indices, so the last item is repeated by its index.
             return inputs.select([*range(first_item, end_item), *[len(inputs) - 1] * num_missing])
         own_part: Any = inputs[first_item:end_item]
         if isinstance(own_part, torch.Tensor):
+            # As in Accelerate, only padded tensors are moved to the device, since they will be
+            # gathered.
             padded_part = torch.cat([own_part, *[inputs[-1:]] * num_missing])
             return padded_part.to(self.device) if apply_padding else own_part
         return (

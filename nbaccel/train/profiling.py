@@ -25,7 +25,7 @@ def profile_block(
     Args:
         settings: Of the profiler; without activities, those of the device are recorded. With
             `output_trace_dir`, leaving the block is a collective.
-        collectives: Of all processes.
+        collectives: All processes.
 
     Yields:
         The profiler.
@@ -39,4 +39,5 @@ def profile_block(
         folder = Path(settings.output_trace_dir)
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(folder / f"profile_{place.rank}.json"))
+        # After it, any process may read all traces.
         collectives.barrier()

@@ -1,7 +1,7 @@
-"""One progress bar for all processes: process 0 shows it, with everybody's samples and losses.
+"""One progress bar for all processes: process 0 shows it, with the samples and losses of all.
 
-Every process posts its numbers to the rendezvous store twice a second at most, and nobody waits for
-anybody: a process that is slow, or shows no bar, holds no other up.
+Every process writes its numbers to the rendezvous store twice a second at most, and none waits for
+another: a process that is slow, or shows no bar, delays no other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ __all__ = ["Progress"]
 
 _POST_INTERVAL_S = 0.5
 _LoaderBatch = TypeVar("_LoaderBatch")
-_BAR_COUNTER = itertools.count()  # of bars in this process: so that processes mean the same one
+# Processes make their bars in the same order, so equal numbers mean the same bar.
+_BAR_COUNTER = itertools.count()
 
 
 class Progress(Generic[_LoaderBatch]):
@@ -48,6 +49,7 @@ class Progress(Generic[_LoaderBatch]):
         self._place = place
         self._bar_number = next(_BAR_COUNTER)
         self._last_loss: torch.Tensor | None = None
+        # Not the monotonic clock: other processes compare this time with theirs.
         self._start_time = time.time()
         self._last_post_s = 0.0
         self.samples = 0
@@ -69,6 +71,7 @@ class Progress(Generic[_LoaderBatch]):
             for batch in self._loader:
                 self.samples += find_batch_size(batch) or 0
                 yield batch
+                # After the loop's body: the batch counts when it has been trained with.
                 self.bar.update(1)
                 metrics_reporter.step_done()
                 if time.monotonic() - self._last_post_s >= _POST_INTERVAL_S:
@@ -83,6 +86,7 @@ class Progress(Generic[_LoaderBatch]):
 
     def _report_progress(self) -> None:
         self._last_post_s = time.monotonic()
+        # Reading the loss waits for the device, which is why it is done this seldom.
         last_loss = None if self._last_loss is None else float(self._last_loss.float().mean())
         if last_loss is not None:
             metrics_reporter.loss_is(last_loss)
@@ -94,6 +98,7 @@ class Progress(Generic[_LoaderBatch]):
         all_numbers = [own_numbers] if self._place.is_alone else self._exchange_numbers(own_numbers)
         if not self._place.is_main:
             return
+        # The clock may not have advanced since the start, or may have been set back.
         elapsed_s = max(time.time() - self._start_time, 1e-9)
         all_samples = sum(rank_numbers["samples"] for rank_numbers in all_numbers)
         bar_postfix = {"samples/s": f"{all_samples / elapsed_s:.0f}"}
@@ -107,8 +112,8 @@ class Progress(Generic[_LoaderBatch]):
         self.bar.set_postfix(bar_postfix)
 
     def _exchange_numbers(self, own_numbers: dict[str, Any]) -> list[dict[str, Any]]:
-        """Post one's numbers; process 0 also reads what the others have posted so far."""
-        with contextlib.suppress(dist.DistError):  # the store is gone: no bar is worth a failure
+        """Write this process's numbers; process 0 also reads those of the others so far."""
+        with contextlib.suppress(dist.DistError):  # the store is gone; a bar must not end training
             group_store = torch_private.default_store()
             group_store.set(self._store_key(self._place.rank), json.dumps(own_numbers))
             if self._place.is_main:
@@ -116,6 +121,8 @@ class Progress(Generic[_LoaderBatch]):
                 posted_numbers = [
                     json.loads(group_store.get(key))
                     for key in store_keys
+                    # `get` blocks until a key exists; a process that has written nothing yet is
+                    # left out.
                     if group_store.check([key])
                 ]
                 # An earlier run on the same store may have left numbers of its own.

@@ -1,6 +1,6 @@
 """Random number generators: Python's, numpy's, torch's on the CPU and on accelerators.
 
-Asked and set together, so that a run can be repeated and resumed. Nothing here wakes an
+Read and set together, so that a run can be repeated and resumed. Nothing here initialises an
 accelerator: a generator that was never used needs no saving.
 """
 
@@ -56,24 +56,27 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """
     seed = _check_seed(seed)
     if device_specific:
+        # numpy refuses 2**32 and above, so the largest seeds wrap around.
         seed = (seed + distributed.rank()) % _NUM_SEEDS
     random.seed(seed)
-    np.random.seed(seed)  # the global generator is the one that users draw from
-    torch.manual_seed(seed)  # reaches an accelerator when, and only if, it wakes
+    # The legacy global generator, because `np.random.*` calls in user code draw from it.
+    np.random.seed(seed)
+    torch.manual_seed(seed)  # seeds an accelerator when, and only if, it is initialised
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
 
 def _check_seed(seed: Any) -> int:
     try:
+        # `index` accepts numpy's whole numbers, and refuses floats and text.
         seed_number = operator.index(seed)
     except TypeError:
         seed_number = -1
     if not 0 <= seed_number < _NUM_SEEDS:
         raise ConfigError(
             f"set_seed({shown(seed)}) must get a whole number from 0 to {_NUM_SEEDS - 1}. numpy "
-            "has no generator for another one, and the others would be seeded without it. Give "
-            "one."
+            "accepts no other seed, and the other generators would be seeded without it. Give such "
+            "a number."
         )
     return seed_number
 
@@ -110,7 +113,8 @@ def restore_rng_states(place: Place, state: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def preserve_rng_states() -> Iterator[None]:
-    """Leave all global generators as they were, whatever the block draws or seeds."""
+    """Restore all global generators after the block."""
+    # Chosen once: a device that the block initialises has no earlier state to restore.
     awake_devices = tuple(_catalog.awake_accelerators())
     previous_states = _generator_states(*awake_devices)
     try:
@@ -140,6 +144,7 @@ def _set_generator_states(states_by_name: Mapping[str, Any], *devices: DeviceRun
     if _NUMPY_KEY in states_by_name:
         np.random.set_state(states_by_name[_NUMPY_KEY])
     if _TORCH_KEY in states_by_name:
+        # A checkpoint that was read with map_location has its states on the accelerator.
         torch.set_rng_state(states_by_name[_TORCH_KEY].cpu())
     for device in devices:
         # A checkpoint may come from a machine with more devices than this one has.
@@ -171,6 +176,7 @@ def synchronize_rng_states(
     """
     # An enum member counts as its value: Accelerate's RNGType is one.
     type_names = [str(getattr(type_name, "value", type_name)) for type_name in rng_types]
+    # Before any exchange, so that a wrong name is refused on every process.
     accessors = {type_name: _state_accessors(type_name, generator) for type_name in type_names}
     if collectives is None or collectives.place.is_alone or not accessors:
         return
@@ -184,7 +190,7 @@ _StateAccessors = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 def _state_accessors(type_name: str, generator: torch.Generator | None) -> _StateAccessors:
-    """How to ask one generator for its state, and how to set it."""
+    """Functions that read and set the state of one generator."""
     if type_name == "generator" and generator is None:
         raise ConfigError(
             f"rng_types has {type_name!r}, but generator={generator!r}: there is none whose state "
@@ -205,8 +211,8 @@ def _state_accessors(type_name: str, generator: torch.Generator | None) -> _Stat
     if type_name not in accessors:
         known_types = [*dict.fromkeys((*accessors, "generator"))]
         raise ConfigError(
-            f"rng_types has {type_name!r}, which is no generator that nbaccel knows. The "
-            f"processes would draw different numbers.{closest(type_name, known_types)} Give of "
+            f"rng_types has {type_name!r}, which is the name of no generator. The "
+            f"processes would draw different numbers.{closest(type_name, known_types)} Give one of "
             f"{', '.join(known_types)}."
         )
     return accessors[type_name]

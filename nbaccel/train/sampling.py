@@ -37,15 +37,15 @@ def check_divisible(batch_size: int | None, num_processes: int, owner_name: str)
     Args:
         batch_size: Samples of a batch; None where it is not known.
         num_processes: Number of slices.
-        owner_name: What is told to split, for the message.
+        owner_name: The loader or sampler that is to split, for the message.
 
     Raises:
         ConfigError: They do not.
     """
     if batch_size is None:
         raise ConfigError(
-            f"{owner_name} cannot use split_batches=True with batch_size=None: nothing says how "
-            f"long a slice for one of {num_processes} processes is. Give the loader a batch_size "
+            f"{owner_name} cannot use split_batches=True with batch_size=None: the length of a "
+            f"slice for one of {num_processes} processes is unknown. Give the loader a batch_size "
             "(or its batch sampler such an attribute), or leave split_batches out."
         )
     if batch_size % num_processes:
@@ -58,13 +58,13 @@ def check_divisible(batch_size: int | None, num_processes: int, owner_name: str)
 
 
 class SeedableRandomSampler(RandomSampler):
-    """Shuffles by seed and epoch alone, so that the order of any epoch can be had again.
+    """Shuffles by seed and epoch alone, so that the order of any epoch can be repeated.
 
     Args:
-        data_source: What is sampled from; only its length is used.
+        data_source: The dataset; only its length is used.
         replacement: Whether a sample may come twice.
         num_samples: How many are drawn in an epoch; None draws as many as there are.
-        generator: What draws; it is seeded anew for each epoch.
+        generator: Draws the order; it is seeded anew for each epoch.
         data_seed: The seed; None takes torch's initial seed.
 
     Attributes:
@@ -87,9 +87,11 @@ class SeedableRandomSampler(RandomSampler):
 
     def __iter__(self) -> Iterator[int]:
         if self.generator is None:
+            # Its own, because seeding torch's global one would repeat all other random numbers.
             self.generator = torch.Generator()
         self.generator.manual_seed(self.initial_seed + self.epoch)
         yield from super().__iter__()
+        # Reached only at the end: an epoch that is left early is drawn in the same order again.
         self.epoch += 1
 
     def set_epoch(self, epoch: int) -> None:
@@ -109,7 +111,7 @@ class BatchSamplerShard(BatchSampler):
         even_batches: Complete the last round from the beginning.
 
     Attributes:
-        remainder: When an iteration is through: samples of the last round that are no copies; 0
+        remainder: After an iteration: samples of the last round that are no copies; 0
             where the round was full, -1 where that is not known.
 
     Raises:
@@ -124,6 +126,7 @@ class BatchSamplerShard(BatchSampler):
         split_batches: bool = False,
         even_batches: bool = True,
     ) -> None:
+        # No super().__init__(), which demands a sampler and a batch size.
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
         self.process_index = process_index
@@ -175,6 +178,7 @@ class BatchSamplerShard(BatchSampler):
             if len(batch) == batch_size:
                 remainder = 0
                 yield batch[own_slice]
+            # A batch sampler of the user's may yield short batches before the last one, too.
             elif not self.drop_last:
                 remainder = len(batch)
                 filled_batch = itertools.chain(batch, itertools.cycle(first_batch))
@@ -186,12 +190,11 @@ class BatchSamplerShard(BatchSampler):
         self.remainder = remainder
 
     def _take_turns(self) -> Iterator[list[int]]:
-        first_round: list[list[int]] = []  # the first round: what a short one is completed from
+        first_round: list[list[int]] = []
         current_round: list[list[int]] = []
         for batch in self.batch_sampler:
-            if (
-                len(current_round) == self.num_processes
-            ):  # it ended with a short batch, but was not last
+            # A full round is still here if its last batch was short but was not the epoch's last.
+            if len(current_round) == self.num_processes:
                 yield current_round[self.process_index]
                 current_round = []
             current_round.append(batch)
@@ -222,6 +225,7 @@ class BatchSamplerShard(BatchSampler):
             return [*last_round, *_repeat_items(first_round, self.num_processes)][
                 self.process_index
             ]
+        # `cycle`, because the whole epoch may be shorter than what is missing in its only round.
         sample_indices = itertools.chain(
             *last_round, itertools.cycle(list(itertools.chain(*first_round)))
         )
@@ -250,7 +254,7 @@ class SkipBatchSampler(BatchSampler):
         self.skip_batches = skip_batches
 
     def __getattr__(self, name: str) -> Any:
-        # Size, split and remainder are those of the batches that are left.
+        # Size, split and remainder of the inner sampler hold for the batches that remain, too.
         if name == "batch_sampler":  # not there yet, while being unpickled
             raise AttributeError(f"{type(self).__name__} has no {name} yet")
         return getattr(self.batch_sampler, name)
@@ -283,7 +287,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         split_batches: Whether `batch_size` is the total one.
 
     Attributes:
-        remainder: When an iteration in this process is through: samples of the last round that
+        remainder: After an iteration in this process: samples of the last round that
             are no copies; 0 where the round was full.
 
     Raises:
@@ -331,6 +335,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         self.remainder = -1
         generator = getattr(self.dataset, "generator", None)
+        # Every process must read the same samples in the same order, or shares would overlap.
         if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
             generator.manual_seed(self.epoch)
         round_size = self._samples_each * self.num_processes
@@ -347,6 +352,7 @@ class IterableDatasetShard(IterableDataset[Any]):
                 current_round = []
         self.remainder = len(current_round)
         if current_round and not self.drop_last:
+            # An epoch shorter than one round is completed from itself.
             filled_round = itertools.chain(
                 current_round, itertools.cycle(first_round or current_round)
             )

@@ -1,6 +1,6 @@
 """Prepared loaders that are torchdata's too: code asks ``isinstance(loader, StatefulDataLoader)``.
 
-A module of its own, because torchdata is imported only where it is asked for.
+A module of its own, because torchdata is imported only where it is used.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from nbaccel.train.loader import PreparedLoader
 __all__ = ["KINDS", "StatefulDispatchLoader", "StatefulPreparedLoader"]
 
 
+# `PreparedLoader` comes first, so that its methods win over torchdata's.
 class StatefulPreparedLoader(PreparedLoader, StatefulDataLoader):  # type: ignore[misc]
     """A prepared loader around torchdata's: everything is the former's."""
 

@@ -1,4 +1,4 @@
-"""Trackers of other people's packages, each imported when a run begins, and what each must do.
+"""Trackers of other packages, each imported when a run begins, and their base class.
 
 Arguments are those of the packages, as Accelerate's users write them in ``init_kwargs``; what a
 service cannot show is left out, with one warning.
@@ -52,6 +52,7 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapped_method(tracker: Any, *args: Any, **kwargs: Any) -> Any:
+        # Read in each call, because an instance may override the value of its class.
         everywhere = not getattr(tracker, "main_process_only", True)
         return function(tracker, *args, **kwargs) if everywhere or distributed.rank() == 0 else None
 
@@ -68,7 +69,7 @@ class GeneralTracker:
         _blank: A tracker that does nothing, for processes that have none.
 
     Attributes:
-        name: What `log_with` and `get_tracker` call it.
+        name: Its name in `log_with` and `get_tracker`.
         requires_logging_directory: Whether it writes to a folder.
         main_process_only: Whether only process 0 has one.
 
@@ -82,7 +83,7 @@ class GeneralTracker:
 
     def __init__(self, _blank: bool = False) -> None:
         needed_attributes = () if _blank else ("name", "requires_logging_directory", "tracker")
-        # In the class: asking the instance would run the property before it can answer.
+        # Looked for in the class: on the instance `tracker` would be evaluated before `start`.
         missing_attributes = [
             attribute_name
             for attribute_name in needed_attributes
@@ -96,7 +97,7 @@ class GeneralTracker:
             )
 
     def start(self) -> None:
-        """Begin to track; called once, where the tracker is used."""
+        """Begin to track; called once, on the processes that use the tracker."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Write the run's configuration.
@@ -110,12 +111,12 @@ class GeneralTracker:
 
         Args:
             values: Numbers or texts by name.
-            step: Of the training.
-            **kwargs: What the tracker itself takes.
+            step: The training step.
+            **kwargs: Further arguments of the tracker.
         """
 
     def finish(self) -> None:
-        """Write what is left and close; nothing is logged afterwards."""
+        """Write everything and close; nothing is logged afterwards."""
 
 
 class ServiceTracker(GeneralTracker):
@@ -123,7 +124,7 @@ class ServiceTracker(GeneralTracker):
 
     Args:
         run_name: The project's name.
-        **kwargs: Of what begins a run in the service.
+        **kwargs: Arguments of the service's function that begins a run.
     """
 
     requires_logging_directory = False
@@ -136,7 +137,7 @@ class ServiceTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """What the service calls a run; None before `start`."""
+        """The service's object for a run; None before `start`."""
         return self.run
 
     def finish(self) -> None:
@@ -151,12 +152,13 @@ class ServiceTracker(GeneralTracker):
 
         Args:
             values: By name; a tensor of one number counts as that number.
-            shown_types: What the service shows.
+            shown_types: The types that the service shows.
 
         Yields:
             Names and values.
         """
         for value_name, logged_value in values.items():
+            # A tensor of one number is no Real; as a Python number the service can show it.
             shown_value = (
                 plain_value(logged_value, keep_infinite=True)
                 if hasattr(logged_value, "dtype")
@@ -170,7 +172,7 @@ class ServiceTracker(GeneralTracker):
                     f"{type(logged_value).__name__} this way. Use "
                     f"accelerator.get_tracker({self.name!r}, unwrap=True) for the service's own "
                     "methods.",
-                    stacklevel=4,
+                    stacklevel=4,  # past the tracker's log and Accelerator.log
                 )
 
 
@@ -196,6 +198,7 @@ def plain_value(any_value: Any, *, keep_infinite: bool = False) -> Any:
         # One number in an array of any shape counts as that number.
         python_value = any_value.item() if math.prod(any_value.shape) == 1 else python_numbers
         return plain_value(python_value, keep_infinite=keep_infinite)
+    # JSON has no NaN and no infinity.
     if isinstance(any_value, float) and not math.isfinite(any_value):
         return any_value if keep_infinite else str(any_value)
     if any_value is None or type(any_value) in {bool, int, float, str}:
@@ -220,7 +223,7 @@ class AimTracker(ServiceTracker):
     Args:
         run_name: Its name.
         logging_dir: Folder of Aim's repository.
-        **kwargs: Of ``aim.Run``.
+        **kwargs: Arguments of ``aim.Run``.
     """
 
     name = "aim"
@@ -259,7 +262,7 @@ class AimTracker(ServiceTracker):
 
         Args:
             values: By name.
-            step: Of the training.
+            step: The training step.
             kwargs: Further arguments: ``aim_image`` of ``aim.Image``, ``track`` of ``Run.track``.
         """
         image_class: Any = import_module("aim").Image
@@ -287,11 +290,11 @@ class MLflowTracker(ServiceTracker):
     Args:
         experiment_name: Its experiment, made if there is none (``MLFLOW_EXPERIMENT_NAME``).
         logging_dir: Where a new experiment keeps files; None leaves it to MLflow.
-        run_id: The run to go on with (``MLFLOW_RUN_ID``); None begins one.
+        run_id: The run to continue (``MLFLOW_RUN_ID``); None begins one.
         tags: Of the run, as a dict or its JSON (``MLFLOW_TAGS``).
         nested_run: Whether it is part of the run that is active (``MLFLOW_NESTED_RUN``).
         run_name: Name of a new run.
-        description: Of the run.
+        description: Description of the run.
 
     What the environment says wins, as with Accelerate.
     """
@@ -345,6 +348,7 @@ class MLflowTracker(ServiceTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Write the configuration, as far as MLflow takes texts of such a length."""
         mlflow: Any = import_module("mlflow")
+        # MLflow raised its limits over the years, so those of the installed version are read.
         mlflow_limits: Any = import_module("mlflow.utils.validation")
         fitting_values = {
             value_name: config_value
@@ -361,6 +365,7 @@ class MLflowTracker(ServiceTracker):
             list(fitting_values.items()),
             mlflow_limits.MAX_PARAMS_TAGS_PER_BATCH,
         )
+        # MLflow refuses a request with more parameters than this.
         for first_item in range(0, len(fitting_items), batch_limit):
             mlflow.log_params(dict(fitting_items[first_item : first_item + batch_limit]))
 
@@ -392,8 +397,8 @@ class DVCLiveTracker(ServiceTracker):
 
     Args:
         run_name: Not used: DVCLive names by folder.
-        live: A ``dvclive.Live`` to go on with.
-        **kwargs: Of ``dvclive.Live``.
+        live: A ``dvclive.Live`` to continue.
+        **kwargs: Arguments of ``dvclive.Live``.
     """
 
     name = "dvclive"
@@ -419,6 +424,7 @@ class DVCLiveTracker(ServiceTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """See :meth:`GeneralTracker.log`; numbers and texts."""
         if step is not None:
+            # Otherwise dvclive counts steps by itself.
             self.run.step = step
         for value_name, logged_value in self.shown_values(values, (Real, str)):
             self.run.log_metric(value_name, logged_value, **kwargs)
@@ -441,6 +447,7 @@ class WandBTracker(ServiceTracker):
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """See :meth:`GeneralTracker.store_init_configuration`."""
+        # wandb refuses other values for a run that is continued, unless this is given.
         self.run.config.update(values, allow_val_change=True)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -557,8 +564,8 @@ class CometMLTracker(ServiceTracker):
 class ClearMLTracker(ServiceTracker):
     """A task of ClearML; arguments are those of ``Task.init``.
 
-    ``CLEARML_PROJECT`` and ``CLEARML_TASK`` win over `run_name`; a task that has been begun already
-    is gone on with, and left open.
+    ``CLEARML_PROJECT`` and ``CLEARML_TASK`` win over `run_name`; a task that exists already
+    is continued, and left open.
     """
 
     name = "clearml"
@@ -566,6 +573,7 @@ class ClearMLTracker(ServiceTracker):
     def start(self) -> None:
         """See :meth:`GeneralTracker.start`."""
         task_class: Any = import_module("clearml").Task
+        # A task of the user's is not closed in `finish`.
         self._existing_task = task_class.current_task()
         task_names = {
             "project_name": env.read("CLEARML_PROJECT") or self.run_name,
@@ -587,8 +595,8 @@ class ClearMLTracker(ServiceTracker):
 
         Args:
             values: By name.
-            step: Of the training; without one a number stands alone.
-            **kwargs: Of the task's logger.
+            step: The training step; without one a number stands alone.
+            **kwargs: Arguments of the task's logger.
         """
         task_logger = self.run.get_logger()
         for value_name, logged_value in self.shown_values(values, (Real,)):
@@ -643,7 +651,7 @@ class TrackerService:
 
     Attributes:
         tracker: Its class.
-        distributions: What pip calls the package; any of them will do.
+        distributions: Names of the package for pip; any one is enough.
     """
 
     tracker: type[GeneralTracker]

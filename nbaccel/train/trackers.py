@@ -1,6 +1,6 @@
 """Trackers: where a run's configuration and numbers are written.
 
-``jsonl`` needs nothing, ``tensorboard`` and the services of `tracker_services` need their packages.
+``jsonl`` needs nothing, ``tensorboard`` and the services of `tracker_classes` need their packages.
 Others come from packages that name a class in the entry point group ``nbaccel.trackers``, as
 classes that were registered, or as instances of a user's own class.
 """
@@ -55,7 +55,7 @@ class JsonlTracker(GeneralTracker):
     """One JSON object per line in ``<logging_dir>/<run_name>.jsonl``, readable while it grows.
 
     A line has ``step``, ``time`` (seconds since 1970) and ``values``; the configuration is a line
-    with ``config`` instead, the first of a run. What is no number JSON knows is a text: ``"nan"``.
+    with ``config`` instead, the first of a run. Numbers that JSON lacks are texts: ``"nan"``.
 
     Args:
         run_name: The run; an existing file is continued.
@@ -91,11 +91,14 @@ class JsonlTracker(GeneralTracker):
         )
 
     def _write_line(self, line: dict[str, Any]) -> None:
+        # `allow_nan=False`: NaN is no valid JSON, and `plain_value` has turned it into text.
         self.tracker.write(json.dumps(line, allow_nan=False) + "\n")
+        # Each line at once, so that the file can be followed and survives a killed process.
         self.tracker.flush()
 
     def finish(self) -> None:
         """See :meth:`GeneralTracker.finish`."""
+        # `cached_property` puts it there: asking for it would open a file just to close it.
         if "tracker" in vars(self):
             self.tracker.close()
 
@@ -106,7 +109,7 @@ class TensorBoardTracker(GeneralTracker):
     Args:
         run_name: The run.
         logging_dir: The folder of all runs.
-        **kwargs: Of ``torch.utils.tensorboard.SummaryWriter``.
+        **kwargs: Arguments of ``torch.utils.tensorboard.SummaryWriter``.
     """
 
     name = "tensorboard"
@@ -132,7 +135,7 @@ class TensorBoardTracker(GeneralTracker):
         return self.tracker
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Show the configuration under HPARAMS, and keep it in ``hparams.yml`` beside.
+        """Show the configuration under HPARAMS, and keep it in ``hparams.yml``, too.
 
         Args:
             values: Hyperparameters by name; nested ones become ``outer.inner``.
@@ -147,7 +150,7 @@ class TensorBoardTracker(GeneralTracker):
             else str(flat_value)
             for value_name, flat_value in flat_values.items()
         }
-        # Not `add_hparams`: it would begin another run, in a subfolder named by the time.
+        # Not `add_hparams`, which would write another run into a subfolder named by the time.
         for summary in hparams(shown_values, {}):  # type: ignore[no-untyped-call]
             self._file_writer().add_summary(summary)
         self.tracker.flush()
@@ -170,8 +173,8 @@ class TensorBoardTracker(GeneralTracker):
 
         Args:
             values: By name; None is passed over.
-            step: Of the training.
-            **kwargs: Of the writer's ``add_scalar``, ``add_text`` or ``add_scalars``.
+            step: The training step.
+            **kwargs: Arguments of the writer's ``add_scalar``, ``add_text`` or ``add_scalars``.
 
         Raises:
             ConfigError: A value is nothing that TensorBoard shows so.
@@ -203,8 +206,8 @@ class TensorBoardTracker(GeneralTracker):
 
         Args:
             values: By name; several in one array of shape ``[n, channels, height, width]``.
-            step: Of the training.
-            **kwargs: Of the writer's ``add_images``, such as ``dataformats="NHWC"``.
+            step: The training step.
+            **kwargs: Arguments of ``add_images``, such as ``dataformats="NHWC"``.
         """
         summary_writer: Any = self.tracker
         for image_name, images in values.items():
@@ -239,7 +242,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     if not (isinstance(any_class, type) and issubclass(any_class, GeneralTracker)):
         raise ConfigError(
             f"register_tracker_class({shown(tracker_class)}) is no subclass of GeneralTracker: it "
-            "could not be told of metrics. Derive the class from nbaccel.tracking.GeneralTracker."
+            "could not receive metrics. Derive the class from nbaccel.tracking.GeneralTracker."
         )
     missing_attributes = [
         attribute_name
@@ -309,14 +312,15 @@ def find_trackers(log_with: Any, logging_dir: str | Path | None = None) -> list[
     mistakes: list[str] = []
     for requested_item in requested:
         try:
+            # A tracker that is named twice, or also by `all`, is started once.
             matches += [
                 tracker for tracker in _match_trackers(requested_item) if tracker not in matches
             ]
         except ConfigError as error:
             mistakes += error.mistakes
     mistakes += [
-        f"log_with={tracker.name!r} writes to a folder, but logging_dir={logging_dir!r}. Its files "
-        "would land anywhere. Give Accelerator(project_dir=...), or "
+        f"log_with={tracker.name!r} writes to a folder, but logging_dir={logging_dir!r}. It is "
+        "unknown where its files belong. Give Accelerator(project_dir=...), or "
         "ProjectConfiguration(logging_dir=...)."
         for tracker in matches
         # An instance was given its folder when it was made.
@@ -332,9 +336,8 @@ def _match_trackers(requested_item: Any) -> list[_Tracker]:
         isinstance(requested_item, type) and issubclass(requested_item, GeneralTracker)
     ):
         return [requested_item]
-    tracker_name = getattr(
-        requested_item, "value", requested_item
-    )  # of an enum, Accelerate's LoggerType for one
+    # A member of an enumeration stands for its value: Accelerate's LoggerType is one.
+    tracker_name = getattr(requested_item, "value", requested_item)
     entry_points = {
         entry_point.name: entry_point
         for entry_point in importlib.metadata.entry_points(group=_ENTRY_POINT_GROUP)
@@ -342,6 +345,7 @@ def _match_trackers(requested_item: Any) -> list[_Tracker]:
     classes = {
         **_built_in_trackers(),
         **{class_name: service.tracker for class_name, service in TRACKER_SERVICES.items()},
+        # Last, because a registered class takes a name over from another tracker.
         **_REGISTERED_CLASSES,
     }
     availability = _tracker_availability()
@@ -362,7 +366,7 @@ def _match_trackers(requested_item: Any) -> list[_Tracker]:
         return [_load_entry_point(entry_points[tracker_name])]
     known_names = [*classes, *entry_points, _EVERY_TRACKER]
     raise ConfigError(
-        f"log_with={shown(requested_item)} is no tracker that nbaccel knows. Nothing would be "
+        f"log_with={shown(requested_item)} is not a known tracker. Nothing would be "
         f"logged.{closest(str(tracker_name), known_names)} There are: {', '.join(known_names)}. "
         "Give one of these, an instance of a GeneralTracker, or install a package with an entry "
         f"point in {_ENTRY_POINT_GROUP!r}. A class given to register_tracker_class is known in "
@@ -381,7 +385,7 @@ def _warn_left_out(tracker_name: str) -> None:
     warnings.warn(
         f"log_with={tracker_name!r} is left out: {package_name} is not installed, so nothing is "
         f"logged there. Install it: pip install {package_name}",
-        stacklevel=5,  # past _matching, find_trackers and the Accelerator
+        stacklevel=5,  # past _match_trackers, find_trackers and the Accelerator
     )
 
 
@@ -401,7 +405,7 @@ def _load_entry_point(entry_point: importlib.metadata.EntryPoint) -> type[Genera
         raise ConfigError(
             f"The tracker {entry_point.name!r} ({entry_point.value}) is {shown(loaded_class)}, "
             "not a subclass of nbaccel's GeneralTracker. It could not be started. Leave it out of "
-            "log_with, or mend the package that brings it."
+            "log_with, or correct the package that brings it."
         )
     return loaded_class
 

@@ -1,6 +1,6 @@
 """Batches and outputs as trees: tensors nested in lists, tuples, named tuples and mappings.
 
-The containers come back as what they were, a `BatchEncoding` or a `ModelOutput` included.
+Containers keep their type, a `BatchEncoding` or a `ModelOutput` included.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def send_to_device(
         if isinstance(leaf, torch.Tensor):
             return leaf.to(device, non_blocking=non_blocking)
         to = getattr(leaf, "to", None)
+        # A class shows the `to` of its instances, which cannot be called on it.
         if to is None or isinstance(leaf, type):
             return leaf
         try:
@@ -92,7 +93,8 @@ def send_to_device(
             return to(device)
 
     if isinstance(tensor, Mapping) and hasattr(tensor, "to") and not isinstance(tensor, dict):
-        return move_leaf(tensor)  # a BatchEncoding has more inside than its items
+        # A BatchEncoding has more inside than its items, and moves all of it.
+        return move_leaf(tensor)
     return map_leaves(move_leaf, tensor, stay_keys)
 
 

@@ -1,4 +1,4 @@
-"""Functions that training code uses beside an `Accelerator`, under the names Accelerate has.
+"""Functions that training code uses besides an `Accelerator`, under the names Accelerate has.
 
 The collectives here work on the process group of this process, with or without an `Accelerator`.
 Names of parts that are still to come can be imported and say so when they are used.

@@ -52,7 +52,7 @@ def write_basic_config(
             f"fail when they start. Give one of {', '.join(PrecisionType.list())}."
         )
     if path.exists():
-        print(  # noqa: T201 - it is called in a cell, to see what it says
+        print(  # noqa: T201 - called in a cell, whose output is the answer
             f"{path} is there already and stays as it is. Delete it, or give another save_location."
         )
         return False

@@ -1,4 +1,4 @@
-"""What code for DeepSpeed imports beside its plugin."""
+"""What code for DeepSpeed imports besides its plugin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environment variables, and what a process can learn of its machine from outside of torch."""
+"""Environment variables, and what a process can find out about its machine without torch."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 _log = get_logger(__name__)
+# The words that Accelerate reads as yes and no.
 _YES = frozenset({"y", "yes", "t", "true", "on", "1"})
 _NO = frozenset({"n", "no", "f", "false", "off", "0"})
 _ENDS_A_VARIABLE = frozenset(";\n<> ")
@@ -79,6 +80,7 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
     """
     if not inspect.isclass(func_or_cls):
         return _purged(func_or_cls)
+    # A list, because `setattr` changes the class's dictionary.
     for name, method in list(vars(func_or_cls).items()):
         if name.startswith("test") and callable(method):
             setattr(func_or_cls, name, _purged(method))
@@ -92,6 +94,7 @@ def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         finally:
+            # None removes a variable, so those that the function added are gone.
             env.update({**dict.fromkeys(_accelerates()), **before})
 
     return call
@@ -159,7 +162,7 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """The kind of device of this machine, and how several of them are called; no device is woken.
+    """The kind of this machine's devices, and the name for several; none is initialised.
 
     Returns:
         Such as ``("cuda", "MULTI_GPU")``, which is also the answer where there is none.
@@ -191,7 +194,7 @@ def check_cuda_fp8_capability() -> bool:
 
 @dataclass
 class CPUInformation:
-    """This process among others, as launchers tell it by environment variables."""
+    """This process among others, as launchers describe it in environment variables."""
 
     rank: int = 0
     world_size: int = 1
@@ -200,7 +203,8 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """This process among others, as torchrun, MPI or a launcher of nbaccel tell it."""
+    """This process among others, from the variables of torchrun, MPI or a launcher of nbaccel."""
+    # Open MPI and MVAPICH2; the names without prefix below are torchrun's and Intel MPI's.
     mpi, mva = "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"
     return CPUInformation(
         rank=get_int_from_env(["RANK", "PMI_RANK", f"{mpi}RANK", f"{mva}RANK"], 0),
@@ -215,7 +219,7 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Let this process run on the cores beside its NVIDIA GPU only; nothing where there is none.
+    """Let this process run only on the cores next to its NVIDIA GPU; nothing where there is none.
 
     Args:
         local_process_index: Number of the GPU.
@@ -227,6 +231,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(local_process_index)
+    # NVML returns a bit per core, in as many 64-bit words as are asked for.
     words = pynvml.nvmlDeviceGetCpuAffinity(handle, -(-(os.cpu_count() or 1) // 64))
     cores = [64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1]
     os.sched_setaffinity(0, cores)

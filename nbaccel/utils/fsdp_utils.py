@@ -1,4 +1,4 @@
-"""Weights of models that torch's FSDP sharded; the inside of Accelerate's FSDP is not here."""
+"""Weights of models that torch's FSDP sharded; Accelerate's FSDP internals are not here."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ def _shards_in(folder: Path) -> Path:
 
 
 def _whole(folder: Path) -> dict[str, torch.Tensor]:
-    # Here, since these load torch's elastic launcher, and `nbaccel.utils` is imported for a seed.
+    # Not at the top: these import torch's elastic launcher, and `nbaccel.utils` is often imported
+    # for `set_seed` alone.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 
@@ -126,7 +127,7 @@ def _whole(folder: Path) -> dict[str, torch.Tensor]:
             f"{len(metadata.state_dict_metadata)} other entries. Give the model's folder."
         )
     with warnings.catch_warnings():
-        # That one process reads alone is what was asked for.
+        # torch warns that a single process reads, which is the purpose here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         read_shards(weights, checkpoint_id=folder, no_dist=True)
     return {name.removeprefix(_PREFIX): value for name, value in weights.items()}

@@ -1,7 +1,7 @@
 """What is installed and what this machine has: the ``is_..._available`` functions.
 
 Packages are looked up by a table, without importing them. A device's package is imported when the
-device is asked for, because only with it torch can answer.
+device is asked for, because torch knows the device only with it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Package:
         module: What is imported.
         distributions: What pip calls it; the module's name where empty. One of them must be there:
             a folder that happens to have the module's name (trackers leave such) is no package.
-        versions: Those that will do, as pip writes them.
+        versions: Accepted versions, as pip writes them.
     """
 
     module: str
@@ -106,9 +106,12 @@ class _Package:
     versions: str = ""
 
     def is_there(self) -> bool:
-        found = (_version(name) for name in self.distributions or (self.module,))
-        wanted = SpecifierSet(self.versions, prereleases=True)
-        return is_installed(self.module) and any(v is not None and v in wanted for v in found)
+        found_versions = (_version(name) for name in self.distributions or (self.module,))
+        # By default a specifier matches no pre-release: an installed one would count as missing.
+        wanted_versions = SpecifierSet(self.versions, prereleases=True)
+        return is_installed(self.module) and any(
+            version is not None and version in wanted_versions for version in found_versions
+        )
 
 
 def _version(distribution: str) -> str | None:
@@ -188,7 +191,7 @@ def is_numpy_available(min_version: str = "1.25.0") -> bool:
 
 
 def is_rich_available() -> bool:
-    """Whether rich is installed and asked for by ``ACCELERATE_ENABLE_RICH``."""
+    """Whether rich is installed and enabled by ``ACCELERATE_ENABLE_RICH``."""
     return _Package("rich").is_there() and bool(env.flag("ACCELERATE_ENABLE_RICH"))
 
 
@@ -206,7 +209,7 @@ def is_transformer_engine_mxfp8_available() -> bool:
 
 
 def is_megatron_lm_available() -> bool:
-    """Whether Megatron-LM is installed and asked for by ``ACCELERATE_USE_MEGATRON_LM``."""
+    """Whether Megatron-LM is installed and enabled by ``ACCELERATE_USE_MEGATRON_LM``."""
     there = _Package("megatron", ("megatron-core",), ">=0.8.0").is_there()
     return there and bool(env.flag("ACCELERATE_USE_MEGATRON_LM"))
 
@@ -239,7 +242,8 @@ def is_xccl_available() -> bool:
 
 
 def is_cuda_available() -> bool:
-    """Whether there is a CUDA device; asked of the driver, so that none is woken."""
+    """Whether there is a CUDA device; asked of the driver, so that CUDA is not initialised."""
+    # torch's other check initialises CUDA, after which this process could not be forked.
     with env.applied({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
         return torch.cuda.is_available()
 
@@ -280,7 +284,7 @@ def _device(kind: str, package: str) -> Callable[..., bool]:
 
     Args:
         kind: Name of torch's submodule for it.
-        package: What has to be imported before; empty where torch brings it.
+        package: The package to import first; empty where torch brings it.
     """
 
     def is_available(check_device: bool = False) -> bool:
@@ -294,6 +298,7 @@ def _device(kind: str, package: str) -> Callable[..., bool]:
     return is_available
 
 
+# Cached, because it imports the device's package.
 @functools.cache
 def _has_device(kind: str, package: str) -> bool:
     if package and not is_installed(package):
@@ -379,9 +384,9 @@ def _required(func: _Function, is_there: Callable[[], bool], package: str, extra
     return checked  # type: ignore[return-value]
 
 
-# --------------------------------------------------------------------------- on their way
+# --------------------------------------------------------------------------- names
 
-# Functions of the tables above are sent to workers by their name, as any other: what uses one in a
-# cell could not be sent otherwise.
+# Pickle sends a function as module and name, and those made by the tables above would all be named
+# `is_available`: a cell that uses one could not be sent to workers.
 for _name in __all__:
     globals()[_name].__name__ = globals()[_name].__qualname__ = _name

@@ -54,6 +54,7 @@ class PrepareForLaunch:
 
 prepare_deepspeed_cmd_env = missing_name_of("prepare_deepspeed_cmd_env", LAUNCH_COMMANDS, __name__)
 prepare_multi_gpu_env = missing_name_of("prepare_multi_gpu_env", LAUNCH_COMMANDS, __name__)
+# Accelerate's spelling.
 prepare_sagemager_args_inputs = missing_name_of(
     "prepare_sagemager_args_inputs", LAUNCH_COMMANDS, __name__
 )

@@ -17,6 +17,7 @@ from nbaccel.log import get_logger
 __all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory"]
 
 _log = get_logger(__name__)
+# Libraries raise plain RuntimeErrors for it, which only their texts tell apart.
 _OUT_OF_MEMORY = (
     " out of memory",  # after CUDA, XPU, NPU, MPS backend, HIP, CPU ...
     "RESOURCE_EXHAUSTED",  # of XLA
@@ -30,7 +31,7 @@ def release_memory(*objects: Any) -> list[None]:
     """Free what big objects hold.
 
     Args:
-        *objects: What the caller lets go of.
+        *objects: What the caller no longer needs.
 
     Returns:
         As many Nones, to assign: ``model, optimizer = release_memory(model, optimizer)``.
@@ -42,14 +43,14 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give memory that torch keeps for later back to the device.
+    """Return cached memory of torch to the device.
 
     Args:
-        garbage_collection: Whether Python first lets go of what nobody can reach any more.
+        garbage_collection: Whether Python first frees objects that cannot be reached any more.
     """
     if garbage_collection:
         gc.collect()
-    # One that is not in use has no cache, and to empty it would wake the device.
+    # A device that is not in use has no cache, and emptying it would initialise the device.
     for device in _catalog.awake_accelerators():
         device.empty_cache()
 
@@ -85,6 +86,7 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
+    # Accelerate's factor, so that the same sizes are tried.
     smaller = reduce_batch_size_fn or (lambda size: size * 9 // 10)
     _check_first_argument(function)
 
@@ -100,8 +102,10 @@ def find_executable_batch_size(
                     raise
                 _log.warning("batch size %s does not fit into memory", size)
                 failed, size = size, smaller(size)
+                # A function that does not reduce the size would repeat this attempt for ever.
                 if size >= failed:
                     raise
+            # Not in the `except` block: there the traceback still holds the attempt's tensors.
             _free()
         raise NothingFits(
             f"No batch size from {starting_batch_size} down to 1 fits into memory. The model alone "
@@ -115,8 +119,8 @@ def find_executable_batch_size(
 def _check_first_argument(function: Callable[..., Any]) -> None:
     if not inspect.signature(function).parameters:
         raise ConfigError(
-            f"{function.__name__} takes no argument: find_executable_batch_size would have nowhere "
-            "to put the batch size. Let it take one first."
+            f"{function.__name__} takes no argument: find_executable_batch_size could not pass the "
+            "batch size to it. Give it a first parameter for that."
         )
 
 
@@ -130,7 +134,7 @@ def _check_call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         names = ", ".join(p.name for p in positional[1:])
         raise TypeError(
             f"{function.__name__} gets its batch size from find_executable_batch_size: got "
-            f"{len(args)} arguments beside it, and it takes {len(positional) - 1}. Call it as "
+            f"{len(args)} arguments besides it, and it takes {len(positional) - 1}. Call it as "
             f"{function.__name__}({names})."
         )
 

@@ -83,7 +83,7 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """What two tensors have in common if, and only if, they are views of the same memory."""
+    """Equal for two tensors if, and only if, they are views of the same memory."""
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
@@ -122,12 +122,12 @@ def find_tied_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether parameters lie elsewhere while they are not used: never, in this version."""
+    """Whether parameters are kept elsewhere while they are not used: never, in this version."""
     return False
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Whether it is a model of peft, in whatever it may be wrapped."""
+    """Whether it is a model of peft, also inside a wrapper."""
     inner: Any = getattr(model, "module", model)
     inner = torch_private.uncompiled(inner)
     return any(kind.__module__.partition(".")[0] == "peft" for kind in type(inner).__mro__)
@@ -138,7 +138,7 @@ def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.Gr
 
     Args:
         distributed_type: Not used; Accelerate chooses by it between scalers of other devices.
-        **kwargs: Of ``torch.amp.GradScaler``.
+        **kwargs: Arguments of ``torch.amp.GradScaler``.
     """
     del distributed_type
     return torch.amp.GradScaler(PartialState().device.type, **kwargs)
@@ -156,9 +156,11 @@ def get_mixed_precision_context_manager(
     if not native_amp:
         return nullcontext()
     formats = {"fp16": torch.float16, "bf16": torch.bfloat16}
-    wanted = formats.get(parse_choice_from_env("ACCELERATE_MIXED_PRECISION"), torch.bfloat16)
-    options = autocast_kwargs.to_kwargs() if autocast_kwargs is not None else {}
-    found: AbstractContextManager[Any] = torch.autocast(
-        PartialState().device.type, dtype=wanted, **options
+    autocast_dtype = formats.get(
+        parse_choice_from_env("ACCELERATE_MIXED_PRECISION"), torch.bfloat16
     )
-    return found
+    options = autocast_kwargs.to_kwargs() if autocast_kwargs is not None else {}
+    autocast_context: AbstractContextManager[Any] = torch.autocast(
+        PartialState().device.type, dtype=autocast_dtype, **options
+    )
+    return autocast_context

@@ -62,6 +62,7 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 
 def _together() -> Collectives:
+    # Not kept: the process group may have been left and joined anew since the last call.
     place = distributed.arrive()
     return Collectives(place)
 
@@ -87,12 +88,12 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Copy one process's tensors into everybody's, in place."""
+    """Copy one process's tensors into those of all processes, in place."""
     return _together().broadcast(tensor, from_process)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Copy one process's list of picklable objects into everybody's, in place."""
+    """Copy one process's list of picklable objects into those of all processes, in place."""
     return _together().broadcast_object_list(object_list, from_process)
 
 
@@ -116,20 +117,21 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
         CollectiveMismatch: Not exactly one process gave a tensor.
     """
     place = distributed.arrive()
-    together = Collectives(place)
-    found = together.all_objects(
+    collectives = Collectives(place)
+    outlines = collectives.all_objects(
         None if tensor is None else (tuple(tensor.shape), tensor.dtype), "copy_tensor_to_devices"
     )
-    owners = [rank for rank, what in enumerate(found) if what is not None]
+    owners = [rank for rank, outline in enumerate(outlines) if outline is not None]
     if len(owners) != 1:
         raise CollectiveMismatch(
             f"copy_tensor_to_devices got a tensor on processes {owners}: it copies from the one "
             "that has it. Give a tensor on one process and None on the others."
         )
-    shape, dtype = found[owners[0]]
-    whole = torch.empty(shape, dtype=dtype) if tensor is None else tensor.detach().clone()
-    together.broadcast(whole := whole.to(place.device), owners[0])
-    return whole
+    shape, dtype = outlines[owners[0]]
+    # A clone, so that the caller's tensor does not become the returned one.
+    shared_tensor = torch.empty(shape, dtype=dtype) if tensor is None else tensor.detach().clone()
+    collectives.broadcast(shared_tensor := shared_tensor.to(place.device), owners[0])
+    return shared_tensor
 
 
 # --------------------------------------------------------------------------- trees
@@ -213,7 +215,7 @@ def slice_tensors(
 
     Args:
         data: Tensors in containers.
-        tensor_slice: What is taken of each, as in ``tensor[tensor_slice]``.
+        tensor_slice: The part to take, as in ``tensor[tensor_slice]``.
         process_index: Not used; functions given as `slice_fn_for_dispatch` take it.
         num_processes: The same.
 
@@ -283,12 +285,12 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
     Returns:
         The same containers; the rows are the next multiple of `num_processes`.
     """
-    missing = -batch_size % num_processes
+    missing_rows = -batch_size % num_processes
 
-    def pad(one: torch.Tensor) -> torch.Tensor:
-        more = list(one.shape)
-        more[dim] = missing
-        return torch.cat([one, one.new_zeros(more)], dim) if missing else one
+    def pad(tensor: torch.Tensor) -> torch.Tensor:
+        padding_shape = list(tensor.shape)
+        padding_shape[dim] = missing_rows
+        return torch.cat([tensor, tensor.new_zeros(padding_shape)], dim) if missing_rows else tensor
 
     return recursively_apply(pad, tensor, error_on_other_type=True)
 
@@ -298,8 +300,10 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 def convert_to_fp32(tensor: Any) -> Any:
     """Tensors of fp16 and bf16 as float32, in the same containers; others stay."""
-    low = (torch.float16, torch.bfloat16)
-    return trees.map_tensors(lambda one: one.float() if one.dtype in low else one, tensor)
+    short_dtypes = (torch.float16, torch.bfloat16)
+    return trees.map_tensors(
+        lambda leaf: leaf.float() if leaf.dtype in short_dtypes else leaf, tensor
+    )
 
 
 class ConvertOutputsToFp32:
@@ -346,13 +350,14 @@ def GatheredParameters(  # noqa: N802 - Accelerate's name
     Returns:
         The context.
     """
-    # A parameter can be iterated over, too, but by rows.
+    # A single parameter is iterable, too, but by rows.
     single = isinstance(params, torch.Tensor) or not isinstance(params, Iterable)
     params = [params] if single else list(params)
+    # ZeRO-3 gives `ds_id` to the parameters that it has cut up.
     if not enabled or not any(hasattr(parameter, "ds_id") for parameter in params):
         return nullcontext()
     zero: Any = require("deepspeed", extra="deepspeed", why="Gathering ZeRO-3's parameters").zero
-    found: AbstractContextManager[Any] = zero.GatheredParameters(
+    gathering: AbstractContextManager[Any] = zero.GatheredParameters(
         params, modifier_rank=modifier_rank, fwd_module=fwd_module
     )
-    return found
+    return gathering

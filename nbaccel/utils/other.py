@@ -1,4 +1,4 @@
-"""Models out of their wrappers, files, ports and names: what belongs to no other module."""
+"""Models without their wrappers, files, ports and names: what fits in no other module."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 _log = get_logger(__name__)
-_DEFAULT_PORT = 29500
+_DEFAULT_PORT = 29500  # torchrun's
 _OLDEST_KERNEL = (5, 5)  # before it, processes that wait for each other were seen to hang
 
 # --------------------------------------------------------------------------- models
@@ -82,32 +82,36 @@ def extract_model_from_parallel(
         _restore_forward(inner)
     if compiled is None or not keep_torch_compile:
         return inner
-    # The wrapper's own submodule, so that what was compiled with it stays.
+    # Replaced inside the compiled wrapper, so that its compiled code is kept.
     torch_private.replace_wrapped(compiled, inner)
     return model
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    kinds = _wrappers()
-    while isinstance(model, kinds):
+    wrapper_classes = _wrappers()
+    # Wrappers may be nested.
+    while isinstance(model, wrapper_classes):
         inner: Any = model.module
         model = inner
     return model
 
 
 def _wrappers() -> tuple[type[Any], ...]:
-    # Of what was not imported there can be no instance.
-    named = (
+    # A module that was not imported can have no instances; importing DeepSpeed takes seconds.
+    named_classes = (
         ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
         ("deepspeed", "DeepSpeedEngine"),
     )
-    found = (getattr(sys.modules.get(module), name, None) for module, name in named)
-    own = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    return (*own, *(kind for kind in found if kind is not None))
+    imported_classes = (
+        getattr(sys.modules.get(module), name, None) for module, name in named_classes
+    )
+    torch_classes = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    return (*torch_classes, *(wrapper for wrapper in imported_classes if wrapper is not None))
 
 
 def _unwrapped_throughout(module: nn.Module) -> nn.Module:
     inner: Any = getattr(module, "module", module)
+    # A list, because `setattr` replaces entries of the dictionary that is iterated over.
     for name, child in list(inner.named_children()):
         setattr(inner, name, _unwrapped_throughout(child))
     return inner  # type: ignore[no-any-return]
@@ -130,6 +134,7 @@ def has_compiled_regions(module: nn.Module) -> bool:
     return any(is_compiled_module(inner) for inner in module.modules())
 
 
+# Accelerate compiles differently by strategy; in place, one way serves all of them.
 compile_regions_deepspeed = compile_regions
 compile_regions_fsdp2 = compile_regions
 
@@ -146,8 +151,8 @@ def get_model_tp_size(model: nn.Module) -> int | None:
     config = getattr(getattr(model, "config", None), "distributed_config", None)
     if isinstance(config, Mapping):
         return config.get("tp_size")
-    found: int | None = getattr(model, "tp_size", None) or getattr(config, "tp_size", None)
-    return found
+    tp_size: int | None = getattr(model, "tp_size", None) or getattr(config, "tp_size", None)
+    return tp_size
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
@@ -157,15 +162,16 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
         model: The model.
         return_fqns: Whether each comes with its name.
     """
-    found: list[tuple[str, nn.Module]] = []
+    named_modules: list[tuple[str, nn.Module]] = []
     waiting = [("", model)]
     while waiting:
         name, module = waiting.pop()
-        found.append((name, module))
+        named_modules.append((name, module))
         prefix = f"{name}." if name else ""
         waiting += [(f"{prefix}{child}", inner) for child, inner in module.named_children()]
-    found.reverse()
-    return [*found] if return_fqns else [module for _, module in found]
+    # Every module was listed before its children; the reverse has children first.
+    named_modules.reverse()
+    return [*named_modules] if return_fqns else [module for _, module in named_modules]
 
 
 # --------------------------------------------------------------------------- files
@@ -178,7 +184,7 @@ def save(
 
     Args:
         obj: Anything that pickles.
-        f: The file; whoever looks sees the old one or the whole new one.
+        f: The file; a reader sees the old one or the whole new one.
         save_on_each_node: Whether once per node instead.
         safe_serialization: safetensors, for a dict of tensors.
     """
@@ -211,20 +217,20 @@ def clean_state_dict_for_safetensors(state_dict: MutableMapping[str, Any]) -> di
     Returns:
         The rest, each in one piece.
     """
-    first: dict[Any, str] = {}
+    first_names: dict[Any, str] = {}
     dropped = []
     for name, value in state_dict.items():
-        if isinstance(value, torch.Tensor) and first.setdefault(_place(value), name) != name:
+        if isinstance(value, torch.Tensor) and first_names.setdefault(_place(value), name) != name:
             dropped.append(name)
     for name in dropped:
         del state_dict[name]
     if dropped:
-        _log.warning("left out of the file, for they share memory with others: %s", dropped)
+        _log.warning("left out of the file, because they share memory with others: %s", dropped)
     return {k: v.contiguous() if hasattr(v, "contiguous") else v for k, v in state_dict.items()}
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    # Empty tensors all lie at the same address, and share nothing.
+    # Empty tensors all have the same address and share nothing.
     return id_tensor_storage(tensor) if tensor.numel() else id(tensor)
 
 
@@ -238,7 +244,7 @@ def is_port_in_use(port: int | None = None) -> bool:
 
 
 def get_free_port() -> int:
-    """A port on which nothing listens now; somebody else may take it before it is used."""
+    """A port on which nothing listens now; another program may take it before it is used."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
@@ -272,7 +278,7 @@ def merge_dicts(source: Mapping[Any, Any], destination: dict[Any, Any]) -> dict[
     """Put a nested dictionary into another.
 
     Args:
-        source: What is put in.
+        source: The entries to add.
         destination: Where; changed in place.
 
     Returns:

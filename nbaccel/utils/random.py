@@ -28,7 +28,7 @@ def synchronize_rng_states(rng_types: list[str], generator: torch.Generator | No
     """Give all processes the random states of process 0.
 
     Args:
-        rng_types: Of ``torch``, ``cuda``, ``generator``.
+        rng_types: Some of ``torch``, ``cuda``, ``generator``.
         generator: The one that ``generator`` means.
     """
     rng.synchronize_rng_states(rng_types, generator, Collectives(distributed.arrive()))

@@ -15,9 +15,9 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """A progress bar that only process 0 of each node shows.
 
     Args:
-        *args: Of ``tqdm``.
+        *args: Arguments of ``tqdm``.
         main_process_only: False shows one per process.
-        **kwargs: Of ``tqdm``; ``disable=True`` hides it here, too.
+        **kwargs: Arguments of ``tqdm``; ``disable=True`` hides it here, too.
 
     Returns:
         The bar.

@@ -32,14 +32,14 @@ def compare_versions(
     """
     if operation not in STR_OPERATION_TO_FUNC:
         raise ConfigError(
-            f"compare_versions(operation={operation!r}) is unknown: nothing says how to compare. "
+            f"compare_versions(operation={operation!r}) is unknown: versions cannot be compared. "
             f"Give one of {', '.join(STR_OPERATION_TO_FUNC)}."
         )
-    found = library_or_version
-    if isinstance(found, str):
-        found = parse(importlib.metadata.version(found))
+    known_version = library_or_version
+    if isinstance(known_version, str):
+        known_version = parse(importlib.metadata.version(known_version))
     compare: Any = STR_OPERATION_TO_FUNC[operation]
-    return bool(compare(found, parse(requirement_version)))
+    return bool(compare(known_version, parse(requirement_version)))
 
 
 def is_torch_version(operation: str, version: str) -> bool:

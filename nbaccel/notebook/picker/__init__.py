@@ -1,1 +1,1 @@
-"""A run chosen by looking: what is chosen (`model`), and how it is shown (`widgets`)."""
+"""Forms for the settings of a run: their state (`model`), and their widgets (`widgets`)."""

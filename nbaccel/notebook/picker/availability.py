@@ -1,4 +1,4 @@
-"""What cannot be chosen as things are, and why: asked of the plan, the rows and the model."""
+"""What cannot be chosen at present, and why: from the plan, the rows and the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MULTI_NODE_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class PickerState:
-    """What is looked at: the configuration, the machine, the model (which may be None).
+    """The configuration, the machine, and the model (which may be None).
 
     `problems` is what the plan has against the configuration already.
     """
@@ -58,7 +58,7 @@ def option_refusal(view: PickerState, setting: Setting, choice_option: ChoiceOpt
     """Why an option cannot be chosen.
 
     Args:
-        view: As things are.
+        view: The present state.
         setting: The choice.
         choice_option: The option.
 
@@ -66,7 +66,7 @@ def option_refusal(view: PickerState, setting: Setting, choice_option: ChoiceOpt
         A clause, without a stop; empty where it can.
     """
     if choice_option.value == value_of(view.config, setting):
-        return ""  # what is in force can be seen to be in force
+        return ""  # the present value stays selectable, whatever is wrong with it
     owning_form = form_of(setting.name)
     if owning_form is not None:
         return owning_form.option_refusal(view.config, setting, choice_option.value)
@@ -81,7 +81,7 @@ def setting_refusal(view: PickerState, setting: Setting) -> str:
     """Why a whole choice cannot be made.
 
     Args:
-        view: As things are.
+        view: The present state.
         setting: The choice.
 
     Returns:
@@ -97,7 +97,7 @@ def is_shown(view: PickerState, setting: Setting) -> bool:
     """Whether a choice means anything as things are.
 
     Args:
-        view: As things are.
+        view: The present state.
         setting: The choice.
 
     Returns:
@@ -140,11 +140,12 @@ def _switch_refusal(view: PickerState) -> str:
 
 
 def _plan_refusal(view: PickerState, setting_name: str, new_value: Any) -> str:
-    """What the plan says to it that it does not say now."""
+    """The first problem that the plan would have with a new value and does not have now."""
     try:
         changed_config = view.config.changed(**{setting_name: new_value})
     except ConfigError as error:
         return _first_clause(error.mistakes[0], setting_name)
+    # Problems of the present settings would grey every option.
     new_problems = [
         problem_text
         for problem_text in problems_of(changed_config, view.inventory)
@@ -173,7 +174,7 @@ def problems_of(config: RunConfig, inventory: Inventory) -> tuple[str, ...]:
 
 
 def _first_clause(mistake_text: str, setting_name: str) -> str:
-    """The first sentence without its subject, which stands above it; the rest is for a message."""
+    """The first sentence without its subject, which the field's label names already."""
     first_sentence = mistake_text.partition(". ")[0].replace("`", "")
     first_word, _, other_words = first_sentence.partition(" ")
     return other_words if first_word.startswith(f"{setting_name}=") else first_sentence

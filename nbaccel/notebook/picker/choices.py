@@ -1,8 +1,8 @@
 """Every choice that a picker offers: its name, its meaning, its unit, and where it lands.
 
 Nothing is listed twice: settings of a run come from `RunConfig`, those of FP8 from `Fp8Config`,
-each with its own description, and those of strategies from their forms. What stands here is which
-come first, what they are called in plain words, and the unit of a number.
+each with its description, and those of strategies from their forms. This module adds their order,
+their labels and the units of numbers.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _FIELD_LABELS = {
     "fp8.amax_compute_algo": "Amax algorithm",
     "fp8.use_autocast_during_eval": "FP8 in evaluation",
 }
-# Where a description says how to write the value, and a form has the values to choose from.
+# The field's own description says how to write the value; a form shows the values instead.
 _FIELD_MEANINGS = {
     "mixed_precision": "Number format of the forward and backward pass.",
 }
@@ -99,7 +99,7 @@ CHOICES_END = "<!-- choices:end -->"
 
 @cache
 def settings_forms() -> tuple[SettingsForm, ...]:
-    """What strategies offer that have settings of their own."""
+    """The forms of the strategies that have settings of their own."""
     return _catalog.settings_forms()
 
 
@@ -150,6 +150,7 @@ def settings(panel_name: str) -> tuple[Setting, ...]:
     )
     first_settings = [
         panel_settings.pop(setting_name)
+        # Without any strategy's form the panel shows the settings of `RunConfig` alone.
         for setting_name in common_names or _COMMON_FIELDS[panel_name]
     ]
     sections: dict[str, list[Setting]] = {}
@@ -191,6 +192,7 @@ def _of_precision() -> Iterator[Setting]:
         default="no",
     )
     for field_name, fp8_field in Fp8Config.model_fields.items():
+        # One field of three truth values; the form shows each of them.
         if field_name == "override_linear_precision":
             yield from _override_settings()
             continue
@@ -282,7 +284,7 @@ def _of_zero() -> Iterator[Setting]:
 
 
 def _meaning_of(field_name: str, model_field: FieldInfo) -> str:
-    """Its description; where that speaks of Python's None, a form has an empty field."""
+    """The field's description; for None, which it mentions, a form has an empty field."""
     return _FIELD_MEANINGS.get(field_name) or (model_field.description or "").replace(
         "; None ", "; empty "
     )

@@ -1,4 +1,4 @@
-"""Choices read from a `RunConfig` and written into a new one, with what must change beside them."""
+"""Choices read from a `RunConfig` and written into a new one, with what must change with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PASS_NAMES = tuple(GEMM_PASSES)
 
 
 def value_of(config: RunConfig, setting: Setting) -> Any:
-    """What a configuration holds for a choice.
+    """The value of a choice in a configuration.
 
     Args:
         config: The configuration.
@@ -55,10 +55,9 @@ def edit_config(
         config: The configuration; it stays as it is.
         setting: The choice.
         new_value: Its new value; None leaves it open.
-        device: What the processes compute on.
+        device: The device of the processes.
         earlier_configs: The configurations that last trained with each strategy, which are taken
-            up again
-            where it is chosen anew.
+            up again where it is chosen anew.
 
     Returns:
         The new one, and what else was changed.
@@ -77,13 +76,14 @@ def edit_config(
             config, setting, new_value, before=earlier_configs.get(owning_form)
         )
     for other_form in settings_forms():
+        # Settings of the run can contradict a strategy's own, so all chosen forms are asked.
         if other_form.is_chosen(config_edit.config):
             other_form.check(config_edit.config, device)
     return config_edit
 
 
 def _as_typed(setting: Setting, given_value: Any) -> Any:
-    """A number for what people type as one: ``5e8``, ``500_000_000``, ``500,000,000``."""
+    """A number, in the ways people type one: ``5e8``, ``500_000_000``, ``500,000,000``."""
     if not isinstance(given_value, str) or setting.kind not in ("whole", "number"):
         return given_value
     number_text = given_value.strip().replace("_", "").replace(",", "")

@@ -90,6 +90,7 @@ def flag_of(config: RunConfig, field_name: str) -> str:
     if isinstance(field_value, bool):
         return magic_option.flag if field_value else magic_option.negative
     if magic_option.is_json and field_value is not None:
+        # Through JSON, because a nested setting is a model and has no JSON form by itself.
         plain_value = json.loads(
             config.model_dump_json(include={field_name}, exclude_defaults=True)
         )[field_name]
@@ -117,7 +118,7 @@ def _python_code(config: RunConfig) -> str:
     )
 
 
-# ---------------------------------------------------------------------- the table for everywhere
+# ---------------------------------------------------------------------- reading
 def read_settings_source(
     source: str | Path | Mapping[str, Any], config: RunConfig, inventory: Inventory
 ) -> tuple[RunConfig, tuple[str, ...]]:
@@ -125,7 +126,7 @@ def read_settings_source(
 
     Args:
         source: A path, the text itself, or what is in it.
-        config: What a strategy's configuration is laid over.
+        config: The configuration that a strategy's own is laid over.
         inventory: The machine.
 
     Returns:
@@ -144,6 +145,7 @@ def read_settings_source(
         ),
         None,
     )
+    # Some names exist in both, so the strategies' forms are asked first.
     if set(settings) <= field_names and document_form is None:
         return RunConfig(
             **{str(field_name): field_value for field_name, field_value in settings.items()}
@@ -153,7 +155,7 @@ def read_settings_source(
         foreign_keys = ", ".join(sorted(map(str, set(settings) - field_names)))
         raise ConfigError(
             f"{foreign_keys} are no settings of RunConfig, and no strategy that is installed has a "
-            "configuration of its own. Nothing would read them. Leave them out."
+            "configuration of its own. They would have no effect. Leave them out."
         )
     return document_form.read(settings, config, inventory)
 
@@ -162,12 +164,13 @@ def mistakes_by_setting(error: ConfigError) -> dict[str, list[str]]:
     """Mistakes, by the choice that each names first.
 
     Args:
-        error: What was raised.
+        error: The error that was raised.
 
     Returns:
         Name of a choice → messages; under ``""`` those that name none.
     """
-    # What a section's own messages leave out goes behind whole names.
+    # A strategy's messages may name a key without its section; whole names below override these.
+    # Reversed, so that of equal last parts the first choice is kept.
     names_by_key = {
         setting_name.rpartition(".")[2]: setting_name
         for setting_name in reversed(by_name())
@@ -192,32 +195,30 @@ def _parse_source(source: str | Path) -> Mapping[str, Any]:
     if not source_text.strip():
         raise ConfigError(
             f"{source_name} is empty: got {source_text!r}. It would change nothing. Give a "
-            f"DeepSpeed "
-            "configuration or a RunConfig, as JSON or YAML."
+            "DeepSpeed configuration or a RunConfig, as JSON or YAML."
         )
     try:
+        # By itself `json` silently keeps the last of two equal keys.
         parsed_settings = json.loads(source_text, object_pairs_hook=each_once(source_name))
     except json.JSONDecodeError as error:
+        # Text in braces is meant as JSON, whose message names the place of the mistake.
         if source_text.lstrip().startswith("{"):
             raise ConfigError(
                 f"{source_name} is no JSON: {error}. A setting half read would train something "
-                f"else. "
-                "Correct the text there."
+                "else. Correct the text there."
             ) from error
         try:
             parsed_settings = read_yaml(source_text)
         except ValueError as trouble:
             raise ConfigError(
                 f"{source_name} is neither JSON nor YAML: {trouble}. A setting half read would "
-                f"train "
-                "something else. Correct the text there."
+                "train something else. Correct the text there."
             ) from trouble
     if not isinstance(parsed_settings, Mapping):
         raise ConfigError(
             f"{source_name} holds no settings: got {str(parsed_settings)[:60]!r}. Settings need "
-            f"names. Give a "
-            'DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for example, or the '
-            "path of a file."
+            'names. Give a DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for '
+            "example, or the path of a file."
         )
     return parsed_settings
 
@@ -227,6 +228,7 @@ def _source_text(source: str | Path) -> tuple[str, str]:
     if isinstance(source, str) and ("\n" in source or source.lstrip().startswith("{")):
         return source, "What was pasted"
     source_path = Path(source).expanduser()
+    # A path that does not exist is reported as a missing file, not as text without settings.
     looks_like_path = isinstance(source, Path) or bool(source_path.suffix) or "/" in source
     try:
         if source_path.is_file() or looks_like_path:
@@ -234,7 +236,6 @@ def _source_text(source: str | Path) -> tuple[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{str(source_path)!r} cannot be read: {error}. Nothing was changed. Give the path of "
-            f"a JSON "
-            "or YAML file, or paste its text."
+            "a JSON or YAML file, or paste its text."
         ) from error
     return str(source), "What was pasted"

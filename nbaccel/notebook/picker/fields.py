@@ -1,7 +1,7 @@
-"""The fields of a picker, its sections, and the panel that says what comes of the choices.
+"""The fields of a picker, its sections, and the panels with memory and configuration.
 
-A field holds no state of its own but what was typed and refused: it shows what the picker's model
-says (`sync`) and hands on what the user does. Its widgets are made once; later only their values
+The only state of a field is text that was typed and refused: it shows what the picker's model
+says (`sync`) and passes on what the user does. Its widgets are made once; later only their values
 change, so the keyboard's focus stays where it is.
 """
 
@@ -63,7 +63,7 @@ class FoldedSection:
         make_widgets: Makes what is in it, when it is opened first.
 
     Attributes:
-        box: What is shown.
+        box: The widget to show.
         heading: The button.
     """
 
@@ -98,8 +98,9 @@ class FoldedSection:
             return
         is_shown = any(self._model.is_shown(setting.name) for setting in self._settings)
         toggle_class(self.box, "nbaccel-hidden", not is_shown)
+        # Not on the first call, where `_is_shown` is None: sections begin closed.
         if is_shown and self._is_shown is False:
-            self.heading.value = True  # what was just chosen is settled in it
+            self.heading.value = True  # what was just chosen has its settings here
         self._is_shown = is_shown
         num_set = sum(self._is_set(setting) for setting in self._settings) if is_shown else 0
         self.heading.description = f"{self._title} ({num_set} set)" if num_set else self._title
@@ -122,7 +123,7 @@ _TRUTH_WORDS = {True: "yes", False: "no"}
 
 
 class SharedFields:
-    """Layouts and styles that all widgets have in common: each of their own would be a message."""
+    """Layouts and styles that all widgets share: each further one would cost a message."""
 
     def __init__(self) -> None:
         self.layout = w.Layout()
@@ -165,8 +166,8 @@ class SettingField:
 
     Attributes:
         setting: The choice.
-        box: What is shown.
-        messages: What is wrong with what was typed or chosen here.
+        box: The widget to show.
+        messages: Mistakes in what was typed or chosen here.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class SettingField:
         self.sync()
 
     def sync(self) -> None:
-        """Show what the model says."""
+        """Show the state of the model."""
         setting_name = self.setting.name
         is_shown = self._model.is_shown(setting_name)
         toggle_class(self.box, "nbaccel-hidden", not is_shown)
@@ -196,7 +197,7 @@ class SettingField:
                 self._errors.value = error_html(self.messages)
 
     def tell(self, messages: tuple[str, ...]) -> None:
-        """Show what is wrong here; an empty tuple takes it back.
+        """Show mistakes at this field; an empty tuple removes them.
 
         Args:
             messages: One per mistake.
@@ -216,6 +217,7 @@ class SettingField:
 
     @contextmanager
     def _syncing(self) -> Iterator[None]:
+        # Widgets report values that code sets as well; those are no choices of the user.
         was_syncing, self._is_syncing = self._is_syncing, True
         try:
             yield
@@ -256,7 +258,7 @@ class OptionsField(SettingField):
             return
         if is_on:
             self._choose(choice_option.value)
-        # What was on stays on: options are taken back by choosing another.
+        # Pressing the chosen option again must not switch it off: another one must be chosen.
         self.sync()
 
     def _show(self, shown_value: Any, refusal: str) -> None:
@@ -285,30 +287,30 @@ class OptionsField(SettingField):
 
 
 class ListField(SettingField):
-    """Many options, or yes and no: a list to open. What cannot be chosen stands below, with why."""
+    """Many options, or yes and no, as a list; below it, why some cannot be chosen."""
 
     def _controls(self) -> list[w.Widget]:
         self._values: list[Any] = []
         self._list = w.Dropdown(
             description=self._label(), layout=self._shared.width, style=self._shared.list
         )
-        # By place, not by value: None is a value here, and for the widget it is no selection.
+        # By index, not by value: None is a value here, and for the widget it means no selection.
         self._list.observe(lambda change: self._picked(change.new), "index")
         return [self._list]
 
     def _picked(self, list_index: int | None) -> None:
         if not self._is_syncing and list_index is not None:
             self._choose(self._values[list_index])
-            self.sync()
+            self.sync()  # a refused choice goes back to the present value
 
     def _show(self, shown_value: Any, refusal: str) -> None:
         list_options, reason_lines = self._offered()
         if shown_value not in [known_value for _, known_value in list_options]:
-            list_options.append(
-                (as_text(shown_value) or "default", shown_value)
-            )  # from a file, say
+            # A file may hold a value that cannot be chosen on this machine.
+            list_options.append((as_text(shown_value) or "default", shown_value))
         self._values = [known_value for _, known_value in list_options]
         option_labels = tuple(option_label for option_label, _ in list_options)
+        # Setting `options` resets the selection, so it is done only where they differ.
         if option_labels != self._list.options:
             self._list.options = option_labels
         self._list.index = self._values.index(shown_value)
@@ -344,7 +346,7 @@ class ListField(SettingField):
 
 
 class LineField(SettingField):
-    """A number, text, words or a table, typed; empty leaves it to what is in force otherwise."""
+    """A number, text, words or a table, typed; empty means the default."""
 
     def _controls(self) -> list[w.Widget]:
         default_value = self.setting.default
@@ -353,6 +355,7 @@ class LineField(SettingField):
             placeholder="default"
             if default_value in (None, "")
             else f"default: {_readable_default(default_value)}",
+            # Only when the field is left: half a number would be refused while it is typed.
             continuous_update=False,
             layout=self._shared.width,
             style=self._shared.text,
@@ -363,10 +366,10 @@ class LineField(SettingField):
     def _entered(self, typed_text: str) -> None:
         if not self._is_syncing:
             self._choose(as_value(typed_text, self.setting.kind))
-            self.sync()
+            self.sync()  # shows the value as it was taken: 5e8 as a whole number
 
     def _show(self, shown_value: Any, refusal: str) -> None:
-        if not self.messages:  # what was refused stays, to be mended
+        if not self.messages:  # refused text stays, to be corrected
             self._line.value = as_text(shown_value)
         self._line.disabled = bool(refusal)
         self._note.value = note_html(self.setting.meaning, refusal=refusal)
@@ -379,7 +382,7 @@ def field_for(
 
     Args:
         setting: The choice.
-        model: What it is a choice of.
+        model: The picker's model.
         on_choose: Called with the field and a value when the user gives one.
         shared_fields: Layouts and styles.
 
@@ -397,7 +400,7 @@ def field_for(
 
 
 def toggle_class(widget: w.DOMWidget, class_name: str, is_on: bool) -> None:
-    """Give a widget a class or take it, without a message where nothing changes.
+    """Add or remove a class of a widget, without a message where nothing changes.
 
     Args:
         widget: The widget.
@@ -414,7 +417,7 @@ def as_text(setting_value: Any) -> str:
     """A value as it is typed: a table as JSON, words with commas between them.
 
     Args:
-        setting_value: What a configuration holds.
+        setting_value: A value of a configuration.
     """
     if setting_value is None:
         return ""
@@ -428,7 +431,7 @@ def as_text(setting_value: Any) -> str:
 
 
 def as_value(typed_text: str, setting_kind: str) -> Any:
-    """What was typed, as the value that is meant; text that is none stays text, to be refused.
+    """The value that typed text stands for; other text is returned, and will be refused.
 
     Args:
         typed_text: What was typed: ``5e8`` and ``500_000_000`` are the same whole number.
@@ -450,11 +453,12 @@ def as_value(typed_text: str, setting_kind: str) -> Any:
     }
     try:
         return kind_readers[setting_kind](typed_text)
-    except ValueError:  # what it should have been is said by whoever refuses it
+    except ValueError:  # the validator that refuses it says what it must be
         return typed_text
 
 
 def _readable_default(default_value: Any) -> str:
+    # Not isinstance: a bool is an int, too.
     return f"{default_value:,}" if type(default_value) is int else as_text(default_value)
 
 
@@ -484,7 +488,7 @@ class MemoryPanel:
         shared_fields: Layouts and styles.
 
     Attributes:
-        box: What is shown.
+        box: The widget to show.
     """
 
     def __init__(self, model: PickerModel, shared_fields: SharedFields) -> None:
@@ -496,20 +500,20 @@ class MemoryPanel:
         self.box.add_class("nbaccel-panel").add_class("nbaccel-memory")
 
     def sync(self) -> None:
-        """Draw what the model says now."""
+        """Show the present state of the model."""
         self._verdict.value = verdict_html(self._model.verdict)
         self._bars.value = bars_html(self._model.bars())
 
 
 class FacesPanel:
-    """The configuration in one language at a time, and what was left open.
+    """The configuration in one language at a time, and the plan's decisions.
 
     Args:
         model: The picker's model.
         shared_fields: Layouts and styles.
 
     Attributes:
-        box: What is shown.
+        box: The widget to show.
     """
 
     def __init__(self, model: PickerModel, shared_fields: SharedFields) -> None:
@@ -530,7 +534,9 @@ class FacesPanel:
         for face_name, face_button in self._buttons.items():
             face_button.add_class(f"nbaccel-face-{css_name(face_name)}")
             face_button.observe(
-                lambda change, face_name=face_name: self._pressed(face_name, change.new), "value"
+                # The default binds this name: a closure would see the last one of the loop.
+                lambda change, face_name=face_name: self._pressed(face_name, change.new),
+                "value",
             )
         button_row = w.HBox(list(self._buttons.values()), layout=shared_fields.layout)
         self.box = shared_fields.new_box(
@@ -539,8 +545,9 @@ class FacesPanel:
         self.box.add_class("nbaccel-panel").add_class("nbaccel-faces")
 
     def sync(self) -> None:
-        """Write what the model says now."""
+        """Show the present state of the model."""
         faces_by_name = {config_face.name: config_face for config_face in self._model.faces()}
+        # `_picked` is kept: a language that is missing now, such as DeepSpeed's, may come back.
         shown_name = (
             self._picked
             if self._picked in faces_by_name or self._picked == _RESOLVED_FACE

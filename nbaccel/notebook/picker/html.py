@@ -1,4 +1,4 @@
-"""What a picker shows and nobody presses, as HTML: pure functions, every text escaped."""
+"""The parts of a picker that only show something, as HTML: pure functions, all text escaped."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def label_html(label_text: str, *, is_hidden: bool = False) -> str:
 
 
 def note_html(setting_meaning: str, *, refusal: str = "", reasons: Sequence[str] = ()) -> str:
-    """What stands below a field: its meaning, and why it or some of its values cannot be used.
+    """The note below a field: its meaning, and why it or some of its values cannot be used.
 
     Args:
         setting_meaning: One line.
@@ -131,7 +131,7 @@ def note_html(setting_meaning: str, *, refusal: str = "", reasons: Sequence[str]
 
 
 def error_html(error_messages: Iterable[str]) -> str:
-    """What is wrong, told by a word and a sign beside the colour.
+    """Mistakes, with a word and a sign besides the colour.
 
     Args:
         error_messages: One per mistake.
@@ -143,7 +143,7 @@ def error_html(error_messages: Iterable[str]) -> str:
 
 
 def remarks_html(remarks: Iterable[str]) -> str:
-    """What the last change has changed besides.
+    """Remarks on what else the last change has changed.
 
     Args:
         remarks: One sentence each.
@@ -190,6 +190,7 @@ def _bar_html(memory_bar: MemoryBar, next_bar: MemoryBar | None) -> str:
     used_bytes = sum(
         bar_segment.bytes for bar_segment in memory_bar.segments if bar_segment.kind != "free"
     )
+    # Beyond the capacity the bar is scaled to the need; 1 keeps an empty bar from dividing by 0.
     full_width = max(memory_bar.capacity, used_bytes, 1)
     segments_html = "".join(
         _segment_html(bar_segment, full_width)
@@ -201,7 +202,7 @@ def _bar_html(memory_bar: MemoryBar, next_bar: MemoryBar | None) -> str:
         segments_html += (
             f'<span class="nbaccel-capacity" style="left:{capacity_place:.2f}%"></span>'
         )
-    # Of devices that hold the same, the last one's numbers are those of all.
+    # Devices with equal contents share one legend, below the last of them.
     is_like_next = next_bar is not None and next_bar.segments == memory_bar.segments
     legend_html = (
         ""
@@ -267,10 +268,10 @@ def face_html(config_face: ConfigFace) -> str:
 
 
 def resolved_html(plan_choices: Sequence[Choice]) -> str:
-    """What was left open and what it comes to, with the reasons.
+    """The open settings and what they are resolved to, with the reasons.
 
     Args:
-        plan_choices: What the plan decides.
+        plan_choices: The decisions of the plan.
     """
     if not plan_choices:
         return '<p class="nbaccel-note">Nothing is left open.</p>'
@@ -283,6 +284,7 @@ def resolved_html(plan_choices: Sequence[Choice]) -> str:
     table_head = (
         '<tr><th scope="col">setting</th><th scope="col">value</th><th scope="col">why</th></tr>'
     )
+    # With `tabindex` the keyboard can scroll the table.
     return (
         '<div class="nbaccel-scroll" tabindex="0"><table class="nbaccel-resolved">'
         f"<thead>{table_head}</thead><tbody>{table_rows}</tbody></table></div>"

@@ -1,4 +1,4 @@
-"""What a picked run needs, place by place, as bars against what the machine has."""
+"""The memory of a run by place, as bars against what the machine has."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ __all__ = [
 
 
 SEGMENT_KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations", "moment")
-"""What memory holds, in the order in which bars show it; ``moment`` is what lives shortly."""
+"""The contents of memory, in the order of the bars; ``moment`` is freed at once."""
 
 SEGMENT_NAMES = {"others": "in use by others", "moment": "for a moment"}
-"""How people call those that need more than their kind's name."""
+"""Names of kinds that the word itself does not explain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class MemoryBar:
 
     Attributes:
         label: Which place: ``cuda:0 · NVIDIA H100``, ``host memory``.
-        capacity: Bytes in all; 0 where nobody can tell.
+        capacity: Bytes in all; 0 where that is unknown.
         segments: What is in it, in order; ``free`` comes last.
         needed: Bytes that the run needs there.
         lacking: Bytes that it needs and that are not free.
@@ -93,7 +93,7 @@ class MemoryNeed:
 
     Attributes:
         estimate: The numbers, as the strategy or plain data-parallel training needs them.
-        bars: The same against what there is.
+        bars: The same, against the memory of the machine.
     """
 
     estimate: MemoryEstimate
@@ -111,7 +111,7 @@ class MemoryModel:
 
     Args:
         model: The module; it may be on ``meta``.
-        sample_batch: What one process calls it with; None leaves activations out.
+        sample_batch: A batch of one process; None leaves activations out.
         inventory: The machine.
     """
 
@@ -133,7 +133,7 @@ class MemoryModel:
 
         Args:
             config: The settings.
-            plan: What they come to on this machine.
+            plan: The plan of these for this machine.
             chosen_form: The strategy that has a configuration of its own; None where none has.
             strategy_document: That configuration, filled in.
 
@@ -146,7 +146,7 @@ class MemoryModel:
         machine = self.inventory
         machine = replace(machine, gpus=_catalog.device(plan.device).units(machine))
         if self._shape is None:
-            self._shape = measure(self.model)  # once: walking through a large model takes a while
+            self._shape = measure(self.model)  # kept: counting a large model takes a while
         estimate_inputs: dict[str, Any] = {
             "num_processes": plan.num_processes,
             "num_nodes": config.num_nodes,
@@ -170,7 +170,7 @@ class MemoryModel:
         return MemoryNeed(estimate=memory_estimate, bars=bars_of(memory_estimate, machine))
 
     def _own_bytes(self) -> tuple[int, int]:
-        """Bytes of the parameters in their own format, and of those that are trained."""
+        """Bytes of all parameters in their present format, and of those that are trained."""
         if self._bytes is None:
             sizes_and_trained = [
                 (
@@ -201,10 +201,12 @@ class MemoryModel:
         """
         if self.sample_batch is None:
             return 0
+        # Not at the top: it imports torch, which a form without a batch need not wait for.
         from nbaccel.memory.activations import num_samples, resized
 
         sample_count = num_samples(self.sample_batch) if batch_size is None else batch_size
-        # What is kept for the backward pass is in 16 bits in all but float32.
+        # All precisions but float32 keep 16-bit values for the backward pass, so one measurement
+        # serves them all.
         precision = "fp32" if config.mixed_precision == "no" else "bf16"
         cache_key = (sample_count, precision, config.activation_checkpointing)
         if cache_key not in self._activations:
@@ -223,8 +225,8 @@ def bars_of(memory_estimate: MemoryEstimate, machine: Inventory) -> tuple[Memory
     """An estimate as bars: one for each device, the host and the disk.
 
     Args:
-        memory_estimate: What is needed.
-        machine: What there is; without GPUs processes compute in host memory.
+        memory_estimate: The memory that is needed.
+        machine: The machine; without GPUs processes compute in host memory.
 
     Returns:
         The bars.
@@ -232,7 +234,7 @@ def bars_of(memory_estimate: MemoryEstimate, machine: Inventory) -> tuple[Memory
     memory_bars = []
     gpus = machine.gpus[: memory_estimate.num_processes]
     for gpu_number, gpu in enumerate(gpus):
-        # Processes that are more than there are cards share them in turn.
+        # More processes than cards share the cards in turn.
         sharing_processes = len(range(gpu_number, memory_estimate.num_processes, len(gpus)))
         device_label = f"{gpu.kind}:{gpu.index} · {gpu.name}"
         memory_bars.append(
@@ -245,6 +247,7 @@ def bars_of(memory_estimate: MemoryEstimate, machine: Inventory) -> tuple[Memory
         )
     host_bytes = memory_estimate.host
     device_label = "host memory"
+    # Processes then compute in host memory, so their needs add up there.
     if not gpus:
         host_bytes = host_bytes + memory_estimate.device * memory_estimate.num_processes
         process_count = memory_estimate.num_processes
@@ -282,6 +285,7 @@ def _memory_bar(
         capacity=capacity_bytes,
         segments=tuple(bar_segment for bar_segment in bar_segments if bar_segment.bytes),
         needed=needed_bytes.peak,
+        # A capacity of 0 is unknown, so nothing can be said to be lacking.
         lacking=max(0, needed_bytes.peak - free_bytes) if capacity_bytes else 0,
     )
 
@@ -289,11 +293,11 @@ def _memory_bar(
 def told_together(
     memory_bars: Sequence[MemoryBar], bar_text: Callable[[MemoryBar], str]
 ) -> Iterator[str]:
-    """What is to be told of each place; of several of which the same is told, once.
+    """A clause per place; neighbouring places with the same clause share one.
 
     Args:
         memory_bars: The places.
-        bar_text: What is to be told of one.
+        bar_text: The clause for one place.
 
     Yields:
         A clause for each run of places.

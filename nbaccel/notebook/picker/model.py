@@ -88,12 +88,12 @@ class PickerModel:
     Args:
         config: Where to begin, a `RunConfig` or another picker; None: the defaults.
         model: The module whose memory is shown; it may be on ``meta``. None shows none.
-        sample_batch: What one process calls it with, for its activations.
+        sample_batch: A batch of one process, for the activations.
         inventory: The machine; None looks at this one.
 
     Attributes:
         inventory: The machine.
-        remarks: What the last change changed besides, and what may disappoint.
+        remarks: What the last change changed besides, and warnings of the plan.
     """
 
     def __init__(
@@ -117,7 +117,8 @@ class PickerModel:
         self._past: list[RunConfig] = []
         self._before: dict[SettingsForm, RunConfig] = {}
         self._observers: list[Callable[[], None]] = []
-        self._known: dict[str, Any] = {}  # what follows from the present state, found when asked
+        # Values computed from the present state; cleared with every change of it.
+        self._known: dict[str, Any] = {}
         self._settle(self._config, ())
 
     # ------------------------------------------------------------------- the state
@@ -129,17 +130,17 @@ class PickerModel:
 
     @property
     def plan(self) -> Plan | None:
-        """What it comes to on this machine; None where this machine cannot serve it."""
+        """The plan for this machine; None where this machine cannot run it."""
         return self._once("plan", self._resolve)
 
     def _resolve(self) -> Plan | None:
         try:
             return resolve(self._config, self.inventory)
-        except NbaccelError:  # told by `problems`
+        except NbaccelError:  # reported by `problems`
             return None
 
     def _once(self, cache_key: str, make_value: Callable[[], _Cached]) -> _Cached:
-        """What follows from the present state, found when it is first asked for."""
+        """A value computed from the present state, when it is first needed."""
         if cache_key not in self._known:
             self._known[cache_key] = make_value()
         known_value: _Cached = self._known[cache_key]
@@ -147,7 +148,7 @@ class PickerModel:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Why this machine cannot serve what is chosen; nothing where it can."""
+        """Why this machine cannot run the chosen settings; empty where it can."""
         if self.plan is not None:
             return ()
         return availability.problems_of(self._config, self.inventory)
@@ -235,12 +236,12 @@ class PickerModel:
             ConfigError: It cannot be taken; everything stays as it was.
         """
         chosen_setting = self.setting(name)
+        # Python code can give a value that the form shows greyed.
         for option_offer in self.offers(name):
             if option_offer.option.value == value and option_offer.reason:
                 raise ConfigError(
                     f"{name}={value!r} cannot be chosen: {option_offer.reason}. Training would "
-                    f"fail or "
-                    "ignore it. Choose another."
+                    "fail or ignore it. Choose another."
                 )
         plan_device = self.plan.device if self.plan is not None else "cpu"
         config_edit = edit_config(
@@ -265,7 +266,7 @@ class PickerModel:
         return bool(self._past)
 
     def undo(self) -> None:
-        """Take the last change back; without one, nothing happens."""
+        """Undo the last change, if there is one."""
         if self._past:
             self._settle(self._past.pop(), ())
 
@@ -294,7 +295,7 @@ class PickerModel:
         face_texts = {config_face.name: config_face.text for config_face in self.faces()}
         if face not in face_texts:
             raise ConfigError(
-                f"There is no {face!r} to save: as things are there are {', '.join(face_texts)}. "
+                f"There is no {face!r} to save: at present there are {', '.join(face_texts)}. "
                 "Name one of them; DeepSpeed's JSON needs a ZeRO stage."
             )
         try:
@@ -310,10 +311,12 @@ class PickerModel:
         return mistakes_by_setting(error)
 
     def _become(self, new_config: RunConfig, remarks: tuple[str, ...]) -> None:
+        # A choice of the value that is there already must not need an undo.
         if new_config != self._config:
             for settings_form in settings_forms():
                 if settings_form.is_chosen(self._config):
                     self._before[settings_form] = self._config
+            # A new list of at most `_MAX_UNDO` entries, the present state included.
             self._past = [*self._past[1 - _MAX_UNDO :], self._config]
         self._settle(new_config, remarks)
 
@@ -321,6 +324,7 @@ class PickerModel:
         self._config = new_config
         self._known.clear()
         self.remarks = (*remarks, *self.problems, *(self.plan.warnings if self.plan else ()))
+        # A copy, because a callback may end its own subscription.
         for callback in tuple(self._observers):
             callback()
 
@@ -328,11 +332,11 @@ class PickerModel:
 
     @property
     def need(self) -> MemoryNeed | None:
-        """What the run needs; None without a model, or where this machine cannot serve it."""
+        """The memory of the run; None without a model, or where this machine cannot run it."""
         return self._once("need", self._measured)[0]
 
     def _measured(self) -> tuple[MemoryNeed | None, str]:
-        """The need, or why it cannot be told."""
+        """The need, or why it cannot be estimated."""
         if self._yardstick is None or self.plan is None:
             return None, ""
         try:
@@ -354,7 +358,7 @@ class PickerModel:
         return None if self.need is None else self.need.estimate
 
     def bars(self) -> tuple[MemoryBar, ...]:
-        """Memory, place by place; nothing without a model."""
+        """Memory by place; empty without a model."""
         return () if self.need is None else self.need.bars
 
     @property
@@ -402,7 +406,7 @@ class PickerModel:
         return self._once("faces", lambda: faces_of(self._config, self._documents()))
 
     def resolved(self) -> tuple[Choice, ...]:
-        """What is left open, as the plan decides it and as ``"auto"`` is filled in."""
+        """The open settings, as the plan decides them and as ``"auto"`` is filled in."""
         plan_choices = () if self.plan is None else self.plan.choices
         return (
             *plan_choices,
@@ -421,7 +425,7 @@ class PickerModel:
         }
 
     def _filled(self) -> list[tuple[SettingsForm, FilledConfig]]:
-        """What each strategy's own configuration comes to."""
+        """Each strategy's own configuration, with ``"auto"`` filled in."""
         sample_batch = None if self._yardstick is None else self._yardstick.sample_batch
         return self._once(
             "filled",
@@ -464,7 +468,7 @@ class PickerModel:
         return Suggester(self._yardstick)
 
     def rehearse(self) -> None:
-        """Measure activations of all precisions now, so that no later choice waits for it.
+        """Measure activations of all precisions now, so that no later choice waits for that.
 
         Each is a forward and backward pass without memory: seconds for a large model. A second
         time it costs nothing.
@@ -472,7 +476,7 @@ class PickerModel:
         if self._yardstick is None or self._yardstick.sample_batch is None:
             return
         for variant_config in _config_variants(self):
-            with contextlib.suppress(ConfigError):  # told where it is chosen
+            with contextlib.suppress(ConfigError):  # reported when it is chosen
                 batch_sizes = (
                     settings_form.batch_size(settings_form.document(variant_config) or {})
                     for settings_form in settings_forms()
@@ -499,6 +503,7 @@ def _config_variants(picker_model: PickerModel) -> Iterator[RunConfig]:
 
 
 def _check_model_and_batch(model: Any, sample_batch: Any) -> None:
+    # By its method, because `isinstance` would import torch for a form without a model.
     if model is not None and not callable(getattr(model, "modules", None)):
         raise ConfigError(
             f"model={type(model).__name__} is no module: its parameters decide what fits. Give a "

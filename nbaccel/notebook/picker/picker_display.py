@@ -1,4 +1,4 @@
-"""Where a picker is shown: live widgets and, beside them, a table that a saved notebook keeps.
+"""Where a picker is shown: live widgets and, with them, a table that a saved notebook keeps.
 
     cell's outputs   [ widgets, live           ]   hide the table as long as they are there
                      [ table: HTML and text    ]   what GitHub, nbconvert and a reader see
@@ -28,14 +28,16 @@ if TYPE_CHECKING:
 __all__ = ["PickerDisplay", "picker_html", "picker_text"]
 
 
+# Several changes in a row renew the table once.
 _RENEWAL_PAUSE_S = 0.3
+# Units that are not the plural with its `s` removed.
 _SINGULAR_UNITS = {"processes": "process", "batches": "batch", "powers of two": "power of two"}
 _WIDGETS_FROM = 7
 _WIDGET_VIEW_MIME = "application/vnd.jupyter.widget-view+json"
 
 
 class PickerDisplay:
-    """Shows one picker, in as many cells as it is asked to.
+    """Shows one picker, in any number of cells.
 
     Args:
         model: The picker's model.
@@ -65,7 +67,7 @@ class PickerDisplay:
         """Show it in the cell that is running."""
         running_shell = _running_shell()
         if running_shell is None:
-            return  # a script: whoever wants the text prints the picker
+            return  # a script, which can print the picker
         self._shown_in = _cell_message(running_shell)
         missing_part = _missing_widget_part(running_shell)
         if missing_part:
@@ -84,6 +86,7 @@ class PickerDisplay:
 
         with self._lock:
             live_view = self._live_view()
+            # `display(widget)` would add the widget's repr as text; the table below is the text.
             mime_bundle = {
                 "text/plain": "",
                 _WIDGET_VIEW_MIME: {
@@ -93,11 +96,14 @@ class PickerDisplay:
                 },
             }
             display(mime_bundle, raw=True)  # type: ignore[no-untyped-call]
+            # One id in all cells that show this picker, so that an update reaches each of them.
             display(self._table(), raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
-            self._model.rehearse()  # while the form is read; what is clicked meanwhile comes after
+            # While the user reads the form; clicks wait for the lock.
+            self._model.rehearse()
 
     def _live_view(self) -> PickerView:
         if self._view is None:
+            # Not at the top: it imports ipywidgets, which need not be installed.
             from nbaccel.notebook.picker.widgets import PickerView
 
             self._view = PickerView(
@@ -124,17 +130,18 @@ class PickerDisplay:
         if self._is_stale or running_shell is None:
             return
         self._is_stale = True
-        # A cell that changes it may be the notebook's last.
+        # The timer below needs a running loop; after the notebook's last cell it may never fire.
         running_shell.events.register("post_run_cell", self._renew)
         try:
             asyncio.get_running_loop().call_later(_RENEWAL_PAUSE_S, self._renew)
-        except RuntimeError:  # no loop runs in this thread: nothing would call later
+        except RuntimeError:  # no loop runs in this thread, so no timer can be set
             self._renew()
 
     def _renew(self, _cell_result: object = None) -> None:
         from IPython.display import update_display
 
         with self._lock:
+            # Both the event and the timer call this; the first one renews the table.
             if not self._is_stale:
                 return
             self._is_stale = False
@@ -146,7 +153,8 @@ class PickerDisplay:
 
 def _running_shell() -> Any:
     """The shell that runs cells; None in a script."""
-    ipython_module = sys.modules.get("IPython")  # where nobody has imported it, no cell runs
+    # Without an import of IPython no cell can be running.
+    ipython_module = sys.modules.get("IPython")
     return None if ipython_module is None else ipython_module.get_ipython()
 
 
@@ -173,7 +181,7 @@ def _missing_widget_part(running_shell: Any) -> str:
 
 
 def picker_text(model: PickerModel, panel_names: Sequence[str] = PANELS) -> str:
-    """The picker for a terminal: what is chosen, what it needs, what it comes to.
+    """The picker for a terminal: the choices, their memory, and the plan.
 
     Args:
         model: The picker's model.
@@ -207,7 +215,7 @@ def picker_text(model: PickerModel, panel_names: Sequence[str] = PANELS) -> str:
 
 
 def picker_html(model: PickerModel, panel_names: Sequence[str] = PANELS) -> str:
-    """The same for a saved notebook: plain tables, no script, no style that a filter would miss.
+    """The same for a saved notebook: tables without scripts and styles, which filters remove.
 
     Args:
         model: The picker's model.
@@ -236,7 +244,7 @@ def picker_html(model: PickerModel, panel_names: Sequence[str] = PANELS) -> str:
 def _setting_rows(
     model: PickerModel, panel_names: Sequence[str]
 ) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
-    """Per panel, the common choices and of the others those that were made."""
+    """Per panel, the common choices, and those of the others that are set."""
     for panel_name in panel_names:
         table_rows = [
             (setting.label, _shown_value(model, setting.name), _value_meaning(model, setting.name))

@@ -1,4 +1,4 @@
-"""The fastest settings that fit: by the advisor, or by estimates alone where it is not there."""
+"""The fastest settings that fit: by the advisor, or by estimates alone where it is missing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def refusal_of(module: Any, plan: Plan | None) -> str:
 
     Args:
         module: The model; None where there is none.
-        plan: What is chosen comes to; None where it cannot be run here.
+        plan: The plan of the chosen settings; None where it cannot be run here.
 
     Returns:
         A clause; empty where something can.
@@ -41,14 +41,14 @@ class Suggester:
 
     def __init__(self, yardstick: MemoryModel) -> None:
         self._yardstick = yardstick
-        # Asked once: the answer is looked for in all modules.
+        # Once, because it searches all modules of the model.
         self._recomputes = gradient_checkpointing.checkpoints_gradients(yardstick.model)
 
     def suggest(self, config: RunConfig) -> Suggestion:
         """The fastest settings that fit, with the precision and processes that are chosen.
 
         Args:
-            config: What is chosen.
+            config: The chosen settings.
 
         Returns:
             The suggestion.
@@ -71,10 +71,10 @@ class Suggester:
         return self._by_estimates(config)
 
     def remedy(self, config: RunConfig) -> str:
-        """What would fit, without trying anything: estimates take milliseconds.
+        """Settings that would fit, by estimates alone, which take milliseconds.
 
         Args:
-            config: What is chosen, and does not fit.
+            config: The chosen settings, which do not fit.
 
         Returns:
             A sentence.
@@ -86,6 +86,7 @@ class Suggester:
         return f"Nothing on the ladder fits: take {batch_remedy}more devices, or a smaller model."
 
     def _by_estimates(self, config: RunConfig) -> Suggestion:
+        # They come fastest first, so the first that fits is the one to suggest.
         for candidate_name, candidate_config in self._candidates(config):
             if self._lacking(candidate_config) == 0:
                 chosen_forms = (
@@ -106,14 +107,15 @@ class Suggester:
         )
         raise ConfigError(
             f"Nothing fits: the leanest way lacks {format_bytes(least_lacking)}. Training would "
-            f"run out of "
-            f"memory with {config}. Use a smaller batch, more devices, or a smaller model."
+            f"run out of memory with {config}. Use a smaller batch, more devices, or a smaller "
+            "model."
         )
 
     def _candidates(self, config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         """Ways to train, the fastest first, each with its name."""
         can_recompute = self._recomputes
         can_checkpoint = gradient_checkpointing.can_checkpoint_gradients(self._yardstick.model)
+        # Without ZeRO and recomputation first: what needs neither is the fastest.
         replicated_config = config.changed(
             zero_stage=None, deepspeed=None, activation_checkpointing=False
         )

@@ -2,9 +2,9 @@
 
     user ── widgets ──► PickerView ── choose ──► PickerModel ── observe ──► PickerView.sync
 
-Widgets are made once, those of a section when it is opened first; a change moves values only. A
-front end may have what the user does handled in another thread while a cell runs, so all that
-comes in takes one lock.
+Widgets are made once, those of a section when it is first opened; a change sends values only. A
+front end may handle the user's actions in another thread while a cell runs, so every action takes
+one lock.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class ActionsRow:
     Args:
         model: The picker's model.
         shared_fields: Layouts and styles.
-        carry_out: Does something and shows what goes wrong.
+        carry_out: Runs an action and shows its errors.
 
     Attributes:
-        box: What is shown.
+        box: The widget to show.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ActionsRow:
         self.box.add_class("nbaccel-head")
 
     def sync(self) -> None:
-        """Grey what cannot be done now."""
+        """Disable buttons that have no effect now."""
         self._undo.disabled = not self._model.can_undo
         self._undo.tooltip = "Take the last change back" if self._model.can_undo else _NO_CHANGE
         suggest_refusal = self._model.suggest_refusal
@@ -96,10 +96,10 @@ class FilesPanel:
     Args:
         model: The picker's model.
         shared_fields: Layouts and styles.
-        carry_out: Does something and shows what goes wrong.
+        carry_out: Runs an action and shows its errors.
 
     Attributes:
-        section: What is shown, when it is opened.
+        section: The section, which is filled when it is opened.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class FilesPanel:
         self.section.box.add_class("nbaccel-files")
 
     def sync(self) -> None:
-        """Offer the languages that there are now."""
+        """Offer the languages that are available now."""
         if self._faces is not None:
             face_names = tuple(config_face.name for config_face in self._model.faces())
             if self._faces.options != face_names:
@@ -124,7 +124,7 @@ class FilesPanel:
         self._upload = w.FileUpload(
             description="Load a file",
             accept=".json,.yaml,.yml",
-            icon="",  # Notebook 7 is refused the font of its icons
+            icon="",  # Notebook 7 cannot load the font of its icons
             layout=self._shared.width,
         )
         self._upload.observe(lambda change: self._on_upload(change.new), "value")
@@ -170,17 +170,17 @@ class FilesPanel:
         )
         file_content = bytes(first_file["content"])
         self._load(lambda: file_content.decode() + "\n")
-        self._upload.set_trait(
-            "value", type(uploaded_files)()
-        )  # read-only in ipywidgets 7, and a dict there
+        # Emptied, so that the same file can be chosen again. In ipywidgets 7 the trait is
+        # read-only, and a dict.
+        self._upload.set_trait("value", type(uploaded_files)())
 
     def _on_path(self) -> None:
         self._load(lambda: Path(self._path.value.strip()))
 
     def _on_paste(self) -> None:
-        # With a line's end it is text, whatever it looks like.
+        # A line's end makes it text for the reader, even if it looks like a path.
         if not self._load(lambda: self._paste.value + "\n"):
-            self._paste.value = ""
+            self._paste.value = ""  # refused text stays, to be corrected
 
     def _load(self, read_source: Callable[[], str | Path]) -> tuple[str, ...]:
         load_mistakes = self._carry_out(lambda: self._model.load(read_source()), done="Loaded.")
@@ -206,7 +206,7 @@ class PickerView:
     """Everything that is shown of one picker.
 
     Args:
-        model: What it shows and changes.
+        model: The model that it shows and changes.
         panel_names: Which panels.
         is_whole: Whether memory, the configuration and files are shown, too.
         lock: Held while what the user does is carried out.
@@ -242,7 +242,7 @@ class PickerView:
 
     # ---------------------------------------------------------------- out
     def sync(self) -> None:
-        """Show what the model says now."""
+        """Show the present state of the model."""
         with self._lock:
             for setting_field in list(self._fields.values()):
                 setting_field.sync()
@@ -260,11 +260,11 @@ class PickerView:
         field: SettingField | None = None,
         done: str = "",
     ) -> tuple[str, ...]:
-        """Do what the user asks for; whatever goes wrong is shown to him.
+        """Do what the user asks for, and show what goes wrong.
 
         Args:
             action: Changes the model.
-            field: Where he asked, if in a field.
+            field: The field that the user acted in, if any.
             done: What to say when it is done.
 
         Returns:
@@ -277,7 +277,7 @@ class PickerView:
             except ConfigError as error:
                 self._place(error, field)
                 return error.mistakes
-            except Exception as error:  # a callback's error would go to a log that nobody reads
+            except Exception as error:  # ipywidgets would only log it
                 self._wrong = (f"{type(error).__name__}: {error}",)
                 self._tell()
                 return self._wrong
@@ -288,35 +288,35 @@ class PickerView:
             return ()
 
     def _forget(self, field: SettingField | None) -> None:
-        """Take back what was told of earlier mistakes; what is typed wrong stays so, and told."""
-        for each in self._told_elsewhere:
-            each.tell(())
+        """Remove messages of earlier mistakes; a field whose text is still wrong keeps its own."""
+        for told_field in self._told_elsewhere:
+            told_field.tell(())
         self._told_elsewhere, self._said, self._wrong = [], (), ()
         if field is not None:
-            field.messages = ()  # shown until it is known whether the next try is right
+            field.messages = ()  # the text stays visible until the next attempt is judged
 
     def _drop_what_was_typed(self) -> None:
-        """After a whole configuration was taken over or back, no field keeps text of its own."""
-        refused = [field for field in self._fields.values() if field.messages]
-        for field in refused:
+        """Clear refused text in all fields after a whole configuration was loaded or undone."""
+        refused_fields = [field for field in self._fields.values() if field.messages]
+        for field in refused_fields:
             field.tell(())
             field.sync()
 
     def _place(self, error: ConfigError, field: SettingField | None) -> None:
-        """Show each mistake beside the field that it is about, if that can be seen."""
-        rest: list[str] = []
+        """Show each mistake at its field, if that is visible."""
+        other_messages: list[str] = []
         for name, messages in self._model.mistakes_of(error).items():
-            about = self._fields.get(name)
-            if about is None or about is field or not self._model.is_shown(name):
-                rest += messages
+            named_field = self._fields.get(name)
+            if named_field is None or named_field is field or not self._model.is_shown(name):
+                other_messages += messages
                 continue
-            if not about.messages:  # its own come first
-                about.tell(tuple(messages))
-                self._told_elsewhere.append(about)
+            if not named_field.messages:  # the field's own messages come first
+                named_field.tell(tuple(messages))
+                self._told_elsewhere.append(named_field)
         if field is not None:
-            field.tell(tuple(rest) or error.mistakes)
-            rest = []
-        self._wrong = tuple(rest)
+            field.tell(tuple(other_messages) or error.mistakes)
+            other_messages = []
+        self._wrong = tuple(other_messages)
         self._tell()
 
     def _tell(self) -> None:
@@ -359,16 +359,17 @@ class PickerView:
         return box.add_class("nbaccel-panel").add_class(f"nbaccel-panel-{name}")
 
     def _below(self, sections: dict[str, list[Setting]]) -> list[w.Widget]:
-        """What is opened on demand: a few sections one by one, many below one heading."""
+        """Sections that are opened on demand: a few one by one, many below one heading."""
         if len(sections) <= _FEW_SECTIONS:
-            return [self._section(name, of).box for name, of in sections.items()]
-        everything = [setting for of in sections.values() for setting in of]
+            return [self._section(name, group).box for name, group in sections.items()]
+        all_settings = [setting for group in sections.values() for setting in group]
+        # Its sections are made when it is opened: every widget costs messages to the page.
         advanced = FoldedSection(
             "Advanced",
-            everything,
+            all_settings,
             self._model,
             self._shared,
-            lambda: [self._section(name, of).box for name, of in sections.items()],
+            lambda: [self._section(name, group).box for name, group in sections.items()],
         )
         self._sections.append(advanced)
         return [advanced.box]
@@ -382,6 +383,8 @@ class PickerView:
         return section
 
     def _made(self, settings: Sequence[Setting]) -> list[w.Widget]:
-        made = [field_for(each, self._model, self._choose, self._shared) for each in settings]
-        self._fields |= {field.setting.name: field for field in made}
-        return [field.box for field in made]
+        new_fields = [
+            field_for(setting, self._model, self._choose, self._shared) for setting in settings
+        ]
+        self._fields |= {field.setting.name: field for field in new_fields}
+        return [field.box for field in new_fields]

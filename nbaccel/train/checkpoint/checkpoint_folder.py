@@ -1,7 +1,7 @@
 """A checkpoint appears whole or not at all, whenever the processes die and whichever fails.
 
-`nbaccel_manifest.json` lies beside them. A checkpoint without it (Accelerate's, an older one) is
-read all the same: its files then have only the checksums of their own formats.
+`nbaccel_manifest.json` has sizes and checksums of its files. A checkpoint without it (Accelerate's,
+an older one) can be read, too: only the checksums of the files' own formats are checked then.
 
     process 0                       the others
     ---------                       ----------
@@ -9,11 +9,11 @@ read all the same: its files then have only the checksums of their own formats.
     makes .ckpt.partial-3f9a   ──►  learn the name
     writes its files                write their files
     waits for the disk              wait for the disk
-        ◄── everybody says: written, or what went wrong ──►
+        ◄── all processes say: written, or what went wrong ──►
     notes sizes and checksums
     ckpt → .ckpt.old  (if there)
     .ckpt.partial-3f9a → ckpt
-    .ckpt.old → gone                go on when process 0 is through
+    .ckpt.old → gone                continue when process 0 is done
 
 Between the two renames there is no ``ckpt``, but ``.ckpt.old`` is whole: :func:`find_checkpoint`
 finds it, and the next save puts it back. A user's own files in ``ckpt`` move over into the new one.
@@ -83,11 +83,12 @@ def write_manifest(folder: Path) -> None:
         json.dumps({"version": 1, "files": file_entries}, indent=1) + "\n", encoding="utf-8"
     )
     sync_path(manifest_path)
+    # The names of files are in the folder's own record, which syncing a file does not write.
     sync_path(folder)
 
 
 def read_manifest(folder: Path) -> Mapping[str, Recorded]:
-    """What :func:`write_manifest` noted.
+    """Read what :func:`write_manifest` wrote.
 
     Args:
         folder: The checkpoint.
@@ -109,6 +110,7 @@ def read_manifest(folder: Path) -> Mapping[str, Recorded]:
             )
             for file_name, file_entry in file_entries.items()
         }
+    # JSON of any other shape raises one of these.
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointDamaged(
             f"{manifest_path} is truncated or damaged ({type(error).__name__}: {error}): it has "
@@ -127,7 +129,8 @@ def _checkpoint_files(folder: Path) -> Iterator[Path]:
 
 def _manifest_entry(file_path: Path) -> dict[str, int | str]:
     size_entry: dict[str, int | str] = {"bytes": file_path.stat().st_size}
-    has_own_checksum = is_archive(file_path) or file_path.suffix == ".distcp"  # a row of archives
+    # Archives have a CRC per record, so a hash would read all weights once more for nothing.
+    has_own_checksum = is_archive(file_path) or file_path.suffix == ".distcp"
     return size_entry if has_own_checksum else {**size_entry, "xxh3": digest(file_path)}
 
 
@@ -160,6 +163,7 @@ def _numbered_checkpoints(folder: Path) -> dict[int, Path]:
         for checkpoint_path in folder.iterdir()
         if checkpoint_path.is_dir()
     )
+    # By number: by name, checkpoint_10 would come before checkpoint_9.
     return dict(
         sorted(
             (number, checkpoint_path)
@@ -170,7 +174,7 @@ def _numbered_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def next_number(configuration: ProjectConfiguration) -> int:
-    """The number of the next checkpoint: behind those that are there, of an earlier run maybe."""
+    """The number of the next checkpoint: after all existing ones, also of an earlier run."""
     existing = _numbered_checkpoints(folder_of(configuration))
     return max(configuration.iteration, max(existing, default=-1) + 1)
 
@@ -185,8 +189,8 @@ def latest_checkpoint(configuration: ProjectConfiguration) -> Path:
     existing = _numbered_checkpoints(folder)
     if not existing:
         raise ConfigError(
-            f"load_state() found no checkpoint_<number> in {str(folder)!r}: there is nothing to go "
-            "on from. Save one first, or give load_state the folder of a checkpoint."
+            f"load_state() found no checkpoint_<number> in {str(folder)!r}: there is nothing to "
+            "continue from. Save one first, or give load_state the folder of a checkpoint."
         )
     return existing[max(existing)]
 
@@ -195,7 +199,7 @@ def delete_oldest(folder: Path, total_limit: int | None) -> None:
     """Delete the checkpoints of the lowest numbers beyond a limit.
 
     Args:
-        folder: Of all numbered checkpoints.
+        folder: The folder of all numbered checkpoints.
         total_limit: How many stay; None keeps all.
     """
     existing = list(_numbered_checkpoints(folder).values())
@@ -212,8 +216,8 @@ class _SaveSite:
 
     Attributes:
         target: The folder to be.
-        partial: Where it is built.
-        old: Where a folder of that name waits until the new one is in place.
+        partial_folder: Where it is built.
+        waiting_folder: Where a folder of that name waits until the new one is in place.
     """
 
     target: Path
@@ -225,7 +229,7 @@ class _SaveSite:
 def new_checkpoint(
     target: Path, place: Place, collectives: Collectives, *, series: bool = False
 ) -> Iterator[tuple[Path, Path]]:
-    """Build a folder together; it takes its name only if every process got through.
+    """Build a folder together; it gets its name only if every process has succeeded.
 
     Args:
         target: The folder to be; that of process 0 counts.
@@ -248,14 +252,15 @@ def new_checkpoint(
             write_error = None
             try:
                 yield save_site.partial_folder, save_site.target
+                # Before the exchange, in which each process says that its files are on the disk.
                 sync_tree(save_site.partial_folder)
             except _PEER_FAILURES:
-                raise  # nobody is left to tell
-            except Exception as caught:  # whatever it is, the others must hear of it
+                raise  # the others cannot be reached any more
+            except Exception as caught:  # of any kind: the others must be told before it is raised
                 write_error = caught
             _check_all_written(save_site, collectives, write_error)
             _write_manifest_together(save_site, made_folder, collectives)
-        except BaseException:  # an interrupt, too, leaves nothing behind
+        except BaseException:  # an interrupt must leave nothing behind either
             if made_folder:
                 shutil.rmtree(save_site.partial_folder, ignore_errors=True)
             raise
@@ -263,6 +268,7 @@ def new_checkpoint(
 
 
 def _agree_on_names(target: Path, collectives: Collectives) -> _SaveSite:
+    # Process 0's name and token hold for all: a number or time in a name may differ elsewhere.
     own_proposal = (str(target.expanduser()), secrets.token_hex(4))
     agreed_name, token = collectives.broadcast_object(own_proposal)
     target = Path(agreed_name)
@@ -298,6 +304,7 @@ def _make_partial_folder(
     if place.world_size == place.local_world_size:
         return makes_folder
     with all_succeed(collectives, call_text):
+        # A node that does not see process 0's folder has a file system of its own to write to.
         if place.is_local_main and not save_site.partial_folder.exists():
             makes_folder = True
             _prepare_target(save_site, series, held_claims)
@@ -308,6 +315,7 @@ def _prepare_target(save_site: _SaveSite, series: bool, held_claims: contextlib.
     _check_target(save_site.target)
     save_site.target.parent.mkdir(parents=True, exist_ok=True)
     _clear_killed_save(save_site, series)
+    # Claimed before it exists: a save of another process would take it for a leftover.
     held_claims.enter_context(hold_claim(save_site.partial_folder))
     save_site.partial_folder.mkdir()
 
@@ -327,7 +335,8 @@ def _check_target(target: Path) -> None:
 
 
 def _clear_killed_save(save_site: _SaveSite, series: bool) -> None:
-    """Finish or undo what an earlier save, which was killed, left half done."""
+    """Finish or undo a save that was killed."""
+    # It waits only between the two renames, so `target` tells whether the second one happened.
     if save_site.waiting_folder.exists():
         if save_site.target.exists():
             _retire_old_checkpoint(save_site.waiting_folder, save_site.target)
@@ -347,7 +356,7 @@ def _write_manifest_together(
     try:
         if made_folder:
             write_manifest(save_site.partial_folder)
-    except Exception as caught:  # whatever it is, the others must hear of it
+    except Exception as caught:  # of any kind: the others must be told before it is raised
         write_error = caught
     _check_all_written(save_site, collectives, write_error)
 
@@ -369,6 +378,7 @@ def _rename_into_place(save_site: _SaveSite) -> None:
             save_site.waiting_folder.rename(save_site.target)
         shutil.rmtree(save_site.partial_folder, ignore_errors=True)
         raise
+    # Before the old checkpoint is deleted: after a power failure one of the two must be there.
     sync_path(save_site.target.parent)
     if replaces:
         _retire_old_checkpoint(save_site.waiting_folder, save_site.target)
@@ -394,6 +404,7 @@ def discard_checkpoint(folder: Path, leftover_name: str = "") -> None:
     leftover = folder.with_name(f".{leftover_name or folder.name}.partial-{secrets.token_hex(4)}")
     with contextlib.suppress(FileNotFoundError):
         folder.rename(leftover)
+        # What cannot be deleted has the name of a leftover, which a later save clears away.
         shutil.rmtree(leftover, ignore_errors=True)
 
 
@@ -412,6 +423,7 @@ def find_checkpoint(folder: Path) -> Path:
     folder = folder.expanduser()
     if folder.is_dir():
         return folder
+    # A save through a link replaces what the link leads to, so the old folder waits there.
     resolved_folder = folder.resolve() if folder.is_symlink() else folder
     if not folder.exists() and _waiting_name(resolved_folder).is_dir():
         return _waiting_name(resolved_folder)
@@ -421,56 +433,57 @@ def find_checkpoint(folder: Path) -> Path:
     )
     neighbours_text = f" There are: {', '.join(neighbours[:8])}." if neighbours else ""
     raise ConfigError(
-        f"load_state({str(folder)!r}): that folder {folder_problem}, so there is nothing to go on "
-        f"from.{neighbours_text} Give the folder that save_state returned."
+        f"load_state({str(folder)!r}): that folder {folder_problem}, so there is nothing to "
+        f"continue from.{neighbours_text} Give the folder that save_state returned."
     )
 
 
-# ------------------------------------------------------------------------- all or nobody
+# ------------------------------------------------------------------------- all or none
 
 
 @contextlib.contextmanager
 def all_succeed(collectives: Collectives, call_text: str) -> Iterator[None]:
-    """A block that every process runs; if it fails on one, it fails on all.
+    """A block that every process runs; if it fails on one process, it raises on all.
 
     Args:
         collectives: All processes.
-        call_text: What was asked for, to begin a message with.
+        call_text: The call, with which a message begins.
 
     Raises:
-        CheckpointFailed: Here it went well, and elsewhere not.
+        CheckpointFailed: It succeeded here and failed on another process.
     """
     own_error = None
     try:
         yield
     except _PEER_FAILURES:
-        raise
-    except Exception as caught:  # it is raised again once the others know
+        raise  # a further exchange would only fail or wait in the same way
+    except Exception as caught:  # raised again once the others know
         own_error = caught
     failures = _failures_of_all(collectives, call_text, own_error)
     if own_error is not None:
         raise own_error
     if failures:
-        raise CheckpointFailed(f"{call_text} failed. {failures} No process goes on with it.")
+        raise CheckpointFailed(f"{call_text} failed. {failures} All processes have stopped it.")
 
 
 def _check_all_written(
     save_site: _SaveSite, collectives: Collectives, own_error: Exception | None
 ) -> None:
     failures = _failures_of_all(collectives, "save_state", own_error)
+    # What to correct is said best by the mistake itself; the others get the summary.
     if isinstance(own_error, UserMistake):
         raise own_error
     if failures:
         free_space = format_bytes(shutil.disk_usage(save_site.target.parent).free)
         raise CheckpointFailed(
-            f"save_state({str(save_site.target)!r}) failed. {failures} The new checkpoint is "
-            f"gone, and what had this name before is as it was. {free_space} are free there. Mend "
-            "the cause, or give a folder on another disk, and save again."
+            f"save_state({str(save_site.target)!r}) failed. {failures} The new checkpoint has been "
+            f"removed, and an earlier one of this name is unchanged. {free_space} are free there. "
+            "Remove the cause, or give a folder on another disk, and save again."
         ) from own_error
 
 
 def _failures_of_all(collectives: Collectives, call_text: str, own_error: Exception | None) -> str:
-    """What went wrong on which process, in one text, the same on all; empty if nothing did."""
+    """The failures of all processes in one text, the same on all; empty without any."""
     own_failure = None if own_error is None else f"{type(own_error).__name__}: {own_error}"
     failures_by_rank = collectives.answers(call_text, own_failure)
     return " ".join(

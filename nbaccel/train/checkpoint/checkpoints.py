@@ -1,4 +1,4 @@
-"""``Checkpoints``: an accelerator's door to what it saved."""
+"""``Checkpoints``: names, saves and loads the checkpoints of an accelerator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Checkpoints:
     """Names checkpoints, keeps as many as are wanted, and calls the hooks of users.
 
     Args:
-        configuration: Of the project; its `iteration` advances with every save.
+        configuration: The project's; its `iteration` advances with every save.
         place: This process.
         collectives: All processes; saving and loading are collectives.
     """
@@ -77,12 +77,12 @@ class Checkpoints:
         step: int,
         safe_serialization: bool = True,
     ) -> Path:
-        """Save everything that the run needs to go on; a collective.
+        """Save everything that the run needs to continue; a collective.
 
         Args:
-            folder: Where, if checkpoints are not numbered; if they are, it is not looked at.
+            folder: Where, if checkpoints are not numbered; if they are, it is ignored.
             parts: What to save.
-            step: The accumulation step at hand.
+            step: The current accumulation step.
             safe_serialization: Weights as safetensors instead of a pickle.
 
         Returns:
@@ -105,10 +105,13 @@ class Checkpoints:
             hooks=self._save_hooks.values(),
             series=is_numbered,
         )
+        # From the folder's name, which process 0 chose; the count of this process may be another
+        # one.
         checkpoint_number = checkpoint_folder.number_of(checkpoint_path) if is_numbered else None
         configuration.iteration = (
             configuration.iteration if checkpoint_number is None else checkpoint_number
         ) + 1
+        # After the new one is in place: a save that fails must not cost an older checkpoint.
         if is_numbered and self._place.is_local_main:
             checkpoint_folder.delete_oldest(checkpoint_path.parent, configuration.total_limit)
         return checkpoint_path
@@ -148,8 +151,8 @@ class Checkpoints:
             folder: The checkpoint; None takes the one of the highest number.
             parts: What to load into.
             map_location: ``cpu`` or ``on_device``.
-            load_kwargs: Of ``torch.load``.
-            **options: Of the models' ``load_state_dict``.
+            load_kwargs: Arguments of ``torch.load``.
+            **options: Arguments of the models' ``load_state_dict``.
 
         Returns:
             The accumulation step that was saved; None where the file has none.
@@ -194,6 +197,7 @@ class Checkpoints:
 
 def _latest_or_problem(configuration: ProjectConfiguration) -> tuple[Path | None, str]:
     try:
+        # Returned as text, because the others wait for the broadcast that follows.
         return checkpoint_folder.latest_checkpoint(configuration), ""
     except ConfigError as error:
         return None, str(error)

@@ -60,6 +60,7 @@ def model_problem(model: nn.Module, saved: _ShapesByName, *, strict: bool = True
         The rest of a sentence that begins with the file's name; empty if they fit.
     """
     adapting_prefixes = _adapting_prefixes(model)
+    # Parts that load a state in a way of their own cannot be compared by name or shape.
     model_shapes = {
         tensor_name: tensor_shape
         for tensor_name, tensor_shape in _shapes_of(model).items()
@@ -70,12 +71,14 @@ def model_problem(model: nn.Module, saved: _ShapesByName, *, strict: bool = True
         for tensor_name, tensor_shape in saved.items()
         if not _uncompiled_name(tensor_name).startswith(adapting_prefixes)
     }
+    # None is the shape of a lazy parameter, which takes that of the file.
     reshaped = [
         tensor_name
         for tensor_name in model_shapes
         if tensor_name in saved_shapes
         and None is not model_shapes[tensor_name] != saved_shapes[tensor_name]
     ]
+    # BatchNorm starts its counter at 0 where an old file has none, so that is no mismatch.
     missing_names = [
         tensor_name
         for tensor_name in model_shapes
@@ -95,7 +98,7 @@ def model_problem(model: nn.Module, saved: _ShapesByName, *, strict: bool = True
     if strict and unknown_names:
         problems.append(
             f"{', '.join(unknown_names[:_SHOWN_NAMES])}{_count_more(unknown_names)}, which the "
-            f"model has not"
+            "model does not have"
         )
     return (
         f"is of another model than the {type(model).__name__}: it has {'; '.join(problems)}"
@@ -108,6 +111,7 @@ def _count_more(names: list[str]) -> str:
 
 
 def _uncompiled_name(tensor_name: str) -> str:
+    # The model or the saved one may have been compiled, without the other being so.
     return tensor_name.replace(torch_private.COMPILED_PREFIX, "")
 
 
@@ -153,6 +157,7 @@ def optimizer_problem(optimizer: Optimizer, saved_state: Any) -> str:
     if not isinstance(saved_state, Mapping) or not {"state", "param_groups"} <= saved_state.keys():
         return f"holds no state of an optimizer, but {_describe_state(saved_state)}"
     try:
+        # A file of something else may have any structure below these two keys.
         saved_counts = [len(param_group["params"]) for param_group in saved_state["param_groups"]]
         saved_shapes = dict(_state_shapes(saved_state["state"]))
     except (LookupError, TypeError, AttributeError) as error:
@@ -187,8 +192,9 @@ def _shape_problem(
         number for param_group in saved_state["param_groups"] for number in param_group["params"]
     ]
     parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
+    # The state of other optimizers may have any shape (Adafactor's is factored).
     if not type(optimizer).__module__.startswith("torch.optim"):
-        return ""  # whose state may have any shape
+        return ""
     for number, parameter in zip(parameter_numbers, parameters, strict=True):
         for state_name, saved_shape in saved_shapes.get(number, {}).items():
             if saved_shape != tuple(parameter.shape):
@@ -231,8 +237,8 @@ class SourceShards:
     """A folder of which every process reads a part.
 
     Attributes:
-        model: What it is read into.
-        optimizer: The optimizer whose state lies there, too.
+        model: The model that it is read into.
+        optimizer: The optimizer whose state is there, too.
         folder: The folder.
     """
 
@@ -243,7 +249,7 @@ class SourceShards:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSources:
-    """The files of a load, by what they are read into.
+    """The files of a load, by the objects that they are read into.
 
     Attributes:
         folder: The checkpoint.
@@ -253,12 +259,12 @@ class CheckpointSources:
         optimizers: By number of the optimizer.
         sharded_optimizers: Optimizers with a folder of their own, by number.
         schedulers: In order.
-        scaler: Of fp16.
-        custom: Of registered objects, in order.
+        scaler: The state of fp16's loss scaler.
+        custom: States of registered objects, in order.
         loaders: By number of the loader.
-        gradients: Of this process, amid a group of batches.
-        generators: Of this process.
-        first_generators: Of process 0, which has the step.
+        gradients: Gradients of this process, within a group of batches.
+        generators: Random states of this process.
+        first_generators: Random states of process 0, with the step.
     """
 
     folder: Path
@@ -276,7 +282,7 @@ class CheckpointSources:
     first_generators: Path | None
 
     def damaged(self, place: Place) -> list[str]:
-        """What is wrong with files; each is read through by one process of a node.
+        """Problems of files; each file is read by one process of a node.
 
         Args:
             place: This process.
@@ -288,9 +294,11 @@ class CheckpointSources:
             path for path in (*self.loaders.values(), self.gradients, self.generators) if path
         ]
         common_files = self._common_files()
+        # Shared out, because reading everything on every process would multiply the time.
         shared_out = common_files[place.local_rank :: place.local_world_size]
         return [
             problem_text
+            # A set, because process 0's random states are among both.
             for path in {*own_files, *shared_out}
             if (problem_text := self._file_problem(path))
         ]
@@ -309,10 +317,11 @@ class CheckpointSources:
                 for path in self._files_inside(model_shards.folder)
             ),
         }
+        # Sorted, because each process of a node takes its share of the same list.
         return sorted(common_files)
 
     def _files_inside(self, folder: Path) -> Iterable[Path]:
-        """The files of shards: those that are there, and those that were."""
+        """The files of shards: those that exist, and those of the manifest."""
         yield from (path for path in folder.rglob("*") if path.is_file())
         folder_prefix = folder.relative_to(self.folder).as_posix() + "/"
         yield from (
@@ -328,7 +337,7 @@ class CheckpointSources:
             return ""
         return (
             f"{path} {problem_text}. Nothing has been loaded. Load another checkpoint, or copy "
-            f"the file again from where it was saved."
+            "the file again from where it was saved."
         )
 
 
@@ -341,7 +350,7 @@ def find_sources(
         folder: The checkpoint.
         parts: What is to be loaded.
         place: This process.
-        recorded: What was noted of files when it was saved.
+        recorded: Sizes and checksums from when it was saved.
 
     Returns:
         Those that are there, or were when it was saved.
@@ -375,6 +384,7 @@ class _SourceFinder:
                 for number in range(len(parts.custom))
             ),
             loaders=self._loader_files(),
+            # Sharded gradients are not saved; another strategy's may lie in the folder.
             gradients=None
             if parts.sharder
             else self._existing_file(layout.gradients_file(self._place.rank)),
@@ -383,12 +393,14 @@ class _SourceFinder:
         )
 
     def _existing_file(self, *file_names: str) -> Path | None:
-        """The first that is there, or that was when the checkpoint was saved."""
+        """The first that exists, or that the manifest has."""
         known_names = (
             file_name
             for file_name in file_names
             if file_name in self._recorded or (self._folder / file_name).exists()
         )
+        # A name of the manifest counts without a file, so that a deleted file is reported as
+        # missing.
         known_name = next(known_names, None)
         return None if known_name is None else self._folder / known_name
 
@@ -432,6 +444,8 @@ class _SourceFinder:
                 shard_folders[number] = SourceShards(
                     model=model, optimizer=optimizer, folder=shard_folder
                 )
+            # Without a model the optimizer cannot be in shards: its file is listed even if it is
+            # missing.
             elif model is None or self._existing_file(file_name) is not None:
                 optimizer_files[number] = self._folder / file_name
         return optimizer_files, shard_folders

@@ -1,4 +1,4 @@
-"""Single files, written so that a reader finds the old one or the new one, never half of either."""
+"""Single files, written so that a reader finds the old or the new one, never a partial file."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ def read_torch_file(path: Path, *, allowed: Iterable[Any] = (), **options: Any) 
 
 
 def read_torch_outline(path: Path, **options: Any) -> Any:
-    """Read what ``torch.save`` wrote, but for the numbers: tensors are on ``meta``.
+    """Read what ``torch.save`` wrote, without the values: tensors are on ``meta``.
 
     Args:
         path: The file.
         **options: As of :func:`read_torch_file`.
 
     Returns:
-        As :func:`read_torch_file`; nothing of the numbers was in memory, unless torch is older than
-        1.6 that wrote the file.
+        As :func:`read_torch_file`; the values are never in memory, unless a torch before 1.6 wrote
+        the file.
 
     Raises:
         CheckpointDamaged: It cannot be read, or holds something else.
@@ -74,6 +74,7 @@ def read_torch_outline(path: Path, **options: Any) -> Any:
 
 
 def _why_unreadable(path: Path, error: Exception) -> str:
+    # torch has one exception for everything that it refuses; only the text names the class.
     global_match = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
     if global_match:
         return (
@@ -88,13 +89,13 @@ def _why_unreadable(path: Path, error: Exception) -> str:
         torch_reason = "it is no pickle of plain data"
     return (
         f"{path} cannot be read ({type(error).__name__}: {torch_reason}): it is truncated, "
-        f"damaged or of something else. Nothing has been loaded. Load another checkpoint, or "
-        f"copy the file again from where it was saved."
+        "damaged or of something else. Nothing has been loaded. Load another checkpoint, or "
+        "copy the file again from where it was saved."
     )
 
 
 def _numpy_globals() -> list[Any]:
-    """What pickles of numpy arrays and scalars name: nothing in it does more than hold numbers."""
+    """The names in pickles of numpy arrays and scalars; all of them only hold numbers."""
     reducers = {
         "_reconstruct": np.zeros(1).__reduce__()[0],
         "scalar": np.float64(0).__reduce__()[0],
@@ -113,7 +114,7 @@ def _numpy_globals() -> list[Any]:
 
 
 def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = False) -> None:
-    """Write an object to a file; whoever looks sees the old file or the whole new one.
+    """Write an object to a file; a reader sees the old file or the whole new one.
 
     Args:
         obj: Anything that pickles; a dict of tensors where `safe_serialization` is set.
@@ -133,17 +134,19 @@ def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = Fals
     path = Path(path)
     with atomic.partial_folder(path.parent, path.name) as folder:
         if safe_serialization:
+            # The caller named one file, so the weights must not be split, whatever their size.
             save_torch_state_dict(dict(obj), folder, max_shard_size=sys.maxsize)
             written_file = folder / "model.safetensors"
         else:
             written_file = folder / "object"
             _pickle_to_file(obj, written_file)
+        # Before the rename, which could otherwise reach the disk sooner than the file's contents.
         atomic.sync_path(written_file)
         written_file.replace(path)
 
 
 class _ErrorNotingFile:
-    """A file that remembers why it could not be written: torch forgets it and tells a riddle."""
+    """Keeps the OSError of a failed write, which torch replaces by a RuntimeError without cause."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._wrapped_file = file
@@ -164,7 +167,7 @@ def _pickle_to_file(obj: Any, path: Path) -> None:
     try:
         torch.save(obj, path)
     except RuntimeError:
-        # Once more through Python, at half the speed: now it fails with the reason, or not at all.
+        # torch's C++ writer drops the reason. Writing through Python is slower and keeps it.
         _pickle_with_reason(obj, path)
 
 
@@ -185,6 +188,7 @@ def _save_to_stream(obj: Any, stream: IO[bytes], safe_serialization: bool) -> No
         return
     from safetensors.torch import save as to_bytes
 
+    # safetensors refuses tensors that are not contiguous.
     stream.write(
         to_bytes({tensor_name: tensor.contiguous() for tensor_name, tensor in obj.items()})
     )
@@ -215,7 +219,7 @@ def save_model(
     if folder.exists() and not folder.is_dir():
         raise ConfigError(
             f"save_model(save_directory={str(folder)!r}) is a file: weights and their index need "
-            f"a folder. Give the folder's name, without that of a file."
+            "a folder. Give the folder's name, without that of a file."
         )
     _check_only_tensors(state_dict, "accelerator.save(state_dict, file), which pickles it")
     _check_no_placeholders(state_dict, f"save_model(save_directory={str(folder)!r})")

@@ -1,4 +1,4 @@
-"""How the files of a checkpoint are named, and what a folder has of them.
+"""The names of a checkpoint's files, and which of them a folder has.
 
 The names are Accelerate's, so that either can read what the other wrote; ``sampler.bin``, which
 its documentation promises, is written here, too.
@@ -12,7 +12,7 @@ its documentation promises, is written here, too.
     dl_state_dict.bin, dl_state_dict_rank1.bin, … the same of torchdata's loaders
     scaler.pt                                     of fp16
     random_states_0.pkl, …                        generators by rank, and the accumulation step
-    gradients_0.bin, …                            by rank, of a save amid a group of batches
+    gradients_0.bin, …                            by rank, of a save within a group of batches
     custom_checkpoint_0.pkl, …                    registered objects
     nbaccel_manifest.json                         sizes and checksums of all these, when saved
 """
@@ -45,11 +45,13 @@ SHARD_FOLDERS = {
 }
 """Strategies whose processes write shards, and what folders they write for each model."""
 
+# Anything that does not match is the user's: a save moves it into the new folder.
 _CHECKPOINT_PART = re.compile(
     r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin"
     r"|(optimizer|scheduler)(_\d+)?\.bin|(sampler|dl_state_dict)(_\d+)?(_rank\d+)?\.bin"
     r"|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
     r"|gradients_\d+\.bin|pytorch_model_fsdp_\d+|optimizer_\d+"
+    # DeepSpeed writes `latest` and the scripts beside its shards.
     r"|pytorch_model(_\d+)?|latest|zero_to_(fp32|torch)\.py|nbaccel_manifest\.json)"
 )
 
@@ -76,7 +78,7 @@ def gradients_file(rank: int) -> str:
 
 
 def loader_file(number: int, *, stateful: bool, rank: int = 0) -> str:
-    """The file that says where a loader is, for one process."""
+    """The file with the position of a loader, for one process."""
     file_stem, _, file_ending = numbered_name(
         STATEFUL_LOADER_FILE if stateful else SAMPLER_FILE, number
     ).partition(".")
@@ -85,7 +87,7 @@ def loader_file(number: int, *, stateful: bool, rank: int = 0) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointContents:
-    """What a folder has of a checkpoint.
+    """The parts of a checkpoint that a folder has.
 
     Attributes:
         models: Numbers of the models with weights in one file.

@@ -1,9 +1,9 @@
-"""``load_state``: puts back what ``save_state`` wrote, if all of it is there and as it was written.
+"""``load_state``: restores what ``save_state`` wrote, if all of it exists and is unchanged.
 
-What is small is read now and kept; of weights, optimizers and gradients only names and shapes.
+Small states are read first and kept; of weights, optimizers and gradients only names and shapes.
 
-    each process                                                everybody hears of it
-    ------------                                                ---------------------
+    each process                                                exchanged by all
+    ------------                                                ----------------
     sizes and checksums of files (shared out in a node)    ◄─►  damaged? nothing is loaded
     states read, names and shapes compared                 ◄─►  damaged or unfit? nothing is loaded
     load hooks; schedulers, registered objects, loaders    ◄─►  refused? put back as they were
@@ -51,7 +51,7 @@ __all__ = ["LoadHook", "LoadTrial", "LoadVerdict", "load_state", "tied_tensor_na
 
 @dataclass(slots=True)
 class LoadVerdict:
-    """What is wrong with a checkpoint.
+    """The problems of a checkpoint.
 
     Attributes:
         damaged: Files that are not as they were saved.
@@ -62,7 +62,7 @@ class LoadVerdict:
     unfit: list[str] = field(default_factory=list)
 
     def check(self) -> None:
-        """Raise what was found, if anything was.
+        """Raise the problems, if there are any.
 
         Raises:
             CheckpointDamaged: Files are damaged.
@@ -75,12 +75,12 @@ class LoadVerdict:
 
 
 class LoadTrial:
-    """Reads for one process; afterwards it has what is small.
+    """Reads and checks the files of one process; small states are kept.
 
     Args:
         sources: The files.
-        parts: What they are to be loaded into.
-        options: Of ``torch.load``, for optimizers, schedulers and loaders.
+        parts: The objects that they are loaded into.
+        options: Arguments of ``torch.load``, for optimizers, schedulers and loaders.
 
     Attributes:
         schedulers: States by number.
@@ -90,7 +90,7 @@ class LoadTrial:
         loaders: States by number.
         generators: Random states of this process; None where it has none.
         step: The accumulation step; None where no file has it.
-        verdict: What is wrong.
+        verdict: The problems that were found.
     """
 
     def __init__(
@@ -157,6 +157,7 @@ class LoadTrial:
         saved_shapes = (
             _safetensors_shapes(path) if path.suffix == ".safetensors" else _pickled_shapes(path)
         )
+        # A file has one of the names of tied tensors; the others count as present.
         for tensor_name, tied_name in tied_tensor_names(model).items():
             if tensor_name not in saved_shapes and tied_name in saved_shapes:
                 saved_shapes[tensor_name] = saved_shapes[tied_name]
@@ -225,13 +226,15 @@ class LoadTrial:
         first_states = (
             {} if sources.first_generators is None else read_torch_file(sources.first_generators)
         )
+        # A run with more processes than the saved one has ranks without a file of their own.
         own_states = None if sources.generators is None else read_torch_file(sources.generators)
         try:
             self.step = (first_states if own_states is None else own_states).get("step")
             if own_states is not None:
+                # Set and undone: only setting a state shows whether a generator accepts it.
                 with rng.preserve_rng_states():
                     rng.restore_rng_states(place, own_states)
-        except Exception as error:  # generators refuse what is not theirs in many ways
+        except Exception as error:  # each generator has its own exceptions for a wrong state
             raise CheckpointDamaged(
                 f"{sources.generators} holds no states of random number generators "
                 f"({type(error).__name__}: {error}). Load another checkpoint."
@@ -245,7 +248,7 @@ def read_custom(path: Path, custom_object: Any, options: Mapping[str, Any]) -> A
     Args:
         path: The file.
         custom_object: The object.
-        options: Of ``torch.load``; ``weights_only=False`` allows any pickle.
+        options: Arguments of ``torch.load``; ``weights_only=False`` allows any pickle.
 
     Returns:
         The state.
@@ -267,6 +270,7 @@ def _classes_in(state_dict: Any) -> set[type]:
     pending_values, seen_ids = [state_dict], set()
     while pending_values:
         state_value = pending_values.pop()
+        # By id, because values need not be hashable, and a state may contain itself.
         if id(state_value) in seen_ids:
             continue
         seen_ids.add(id(state_value))
@@ -297,6 +301,7 @@ def _safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(path, "numpy") as file:
             tensor_names = file.keys()
             stored_shapes = {
+                # Read from the header; no tensor is loaded.
                 tensor_name: tuple(file.get_slice(tensor_name).get_shape())
                 for tensor_name in tensor_names
             }
@@ -314,6 +319,7 @@ def _safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _pickled_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    # Only shapes: the weights themselves are read later, once every process agrees to load.
     state_outline = read_torch_outline(path)
     if not isinstance(state_outline, Mapping):
         raise ConfigError(f"{path} holds no weights by name, but a {type(state_outline).__name__}.")
@@ -372,7 +378,7 @@ def load_state(
             for registered objects.
         hooks: Called with the models and the folder first; models that a hook removes from the
             list are not loaded.
-        **options: Of the models' ``load_state_dict``, such as ``strict=False``.
+        **options: Arguments of the models' ``load_state_dict``, such as ``strict=False``.
 
     Returns:
         The accumulation step that was saved; None where the file has none.
@@ -386,6 +392,7 @@ def load_state(
     """
     device = _read_device(map_location, place)
     call_text = f"load_state({str(folder)!r})"
+    # Walked through several times below, which a generator does not allow.
     hooks = list(hooks)
     read_options = {"map_location": device, **(load_kwargs or {})}
     is_strict = bool(options.get("strict", True))
@@ -395,12 +402,15 @@ def load_state(
         recorded, verdict = _read_recorded(source_folder)
         sources = find_sources(source_folder, parts, place, recorded)
         verdict.damaged += sources.damaged(place)
+    # Two exchanges, because a damaged file must not even be read for comparison.
     _judge_together(collectives, call_text, verdict)
     load_trial = LoadTrial(sources, parts, read_options)
     with all_succeed(collectives, call_text):
         verdict = load_trial.run(place, strict=is_strict, with_models=not hooks)
     _judge_together(collectives, call_text, verdict)
     state_loader = _StateLoader(sources, parts, load_trial, read_options)
+    # Around `all_succeed`, which raises here if another process failed: this one undoes its part,
+    # too.
     with state_loader.undone_on_failure():
         with all_succeed(collectives, call_text):
             remaining_models = state_loader.models_left_by(hooks, is_strict)
@@ -410,6 +420,7 @@ def load_state(
         state_loader.load_optimizers()
         state_loader.load_large_objects()
         state_loader.load_gradients()
+        # Last, because a `load_state_dict` or a hook of the user's may draw random numbers.
         state_loader.generators(place)
     return load_trial.step
 
@@ -422,7 +433,7 @@ def _read_recorded(folder: Path) -> tuple[Mapping[str, Recorded], LoadVerdict]:
 
 
 def _judge_together(collectives: Collectives, call_text: str, own_verdict: LoadVerdict) -> None:
-    """Raise what any process found, the same on all.
+    """Raise the problems of all processes, the same on all.
 
     Raises:
         CheckpointDamaged: Files are damaged.
@@ -431,6 +442,7 @@ def _judge_together(collectives: Collectives, call_text: str, own_verdict: LoadV
     verdicts_by_rank = collectives.answers(
         f"{call_text}: all files read", [own_verdict.damaged, own_verdict.unfit]
     )
+    # Several processes may find the same problem in a common file: it is reported once.
     LoadVerdict(
         damaged=list(
             dict.fromkeys(
@@ -469,10 +481,11 @@ class _StateLoader:
         self._undo_steps: list[Callable[[], Any]] = []
 
     def models_left_by(self, hooks: Sequence[LoadHook], strict: bool) -> list[nn.Module]:
-        """Let hooks load what they want; the models that are left fit their files."""
+        """Run the hooks, and check the models that they leave against their files."""
         remaining_models = list(self._parts.models)
         for load_hook in hooks:
             load_hook(remaining_models, str(self._sources.folder))
+        # Without hooks `LoadTrial.run` has compared them all.
         for model_number in range(len(remaining_models) if hooks else 0):
             if model_number in self._sources.weights:
                 path = self._sources.weights[model_number]
@@ -485,12 +498,12 @@ class _StateLoader:
 
     @contextlib.contextmanager
     def undone_on_failure(self) -> Iterator[None]:
-        """A block after which, if anybody fails, small states are as they were."""
+        """Restore small states if the block fails, here or on another process."""
         try:
             yield
         except BaseException:  # an interrupt, too
             for put_back in reversed(self._undo_steps):
-                # What refuses its own state has been changed, and there is nothing to be done.
+                # An object that refuses its own earlier state cannot be restored; others still can.
                 with contextlib.suppress(Exception):
                     put_back()
             raise
@@ -533,6 +546,7 @@ class _StateLoader:
         for model_number, model in enumerate(models):
             model_shards = sources.sharded_models.get(model_number)
             if model_shards is not None and self._parts.sharder is not None:
+                # The same choice as in saving: this optimizer's shards are in the model's folder.
                 own_optimizer = self._parts.optimizer_of(model)
                 self._parts.sharder.load_sharded(model, own_optimizer, model_shards.folder)
             else:
@@ -569,7 +583,7 @@ class _StateLoader:
             )
 
     def generators(self, place: Place) -> None:
-        """Random numbers go on as they would have."""
+        """Continue random numbers where they were saved."""
         if self._trial.generators is not None:
             rng.restore_rng_states(place, self._trial.generators)
         else:
@@ -596,9 +610,10 @@ def _read_weights(path: Path, model: nn.Module, device: torch.device) -> dict[st
 
 
 def _read_safetensors(path: Path, model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """Weights by name, those included that were left out because they are tied to others."""
+    """Weights by name, including those that were not written because they are tied to others."""
     with safe_open(path, framework="pt", device=str(device)) as file:
-        weights_by_name = {tensor_name: file.get_tensor(tensor_name) for tensor_name in file.keys()}  # noqa: SIM118 - no dict
+        weights_by_name = {tensor_name: file.get_tensor(tensor_name) for tensor_name in file.keys()}  # noqa: SIM118 - safe_open has no __iter__
+        # huggingface_hub notes in the metadata which name a tied tensor was stored under.
         tied_names = {**tied_tensor_names(model), **(file.metadata() or {})}
     for tensor_name, tied_name in tied_names.items():
         if tensor_name not in weights_by_name and tied_name in weights_by_name:

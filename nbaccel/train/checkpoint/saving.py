@@ -1,4 +1,4 @@
-"""``save_state``: writes everything that a run needs to go on."""
+"""``save_state``: writes everything that a run needs to continue."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class CheckpointParts:
         optimizers: Torch optimizers, or objects that have theirs as ``optimizer``.
         schedulers: Objects with `state_dict` and `load_state_dict`.
         loaders: Data loaders; those without `state_dict` are passed over.
-        scaler: Of fp16, if there is one.
+        scaler: The loss scaler of fp16, if there is one.
         custom: Registered objects.
         in_shards: Whether every process is to write its shards, if the strategy can.
         amid_group: Whether gradients of some batches wait for an optimizer step. They are saved,
-            too, unless they are sharded: torch keeps those where nobody can reach them.
+            too, unless they are sharded: torch gives no access to those.
     """
 
     strategy: Strategy
@@ -89,7 +89,7 @@ class CheckpointParts:
         }
 
     def set_gradients(self, saved_gradients: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        """Put back what :meth:`gradients` gave; a parameter that is not in it has none."""
+        """Restore what :meth:`gradients` gave; other parameters get no gradient."""
         for model_number, model in enumerate(self.models):
             for parameter_name, parameter in self.strategy.unwrap(model).named_parameters():
                 saved_gradient = saved_gradients.get(model_number, {}).get(parameter_name)
@@ -107,7 +107,7 @@ class CheckpointParts:
         return next(model_optimizers, None)
 
     def stateful_loaders(self) -> list[tuple[int, Any]]:
-        """Loaders that can say where they are, by their number among all."""
+        """Loaders with a `state_dict`, by their number among all."""
         return [
             (number, loader)
             for number, loader in enumerate(self.loaders)
@@ -169,13 +169,15 @@ def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = 
         for object_kind, model_numbers in contents.sharded_models.items()
         if object_kind != own_kind
     }
+    # Another strategy's shards are a mistake only if there is nothing that this run can read.
     if other_shards and not (own_shards or contents.models) and (parts.models or parts.optimizers):
         mistakes += [
             _foreign_shards(folder_text, object_kind, model_numbers)
             for object_kind, model_numbers in other_shards.items()
         ]
     else:
-        if not own_shards:  # else they are in there, and whoever reads them will look
+        # An optimizer in shards is in the model's folder, and is checked when that is read.
+        if not own_shards:
             expected_kinds.insert(0, ("optimizer", len(parts.optimizers), contents.optimizers))
         if with_models:
             expected_kinds.insert(0, ("model", len(parts.models), contents.models | own_shards))
@@ -231,7 +233,7 @@ def save_state(
     hooks: Iterable[SaveHook] = (),
     series: bool = False,
 ) -> Path:
-    """Save everything that a run needs to go on; a collective.
+    """Save everything that a run needs to continue; a collective.
 
     The folder appears whole, or, if any process fails or dies, not at all. An existing one of that
     name is replaced in one step; files in it that are not a checkpoint's stay.
@@ -241,7 +243,7 @@ def save_state(
         parts: What to save.
         place: This process.
         collectives: All processes.
-        step: The accumulation step at hand.
+        step: The current accumulation step.
         safe_serialization: Weights as safetensors instead of a pickle.
         save_on_each_node: Process 0 of every node writes all, for disks that are not shared.
         hooks: Called with the models, their weights and the folder to write into, before weights
@@ -255,9 +257,12 @@ def save_state(
         ConfigError: There can be no such folder, or weights do not fit `safe_serialization`.
         CheckpointFailed: On every process, if any failed; what was there before is as it was.
     """
-    with new_checkpoint(Path(folder), place, collectives, series=series) as (partial, target):
+    with new_checkpoint(Path(folder), place, collectives, series=series) as (
+        partial_folder,
+        target,
+    ):
         writes_shared = place.is_main or (save_on_each_node and place.is_local_main)
-        _StateWriter(partial, parts, writes_shared).write_all(
+        _StateWriter(partial_folder, parts, writes_shared).write_all(
             list(hooks), place, step, safe_serialization
         )
     return target
@@ -266,8 +271,8 @@ def save_state(
 class _StateWriter:
     """One process's share of a save.
 
-    A strategy's state dicts are collectives, so a process that fails must go on to the end of
-    them: it writes no more, and raises what it met first when the others are through, too.
+    A strategy's state dicts are collectives, so a process that fails must take part in all
+    of them: it writes no more, and raises its first error when the others are done, too.
     """
 
     def __init__(self, folder: Path, parts: CheckpointParts, writes: bool) -> None:
@@ -284,9 +289,11 @@ class _StateWriter:
         self._write_optimizers()
         self._write_loaders(place)
         self._write_small_states()
+        # Per process: gradients of an incomplete group have not been reduced yet, so they differ.
         if self._parts.amid_group and self._parts.sharder is None:
             gradients_path = self._folder / layout.gradients_file(place.rank)
             self._attempt_step(lambda: save(self._parts.gradients(), gradients_path))
+        # The step is in this file because Accelerate keeps it there.
         rank_states = {"step": step, **rng.capture_rng_states(place)}
         self._attempt_step(
             lambda: save(rank_states, self._folder / layout.random_states_file(place.rank))
@@ -302,11 +309,13 @@ class _StateWriter:
             else:
                 folder = self._folder / self._sharder.shard_folder(model_number)
                 self._sharder.save_sharded(model, parts.optimizer_of(model), folder)
+        # A copy, because hooks may remove models; the weights of all are gathered before they run.
         remaining_models = list(parts.models)
         for save_hook in hooks:
             self._attempt_step(
                 partial(save_hook, remaining_models, model_states, str(self._folder))
             )
+        # Numbered as the hooks left the list, which may have removed entries.
         for model_number, model_state in enumerate(model_states):
             file_name = layout.numbered_name(
                 layout.SAFE_WEIGHTS if use_safetensors else layout.PICKLED_WEIGHTS, model_number
@@ -320,6 +329,7 @@ class _StateWriter:
                 self._write_file(optimizer.state_dict(), file_name)
             elif self._sharder is None:
                 self._write_file(self._parts.strategy.optimizer_state(model, optimizer), file_name)
+            # The model's first optimizer has been written into the model's own shard folder.
             elif optimizer is not self._parts.optimizer_of(model):
                 folder = self._folder / layout.OPTIMIZER_SHARDS.format(optimizer_number)
                 self._sharder.save_sharded(model, optimizer, folder)
@@ -357,5 +367,5 @@ class _StateWriter:
             return
         try:
             write_step()
-        except Exception as error:  # raised at the end of `run`, see the class
+        except Exception as error:  # raised at the end of `write_all`, see the class
             self._met_errors.append(error)

@@ -176,7 +176,7 @@ def test_damaged_shards_are_named_to_all_before_anything_is_loaded(tmp_path):
         "flipped": r"\.distcp has flipped bits: the checksum of its record archive/data/0",
         "evil entry": r"\.distcp holds something else than plain data as optimizer.param_groups",
         "evil metadata": r"\.metadata cannot be read .*posix.mkdir, which may run code",
-        "no metadata": r"\.metadata is missing, which tells where the shards lie",
+        "no metadata": r"\.metadata is missing, which says where the shards are",
     }
     for kind, (text, is_as_before) in first.items():
         assert (text, is_as_before) == second[kind]
