@@ -1,6 +1,6 @@
 """Implementations by name, imported when first asked for and not before.
 
-``capabilities`` says what exists and where; this file goes and gets it.
+``capabilities`` says what exists and where; this file imports it.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def device(device_name: str) -> Device:
         PlatformUnsupported: This version only detects it.
     """
     capability_row = device_row(device_name)
+    # A row without precisions is only detected, so that the plan can name it.
     if capability_row not in driven_devices():
         driven_names = ", ".join(driven_row.name for driven_row in driven_devices())
         raise PlatformUnsupported(
@@ -89,12 +90,13 @@ def known_device(device_name: str) -> Device:
 def known_devices() -> tuple[Device, ...]:
     """All devices in the order of their rows, but those that cannot be loaded.
 
-    The plan tells of the latter, which come from other packages; whoever asks for one by its name
-    gets the error.
+    The plan reports the latter, which come from other packages; a request for one by its name
+    raises the error.
     """
     loaded_devices = []
     for capability_row in DEVICES:
-        with contextlib.suppress(Exception):  # whatever another package's module raises
+        # Another package's module may raise anything, and must not disable the other devices.
+        with contextlib.suppress(Exception):
             loaded_devices.append(known_device(capability_row.name))
     return tuple(loaded_devices)
 
@@ -171,7 +173,7 @@ def strategy(strategy_name: str) -> type[Strategy]:
 
 
 def wanted_strategy(said: Said) -> Wanted | None:
-    """The strategy that was asked for: each is asked whether it was.
+    """The strategy that was requested; each strategy decides whether it was.
 
     Args:
         said: What was said.
@@ -187,6 +189,7 @@ def wanted_strategy(said: Said) -> Wanted | None:
         for capability_row in STRATEGIES
         if (wanted := _request_of(capability_row, said)) is not None
     ]
+    # In the order of `Source`, the strongest first.
     for source in get_args(Source):
         requests_of_source = [wanted for wanted in requests if wanted.source == source]
         if len(requests_of_source) > 1:
@@ -370,6 +373,7 @@ def load_object(object_path: str) -> Any:
     try:
         loaded_module = import_module(module_name)
         return getattr(loaded_module, object_name) if object_name else loaded_module
+    # Other errors of an import are the module's own, and pass unchanged.
     except (AttributeError, ModuleNotFoundError) as error:
         raise InternalError(
             f"{object_path} cannot be loaded: {error}. "

@@ -52,7 +52,8 @@ def is_installed(module_name: str) -> bool:
     top_package, *submodule_names = module_name.split(".")
     try:
         module_spec = find_spec(top_package)
-    except ValueError:  # imported, and without a spec, as __main__ is
+    # Raised for a loaded module without a spec, as __main__ is.
+    except ValueError:
         return not submodule_names
     # find_spec("a.b") would import `a`; walking the search locations does not.
     for submodule_name in submodule_names:

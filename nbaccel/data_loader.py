@@ -1,6 +1,6 @@
-"""Data loaders that are shared out, under the names by which Accelerate's users import them.
+"""Data loaders shared among processes, under the names by which Accelerate's users import them.
 
-``Accelerator.prepare`` makes loaders of its own kinds, which are instances of these classes; the
+``Accelerator.prepare`` makes loaders of other classes, which count as instances of these; the
 constructors are for code that makes one by hand, with Accelerate's arguments.
 """
 
@@ -46,7 +46,8 @@ class _PreparedLoaderType(type):
     """Lets what `prepare` returned be an instance of the class by whose name users know it."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        if "reads_for_all" not in vars(cls):  # a user's own subclass
+        # A subclass of the user's has no such attribute itself: it means its own instances only.
+        if "reads_for_all" not in vars(cls):
             return super().__instancecheck__(instance)
         reads_for_all: bool = vars(cls)["reads_for_all"]
         return isinstance(instance, PreparedLoader) and (
@@ -290,11 +291,11 @@ def _reading_class(is_stateful: bool) -> Any:
 def _place_settings(
     base_loader: DataLoader[Any], *, splits_batches: bool | None = None
 ) -> dict[str, Any]:
-    """This process among the others, and how many samples are in a batch.
+    """Settings of a loader: this process among the others, and the samples in a batch.
 
     Args:
         base_loader: What is read.
-        splits_batches: Whether process 0 cuts batches up for all, or joins them; None where it does
+        splits_batches: Whether process 0 splits batches for all, or joins them; None where it does
             neither.
     """
     place = distributed.arrive()

@@ -59,7 +59,7 @@ def wrap_completions(
         wrapper: Given IPython's method, returns the one to call.
 
     Returns:
-        What takes it back.
+        A function that undoes it.
     """
     complete = getattr(shell_completer, "_complete", None)
     if complete is None:
@@ -79,7 +79,7 @@ def inspect_also(
         wrapper: Given IPython's method, returns the one to call.
 
     Returns:
-        What takes it back.
+        A function that undoes it.
     """
     inspect = getattr(shell, "_inspect", None)
     if inspect is None:
@@ -104,8 +104,8 @@ def show_traceback_lines(shell: Any, kind: type, error: BaseException, lines: li
 def reply_where_sent(comm: Any) -> None:
     """Let a comm's messages be handled where the front end sends them.
 
-    ipykernel 7.4 hands what a front end says to the thread that spoke on this comm last, which is
-    the busy main one, whatever the message's own head says (`BaseComm._reply_subshell_for` in
+    ipykernel 7.4 passes what a front end sends to the thread that used this comm last, which is the
+    busy main one, whatever the message's header says (`BaseComm._reply_subshell_for` in
     https://github.com/ipython/ipykernel/blob/v7.4.0/ipykernel/comm/comm.py). Versions without that
     method do not redirect.
     """

@@ -22,7 +22,7 @@ __all__ = ["LocalSGD"]
 class LocalSGD:
     """A block in which gradients stay on their process, and weights are averaged every few steps.
 
-    It talks less than DDP, and trains something else: processes drift apart between two averages.
+    It communicates less than DDP and gives another result: processes drift apart between averages.
     With one process nothing happens. ::
 
         with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:

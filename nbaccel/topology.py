@@ -13,7 +13,7 @@ from nbaccel.errors import ConfigError
 __all__ = ["DEVICE_VARIABLE", "Topology"]
 
 DEVICE_VARIABLE = "NBACCEL_DEVICE"
-"""It tells a worker the row of its device: torch may call the device otherwise."""
+"""Environment variable with the row of a worker's device, which torch may call otherwise."""
 
 _LOOPBACK_INTERFACE = "lo"
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -185,6 +185,7 @@ def _mistakes(topology: Topology) -> tuple[str, ...]:
         if type(field_value := getattr(topology, topology_field.name)).__name__
         != topology_field.type
     ]
+    # Before the ranges, which cannot be compared with values of other types.
     if wrong_types:
         return tuple(wrong_types)
     allowed_ranges = (

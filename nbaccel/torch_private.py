@@ -1,6 +1,6 @@
 """The parts of torch without a public name that nbaccel uses, each in one small function.
 
-Seen in torch 2.6 to 2.15. What everything else depends on is looked for when this module is
+Seen in torch 2.6 to 2.15. What everything else depends on is checked when this module is
 imported, which is before a user's function runs; the rest where it is used. A torch without one of
 them is refused with the name and with what would not work (`PlatformUnsupported`), or does without
 it after a warning. No other module uses private names of torch; `tests/house` checks it.
@@ -174,6 +174,7 @@ def keep_process_groups() -> None:
             kept.append(group)
             super().__setitem__(group, value)
 
+    # Torch registers every group in this table and removes it when it is destroyed.
     dist.distributed_c10d._pg_map = Keeping(dist.distributed_c10d._pg_map)
 
 
@@ -219,6 +220,7 @@ def create_in_default_group(join: Callable[[], None]) -> None:
             join()
         return get_default_group()
 
+    # Functions of torch.distributed look it up by this name in their module at each call.
     c10d._get_default_group = joined_default_group
 
 
@@ -246,6 +248,7 @@ def replace_rendezvous_store(make: Callable[[Callable[..., Any]], Callable[..., 
         make: Given torch's function, returns the one to call: host name, port, rank, world size
             and options → store.
     """
+    # Not by attribute: torch.distributed.rendezvous is a function that hides the module.
     rendezvous: Any = sys.modules["torch.distributed.rendezvous"]
     rendezvous._create_c10d_store = make(rendezvous._create_c10d_store)
 
@@ -264,7 +267,8 @@ def orthogonalizes_matrices() -> bool:
     try:
         orthogonalize = importlib.import_module(module)._orthogonalize
     except (ImportError, AttributeError):
-        return False  # unknown: the hook stays refused
+        # Unknown, so the hook stays refused.
+        return False
     try:
         orthogonalize(torch.eye(2))
     except AssertionError:
@@ -360,7 +364,8 @@ def state_readers(module: nn.Module) -> Iterator[Any]:
 
 def is_compiled(module: Any) -> bool:
     """Whether `torch.compile` wrapped it."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # without it there is no such module
+    # Not imported for this, which takes a second: without it nothing has been compiled.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
@@ -403,7 +408,7 @@ def recompute_activations(module: nn.Module) -> None:
 
 
 def has_step_hooks(optimizer: Any) -> bool:
-    """Whether hooks on `step` can be registered: one around another may skip the constructor."""
+    """Whether hooks on `step` can be registered; a wrapper may not have called the constructor."""
     return getattr(optimizer, "_optimizer_step_post_hooks", None) is not None
 
 
@@ -479,7 +484,8 @@ def draw_order_now(batches: Any) -> None:
         batches: The iterator of a loader without worker processes.
     """
     indices = _private(batches, "_sampler_iter", _ORDER_LOSS)
-    if not hasattr(indices, "state_dict"):  # torchdata's samplers have drawn at once
+    # torchdata's samplers, which have a state, have drawn already.
+    if not hasattr(indices, "state_dict"):
         batches._sampler_iter = itertools.chain(list(itertools.islice(indices, 1)), indices)
 
 

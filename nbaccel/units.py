@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them, for the doors; inside, they are bytes and seconds."""
+"""Sizes and durations as people write them; inside nbaccel they are bytes and seconds."""
 
 from __future__ import annotations
 
@@ -116,6 +116,7 @@ def format_seconds(seconds: float) -> str:
     """
     if seconds < 0:
         return f"-{format_seconds(-seconds)}"
+    # The bounds are where rounding would print the next unit: 1000 ms, 60.0 s.
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 59.95:
@@ -156,7 +157,7 @@ def shorten_text(text: str, max_chars: int) -> str:
         max_chars: How long it may be.
 
     Returns:
-        The text itself, or as many of its characters with a word on the others in the middle.
+        The text itself, or head and tail with a note of how much is left out in the middle.
     """
     if len(text) <= max_chars:
         return text
@@ -173,6 +174,6 @@ def mark_left_out(head: str, num_chars: int, tail: str) -> str:
         tail: What was behind it.
 
     Returns:
-        Head and tail, with a word on what is missing between them.
+        Head and tail, with a note of what is missing between them.
     """
     return f"{head} … {num_chars:,} characters not shown … {tail}" if num_chars else head + tail

@@ -1,7 +1,7 @@
-"""How a strategy is asked for: what was said, and what a strategy makes of it.
+"""How a strategy is requested: what was said, and what a strategy makes of it.
 
-Each strategy judges for itself, in a light module that its capability row names (``wanted``), so
-that no list of strategies is kept anywhere else and none of them is imported in vain.
+Each strategy decides for itself, in a light module that its capability row names (``wanted``), so
+that no list of strategies is kept anywhere else and none of them is imported unnecessarily.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Source = Literal["argument", "config", "environment", "default"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Said:
-    """Everything that may ask for a strategy.
+    """Everything that may request a strategy.
 
     Attributes:
         run: The configuration; None where none was given.
@@ -55,7 +55,7 @@ class Said:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """A strategy says that it was asked for.
+    """A strategy's answer that it was requested.
 
     Attributes:
         strategy: Its name.
@@ -86,7 +86,7 @@ class SaidBySettings:
         writes_shards: Whether every process writes its own part of a checkpoint.
         reason: Why the strategy is taken, where only the settings can tell.
         speaker: What says it, as messages call it.
-        remedy: How else than by leaving it out a contradiction with it can be mended.
+        remedy: How a contradiction with it can be resolved other than by leaving it out.
     """
 
     mixed_precision: str | None = None

@@ -477,19 +477,17 @@ class FailureReport:
 
     def lines(self) -> list[str]:
         """The text, at most about thirty lines."""
-        cause_record = self.cause
-        report_lines = [
-            f"rank {cause_record.rank} of {self.world_size} {self.headline or cause_record.headline}"
-        ]
+        cause = self.cause
+        report_lines = [f"rank {cause.rank} of {self.world_size} {self.headline or cause.headline}"]
         report_lines += [self.advice] if self.advice else []
-        if cause_record.raised is not None:
-            report_lines += [] if self.headline else _more_message(cause_record.raised)
-            report_lines += _tell_raised(cause_record.raised)
+        if cause.raised is not None:
+            report_lines += [] if self.headline else _more_message(cause.raised)
+            report_lines += _tell_raised(cause.raised)
         else:
-            report_lines += _tell_stack(cause_record.stack)
-            report_lines += explain_exit(cause_record)
-        report_lines += self._output(cause_record.rank)
-        report_lines += self._others(cause_record)
+            report_lines += _tell_stack(cause.stack)
+            report_lines += explain_exit(cause)
+        report_lines += self._output(cause.rank)
+        report_lines += self._others(cause)
         return [*report_lines, self.closing] if self.closing else report_lines
 
     def _output(self, worker_rank: int) -> list[str]:

@@ -27,7 +27,7 @@ _OWN_PACKAGES = ("nbaccel", "__main__", "__mp_main__")
 
 
 class _FileStamp(NamedTuple):
-    """By what Python itself tells versions of a source file apart (PEP 552, timestamp-based pycs)."""
+    """By what Python tells versions of a source file apart (PEP 552, timestamp-based pycs)."""
 
     mtime_s: int
     size_bytes: int

@@ -114,7 +114,7 @@ class ExitBarrier:
     def __init__(self, members: Sequence[WorkerHandle]) -> None:
         self._members = members
         self._next_look: float | None = None
-        """When ranks that work are looked at; None before one has returned, or after the message."""
+        """When ranks at work are looked at; None before one has returned, or after the message."""
         self._are_asked = False
         self._has_begun = False
         self._released_at: float | None = None

@@ -9,13 +9,13 @@ group there and leaves it.
 
 [Note: cutting] A rank whose peers have failed waits in C++ for ever and handles no signals. Its
 second thread then shuts down the sockets that belong to its groups, and the wait ends with an
-error. NCCL has `abort` for that. Groups that were cut, or whose ranks have begun different numbers of
-collectives, are of no more use: all ranks leave them, and the next use makes new ones under a new
-prefix in the store. DDP models take these up in their next forward (`reattach`).
+error. NCCL has `abort` for that. Groups that were cut, or whose ranks have begun different numbers
+of collectives, are of no more use: all ranks leave them, and the next use makes new ones under a
+new prefix in the store. DDP models take these up in their next forward (`reattach_models`).
 
     forward of a DDP model whose group was left
       ─► the default group, joined by all ranks     the wrapper gets a new reducer in it
-      ─► weights and buffers of rank 0              as DDP's own constructor sends them
+      ─► weights and buffers of rank 0              as DDP's constructor sends them
       ─► are the optimizers' states equal?          if not, rank 0's: a rank may be a step ahead
 
 What the constructor would do, without a new wrapper: the optimizer, its state and other code hold

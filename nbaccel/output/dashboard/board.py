@@ -1,4 +1,4 @@
-"""The facts that a dashboard shows, by rank. Nothing is drawn and nobody is asked here."""
+"""The facts that a dashboard shows, by rank. Nothing is drawn or looked up here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RankStatus:
     """For how long it has been in that state."""
     rss_bytes: int
     device_bytes: int | None = None
-    """What it holds on its device; None where there is none, or nobody can tell."""
+    """What it holds on its device; None where there is none, or it is not known."""
     doing: str = ""
     """`waiting in all_reduce (Cell In[3], line 5)`"""
     last_line: str = ""
@@ -58,6 +58,7 @@ class MetricHistory:
             self._kept.append(new_value)
         self._offered += 1
         if len(self._kept) > self._most:
+            # Every second one: the rest stay evenly spaced, and the first value stays.
             self._kept = self._kept[::2]
             self._stride *= 2
 
@@ -78,7 +79,7 @@ class MetricHistory:
 
 
 class StepPace:
-    """How fast steps are taken, by the clock of who takes them.
+    """How fast steps are taken, by the clock of the rank that takes them.
 
     Args:
         window_s: Seconds that "now" reaches back.
@@ -91,7 +92,8 @@ class StepPace:
 
     def add(self, point_time: float, num_steps: int) -> None:
         """So many steps had been taken at this time."""
-        if self._points and num_steps < self._points[-1][1]:  # it counts from the start again
+        # A new loop counts from the start again, and has its own speed.
+        if self._points and num_steps < self._points[-1][1]:
             self._points.clear()
             self._first = None
         self._first = self._first or (point_time, num_steps)
@@ -138,7 +140,7 @@ class RankFacts:
     device_bytes: int | None = None
     peak_device_bytes: int | None = None
     is_weighed: bool = False
-    """Whether somebody else has told of its device, who knows more than its own allocator."""
+    """Whether the driver has measured its device memory, which is more than its allocator knows."""
     last_line: str = ""
     doing: str = ""
 
@@ -178,14 +180,15 @@ class RunBoard:
             rank_facts.state = rank_row.state
             rank_facts.doing = rank_row.doing
             rank_facts.last_line = rank_row.last_line or rank_facts.last_line
-            if rank_row.rss_bytes:  # of one that has gone, the last one that was seen
+            # A process that has ended has 0: the last value that was seen is kept.
+            if rank_row.rss_bytes:
                 rank_facts.rss_bytes = rank_row.rss_bytes
                 rank_facts.peak_rss_bytes = max(rank_facts.peak_rss_bytes, rank_row.rss_bytes)
             rank_facts.is_weighed = rank_row.device_bytes is not None
             _weigh_device(rank_facts, rank_row.device_bytes)
 
     def hear(self, worker_rank: int, metrics_message: Metrics) -> None:
-        """Take in what a rank has told of its training."""
+        """Take in what a rank has reported of its training."""
         rank_facts = self.ranks.get(worker_rank)
         if rank_facts is None:
             return
@@ -209,7 +212,7 @@ def loss_name(metric_histories: Mapping[str, float]) -> str | None:
 
 
 def mean(rank_values: Iterable[float]) -> float | None:
-    """The mean, in which one that is no number shows; None without values."""
+    """The mean; a value that is not finite wins, so that it shows. None without values."""
     known_values = list(rank_values)
     return (
         math.fsum(known_values) / len(known_values)
