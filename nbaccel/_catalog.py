@@ -1,4 +1,4 @@
-"""Implementations by name, imported when first asked for and not before.
+"""Implementations by name, imported when first needed and not before.
 
 ``capabilities`` says what exists and where; this file imports it.
 """
@@ -117,9 +117,9 @@ def awake_accelerators() -> Iterator[DeviceRuntime]:
     Torch must have been imported.
     """
     unlisted_devices = (
-        UnlistedDevice(torch_module)
-        for torch_module in _UNLISTED_ACCELERATORS
-        if hasattr(sys.modules["torch"], torch_module)
+        UnlistedDevice(accelerator_name)
+        for accelerator_name in _UNLISTED_ACCELERATORS
+        if hasattr(sys.modules["torch"], accelerator_name)
     )
     all_devices: tuple[DeviceRuntime, ...] = (*devices(), *unlisted_devices)
     return (device for device in all_devices if device.is_awake())
@@ -146,7 +146,7 @@ def precision(precision_name: str, fp8: Fp8Config | None = None) -> type[Precisi
         class_path = "" if backend_row is None or problem else backend_row.path
     if not class_path:
         trainable_names = ", ".join(
-            precision_row_of.name for precision_row_of in PRECISIONS if precision_row_of.path
+            trainable_row.name for trainable_row in PRECISIONS if trainable_row.path
         )
         raise PlatformUnsupported(
             f"mixed_precision={precision_name!r} ({capability_row.meaning}) cannot be trained in "
@@ -182,7 +182,7 @@ def wanted_strategy(said: Said) -> Wanted | None:
         What the strategy says of it; None where none was asked for.
 
     Raises:
-        ConfigError: Two were asked for, by whoever has the most say.
+        ConfigError: Two were requested by the same, strongest source.
     """
     requests = [
         wanted
@@ -205,7 +205,7 @@ def wanted_strategy(said: Said) -> Wanted | None:
 
 
 def _request_of(capability_row: StrategyRow, said: Said) -> Wanted | None:
-    """What a strategy says itself; one that says nothing is asked for by its name or settings."""
+    """What a strategy says itself; any other is requested by its name or settings."""
     if capability_row.wanted:
         own_answer: Wanted | None = load_object(capability_row.wanted)(said)
         return own_answer
@@ -243,7 +243,7 @@ def strategy_settings(strategy_name: str, handlers: tuple[Any, ...]) -> Any:
 
 
 def _settings_among(capability_row: StrategyRow, handlers: tuple[Any, ...]) -> Iterator[Any]:
-    """Found by the names of classes: what nobody gave an object of need not be imported."""
+    """Found by the names of classes, so that classes without an object here are not imported."""
     for handler in handlers:
         handler_class = type(handler)
         if (

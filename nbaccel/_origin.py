@@ -81,7 +81,7 @@ def _pip_line(*arguments: str) -> str:
 
 
 def _shell_quoted(argument: str) -> str:
-    """In double quotes, which every shell and `%pip` understand, where something asks for them."""
+    """In double quotes, which every shell and `%pip` understand, where quotes are needed."""
     if shlex.quote(argument) == argument:
         return argument
     return f'"{argument}"'

@@ -34,6 +34,7 @@ class _TrainerPatcher(MetaPathFinder):
     """Patches the trainer when it is imported: unpickling a method looks it up at once."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        # PathFinder itself, because importlib.util.find_spec would call this finder again.
         module_spec = PathFinder.find_spec(name, path) if name == _TRAINER_MODULE else None
         if module_spec is None or module_spec.loader is None:
             return None
@@ -65,7 +66,7 @@ def _adopting_method(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _comes_from_notebook(trainer: Any) -> bool:
-    """Whether what it knows of its process is not true here."""
+    """Whether it was made for another process than this one."""
     try:
         return bool(trainer.args.world_size != int(env.snapshot()["WORLD_SIZE"])) or (
             not _accelerate.is_set_up()

@@ -143,8 +143,8 @@ class StrategyRow:
         settings: ``module:Class`` of its settings; an object of it among ``kwargs_handlers`` asks
             for the strategy, unless it is a default one. The module is light.
         argument: Argument of `Accelerator` that takes them, if there is one.
-        wanted: ``module:function`` that says whether what was said asks for it: told an
-            :class:`~nbaccel.abc.asking.Said`, it gives a :class:`~nbaccel.abc.asking.Wanted` or
+        wanted: ``module:function`` that says whether what was said requests it: given a
+            :class:`~nbaccel.abc.asking.Said`, it returns a :class:`~nbaccel.abc.asking.Wanted` or
             None. The module is light. Where it is empty, the name and the settings ask for it.
         variables: Environment variables from which other libraries in a worker learn of it, where
             it was requested by its name.
@@ -154,7 +154,7 @@ class StrategyRow:
         shards: Module that reads them, a :class:`~nbaccel.abc.shards.ShardReader`.
         memory: Module that knows the shared memory that the workers' library makes: the variables
             for it, and the files to remove.
-        enter: ``module:function`` that prepares a worker for it, told the type of its device.
+        enter: ``module:function`` that prepares a worker for it, given the type of its device.
         observe: ``module:function`` that looks at a process before the library is in it, for the
             reader's ``tear_down``. This one, ``enter`` and ``memory`` are loaded even where the
             library is never used, so they are light.

@@ -67,7 +67,7 @@ class DataLoaderShard(PreparedLoader, metaclass=_PreparedLoaderType):
         rng_types: Random generators that all processes take from process 0 at each epoch.
         synchronized_generator: What ``"generator"`` stands for in them.
         skip_batches: Batches that are read and left out at the beginning of an epoch.
-        use_stateful_dataloader: Read with torchdata's loader, which can tell its state.
+        use_stateful_dataloader: Read with torchdata's loader, which has a state.
         _drop_last: Whether a last batch that is not full was dropped.
         _non_blocking: Whether copies to the device may still be under way.
         torch_device_mesh: None: batches are not shared out by a mesh here.
@@ -119,7 +119,7 @@ class DataLoaderDispatcher(DispatchLoader, metaclass=_PreparedLoaderType):
         split_batches: Cut each batch into one slice per process; otherwise each process gets one
             whole batch per round.
         skip_batches: Rounds that are read and left out at the beginning of an epoch.
-        use_stateful_dataloader: Read with torchdata's loader, which can tell its state.
+        use_stateful_dataloader: Read with torchdata's loader, which has a state.
         _drop_last: Whether a last round that is not full is dropped.
         _non_blocking: Whether copies to the device may still be under way.
         slice_fn: How a process takes its rows of a batch; None takes them from every tensor.
@@ -172,7 +172,7 @@ class SkipDataLoader(PreparedLoader):
     Args:
         dataset: What is read.
         skip_batches: How many.
-        use_stateful_dataloader: Read with torchdata's loader, which can tell its state.
+        use_stateful_dataloader: Read with torchdata's loader, which has a state.
         **kwargs: Arguments of ``torch.utils.data.DataLoader``.
 
     Raises:

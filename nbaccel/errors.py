@@ -185,7 +185,7 @@ class CollectiveTimeout(_PlainlyShownError, RuntimeError, TimeoutError):
 
 
 class TrainingDiverged(_PlainlyShownError, RuntimeError):
-    """Losses or gradients are no numbers any more, and no further step can mend it."""
+    """Losses or gradients are not finite any more, and no further step can correct that."""
 
 
 class NothingFits(_PlainlyShownError, RuntimeError):

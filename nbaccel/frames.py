@@ -74,7 +74,7 @@ def is_module(function: str) -> bool:
     """Whether code of this name is outside of functions, at the top level of a cell or file.
 
     Args:
-        function: The name of a frame's code. IPython 7.34 and 8 have a name of their own for it.
+        function: The name of a frame's code. IPython 7.34 and 8 use another name for it.
     """
     return function == MODULE_LEVEL or function.startswith("<cell line: ")
 
@@ -151,7 +151,7 @@ def cell_number(compiled_name: str) -> int | None:
 
 
 def _find_in_history(ipython_shell: Any, compiler: Any, compiled_name: str) -> int | None:
-    """Before IPython 8, nothing but the text of a cell tells under which name it was compiled."""
+    """Before IPython 8, only the text of a cell says under which name it was compiled."""
     history_manager = getattr(ipython_shell, "history_manager", None)
     # A shell in a worker has no history.
     if history_manager is None or compiler is None:

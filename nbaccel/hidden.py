@@ -62,6 +62,7 @@ def _hidden_package() -> str:
         if (
             imported_module is None
             or hasattr(imported_module, real_attribute)
+            # A module lacks its names while it is being imported.
             or _is_being_imported(imported_module)
         ):
             continue

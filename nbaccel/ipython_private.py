@@ -46,6 +46,7 @@ def number_cell(compiler: Any, file_name: str, number: int) -> None:
 
 def keep_cell_lines(name: str, entry: Any) -> None:
     """Keep a cell's lines in `linecache` where IPython restores them: 7 does, from its own copy."""
+    # Other versions have no such table: the entry goes into a dict that is thrown away.
     getattr(linecache, "_ipython_cache", {})[name] = entry
 
 
@@ -65,6 +66,7 @@ def wrap_completions(
     if complete is None:
         _warn("IPCompleter._complete", "names that only workers have are not completed")
         return lambda: None
+    # In the instance, so that removing it brings the class's method back.
     vars(shell_completer)["_complete"] = wrapper(complete)
     return lambda: vars(shell_completer).pop("_complete", None)
 

@@ -193,6 +193,7 @@ class AcceleratorState(PartialState):
                 )
             self.__dict__.update(vars(newest.state))
             return
+        # Past PartialState's constructor, which would find the place anew from the environment.
         ProcessInfo.__init__(self, place, collectives)
         self._distributed_type = distributed_type
         self.mixed_precision = mixed_precision

@@ -207,7 +207,7 @@ def default_store() -> Any:
 
 
 def create_in_default_group(join: Callable[[], None]) -> None:
-    """Let whatever asks for the default process group create it where there is none.
+    """Let code that looks up the default process group create it where there is none.
 
     Args:
         join: Creates it.
@@ -305,7 +305,7 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """What tells storages from each other, also fake ones, whose addresses are all the same."""
+    """Distinguishes storages, also fake ones, whose addresses are all the same."""
     return int(storage._cdata)
 
 

@@ -39,6 +39,7 @@ def parse_bytes(text: str | int) -> int:
     Raises:
         ConfigError: The text is not a size.
     """
+    # A bool is an int, and no size.
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
     size_match = _SIZE_TEXT.fullmatch(text) if isinstance(text, str) else None

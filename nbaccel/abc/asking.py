@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Said", "SaidBySettings", "Source", "Wanted"]
 
 Source = Literal["argument", "config", "environment", "default"]
-"""Who said something, the strongest first: what is said in a call wins over a configuration."""
+"""Where a setting comes from, the strongest first: a call's arguments win over a configuration."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class Said:
         return self.has_environment and bool(env.flag(name))
 
     def source_of_name(self, strategy: str) -> Source | None:
-        """Who has named a strategy; None where nobody has."""
+        """Where a strategy was named; None where it was not."""
         if self.run is not None and self.run.strategy == strategy:
             return "config"
         if self.has_environment and env.read(STRATEGY_VARIABLE) == strategy:
@@ -59,8 +59,8 @@ class Wanted:
 
     Attributes:
         strategy: Its name.
-        source: Who asked.
-        what: What asked, as messages write it: ``zero_stage=2``, ``fsdp_plugin``.
+        source: Where the request comes from.
+        what: The request, as messages write it: ``zero_stage=2``, ``fsdp_plugin``.
         reason: Why it is taken, for the training plan.
         settings: Makes its settings; called where training begins, and not for a launch's plan.
         headline: Its part of the launch plan's first line.

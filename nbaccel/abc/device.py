@@ -126,6 +126,7 @@ class DeviceRuntime(ABC):
         from torch.profiler import ProfilerActivity
 
         has_own = hasattr(ProfilerActivity, self.kind.upper())
+        # As keys, because the CPU's two names are equal.
         return tuple(dict.fromkeys(("cpu", self.kind))) if has_own else ("cpu",)
 
     def capability(self, device: torch.device) -> tuple[int, int] | None:

@@ -188,6 +188,7 @@ def first_cause(failure_records: Sequence[FailureRecord]) -> FailureRecord:
     ordered_records = sorted(failure_records, key=lambda failure_record: failure_record.time)
     return next(
         (failure_record for failure_record in ordered_records if not failure_record.is_consequence),
+        # All are consequences; the earliest is the closest to the cause.
         ordered_records[0],
     )
 

@@ -136,7 +136,7 @@ class ExitBarrier:
         return None if self._released_at is None else self._released_at + time_limits.EXIT_S
 
     def is_overdue(self) -> bool:
-        """Whether workers that were told to leave are to be ended; not as long as one is at work.
+        """Whether workers that may leave and have not must be ended; not while one is at work.
 
         They have handed over all they had. One that does not leave (stopped by a signal, or stuck
         in a library's clean-up), or whose end is not reported, must not keep the notebook waiting.

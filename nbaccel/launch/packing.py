@@ -47,13 +47,19 @@ def pack_call(
     is_template_asked = plan.config.start_method == "template"
     try:
         return _pickle_call(
-            function, args, module_sharing, None if is_template_asked else _COPY_LIMIT_BYTES
+            # A template that was asked for takes any amount of data; on `auto` a fork may be
+            # better.
+            function,
+            args,
+            module_sharing,
+            None if is_template_asked else _COPY_LIMIT_BYTES,
         ), plan
     except pickling.TooCostly:
         fork_reason = (
             f"a copy of its data for each worker would take over {_COPY_LIMIT_BYTES >> 20} MiB"
         )
         fork_hazards = fork_safety.hazards()
+        # A slow start is better than workers that may hang.
         if fork_hazards:
             return _pickle_call(function, args, module_sharing, None), plan
     # Pickling runs user code, which may raise anything.
@@ -106,6 +112,7 @@ def _pickle_call(
     stray_modules = outermost_modules(
         pickle_sender.modules, (shared_module.module for shared_module in module_sharing.modules)
     )
+    # Modules that only the pickle has shown, such as one in a global of the function.
     if stray_modules:
         # It views memory that the modules are about to leave.
         prepared_object.drop()
@@ -182,6 +189,7 @@ def _share_reached(call_modules: Sequence[tuple[str, nn.Module]]) -> arena.Shari
 def _inherited_call(
     function: Callable[..., Any], args: tuple[Any, ...], module_sharing: arena.Sharing
 ) -> PackedCall:
+    # Nothing is pickled here, so the modules have to be searched for.
     found_modules = [reached_module for _, reached_module in reached_modules(function, args)]
     stray_modules = outermost_modules(
         found_modules, (shared_module.module for shared_module in module_sharing.modules)

@@ -61,6 +61,7 @@ def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...])
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
+    # Tried first, so that the user learns why the second launch does not begin.
     if not _ONE_AT_A_TIME.acquire(blocking=False):
         sys.stderr.write(
             "nbaccel: another thread of this notebook has begun a launch; this one waits until "
@@ -87,6 +88,7 @@ def _run_attempts(plan: Plan, packed_call: PackedCall) -> CallOutcome:
             sys.stderr.write(
                 f"nbaccel: {first_attempt}. Restart {attempt_number + 1} of {allowed_restarts}.\n"
             )
+    # The last attempt: its error is the user's.
     return _run_attempt(plan, packed_call, allowed_restarts)
 
 
@@ -186,6 +188,7 @@ def job_of(
         worker_post: The worker's assignment; None for one that has it already.
     """
     staging_fds = weight_receiver.staging
+    # In the order of `messaging.Job`: arenas, staging files, parcel.
     file_descriptors = [call_arena.fd for call_arena in packed_call.arenas.values()]
     file_descriptors += [
         staging_fds[arena_key] for arena_key in packed_call.arenas if arena_key in staging_fds

@@ -54,7 +54,7 @@ __all__ = ["MAX_LINE_CHARS", "OutputAmount", "OutputPace"]
 
 WHOLE_CHARS = 10_000_000
 AT_THE_END_CHARS = 200_000
-"""What is waiting when all workers are through is shown at once, unless it is more."""
+"""What is waiting when all workers have finished is shown at once, unless it is more."""
 MAX_LINE_CHARS = 1_000_000
 """Of a longer line head and tail are shown."""
 
@@ -254,7 +254,7 @@ class Console:
         self._waiting.add_rich(worker_rank, RichOutput(time.monotonic(), display_message))
 
     def close(self, worker_rank: int) -> None:
-        """This rank writes no more."""
+        """Note that this rank writes nothing further."""
         for stream in ("stdout", "stderr"):
             self._finish(worker_rank, stream)
         self._waiting.close(worker_rank)
@@ -281,7 +281,7 @@ class Console:
     # ---- too much of it
 
     def is_full(self, worker_rank: int) -> bool:
-        """Whether so much of this rank is waiting that no more should be read."""
+        """Whether so much of this rank is waiting that reading should stop."""
         output_pace = self._pace
         return (
             output_pace is not None
@@ -352,6 +352,7 @@ class Console:
         if not due_entries and not has_gap and progress_bar == self._drawn:
             return
         self._erase(
+            # Without new lines the bar is overwritten in place, with no blank line in between.
             keep_bar=progress_bar
             if not (due_entries or has_gap) and bar_stream == self._drawn_on
             else ""
@@ -420,6 +421,7 @@ class Console:
 
     def _draw(self, progress_bar: str, stream: str) -> None:
         if progress_bar and progress_bar != self._drawn:
+            # Padded, because a shorter bar would leave the end of the old one.
             _write_stream(stream, "\r" + progress_bar.ljust(len(self._drawn)))
             self._drawn, self._drawn_on = progress_bar, stream
 
@@ -464,6 +466,7 @@ class Console:
 
     def _prefix(self, ranks: Sequence[int]) -> str:
         prefix_key = tuple(ranks)
+        # Cached: thousands of lines a second have the same few prefixes.
         if prefix_key not in self._prefixes:
             self._prefixes[prefix_key] = self._prefix_of(prefix_key)
         return self._prefixes[prefix_key]

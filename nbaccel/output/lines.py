@@ -323,6 +323,8 @@ class LineMerger:
                 and rank_queue[0].time <= wait_until
                 and self._is_alone(first_rank, rank_queue[0])
             ):
+                # Lines of one rank never overtake each other, so nothing behind it may come out
+                # either.
                 if self._is_awaited([first_rank], rank_queue[0], current_time - hold_s):
                     return
                 has_moved = True

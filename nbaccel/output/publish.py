@@ -148,6 +148,7 @@ def _equal_groups(
     ):
         if not mime_bundle or not mime_bundle["data"]:
             continue
+        # Compared one by one: bundles are dicts, which cannot be keys.
         for group_ranks, group_bundle in result_groups:
             if group_bundle == mime_bundle:
                 group_ranks.append(worker_rank)

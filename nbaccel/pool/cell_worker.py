@@ -1,7 +1,7 @@
 """A live worker: it takes tasks one at a time, and keeps its namespace between them.
 
     main thread     task ─► cell, call, pull, … ─► Idle        raises KeyboardInterrupt on SIGINT
-    second thread   has a channel of its own: answers Look and Break at once
+    second thread   has a separate channel: answers Look and Break at once
 
 Both wait without polling, so an idle worker costs no CPU.
 """
@@ -46,7 +46,7 @@ def serve_cells(
     file_descriptors: list[int],
     worker_inheritance: object,
 ) -> None:
-    """Be a worker of a pool until told to leave, or until the notebook is gone.
+    """Be a worker of a pool until the notebook ends it, or is gone.
 
     Args:
         notebook_channel: To the notebook.

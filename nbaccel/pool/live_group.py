@@ -124,7 +124,7 @@ class LiveGroup(WorkerGroup):
         timeout_s: float | None = None,
         is_shown: bool = False,
     ) -> TaskResult:
-        """Give some workers a task each, and watch until all of them are through.
+        """Give some workers a task each, and watch until all of them have finished.
 
         Args:
             pool_tasks: The tasks by rank.

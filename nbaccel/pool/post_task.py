@@ -83,7 +83,7 @@ class PostTask:
         return self._bring_home(call_result)
 
     def keep_in_step(self, call_result: TaskResult) -> TaskResult | None:
-        """Let all ranks leave process groups that are of no more use, and say so if nothing has.
+        """Let all ranks leave unusable process groups, with a message if there has been none.
 
         Returns:
             How the task in which they left ended; None if there was no need.

@@ -59,7 +59,7 @@ class TaskResult(CallResult):
 
     @property
     def out_of_step(self) -> bool:
-        """Whether process groups are of no more use.
+        """Whether process groups cannot be used any longer.
 
         A rank was cut off in one of their collectives, or their ranks have begun different numbers
         of them: the next one would meet the wrong partner.
@@ -233,7 +233,7 @@ class TaskSupervisor(Supervisor):
             self.drain_output(member)
             self._console.close(worker_rank)
             self._idle[worker_rank] = worker_message
-            # A rank that is through must join too, or the others would wait for it until the
+            # A rank that has finished must join too, or the others would wait for it until the
             # timeout.
             if self._group_wanted is not None and self._open:
                 self._ask_to_join(member, self._group_wanted)

@@ -444,7 +444,7 @@ class Pool:
         if not self._lock.acquire(blocking=False):
             raise UnsafeMoment(
                 f"The pool is busy ({self._state.value}): another thread of this notebook is using "
-                "it. Its workers do one thing at a time; wait until that is through."
+                "it. Its workers do one thing at a time; wait until that has finished."
             )
         try:
             yield

@@ -242,7 +242,7 @@ class WorkerListener:
                 self._selector.register(file_descriptor, selectors.EVENT_READ, member)
 
     def _forget(self, file_descriptor: int) -> None:
-        """Read this pipe no more."""
+        """Stop reading this pipe."""
         if self._paused.pop(file_descriptor, None) is None:
             self._selector.unregister(file_descriptor)
 
@@ -260,7 +260,7 @@ class _WakePipe:
         self._ringer: int | None = None
 
     def ring(self) -> None:
-        """Interrupt, if somebody listens."""
+        """Interrupt the `select`, if there is one."""
         with self._lock:
             if self._ringer is not None:
                 os.write(self._ringer, b"i")

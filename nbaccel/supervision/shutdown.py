@@ -151,9 +151,9 @@ class ShutdownLadder:
         self._finished = {member.rank: member for member in finished}
         self._leaving = leaving
         self.has_cut = False
-        """Whether connections were cut: then the process groups are of no more use."""
+        """Whether connections were cut, so that the process groups are unusable."""
 
-    # ---- what is heard meanwhile
+    # ---- events
 
     def answered(self, member: WorkerHandle) -> None:
         """This worker has said where it is. Once all have, waiting for answers ends."""
@@ -227,7 +227,7 @@ class ShutdownLadder:
             return
         member_course.step, step_seconds = member_course.take_next()
         if not self._act(member_course.step, member_course.member):
-            # A worker that cannot be asked would otherwise be waited for in vain.
+            # No time for an answer that cannot come: this worker cannot be asked.
             step_seconds = 0.0
         member_course.until = time.monotonic() + step_seconds
 

@@ -234,7 +234,7 @@ def share_modules(named_modules: Sequence[tuple[str, nn.Module]]) -> Sharing:
             initialised, sharded away) or a layout without one (sparse, quantized, a subclass).
             Nothing has been moved then.
     """
-    # All refusals before the first move: half a model in shared memory helps nobody.
+    # All refusals before the first move: half a model in shared memory is of no use.
     refusal_lines = [
         refusal_line
         for module_path, module in named_modules

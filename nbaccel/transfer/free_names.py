@@ -75,7 +75,7 @@ def _to_python(cell_text: str) -> str:
     ipython_module = sys.modules.get("IPython.core.inputtransformer2")
     if ipython_module is None:
         return cell_text
-    # A shell of its own is not needed: transforming looks at the text only.
+    # Without a shell: transforming looks at the text only.
     python_text: str = ipython_module.TransformerManager().transform_cell(cell_text)
     return python_text
 

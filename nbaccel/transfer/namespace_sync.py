@@ -52,7 +52,7 @@ class _RankLack:
     known: frozenset[str]
     """Keys of the living modules that it has."""
     states: tuple[tuple[str, ModuleState], ...]
-    """What it was told of those that the cell can reach."""
+    """The states that were sent of those that the cell can reach."""
 
     def is_nothing(self, module_changes: Mapping[str, Any]) -> bool:
         return not (self.names or self.whole or module_changes)
@@ -156,7 +156,7 @@ class NamespaceSync:
                 rank_state.arenas.setdefault(module_key, weakref.ref(shared_arena))
 
     def bound(self, rank: int, cell_names: Iterable[str]) -> None:
-        """That rank's cell bound or deleted these names itself: they are its own now.
+        """Record that a rank's cell bound or deleted these names itself.
 
         What the notebook has under such a name is sent only when it changes after this.
         """

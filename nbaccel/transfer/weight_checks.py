@@ -228,7 +228,7 @@ def describe_changes(
         original_tensors: The tensors as they came to this worker.
 
     Returns:
-        A clause; empty if there is nothing to tell.
+        A clause; empty if there is nothing to report.
     """
     names_by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
     replaced_names = []

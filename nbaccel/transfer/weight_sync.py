@@ -533,7 +533,7 @@ class WeightReceiver:
         Ask before `apply`: ranks that have what the notebook had have trained nothing.
 
         Returns:
-            Path of the module → what to tell the user. Rank 0 alone may train.
+            Path of the module → message for the user. Rank 0 alone may train.
         """
         messages_by_path = {}
         for module in self._sharing.modules:

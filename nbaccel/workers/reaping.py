@@ -43,7 +43,7 @@ def end_descendants(kept_ids: Collection[int] = ()) -> list[str]:
     """
     commands_by_id: dict[int, str] = {}
     kill_deadline = time.monotonic() + time_limits.DESCENDANTS_S
-    # Again and again: what is being ended may start another one, and grandchildren become ours.
+    # Repeated, because a process may start another before it dies, and orphans become children.
     while processes_left := [
         descendant_id
         for child_id in _child_processes(os.getpid(), kept_ids)

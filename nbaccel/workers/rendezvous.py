@@ -2,7 +2,7 @@
 
 Code written for `mp.spawn` chooses an address of its own (`MASTER_PORT = "12355"`), where rank 0
 would serve a store. In a worker all ranks are clients (TORCHELASTIC_USE_AGENT_STORE), so that
-nobody would serve there, and every rank would wait for half an hour.
+no process would serve there, and every rank would wait for half an hour.
 
 `keep_groups_alive` avoids a deadlock that is a fault of torch 2.13; `docs/pages/upstream.md` has
 its stack.

@@ -117,8 +117,9 @@ def run_worker(
             notebook_channel, message, file_descriptors, inheritance
         )
         exit_status = 0
+    # The notebook has ended this launch.
     except EOFError:
-        exit_status = 0  # the notebook is through with this launch
+        exit_status = 0
     # BaseException: there is no caller to raise to, so the error is printed and the process ends.
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -178,7 +179,7 @@ def _settle_in(worker_ends: WorkerEnds, parent_id: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
-    """What a worker knows of itself once it has been set up."""
+    """Facts about a worker that is set up: place, device, store."""
 
     place: Topology
     hardware: Device
@@ -230,7 +231,7 @@ def serve_job(
     file_descriptors: list[int],
     inheritance: Inheritance | None,
 ) -> None:
-    """Run one job in a worker of its own, and stay until the notebook says so."""
+    """Run one job as a launch's worker, and stay until the notebook lets it leave."""
     if job.post is None:
         raise InternalError(
             f"a job with {len(file_descriptors)} descriptors came without a post: report this"
@@ -269,7 +270,7 @@ class Work:
         notebook_channel: To the notebook.
         worker_seat: Where this worker works.
         job: What to call.
-        file_descriptors: The job's descriptors, which are closed when it is through.
+        file_descriptors: The job's descriptors, which stay the caller's.
         inheritance: What came with the fork, if it was from the notebook.
     """
 

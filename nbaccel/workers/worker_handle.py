@@ -89,10 +89,10 @@ class WorkerHandle:
         """Whether faulthandler has written why it dies."""
         return _CRASH_HEADING in self.stack_text
 
-    # ---- what is heard of it
+    # ---- what is known of it
 
     def note(self, message: messaging.Leaves) -> None:
-        """Note what it would leave on disk, or would no more."""
+        """Note what it would leave on disk, or that it has removed it."""
         if message.is_there:
             self.leftovers.add(message.leftover)
         else:
@@ -111,7 +111,7 @@ class WorkerHandle:
         self.whereabouts = message
 
     def hang_up(self) -> None:
-        """It will send no more messages."""
+        """Note that it will send no further messages."""
         self.hung_up = True
 
     def come_alive(self) -> None:
@@ -148,7 +148,7 @@ class WorkerHandle:
         Args:
             message: The message.
             file_descriptors: Its descriptors.
-            record: What is told of it.
+            record: How it is reported.
         """
         self.error, self.record = (
             (message, file_descriptors[0] if file_descriptors else None),
@@ -168,7 +168,7 @@ class WorkerHandle:
         """It is gone and reaped.
 
         Args:
-            record: What is told of that; None if it is of no interest.
+            record: How its end is reported; None if it is not.
             loses_result: Whether a result is of no use without the worker.
         """
         self.state = HandleState.GONE
@@ -177,7 +177,7 @@ class WorkerHandle:
             self.returned = None
 
     def record_of_death(self, exit_time: messaging.Ended, oom_kills: int) -> failure.FailureRecord:
-        """What is told of it if it has ended by itself.
+        """The record of it if it has ended by itself.
 
         Args:
             exit_time: How it ended.
@@ -194,7 +194,7 @@ class WorkerHandle:
         )
 
     def record_of_stop(self) -> failure.FailureRecord:
-        """What is told of it if it was stopped because of something else."""
+        """The record of it if it was stopped because of something else."""
         had_started = self.control is not None or bool(self.stack_text)
         return failure.FailureRecord.of_stop(self.rank, self.stack, had_started=had_started)
 
@@ -213,7 +213,7 @@ class WorkerHandle:
         return self.ask_stack()
 
     def ask_stack(self) -> bool:
-        """Let faulthandler write where it is; returns whether it can be asked for that."""
+        """Let faulthandler write where it is; returns whether it can do so."""
         if self.tells_its_stack:
             self._signal(STACK_SIGNAL)
         return self.tells_its_stack

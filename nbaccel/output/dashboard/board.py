@@ -103,7 +103,7 @@ class StepPace:
 
     @property
     def overall(self) -> float | None:
-        """Steps per second since the first one; None while that cannot be told."""
+        """Steps per second since the first one; None while there is too little to compute it."""
         return _rate(self._first, self._points[-1]) if self._first is not None else None
 
     def recent(self, current_time: float) -> float | None:
@@ -111,6 +111,7 @@ class StepPace:
         if len(self._points) < 2:
             return None
         point_gap = self._points[-1][0] - self._points[-2][0]
+        # A step may take longer than the window; several missing ones mean a standstill.
         if current_time - self._points[-1][0] > max(self._window_s, 3 * point_gap):
             return 0.0
         return _rate(self._points[0], self._points[-1])
@@ -200,6 +201,7 @@ class RunBoard:
         metric_name = loss_name(rank_facts.metrics)
         if metric_name is None:
             return
+        # Another metric: one curve must not join the values of two.
         if metric_name != rank_facts.loss_name:
             rank_facts.loss_name, rank_facts.loss = metric_name, MetricHistory()
         rank_facts.loss.add(rank_facts.metrics[metric_name])

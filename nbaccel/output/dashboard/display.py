@@ -114,7 +114,7 @@ class Dashboard:
     # ---- what is known
 
     def hear(self, worker_rank: int, metrics_message: Metrics) -> None:
-        """Take in what a rank has told of its training."""
+        """Take in what a rank has reported of its training."""
         self.board.hear(worker_rank, metrics_message)
         self._has_news = True
 
@@ -147,7 +147,7 @@ class Dashboard:
         self._say(_with_prefix(drawing.live_text(self.board)))
 
     def refresh(self) -> None:
-        """Show what has been heard since the last look, if it is time."""
+        """Show what has been reported since the last look, if it is time."""
         current_time = self._clock()
         if current_time >= self._news_due():
             self.board.now = current_time
@@ -179,6 +179,7 @@ class Dashboard:
                 self._panel = self._new_panel()
         elif self._panel.is_heard:
             self._shows_panel = True
+        # The front end has opened no subshell in time: a button would have no effect.
         elif self.board.seconds > FIRST_S + _PANEL_S:
             self._panel.close()
             self._panel = self._stop = None

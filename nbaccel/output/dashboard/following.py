@@ -214,6 +214,7 @@ class MemoryMeter:
             return {}
         self._meter = self._meter or self._device.driver_meter()
         if self._meter is None:
+            # Not asked again: a device without a meter will not get one.
             self._device = None
             return {}
         held_bytes: dict[int, int] = self._meter.read()
@@ -287,6 +288,8 @@ class WaitingRanks:
     ) -> None:
         if member_sight.is_asked:
             member_sight.is_asked = False
+            # The answer to the question of an earlier look, which has arrived with the output
+            # since.
             member_sight.doing = _take_answer(member) or member_sight.doing
         is_working = cpu_s - member_sight.cpu_s > _BUSY_SHARE * (current_time - member_sight.at)
         member_sight.cpu_s, member_sight.at = cpu_s, current_time
