@@ -53,8 +53,8 @@ def rows_from_outside(
     ):
         try:
             loaded_row = entry_point.load()
-        # A package's module may raise anything, which must not make nbaccel unusable.
-        except Exception as error:
+        # nbaccel must stay usable without the row.
+        except Exception as error:  # a package's module may raise anything
             problems.append(
                 f"{_describe_entry_point(entry_point)} cannot be loaded: "
                 f"{_describe_error(error)}. {_ROW_REMEDY}"

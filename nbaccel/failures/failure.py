@@ -252,8 +252,7 @@ def kind_name(error_class: type) -> str:
 def _error_text(raised_error: BaseException) -> str:
     try:
         return raised_error.msg if _unparsed_place(raised_error) else str(raised_error)  # type: ignore[attr-defined]
-    # The user's own __str__ may raise anything.
-    except Exception as broken:
+    except Exception as broken:  # the user's own __str__ may raise anything
         return f"<its text cannot be shown: __str__ raised {type(broken).__name__}>"
 
 

@@ -62,8 +62,7 @@ def pack_call(
         # A slow start is better than workers that may hang.
         if fork_hazards:
             return _pickle_call(function, args, module_sharing, None), plan
-    # Pickling runs user code, which may raise anything.
-    except Exception as pickling_error:
+    except Exception as pickling_error:  # pickling runs user code: it may raise anything
         culprit_path = pickling.find_culprit(function, args)
         fork_reason = (
             f"{culprit_path} cannot be pickled ({type(pickling_error).__name__}: {pickling_error})"
@@ -88,8 +87,7 @@ def pack_for_the_living(
     """
     try:
         return _pickle_call(function, args, module_sharing, None)
-    # Pickling runs user code, which may raise anything.
-    except Exception as pickling_error:
+    except Exception as pickling_error:  # pickling runs user code: it may raise anything
         culprit_path = pickling.find_culprit(function, args)
         raise NotSendable(
             f"{culprit_path} cannot be sent to the workers: {type(pickling_error).__name__}: "

@@ -126,8 +126,7 @@ class _CellWorker:
             finally:
                 # In the inner block: an interrupt that comes here is still caught below.
                 self._busy = False
-        # BaseException: neither SystemExit nor an interrupt may end a live worker.
-        except BaseException as raised_error:
+        except BaseException as raised_error:  # neither exit nor interrupt may end the worker
             return None, raised_error
 
     def _idle(self, task_number: int, current_task: Any, shown_bundle: Any) -> messages.Idle:

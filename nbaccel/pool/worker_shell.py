@@ -317,8 +317,7 @@ class WorkerShell(InteractiveShell):
                 await eval(code_obj, self.user_global_ns, self.user_ns)  # noqa: S307  (a cell)
             else:
                 exec(code_obj, self.user_global_ns, self.user_ns)  # noqa: S102  (a cell)
-        # Only noted here: `run` raises it to the worker.
-        except BaseException as error:
+        except BaseException as error:  # only noted: `run` raises it to the worker
             self._raised = error
             raise
         return False
@@ -335,7 +334,7 @@ class WorkerShell(InteractiveShell):
         try:
             return self._loop.run_until_complete(cell_task)
         # An interrupt while every task was waiting is raised by the loop, not in the task.
-        except BaseException as error:
+        except BaseException as error:  # an interrupt of waiting tasks too
             if not cell_task.done():
                 cell_task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):

@@ -68,8 +68,7 @@ def call_results(members: Sequence[WorkerHandle]) -> tuple[list[Any], list[str]]
             continue
         try:
             rank_values.append(_open_result(result_message, member.result_fd))
-        # A class that the notebook lacks, or a __setstate__ of the user's, may raise anything.
-        except Exception as error:
+        except Exception as error:  # a missing class, or the user's __setstate__: any
             unsendable_reason = f"rank {member.rank}'s result cannot be opened here: {error!r}"
             rank_values.append(UnsendableResult(unsendable_reason))
         if isinstance(rank_values[-1], UnsendableResult):
@@ -177,8 +176,7 @@ def _original_error(member: WorkerHandle) -> PortableException | None:
         return None
     try:
         unpacked_error = pickling.unpack(member.error[0].parcel, member.error[1], {})
-    # Its class cannot be imported here; the description is complete without it.
-    except Exception:
+    except Exception:  # its class cannot be imported here; the description is complete without it
         return None
     return unpacked_error if isinstance(unpacked_error, PortableException) else None
 

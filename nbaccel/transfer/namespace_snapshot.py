@@ -181,8 +181,7 @@ class NamespaceSnapshot:
                 return found_place
             try:
                 pickled_fingerprint = self._of_pickle(named_value)
-            # Pickling runs user code, which may raise anything.
-            except Exception:
+            except Exception:  # pickling runs user code: it may raise anything
                 return OpaqueToken(named_value)
             read_names.update(pickled_fingerprint.names)
             module_keys.update(pickled_fingerprint.modules)

@@ -136,8 +136,7 @@ class NamespaceSync:
             except _LeaveOut as left_out_now:
                 update_packing.close()
                 left_out |= left_out_now.names
-            # BaseException: an interrupt must not leak the descriptors either.
-            except BaseException:
+            except BaseException:  # an interrupt must not leak the descriptors either
                 update_packing.close()
                 raise
 
@@ -173,8 +172,8 @@ class NamespaceSync:
         named_value = self._namespace[variable_name]
         try:
             return current_snapshot.fingerprint(variable_name, named_value).token
-        # Pickling runs user code, which may raise anything. The id still shows a rebinding.
-        except Exception:
+        # The id still shows that a name was bound anew.
+        except Exception:  # pickling runs user code: it may raise anything
             return ("unsendable", id(named_value))
 
     def records(self, module_keys: Collection[str]) -> list[ModuleRecord]:
@@ -328,8 +327,7 @@ class _UpdatePacking:
                 fingerprints[variable_name] = self._moment.fingerprint(
                     variable_name, self._namespace[variable_name]
                 )
-            # Pickling runs user code, which may raise anything.
-            except Exception as pickling_error:
+            except Exception as pickling_error:  # pickling runs user code: it may raise anything
                 self._refuse(variable_name, pickling_error)
                 continue
             unvisited.extend(sorted(fingerprints[variable_name].names))
@@ -466,8 +464,7 @@ class _UpdatePacking:
         pickle_sender.reduce = object_reducer
         try:
             packed_object, file_descriptor = pickling.pack(update_load, pickle_sender)
-        # Pickling runs user code, which may raise anything.
-        except Exception as pickling_error:
+        except Exception as pickling_error:  # pickling runs user code: it may raise anything
             self._find_culprit(rank_lack, pickling_error)
             raise
         self._fds.append(file_descriptor)
@@ -555,8 +552,7 @@ class _UpdatePacking:
     def _pickles(self, named_value: Any) -> bool:
         try:
             namespace_snapshot.fingerprint_of_pickle(named_value, Reducer(self._namespace))
-        # Whatever is raised, the value does not pickle: that is the answer.
-        except Exception:
+        except Exception:  # whatever is raised, it does not pickle
             return False
         return True
 

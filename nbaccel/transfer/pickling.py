@@ -420,8 +420,7 @@ def _write_file(
 def _closed_on_error(file_descriptor: int) -> Iterator[None]:
     try:
         yield
-    # BaseException: an interrupt must not leak the descriptor either.
-    except BaseException:
+    except BaseException:  # an interrupt must not leak the descriptor either
         os.close(file_descriptor)
         raise
 
@@ -601,8 +600,7 @@ def _of_function(cell_function: Any, source_path: str) -> Iterator[tuple[str, An
 def _can_pickle(held_value: Any) -> bool:
     try:
         cloudpickle.Pickler(io.BytesIO(), protocol=5, buffer_callback=_drop_output).dump(held_value)
-    # Whatever is raised, the value does not pickle: that is the answer.
-    except Exception:
+    except Exception:  # whatever is raised, it does not pickle
         return False
     return True
 

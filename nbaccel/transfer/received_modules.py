@@ -57,8 +57,7 @@ class _LocalArena:
         own_descriptor = os.dup(file_descriptor)
         try:
             arena_mapping = shared_memory.Mapping(own_descriptor, num_bytes, is_private=True)
-        # BaseException: an interrupt must not leak the descriptor either.
-        except BaseException:
+        except BaseException:  # an interrupt must not leak the descriptor either
             os.close(own_descriptor)
             raise
         close_file = weakref.finalize(arena_mapping, os.close, own_descriptor)
@@ -404,8 +403,7 @@ def _moved_in(arena_mapping: shared_memory.Mapping) -> int:
     file_descriptor = shared_memory.create_file("staging", arena_mapping.nbytes)
     try:
         weight_sync.move_mapping_to_file(arena_mapping, file_descriptor)
-    # BaseException: an interrupt must not leak the descriptor either.
-    except BaseException:
+    except BaseException:  # an interrupt must not leak the descriptor either
         os.close(file_descriptor)
         raise
     return file_descriptor

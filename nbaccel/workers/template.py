@@ -60,8 +60,7 @@ class TemplateStarter:
                 if not self._boot.ready:
                     self._receive(messaging.Ready, time_limits.TEMPLATE_S)
                     self._boot.ready = True
-        # BaseException: an interrupt must not leak the descriptor either.
-        except BaseException:
+        except BaseException:  # an interrupt must not leak the descriptor either
             self._channel.close()
             raise
 

@@ -120,8 +120,7 @@ def run_worker(
     # The notebook has ended this launch.
     except EOFError:
         exit_status = 0
-    # BaseException: there is no caller to raise to, so the error is printed and the process ends.
-    except BaseException:
+    except BaseException:  # there is no caller to raise to
         sys.excepthook(*sys.exc_info())
     finally:
         # This process ends whatever is raised here, and `os._exit` below must be reached.
@@ -241,8 +240,7 @@ def serve_job(
         worker_output.forward_displays(notebook_channel.send)
         metrics_reporter.begin(notebook_channel, worker_seat.hardware, worker_seat.device)
         rendezvous.meet_here(worker_seat.place, rendezvous.group_names())
-    # BaseException: whatever the set-up raises, the notebook waits for a report.
-    except BaseException as raised_error:
+    except BaseException as raised_error:  # the notebook waits for a report, whatever it is
         report(notebook_channel, raised_error, Topology.from_json(job.post.topology).rank)
     else:
         # After the set-up: an interrupt during it is reported as a failure, not as unwinding user
@@ -307,8 +305,7 @@ class Work:
                 worker_output.show_figures()
                 flush_streams()
                 weight_report = weight_writer.write() if self._job.share_back else None
-        # BaseException: the notebook waits for a report of every end, an interrupt's too.
-        except BaseException as raised_error:
+        except BaseException as raised_error:  # an interrupt too: the notebook waits for a report
             report(self._channel, raised_error, self._rank, self._pack)
         else:
             self._hand_over(returned_value, weight_report)
@@ -371,8 +368,7 @@ class Work:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             packed_value, file_descriptor = self._pack(returned_value)
-        # BaseException: the user's own __reduce__ may raise anything.
-        except BaseException as raised_error:
+        except BaseException as raised_error:  # the user's own __reduce__ may raise anything
             value_type = type(returned_value)
             unsendable_reason = (
                 f"rank {self._rank} returned a {failure.kind_name(value_type)}, which cannot be "
@@ -539,8 +535,7 @@ def own_process() -> Iterator[None]:
     own_process_id = os.getpid()
     try:
         yield
-    # BaseException: a child must end here whatever it raises.
-    except BaseException as raised_error:
+    except BaseException as raised_error:  # a child must end here whatever it raises
         if os.getpid() == own_process_id:
             raise
         _leave(raised_error)

@@ -94,8 +94,7 @@ def show_figures() -> None:
     if inline_backend is not None:
         try:
             inline_backend.flush_figures()
-        # Drawing may raise anything, and must not lose the results of the call.
-        except Exception as error:
+        except Exception as error:  # drawing may raise anything, and must not lose the results
             sys.stderr.write(f"nbaccel: a figure cannot be shown: {error!r}\n")
 
 
@@ -300,8 +299,8 @@ def _append_only(log_handler: Any) -> None:
 def _pickled_or_empty(pickled_value: Any) -> bytes:
     try:
         pickled_settings: bytes = cloudpickle.dumps(pickled_value)
-    # The user's own class may raise anything; the handler works without its formatter.
-    except Exception:
+    # The handler works without its formatter.
+    except Exception:  # the user's own class may raise anything
         return b""
     return pickled_settings
 
@@ -309,8 +308,7 @@ def _pickled_or_empty(pickled_value: Any) -> bytes:
 def _unpickled(pickled_value: bytes) -> Any:
     try:
         return pickle.loads(pickled_value) if pickled_value else None
-    # Its class cannot be imported here; the handler works without it.
-    except Exception:
+    except Exception:  # its class cannot be imported here; the handler works without it
         return None
 
 

@@ -188,8 +188,7 @@ class Dashboard:
     def _new_panel(self) -> StopPanel | None:
         try:
             return StopPanel(self._on_click)
-        # An incomplete or unknown version of ipywidgets must not end the training.
-        except Exception:
+        except Exception:  # an unknown ipywidgets must not end the training
             return None
 
     def _on_click(self) -> None:
