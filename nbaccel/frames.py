@@ -36,6 +36,7 @@ __all__ = [
 
 MODULE_LEVEL = "<module>"
 _PACKAGE_FOLDER = Path(__file__).resolve().parent
+# The names in angle brackets are those of code that libraries compile while they run.
 _LIBRARY_PATH = re.compile(
     r"/(site|dist)-packages/|/lib/python3[^/]*/|<frozen |<string>|<__array_function__"
 )

@@ -108,6 +108,7 @@ def _wrap_line(line: str) -> list[str]:
         subsequent_indent=wrap_indent,
         break_long_words=False,
         break_on_hyphens=False,
+        # textwrap makes no line at all of an empty one.
     ) or [""]
 
 

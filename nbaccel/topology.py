@@ -123,6 +123,7 @@ class Topology:
             "LOCAL_RANK": str(self.local_rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            # The node's number has one name in torchrun and another one in Lightning.
             "GROUP_RANK": str(self.node_rank),
             "NODE_RANK": str(self.node_rank),
             "MASTER_ADDR": self.master_addr,

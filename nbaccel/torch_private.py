@@ -359,6 +359,7 @@ def state_readers(module: nn.Module) -> Iterator[Any]:
     yield type(module)._load_from_state_dict
     yield type(module).set_extra_state
     for hook in module._load_state_dict_pre_hooks.values():
+        # torch wraps hooks in an object that holds the function.
         yield getattr(hook, "hook", hook)
 
 
@@ -431,6 +432,7 @@ def _scaling_states(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
 def gradients_are_unscaled(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
     """Whether an optimizer's gradients were divided by the factor since the last update."""
     state = _scaling_states(scaler).get(id(optimizer))
+    # By name, because the class of the stages is private, too.
     return state is not None and state["stage"].name != "READY"
 
 

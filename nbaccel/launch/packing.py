@@ -47,8 +47,7 @@ def pack_call(
     is_template_asked = plan.config.start_method == "template"
     try:
         return _pickle_call(
-            # A template that was asked for takes any amount of data; on `auto` a fork may be
-            # better.
+            # A requested template takes any amount of data; on `auto` a fork may be better.
             function,
             args,
             module_sharing,

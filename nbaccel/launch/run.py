@@ -140,8 +140,7 @@ def _start_workers(
             worker_group.plan, packed_call, weight_receiver, worker_assignment.assignment
         )
         worker_assignment.send(worker_job, [*file_descriptors, *worker_assignment.fds])
-    # Rank 0 has its own copy. With this one open, connections to a dead rank 0 would not be
-    # refused.
+    # Rank 0 has a copy. With this one open, connections to a dead rank 0 would not be refused.
     if store_listener is not None:
         store_listener.close()
 

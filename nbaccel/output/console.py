@@ -409,6 +409,7 @@ class Console:
         self._erase()
 
     def _bar(self) -> tuple[str, str]:
+        # The lowest rank's, because the sources are in the order of the ranks.
         for (worker_rank, stream), rank_source in self._sources.items():
             if rank_source.bar:
                 return self._prefix([worker_rank]) + rank_source.bar, stream

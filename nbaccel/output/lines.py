@@ -88,6 +88,7 @@ class LineAssembler:
     def _take(self) -> str:
         output_line = self._last.text()
         if self._is_rewritten:
+            # Blanks with which a bar has erased a longer one are not part of the line.
             output_line = _overlay_parts([self._under, output_line]).rstrip()
         self._begin()
         return output_line
@@ -314,8 +315,7 @@ class LineMerger:
             if rank_queue
         ):
             first_rank = queue_heads[0][1]
-            # Lines of this rank that are older than the next rank's first may be shown one after
-            # the other.
+            # Lines older than the next rank's first may be shown one after the other.
             wait_until = queue_heads[1][0] if len(queue_heads) > 1 else current_time
             rank_queue, has_moved = self._queues[first_rank], False
             while (
@@ -323,8 +323,7 @@ class LineMerger:
                 and rank_queue[0].time <= wait_until
                 and self._is_alone(first_rank, rank_queue[0])
             ):
-                # Lines of one rank never overtake each other, so nothing behind it may come out
-                # either.
+                # Lines of a rank never overtake each other, so nothing behind it may come out.
                 if self._is_awaited([first_rank], rank_queue[0], current_time - hold_s):
                     return
                 has_moved = True
@@ -391,6 +390,7 @@ class LineMerger:
     def _forget(self, worker_rank: int, output_line: PrintedLine) -> None:
         line_key = (output_line.stream, output_line.text)
         known_keys = self._known[worker_rank]
+        # A count, because a rank may have the same line in its queue several times.
         if known_keys[line_key] > 1:
             known_keys[line_key] -= 1
             return

@@ -68,7 +68,7 @@ class CellShell:
         worker_output.text_bars()
         worker_output.forget_shells(InteractiveShell)
         worker_output.mute_comms()
-        # A forked kernel's hook would send results to the browser; the shell sets its own around a
+        # A forked kernel's hook would send results to the browser; the shell sets one around a
         # cell.
         sys.displayhook = sys.__displayhook__
         worker_shell: WorkerShell = WorkerShell.instance(

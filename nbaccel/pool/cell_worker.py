@@ -55,8 +55,7 @@ def serve_cells(
         worker_inheritance: What came with the fork, if it was from the notebook itself.
     """
     if worker_inheritance is not None:
-        # The table came along by fork; what this worker sends must not refer to the notebook's
-        # arenas.
+        # The table came along by fork; what is sent from here must not refer to those arenas.
         arena.forget_arenas()
     cell_worker = _CellWorker(notebook_channel, join_pool, file_descriptors)
     cell_worker.loop()

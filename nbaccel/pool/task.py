@@ -158,8 +158,7 @@ class TaskSupervisor(Supervisor):
         """Whether all ranks have finished; after a loss, whether all workers have ended."""
         if self._lost:
             return all(member.has_ended for member in self.members)
-        # Under the ladder, ranks that join a group are interrupted too: their Idle is still to
-        # come.
+        # Under the ladder, joining ranks are interrupted too: their Idle is still to come.
         return not (self._open or (self._ladder is not None and self._joining))
 
     def participants(self) -> list[WorkerHandle]:
@@ -233,8 +232,7 @@ class TaskSupervisor(Supervisor):
             self.drain_output(member)
             self._console.close(worker_rank)
             self._idle[worker_rank] = worker_message
-            # A rank that has finished must join too, or the others would wait for it until the
-            # timeout.
+            # A rank that has finished must join too, or the others would wait until the timeout.
             if self._group_wanted is not None and self._open:
                 self._ask_to_join(member, self._group_wanted)
         else:

@@ -333,8 +333,8 @@ class WorkerShell(InteractiveShell):
         cell_task = self._loop.create_task(cell_coroutine)
         try:
             return self._loop.run_until_complete(cell_task)
-        # An interrupt while every task was waiting is raised by the loop, not in the task.
-        except BaseException as error:  # an interrupt of waiting tasks too
+        # Such as an interrupt while every task was waiting, which is not raised in the task.
+        except BaseException as error:  # whatever it is, the task must end
             if not cell_task.done():
                 cell_task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):

@@ -230,8 +230,7 @@ class WorkerListener:
             self._console.feed(member.rank, stream_name, output_bytes)
             if file_descriptor not in self._paused and self._console.is_full(member.rank):
                 self._forget(file_descriptor)
-                # Unread, the pipe fills up and the worker waits: the notebook's memory stays
-                # bounded.
+                # Unread, the pipe fills up and the worker waits: memory here stays bounded.
                 self._paused[file_descriptor] = member
         return len(output_bytes) == _READ_BYTES
 

@@ -244,7 +244,7 @@ def _timeout_error(
         f"{closing_lines} Allow more time, or look at the lines above for a rank that waits for "
         "another."
     )
-    # Ranks that return while they are being stopped had their calls cut short by signals.
+    # No records where all ranks returned while they were being stopped, their calls cut short.
     first_failure = failure.first_cause(failure_records) if failure_records else None
     return LaunchTimeout(
         "\n".join(text_lines), failure=first_failure, failures=tuple(failure_records)

@@ -178,8 +178,7 @@ class Supervisor(WorkerListener):
 
     def _check_clocks(self) -> None:
         current_time = time.monotonic()
-        # First: a worker that hangs in its fork would otherwise be reported as a timeout of the
-        # call.
+        # First: a worker that hangs in its fork would otherwise be reported as a timeout.
         self._stuck = tuple(
             member for member in self._unborn() if current_time >= member.born + time_limits.BORN_S
         )

@@ -453,8 +453,7 @@ def _byte_extent(tensor: torch.Tensor) -> tuple[int, int]:
 def _point_tensors(arena: Arena, storage_span: _Span) -> None:
     tensor_storage = storage_at(arena, storage_span.start, storage_span.nbytes)
     for tensor in storage_span.tensors:
-        # The span may start after the first byte of the old storage, so offsets shrink by that
-        # much.
+        # The span may start after the first byte of the old storage, so offsets shrink.
         element_offset = tensor.storage_offset() - storage_span.low // tensor.element_size()
         empty_tensor = torch.empty(0, dtype=tensor.dtype)
         # Assigning .data keeps the Parameter object, which optimizers hold by identity.

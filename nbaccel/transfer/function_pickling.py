@@ -127,8 +127,7 @@ class Reducer:
         }
         function_state = (cell_contents, function_attributes, dict(cell_function.__dict__))
         made_of = (cell_function.__code__, cell_function.__name__, tuple(cell_stand_ins))
-        # The state has its own setter, because a function has neither __setstate__ nor a plain
-        # __dict__.
+        # The state has its own setter, because functions have no __setstate__.
         return _make_function, made_of, function_state, None, None, _finish_function
 
     def _cell(self, closure_cell: types.CellType) -> _CellStandIn:

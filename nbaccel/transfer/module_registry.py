@@ -321,8 +321,7 @@ class ModuleRegistry:
 
     def __init__(self) -> None:
         self._records: dict[str, ModuleRecord] = {}
-        # By id, because modules may define == or be unhashable; the record's weak reference checks
-        # it.
+        # By id, because modules may define ==; the weak reference in the record is compared too.
         self._by_id: dict[int, ModuleRecord] = {}
         self._count = itertools.count()
 

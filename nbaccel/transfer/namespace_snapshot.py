@@ -150,8 +150,7 @@ class NamespaceSnapshot:
         self.news += 1
         if self._table is not None:
             new_places = dict(module_survey.places(module_record.key))
-            # Known places win over new ones, except for the module itself, which now has its own
-            # key.
+            # Known places win over new ones, except for the module itself, which has a new key.
             self._table = new_places | self._table | {id(module): (module_record.key, "")}
         return module_record
 
@@ -214,7 +213,7 @@ class NamespaceSnapshot:
 
 _NO_REFERENCES: frozenset[str] = frozenset()
 _LONG_BYTES = 1 << 16  # longer text is hashed rather than kept alive for the next comparison
-_MAX_TUPLE_ELEMENTS = 16  # longer tuples are hashed: comparing them element by element is slow
+_MAX_TUPLE_ELEMENTS = 16  # longer tuples are pickled into a hash
 
 _IMMUTABLE_TYPES = frozenset(
     (bool, int, str, bytes, complex, type(None), type(Ellipsis), torch.dtype, torch.device)
@@ -302,7 +301,7 @@ def _hash_array(number_array: np.ndarray[Any, Any]) -> Hashable:
         number_array.dtype.str,
         str(number_array.dtype),
         number_array.shape,
-        # A read-only array must arrive read-only, so the flag is part of the content.
+        # Making an array read-only is a change, too.
         number_array.flags.writeable,
         content_hash,
     )

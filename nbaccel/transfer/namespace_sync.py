@@ -287,7 +287,7 @@ class _UpdatePacking:
             if any(module_key not in self._flow._ranks[rank].arenas for rank in wanted_names)
         }
         for found in reversed(new_arenas.values()):
-            # A copy, because sending closes it. In front, because arenas come before the parts.
+            # A copy, because it is closed after sending. In front: arenas come before the parts.
             self._fds.insert(0, os.dup(found.fd))
         for variable_name in {
             variable_name for cell_names in wanted_names.values() for variable_name in cell_names

@@ -103,8 +103,7 @@ class PreparedObject:
     def drop(self) -> None:
         """Give up what it holds of the objects' memory."""
         while self.blocks:
-            # A PickleBuffer locks its exporter: a bytearray, for one, could not be resized
-            # meanwhile.
+            # A PickleBuffer locks its exporter: a bytearray, for one, could not be resized.
             self.blocks.pop().release()
 
     def write(self) -> tuple[PackedObject, int]:

@@ -341,8 +341,7 @@ class ReceivedModules:
 
     def _move_back(self, arena_key: str, local_arena: _LocalArena) -> None:
         """Map the arena again, privately; what it does not say is kept as private pages."""
-        # The mapping keeps its address when it is replaced, so `own_bytes` shows the arena
-        # afterwards.
+        # The mapping keeps its address when replaced, so `own_bytes` shows the arena afterwards.
         own_bytes, kept_ranges = local_arena.mapping.bytes(), []
         if arena_key not in self._handed_over:
             notebook_bytes = local_arena.as_the_notebook_sees_it().bytes()

@@ -209,7 +209,7 @@ def _have_same_values(one_tensor: torch.Tensor, other_tensor: torch.Tensor) -> b
         and one_tensor.data_ptr() == other_tensor.data_ptr()
     ):
         return True
-    # Engines copy tied weights; equal values can still be written into one tensor.
+    # Copies with equal values can still be written into one tensor.
     return one_tensor.dtype == other_tensor.dtype and torch.equal(
         one_tensor.detach().cpu(), other_tensor.detach().cpu()
     )

@@ -169,8 +169,7 @@ class WeightWriter:
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             # Not removed after the first step: torch iterates over its hooks while it calls them.
             self._held.hold_for(optimizer, (module for _, module in self._modules))
-            # Only rank 0: the notebook gets one model, and two ranks may not write one file at
-            # once.
+            # Only rank 0, because the notebook gets the model of rank 0.
             if not self._has_stepped and self._rank == 0:
                 self._move_in(
                     parameter_group["params"] for parameter_group in optimizer.param_groups
@@ -319,8 +318,8 @@ class WeightWriter:
         for arena_key, arena_slot in module_manifest.slots:
             current_tensor = current_tensors[arena_slot.name].detach()
             is_sharded = sharded_tensors.is_sharded(current_tensors[arena_slot.name])
-            # Of a whole tensor every rank has a copy, and rank 0's counts; of a sharded one each
-            # has a part.
+            # Every rank has a copy of a whole tensor, and rank 0's counts; of a sharded one each a
+            # part.
             is_own_part = is_sharded or self._rank == 0
             tensor_place = (arena_key, arena_slot.start, arena_slot.offset)
             if (
@@ -334,7 +333,7 @@ class WeightWriter:
                 # Seeding a second time would undo what is written below.
                 seeded_storages.add((arena_key, arena_slot.start))
                 self._seed(arena_key, arena_slot, current_tensor)
-            # Mapped shared, because ranks write their pieces of one sharded tensor into the same
+            # Mapped shared, because all ranks write their pieces of a sharded tensor into this
             # file.
             target_view = arena_slot.view(
                 shared_memory.Mapping(
@@ -542,8 +541,7 @@ class WeightReceiver:
                 for weight_report in weight_reports
             }
             differing_ranks = weight_checks.differing_ranks(rank_digests)
-            # A rank whose weights equal the notebook's has read the model only: nothing of it is
-            # lost.
+            # A rank whose weights equal the notebook's has trained nothing that could be lost.
             if differing_ranks:
                 notebook_digest = weight_checks.digest_of(module.module)
                 differing_ranks = [
@@ -620,8 +618,7 @@ class WeightReceiver:
                 better where the user does not wait for it.
         """
         with uninterrupted():
-            # Cleared before closing: a second close would close a number that may be another
-            # file's.
+            # Cleared before closing: a second close could hit another file with the same number.
             file_descriptors = list(self.staging.values())
             self.staging.clear()
             close_files(file_descriptors)

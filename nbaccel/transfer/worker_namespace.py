@@ -238,8 +238,7 @@ class _HomeReducer(Reducer):
         if isinstance(local_tensor, nn.Parameter):
             return nn.Parameter(local_values, local_tensor.requires_grad)
         local_part: torch.Tensor = local_values.requires_grad_(
-            # What a leaf loses by detach() is restored; a result of a graph comes without its
-            # graph.
+            # A leaf keeps its flag, which detach() drops; a result comes without its graph.
             local_tensor.requires_grad and local_tensor.is_leaf
         )
         return local_part

@@ -70,8 +70,7 @@ class Channel:
         spill_file = shared_memory.create_file("message", len(message_bytes))
         with shared_memory.closing_files(spill_file):
             shared_memory.write_at(spill_file, memoryview(message_bytes), 0)
-            # Last, so that the receiver can take it off the end and keep the message's own
-            # descriptors.
+            # Last, so that the receiver can take it off the end of the list.
             socket.send_fds(self._sock, [_IN_FILE], [*file_descriptors, spill_file])
 
     def try_send(self, message: Any) -> bool:
@@ -100,8 +99,7 @@ class Channel:
             packet_bytes, file_descriptors, _, _ = socket.recv_fds(
                 self._sock, _PACKET_BYTES + 1, _MAX_FDS + 1
             )
-        # The kernel reports a peer that died with unread messages in this way; it is an end like
-        # any.
+        # How the kernel reports a peer that died with unread messages: an end like any other.
         except ConnectionResetError:
             packet_bytes, file_descriptors = b"", []
         if not packet_bytes:

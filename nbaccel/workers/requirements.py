@@ -113,8 +113,7 @@ def _try_to_connect(store_address: str) -> None:
     """
     try:
         with ports.listen(store_address, None) as probe_socket:
-            # A real connection, because a firewall lets a port be bound and drops what is sent to
-            # it.
+            # A real connection: a firewall may let a port be bound and drop what is sent to it.
             socket.create_connection(probe_socket.getsockname()[:2], timeout=_CONNECT_S).close()
     except OSError as error:
         raise PlatformUnsupported(

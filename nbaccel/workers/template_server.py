@@ -107,8 +107,7 @@ class _ForkServer:
         self._workers: set[int] = set()
         self._woken, self._waker = socket.socketpair()
         for wakeup_end in (self._woken, self._waker):
-            # `set_wakeup_fd` refuses a blocking end, and `_collect` reads the other until it is
-            # empty.
+            # `set_wakeup_fd` refuses a blocking end, and `_collect` empties the other one.
             wakeup_end.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno())
         # Any handler: Python writes to the wakeup descriptor only for signals that have one.
@@ -147,8 +146,7 @@ class _ForkServer:
             return process_id
         from nbaccel.workers import worker
 
-        # A worker that held the template's end would keep the notebook from seeing the template's
-        # end.
+        # A worker that held this end would hide the end of the template from the notebook.
         self._channel.close()
         self._woken.close()
         for file_descriptor in self._parent:

@@ -243,8 +243,7 @@ def serve_job(
     except BaseException as raised_error:  # the notebook waits for a report, whatever it is
         report(notebook_channel, raised_error, Topology.from_json(job.post.topology).rank)
     else:
-        # After the set-up: an interrupt during it is reported as a failure, not as unwinding user
-        # code.
+        # After the set-up: an interrupt during it is a failure, and not the unwinding of user code.
         signal.signal(signal.SIGINT, _interrupt(notebook_channel))
         Work(notebook_channel, worker_seat, job, file_descriptors, inheritance).run()
     # Waits for Leave: until then this worker may serve the store, which slower ranks need.
@@ -253,8 +252,7 @@ def serve_job(
 
 def _interrupt(notebook_channel: messaging.Channel) -> Callable[[int, Any], NoReturn]:
     def on_interrupt(signal_number: int, current_frame: Any) -> NoReturn:
-        # One packet per message, so that this cannot tear a message that the interrupted code
-        # sends.
+        # One packet per message, so this cannot tear a message that the interrupted code sends.
         notebook_channel.send(messaging.Interrupting(time.monotonic()))
         raise KeyboardInterrupt
 
@@ -342,8 +340,7 @@ class Work:
             # A result must carry this worker's own values, not refer to the notebook's arenas.
             arena.forget_arenas()
             for arena_key, arena_mapping in self._inheritance.arenas.items():
-                # A fork inherits the notebook's shared mapping: writing to it would change the
-                # notebook's model.
+                # Shared after the fork: writing to it would change the notebook's model.
                 arena_mapping.replace(self._inheritance.arena_fds[arena_key], is_private=True)
             call = self._inheritance.call
             return replace(call, function=_looked_up(call.function)), self._inheritance.arenas

@@ -127,8 +127,7 @@ class WorkerGroup:
             channel=worker_channel,
             pipes=worker_pipes,
             pid=process_id,
-            # A fork registers the signal before it exists; the template's workers do so once they
-            # run.
+            # A fork has registered the signal from its start; workers of the template do so later.
             tells_its_stack=is_fork,
         )
         # At once, so that it is ended whatever happens next.
@@ -193,8 +192,7 @@ class WorkerGroup:
         for worker_handle in living_members.values():
             worker_handle.kill()
         kill_deadline = time.monotonic() + time_limits.KILL_S
-        # With a limit: a process that hangs in a driver cannot be killed, and must not hang the
-        # notebook.
+        # With a limit: a process that hangs in a driver cannot be killed.
         while living_members and time.monotonic() < kill_deadline:
             select.select(list(self._starter.sentinels()), [], [], kill_deadline - time.monotonic())
             for ended_worker in self._starter.collect():

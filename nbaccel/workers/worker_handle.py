@@ -131,8 +131,7 @@ class WorkerHandle:
     def begin_call(self) -> None:
         """It has a call."""
         self.since = time.monotonic()
-        # A worker that has not reported yet stays BORN, so that the limit for its first message
-        # holds.
+        # A worker that has not reported stays BORN, so the limit for its first message holds.
         if self.state is not HandleState.BORN and not self.has_ended:
             self.state = HandleState.RUNNING
 

@@ -142,6 +142,7 @@ class Dashboard:
     def _add_line(self) -> None:
         if self.board.seconds < self._next_line:
             return
+        # Several times that have passed since the last look make one line.
         while self._next_line <= self.board.seconds:
             self._next_line = next(self._lines)
         self._say(_with_prefix(drawing.live_text(self.board)))
@@ -206,6 +207,7 @@ class Dashboard:
             "transient": {"display_id": self._id},
         }
         if self._stands:
+            # With the same display id, so that the front end replaces the output.
             display_content["update"] = True
         elif self._make_room is not None:
             self._make_room()

@@ -31,6 +31,7 @@ BY_HAND = "Stop: interrupt the cell (■)"
 _SPARK_BLOCKS = "▁▂▃▄▅▆▇█"
 _NO_NUMBER = "!"
 _NO_VALUE = "-"
+# Terminal sequences mean nothing in HTML and would count as characters of the width.
 _CONTROL_CHARACTERS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f-\x9f]")
 
 _ALL_RANKS_STYLE = "font-size:0.9em;line-height:1.5;opacity:0.85"
@@ -194,6 +195,7 @@ def _table_html(run_board: RunBoard, table_columns: Sequence[_TableColumn]) -> s
         table_column.name: [table_column.of(rank_facts, run_board) for rank_facts in shown_facts]
         for table_column in table_columns
     }
+    # A column without a value for any rank would only take space.
     kept_columns = [
         table_column for table_column in table_columns if any(table_cells[table_column.name])
     ]

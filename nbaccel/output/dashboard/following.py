@@ -144,6 +144,7 @@ class DashboardUpdater:
             rank=member.rank,
             state=state_of(member),
             seconds=time.monotonic() - member.born,
+            # After its end the number may belong to another process.
             rss_bytes=0 if member.has_ended else resident(member.pid),
             device_bytes=device_bytes,
             doing=self._whereabouts.doing(member.rank) if state_of(member) == "running" else "",
@@ -288,8 +289,7 @@ class WaitingRanks:
     ) -> None:
         if member_sight.is_asked:
             member_sight.is_asked = False
-            # The answer to the question of an earlier look, which has arrived with the output
-            # since.
+            # The answer to an earlier question, which has arrived with the output since.
             member_sight.doing = _take_answer(member) or member_sight.doing
         is_working = cpu_s - member_sight.cpu_s > _BUSY_SHARE * (current_time - member_sight.at)
         member_sight.cpu_s, member_sight.at = cpu_s, current_time
