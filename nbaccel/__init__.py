@@ -312,4 +312,5 @@ def unload_ipython_extension(ipython: InteractiveShell) -> None:
     extension.unload_extension(ipython)
 
 
+# At import, because a cell with %%accelerate may run before %load_ext.
 _standin.register_stand_in()

@@ -48,6 +48,7 @@ def is_installed(module_name: str) -> bool:
         True where Python's path has it. (Importing may still fail, on a broken library.)
     """
     if module_name in sys.modules:
+        # An entry of None makes Python refuse the import.
         return sys.modules[module_name] is not None
     top_package, *submodule_names = module_name.split(".")
     try:

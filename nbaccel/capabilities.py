@@ -364,6 +364,7 @@ def driven_devices() -> tuple[DeviceRow, ...]:
 
 def computes_in(device: DeviceRow, precision: PrecisionRow | Fp8Row) -> bool:
     """Whether a device trains in a precision, or a backend of FP8 on a device."""
+    # Either row may name the other: one of them may come from another package.
     return precision.name in device.precisions or device.name in precision.devices
 
 

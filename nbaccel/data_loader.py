@@ -300,9 +300,11 @@ def _place_settings(
     """
     place = distributed.arrive()
     batch_sampler = base_loader.batch_sampler
+    # A loader with a batch sampler has no batch size itself, and not every sampler has one.
     batch_size = base_loader.batch_size or getattr(batch_sampler, "batch_size", None) or 0
     if splits_batches is None:
         total_batch_size = batch_size * (
+            # Behind a shard each process reads other batches, so a round has one per process.
             place.world_size if isinstance(batch_sampler, BatchSamplerShard) else 1
         )
     else:

@@ -216,6 +216,7 @@ def _launch_in_pool(
     check_call(function, args)
     requested_settings = given_settings if config is None else run_config_of(config).model_dump()
     defaults = RunConfig().model_dump()
+    # The plan's number: the configuration may leave it open.
     pool_settings = pool.config.model_dump() | {"num_processes": pool.num_processes}
     conflicting_names = [
         setting_name

@@ -88,7 +88,10 @@ class LocalSGD:
     @torch.no_grad()
     def _average_weights(self) -> None:
         trained_parameters = [
-            parameter for parameter in self.model.parameters() if parameter.requires_grad
+            # Frozen parameters do not drift apart.
+            parameter
+            for parameter in self.model.parameters()
+            if parameter.requires_grad
         ]
         mean_values = self.accelerator.reduce(
             [parameter.detach() for parameter in trained_parameters], "mean"

@@ -18,7 +18,7 @@ __all__ = ["LOOPBACK_ADDRESSES", "listen", "loopback", "store_options"]
 LOOPBACK_ADDRESSES = ("127.0.0.1", "::1")
 """Addresses that lead to this machine alone: version 4, version 6."""
 
-_LISTEN_BACKLOG = 4096
+_LISTEN_BACKLOG = 4096  # connections that may wait for the store: all workers of all nodes
 
 
 def loopback(host_address: str) -> str:

@@ -61,6 +61,7 @@ def _newest_accelerator() -> Any:
     return next(
         (
             accelerator
+            # The newest may be gone while an older one still trains.
             for reference in reversed(_LIVE_ACCELERATORS)
             if (accelerator := reference()) is not None
         ),

@@ -183,6 +183,7 @@ def _mistakes(topology: Topology) -> tuple[str, ...]:
         f"{topology_field.name} must be {topology_field.type}: got {field_value!r}. "
         "It goes into an environment variable that others read. Give a value of that type."
         for topology_field in fields(topology)
+        # By name: with postponed annotations a field's type is a string.
         if type(field_value := getattr(topology, topology_field.name)).__name__
         != topology_field.type
     ]

@@ -488,6 +488,7 @@ def draw_order_now(batches: Any) -> None:
     indices = _private(batches, "_sampler_iter", _ORDER_LOSS)
     # torchdata's samplers, which have a state, have drawn already.
     if not hasattr(indices, "state_dict"):
+        # Taking the first index makes the sampler draw its order; the index is put back in front.
         batches._sampler_iter = itertools.chain(list(itertools.islice(indices, 1)), indices)
 
 

@@ -49,6 +49,7 @@ def parse_bytes(text: str | int) -> int:
             'Without a unit it would count bytes. Write for example "16 GiB" or "500 MB".'
         )
     number_text, unit_letter, binary_mark, byte_suffix = size_match.groups()
+    # `MB` is decimal; `MiB` and the bare `M` are not.
     is_decimal = bool(unit_letter) and bool(byte_suffix) and not binary_mark
     unit_base = 1000 if is_decimal else 1024
     exponent = _UNIT_LETTERS.index(unit_letter.lower()) if unit_letter else 0

@@ -110,6 +110,7 @@ class DeviceRuntime(ABC):
 
         current = torch.accelerator.current_device_index()
         total = self._module().get_device_properties(current).total_memory
+        # torch refuses a fraction above 1.
         self._call("set_per_process_memory_fraction", min(1.0, limit_bytes / total))
 
     def empty_cache(self) -> None:

@@ -201,6 +201,7 @@ def describe_error(raised_error: BaseException) -> RaisedError:
 
 def _describe_part(raised_error: BaseException, seen_errors: set[int]) -> RaisedError:
     seen_errors.add(id(raised_error))
+    # As in Python's own tracebacks: `raise … from None` hides the context.
     cause_error = raised_error.__cause__ or (
         None if raised_error.__suppress_context__ else raised_error.__context__
     )
@@ -251,6 +252,7 @@ def kind_name(error_class: type) -> str:
 
 def _error_text(raised_error: BaseException) -> str:
     try:
+        # str() of a SyntaxError repeats file and line, which the frame shows.
         return raised_error.msg if _unparsed_place(raised_error) else str(raised_error)  # type: ignore[attr-defined]
     except Exception as broken:  # the user's own __str__ may raise anything
         return f"<its text cannot be shown: __str__ raised {type(broken).__name__}>"
@@ -269,6 +271,7 @@ def _unparsed_place(raised_error: BaseException) -> tuple[Frame, ...]:
 
 def _error_frames(traceback_entry: TracebackType | None) -> tuple[Frame, ...]:
     found_frames = list(frames.of_traceback(traceback_entry))
+    # One frame stays, or an error raised by nbaccel itself would have no place.
     while len(found_frames) > 1 and found_frames[0].is_house:
         found_frames.pop(0)
     return tuple(found_frames)
@@ -290,6 +293,7 @@ def parse_stack(stack_dump: str) -> tuple[Frame, ...]:
         found_frames = [
             Frame(
                 file=frame_match["file"],
+                # faulthandler writes question marks where it cannot read the line.
                 line=int(frame_match["line"].strip("?") or 0),
                 function=frame_match["function"],
             )
@@ -300,6 +304,7 @@ def parse_stack(stack_dump: str) -> tuple[Frame, ...]:
             or any(stack_frame.file == _WORKER_FILE for stack_frame in found_frames)
         ):
             longest_stack = found_frames
+    # The outermost frames are those of the worker itself.
     while longest_stack and longest_stack[-1].is_house:
         longest_stack.pop()
     return tuple(longest_stack)
@@ -331,6 +336,7 @@ class RankActivity:
             for function_name in called_names
             if not function_name.startswith("_") and function_name != "wrapper"
         ]
+        # The outermost one, because collectives call each other and the user called this one.
         if public_calls:
             return cls(collective=public_calls[-1], at=own_frame)
         return cls(

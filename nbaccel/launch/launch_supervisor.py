@@ -184,6 +184,7 @@ class ExitBarrier:
         )
         is_starting = any(member.state is not HandleState.RUNNING for member in busy_members)
         if self._waiting():
+            # A rank that sets up a group may still need the connections of one that has returned.
             if not (is_connecting or is_starting):
                 self._release(current_time)
             return None

@@ -530,6 +530,7 @@ def _entry_text(queued_item: OutputItem) -> str:
 
 
 def _write_stream(stream: str, text: str) -> None:
+    # Looked up at each write, because user code may redirect the stream meanwhile.
     target_stream: TextIO = getattr(sys, stream)
     target_stream.write(text)
     target_stream.flush()

@@ -258,6 +258,7 @@ class LineMerger:
         self, worker_rank: int, arrival_time: float, stream_name: str, line_texts: Iterable[str]
     ) -> None:
         """Lines that a rank has written to a stream."""
+        # Local names, because the loop below runs for each of many thousands of lines.
         rank_queue, known_keys, twin_holders = (
             self._queues[worker_rank],
             self._known[worker_rank],

@@ -70,6 +70,7 @@ def show_by_its_text(error_class: type[BaseException]) -> None:
         error_class: A class with `_render_traceback_`. Handlers of the user's stay as they are.
     """
     running_shell = _running_shell()
+    # IPython has one handler at a time: one of the user's must not be replaced.
     if running_shell is None or any(
         not hasattr(custom_class, _RENDER_METHOD)
         for custom_class in running_shell.custom_exceptions

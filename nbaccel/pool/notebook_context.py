@@ -23,6 +23,7 @@ def notebook_names() -> dict[str, Any]:
 
 def source_of(cell_text: str) -> CellSource:
     """Code that comes from no cell."""
+    # Equal code gets an equal name, so that linecache does not grow with each call.
     return CellSource.of_text(cell_text, filename=f"<pool code {abs(hash(cell_text)):x}>")
 
 

@@ -257,6 +257,7 @@ class CellDashboardUpdater(DashboardUpdater):
         row_values = rank_status(member, rank_task.seconds, member.whereabouts, is_open=is_open)
         return replace(
             row_values,
+            # A rank that has finished is idle; how it finished is of more interest.
             state=row_values.state if is_open else _how_it_is_through(member),
             device_bytes=row_values.device_bytes if device_bytes is None else device_bytes,
             last_line=last_line,

@@ -429,6 +429,7 @@ class Pool:
         try:
             live_group = self._workers
             call_result = (
+                # A completion that takes longer is of no use, and the lock is held meanwhile.
                 live_group.run_tasks({0: (task_body, ())}, timeout_s=1.0)
                 if live_group is not None
                 else None
@@ -475,6 +476,7 @@ class Pool:
         return self._workers
 
     def _dissolve(self, state: PoolState, reason: str) -> None:
+        # First, so that an interrupt while workers end leaves no pool that seems alive.
         self._workers = self._post_task = None
         self._state, self.reason = state, reason
         self._end()

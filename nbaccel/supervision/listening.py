@@ -219,6 +219,7 @@ class WorkerListener:
         except BlockingIOError:
             return False
         stream_name = member.pipes[file_descriptor]
+        # End of file: every process that held the writing end has closed it.
         if not output_bytes:
             self._forget(file_descriptor)
             del member.pipes[file_descriptor]

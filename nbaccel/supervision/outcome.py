@@ -126,6 +126,7 @@ def build_error(
     WorkerFailed.__init__(
         blended_error, message_text, failure=death_report.cause, failures=death_report.records
     )
+    # IPython ignores `_render_traceback_` of exception groups, which this error may be, too.
     if death_report.cause.raised is not None and death_report.cause.raised.parts:
         publish.show_by_its_text(type(blended_error))
     if death_report.cause.raised is not None:

@@ -144,6 +144,7 @@ class _NameWalk:
             self.bound.discard(node.id)
 
     def walrus(self, node: ast.NamedExpr) -> None:
+        # The value is evaluated first; the node lists the target first.
         self.visit(node.value)
         self.visit(node.target)
 
@@ -174,6 +175,7 @@ class _NameWalk:
         self.bound = surely_bound
 
     def dictionary(self, node: ast.Dict) -> None:
+        # The node lists all keys before all values; they are evaluated in pairs.
         for key_node, child_value in zip(node.keys, node.values, strict=True):
             self.visit(key_node)
             self.visit(child_value)
@@ -233,6 +235,7 @@ class _NameWalk:
     # ------------------------------------------------------------------- statements
 
     def assign(self, node: ast.Assign) -> None:
+        # The value is evaluated first; the node lists the targets first.
         self.visit(node.value)
         for target_node in node.targets:
             self.visit(target_node)
@@ -246,6 +249,7 @@ class _NameWalk:
             self.visit(node.target)
 
     def augmented(self, node: ast.AugAssign) -> None:
+        # `x += 1` reads x, although the target's context says Store.
         if isinstance(node.target, ast.Name):
             self._read(node.target.id)
         self.visit(node.value)
@@ -260,6 +264,7 @@ class _NameWalk:
             self.visit(base_node)
         # A class does not see the names of a class around it either.
         self._outside = self._seen_by_functions | type_parameters(node)
+        # Python binds these two names at the start of the body of a class.
         self.bound = self._outside | {"__module__", "__qualname__"}
         self.statements(node.body)
         self.bound, self._outside = bound_before, outside_before

@@ -183,6 +183,7 @@ class ReceivedModules:
 
     def dirty(self) -> tuple[str, ...]:
         """Keys of the modules whose weights the notebook may not have got yet."""
+        # The notebook gets rank 0's weights; other ranks only report that theirs differ.
         own_changes = self._changed_modules()
         return (
             tuple(own_changes)

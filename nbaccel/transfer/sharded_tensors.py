@@ -121,6 +121,7 @@ def put_piece(
     elif whole_tensor.is_contiguous():
         whole_tensor.view(-1)[piece_spot : piece_spot + piece_values.numel()].copy_(piece_values)
     else:
+        # view(-1) fails for such a tensor, and reshape(-1) would write into a copy.
         for first_element in range(0, piece_values.numel(), _CHUNK_ELEMENTS):
             values_part = piece_values[first_element : first_element + _CHUNK_ELEMENTS]
             flat_indices = torch.arange(
@@ -196,6 +197,7 @@ def fill_local_part(sharded_tensor: torch.Tensor, whole_tensor: torch.Tensor) ->
         shard_reader.assign(sharded_tensor, whole_tensor)
         return
     for piece_spot, piece_values in pieces(sharded_tensor.detach()):
+        # A DTensor's pieces have slices; only readers, which are handled above, give numbers.
         if not isinstance(piece_spot, int):
             piece_values.copy_(whole_tensor[piece_spot])
 

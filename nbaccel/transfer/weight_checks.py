@@ -141,6 +141,7 @@ def _sampled_pieces(compared_tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     ):
         yield compared_tensor.reshape(-1)
         return
+    # The first and the last sample lie at the ends.
     flat_tensor = compared_tensor.view(-1)
     sample_step = (flat_tensor.numel() - sample_elements) // (_NUM_SAMPLES - 1)
     for sample_number in range(_NUM_SAMPLES):
@@ -200,6 +201,7 @@ def untied_reason(
 def _have_same_values(one_tensor: torch.Tensor, other_tensor: torch.Tensor) -> bool:
     if (
         one_tensor is other_tensor
+        # No rank has all values of a sharded tensor to compare.
         or sharded_tensors.is_sharded(one_tensor)
         or sharded_tensors.is_sharded(other_tensor)
     ):

@@ -460,6 +460,7 @@ def _mismatch_reason(
 def _on_cpu(module_state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         state_key: _value_on_cpu(state_value)
+        # A state dict may hold other objects, too (`get_extra_state`).
         if isinstance(state_value, torch.Tensor)
         else state_value
         for state_key, state_value in module_state.items()
@@ -582,6 +583,8 @@ class WeightReceiver:
         whole_range = [(0, arena.nbytes)]
         written_ranges = shared_memory.merge_ranges(merged_report.written.get(arena_key, []))
         if whole_file is not None:
+            # First, because departed and sharded tensors are in the staging file, which is read
+            # after it.
             self._read(whole_file, arena, whole_range, merged_report)
         elif arena_key in merged_report.complete:
             written_ranges = whole_range

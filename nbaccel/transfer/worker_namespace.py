@@ -63,6 +63,7 @@ class Namespace:
             file_descriptors: The descriptors that came with it; they stay the caller's.
             wanted_names: The names to bind.
         """
+        # Not strict: the descriptors of the parcels follow those of the arenas.
         for (arena_key, num_bytes), file_descriptor in zip(
             namespace_update.arenas, file_descriptors, strict=False
         ):
@@ -245,4 +246,5 @@ class _HomeReducer(Reducer):
 
 
 def _as_it_is(bound_value: Any) -> Any:
+    # Pickle can put one object in the place of another only as the result of a call.
     return bound_value

@@ -175,6 +175,7 @@ class RunBoard:
         for rank_row in rank_rows:
             rank_facts = self.ranks.setdefault(rank_row.rank, RankFacts(rank=rank_row.rank))
             if not rank_facts.state:
+                # At the first look the rank may have been in its state for some time.
                 rank_facts.since = self.now - rank_row.seconds
             elif rank_facts.state != rank_row.state:
                 rank_facts.since = self.now

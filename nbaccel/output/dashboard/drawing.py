@@ -78,6 +78,7 @@ def _training_words(run_board: RunBoard, *, with_curve: bool) -> list[str]:
         rank_facts for rank_facts in run_board.ranks.values() if rank_facts.loss.last is not None
     ]
     if loss_facts:
+        # Ranks may log different metrics, and only equal ones have a mean.
         same_losses = [
             other_facts.loss.last
             for other_facts in loss_facts
@@ -240,6 +241,7 @@ def _attention_need(rank_facts: RankFacts) -> tuple[int, float, int]:
         if rank_facts.state in _STATES_WORST_FIRST
         else len(_STATES_WORST_FIRST)
     )
+    # Ranks that report no steps come behind those that are slow.
     return rank_place, math.inf if rank_facts.steps is None else rank_facts.steps, rank_facts.rank
 
 
@@ -393,6 +395,7 @@ def sparkline(spark_values: Sequence[float], max_chars: int = CURVE_CHARS) -> st
             position * len(spark_points) // max_chars for position in range(max_chars + 1)
         ]
         spark_points = [
+            # `mean` lets a value that is not finite win, so that the curve shows it.
             mean(spark_points[first_point:last_point]) or 0.0
             for first_point, last_point in itertools.pairwise(point_edges)
         ]

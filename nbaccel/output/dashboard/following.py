@@ -111,6 +111,7 @@ class DashboardUpdater:
             self._dashboard.refresh()
 
     def _rows(self, watched_call: WatchedCall) -> list[RankStatus]:
+        # A pool's workers that do not have the task are not shown.
         members = [member for member in watched_call.members if member.rank in self._ranks]
         tail_lines = watched_call.last_lines()
         on_gpus = self._scales.on_gpus([member.pid for member in members if not member.has_ended])
