@@ -269,15 +269,17 @@ def __getattr__(name: str) -> Any:
         try:
             value = getattr(import_module(_HOME_OF[name]), name)
         except ModuleNotFoundError as error:
+            # A missing package other than nbaccel is named by the error itself.
             if not str(error.name).startswith("nbaccel."):
                 raise
             from nbaccel.errors import MissingBackend
 
             raise MissingBackend(
                 f"nbaccel.{name} cannot be used: {error.name} was left out of this installation, "
-                "and what it does is done nowhere else. Install nbaccel whole."
+                "and nothing else replaces it. Install nbaccel whole."
             ) from error
-    globals()[name] = value  # the next use finds it without coming here
+    # Stored, so that the next use does not call this function.
+    globals()[name] = value
     return value
 
 
@@ -310,4 +312,5 @@ def unload_ipython_extension(ipython: InteractiveShell) -> None:
     extension.unload_extension(ipython)
 
 
+# At import, because a cell with %%accelerate may run before %load_ext.
 _standin.register_stand_in()

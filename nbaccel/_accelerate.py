@@ -1,7 +1,7 @@
 """What Hugging Face Accelerate keeps for a whole process, looked at where it has been imported.
 
-Its state is set up by the first ``Accelerator`` and then believed by all that come: in a worker
-forked from a notebook that has used it, each would take itself for a process alone.
+Its state is set up by the first ``Accelerator`` and then used by all later ones: in a worker forked
+from a notebook that has used it, each would take itself for the only process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def forget() -> None:
     if not is_set_up():
         return
     state = sys.modules["accelerate.state"]
-    # Accelerate's own tests do it so, in 1.15.
+    # The way of Accelerate's own tests, in 1.15.
     for name, arguments in (("AcceleratorState", (True,)), ("GradientState", ())):
         reset = getattr(getattr(state, name, None), "_reset_state", None)
         if reset is None:

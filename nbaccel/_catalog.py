@@ -1,6 +1,6 @@
-"""Implementations by name, imported when first asked for and not before.
+"""Implementations by name, imported when first needed and not before.
 
-``capabilities`` says what exists and where; this file goes and gets it.
+``capabilities`` says what exists and where; this file imports it.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def device(device_name: str) -> Device:
         PlatformUnsupported: This version only detects it.
     """
     capability_row = device_row(device_name)
+    # A row without precisions is only detected, so that the plan can name it.
     if capability_row not in driven_devices():
         driven_names = ", ".join(driven_row.name for driven_row in driven_devices())
         raise PlatformUnsupported(
@@ -89,12 +90,13 @@ def known_device(device_name: str) -> Device:
 def known_devices() -> tuple[Device, ...]:
     """All devices in the order of their rows, but those that cannot be loaded.
 
-    The plan tells of the latter, which come from other packages; whoever asks for one by its name
-    gets the error.
+    The plan reports the latter, which come from other packages; a request for one by its name
+    raises the error.
     """
     loaded_devices = []
     for capability_row in DEVICES:
-        with contextlib.suppress(Exception):  # whatever another package's module raises
+        # Another package's module may raise anything, and must not disable the other devices.
+        with contextlib.suppress(Exception):
             loaded_devices.append(known_device(capability_row.name))
     return tuple(loaded_devices)
 
@@ -115,9 +117,9 @@ def awake_accelerators() -> Iterator[DeviceRuntime]:
     Torch must have been imported.
     """
     unlisted_devices = (
-        UnlistedDevice(torch_module)
-        for torch_module in _UNLISTED_ACCELERATORS
-        if hasattr(sys.modules["torch"], torch_module)
+        UnlistedDevice(accelerator_name)
+        for accelerator_name in _UNLISTED_ACCELERATORS
+        if hasattr(sys.modules["torch"], accelerator_name)
     )
     all_devices: tuple[DeviceRuntime, ...] = (*devices(), *unlisted_devices)
     return (device for device in all_devices if device.is_awake())
@@ -144,7 +146,7 @@ def precision(precision_name: str, fp8: Fp8Config | None = None) -> type[Precisi
         class_path = "" if backend_row is None or problem else backend_row.path
     if not class_path:
         trainable_names = ", ".join(
-            precision_row_of.name for precision_row_of in PRECISIONS if precision_row_of.path
+            trainable_row.name for trainable_row in PRECISIONS if trainable_row.path
         )
         raise PlatformUnsupported(
             f"mixed_precision={precision_name!r} ({capability_row.meaning}) cannot be trained in "
@@ -171,7 +173,7 @@ def strategy(strategy_name: str) -> type[Strategy]:
 
 
 def wanted_strategy(said: Said) -> Wanted | None:
-    """The strategy that was asked for: each is asked whether it was.
+    """The strategy that was requested; each strategy decides whether it was.
 
     Args:
         said: What was said.
@@ -180,13 +182,14 @@ def wanted_strategy(said: Said) -> Wanted | None:
         What the strategy says of it; None where none was asked for.
 
     Raises:
-        ConfigError: Two were asked for, by whoever has the most say.
+        ConfigError: Two were requested by the same, strongest source.
     """
     requests = [
         wanted
         for capability_row in STRATEGIES
         if (wanted := _request_of(capability_row, said)) is not None
     ]
+    # In the order of `Source`, the strongest first.
     for source in get_args(Source):
         requests_of_source = [wanted for wanted in requests if wanted.source == source]
         if len(requests_of_source) > 1:
@@ -202,7 +205,7 @@ def wanted_strategy(said: Said) -> Wanted | None:
 
 
 def _request_of(capability_row: StrategyRow, said: Said) -> Wanted | None:
-    """What a strategy says itself; one that says nothing is asked for by its name or settings."""
+    """What a strategy says itself; any other is requested by its name or settings."""
     if capability_row.wanted:
         own_answer: Wanted | None = load_object(capability_row.wanted)(said)
         return own_answer
@@ -240,7 +243,7 @@ def strategy_settings(strategy_name: str, handlers: tuple[Any, ...]) -> Any:
 
 
 def _settings_among(capability_row: StrategyRow, handlers: tuple[Any, ...]) -> Iterator[Any]:
-    """Found by the names of classes: what nobody gave an object of need not be imported."""
+    """Found by the names of classes, so that classes without an object here are not imported."""
     for handler in handlers:
         handler_class = type(handler)
         if (
@@ -370,6 +373,7 @@ def load_object(object_path: str) -> Any:
     try:
         loaded_module = import_module(module_name)
         return getattr(loaded_module, object_name) if object_name else loaded_module
+    # Other errors of an import are the module's own, and pass unchanged.
     except (AttributeError, ModuleNotFoundError) as error:
         raise InternalError(
             f"{object_path} cannot be loaded: {error}. "

@@ -95,6 +95,7 @@ class _MissingName:
     _part: LaterPart
 
     def __new__(cls, *_arguments: Any, **_keywords: Any) -> NoReturn:
+        # In __new__, so that a subclass raises too, whatever its constructor takes.
         raise PlatformUnsupported(
             f"{cls._name} belongs to {cls._part.what}, which this version of nbaccel does not "
             f"have: it can be imported, not used. {cls._part.instead}."

@@ -48,11 +48,13 @@ def is_installed(module_name: str) -> bool:
         True where Python's path has it. (Importing may still fail, on a broken library.)
     """
     if module_name in sys.modules:
+        # An entry of None makes Python refuse the import.
         return sys.modules[module_name] is not None
     top_package, *submodule_names = module_name.split(".")
     try:
         module_spec = find_spec(top_package)
-    except ValueError:  # imported, and without a spec, as __main__ is
+    # Raised for a loaded module without a spec, as __main__ is.
+    except ValueError:
         return not submodule_names
     # find_spec("a.b") would import `a`; walking the search locations does not.
     for submodule_name in submodule_names:

@@ -32,7 +32,8 @@ def install_line(extra: str = "") -> str:
     extra_suffix = f"[{extra}]" if extra else ""
     try:
         distribution = metadata.distribution("nbaccel")
-    except metadata.PackageNotFoundError:  # a folder of sources on Python's path
+    # Not installed: a folder of sources on Python's path.
+    except metadata.PackageNotFoundError:
         is_checkout = (_PROJECT_FOLDER / "pyproject.toml").is_file()
         return (
             _pip_line(f"{_PROJECT_FOLDER}{extra_suffix}")
@@ -70,6 +71,7 @@ def _extra_requirements(distribution: metadata.Distribution, extra: str) -> list
         for requirement in requirements
         if requirement.marker is not None
         and requirement.marker.evaluate({"extra": extra})
+        # Leaves out what is required without the extra as well.
         and not requirement.marker.evaluate({"extra": ""})
     ]
 
@@ -79,7 +81,7 @@ def _pip_line(*arguments: str) -> str:
 
 
 def _shell_quoted(argument: str) -> str:
-    """In double quotes, which every shell and `%pip` understand, where something asks for them."""
+    """In double quotes, which every shell and `%pip` understand, where quotes are needed."""
     if shlex.quote(argument) == argument:
         return argument
     return f'"{argument}"'

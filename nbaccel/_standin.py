@@ -1,6 +1,6 @@
 """`%%accelerate` before `%load_ext nbaccel`: a magic of that name that says what is missing.
 
-Nothing is imported: where IPython is not in use, there is nobody to tell.
+Nothing is imported: without IPython there is no user of magics.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ def register_stand_in() -> None:
     get_ipython = getattr(ipython_module, "get_ipython", None)
     ipython_shell = get_ipython() if get_ipython is not None else None
     magics_manager = getattr(ipython_shell, "magics_manager", None)
+    # The real magic, where it is loaded already, must not be replaced.
     if magics_manager is not None and "accelerate" not in magics_manager.magics["cell"]:
         magics_manager.register_function(_stand_in_magic, "line_cell", "accelerate")
 

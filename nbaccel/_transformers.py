@@ -1,7 +1,7 @@
 """A `Trainer` of transformers that was built in the notebook, in a worker.
 
-It brings an accelerator that knows the notebook's process alone. Before it trains, evaluates or
-predicts in a worker for the first time, it gets one that knows the worker's place.
+Its accelerator was made for the notebook's single process. Before it trains, evaluates or predicts
+in a worker for the first time, it gets one for the worker's place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TRAINER_ENTRIES = ("train", "evaluate", "predict")
 
 
 def adopt_trainers() -> None:
-    """Let trainers that come from the notebook find their place in this worker. Once per worker."""
+    """Let trainers from the notebook work in this worker. Once per worker."""
     if (trainer_module := sys.modules.get(_TRAINER_MODULE)) is not None:
         _patch_trainer(trainer_module)
     else:
@@ -31,9 +31,10 @@ def adopt_trainers() -> None:
 
 
 class _TrainerPatcher(MetaPathFinder):
-    """Patches the trainer when it is imported: a method that travels is looked up at once."""
+    """Patches the trainer when it is imported: unpickling a method looks it up at once."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        # PathFinder itself, because importlib.util.find_spec would call this finder again.
         module_spec = PathFinder.find_spec(name, path) if name == _TRAINER_MODULE else None
         if module_spec is None or module_spec.loader is None:
             return None
@@ -65,12 +66,13 @@ def _adopting_method(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _comes_from_notebook(trainer: Any) -> bool:
-    """Whether what it knows of its process is not so here."""
+    """Whether it was made for another process than this one."""
     try:
         return bool(trainer.args.world_size != int(env.snapshot()["WORLD_SIZE"])) or (
             not _accelerate.is_set_up()
         )
-    except (AttributeError, KeyError):  # what it knew was the process's, and was not taken along
+    # Missing where it was bound to the notebook's process and therefore not pickled.
+    except (AttributeError, KeyError):
         return True
 
 
@@ -78,8 +80,9 @@ def _rebuild_accelerator(worker_trainer: Any) -> None:
     """Do again what its constructor made of the process it ran in."""
     _accelerate.forget()
     training_arguments = worker_trainer.args
-    vars(training_arguments).pop("_setup_devices", None)  # a cached property
-    vars(training_arguments).pop("__cached__setup_devices", None)  # its name in older versions
+    # A cached property, under its name and that of older versions; it holds the notebook's device.
+    vars(training_arguments).pop("_setup_devices", None)
+    vars(training_arguments).pop("__cached__setup_devices", None)
     training_arguments.device  # noqa: B018 - looks at the process and joins its group
     worker_trainer.create_accelerator_and_postprocess()
     if getattr(worker_trainer, "place_model_on_device", False):

@@ -1,7 +1,7 @@
 """``advise``: which configuration to train a model with, by estimate or by real steps.
 
-What is looked for is the business of the strategy that has settings to look for; here it is given
-the launcher, with which it proves its choice.
+The search belongs to the strategy that has settings to find; here it is given the launcher, with
+which it proves its choice.
 """
 
 from __future__ import annotations

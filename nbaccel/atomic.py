@@ -1,8 +1,8 @@
 """Files that appear whole or not at all: written beside their place, then given their names.
 
-What a process that was killed has left, the next one that writes to that place clears away. A lock
-(a file beside the hidden folder, with a lock of the system on it) tells it from what a process that
-lives is writing: the system takes the lock off when its holder dies.
+The files that a killed process has left are removed by the next one that writes to that place. A
+lock (a file beside the hidden folder, locked by the system) tells them from what a living process
+is writing: the system releases the lock when its holder dies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ __all__ = [
 ]
 
 _INDEX_SUFFIX = ".index.json"
-_CLAIM_TIMEOUT_S = 10.0  # for a name that nobody else has; somebody may just be clearing up
+# The name is new, so only a process that is clearing up can hold the lock, and not for long.
+_CLAIM_TIMEOUT_S = 10.0
 
 
 def partial_name(final_name: str) -> str:
@@ -37,31 +38,34 @@ def partial_name(final_name: str) -> str:
 
 @contextlib.contextmanager
 def hold_claim(folder: Path) -> Iterator[None]:
-    """A block in which nobody clears a hidden folder away, unless this process dies in it.
+    """A block in which no process clears a hidden folder away, unless this process dies in it.
 
     Args:
         folder: Named by :func:`partial_name`; made in the block, and gone at its end.
     """
-    from filelock import FileLock  # only here: all floors import this module
+    # Imported here, because every package of nbaccel imports this module.
+    from filelock import FileLock
 
     lock_path = folder.with_name(f"{folder.name}.lock")
     file_lock = FileLock(lock_path, timeout=_CLAIM_TIMEOUT_S)
-    # A file system without locks: then nobody can clear up, and nobody does.
+    # A file system without locks: then nothing can be cleared away, and nothing is.
     with contextlib.suppress(OSError, NotImplementedError):
         file_lock.acquire()
-        while file_lock.is_locked and not lock_path.exists():  # cleared away before it was locked
+        # Another process may have removed the file between its creation and the lock.
+        while file_lock.is_locked and not lock_path.exists():
             file_lock.release()
             file_lock.acquire()
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
+            # Before the release: a file without a lock on it counts as left behind.
             lock_path.unlink(missing_ok=True)
         file_lock.release()
 
 
 def clear_leftovers(parent: Path, name_pattern: str) -> None:
-    """Delete what processes that were killed have left; what is being written stays.
+    """Delete what killed processes have left; what is being written stays.
 
     Args:
         parent: The folder.
@@ -77,7 +81,7 @@ def clear_leftovers(parent: Path, name_pattern: str) -> None:
     }
     for leftover_name in sorted(leftover_names):
         lock_path = parent / f"{leftover_name}.lock"
-        # Locked: it is being written. Or no locks here, or not ours to delete.
+        # Raised where it is locked (being written), where there are no locks, or no permission.
         with contextlib.suppress(OSError, NotImplementedError), FileLock(lock_path, timeout=0):
             shutil.rmtree(parent / leftover_name, ignore_errors=True)
             lock_path.unlink(missing_ok=True)
@@ -119,13 +123,15 @@ def write_text(path: Path, text: str) -> None:
     with partial_folder(path.parent, path.name) as folder:
         written_file = folder / path.name
         written_file.write_text(text, encoding="utf-8")
+        # Before the rename: after a power failure the name must not lead to a file without content.
         sync_path(written_file)
         written_file.replace(path)
+    # The rename is on the disk only once the folder is.
     sync_path(path.parent)
 
 
 def publish_weights(built_folder: Path, folder: Path, name_pattern: str) -> None:
-    """Give files of weights their places; those of an earlier save that do not belong go last.
+    """Move files of weights to their places; stale ones of an earlier save are removed last.
 
     Args:
         built_folder: Where they are, whole.

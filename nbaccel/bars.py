@@ -10,7 +10,7 @@ __all__ = ["Bar"]
 class Bar(tqdm):  # type: ignore[type-arg]
     """tqdm's bar without the thread that watches over all bars of a process.
 
-    That thread outlives the bar, and a fork of a notebook with a thread has to be warned of.
+    That thread outlives the bar, and nbaccel warns of threads before it forks a notebook.
     """
 
     monitor_interval = 0

@@ -2,8 +2,8 @@
 
 Every device, precision, strategy and start method has a row here. The plan judges by the rows, the
 catalogue loads the implementation a row names, `RunConfig` takes the words that they name, pickers
-grey out by them, and the matrix in the documentation and the contract tests are made from them. To
-add a backend is to add a row: here, or from another package by an entry point (see
+disable options by them, and the matrix in the documentation and the contract tests are made from
+them. To add a backend is to add a row: here, or from another package by an entry point (see
 `entry_points`).
 """
 
@@ -276,7 +276,7 @@ ENTRY_POINT_PROBLEMS: tuple[str, ...] = (
     *_fp8_problems,
     *_strategy_problems,
 )
-"""Entry points of other packages that cannot be used, and why. Plans tell of them."""
+"""Entry points of other packages that cannot be used, and why. Plans report them."""
 
 
 def device_row(row_name: str) -> DeviceRow:
@@ -364,6 +364,7 @@ def driven_devices() -> tuple[DeviceRow, ...]:
 
 def computes_in(device: DeviceRow, precision: PrecisionRow | Fp8Row) -> bool:
     """Whether a device trains in a precision, or a backend of FP8 on a device."""
+    # Either row may name the other: one of them may come from another package.
     return precision.name in device.precisions or device.name in precision.devices
 
 

@@ -33,8 +33,8 @@ class DeviceRow:
         group_backend: Process group backend where each worker has a device of its own.
         shared_group_backend: The one where workers share a device.
         in_host_memory: Whether its tensors lie in the host's memory.
-        variables: Environment variables by which other libraries in a worker are told of it.
-        never_run: Whether nobody has run it yet. ``auto`` passes over it then.
+        variables: Environment variables from which other libraries in a worker learn of it.
+        never_run: Whether it has never been run. ``auto`` passes over it then.
     """
 
     name: str
@@ -143,21 +143,21 @@ class StrategyRow:
         settings: ``module:Class`` of its settings; an object of it among ``kwargs_handlers`` asks
             for the strategy, unless it is a default one. The module is light.
         argument: Argument of `Accelerator` that takes them, if there is one.
-        wanted: ``module:function`` that says whether what was said asks for it: told an
-            :class:`~nbaccel.abc.asking.Said`, it gives a :class:`~nbaccel.abc.asking.Wanted` or
+        wanted: ``module:function`` that says whether what was said requests it: given a
+            :class:`~nbaccel.abc.asking.Said`, it returns a :class:`~nbaccel.abc.asking.Wanted` or
             None. The module is light. Where it is empty, the name and the settings ask for it.
-        variables: Environment variables by which other libraries in a worker are told of it, where
-            it was asked for by its name.
+        variables: Environment variables from which other libraries in a worker learn of it, where
+            it was requested by its name.
         check: ``module:function`` that refuses what its library lacks on a machine.
         judge: ``module:function`` that refuses mistakes in a run's configuration of it.
         library: What must be imported for its shards to exist.
         shards: Module that reads them, a :class:`~nbaccel.abc.shards.ShardReader`.
         memory: Module that knows the shared memory that the workers' library makes: the variables
             for it, and the files to remove.
-        enter: ``module:function`` that prepares a worker for it, told the type of its device.
+        enter: ``module:function`` that prepares a worker for it, given the type of its device.
         observe: ``module:function`` that looks at a process before the library is in it, for the
-            reader's ``tear_down``. This one, ``enter`` and ``memory`` are asked where nobody may
-            ever use the library, so they are light.
+            reader's ``tear_down``. This one, ``enter`` and ``memory`` are loaded even where the
+            library is never used, so they are light.
         form: ``module:Class`` of what a picker offers of it, a
             :class:`~nbaccel.strategies.settings_form.SettingsForm`; empty where it has none.
         advisor: ``module:function`` that finds its fastest configuration that fits.

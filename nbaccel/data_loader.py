@@ -1,6 +1,6 @@
-"""Data loaders that are shared out, under the names by which Accelerate's users import them.
+"""Data loaders shared among processes, under the names by which Accelerate's users import them.
 
-``Accelerator.prepare`` makes loaders of its own kinds, which are instances of these classes; the
+``Accelerator.prepare`` makes loaders of other classes, which count as instances of these; the
 constructors are for code that makes one by hand, with Accelerate's arguments.
 """
 
@@ -46,7 +46,8 @@ class _PreparedLoaderType(type):
     """Lets what `prepare` returned be an instance of the class by whose name users know it."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        if "reads_for_all" not in vars(cls):  # a user's own subclass
+        # A subclass of the user's has no such attribute itself: it means its own instances only.
+        if "reads_for_all" not in vars(cls):
             return super().__instancecheck__(instance)
         reads_for_all: bool = vars(cls)["reads_for_all"]
         return isinstance(instance, PreparedLoader) and (
@@ -66,7 +67,7 @@ class DataLoaderShard(PreparedLoader, metaclass=_PreparedLoaderType):
         rng_types: Random generators that all processes take from process 0 at each epoch.
         synchronized_generator: What ``"generator"`` stands for in them.
         skip_batches: Batches that are read and left out at the beginning of an epoch.
-        use_stateful_dataloader: Read with torchdata's loader, which can tell its state.
+        use_stateful_dataloader: Read with torchdata's loader, which has a state.
         _drop_last: Whether a last batch that is not full was dropped.
         _non_blocking: Whether copies to the device may still be under way.
         torch_device_mesh: None: batches are not shared out by a mesh here.
@@ -118,7 +119,7 @@ class DataLoaderDispatcher(DispatchLoader, metaclass=_PreparedLoaderType):
         split_batches: Cut each batch into one slice per process; otherwise each process gets one
             whole batch per round.
         skip_batches: Rounds that are read and left out at the beginning of an epoch.
-        use_stateful_dataloader: Read with torchdata's loader, which can tell its state.
+        use_stateful_dataloader: Read with torchdata's loader, which has a state.
         _drop_last: Whether a last round that is not full is dropped.
         _non_blocking: Whether copies to the device may still be under way.
         slice_fn: How a process takes its rows of a batch; None takes them from every tensor.
@@ -171,7 +172,7 @@ class SkipDataLoader(PreparedLoader):
     Args:
         dataset: What is read.
         skip_batches: How many.
-        use_stateful_dataloader: Read with torchdata's loader, which can tell its state.
+        use_stateful_dataloader: Read with torchdata's loader, which has a state.
         **kwargs: Arguments of ``torch.utils.data.DataLoader``.
 
     Raises:
@@ -290,18 +291,20 @@ def _reading_class(is_stateful: bool) -> Any:
 def _place_settings(
     base_loader: DataLoader[Any], *, splits_batches: bool | None = None
 ) -> dict[str, Any]:
-    """This process among the others, and how many samples are in a batch.
+    """Settings of a loader: this process among the others, and the samples in a batch.
 
     Args:
         base_loader: What is read.
-        splits_batches: Whether process 0 cuts batches up for all, or joins them; None where it does
+        splits_batches: Whether process 0 splits batches for all, or joins them; None where it does
             neither.
     """
     place = distributed.arrive()
     batch_sampler = base_loader.batch_sampler
+    # A loader with a batch sampler has no batch size itself, and not every sampler has one.
     batch_size = base_loader.batch_size or getattr(batch_sampler, "batch_size", None) or 0
     if splits_batches is None:
         total_batch_size = batch_size * (
+            # Behind a shard each process reads other batches, so a round has one per process.
             place.world_size if isinstance(batch_sampler, BatchSamplerShard) else 1
         )
     else:

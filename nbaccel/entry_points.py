@@ -1,13 +1,13 @@
 """Rows that other packages add: read from their entry points.
 
-A package says in its metadata where a row of its own stands::
+A package says in its metadata where its row is defined::
 
     [project.entry-points."nbaccel.devices"]
     npu = "my_package.rows:NPU"
 
 The named module is imported together with the tables, in notebooks and workers alike: the row
-stands in one that imports nothing but `nbaccel.capability_rows`. One that fails costs its row and
-never the import of nbaccel; what went wrong is kept, and told where it matters.
+belongs in one that imports nothing but `nbaccel.capability_rows`. If it fails, its row is missing,
+but nbaccel can be imported; the reason is kept, and reported where it matters.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ def rows_from_outside(
     rows_by_name = {loaded_row.name: loaded_row for loaded_row in built_in}
     problems = []
     group_points: Iterable[EntryPoint] = _all_entry_points().select(group=group)
+    # Sorted: of two rows with one name the first is used, which must not depend on the machine.
     for entry_point in sorted(
         group_points, key=lambda entry_point: (entry_point.name, entry_point.value)
     ):
         try:
             loaded_row = entry_point.load()
-        except Exception as error:  # whatever a package's module raises is not nbaccel's end
+        # nbaccel must stay usable without the row.
+        except Exception as error:  # a package's module may raise anything
             problems.append(
                 f"{_describe_entry_point(entry_point)} cannot be loaded: "
                 f"{_describe_error(error)}. {_ROW_REMEDY}"
@@ -78,7 +80,7 @@ _ROW_REMEDY = "What it adds is missing. Repair or uninstall the package."
 
 @cache
 def _all_entry_points() -> Any:
-    """Those of all installed packages: reading them takes longer than all else here, so once."""
+    """Those of all installed packages; cached, because reading them takes long."""
     return entry_points()
 
 

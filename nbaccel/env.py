@@ -1,6 +1,6 @@
 """The process environment: the only file that touches ``os.environ``.
 
-Everything else asks here, so that one can see where a value came from and who changed it.
+All other modules use these functions, so that it is visible which code reads and changes it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def state() -> Mapping[bytes, bytes]:
     Returns:
         Names and values, as the system has them.
     """
-    raw_environment: Mapping[bytes, bytes] = dict(os.environb._data)  # type: ignore[attr-defined]  # noqa: SLF001 - the rest decodes
+    # The private table: the public mapping decodes every value.
+    raw_environment: Mapping[bytes, bytes] = dict(os.environb._data)  # type: ignore[attr-defined]  # noqa: SLF001
     return raw_environment
 
 

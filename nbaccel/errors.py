@@ -1,4 +1,4 @@
-"""The errors of nbaccel: five branches, told apart by who can do something about it.
+"""The errors of nbaccel, in branches by who can do something about it.
 
 ::
 
@@ -8,7 +8,7 @@
     │   │   └── CheckpointDamaged    files of a checkpoint are not what was saved
     │   ├── ModelNotShareable    (ValueError)    a model that shared memory cannot hold
     │   ├── NotSendable          (TypeError)     something that cannot travel to a worker
-    │   ├── PortTaken            (OSError)       the port asked for is somebody else's
+    │   ├── PortTaken            (OSError)       the port belongs to another process
     │   └── InputRefused         (EOFError)      input() in a worker, which has no keyboard
     ├── MissingBackend           (ImportError)   an optional package is not there; install it
     ├── UnsafeMoment             (RuntimeError)  right request, wrong time
@@ -153,7 +153,7 @@ class PortTaken(UserMistake, OSError):
 
 
 class InputRefused(UserMistake, EOFError):
-    """``input()`` was called in a worker, where nobody can answer."""
+    """``input()`` was called in a worker, which has no keyboard."""
 
 
 class MissingBackend(_PlainlyShownError, ImportError):
@@ -185,7 +185,7 @@ class CollectiveTimeout(_PlainlyShownError, RuntimeError, TimeoutError):
 
 
 class TrainingDiverged(_PlainlyShownError, RuntimeError):
-    """Losses or gradients are no numbers any more, and no further step can mend it."""
+    """Losses or gradients are not finite any more, and no further step can correct that."""
 
 
 class NothingFits(_PlainlyShownError, RuntimeError):
@@ -231,7 +231,7 @@ class LaunchInterrupted(KeyboardInterrupt):
         return render_failure(self)
 
 
-# A kernel tells its clients the name of the class, and they know an interrupt by this one.
+# A kernel sends its clients the name of the class, and they recognise an interrupt by this one.
 LaunchInterrupted.__name__ = "KeyboardInterrupt"
 
 

@@ -1,7 +1,7 @@
-"""Frames of code, told as a notebook's user knows them: `Cell In[7], line 3`, with the source.
+"""Frames of code, described as a notebook's user knows them: `Cell In[7], line 3`, with the source.
 
-Whether a frame is the user's own or a library's is judged by its file alone, so that frames which
-came from another process can be told, too.
+Whether a frame is the user's own or a library's is decided by its file alone, so that this works
+for frames from another process, too.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ __all__ = [
 
 MODULE_LEVEL = "<module>"
 _PACKAGE_FOLDER = Path(__file__).resolve().parent
+# The names in angle brackets are those of code that libraries compile while they run.
 _LIBRARY_PATH = re.compile(
     r"/(site|dist)-packages/|/lib/python3[^/]*/|<frozen |<string>|<__array_function__"
 )
@@ -56,6 +57,7 @@ class Frame:
 
     def __post_init__(self) -> None:
         if is_module(self.function):
+            # Through object, because the dataclass is frozen. One name for all versions of IPython.
             object.__setattr__(self, "function", MODULE_LEVEL)
 
     @property
@@ -70,10 +72,10 @@ class Frame:
 
 
 def is_module(function: str) -> bool:
-    """Whether code of this name stands outside of functions, at the top of a cell or file.
+    """Whether code of this name is outside of functions, at the top level of a cell or file.
 
     Args:
-        function: The name of a frame's code. IPython 7.34 and 8 have a name of their own for it.
+        function: The name of a frame's code. IPython 7.34 and 8 use another name for it.
     """
     return function == MODULE_LEVEL or function.startswith("<cell line: ")
 
@@ -96,7 +98,7 @@ def user_frame(frames: Iterable[Frame]) -> Frame | None:
 def caller_level() -> int:
     """The `stacklevel` of a warning that is to name the code which called nbaccel.
 
-    To be asked by the function that warns.
+    To be called by the function that warns.
     """
     stack_level, python_frame = 0, inspect.currentframe()
     while python_frame is not None and python_frame.f_code.co_filename.startswith(
@@ -150,16 +152,19 @@ def cell_number(compiled_name: str) -> int | None:
 
 
 def _find_in_history(ipython_shell: Any, compiler: Any, compiled_name: str) -> int | None:
-    """Before IPython 8, nothing but the text of a cell tells under which name it was compiled."""
+    """Before IPython 8, only the text of a cell says under which name it was compiled."""
     history_manager = getattr(ipython_shell, "history_manager", None)
-    if history_manager is None or compiler is None:  # a shell in a worker
+    # A shell in a worker has no history.
+    if history_manager is None or compiler is None:
         return None
     past_inputs = list(
         zip(history_manager.input_hist_raw, history_manager.input_hist_parsed, strict=False)
     )
+    # The newest first: a cell that was run twice is known by its last number.
     for cell_count in reversed(range(1, len(past_inputs))):
         raw_text, parsed_text = past_inputs[cell_count]
-        for num_blank in range(_MOST_BLANK_LINES):  # the history drops them at the end
+        # The history drops blank lines at the end, and the name is made from the text with them.
+        for num_blank in range(_MOST_BLANK_LINES):
             if (
                 _compiled_cell_name(compiler, cell_count, raw_text, parsed_text, num_blank)
                 == compiled_name

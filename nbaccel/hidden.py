@@ -1,6 +1,6 @@
 """Modules that a file of the user's hides: a `torch.py` beside the notebook, imported as torch.
 
-Standard library only, and nothing is imported: what has been imported is looked at.
+Standard library only, and nothing is imported: only modules that are loaded already are checked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STANDARD_LIBRARY = str(Path(os.__file__).parent)
 
 @contextlib.contextmanager
 def explain_import_errors(public_name: str) -> Iterator[None]:
-    """Import a part of nbaccel in this block; if that fails, the cause is told.
+    """Import a part of nbaccel in this block; if that fails, name the cause.
 
     Args:
         public_name: What of nbaccel was asked for.
@@ -37,6 +37,7 @@ def explain_import_errors(public_name: str) -> Iterator[None]:
     try:
         yield
     except (ImportError, AttributeError) as error:
+        # Looked for only now: going through the standard library at every import would cost time.
         hidden_message = _hidden_package() or _hidden_library()
         if hidden_message:
             raise MissingBackend(hidden_message) from error
@@ -46,7 +47,7 @@ def explain_import_errors(public_name: str) -> Iterator[None]:
 
 
 def refuse_hidden_modules() -> None:
-    """See that the torch and the NumPy that have been imported are the real ones.
+    """Check that the torch and the NumPy that have been imported are the real ones.
 
     Raises:
         MissingBackend: One is a file of the user's, which cannot do what is expected of it.
@@ -61,6 +62,7 @@ def _hidden_package() -> str:
         if (
             imported_module is None
             or hasattr(imported_module, real_attribute)
+            # A module lacks its names while it is being imported.
             or _is_being_imported(imported_module)
         ):
             continue

@@ -1,7 +1,7 @@
-"""Whether a file is as it was written: found out in one stream, without unpickling anything.
+"""Whether a file is as it was written, found out in one pass without unpickling anything.
 
-What `torch.save` writes is a zip archive with a checksum (CRC-32) for each record, at which
-`torch.load` does not look. A safetensors file tells where each tensor lies, and has no checksum;
+What `torch.save` writes is a zip archive with a checksum (CRC-32) for each record, which
+`torch.load` does not check. A safetensors file says where each tensor lies, and has no checksum;
 sizes and checksums recorded when it was saved (:class:`Recorded`) make up for it.
 """
 
@@ -56,6 +56,7 @@ def is_archive(path: Path) -> bool:
 def digest(path: Path) -> str:
     """Checksum of a file's content, read in pieces."""
     content_hash, chunk_buffer = xxhash.xxh3_128(), bytearray(_CHUNK_BYTES)
+    # Unbuffered: the chunks are larger than Python's buffer.
     with path.open("rb", buffering=0) as file:
         while num_read := file.readinto(chunk_buffer):
             content_hash.update(memoryview(chunk_buffer)[:num_read])
@@ -103,7 +104,8 @@ def _content_problem(path: Path, recorded: Recorded | None) -> str:
 
 def _safetensors_problem(path: Path) -> str:
     try:
-        with safe_open(path, "numpy"):  # compares the header with the size
+        # Opening compares the header with the file's size. As NumPy, which needs no torch.
+        with safe_open(path, "numpy"):
             return ""
     except SafetensorError as error:
         return f"is truncated, or no safetensors file ({error})"
@@ -121,6 +123,7 @@ def archive_problem(file: IO[bytes], num_bytes: int) -> str:
     """
     start = file.read(len(OLD_TORCH_FORMAT))
     file.seek(0)
+    # Nothing in it can be checked.
     if start == OLD_TORCH_FORMAT:
         return ""
     if not start.startswith(_ZIP_START):
@@ -136,10 +139,12 @@ def _records_problem(archive: zipfile.ZipFile, num_bytes: int) -> str:
     records = archive.infolist()
     for record in records:
         end = record.header_offset + _LOCAL_HEADER_BYTES + record.compress_size
+        # torch.save never compresses: another type means damage.
         if record.compress_type != zipfile.ZIP_STORED or end > num_bytes:
             return f"claims more than it holds: record {record.filename} ends beyond the file"
     if not any(record.CRC for record in records):
-        return ""  # torch.serialization.set_crc32_options(False)
+        # Saved under torch.serialization.set_crc32_options(False), which writes no checksums.
+        return ""
     for record in records:
         try:
             _read_through(archive, record)

@@ -46,6 +46,7 @@ def number_cell(compiler: Any, file_name: str, number: int) -> None:
 
 def keep_cell_lines(name: str, entry: Any) -> None:
     """Keep a cell's lines in `linecache` where IPython restores them: 7 does, from its own copy."""
+    # Other versions have no such table: the entry goes into a dict that is thrown away.
     getattr(linecache, "_ipython_cache", {})[name] = entry
 
 
@@ -59,12 +60,13 @@ def wrap_completions(
         wrapper: Given IPython's method, returns the one to call.
 
     Returns:
-        What takes it back.
+        A function that undoes it.
     """
     complete = getattr(shell_completer, "_complete", None)
     if complete is None:
         _warn("IPCompleter._complete", "names that only workers have are not completed")
         return lambda: None
+    # In the instance, so that removing it brings the class's method back.
     vars(shell_completer)["_complete"] = wrapper(complete)
     return lambda: vars(shell_completer).pop("_complete", None)
 
@@ -79,7 +81,7 @@ def inspect_also(
         wrapper: Given IPython's method, returns the one to call.
 
     Returns:
-        What takes it back.
+        A function that undoes it.
     """
     inspect = getattr(shell, "_inspect", None)
     if inspect is None:
@@ -104,8 +106,8 @@ def show_traceback_lines(shell: Any, kind: type, error: BaseException, lines: li
 def reply_where_sent(comm: Any) -> None:
     """Let a comm's messages be handled where the front end sends them.
 
-    ipykernel 7.4 hands what a front end says to the thread that spoke on this comm last, which is
-    the busy main one, whatever the message's own head says (`BaseComm._reply_subshell_for` in
+    ipykernel 7.4 passes what a front end sends to the thread that used this comm last, which is the
+    busy main one, whatever the message's header says (`BaseComm._reply_subshell_for` in
     https://github.com/ipython/ipykernel/blob/v7.4.0/ipykernel/comm/comm.py). Versions without that
     method do not redirect.
     """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Results", "debug_launcher", "notebook_launcher", "shutdown"]
 
 if "ipykernel" in sys.modules:
-    # So that its imports are done by the time the first cell launches.
+    # Its imports take seconds: they are done by the time the first cell launches.
     template_prestart.start_ahead()
 
 
@@ -33,7 +33,7 @@ class Results(list[Any]):
     Attributes:
         plan: What was done, and why: `print(results.plan.explain())`.
         state_dicts: Path of a module (`"args[0]"`) → its trained weights on the CPU, for modules
-            whose structure changed while training, so that they could not come home in place.
+            whose structure changed while training, so that they could not be copied back in place.
     """
 
     def __init__(
@@ -112,7 +112,8 @@ def notebook_launcher(
             which rank failed first and where. The notebook's model is as it was.
         KeyboardInterrupt: If interrupted. All workers have ended, and the model is as it was.
     """
-    __tracebackhide__ = True  # IPython leaves such frames out: the user's cell is what matters
+    # IPython leaves such frames out of tracebacks.
+    __tracebackhide__ = True
     asked = {
         "num_processes": num_processes,
         "mixed_precision": mixed_precision,
@@ -164,6 +165,7 @@ def _merge_settings(
 ) -> RunConfig:
     if config is None:
         return RunConfig(**given_settings)
+    # A value equal to the default cannot be told from one that was not given.
     defaults = RunConfig().model_dump()
     conflicting_names = [
         setting_name
@@ -173,7 +175,7 @@ def _merge_settings(
     if conflicting_names:
         raise ConfigError(
             f"config and {', '.join(conflicting_names)} were both given, and one would silently "
-            "beat the other. Use "
+            "override the other. Use "
             f"config.changed({', '.join(f'{name}=…' for name in conflicting_names)}) "
             "or leave config out."
         )
@@ -185,12 +187,14 @@ def _launch_function(
 ) -> Results:
     __tracebackhide__ = True
     check_call(function, args)
-    hidden.refuse_hidden_modules()  # it may have been imported after nbaccel
+    # Again, because a hiding file may have been imported after nbaccel.
+    hidden.refuse_hidden_modules()
     plan = resolve(config)
     _catalog.check_strategy(plan.strategy, plan.device, config)
     for warning_text in plan.warnings:
         sys.stderr.write(f"nbaccel: {warning_text}\n")
     if plan.start_method == "inline":
+        # Imported late, because a launch in this process needs none of the machinery of workers.
         from nbaccel.launch import inline
 
         return Results(inline.run_inline(plan, function, args), plan)
@@ -212,6 +216,7 @@ def _launch_in_pool(
     check_call(function, args)
     requested_settings = given_settings if config is None else run_config_of(config).model_dump()
     defaults = RunConfig().model_dump()
+    # The plan's number: the configuration may leave it open.
     pool_settings = pool.config.model_dump() | {"num_processes": pool.num_processes}
     conflicting_names = [
         setting_name

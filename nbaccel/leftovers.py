@@ -1,7 +1,7 @@
-"""Folders on disk that a process would leave behind if it were killed, told to whoever outlives it.
+"""Folders on disk that a process would leave behind if it were killed, reported to the notebook.
 
-A worker that ends by itself removes its own. One that is killed cannot: so it tells beforehand, and
-the notebook removes what is still there when the worker has gone.
+A worker that ends by itself removes its own. One that is killed cannot, so it reports them
+beforehand, and the notebook removes what is still there when the worker has ended.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class LeftoverFolders:
             for parent in leftover_folder.parents:
                 if parent == self.base:
                     break
-                with contextlib.suppress(OSError):  # another process, or the user, has files there
+                # Not empty: another process, or the user, has files there.
+                with contextlib.suppress(OSError):
                     parent.rmdir()
         if self.whole:
             with contextlib.suppress(OSError):
@@ -47,12 +48,13 @@ _LEFTOVER_LISTENERS: list[Callable[[LeftoverFolders, bool], None]] = []
 
 
 def listen_for_leftovers(listener: Callable[[LeftoverFolders, bool], None]) -> None:
-    """Let somebody outside of this process hear of its folders from now on.
+    """Report this process's folders to a listener from now on.
 
     Args:
         listener: Called with the folders, and whether they are this process's to remove from now
             on (or are gone).
     """
+    # Replaced, not added to: a live worker has a new reporter for each cell.
     _LEFTOVER_LISTENERS[:] = [listener]
 
 

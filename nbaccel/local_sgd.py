@@ -22,7 +22,7 @@ __all__ = ["LocalSGD"]
 class LocalSGD:
     """A block in which gradients stay on their process, and weights are averaged every few steps.
 
-    It talks less than DDP, and trains something else: processes drift apart between two averages.
+    It communicates less than DDP and gives another result: processes drift apart between averages.
     With one process nothing happens. ::
 
         with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
@@ -88,7 +88,10 @@ class LocalSGD:
     @torch.no_grad()
     def _average_weights(self) -> None:
         trained_parameters = [
-            parameter for parameter in self.model.parameters() if parameter.requires_grad
+            # Frozen parameters do not drift apart.
+            parameter
+            for parameter in self.model.parameters()
+            if parameter.requires_grad
         ]
         mean_values = self.accelerator.reduce(
             [parameter.detach() for parameter in trained_parameters], "mean"

@@ -1,7 +1,7 @@
 """Logging under the name ``nbaccel``, with the rank in front where there is one.
 
-Nothing is configured here: no level, no handler that writes. Whoever wants the messages turns
-them on as with any library: ``logging.getLogger("nbaccel").setLevel("DEBUG")`` and a handler.
+Nothing is configured here: no level, no handler that writes. Messages are turned on as with any
+library: ``logging.getLogger("nbaccel").setLevel("DEBUG")`` and a handler.
 """
 
 from __future__ import annotations

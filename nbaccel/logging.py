@@ -19,10 +19,10 @@ else:
 
 
 class MultiProcessAdapter(_AdapterBase):
-    """A logger that speaks once for all processes.
+    """A logger that logs once for all processes.
 
-    Every call takes two more keywords: `main_process_only` (True: process 0 alone speaks) and
-    `in_order` (False; True: all speak, each in its turn, whatever `main_process_only` says).
+    Every call takes two more keywords: `main_process_only` (True: process 0 alone logs) and
+    `in_order` (False; True: all log, each in its turn, whatever `main_process_only` says).
 
     A message touches neither the device nor the process group, unless it is `in_order`.
     """
@@ -41,6 +41,8 @@ class MultiProcessAdapter(_AdapterBase):
             for rank in range(process_state.num_processes):
                 if rank == process_state.process_index:
                     self.logger.log(level, message_text, *args, **logger_options)
+                # Every process waits in every round, also those that have logged: it is a
+                # collective.
                 process_state.wait_for_everyone()
         elif not main_only or distributed.rank() == 0:
             self.logger.log(level, message_text, *args, **logger_options)

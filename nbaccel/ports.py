@@ -18,7 +18,7 @@ __all__ = ["LOOPBACK_ADDRESSES", "listen", "loopback", "store_options"]
 LOOPBACK_ADDRESSES = ("127.0.0.1", "::1")
 """Addresses that lead to this machine alone: version 4, version 6."""
 
-_LISTEN_BACKLOG = 4096
+_LISTEN_BACKLOG = 4096  # connections that may wait for the store: all workers of all nodes
 
 
 def loopback(host_address: str) -> str:
@@ -35,7 +35,8 @@ def loopback(host_address: str) -> str:
         try:
             with socket.socket(address_family, socket.SOCK_STREAM) as probe_socket:
                 probe_socket.bind((loopback_address, 0))
-        except OSError:  # there is no such address here, or no such family
+        # This machine has no such address, or no such family.
+        except OSError:
             continue
         return loopback_address
     return host_address
@@ -50,23 +51,22 @@ def listen(
 ) -> socket.socket:
     """A listening socket for the store.
 
-    It listens from the first moment: whoever connects before the store serves it waits in line,
-    and nobody else can take the port.
+    It listens from the first moment: a process that connects before the store serves it waits, and
+    no other process can take the port.
 
     Args:
         host: Address to bind; loopback unless several machines take part.
         port: The port asked for; None for any free one.
         setting: The argument by which it was asked for.
-        waiting_processes: Those who were to meet there.
+        waiting_processes: The processes that were to meet there.
 
     Raises:
         PortTaken: If the port asked for is in use.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # a port just used is not in use
+        # Without it a port is unusable for minutes after a store on it has closed (TIME_WAIT).
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port or 0))
         listener.listen(_LISTEN_BACKLOG)
     except OSError as error:

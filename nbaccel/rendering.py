@@ -1,7 +1,7 @@
 """How errors look in a notebook: what happened, and the user's own lines.
 
-IPython asks an exception for its `_render_traceback_` before it draws a traceback of its own,
-which here would be a wall of frames of nbaccel.
+IPython uses an exception's `_render_traceback_`, if it has one, instead of a full traceback, which
+here would be mostly frames of nbaccel.
 """
 
 from __future__ import annotations
@@ -59,8 +59,10 @@ def render_failure(error: BaseException) -> list[str]:
     user_frames = [
         frame for frame in frames.of_traceback(error.__traceback__) if not frame.is_library
     ]
-    if len(user_frames) > 1:  # launched from a function: which one is not to be seen from the cell
+    # Launched from a function of the user's, which the cell alone does not show.
+    if len(user_frames) > 1:
         rendered_lines.append(f"Launched at {' → '.join(map(frames.place, user_frames))}.")
+    # Offered only where it has more frames than the message shows.
     shown_frames = sum("---->" in line for line in rendered_lines)
     if len(_foreign_files(str(error.__cause__))) > shown_frames:
         traceback_command = (
@@ -106,6 +108,7 @@ def _wrap_line(line: str) -> list[str]:
         subsequent_indent=wrap_indent,
         break_long_words=False,
         break_on_hyphens=False,
+        # textwrap makes no line at all of an empty one.
     ) or [""]
 
 

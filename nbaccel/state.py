@@ -1,8 +1,8 @@
 """``PartialState`` and its kin: this process among the others, without a training loop.
 
-Unlike Accelerate's, none of them shares anything behind the scenes: the process group and the
-environment are the state, and every object reads the same from them. Only which `Accelerator` was
-made last is known, so that ``AcceleratorState()`` without arguments can mean that one's.
+Unlike Accelerate's, they share no hidden state: the process group and the environment are the
+state, and every object reads the same from them. Only the newest `Accelerator` is remembered, so
+that ``AcceleratorState()`` without arguments can mean its state.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ __all__ = [
     "remember_accelerator",
 ]
 
-# Accelerators of this process, the newest last. A forked worker has made none yet.
+# Accelerators of this process, the newest last; weak, because they hold models. A forked worker
+# has made none yet.
 _LIVE_ACCELERATORS: list[weakref.ref[Any]] = []
 if hasattr(os, "register_at_fork"):  # Windows has no forks
     os.register_at_fork(after_in_child=_LIVE_ACCELERATORS.clear)
@@ -60,6 +61,7 @@ def _newest_accelerator() -> Any:
     return next(
         (
             accelerator
+            # The newest may be gone while an older one still trains.
             for reference in reversed(_LIVE_ACCELERATORS)
             if (accelerator := reference()) is not None
         ),
@@ -185,13 +187,14 @@ class AcceleratorState(PartialState):
         if place is None or collectives is None:
             if (newest := _newest_accelerator()) is None:
                 raise ConfigError(
-                    f"AcceleratorState(place={place}, collectives={collectives}) is nobody's: it "
-                    "tells what an Accelerator does, and none has been made in this process. Make "
-                    "one first (accelerator = Accelerator()), or use PartialState() for this "
-                    "process's number and device."
+                    f"AcceleratorState(place={place}, collectives={collectives}) has nothing to "
+                    "describe: no Accelerator has been made in this process. Make one first "
+                    "(accelerator = Accelerator()), or use PartialState() for this process's "
+                    "number and device."
                 )
             self.__dict__.update(vars(newest.state))
             return
+        # Past PartialState's constructor, which would find the place anew from the environment.
         ProcessInfo.__init__(self, place, collectives)
         self._distributed_type = distributed_type
         self.mixed_precision = mixed_precision
@@ -221,7 +224,7 @@ class AcceleratorState(PartialState):
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The plugin that the next `prepare` goes by; None where DeepSpeed is not used."""
+        """The plugin that the next `prepare` uses; None where DeepSpeed is not used."""
         return None if self._deepspeed_plugins is None else self._deepspeed_plugins.active
 
     def get_deepspeed_plugin(self, name: str) -> Any:
@@ -233,7 +236,7 @@ class AcceleratorState(PartialState):
         return self._require_plugins().get(name)
 
     def select_deepspeed_plugin(self, name: str) -> None:
-        """Let the next `prepare` go by another plugin.
+        """Let the next `prepare` use another plugin.
 
         Raises:
             ConfigError: There is none of that name.

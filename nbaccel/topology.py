@@ -13,7 +13,7 @@ from nbaccel.errors import ConfigError
 __all__ = ["DEVICE_VARIABLE", "Topology"]
 
 DEVICE_VARIABLE = "NBACCEL_DEVICE"
-"""It tells a worker the row of its device: torch may call the device otherwise."""
+"""Environment variable with the row of a worker's device, which torch may call otherwise."""
 
 _LOOPBACK_INTERFACE = "lo"
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -123,6 +123,7 @@ class Topology:
             "LOCAL_RANK": str(self.local_rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            # The node's number has one name in torchrun and another one in Lightning.
             "GROUP_RANK": str(self.node_rank),
             "NODE_RANK": str(self.node_rank),
             "MASTER_ADDR": self.master_addr,
@@ -182,9 +183,11 @@ def _mistakes(topology: Topology) -> tuple[str, ...]:
         f"{topology_field.name} must be {topology_field.type}: got {field_value!r}. "
         "It goes into an environment variable that others read. Give a value of that type."
         for topology_field in fields(topology)
+        # By name: with postponed annotations a field's type is a string.
         if type(field_value := getattr(topology, topology_field.name)).__name__
         != topology_field.type
     ]
+    # Before the ranges, which cannot be compared with values of other types.
     if wrong_types:
         return tuple(wrong_types)
     allowed_ranges = (

@@ -1,6 +1,6 @@
 """The parts of torch without a public name that nbaccel uses, each in one small function.
 
-Seen in torch 2.6 to 2.15. What everything else depends on is looked for when this module is
+Seen in torch 2.6 to 2.15. What everything else depends on is checked when this module is
 imported, which is before a user's function runs; the rest where it is used. A torch without one of
 them is refused with the name and with what would not work (`PlatformUnsupported`), or does without
 it after a warning. No other module uses private names of torch; `tests/house` checks it.
@@ -174,6 +174,7 @@ def keep_process_groups() -> None:
             kept.append(group)
             super().__setitem__(group, value)
 
+    # Torch registers every group in this table and removes it when it is destroyed.
     dist.distributed_c10d._pg_map = Keeping(dist.distributed_c10d._pg_map)
 
 
@@ -206,7 +207,7 @@ def default_store() -> Any:
 
 
 def create_in_default_group(join: Callable[[], None]) -> None:
-    """Let whatever asks for the default process group create it where there is none.
+    """Let code that looks up the default process group create it where there is none.
 
     Args:
         join: Creates it.
@@ -219,6 +220,7 @@ def create_in_default_group(join: Callable[[], None]) -> None:
             join()
         return get_default_group()
 
+    # Functions of torch.distributed look it up by this name in their module at each call.
     c10d._get_default_group = joined_default_group
 
 
@@ -246,6 +248,7 @@ def replace_rendezvous_store(make: Callable[[Callable[..., Any]], Callable[..., 
         make: Given torch's function, returns the one to call: host name, port, rank, world size
             and options → store.
     """
+    # Not by attribute: torch.distributed.rendezvous is a function that hides the module.
     rendezvous: Any = sys.modules["torch.distributed.rendezvous"]
     rendezvous._create_c10d_store = make(rendezvous._create_c10d_store)
 
@@ -264,7 +267,8 @@ def orthogonalizes_matrices() -> bool:
     try:
         orthogonalize = importlib.import_module(module)._orthogonalize
     except (ImportError, AttributeError):
-        return False  # unknown: the hook stays refused
+        # Unknown, so the hook stays refused.
+        return False
     try:
         orthogonalize(torch.eye(2))
     except AssertionError:
@@ -301,7 +305,7 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """What tells storages from each other, also fake ones, whose addresses are all the same."""
+    """Distinguishes storages, also fake ones, whose addresses are all the same."""
     return int(storage._cdata)
 
 
@@ -355,12 +359,14 @@ def state_readers(module: nn.Module) -> Iterator[Any]:
     yield type(module)._load_from_state_dict
     yield type(module).set_extra_state
     for hook in module._load_state_dict_pre_hooks.values():
+        # torch wraps hooks in an object that holds the function.
         yield getattr(hook, "hook", hook)
 
 
 def is_compiled(module: Any) -> bool:
     """Whether `torch.compile` wrapped it."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # without it there is no such module
+    # Not imported for this, which takes a second: without it nothing has been compiled.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
@@ -403,7 +409,7 @@ def recompute_activations(module: nn.Module) -> None:
 
 
 def has_step_hooks(optimizer: Any) -> bool:
-    """Whether hooks on `step` can be registered: one around another may skip the constructor."""
+    """Whether hooks on `step` can be registered; a wrapper may not have called the constructor."""
     return getattr(optimizer, "_optimizer_step_post_hooks", None) is not None
 
 
@@ -426,6 +432,7 @@ def _scaling_states(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
 def gradients_are_unscaled(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
     """Whether an optimizer's gradients were divided by the factor since the last update."""
     state = _scaling_states(scaler).get(id(optimizer))
+    # By name, because the class of the stages is private, too.
     return state is not None and state["stage"].name != "READY"
 
 
@@ -479,7 +486,9 @@ def draw_order_now(batches: Any) -> None:
         batches: The iterator of a loader without worker processes.
     """
     indices = _private(batches, "_sampler_iter", _ORDER_LOSS)
-    if not hasattr(indices, "state_dict"):  # torchdata's samplers have drawn at once
+    # torchdata's samplers, which have a state, have drawn already.
+    if not hasattr(indices, "state_dict"):
+        # Taking the first index makes the sampler draw its order; the index is put back in front.
         batches._sampler_iter = itertools.chain(list(itertools.islice(indices, 1)), indices)
 
 

@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them, for the doors; inside, they are bytes and seconds."""
+"""Sizes and durations as people write them; inside nbaccel they are bytes and seconds."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def parse_bytes(text: str | int) -> int:
     Raises:
         ConfigError: The text is not a size.
     """
+    # A bool is an int, and no size.
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
     size_match = _SIZE_TEXT.fullmatch(text) if isinstance(text, str) else None
@@ -48,6 +49,7 @@ def parse_bytes(text: str | int) -> int:
             'Without a unit it would count bytes. Write for example "16 GiB" or "500 MB".'
         )
     number_text, unit_letter, binary_mark, byte_suffix = size_match.groups()
+    # `MB` is decimal; `MiB` and the bare `M` are not.
     is_decimal = bool(unit_letter) and bool(byte_suffix) and not binary_mark
     unit_base = 1000 if is_decimal else 1024
     exponent = _UNIT_LETTERS.index(unit_letter.lower()) if unit_letter else 0
@@ -116,6 +118,7 @@ def format_seconds(seconds: float) -> str:
     """
     if seconds < 0:
         return f"-{format_seconds(-seconds)}"
+    # The bounds are where rounding would print the next unit: 1000 ms, 60.0 s.
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 59.95:
@@ -156,7 +159,7 @@ def shorten_text(text: str, max_chars: int) -> str:
         max_chars: How long it may be.
 
     Returns:
-        The text itself, or as many of its characters with a word on the others in the middle.
+        The text itself, or head and tail with a note of how much is left out in the middle.
     """
     if len(text) <= max_chars:
         return text
@@ -173,6 +176,6 @@ def mark_left_out(head: str, num_chars: int, tail: str) -> str:
         tail: What was behind it.
 
     Returns:
-        Head and tail, with a word on what is missing between them.
+        Head and tail, with a note of what is missing between them.
     """
     return f"{head} … {num_chars:,} characters not shown … {tail}" if num_chars else head + tail

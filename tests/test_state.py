@@ -80,7 +80,9 @@ def test_a_state_without_arguments_is_that_of_the_newest_accelerator():
     from nbaccel.state import is_initialized
 
     def refused():
-        with pytest.raises(ConfigError, match=r"nobody's.*Make one first.*PartialState\(\)"):
+        with pytest.raises(
+            ConfigError, match=r"nothing to describe.*Make one first.*PartialState\(\)"
+        ):
             AcceleratorState()
         return not is_initialized()
 

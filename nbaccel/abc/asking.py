@@ -1,7 +1,7 @@
-"""How a strategy is asked for: what was said, and what a strategy makes of it.
+"""How a strategy is requested: what was said, and what a strategy makes of it.
 
-Each strategy judges for itself, in a light module that its capability row names (``wanted``), so
-that no list of strategies is kept anywhere else and none of them is imported in vain.
+Each strategy decides for itself, in a light module that its capability row names (``wanted``), so
+that no list of strategies is kept anywhere else and none of them is imported unnecessarily.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 __all__ = ["Said", "SaidBySettings", "Source", "Wanted"]
 
 Source = Literal["argument", "config", "environment", "default"]
-"""Who said something, the strongest first: what is said in a call wins over a configuration."""
+"""Where a setting comes from, the strongest first: a call's arguments win over a configuration."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Said:
-    """Everything that may ask for a strategy.
+    """Everything that may request a strategy.
 
     Attributes:
         run: The configuration; None where none was given.
@@ -45,7 +45,7 @@ class Said:
         return self.has_environment and bool(env.flag(name))
 
     def source_of_name(self, strategy: str) -> Source | None:
-        """Who has named a strategy; None where nobody has."""
+        """Where a strategy was named; None where it was not."""
         if self.run is not None and self.run.strategy == strategy:
             return "config"
         if self.has_environment and env.read(STRATEGY_VARIABLE) == strategy:
@@ -55,12 +55,12 @@ class Said:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """A strategy says that it was asked for.
+    """A strategy's answer that it was requested.
 
     Attributes:
         strategy: Its name.
-        source: Who asked.
-        what: What asked, as messages write it: ``zero_stage=2``, ``fsdp_plugin``.
+        source: Where the request comes from.
+        what: The request, as messages write it: ``zero_stage=2``, ``fsdp_plugin``.
         reason: Why it is taken, for the training plan.
         settings: Makes its settings; called where training begins, and not for a launch's plan.
         headline: Its part of the launch plan's first line.
@@ -86,7 +86,7 @@ class SaidBySettings:
         writes_shards: Whether every process writes its own part of a checkpoint.
         reason: Why the strategy is taken, where only the settings can tell.
         speaker: What says it, as messages call it.
-        remedy: How else than by leaving it out a contradiction with it can be mended.
+        remedy: How a contradiction with it can be resolved other than by leaving it out.
     """
 
     mixed_precision: str | None = None

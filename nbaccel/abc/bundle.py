@@ -13,9 +13,9 @@ __all__ = ["Bundle"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bundle:
-    """Models and optimizers on their way through preparation.
+    """Models and optimizers during preparation.
 
-    They travel together because FSDP2, FP8 and ZeRO replace parameters: the optimizer must follow
+    They are kept together because FSDP2, FP8 and ZeRO replace parameters: the optimizer must follow
     its model. A step takes a bundle and returns a bundle of the same lengths and order.
 
     Attributes:

@@ -1,8 +1,8 @@
 """``Device``: all that is known here of one kind of hardware.
 
-A device is asked in two situations. A notebook that launches asks what is there and what forbids a
-fork: no answer may wake the hardware, and torch need not be imported. A process that trains asks
-for memory, random states and the like: there the defaults stand on `torch.accelerator` and
+A device is used in two situations. A notebook that launches asks what is there and what forbids a
+fork: no answer may initialise the hardware, and torch need not be imported. A process that trains
+needs memory, random states and the like: there the defaults use `torch.accelerator` and
 `torch.get_device_module`, and a device writes only what its own module has under other names.
 
 An implementation has no state. Nothing else in nbaccel calls an accelerator's module.
@@ -24,7 +24,7 @@ __all__ = ["Device", "DeviceRuntime", "UnlistedDevice"]
 
 
 class DeviceRuntime(ABC):
-    """What a process that computes on a device asks of it.
+    """What a process that computes on a device needs of it.
 
     Attributes:
         pins_host_memory: Whether copies to it are faster from page-locked host memory.
@@ -55,7 +55,8 @@ class DeviceRuntime(ABC):
 
         try:
             current = torch.accelerator.current_accelerator()
-        except RuntimeError:  # torch 2.6, where there is none
+        # torch 2.6 raises where there is no accelerator; later versions return None.
+        except RuntimeError:
             return False
         is_it = current is not None and current.type == self.kind
         return is_it and bool(self._call("is_available"))
@@ -95,23 +96,25 @@ class DeviceRuntime(ABC):
             index: The device's number; None means the current one.
         """
         where = () if index is None else (index,)
+        # torch takes the state in host memory only.
         self._module().set_rng_state(state.cpu(), *where)
 
     def reserved_bytes(self, device: torch.device) -> int | None:
-        """Bytes that torch holds on a device for this process; None where nobody knows."""
+        """Bytes that torch holds on a device for this process; None where that is not known."""
         said = self._call("memory_reserved", device) if self.is_awake() else None
         return None if said is None else int(said)
 
     def limit_memory(self, limit_bytes: int) -> None:
-        """Let this process have no more of its current device than that many bytes."""
+        """Limit the memory that this process may use on its current device."""
         import torch
 
         current = torch.accelerator.current_device_index()
         total = self._module().get_device_properties(current).total_memory
+        # torch refuses a fraction above 1.
         self._call("set_per_process_memory_fraction", min(1.0, limit_bytes / total))
 
     def empty_cache(self) -> None:
-        """Give memory that torch keeps for later back; nothing where the device was never used."""
+        """Release memory that torch caches; does nothing where the device was never used."""
         if self.is_awake():
             self._call("empty_cache")
 
@@ -124,6 +127,7 @@ class DeviceRuntime(ABC):
         from torch.profiler import ProfilerActivity
 
         has_own = hasattr(ProfilerActivity, self.kind.upper())
+        # As keys, because the CPU's two names are equal.
         return tuple(dict.fromkeys(("cpu", self.kind))) if has_own else ("cpu",)
 
     def capability(self, device: torch.device) -> tuple[int, int] | None:
@@ -168,7 +172,8 @@ class Device(DeviceRuntime):
     @property
     def row(self) -> DeviceRow:
         """Its capability row."""
-        from nbaccel.capabilities import device_row  # the table may be in the making now
+        # Not at the top: a package's device may be imported while the table is being made.
+        from nbaccel.capabilities import device_row
 
         return device_row(self.name)
 
@@ -218,7 +223,7 @@ class Device(DeviceRuntime):
     def hazards(self) -> tuple[str, ...]:
         """What this device has done to the calling process that makes forking it unsafe.
 
-        Looked up without waking the device: the answer in an untouched process is empty and
+        Looked up without initialising the device: the answer in an untouched process is empty and
         leaves it untouched.
 
         Returns:
@@ -227,11 +232,11 @@ class Device(DeviceRuntime):
         return ()
 
     def driver_meter(self) -> Any:
-        """Who can tell what each process holds on devices of this kind, asked in the notebook.
+        """What measures the memory of processes on devices of this kind, used in the notebook.
 
         Returns:
             An object with ``read()``, which gives bytes by process id, and ``close()``; None where
-            nobody can tell.
+            nothing can measure it.
         """
         return None
 

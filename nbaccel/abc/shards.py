@@ -1,8 +1,8 @@
-"""``ShardReader``: which elements of a parameter this process has, where a library cut it up.
+"""``ShardReader``: which elements of a partitioned parameter this process has.
 
 DTensors say it themselves. A library that puts placeholders in the place of parameters (ZeRO-3), or
 trains copies of higher precision beside them (ZeRO-1 and 2), has a reader in its capability row, so
-that trained weights come home from wherever they are.
+that trained weights are copied back from wherever they are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Remembered:
 
 
 def remember(module: nn.Module) -> Remembered:
-    """What a module is now, for one that no library has.
+    """The state of a module that no library has taken over.
 
     Args:
         module: The module.
@@ -45,13 +45,13 @@ class ShardReader(Protocol):
     """Functions of a module that reads one library's shards."""
 
     def is_cut(self, tensor: torch.Tensor) -> bool:
-        """Whether it is one of the library's. The others are asked of such tensors only."""
+        """Whether it is one of the library's. The other functions get such tensors only."""
 
     def whole_shape(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
         """Shape of the whole, where a placeholder has another."""
 
     def local_pieces(self, tensor: torch.Tensor, held: object = None) -> list[Piece]:
-        """The elements that are this process's to bring home; none where it has none."""
+        """The elements that this process has to copy back; none where it has none."""
 
     def hold(self, tensor: torch.Tensor) -> object:
         """What must be kept so that the pieces can be read when the engine is gone; or None."""
@@ -77,7 +77,7 @@ class ShardReader(Protocol):
         """
 
     def remember(self, module: nn.Module) -> Remembered:
-        """What a module was before the library had it, if it has it."""
+        """The state of a module before the library took it over, if it did."""
 
     def take_back(self, module: nn.Module, remembered: Remembered) -> bool:
         """Make a module that the library took apart in this one process what it was.

@@ -13,7 +13,7 @@ __all__ = ["DummyOptim", "DummyScheduler"]
 
 
 class _Unsaid(float):
-    """A default, which can be told from the same number given by its type."""
+    """A default, whose type tells it from the same number given by a caller."""
 
 
 class _UnsaidSteps(int):
@@ -44,8 +44,8 @@ class DummyOptim:
         lr: As given.
         weight_decay: As given.
         kwargs: As given.
-        given: What was given of these, by name. A default was said by nobody, so it contradicts no
-            file; it fills in ``"auto"`` all the same.
+        given: What was given of these, by name. A default was not chosen by the user, so it
+            contradicts no file; it fills in ``"auto"`` all the same.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class DummyOptim:
         weight_decay: float = _WEIGHT_DECAY,
         **kwargs: Any,
     ) -> None:
-        self.params = list(params)  # a generator could be read once only
+        # A list, because a generator could be read only once.
+        self.params = list(params)
         self.lr = lr
         self.weight_decay = weight_decay
         self.kwargs = kwargs

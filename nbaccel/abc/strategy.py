@@ -70,7 +70,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def wrap(self, bundle: Bundle) -> Bundle:
-        """Make models ready to train, and point the optimizers at what became of the parameters.
+        """Make models ready to train, and let the optimizers hold the parameters that result.
 
         Args:
             bundle: Models that are on their device, with their optimizers.
@@ -124,7 +124,7 @@ class Strategy(ABC):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def release(self, models: Iterable[nn.Module] | None = None) -> None:  # noqa: B027 - nothing is kept
-        """Let go of what :meth:`wrap` made for these models; None for all."""
+        """Release what :meth:`wrap` made for these models; None for all."""
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """The whole state dict of the unwrapped model; a collective where it is sharded.

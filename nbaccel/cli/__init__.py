@@ -14,8 +14,8 @@ from nbaccel.errors import InternalError, NbaccelError
 
 __all__ = ["main"]
 
-_MISTAKE = 2  # as argparse ends where an option is wrong
-_INTERRUPTED = 130  # as a shell tells of SIGINT
+_MISTAKE = 2  # as argparse exits where an option is wrong
+_INTERRUPTED = 130  # the shell's status for SIGINT
 _WIDTH = 100
 
 
@@ -26,14 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What comes after ``nbaccel``; None for those of this process.
 
     Returns:
-        The exit status: 0, 2 for what the user can mend, 130 after an interrupt.
+        The exit status: 0, 2 for what the user can correct, 130 after an interrupt.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
         status: int = options.run(options)
     except InternalError:
-        raise  # a bug of ours, with its traceback
+        # A bug of nbaccel needs its traceback.
+        raise
     except NbaccelError as error:
         print(_paragraph(parser.prog, str(error)), file=sys.stderr)
         return _MISTAKE

@@ -1,8 +1,8 @@
-"""What is known of a worker's failure, and how it is told.
+"""What is known of a worker's failure, and how it is reported.
 
 The first failure *by time* that is not merely a lost connection is the cause; everything else is a
 consequence and gets one line. (When one rank dies, its peers see "Connection closed by peer" and
-often report first: to believe them is to blame the wrong rank.)
+often report first: believing them would blame the wrong rank.)
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from nbaccel.failures.wrapped_errors import unwrap_error
 from nbaccel.frames import Frame, place, user_frame
 from nbaccel.units import format_bytes, mark_left_out, shorten_text
 
-# nbaccel's own; one whose cause is a lost connection is no better.
+# nbaccel's own error; where its cause is a lost connection, it is a consequence too.
 _CONSEQUENCE_TYPE = "CollectiveTimeout"
 _OUTPUT_LINE_CHARS = 140
 _LINES_AROUND = 2  # source lines shown before and after the failing one
-_MESSAGE_CHARS = 20_000  # of a longer message head and tail travel
+_MESSAGE_CHARS = 20_000  # of a longer message only head and tail are sent
 _HEADLINE_CHARS = 1_000
 _TEXT_CHARS = 300
 _MOST_CAUSES = 20
@@ -52,7 +52,7 @@ class RaisedError:
     num_chars: int = 0
     """How long the whole message was, where only head and tail are here."""
     missing_name: str = ""
-    """Of a NameError: the name that was not there."""
+    """The name that a NameError is about."""
 
     @property
     def first_line(self) -> str:
@@ -91,14 +91,14 @@ class FailureRecord:
     evidence: str = ""
     """What the system says about the death: out-of-memory kills, full /dev/shm."""
     doing: str = ""
-    """For a rank that was stopped: what it was doing; for one that has died: what is known of it
-    beyond its status."""
+    """For a rank that was stopped: what it was doing; for one that has died: what is known beyond
+    its status."""
 
     @classmethod
     def of_error(
         cls, worker_rank: int, raised_error: BaseException, *, failure_time: float
     ) -> FailureRecord:
-        """That of a rank whose function has raised."""
+        """The record of a rank whose function has raised."""
         return cls(rank=worker_rank, time=failure_time, raised=describe_error(raised_error))
 
     @classmethod
@@ -112,7 +112,7 @@ class FailureRecord:
         oom_kills: int,
         death_reason: str,
     ) -> FailureRecord:
-        """That of a rank whose process has ended by itself, now.
+        """The record of a rank whose process has just ended by itself.
 
         Args:
             worker_rank: Its rank.
@@ -134,21 +134,22 @@ class FailureRecord:
 
     @classmethod
     def of_stop(
-        cls, worker_rank: int, stack_text: Sequence[Frame], *, had_started: bool
+        cls, worker_rank: int, stack_frames: Sequence[Frame], *, had_started: bool
     ) -> FailureRecord:
-        """That of a rank that did nothing wrong, and was stopped because of something else.
+        """The record of a rank that did nothing wrong, and was stopped because of something else.
 
         Args:
             worker_rank: Its rank.
-            stack_text: Where it was, innermost call first, as far as that is known.
+            stack_frames: Where it was, innermost call first, as far as that is known.
             had_started: Whether the user's code was running.
         """
-        rank_activity = f"was {RankActivity.of_stack(stack_text)} when nbaccel stopped it"
+        rank_activity = f"was {RankActivity.of_stack(stack_frames)} when nbaccel stopped it"
         return cls(
             rank=worker_rank,
+            # Never the first failure: it was stopped because of another one.
             time=float("inf"),
             doing=rank_activity if had_started else "had not started",
-            stack=tuple(stack_text),
+            stack=tuple(stack_frames),
         )
 
     @property
@@ -187,45 +188,48 @@ def first_cause(failure_records: Sequence[FailureRecord]) -> FailureRecord:
     ordered_records = sorted(failure_records, key=lambda failure_record: failure_record.time)
     return next(
         (failure_record for failure_record in ordered_records if not failure_record.is_consequence),
+        # All are consequences; the earliest is the closest to the cause.
         ordered_records[0],
     )
 
 
 def describe_error(raised_error: BaseException) -> RaisedError:
-    """Take down an exception for another process. Frames of nbaccel at the outside are dropped."""
+    """Describe an exception for another process. Outermost frames of nbaccel are dropped."""
     seen_errors: set[int] = set()
     return _describe_part(raised_error, seen_errors)
 
 
 def _describe_part(raised_error: BaseException, seen_errors: set[int]) -> RaisedError:
     seen_errors.add(id(raised_error))
-    inner_frames = raised_error.__cause__ or (
+    # As in Python's own tracebacks: `raise … from None` hides the context.
+    cause_error = raised_error.__cause__ or (
         None if raised_error.__suppress_context__ else raised_error.__context__
     )
+    # Causes may form a cycle, and a retry loop may build an endless chain.
     has_cause = (
-        inner_frames is not None
-        and id(inner_frames) not in seen_errors
+        cause_error is not None
+        and id(cause_error) not in seen_errors
         and len(seen_errors) < _MOST_CAUSES
     )
     error_notes = [str(error_note) for error_note in getattr(raised_error, "__notes__", ())][
         -_MOST_NOTES:
     ]
-    own_notes = _error_frames(raised_error.__traceback__) + _is_unparsed(raised_error)
+    error_frames = _error_frames(raised_error.__traceback__) + _unparsed_place(raised_error)
     original_error = unwrap_error(raised_error)
     if original_error is not None:
-        own_notes += original_error.frames
+        error_frames += original_error.frames
         error_notes.append(f"It was raised {original_error.where}.")
     error_text = _error_text(raised_error) if original_error is None else original_error.message
     return RaisedError(
         type_name=kind_name(type(raised_error) if original_error is None else original_error.kind),
         message=shorten_text(error_text, _MESSAGE_CHARS),
         num_chars=len(error_text),
-        frames=own_notes,
+        frames=error_frames,
         missing_name=getattr(raised_error, "name", None) or ""
         if isinstance(raised_error, NameError)
         else "",
-        cause=_describe_part(inner_frames, seen_errors)
-        if inner_frames is not None and has_cause
+        cause=_describe_part(cause_error, seen_errors)
+        if cause_error is not None and has_cause
         else None,
         notes=tuple(shorten_text(error_note, _MESSAGE_CHARS) for error_note in error_notes),
         parts=tuple(
@@ -237,7 +241,7 @@ def _describe_part(raised_error: BaseException, seen_errors: set[int]) -> Raised
 
 
 def kind_name(error_class: type) -> str:
-    """A class as a reader knows it: with its module, unless that goes without saying."""
+    """A class as a reader knows it: with its module, except for built-in and own classes."""
     plain_name = error_class.__module__ in ("builtins", "__main__", "nbaccel.errors")
     return (
         error_class.__qualname__
@@ -248,12 +252,13 @@ def kind_name(error_class: type) -> str:
 
 def _error_text(raised_error: BaseException) -> str:
     try:
-        return raised_error.msg if _is_unparsed(raised_error) else str(raised_error)  # type: ignore[attr-defined]
+        # str() of a SyntaxError repeats file and line, which the frame shows.
+        return raised_error.msg if _unparsed_place(raised_error) else str(raised_error)  # type: ignore[attr-defined]
     except Exception as broken:  # the user's own __str__ may raise anything
         return f"<its text cannot be shown: __str__ raised {type(broken).__name__}>"
 
 
-def _is_unparsed(raised_error: BaseException) -> tuple[Frame, ...]:
+def _unparsed_place(raised_error: BaseException) -> tuple[Frame, ...]:
     """Code that never ran has no frame: the place that a SyntaxError names stands for it."""
     if (
         not isinstance(raised_error, SyntaxError)
@@ -266,6 +271,7 @@ def _is_unparsed(raised_error: BaseException) -> tuple[Frame, ...]:
 
 def _error_frames(traceback_entry: TracebackType | None) -> tuple[Frame, ...]:
     found_frames = list(frames.of_traceback(traceback_entry))
+    # One frame stays, or an error raised by nbaccel itself would have no place.
     while len(found_frames) > 1 and found_frames[0].is_house:
         found_frames.pop(0)
     return tuple(found_frames)
@@ -287,6 +293,7 @@ def parse_stack(stack_dump: str) -> tuple[Frame, ...]:
         found_frames = [
             Frame(
                 file=frame_match["file"],
+                # faulthandler writes question marks where it cannot read the line.
                 line=int(frame_match["line"].strip("?") or 0),
                 function=frame_match["function"],
             )
@@ -297,6 +304,7 @@ def parse_stack(stack_dump: str) -> tuple[Frame, ...]:
             or any(stack_frame.file == _WORKER_FILE for stack_frame in found_frames)
         ):
             longest_stack = found_frames
+    # The outermost frames are those of the worker itself.
     while longest_stack and longest_stack[-1].is_house:
         longest_stack.pop()
     return tuple(longest_stack)
@@ -314,26 +322,28 @@ class RankActivity:
     """Where in its own code it was, if in any."""
 
     @classmethod
-    def of_stack(cls, stack_text: Sequence[Frame]) -> RankActivity:
+    def of_stack(cls, stack_frames: Sequence[Frame]) -> RankActivity:
         """What a stack says, innermost call first."""
-        user_frames = user_frame(stack_text)
+        own_frame = user_frame(stack_frames)
         called_names = [
             stack_frame.function
-            for stack_frame in stack_text
+            for stack_frame in stack_frames
             if "/torch/distributed/" in stack_frame.file
         ]
+        # torch wraps its collectives in functions called `wrapper`, which say nothing.
         public_calls = [
             function_name
             for function_name in called_names
             if not function_name.startswith("_") and function_name != "wrapper"
         ]
+        # The outermost one, because collectives call each other and the user called this one.
         if public_calls:
-            return cls(collective=public_calls[-1], at=user_frames)
+            return cls(collective=public_calls[-1], at=own_frame)
         return cls(
-            called=_called_name(stack_text, user_frames)
-            if stack_text and stack_text[0] != user_frames
+            called=_called_name(stack_frames, own_frame)
+            if stack_frames and stack_frames[0] != own_frame
             else "",
-            at=user_frames,
+            at=own_frame,
         )
 
     def __str__(self) -> str:
@@ -342,15 +352,15 @@ class RankActivity:
         return f"{activity_words} ({place(self.at)})" if self.at else activity_words
 
 
-def _called_name(stack_text: Sequence[Frame], user_frames: Frame | None) -> str:
+def _called_name(stack_frames: Sequence[Frame], own_frame: Frame | None) -> str:
     """What the user's frame called, by the outermost name that is not private."""
-    inner_frames = stack_text[: stack_text.index(user_frames)] if user_frames else stack_text
+    inner_frames = stack_frames[: stack_frames.index(own_frame)] if own_frame else stack_frames
     function_names = [
         stack_frame.function
         for stack_frame in reversed(inner_frames)
         if not stack_frame.function.startswith("_")
     ]
-    return function_names[0] if function_names else stack_text[0].function
+    return function_names[0] if function_names else stack_frames[0].function
 
 
 def as_clause(message_sentence: str) -> str:
@@ -361,8 +371,8 @@ def as_clause(message_sentence: str) -> str:
 # ------------------------------------------------------------------------- exits
 
 
-_ADDS_UP = "inference_all_reduce"
-"""DeepSpeed's function that ends a worker without shared memory, and says nothing."""
+_SHARED_MEMORY_FUNCTION = "inference_all_reduce"
+"""DeepSpeed's function in which a worker without shared memory crashes without a message."""
 
 _SIGNAL_MEANINGS: dict[str, tuple[str, str]] = {
     "SIGKILL": (
@@ -394,10 +404,11 @@ _SIGNAL_MEANINGS: dict[str, tuple[str, str]] = {
 """By name: not every system that nbaccel can be imported on has all of them."""
 
 
-def _signal_name(part_number: int) -> str:
+def _signal_name(signal_number: int) -> str:
     try:
-        return signal.Signals(part_number).name
-    except ValueError:  # no signal, or one of the real-time signals between the first and the last
+        return signal.Signals(signal_number).name
+    # Not a signal, or a real-time signal other than the first and the last, which have no name.
+    except ValueError:
         return ""
 
 
@@ -405,10 +416,10 @@ def name_exit(exit_status: int) -> str:
     """`-9` → `was killed by SIGKILL (signal 9)`."""
     if exit_status >= 0:
         return f"left with exit code {exit_status} before the function returned"
-    function_name = _signal_name(-exit_status)
+    signal_name = _signal_name(-exit_status)
     return (
-        f"was killed by {function_name} (signal {-exit_status})"
-        if function_name
+        f"was killed by {signal_name} (signal {-exit_status})"
+        if signal_name
         else f"was killed by signal {-exit_status}"
     )
 
@@ -417,22 +428,23 @@ def explain_exit(failure_record: FailureRecord) -> list[str]:
     """Likely cause and remedy of a death without an exception."""
     exit_status = failure_record.exit_status
     if exit_status is None or (failure_record.doing and exit_status >= 0):
-        return []  # all that is known is in the headline
+        # All that is known is in the headline.
+        return []
     if exit_status >= 0:
         return [
             "The process ended itself (os._exit, or a library that exits), so neither results "
             "nor weights came back. Let the function return instead."
         ]
-    first_cause, remedy_text = _SIGNAL_MEANINGS.get(_signal_name(-exit_status), ("", ""))
+    likely_cause, remedy_text = _SIGNAL_MEANINGS.get(_signal_name(-exit_status), ("", ""))
     if exit_status == -signal.SIGSEGV and count_chips(env.snapshot()):
-        first_cause, remedy_text = (
+        likely_cause, remedy_text = (
             "On a TPU host this usually means that host memory ran out.",
             "Build the model in a cell and pass it in args, so that all workers share one copy.",
         )
     if exit_status == -signal.SIGSEGV and any(
-        stack_frame.function == _ADDS_UP for stack_frame in failure_record.stack
+        stack_frame.function == _SHARED_MEMORY_FUNCTION for stack_frame in failure_record.stack
     ):
-        first_cause, remedy_text = (
+        likely_cause, remedy_text = (
             "DeepSpeed adds up through shared memory, and this worker has none: /dev/shm lacks "
             "66 MiB for each worker, or it was forked after DeepSpeed had run in the notebook.",
             "Enlarge /dev/shm (docker run --shm-size=1g), and leave start_method at 'auto'.",
@@ -444,7 +456,7 @@ def explain_exit(failure_record: FailureRecord) -> list[str]:
     )
     return [
         text_line
-        for text_line in (failure_record.evidence or first_cause, used_memory, remedy_text)
+        for text_line in (failure_record.evidence or likely_cause, used_memory, remedy_text)
         if text_line
     ]
 
@@ -454,14 +466,14 @@ def explain_exit(failure_record: FailureRecord) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureReport:
-    """Everything a failed launch says."""
+    """The report of a failed launch."""
 
     records: tuple[FailureRecord, ...]
     world_size: int
     last_output: dict[int, list[str]] = field(default_factory=dict)
     closing: str = ""
     headline: str = ""
-    """Says better what happened than the cause's own words."""
+    """A better description of what happened than the text of the cause."""
     advice: str = ""
 
     @property
@@ -471,19 +483,17 @@ class FailureReport:
 
     def lines(self) -> list[str]:
         """The text, at most about thirty lines."""
-        first_cause = self.cause
-        report_lines = [
-            f"rank {first_cause.rank} of {self.world_size} {self.headline or first_cause.headline}"
-        ]
+        cause = self.cause
+        report_lines = [f"rank {cause.rank} of {self.world_size} {self.headline or cause.headline}"]
         report_lines += [self.advice] if self.advice else []
-        if first_cause.raised is not None:
-            report_lines += [] if self.headline else _more_message(first_cause.raised)
-            report_lines += _tell_raised(first_cause.raised)
+        if cause.raised is not None:
+            report_lines += [] if self.headline else _more_message(cause.raised)
+            report_lines += _tell_raised(cause.raised)
         else:
-            report_lines += _tell_stack(first_cause.stack)
-            report_lines += explain_exit(first_cause)
-        report_lines += self._output(first_cause.rank)
-        report_lines += self._others(first_cause)
+            report_lines += _tell_stack(cause.stack)
+            report_lines += explain_exit(cause)
+        report_lines += self._output(cause.rank)
+        report_lines += self._others(cause)
         return [*report_lines, self.closing] if self.closing else report_lines
 
     def _output(self, worker_rank: int) -> list[str]:
@@ -497,19 +507,19 @@ class FailureReport:
             else []
         )
 
-    def _others(self, first_cause: FailureRecord) -> list[str]:
+    def _others(self, cause_record: FailureRecord) -> list[str]:
         other_records = sorted(
             (
                 failure_record
                 for failure_record in self.records
-                if failure_record is not first_cause
+                if failure_record is not cause_record
             ),
             key=lambda failure_record: failure_record.rank,
         )
         if not other_records:
             return []
         shown_records = [
-            f"  rank {failure_record.rank}: {_one_line(failure_record, first_cause)}"
+            f"  rank {failure_record.rank}: {_one_line(failure_record, cause_record)}"
             for failure_record in other_records[:8]
         ]
         more_words = (
@@ -518,24 +528,24 @@ class FailureReport:
         return ["The other ranks:", *shown_records, *more_words]
 
 
-def _one_line(failure_record: FailureRecord, first_cause: FailureRecord) -> str:
+def _one_line(failure_record: FailureRecord, cause_record: FailureRecord) -> str:
     if failure_record.is_consequence and failure_record.raised is not None:
-        user_frames = user_frame(reversed(failure_record.raised.frames))
-        place_words = f" at {place(user_frames)}" if user_frames else ""
+        own_frame = user_frame(reversed(failure_record.raised.frames))
+        place_words = f" at {place(own_frame)}" if own_frame else ""
         return f"lost its connection{place_words} (a consequence)"
     if (
         failure_record.exit_status is not None
         and failure_record.doing
-        and failure_record.doing == first_cause.doing
+        and failure_record.doing == cause_record.doing
     ):
         return "ended with it, too"
     error_text = _cut_line(failure_record.headline)
     if failure_record.raised is not None:
-        user_frames = user_frame(reversed(failure_record.raised.frames))
-        place_words = f" at {place(user_frames)}" if user_frames else ""
+        own_frame = user_frame(reversed(failure_record.raised.frames))
+        place_words = f" at {place(own_frame)}" if own_frame else ""
         if (
-            first_cause.raised is not None
-            and first_cause.raised.type_name == failure_record.raised.type_name
+            cause_record.raised is not None
+            and cause_record.raised.type_name == failure_record.raised.type_name
         ):
             return (
                 f"raised {failure_record.raised.type_name}, "
@@ -554,7 +564,7 @@ def _cut_line(error_text: str) -> str:
 
 
 def _more_message(described_error: RaisedError) -> list[str]:
-    """What follows the first line. What matters may stand at the end of it as well."""
+    """What follows the first line, shortened in the middle: what matters may be at the end."""
     rest_lines = described_error.message.strip().splitlines()[1:]
     if len(rest_lines) > 11:
         rest_lines = [*rest_lines[:4], f"… {len(rest_lines) - 10} more lines", *rest_lines[-6:]]
@@ -589,14 +599,16 @@ def _tell_raised(described_error: RaisedError) -> list[str]:
         and described_error.frames[-1].is_library
         and not described_error.frames[-1].is_house
     ):
-        inner_frames = described_error.frames[-1]
-        report_lines.append(f"  raised inside {inner_frames.function} ({place(inner_frames)})")
+        innermost_frame = described_error.frames[-1]
+        report_lines.append(
+            f"  raised inside {innermost_frame.function} ({place(innermost_frame)})"
+        )
     if described_error.cause is not None:
-        place_words = user_frame(reversed(described_error.cause.frames))
-        line_index = f" at {place(place_words)}" if place_words else ""
+        cause_frame = user_frame(reversed(described_error.cause.frames))
+        place_words = f" at {place(cause_frame)}" if cause_frame else ""
         report_lines.append(
             f"  which came from {described_error.cause.type_name}: "
-            f"{described_error.cause.first_line}{line_index}"
+            f"{described_error.cause.first_line}{place_words}"
         )
     return report_lines + _tell_parts(described_error)
 
@@ -608,23 +620,23 @@ def _tell_parts(described_error: RaisedError) -> list[str]:
         described_error.leaves() if described_error.parts else (), 1
     ):
         report_lines.append(f"  {part_number}. {group_part.type_name}: {group_part.first_line}")
-        user_frames = user_frame(reversed(group_part.frames))
-        if user_frames is not None:
+        own_frame = user_frame(reversed(group_part.frames))
+        if own_frame is not None:
             report_lines += [
-                f"  {place(user_frames)}, in {user_frames.function}",
-                *frames.source(user_frames, num_around=0),
+                f"  {place(own_frame)}, in {own_frame.function}",
+                *frames.source(own_frame, num_around=0),
             ]
     return report_lines
 
 
-def _tell_stack(stack_text: Sequence[Frame]) -> list[str]:
-    user_frames = user_frame(stack_text)
-    if user_frames is None:
+def _tell_stack(stack_frames: Sequence[Frame]) -> list[str]:
+    own_frame = user_frame(stack_frames)
+    if own_frame is None:
         return []
     report_lines = [
-        f"  {place(user_frames)}, in {user_frames.function}",
-        *frames.source(user_frames, num_around=_LINES_AROUND),
+        f"  {place(own_frame)}, in {own_frame.function}",
+        *frames.source(own_frame, num_around=_LINES_AROUND),
     ]
-    if stack_text[0] != user_frames:
-        report_lines.append(f"  inside {stack_text[0].function} ({place(stack_text[0])})")
+    if stack_frames[0] != own_frame:
+        report_lines.append(f"  inside {stack_frames[0].function} ({place(stack_frames[0])})")
     return report_lines

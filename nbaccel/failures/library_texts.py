@@ -1,7 +1,7 @@
-"""What other libraries say, where their words are all there is to decide by.
+"""Messages of other libraries, where their words are the only way to tell errors apart.
 
-Where an error has a type, a field or a traceback that tells, that is asked instead. A version that
-says it in other words costs a user an explanation, and never a result.
+Where an error has a type, a field or a traceback that tells, that is used instead. If a version
+changes the words, a user loses an explanation, but never a result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOST_TYPES = {
     "BrokenPipeError",
 }
 
-# Of a group that is looked up by name, or held in C++, where no frame has it as a value.
+# Raised for a group that is looked up by name, or held in C++, where no frame has it as a value.
 _LEFT_GROUP_TYPES = (RuntimeError, ValueError, AssertionError)
 _LEFT_GROUP = (
     "DeepSpeed backend not set",  # DeepSpeed 0.19

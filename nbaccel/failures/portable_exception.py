@@ -1,8 +1,8 @@
-"""What travels of a worker's exception: its type, its arguments, its attributes.
+"""What is sent of a worker's exception: its type, its arguments, its attributes.
 
 [Note: not pickled whole] Pickle rebuilds an exception by calling its class with `args`. That fails
 for every class whose `__init__` takes other arguments than it hands on, and `except MyError` in the
-notebook would not see it. So the parts travel apart, and no `__init__` runs on arrival.
+notebook would not see it. So the parts are sent separately, and no `__init__` runs on arrival.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PortableException:
     """What its class keeps elsewhere: `OSError.errno`, `StopIteration.value`."""
 
     def in_reserve(self) -> Iterator[PortableException]:
-        """This, and what can be sent in its place if it cannot: ever less of it."""
+        """This, and what can be sent in its place if it cannot be pickled, in decreasing detail."""
         yield self
         for error_class in self.kind.__mro__:
             if issubclass(error_class, Exception) and error_class is not Exception:
@@ -45,33 +45,39 @@ class PortableException:
         Raises:
             Exception: Whatever Python raises where the two types cannot be joined.
         """
-        attribute_name = f"{base_class.__name__}[{self.kind.__name__}]"
-        joined_class = type(attribute_name, (base_class, self.kind), class_names)
+        class_name = f"{base_class.__name__}[{self.kind.__name__}]"
+        joined_class = type(class_name, (base_class, self.kind), class_names)
         # The `__new__` that the joined type inherits is that of `base_class`, which Python refuses
-        # where
-        # the other type has a memory layout of its own (OSError, UnicodeError, ExceptionGroup).
+        # where the other type has a memory layout of its own (OSError, UnicodeError,
+        # ExceptionGroup).
         native_class = next(
-            base_class for base_class in self.kind.__mro__ if not base_class.__flags__ & _HEAP_TYPE
+            parent_class
+            for parent_class in self.kind.__mro__
+            if not parent_class.__flags__ & _HEAP_TYPE
         )
         try:
-            class_attribute: BaseException = native_class.__new__(joined_class, *self.args)
-        except TypeError:  # MemoryError: it has a `__new__` of its own, but the common layout
-            class_attribute = base_class.__new__(joined_class, *self.args)
-        class_attribute.__dict__.update(self.attributes)
+            revived_error: BaseException = native_class.__new__(joined_class, *self.args)
+        # MemoryError has a `__new__` of its own, but the common layout.
+        except TypeError:
+            revived_error = base_class.__new__(joined_class, *self.args)
+        revived_error.__dict__.update(self.attributes)
         for slot_name, attribute_value in self.slots.items():
-            with contextlib.suppress(AttributeError, TypeError):  # some can only be read
-                setattr(class_attribute, slot_name, attribute_value)
-        return class_attribute
+            # Some slots are read-only.
+            with contextlib.suppress(AttributeError, TypeError):
+                setattr(revived_error, slot_name, attribute_value)
+        return revived_error
 
 
 def take_error(taken_error: BaseException) -> PortableException:
     """Take an exception apart; traceback, causes and notes are described elsewhere."""
     original_error = unwrap_error(taken_error)
-    if original_error is not None:  # its parts have not come out of the process that it is from
+    # Of an error that torch has raised again, the parts have stayed in the process it came from.
+    if original_error is not None:
         return PortableException(original_error.kind, (), {}, {})
     kept_attributes = {
         attribute_name: _shortened(attribute_value)
         for attribute_name, attribute_value in vars(taken_error).items()
+        # Notes are part of the failure record, which shows them.
         if attribute_name != "__notes__"
     }
     slot_values = {
@@ -84,7 +90,7 @@ def take_error(taken_error: BaseException) -> PortableException:
 
 
 def _shortened(attribute_value: Any) -> Any:
-    """A message of a hundred megabytes does not travel: who handles it wants its type."""
+    """A message of a hundred megabytes is not sent whole: handlers need the type."""
     return (
         shorten_text(attribute_value, _MOST_CHARS)
         if type(attribute_value) is str
@@ -100,5 +106,6 @@ def _slot_names(taken_error: BaseException) -> Iterator[tuple[str, Any]]:
                 and not attribute_name.startswith("_")
                 and attribute_name != "args"
             ):
-                with contextlib.suppress(AttributeError):  # not set
+                # A slot that was never set raises.
+                with contextlib.suppress(AttributeError):
                     yield attribute_name, getattr(taken_error, attribute_name)

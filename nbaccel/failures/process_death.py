@@ -13,8 +13,9 @@ from nbaccel.units import format_bytes
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Let a KeyboardInterrupt wait until the block is through, and all blocks around it."""
+    """Delay a KeyboardInterrupt until the end of this block and of all blocks around it."""
     in_main = threading.current_thread() is threading.main_thread()
+    # Python runs signal handlers in the main thread only, so other threads are not interrupted.
     if not in_main or isinstance(signal.getsignal(signal.SIGINT), _HeldInterrupt):
         yield
         return
@@ -24,6 +25,7 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler_before)
+    # After the handler is restored, and only if the block raised nothing: its error counts more.
     if held_interrupt.pressed:
         raise KeyboardInterrupt
 
@@ -66,6 +68,5 @@ def explain_kill(exit_status: int, kills_before: int) -> str:
     free_bytes = format_bytes(psutil.virtual_memory().available)
     return (
         f"The system ran out of memory and killed {num_kills} process(es) during this launch "
-        "(oom_kill "
-        f"count); {free_bytes} are free now."
+        f"(oom_kill count); {free_bytes} are free now."
     )

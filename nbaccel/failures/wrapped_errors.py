@@ -1,4 +1,4 @@
-r"""The errors that torch raises again for another process or thread, taken apart.
+r"""Errors that torch raises again for another process or thread, taken apart.
 
     DataLoader worker    KeyError('x') ─► ExceptionWrapper: its class, its traceback as text
     rank                 KeyError("Caught KeyError in DataLoader worker process 0.\nOriginal ...")
@@ -53,6 +53,7 @@ def unwrap_error(raised_error: BaseException) -> WrappedError | None:
     traceback_blocks = _TRACEBACK_BLOCK.split(torch_wrapper.exc_msg)
     if len(traceback_blocks) < 2:
         return None
+    # The last block, because the causes of an error come before it.
     original_lines = traceback_blocks[-1].rstrip("\n").split("\n")
     frames_end = next(
         (
@@ -81,7 +82,8 @@ def unwrap_error(raised_error: BaseException) -> WrappedError | None:
 
 def _torch_wrapper(traceback_entry: TracebackType | None) -> Any:
     """The wrapper whose `reraise` is the innermost call."""
-    if traceback_entry is None or "torch" not in sys.modules:  # without torch there is none to find
+    # Without torch there is no wrapper to find, and importing it takes seconds.
+    if traceback_entry is None or "torch" not in sys.modules:
         return None
     from nbaccel import torch_private
 

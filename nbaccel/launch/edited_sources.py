@@ -27,7 +27,7 @@ _OWN_PACKAGES = ("nbaccel", "__main__", "__mp_main__")
 
 
 class _FileStamp(NamedTuple):
-    """What Python itself tells versions of a source file by (PEP 552, "timestamp-based pycs")."""
+    """By what Python tells versions of a source file apart (PEP 552, timestamp-based pycs)."""
 
     mtime_s: int
     size_bytes: int
@@ -38,7 +38,7 @@ class _ImportedSource(NamedTuple):
     """Another one after a reload."""
     stamp: _FileStamp
     told: _FileStamp | None = None
-    """The edit that the user has been told of."""
+    """The edit that has been reported to the user."""
 
 
 # Which version of a file is in this process's memory is a fact of the process, like the modules
@@ -51,7 +51,7 @@ _IMPORTED_SOURCES: weakref.WeakKeyDictionary[types.ModuleType, _ImportedSource] 
 def tell_of_edits() -> None:
     """Write a line for each local module whose file is not what this process has imported.
 
-    Each edit is told once.
+    Each edit is reported once.
     """
     for module_name, loaded_module, source_path in _local_modules():
         current_stamp = _stamp_of(source_path)
@@ -68,9 +68,8 @@ def tell_of_edits() -> None:
         if current_stamp not in (known_source.stamp, known_source.told):
             sys.stderr.write(
                 f"nbaccel: {source_path.name} has been edited since the notebook imported "
-                f"{module_name}. Workers "
-                "that import it now run the edited version, and the notebook runs the old one. "
-                "To have one version everywhere: import importlib; "
+                f"{module_name}. Workers that import it now run the edited version, and the "
+                "notebook runs the old one. To have one version everywhere: import importlib; "
                 f"importlib.reload({module_name})\n"
             )
             known_source = known_source._replace(told=current_stamp)
@@ -88,13 +87,13 @@ def _local_modules() -> Iterator[tuple[str, types.ModuleType, Path]]:
 
 @functools.lru_cache(maxsize=1)
 def _local_names(name_count: int, last_names: str) -> tuple[str, ...]:
-    """Their names; looked for again when another number of modules is there, or another last one.
+    """Their names, found anew when the number of modules or the last one has changed.
 
     A thousand modules take milliseconds, which every cell would wait for.
     """
-    object_kinds = ("stdlib", "platstdlib", "purelib", "platlib")
-    installed_folders = tuple(sysconfig.get_path(object_kind) for object_kind in object_kinds)
-    found_modules = []
+    path_names = ("stdlib", "platstdlib", "purelib", "platlib")
+    installed_folders = tuple(sysconfig.get_path(path_name) for path_name in path_names)
+    local_names = []
     for module_name in tuple(sys.modules):
         module_file = getattr(sys.modules.get(module_name), "__file__", None)
         if (
@@ -107,8 +106,8 @@ def _local_names(name_count: int, last_names: str) -> tuple[str, ...]:
             not module_file.startswith(installed_folders)
             and module_name.partition(".")[0] not in _OWN_PACKAGES
         ):
-            found_modules.append(module_name)
-    return tuple(sorted(found_modules))
+            local_names.append(module_name)
+    return tuple(sorted(local_names))
 
 
 def _imported_stamp(module_spec: ModuleSpec) -> _FileStamp | None:
@@ -131,35 +130,36 @@ def _guessed_stamp(
 ) -> _FileStamp:
     """The same where no bytecode file is written: functions are compared with the source's."""
     if current_stamp.mtime_s < int(psutil.Process().create_time()):
-        return current_stamp  # nobody has edited it since this process began
+        # Not edited since this process began.
+        return current_stamp
     try:
         code_object = compile(source_path.read_bytes(), str(source_path), "exec", dont_inherit=True)
-    except (OSError, SyntaxError, ValueError):  # an edit that is not finished is an edit
+    # A file that does not compile has been edited, and the edit is not finished.
+    except (OSError, SyntaxError, ValueError):
         return _FileStamp(0, 0)
     return current_stamp if _is_same(code_object, vars(loaded_module)) else _FileStamp(0, 0)
 
 
-def _is_same(code_object: types.CodeType, found_modules: Mapping[str, Any]) -> bool:
+def _is_same(code_object: types.CodeType, namespace: Mapping[str, Any]) -> bool:
     """Whether the functions and classes in a body of code are those that a namespace has."""
     for inner_code in code_object.co_consts:
-        code_constant = (
-            found_modules.get(inner_code.co_name)
-            if isinstance(inner_code, types.CodeType)
-            else None
+        current_object = (
+            namespace.get(inner_code.co_name) if isinstance(inner_code, types.CodeType) else None
         )
         if (
-            isinstance(code_constant, types.FunctionType)
-            and inspect.unwrap(code_constant).__code__ != inner_code
+            isinstance(current_object, types.FunctionType)
+            and inspect.unwrap(current_object).__code__ != inner_code
         ):
             return False
-        if isinstance(code_constant, type) and not _is_same(inner_code, vars(code_constant)):
+        if isinstance(current_object, type) and not _is_same(inner_code, vars(current_object)):
             return False
     return True
 
 
 def _stamp_of(source_path: Path) -> _FileStamp | None:
     try:
-        found_modules = source_path.stat()
+        file_status = source_path.stat()
     except OSError:
         return None
-    return _FileStamp(int(found_modules.st_mtime) & 0xFFFFFFFF, found_modules.st_size & 0xFFFFFFFF)
+    # Truncated as in the header of a bytecode file.
+    return _FileStamp(int(file_status.st_mtime) & 0xFFFFFFFF, file_status.st_size & 0xFFFFFFFF)

@@ -1,7 +1,7 @@
 """One worker, in the notebook's own process: results look the same, and a debugger works.
 
-The function trains the notebook's model itself, so there is nothing to bring home; and if it
-raises, the exception is the real one, with frames for `%debug` to walk.
+The function trains the notebook's model itself, so nothing has to be copied back; and if it raises,
+the exception is the original one, with frames for `%debug`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def run_inline(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) 
             topology.variables(mixed_precision=plan.config.mixed_precision, device=plan.device)
             | run_variables(plan.config)
         )
-        # Nobody serves a store here: rank 0 has to.
+        # Without this variable rank 0 serves the rendezvous store, which no launcher does here.
         environment_variables |= {"TORCHELASTIC_USE_AGENT_STORE": None, "FORK_LAUNCHED": None}
         with env.applied(environment_variables), _own_libraries(args):
             return [function(*args)]
@@ -41,9 +41,10 @@ def run_inline(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) 
 
 @contextlib.contextmanager
 def _reserved_port(host_name: str, store_port: int | None) -> Iterator[int]:
-    """A port that is bound but not listened on: ours, and the store can still listen there."""
+    """A port that is bound but not listened on: reserved, and the store can still listen there."""
     address_family = socket.AF_INET6 if ":" in host_name else socket.AF_INET
     with socket.socket(address_family, socket.SOCK_STREAM) as probe_socket:
+        # Lets the store bind the same port while this socket holds it without listening.
         probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe_socket.bind((host_name, store_port or 0))
         yield int(probe_socket.getsockname()[1])
@@ -51,10 +52,11 @@ def _reserved_port(host_name: str, store_port: int | None) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _own_libraries(args: tuple[Any, ...]) -> Iterator[None]:
-    """What shards models is taken down after the call, modules whole, unless it was up before it.
+    """Tear down libraries that shard models after the call, unless they were in use before it.
 
-    Nothing is imported for a function that has no use for it: torch alone is a second.
+    Nothing is imported for a function that does not use it: torch alone takes a second.
     """
+    # The process group is the notebook's own: what was set up in it belongs to the notebook too.
     if _has_group():
         yield
         return
@@ -88,7 +90,7 @@ def _modules_in(args: tuple[Any, ...]) -> list[nn.Module]:
 
 
 def _remember_state(strategy_row: StrategyRow, held_module: nn.Module) -> Remembered:
-    """What a module is; a library that has been imported may have it, and knows what it was."""
+    """A module's state before the call; an engine that wraps it knows the original state."""
     if strategy_row.library not in sys.modules:
         return remember(held_module)
     shard_reader: ShardReader = _catalog.load_object(strategy_row.shards)
@@ -97,7 +99,7 @@ def _remember_state(strategy_row: StrategyRow, held_module: nn.Module) -> Rememb
 
 @contextlib.contextmanager
 def _tidy_process() -> Iterator[None]:
-    """Take down what the function set up and left: a process group, Accelerate's shared state."""
+    """Remove what the function set up and left: a process group, Accelerate's shared state."""
     group_before, state_before = _has_group(), _accelerate.is_set_up()
     try:
         yield

@@ -1,10 +1,11 @@
 """Watching the workers of one launch until all have ended.
 
-[Note: lingering] A rank that exits closes its connections. Too early, and it breaks a peer that is
-still connecting to it (`init_process_group` returns on one rank before the other is through). Too
-late, and a peer that waits for it in a collective waits for ever instead of learning that it is
-gone. So a rank that has returned stays until all have; and if that takes long, until no other is
-seen setting up a group. Then it goes, and whoever still counts on it fails at once, with its name.
+[Note: exit barrier] A rank that exits closes its connections. If it does so too early, it breaks a
+peer that is still connecting to it (`init_process_group` returns on one rank before it does on the
+other). If it does so too late, a peer that waits for it in a collective waits for ever instead of
+learning that it is gone. So a rank that has returned stays until all have; and if that takes long,
+until no other is seen setting up a group. Then it exits, and a peer that still depends on it fails
+at once, with its name.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class LaunchSupervisor(Supervisor):
         group: The workers of this node.
         console: Where their output goes.
         timeout_s: Seconds after which the launch is ended; None for no limit.
-        show: Shows how the launch goes on; None for nobody.
+        show: Shows the progress of the launch; None for no display.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class LaunchSupervisor(Supervisor):
         return CallResult(**self.facts())
 
     def begin(self) -> None:
-        """One may have died while the others were started."""
+        """Handle workers that have died while the others were started."""
         self.on_sentinel()
 
     def is_over(self) -> bool:
@@ -65,16 +66,16 @@ class LaunchSupervisor(Supervisor):
         return (member for member in self.members if member.is_busy)
 
     def through(self) -> Iterable[WorkerHandle]:
-        """Workers that stay until the others are through."""
+        """Workers that stay until the others have finished."""
         return (member for member in self.members if not member.is_busy and not member.has_ended)
 
     def clocks(self) -> Iterator[float]:
-        """When ranks that have returned are to be looked after."""
-        if (alarm_times := self._exits.due()) is not None:
-            yield alarm_times
+        """When ranks that have returned are checked next."""
+        if (alarm_time := self._exits.due()) is not None:
+            yield alarm_time
 
     def on_clock(self) -> None:
-        """Look after ranks that have returned."""
+        """Let ranks that have returned leave when it is time."""
         if self._exits.is_overdue():
             self.give_up()
         elif notice := self._exits.advance():
@@ -94,7 +95,7 @@ class LaunchSupervisor(Supervisor):
                 self._ladder.finished(member)
 
     def on_end(self, member: WorkerHandle, exit_status: messaging.Ended) -> None:
-        """A worker is gone: that is a failure unless it was through, or we have ended it."""
+        """A worker is gone: a failure, unless it had finished or was stopped."""
         if not member.is_busy or member.is_stopped:
             member.end()
             return
@@ -104,7 +105,7 @@ class LaunchSupervisor(Supervisor):
 
 
 class ExitBarrier:
-    """Lets the workers that have returned go, at the right time. See [Note: lingering].
+    """Lets workers that have returned exit, at the right time. See [Note: exit barrier].
 
     Args:
         members: All workers of the launch.
@@ -113,14 +114,14 @@ class ExitBarrier:
     def __init__(self, members: Sequence[WorkerHandle]) -> None:
         self._members = members
         self._next_look: float | None = None
-        """When ranks that work are looked at; None before one has returned, or once all is said."""
+        """When ranks at work are looked at; None before one has returned, or after the message."""
         self._are_asked = False
         self._has_begun = False
         self._released_at: float | None = None
         self._released: set[int] = set()
 
     def note_return(self) -> None:
-        """A worker is through."""
+        """A worker has returned."""
         if not self._has_begun:
             self._has_begun = True
             self._next_look = time.monotonic() + time_limits.EXIT_RECHECK_S
@@ -130,14 +131,15 @@ class ExitBarrier:
         if self._at_work():
             return self._next_look
         if self._waiting():
+            # No rank is at work any more: those that wait may leave at once.
             return 0.0
         return None if self._released_at is None else self._released_at + time_limits.EXIT_S
 
     def is_overdue(self) -> bool:
-        """Whether workers that were told to leave are to be ended; not as long as one is at work.
+        """Whether workers that may leave and have not must be ended; not while one is at work.
 
-        They have handed over all they had. One that does not leave (stopped by somebody, or stuck
-        in a library's clean-up), or whose end nobody reports, must not keep the notebook waiting.
+        They have handed over all they had. One that does not leave (stopped by a signal, or stuck
+        in a library's clean-up), or whose end is not reported, must not keep the notebook waiting.
         """
         if self._released_at is None or self._waiting() or self._at_work():
             return False
@@ -154,6 +156,7 @@ class ExitBarrier:
             self._release(current_time)
         elif not self._are_asked:
             for member in busy_members:
+                # Or the old dump would be taken for the answer.
                 member.forget_stack()
                 member.ask_stack()
             self._are_asked, self._next_look = True, current_time + time_limits.ANSWER_S
@@ -166,7 +169,7 @@ class ExitBarrier:
         return [member for member in self._members if member.is_busy]
 
     def _waiting(self) -> list[WorkerHandle]:
-        """Who has returned and has not been told to leave."""
+        """Workers that have returned and may not leave yet."""
         return [
             member
             for member in self._members
@@ -174,14 +177,15 @@ class ExitBarrier:
         ]
 
     def _judge(self, busy_members: list[WorkerHandle], current_time: float) -> str | None:
-        connecting_members = any(
+        is_connecting = any(
             stack_frame.function in _CONNECTING_FUNCTIONS
             for member in busy_members
             for stack_frame in member.stack
         )
-        unborn_members = any(member.state is not HandleState.RUNNING for member in busy_members)
+        is_starting = any(member.state is not HandleState.RUNNING for member in busy_members)
         if self._waiting():
-            if not (connecting_members or unborn_members):
+            # A rank that sets up a group may still need the connections of one that has returned.
+            if not (is_connecting or is_starting):
                 self._release(current_time)
             return None
         if self._released_at is None or current_time < self._released_at + time_limits.EXIT_ALONE_S:
@@ -191,7 +195,8 @@ class ExitBarrier:
         }
         if not all(rank_activity.collective for rank_activity in activity_words.values()):
             return None
-        self._next_look = None  # said once
+        # The message is shown once.
+        self._next_look = None
         done_ranks = ", ".join(str(member.rank) for member in self._members if not member.is_busy)
         waiting_lines = "".join(
             f"\n  rank {worker_rank}: {rank_activity}"
@@ -199,8 +204,7 @@ class ExitBarrier:
         )
         return (
             f"nbaccel: rank {done_ranks} has returned, and every other rank waits in a "
-            "collective. A "
-            "collective needs all ranks: if this one counts on it, it waits for "
+            "collective. A collective needs all ranks: if this one counts on it, it waits for "
             f"ever.{waiting_lines}"
         )
 

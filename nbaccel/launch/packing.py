@@ -1,7 +1,7 @@
-"""Making a call ready to travel: pickled for the template's workers, or left for a fork to take.
+"""Preparing a call for workers: pickled for those of the template, or inherited by a fork.
 
-Which of the two it is, is decided here where the plan says `auto`: the template, unless something
-cannot be pickled or would cost too much to copy, and nothing speaks against a fork.
+Where the plan says `auto`, this module decides: the template, unless something cannot be pickled or
+would cost too much to copy, and a fork is safe.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _COPY_LIMIT_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class PackedCall:
-    """A call made ready to travel, or to be inherited."""
+    """A call that is ready to be sent, or to be inherited."""
 
     call: worker.WorkerCall
     sharing: arena.Sharing
-    """The modules that come home: those in the arguments, and those that the function reaches."""
+    """The modules that are copied back: those in the arguments and those the function reaches."""
     arenas: dict[str, arena.Arena]
     parcel: pickling.PackedObject | None
     fd: int | None
@@ -44,33 +44,36 @@ def pack_call(
     if plan.start_method == "fork":
         judge_fork()
         return _inherited_call(function, args, module_sharing), plan
-    asked_method = plan.config.start_method == "template"
+    is_template_asked = plan.config.start_method == "template"
     try:
         return _pickle_call(
-            function, args, module_sharing, None if asked_method else _COPY_LIMIT_BYTES
+            # A requested template takes any amount of data; on `auto` a fork may be better.
+            function,
+            args,
+            module_sharing,
+            None if is_template_asked else _COPY_LIMIT_BYTES,
         ), plan
     except pickling.TooCostly:
         fork_reason = (
             f"a copy of its data for each worker would take over {_COPY_LIMIT_BYTES >> 20} MiB"
         )
-        found_modules = fork_safety.hazards()
-        if found_modules:
+        fork_hazards = fork_safety.hazards()
+        # A slow start is better than workers that may hang.
+        if fork_hazards:
             return _pickle_call(function, args, module_sharing, None), plan
-    except Exception as pickling_error:  # pickling runs user code: anything may come out of it
+    except Exception as pickling_error:  # pickling runs user code: it may raise anything
         culprit_path = pickling.find_culprit(function, args)
         fork_reason = (
             f"{culprit_path} cannot be pickled ({type(pickling_error).__name__}: {pickling_error})"
         )
-        found_modules = fork_safety.hazards()
-        if asked_method or found_modules:
+        fork_hazards = fork_safety.hazards()
+        if is_template_asked or fork_hazards:
             raise NotSendable(
-                _cannot_send(culprit_path, pickling_error, found_modules), path=culprit_path
+                _cannot_send(culprit_path, pickling_error, fork_hazards), path=culprit_path
             ) from pickling_error
-    changed_sources = plan.with_start_method(
-        "fork", f"{fork_reason}, and nothing speaks against a fork"
-    )
+    fork_plan = plan.with_start_method("fork", f"{fork_reason}, and nothing speaks against a fork")
     sys.stderr.write(f"nbaccel: workers are forked from the notebook, because {fork_reason}.\n")
-    return _inherited_call(function, args, module_sharing), changed_sources
+    return _inherited_call(function, args, module_sharing), fork_plan
 
 
 def pack_for_the_living(
@@ -83,7 +86,7 @@ def pack_for_the_living(
     """
     try:
         return _pickle_call(function, args, module_sharing, None)
-    except Exception as pickling_error:  # pickling runs user code: anything may come out of it
+    except Exception as pickling_error:  # pickling runs user code: it may raise anything
         culprit_path = pickling.find_culprit(function, args)
         raise NotSendable(
             f"{culprit_path} cannot be sent to the workers: {type(pickling_error).__name__}: "
@@ -106,8 +109,10 @@ def _pickle_call(
     stray_modules = outermost_modules(
         pickle_sender.modules, (shared_module.module for shared_module in module_sharing.modules)
     )
+    # Modules that only the pickle has shown, such as one in a global of the function.
     if stray_modules:
-        prepared_object.drop()  # it views the memory that is about to be left
+        # It views memory that the modules are about to leave.
+        prepared_object.drop()
         module_sharing = module_sharing.joined(
             _share_reached(_named_modules(stray_modules, function, args))
         )
@@ -132,8 +137,9 @@ def _prepare_sharing(
     limit_bytes: int | None,
 ) -> tuple[worker.WorkerCall, pickling.Sender, pickling.PreparedObject]:
     pickle_sender = pickling.Sender.create(module_sharing.stand_ins)
-    for found_modules in module_sharing.arenas():
-        pickle_sender.key(found_modules)
+    for shared_arena in module_sharing.arenas():
+        # Named before pickling: an arena counts even if the pickle does not refer to it.
+        pickle_sender.key(shared_arena)
     worker_call = _worker_call(function, args, module_sharing, pickle_sender.keys)
     return (
         worker_call,
@@ -153,26 +159,26 @@ def _named_modules(
     taken_paths: dict[str, nn.Module] = {}
     for reached_module in call_modules:
         module_path = module_paths.get(id(reached_module), type(reached_module).__name__)
-        while module_path in taken_paths:  # a report must not mix two up
+        # Reports name modules by path, and must not confuse two of them.
+        while module_path in taken_paths:
             module_path += "'"
         taken_paths[module_path] = reached_module
     return list(taken_paths.items())
 
 
 def _share_reached(call_modules: Sequence[tuple[str, nn.Module]]) -> arena.Sharing:
-    """Share what can be shared; of the rest it is told that its weights stay in the workers."""
+    """Share what can be shared; print a message for modules whose weights stay in the workers."""
     module_sharing = arena.Sharing()
     for module_path, reached_module in call_modules:
         try:
             module_sharing = module_sharing.joined(
                 arena.share_modules([(module_path, reached_module)])
             )
-        except ModelNotShareable as pickling_error:
-            fork_reason = str(pickling_error).partition("\n")[2].strip()
+        except ModelNotShareable as sharing_error:
+            refusal_reason = str(sharing_error).partition("\n")[2].strip()
             sys.stderr.write(
                 f"nbaccel: each worker gets a copy of {module_path}, and its weights will not "
-                "come back, "
-                f"because it cannot be shared: {fork_reason}\n"
+                f"come back, because it cannot be shared: {refusal_reason}\n"
             )
     return module_sharing
 
@@ -180,6 +186,7 @@ def _share_reached(call_modules: Sequence[tuple[str, nn.Module]]) -> arena.Shari
 def _inherited_call(
     function: Callable[..., Any], args: tuple[Any, ...], module_sharing: arena.Sharing
 ) -> PackedCall:
+    # Nothing is pickled here, so the modules have to be searched for.
     found_modules = [reached_module for _, reached_module in reached_modules(function, args)]
     stray_modules = outermost_modules(
         found_modules, (shared_module.module for shared_module in module_sharing.modules)
@@ -188,10 +195,10 @@ def _inherited_call(
         _share_reached(_named_modules(stray_modules, function, args))
     )
     call_arenas = {
-        f"arena{position}": found_modules
-        for position, found_modules in enumerate(module_sharing.arenas())
+        f"arena{position}": shared_arena
+        for position, shared_arena in enumerate(module_sharing.arenas())
     }
-    arena_keys = {id(found_modules): arena_key for arena_key, found_modules in call_arenas.items()}
+    arena_keys = {id(shared_arena): arena_key for arena_key, shared_arena in call_arenas.items()}
     worker_call = _worker_call(function, args, module_sharing, arena_keys)
     return PackedCall(
         call=worker_call,
@@ -218,13 +225,13 @@ def _worker_call(
 
 
 def judge_fork() -> None:
-    """Say what speaks against a fork of this process.
+    """Report what makes a fork of this process unsafe.
 
     Raises:
         UnsafeFork: If its children would hang or crash.
     """
-    found_modules = fork_safety.hazards()
-    fatal_hazards = [fork_hazard for fork_hazard in found_modules if fork_hazard.is_fatal]
+    found_hazards = fork_safety.hazards()
+    fatal_hazards = [fork_hazard for fork_hazard in found_hazards if fork_hazard.is_fatal]
     if fatal_hazards:
         raise UnsafeFork(
             "start_method='fork' cannot work in this notebook as it is now:\n"
@@ -232,17 +239,17 @@ def judge_fork() -> None:
             + "\nUse start_method='template' (the default): its workers are forked from a clean "
             "process, so no restart of the notebook is needed."
         )
-    for fork_hazard in found_modules:
+    for fork_hazard in found_hazards:
         sys.stderr.write(f"nbaccel: {fork_hazard}. start_method='template' is safe from that.\n")
 
 
 def _cannot_send(
-    culprit_path: str, pickling_error: Exception, found_modules: Sequence[fork_safety.Hazard]
+    culprit_path: str, pickling_error: Exception, found_hazards: Sequence[fork_safety.Hazard]
 ) -> str:
     no_fork = (
         "A fork, which pickles nothing, is no way out here:\n"
-        + "\n".join(f"  {fork_hazard}" for fork_hazard in found_modules)
-        if found_modules
+        + "\n".join(f"  {fork_hazard}" for fork_hazard in found_hazards)
+        if found_hazards
         else "Or use start_method='fork' (or 'auto'), which pickles nothing."
     )
     return (

@@ -1,6 +1,6 @@
 """One launch, from a plan to results.
 
-    find modules ─► arena ─► pack (or fork) ─► start ─► supervise ─► weights home ─► results
+    find modules ─► arena ─► pack (or fork) ─► start ─► supervise ─► weights back ─► results
 
 Whatever happens, everything opened here is closed here, and the notebook's process is left as it
 was found.
@@ -35,7 +35,7 @@ from nbaccel.workers.start_method import Starter
 from nbaccel.workers.template import TemplateStarter, dispose
 from nbaccel.workers.worker_group import WorkerGroup
 
-_ONE_AT_A_TIME = threading.Lock()  # the template answers one launch at a time
+_ONE_AT_A_TIME = threading.Lock()  # the template serves one launch at a time
 
 
 def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> CallOutcome:
@@ -50,6 +50,7 @@ def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...])
     plan = requirements.check_requirements(plan)
     with _one_at_a_time(), contextlib.ExitStack() as clean_up:
         if plan.start_method != "fork":
+            # A fork has the notebook's modules and imports none anew.
             tell_of_edits()
         module_sharing = arena.share_modules(find_modules(args))
         packed_call, plan = pack_call(plan, function, args, module_sharing)
@@ -60,6 +61,7 @@ def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...])
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
+    # Tried first, so that the user learns why the second launch does not begin.
     if not _ONE_AT_A_TIME.acquire(blocking=False):
         sys.stderr.write(
             "nbaccel: another thread of this notebook has begun a launch; this one waits until "
@@ -79,18 +81,21 @@ def _run_attempts(plan: Plan, packed_call: PackedCall) -> CallOutcome:
         try:
             return _run_attempt(plan, packed_call, attempt_number)
         except (LaunchTimeout, StartupFailed):
-            raise  # the same would happen again, after the same wait
+            # The same would happen again, after the same wait.
+            raise
         except WorkerFailed as error:
             first_attempt = str(error).partition("\n")[0]
             sys.stderr.write(
                 f"nbaccel: {first_attempt}. Restart {attempt_number + 1} of {allowed_restarts}.\n"
             )
+    # The last attempt: its error is the user's.
     return _run_attempt(plan, packed_call, allowed_restarts)
 
 
 def _run_attempt(plan: Plan, packed_call: PackedCall, attempt_number: int) -> CallOutcome:
     with contextlib.ExitStack() as clean_up:
-        with uninterrupted():  # until somebody is there to close the staging files
+        # An interrupt before the callback is registered would leak the staging files.
+        with uninterrupted():
             weight_receiver = WeightReceiver(
                 packed_call.sharing, packed_call.arenas if plan.config.share_back else {}
             )
@@ -100,6 +105,7 @@ def _run_attempt(plan: Plan, packed_call: PackedCall, attempt_number: int) -> Ca
             store_listener = listen(plan.master_addr, plan.port)
             clean_up.callback(store_listener.close)
         worker_group = WorkerGroup(plan, _choose_starter(packed_call))
+        # Registered last, so that it runs first: the workers end before their files are closed.
         clean_up.callback(worker_group.end)
         _start_workers(worker_group, packed_call, weight_receiver, store_listener, attempt_number)
         return conclude_call(
@@ -125,6 +131,7 @@ def _start_workers(
 ) -> None:
     run_config = worker_group.plan.config
     num_restarts = {
+        # The variables that torchrun sets, which training scripts read.
         "TORCHELASTIC_RESTART_COUNT": str(attempt_number),
         "TORCHELASTIC_MAX_RESTARTS": str(run_config.max_restarts),
     }
@@ -133,6 +140,7 @@ def _start_workers(
             worker_group.plan, packed_call, weight_receiver, worker_assignment.assignment
         )
         worker_assignment.send(worker_job, [*file_descriptors, *worker_assignment.fds])
+    # Rank 0 has a copy. With this one open, connections to a dead rank 0 would not be refused.
     if store_listener is not None:
         store_listener.close()
 
@@ -158,8 +166,7 @@ def _choose_starter(packed_call: PackedCall) -> Starter:
             call=packed_call.call,
             arenas=packed_call.arenas,
             arena_fds={
-                arena_key: found_template.fd
-                for arena_key, found_template in packed_call.arenas.items()
+                arena_key: call_arena.fd for arena_key, call_arena in packed_call.arenas.items()
             },
         )
     )
@@ -177,18 +184,18 @@ def job_of(
         plan: What was planned.
         packed_call: The call.
         weight_receiver: Where trained weights go.
-        worker_post: The worker's post; None for one that has it already.
+        worker_post: The worker's assignment; None for one that has it already.
     """
     staging_fds = weight_receiver.staging
-    file_descriptors = [found_template.fd for found_template in packed_call.arenas.values()]
+    # In the order of `messaging.Job`: arenas, staging files, parcel.
+    file_descriptors = [call_arena.fd for call_arena in packed_call.arenas.values()]
     file_descriptors += [
         staging_fds[arena_key] for arena_key in packed_call.arenas if arena_key in staging_fds
     ]
     worker_job = messaging.Job(
         post=worker_post,
         arenas=tuple(
-            (arena_key, found_template.nbytes)
-            for arena_key, found_template in packed_call.arenas.items()
+            (arena_key, call_arena.nbytes) for arena_key, call_arena in packed_call.arenas.items()
         ),
         parcel=packed_call.parcel,
         sources=packed_call.sources,

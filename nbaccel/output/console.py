@@ -1,12 +1,12 @@
 """What workers print, as the notebook shows it: by rank, folded, at most ten times a second.
 
-How much is shown, and how fast, is bounded, so that neither server nor browser drowns in it.
+How much is shown, and how fast, is bounded, so that neither server nor browser is overloaded.
 
     up to WHOLE_CHARS   all of it, at most _WHOLE.per_s characters a second: a rank that is faster
                         waits in its `print`
-    after that          the newest of it once a second, and how many lines were left out: nobody
+    after that          the newest of it once a second, and how many lines were left out: no rank
                         waits any more
-    the end is near     (Stop, a failure) the last of what is waiting, at once
+    end_is_near         (Stop, a failure) the last of what is waiting, at once
 
 Jupyter's server drops whatever exceeds a megabyte a second (`iopub_data_rate_limit`, over three
 seconds), updates of displays as well as text; a browser keeps all text of a cell in its memory.
@@ -54,7 +54,7 @@ __all__ = ["MAX_LINE_CHARS", "OutputAmount", "OutputPace"]
 
 WHOLE_CHARS = 10_000_000
 AT_THE_END_CHARS = 200_000
-"""What is waiting when all workers are through is shown at once, unless it is more."""
+"""What is waiting when all workers have finished is shown at once, unless it is more."""
 MAX_LINE_CHARS = 1_000_000
 """Of a longer line head and tail are shown."""
 
@@ -77,6 +77,7 @@ class _OutputRate:
     at_once: float
 
 
+# Just below Jupyter's limit of a megabyte a second, so that the server drops nothing.
 _WHOLE_RATE = _OutputRate(900_000.0, 90_000.0)
 _SLOW_RATE = _OutputRate(100_000.0, 100_000.0)
 _NOTE_PAUSE_S = 1.0
@@ -117,7 +118,7 @@ class OutputPace:
 
     @property
     def waits(self) -> bool:
-        """Whether a rank that prints too much is made to wait; otherwise its lines are dropped."""
+        """Whether a rank that prints too much has to wait; otherwise its lines are dropped."""
         return self._stage is _OutputStage.WHOLE
 
     @property
@@ -129,7 +130,7 @@ class OutputPace:
 
     @property
     def most(self) -> OutputAmount:
-        """What is more than this is dropped: a pipe is read to its end when a worker ends."""
+        """More than this is dropped, because a pipe is read to its end when a worker ends."""
         return (
             _MAX_BACKLOG
             if self.waits
@@ -141,8 +142,8 @@ class OutputPace:
 
         Args:
             current_time: The time.
-            has_gaps: Whether lines have been dropped since some were shown: that is told with the
-                next ones, and not ten times a second.
+            has_gaps: Whether lines have been dropped since some were shown: the next ones come with
+                a notice, which must not appear ten times a second.
         """
         if self.is_ending:
             return float("inf")
@@ -150,6 +151,7 @@ class OutputPace:
             return 0.0
         self._next = current_time + _NOTE_PAUSE_S
         char_rate = _WHOLE_RATE if self.waits else _SLOW_RATE
+        # Capped, so that a pause in the output is not followed by one huge burst.
         self._credit = min(
             char_rate.at_once, self._credit + char_rate.per_s * (current_time - self._since)
         )
@@ -173,12 +175,12 @@ _TAIL_CHARS = 2_000
 
 _TOO_MUCH = (
     f"more than {WHOLE_CHARS // 1_000_000} MB have been printed here. From now on, of what is "
-    f"printed fast only some lines are shown, because a browser keeps all of them in memory. "
-    f"Write to a file what you want to keep."
+    "printed fast only some lines are shown, because a browser keeps all of them in memory. "
+    "Write to a file what you want to keep."
 )
 
-# What gloo says of every group when all is well, from each rank, in the torch of Colab and Kaggle
-# (2.9). Nobody can turn it off, and nobody asked.
+# What gloo prints for every group without any problem, from each rank, in the torch of Colab and
+# Kaggle (2.9). There is no setting to turn it off.
 _GLOO_NOTICE = re.compile(
     r"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. "
     r"Expected number of connected peer ranks is : \1"
@@ -247,13 +249,12 @@ class Console:
         """
         for stream in ("stdout", "stderr"):
             if not self._sources[worker_rank, stream].bar:
-                self._finish(
-                    worker_rank, stream
-                )  # `print("...", end="")`: it stands before the picture
+                # An unfinished line (`print("...", end="")`) comes before the picture.
+                self._finish(worker_rank, stream)
         self._waiting.add_rich(worker_rank, RichOutput(time.monotonic(), display_message))
 
     def close(self, worker_rank: int) -> None:
-        """This rank writes no more."""
+        """Note that this rank writes nothing further."""
         for stream in ("stdout", "stderr"):
             self._finish(worker_rank, stream)
         self._waiting.close(worker_rank)
@@ -271,6 +272,7 @@ class Console:
                 if not _GLOO_NOTICE.fullmatch(output_line)
             ]
         self._waiting.add_lines(worker_rank, time.monotonic(), stream, output_lines)
+        # From the end, because a chunk may hold thousands of lines and only the last few are kept.
         last_lines = itertools.islice(filter(str.strip, reversed(output_lines)), _LAST_LINES)
         self._tails[worker_rank].extend(
             shorten_text(output_line, _TAIL_CHARS) for output_line in reversed([*last_lines])
@@ -279,7 +281,7 @@ class Console:
     # ---- too much of it
 
     def is_full(self, worker_rank: int) -> bool:
-        """Whether so much of this rank is waiting that no more should be read."""
+        """Whether so much of this rank is waiting that reading should stop."""
         output_pace = self._pace
         return (
             output_pace is not None
@@ -296,7 +298,7 @@ class Console:
     def end_is_near(self) -> None:
         """Stop was pressed, or a rank has failed: what is waiting is shown at once, or dropped.
 
-        Of each rank the last lines are kept, and how many are not shown is told.
+        The last lines of each rank are kept, with a notice of how many are not shown.
         """
         if self._pace is not None:
             self._pace.end()
@@ -350,6 +352,7 @@ class Console:
         if not due_entries and not has_gap and progress_bar == self._drawn:
             return
         self._erase(
+            # Without new lines the bar is overwritten in place, with no blank line in between.
             keep_bar=progress_bar
             if not (due_entries or has_gap) and bar_stream == self._drawn_on
             else ""
@@ -377,6 +380,7 @@ class Console:
         num_chars = 0
         while num_chars < room and (shown_entry := next(found_items, None)):
             due_entries.append(shown_entry)
+            # Each line costs a prefix and a line end too, also an empty one.
             num_chars += len(_entry_text(shown_entry[1])) + 5
         if output_pace.spend(num_chars):
             due_entries.append(([], PrintedLine(current_time, "stderr", _TOO_MUCH)))
@@ -384,14 +388,15 @@ class Console:
 
     def _entries(self, current_time: float, hold_s: float) -> Iterator[_ShownEntry]:
         for popped_items in self._waiting.ready(current_time, hold_s=hold_s):
-            show_item = min(popped_items)  # of outputs that are updated, twins differ
+            # The lowest, as elsewhere: twins of outputs that are updated later differ.
+            shown_rank = min(popped_items)
             for worker_rank, queued_item in popped_items.items():
                 if isinstance(queued_item, RichOutput):
-                    self._live.note(worker_rank, queued_item, with_rank=show_item)
-            yield [*popped_items], popped_items[show_item]
+                    self._live.note(worker_rank, queued_item, with_rank=shown_rank)
+            yield [*popped_items], popped_items[shown_rank]
 
     def notice(self, text: str, *, stream: str = "stderr") -> None:
-        """Show a line of the launcher's own, after what has been printed so far."""
+        """Show a line of the launcher, after what has been printed so far."""
         self.make_room()
         _write_stream(stream, text + "\n")
 
@@ -404,6 +409,7 @@ class Console:
         self._erase()
 
     def _bar(self) -> tuple[str, str]:
+        # The lowest rank's, because the sources are in the order of the ranks.
         for (worker_rank, stream), rank_source in self._sources.items():
             if rank_source.bar:
                 return self._prefix([worker_rank]) + rank_source.bar, stream
@@ -416,6 +422,7 @@ class Console:
 
     def _draw(self, progress_bar: str, stream: str) -> None:
         if progress_bar and progress_bar != self._drawn:
+            # Padded, because a shorter bar would leave the end of the old one.
             _write_stream(stream, "\r" + progress_bar.ljust(len(self._drawn)))
             self._drawn, self._drawn_on = progress_bar, stream
 
@@ -444,8 +451,8 @@ class Console:
                     self._publish(ranks, queued_item)
 
     def _publish(self, ranks: list[int], queued_item: RichOutput) -> None:
-        show_item = min(ranks)
-        if not self._live.may_show(show_item, queued_item):
+        shown_rank = min(ranks)
+        if not self._live.may_show(shown_rank, queued_item):
             return
         self.clears += queued_item.clears
         prefix_label = self._prefix(ranks).rstrip()
@@ -460,6 +467,7 @@ class Console:
 
     def _prefix(self, ranks: Sequence[int]) -> str:
         prefix_key = tuple(ranks)
+        # Cached: thousands of lines a second have the same few prefixes.
         if prefix_key not in self._prefixes:
             self._prefixes[prefix_key] = self._prefix_of(prefix_key)
         return self._prefixes[prefix_key]
@@ -479,7 +487,7 @@ class Console:
 
 
 class _LiveConsole:
-    """Whose word counts where only one rank's can be shown."""
+    """Which rank's output is shown where only one rank's can be."""
 
     def __init__(self) -> None:
         self._clearer: int | None = None
@@ -511,7 +519,7 @@ class _LiveConsole:
         )
 
     def key(self, ranks: list[int], queued_item: RichOutput) -> object:
-        """Equal for updates of the same output, of which the last one makes the others needless."""
+        """Equal for updates of the same output, of which only the last needs to be shown."""
         if queued_item.updates:
             return (min(ranks), queued_item.handle)
         return id(queued_item)
@@ -522,6 +530,7 @@ def _entry_text(queued_item: OutputItem) -> str:
 
 
 def _write_stream(stream: str, text: str) -> None:
+    # Looked up at each write, because user code may redirect the stream meanwhile.
     target_stream: TextIO = getattr(sys, stream)
     target_stream.write(text)
     target_stream.flush()

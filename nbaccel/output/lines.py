@@ -1,4 +1,4 @@
-"""Lines out of the chunks that are read from a pipe, and those of all ranks put in order.
+"""Lines made of the chunks that are read from a pipe, and those of all ranks put in order.
 
 Each character is copied a bounded number of times, however long its line is.
 
@@ -32,6 +32,7 @@ class LineAssembler:
     """
 
     def __init__(self, max_chars: int | None = None) -> None:
+        # Incremental, because a chunk may end within a character.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._max_chars = max_chars
         self._begin()
@@ -56,20 +57,21 @@ class LineAssembler:
         line_text = self._decoder.decode(output_bytes)
         dropped_lines = 0 if at_most is None else max(0, line_text.count("\n") - at_most)
         if at_most is not None and dropped_lines:
+            # The line that was unfinished is among those left out.
             self._begin()
-            first_item, *has_more = line_text.rsplit("\n", at_most + 1)[1:]
+            first_text, *more_texts = line_text.rsplit("\n", at_most + 1)[1:]
         else:
-            first_item, *has_more = line_text.split("\n")
-        self._add(first_item)
+            first_text, *more_texts = line_text.split("\n")
+        self._add(first_text)
         output_lines = []
-        if has_more:
-            output_lines = [self._take(), *map(_rewrite_line, has_more[:-1])]
-            self._add(has_more[-1])
+        if more_texts:
+            output_lines = [self._take(), *map(_rewrite_line, more_texts[:-1])]
+            self._add(more_texts[-1])
         self.bar = self._bar() if self._is_rewritten else ""
         return output_lines, dropped_lines
 
     def finish(self) -> str | None:
-        """The line that has no end yet, if there is one; nothing of it is left here."""
+        """The line that has no end yet, if there is one; it is removed."""
         self._add(self._decoder.decode(b"", final=True))
         is_empty = not self._last and not self._under
         output_line, self.bar = self._take(), ""
@@ -77,15 +79,16 @@ class LineAssembler:
 
     def _add(self, line_text: str) -> None:
         if "\r" in line_text:
-            first_item, *has_more, line_text = line_text.split("\r")
-            self._last.add(first_item)
-            self._under = _overlay_parts([self._under, self._last.text(), *has_more])
+            first_text, *more_texts, line_text = line_text.split("\r")
+            self._last.add(first_text)
+            self._under = _overlay_parts([self._under, self._last.text(), *more_texts])
             self._last, self._is_rewritten = _PendingText(self._max_chars), True
         self._last.add(line_text)
 
     def _take(self) -> str:
         output_line = self._last.text()
         if self._is_rewritten:
+            # Blanks with which a bar has erased a longer one are not part of the line.
             output_line = _overlay_parts([self._under, output_line]).rstrip()
         self._begin()
         return output_line
@@ -144,7 +147,7 @@ def _rewrite_line(line_text: str) -> str:
 
 
 def _overlay_parts(text_parts: Sequence[str]) -> str:
-    """What is seen of texts that are written over each other, each from the line's first column."""
+    """What is visible of texts that overwrite each other, each from the line's first column."""
     overlaid_pieces: list[str] = []
     text_width = 0
     for text_part in reversed(text_parts):
@@ -154,8 +157,8 @@ def _overlay_parts(text_parts: Sequence[str]) -> str:
     return "".join(overlaid_pieces)
 
 
-_LOOK_AHEAD = 50
-_DISPLAY_CHARS = 4_000  # what a display counts as: a figure is more, a text less
+_LOOK_AHEAD = 50  # items of a queue in which a twin is looked for: it bounds the cost per line
+_DISPLAY_CHARS = 4_000  # the size that a display counts as: a figure is larger, a text smaller
 
 
 class PrintedLine(NamedTuple):
@@ -167,14 +170,14 @@ class PrintedLine(NamedTuple):
 
 
 class RichOutput(NamedTuple):
-    """Rich output, or the wish to clear the cell."""
+    """Rich output, or a request to clear the cell."""
 
     time: float
     message: messaging.Display | messaging.ClearOutput
 
     @property
     def clears(self) -> bool:
-        """Whether it is the wish to clear the cell."""
+        """Whether it is a request to clear the cell."""
         return isinstance(self.message, messaging.ClearOutput)
 
     @property
@@ -201,7 +204,8 @@ class RichOutput(NamedTuple):
     def is_twin(self, other_item: RichOutput) -> bool:
         """Whether showing one of both is enough."""
         if self.handle is not None and other_item.handle is not None:
-            return self.updates == other_item.updates  # their handles differ by chance alone
+            # IPython draws handles at random, so those of two ranks always differ.
+            return self.updates == other_item.updates
         return bool(self.message == other_item.message)
 
 
@@ -214,7 +218,7 @@ def stream_of(queued_item: OutputItem) -> str | None:
 
 
 class LineMerger:
-    """What all ranks have written and nobody has seen yet.
+    """What all ranks have written and the notebook has not shown yet.
 
     Args:
         worker_ranks: The ranks.
@@ -241,7 +245,7 @@ class LineMerger:
         return any(self._queues.values())
 
     def close(self, worker_rank: int) -> None:
-        """Nobody waits any longer for what this rank may still write."""
+        """Stop waiting for what this rank may still write."""
         self._open.discard(worker_rank)
 
     def size(self, worker_rank: int) -> tuple[int, int]:
@@ -254,6 +258,7 @@ class LineMerger:
         self, worker_rank: int, arrival_time: float, stream_name: str, line_texts: Iterable[str]
     ) -> None:
         """Lines that a rank has written to a stream."""
+        # Local names, because the loop below runs for each of many thousands of lines.
         rank_queue, known_keys, twin_holders = (
             self._queues[worker_rank],
             self._known[worker_rank],
@@ -292,6 +297,7 @@ class LineMerger:
                 kept_items.append(queued_item)
             else:
                 dropped_lines += 1
+        # Others depend on them: an update needs its output, so these may not be dropped.
         rank_queue.extendleft(reversed(kept_items))
         return dropped_lines
 
@@ -309,18 +315,20 @@ class LineMerger:
             for worker_rank, rank_queue in self._queues.items()
             if rank_queue
         ):
-            first_item = queue_heads[0][1]
+            first_rank = queue_heads[0][1]
+            # Lines older than the next rank's first may be shown one after the other.
             wait_until = queue_heads[1][0] if len(queue_heads) > 1 else current_time
-            rank_queue, has_moved = self._queues[first_item], False
+            rank_queue, has_moved = self._queues[first_rank], False
             while (
                 rank_queue
                 and rank_queue[0].time <= wait_until
-                and self._is_alone(first_item, rank_queue[0])
+                and self._is_alone(first_rank, rank_queue[0])
             ):
-                if self._is_awaited([first_item], rank_queue[0], current_time - hold_s):
+                # Lines of a rank never overtake each other, so nothing behind it may come out.
+                if self._is_awaited([first_rank], rank_queue[0], current_time - hold_s):
                     return
                 has_moved = True
-                yield {first_item: self._take(first_item, 0)}
+                yield {first_rank: self._take(first_rank, 0)}
             if not has_moved:
                 arrive_together = self._together(
                     rank_queue[0], num_heads=len(queue_heads), waiting_since=current_time - hold_s
@@ -370,7 +378,7 @@ class LineMerger:
         return queued_item
 
     def _count(self, worker_rank: int, queued_item: OutputItem, change_sign: int) -> None:
-        """Displays count as lines do, but for those that cannot be dropped."""
+        """Displays count as lines do, except for those that cannot be dropped."""
         if isinstance(queued_item, PrintedLine):
             num_chars = len(queued_item.text) + 1
         elif queued_item.stands_alone:
@@ -383,6 +391,7 @@ class LineMerger:
     def _forget(self, worker_rank: int, output_line: PrintedLine) -> None:
         line_key = (output_line.stream, output_line.text)
         known_keys = self._known[worker_rank]
+        # A count, because a rank may have the same line in its queue several times.
         if known_keys[line_key] > 1:
             known_keys[line_key] -= 1
             return
@@ -406,7 +415,7 @@ class LineMerger:
         }
 
     def _reach(self, worker_rank: int, queued_item: OutputItem) -> int | None:
-        """Lines of the other stream do not stand in the way: which came first nobody can tell."""
+        """Lines of the other stream do not block it: the order between two pipes is not known."""
         if (
             isinstance(queued_item, PrintedLine)
             and (queued_item.stream, queued_item.text) not in self._known[worker_rank]

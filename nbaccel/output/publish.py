@@ -22,12 +22,13 @@ _RENDER_METHOD = "_render_traceback_"
 
 
 def show_message(output_message: Any) -> None:
-    """Carry out what a worker asked for.
+    """Show or clear output as a worker requested.
 
     Args:
         output_message: `messaging.Display` or `messaging.ClearOutput`; anything else is ignored.
     """
-    from nbaccel.workers import messaging  # it brings torch, which the message's maker has
+    # Imported here because it imports torch, which whoever made the message has loaded anyway.
+    from nbaccel.workers import messaging
 
     if isinstance(output_message, messaging.ClearOutput):
         clear(wait_for_new=output_message.wait)
@@ -61,14 +62,15 @@ def clear(*, wait_for_new: bool) -> None:
 
 
 def show_by_its_text(error_class: type[BaseException]) -> None:
-    """Let IPython ask the next exception of this class how it is to be shown.
+    """Let IPython use `_render_traceback_` of the next exception of this class.
 
-    It asks all but groups, of which it prints every frame.
+    It does so for all exceptions but groups, of which it prints every frame.
 
     Args:
         error_class: A class with `_render_traceback_`. Handlers of the user's stay as they are.
     """
     running_shell = _running_shell()
+    # IPython has one handler at a time: one of the user's must not be replaced.
     if running_shell is None or any(
         not hasattr(custom_class, _RENDER_METHOD)
         for custom_class in running_shell.custom_exceptions
@@ -82,6 +84,7 @@ def show_by_its_text(error_class: type[BaseException]) -> None:
         error_traceback: Any,
         tb_offset: Any = None,
     ) -> Any:
+        # For one exception only: the user's later ones are shown as ever.
         running_shell.set_custom_exc((), None)
         text_lines = shown_error._render_traceback_()
         ipython_private.show_traceback_lines(running_shell, error_class, shown_error, text_lines)
@@ -96,7 +99,7 @@ def has_cells() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether somebody reads what appears as it appears: no file, and no other program."""
+    """Whether output goes to a notebook or a terminal, not to a file or another program."""
     return _running_shell() is not None or sys.stderr.isatty()
 
 
@@ -146,8 +149,9 @@ def _equal_groups(
     ):
         if not mime_bundle or not mime_bundle["data"]:
             continue
-        for group_ranks, same_ranks in result_groups:
-            if same_ranks == mime_bundle:
+        # Compared one by one: bundles are dicts, which cannot be keys.
+        for group_ranks, group_bundle in result_groups:
+            if group_bundle == mime_bundle:
                 group_ranks.append(worker_rank)
                 break
         else:

@@ -51,7 +51,7 @@ class CellShell:
 
     @classmethod
     def create(cls, send_message: Callable[[Any], None], *, rank: int) -> CellShell:
-        """Make this process's shell; a kernel's that came along by fork is forgotten.
+        """Make this process's shell; that of a forked kernel is dropped.
 
         Args:
             send_message: Takes messages to the notebook.
@@ -68,6 +68,8 @@ class CellShell:
         worker_output.text_bars()
         worker_output.forget_shells(InteractiveShell)
         worker_output.mute_comms()
+        # A forked kernel's hook would send results to the browser; the shell sets one around a
+        # cell.
         sys.displayhook = sys.__displayhook__
         worker_shell: WorkerShell = WorkerShell.instance(
             rank=rank, publisher=worker_output.publisher_class(send_message)
@@ -108,16 +110,16 @@ class CellShell:
 
         with provisionalcompleter():
             ipython_completer = self._shell.Completer
-            inspected_bundle = list(
+            found_completions = list(
                 rectify_completions(code, ipython_completer.completions(code, cursor_position))
             )
-        if not inspected_bundle:
+        if not found_completions:
             return Completions(matches=(), start=cursor_position, end=cursor_position, types=())
         return Completions(
-            matches=tuple(figure_format.text for figure_format in inspected_bundle),
-            start=inspected_bundle[0].start,
-            end=inspected_bundle[0].end,
-            types=tuple(figure_format.type or "" for figure_format in inspected_bundle),
+            matches=tuple(completion.text for completion in found_completions),
+            start=found_completions[0].start,
+            end=found_completions[0].end,
+            types=tuple(completion.type or "" for completion in found_completions),
         )
 
     def inspect(self, name: str, detail: int) -> dict[str, str] | None:

@@ -1,4 +1,4 @@
-"""The code of one cell on its way to the workers."""
+"""The code of one cell, as it is sent to the workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["CellSource"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellSource:
-    """What is to be run, and how frames that stand in it are told to the user.
+    """What is to be run, and how frames in it are shown to the user.
 
     The same record serves both sides: notebook and workers know the lines under the same name, so
     that a traceback reads the same wherever it is shown.
@@ -54,6 +54,7 @@ class CellSource:
         cell_lines = list(self.cell)
         linecache.cache[self.filename] = (
             sum(map(len, cell_lines)),
+            # No modification time, or linecache would look for the file and drop the lines.
             None,
             cell_lines,
             self.filename,

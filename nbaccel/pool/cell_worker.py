@@ -1,7 +1,7 @@
 """A live worker: it takes tasks one at a time, and keeps its namespace between them.
 
     main thread     task ─► cell, call, pull, … ─► Idle        raises KeyboardInterrupt on SIGINT
-    second thread   has a channel of its own: answers Look and Break at once
+    second thread   has a separate channel: answers Look and Break at once
 
 Both wait without polling, so an idle worker costs no CPU.
 """
@@ -46,7 +46,7 @@ def serve_cells(
     file_descriptors: list[int],
     worker_inheritance: object,
 ) -> None:
-    """Be a worker of a pool until told to leave, or until the notebook is gone.
+    """Be a worker of a pool until the notebook ends it, or is gone.
 
     Args:
         notebook_channel: To the notebook.
@@ -55,7 +55,8 @@ def serve_cells(
         worker_inheritance: What came with the fork, if it was from the notebook itself.
     """
     if worker_inheritance is not None:
-        arena.forget_arenas()  # what is shared with the notebook is a private copy now
+        # The table came along by fork; what is sent from here must not refer to those arenas.
+        arena.forget_arenas()
     cell_worker = _CellWorker(notebook_channel, join_pool, file_descriptors)
     cell_worker.loop()
 
@@ -71,6 +72,7 @@ class _CellWorker:
         self._channel = notebook_channel
         self._busy = False
         self._main = threading.get_ident()
+        # The second channel's descriptor is the last; those before it belong to the assignment.
         self._control = messaging.Channel.from_fd(file_descriptors.pop())
         self._seat = settle_in_process(join_pool.post, file_descriptors)
         shared_memory.close_all(file_descriptors)
@@ -97,11 +99,13 @@ class _CellWorker:
         while True:
             try:
                 current_task, file_descriptors = self._channel.receive()
+            # The notebook is gone, or has ended this pool.
             except (EOFError, OSError):
-                return  # the notebook is gone, or through with this pool
+                return
             with shared_memory.closing_files(*file_descriptors):
                 shown_bundle = self._do(current_task.body, file_descriptors)
-            signal.signal(signal.SIGINT, self._on_interrupt)  # handing over had it ignored
+            # `report` and `Work` ignore interrupts while they hand over.
+            signal.signal(signal.SIGINT, self._on_interrupt)
             self._channel.send(self._idle(current_task.number, current_task.body, shown_bundle))
 
     def _do(self, current_task: Any, file_descriptors: list[int]) -> Any:
@@ -119,8 +123,9 @@ class _CellWorker:
             try:
                 return _TASK_METHODS[type(current_task)](self, current_task, file_descriptors), None
             finally:
-                self._busy = False  # from here on an interrupt comes too late
-        except BaseException as raised_error:  # SystemExit and interrupts too: the worker stays
+                # In the inner block: an interrupt that comes here is still caught below.
+                self._busy = False
+        except BaseException as raised_error:  # neither exit nor interrupt may end the worker
             return None, raised_error
 
     def _idle(self, task_number: int, current_task: Any, shown_bundle: Any) -> messages.Idle:
@@ -149,7 +154,8 @@ class _CellWorker:
         except SystemExit as raised_error:
             if raised_error.code not in (None, 0):
                 raise
-            return None  # sys.exit() is how a script ends well
+            # sys.exit() is how a script ends well.
+            return None
 
     def _run_job(self, current_task: messages.RunJob, file_descriptors: list[int]) -> None:
         metrics_reporter.begin(self._channel, self._seat.hardware, self._seat.device)
@@ -169,7 +175,8 @@ class _CellWorker:
             )
 
     def _go_home(self, current_task: messages.GoHome, file_descriptors: list[int]) -> None:
-        self._busy = True  # gigabytes may be written: an interrupt ends it, and nothing is lost
+        # Gigabytes may be written. After an interrupt the weights are still here for the next time.
+        self._busy = True
         weight_report, whole_files = self._names.write_home(
             dict(zip(current_task.arenas, file_descriptors, strict=True))
         )
@@ -178,7 +185,8 @@ class _CellWorker:
         self._channel.send(answer_message, list(whole_files.values()))
 
     def _settle(self, current_task: messages.Settle, file_descriptors: list[int]) -> None:
-        self._busy = True  # it can be given up for an interrupt of the next task
+        # May be interrupted, because settling can be put off: it only gives memory back.
+        self._busy = True
         self._names.settle()
 
     def _join_all(self, current_task: messages.JoinAll, file_descriptors: list[int]) -> None:
@@ -201,7 +209,7 @@ class _CellWorker:
         return self._shell.inspect(current_task.name, current_task.detail)
 
     def _explained(self, raised_error: BaseException) -> BaseException:
-        """An error that comes of an object which holds a group that was left, in our words."""
+        """The error, explained if it comes from an object that holds a group that was left."""
         if not self._groups.left_for or not can_come_of_a_left_group(raised_error):
             return raised_error
         if not (
@@ -209,16 +217,17 @@ class _CellWorker:
             or tells_of_a_left_group(raised_error)
         ):
             return raised_error
-        found_frame = UnsafeMoment(
+        explained_error = UnsafeMoment(
             "This cell used a process group that all ranks have left, because "
             f"{self._groups.left_for}. DDP models go on by themselves; what else holds a group "
             "(a DeepSpeed engine, FSDP2, dist.new_group) is of no more use: run the cells again "
             "that make them. Models, optimizers and variables are as they were."
         )
-        found_frame.__cause__ = raised_error
-        return found_frame.with_traceback(raised_error.__traceback__)
+        explained_error.__cause__ = raised_error
+        return explained_error.with_traceback(raised_error.__traceback__)
 
     def _on_interrupt(self, signal_number: int, current_frame: Any) -> None:
+        # While the worker waits for a task, or sends an answer, an interrupt has nothing to stop.
         if self._busy:
             self._channel.send(messaging.Interrupting(time.monotonic()))
             raise KeyboardInterrupt
@@ -237,11 +246,11 @@ class _CellWorker:
                 self._groups.cut()
 
     def _whereabouts(self) -> messaging.Whereabouts:
-        found_frame: list[Frame] = []
+        stack_frames: list[Frame] = []
         current_frame = sys._current_frames().get(self._main)
         while current_frame is not None:
             frame_code = current_frame.f_code
-            found_frame.append(
+            stack_frames.append(
                 Frame(
                     file=frame_code.co_filename,
                     line=current_frame.f_lineno,
@@ -249,17 +258,18 @@ class _CellWorker:
                 )
             )
             current_frame = current_frame.f_back
-        while found_frame and found_frame[-1].is_house:
-            found_frame.pop()
-        own_frames = frames.user_frame(found_frame)
+        # The outermost frames are the worker's own loop, on every rank the same.
+        while stack_frames and stack_frames[-1].is_house:
+            stack_frames.pop()
+        user_frame = frames.user_frame(stack_frames)
         return messaging.Whereabouts(
-            stack=tuple(found_frame) if own_frames else (),
+            stack=tuple(stack_frames) if user_frame else (),
             device_bytes=metrics_reporter.reserved(self._seat.hardware, self._seat.device),
         )
 
 
 _UNINTERRUPTED_MESSAGES = (messages.JoinGroup, messages.Settle)
-"""Tasks that nobody waits for: of a failed join the others tell, and settling can be put off."""
+"""Tasks without an answer: a failed join shows in the other ranks, and settling can be put off."""
 
 _TASK_METHODS: Mapping[type, Callable[[_CellWorker, Any, list[int]], Any]] = {
     messages.RunCell: _CellWorker._run_cell,

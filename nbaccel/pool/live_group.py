@@ -41,8 +41,8 @@ class LiveGroup(WorkerGroup):
     def __init__(self, plan: Plan, worker_starter: Starter) -> None:
         super().__init__(plan, worker_starter)
         self._sentinels: dict[int, int] = {}
-        """Rank → descriptor that becomes readable when that worker has ended. The template's own
-        news of that may be read by a launch that runs between two tasks."""
+        """Rank → descriptor that becomes readable when that worker has ended. The template's
+        report of that may be read by a launch that runs between two tasks."""
         self._numbers = itertools.count(1)
         self._on_end.callback(self._close_sentinels)
 
@@ -76,25 +76,27 @@ class LiveGroup(WorkerGroup):
                     worker_assignment.send(
                         join_message, [*worker_assignment.fds, worker_end.fileno()]
                     )
-            worker_group._see_them_in()
+            worker_group._await_start()
+            # The start has succeeded: the group is the caller's to end.
             undo_start.pop_all()
         return worker_group
 
     def _start_worker(self, worker_rank: int) -> WorkerHandle:
         member = super()._start_worker(worker_rank)
         self._sentinels[worker_rank] = _sentinel(member.pid)
+        # A fork of the next worker would inherit this descriptor and keep it open.
         self._keep_from_children(self._sentinels[worker_rank])
         return member
 
-    def _see_them_in(self) -> None:
+    def _await_start(self) -> None:
         call_result = self._watch([member.rank for member in self.members], {}, task_number=0)
         if call_result.interrupted:
             raise LaunchInterrupted(
                 f"all {len(self.members)} workers have been ended at their start"
             )
-        failed_members = outcome.call_error(call_result, self.plan)
-        if failed_members is not None:
-            raise failed_members
+        start_error = outcome.call_error(call_result, self.plan)
+        if start_error is not None:
+            raise start_error
 
     def sentinels(self) -> Sequence[int]:
         """A descriptor of each worker that lives."""
@@ -122,7 +124,7 @@ class LiveGroup(WorkerGroup):
         timeout_s: float | None = None,
         is_shown: bool = False,
     ) -> TaskResult:
-        """Give some workers a task each, and watch until all of them are through.
+        """Give some workers a task each, and watch until all of them have finished.
 
         Args:
             pool_tasks: The tasks by rank.
@@ -152,14 +154,15 @@ class LiveGroup(WorkerGroup):
         )
 
     def post(self, task_body: Any) -> None:
-        """Give all workers a task that nobody waits for; it is done before the next one."""
+        """Give all workers a task without waiting for it; it is done before the next one."""
         for member in self.members:
-            with contextlib.suppress(OSError):  # it has gone: the next task tells
+            # The worker may have ended; the next task reports that.
+            with contextlib.suppress(OSError):
                 member.channel.send(messages.Task(number=0, body=task_body))
 
     def look(self) -> dict[int, messaging.Whereabouts]:
         """Ask all workers where they are; those that do not answer at once are left out."""
-        living_workers: dict[int, messaging.Whereabouts] = {}
+        whereabouts_by_rank: dict[int, messaging.Whereabouts] = {}
         waiting_members = {m.channel.fileno(): m for m in self.members if not m.hung_up}
         for member in waiting_members.values():
             member.ask_where()
@@ -168,27 +171,31 @@ class LiveGroup(WorkerGroup):
             for ready_fd in select.select(list(waiting_members), [], [], time_left)[0]:
                 try:
                     look_answer, _ = waiting_members[ready_fd].channel.receive()
+                # The worker has ended; the next task reports why.
                 except EOFError:
-                    del waiting_members[ready_fd]  # it has ended; the next task says why
+                    del waiting_members[ready_fd]
                     continue
                 if isinstance(look_answer, messaging.Whereabouts):
-                    living_workers[waiting_members.pop(ready_fd).rank] = look_answer
+                    whereabouts_by_rank[waiting_members.pop(ready_fd).rank] = look_answer
                 elif isinstance(look_answer, messaging.Leaves):
                     waiting_members[ready_fd].note(look_answer)
                 elif isinstance(look_answer, (messaging.Display, messaging.ClearOutput)):
-                    publish.show_message(look_answer)  # of a thread that a cell has left behind
-        return living_workers
+                    # Displayed by a thread that a cell has left running.
+                    publish.show_message(look_answer)
+        return whereabouts_by_rank
 
     def _watch(
         self, ranks: Sequence[int], pool_tasks: RankTasks, *, task_number: int, **watch_options: Any
     ) -> TaskResult:
-        worker_template = self.plan.config.log_line_prefix_template
-        if worker_template is None and len(self.members) == 1:
-            worker_template = ""  # there is nobody to tell it from
-        console = Console([m.rank for m in self.members], prefix_template=worker_template)
+        line_prefix = self.plan.config.log_line_prefix_template
+        if line_prefix is None and len(self.members) == 1:
+            # A single worker needs no prefix to tell its lines from others.
+            line_prefix = ""
+        console = Console([m.rank for m in self.members], prefix_template=line_prefix)
         for member in self.members:
             if member.rank not in ranks:
-                console.close(member.rank)  # its twins do not wait for what it may say
+                # Equal lines of ranks are joined; ranks with the task must not wait for this one.
+                console.close(member.rank)
         return TaskSupervisor(
             self, ranks, pool_tasks, task_number=task_number, console=console, **watch_options
         ).run()
@@ -203,6 +210,7 @@ def _sentinel(process_id: int) -> int:
     try:
         return os.pidfd_open(process_id)
     except ProcessLookupError:
+        # A pipe without a writer reads as ended, like the pidfd of a process that has ended.
         read_end, write_end = os.pipe()
         os.close(write_end)
         return read_end

@@ -2,9 +2,9 @@
 
     notebook ──► JoinPool once, then one task at a time: RunCell, RunJob, Pull, …
              ◄── Returned, Failed, … and Idle, which ends the task
-    notebook ──► Look, Break      by a channel of its own (see `workers.messaging`)
+    notebook ──► Look, Break      by a second channel (see `workers.messaging`)
 
-A channel is a nameless pair of sockets inherited by fork: nobody else can connect to it.
+A channel is a nameless pair of sockets inherited by fork: no other process can connect to it.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class GroupWanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinPool:
-    """Become a worker of a pool. Descriptors: the post's, the second channel's."""
+    """Become a worker of a pool. Descriptors: the assignment's, the second channel's."""
 
     post: messaging.WorkerAssignment
     share_back: bool = True
-    """Whether weights come home."""
+    """Whether weights are copied back."""
 
     handler: ClassVar[str] = "nbaccel.pool.cell_worker:serve_cells"
     """What a worker runs whose first message this is, as module:function."""
@@ -69,13 +69,13 @@ class Task:
     """Something to do. Descriptors: what its body says."""
 
     number: int
-    """Counts the tasks that are given out together; 0 for one that nobody waits for."""
+    """Counts the tasks that are sent together; 0 for one that is not waited for."""
     body: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCell:
-    """Run the code of a cell in the worker's namespace. It gives what is to be shown."""
+    """Run the code of a cell in the worker's namespace. Idle has the value to show."""
 
     source: CellSource
     directory: str | None = None
@@ -88,7 +88,7 @@ class RunCell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Take:
-    """Bind names that the notebook has. Descriptors: the cargo's."""
+    """Bind names that the notebook has. Descriptors: those of `cargo`, a `NamespaceUpdate`."""
 
     cargo: Any
     wanted: tuple[str, ...]
@@ -118,7 +118,7 @@ class GoHome:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """The notebook has the weights: share again what is equal to them. Nobody waits for it."""
+    """The notebook has the weights: share again what is equal to them. Not waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class LeaveGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Complete:
-    """Find completions. It gives what is to be shown."""
+    """Find completions. Idle has them."""
 
     code: str
     cursor: int
@@ -151,7 +151,7 @@ class Complete:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspect:
-    """Describe an object. It gives what is to be shown."""
+    """Describe an object. Idle has the description."""
 
     name: str
     detail: int
@@ -167,7 +167,7 @@ class Idle:
     number: int = 0
     """The number of the task."""
     shown: Any = None
-    """What the task gave for the user to see: a mime bundle, completions; None for nothing."""
+    """What the task gives the user to see: a mime bundle, completions; None for nothing."""
     bound: tuple[str, ...] = ()
     """Names that the task bound or deleted."""
     dirty: tuple[str, ...] = ()
@@ -180,7 +180,7 @@ class Idle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """All that this rank owes of changed weights has been written. Descriptors: `whole`."""
+    """This rank has written its part of the changed weights. Descriptors: those of `whole`."""
 
     report: Any
     """`WeightReport`"""

@@ -1,4 +1,4 @@
-"""What a pool goes by: the notebook's names, and where the notebook stands now."""
+"""The notebook's namespace, working folder and environment, as a pool needs them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ def notebook_names() -> dict[str, Any]:
 
 def source_of(cell_text: str) -> CellSource:
     """Code that comes from no cell."""
+    # Equal code gets an equal name, so that linecache does not grow with each call.
     return CellSource.of_text(cell_text, filename=f"<pool code {abs(hash(cell_text)):x}>")
 
 
 class CwdEnvTracker:
-    """What workers must do to stand where the notebook stands: folder and environment.
+    """Changes of the notebook's folder and environment that workers have to follow.
 
-    It starts where they were when they were started.
+    It starts with what they were when the workers were started.
     """
 
     def __init__(self) -> None:
@@ -39,24 +40,24 @@ class CwdEnvTracker:
 
     def directory(self) -> str | None:
         """The notebook's folder, if it has changed since the last call."""
-        current_directory, known_state = working_folder.current_folder(), self._directory
+        current_directory, known_directory = working_folder.current_folder(), self._directory
         self._directory = current_directory
-        return current_directory if current_directory != known_state else None
+        return current_directory if current_directory != known_directory else None
 
     def environment(self) -> dict[str, str | None]:
         """Variables that have changed since the last call; None for one that is gone."""
-        environment_state, known_state = env.state(), self._environment
+        environment_state, known_variables = env.state(), self._environment
         if environment_state == self._state:
             return {}
         self._state, self._environment = environment_state, env.snapshot()
         current_variables = self._environment
         removed_names: dict[str, str | None] = {
             variable_name: None
-            for variable_name in known_state
+            for variable_name in known_variables
             if variable_name not in current_variables
         }
         return removed_names | {
             variable_name: variable_value
             for variable_name, variable_value in current_variables.items()
-            if known_state.get(variable_name) != variable_value
+            if known_variables.get(variable_name) != variable_value
         }

@@ -1,4 +1,4 @@
-"""What a pool can be asked for, decided without torch, so that a refusal comes at once."""
+"""Checks of a pool's settings, made without torch, so that a refusal comes at once."""
 
 from __future__ import annotations
 

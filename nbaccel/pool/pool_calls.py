@@ -1,7 +1,7 @@
 """A call in a pool: what a launch does, in workers that are there already.
 
-The model is handed over and comes home exactly as in a launch, apart from what the workers' own
-namespace holds: all or nothing, through staging files.
+The model is sent and copied back exactly as in a launch, independently of the workers' namespace:
+all or nothing, through staging files.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PoolCall:
         return messages.RunJob(job=worker_job), file_descriptors
 
     def conclude(self, call_result: TaskResult) -> CallOutcome:
-        """Bring the weights home and open the values, or raise what went wrong."""
+        """Copy the weights back and open the values, or raise what went wrong."""
         was_stopped = "the call was stopped; the model is as it was, and the workers live on"
         closing_lines = "The notebook's model is as it was before the call; the workers live on."
         if call_result.lost:
@@ -75,9 +75,11 @@ def prepare_call(
         packed_call = pack_for_the_living(function, args, sharing)
         if packed_call.fd is not None:
             clean_up.callback(os.close, packed_call.fd)
-        with uninterrupted():  # until somebody is there to close the staging files
+        # An interrupt before the callback is registered would leak the staging files.
+        with uninterrupted():
             weight_receiver = WeightReceiver(
                 packed_call.sharing, packed_call.arenas if plan.config.share_back else {}
             )
+            # Closed by the template process: freeing gigabytes would delay the notebook.
             clean_up.callback(weight_receiver.close, dispose)
         yield PoolCall(plan=plan, packed=packed_call, homecoming=weight_receiver)

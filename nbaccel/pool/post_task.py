@@ -1,6 +1,6 @@
-"""What follows a task, well ended or not: ranks in step again, and weights at home.
+"""What follows a task, successful or not: ranks in step again, and weights copied back.
 
-GoHome ─► every rank writes what it owes into staging files ─► Staged
+GoHome ─► every rank writes its part into staging files ─► Staged
           all ranks have: the notebook copies it into the arenas ─► Settle
           a rank failed, died or was stopped: the files are dropped, and nothing has changed
 """
@@ -33,8 +33,8 @@ class TaskTrouble:
 
     Attributes:
         told: What is known of the weights.
-        result: What became of the task that failed.
-        no_room: What the notebook's own process could not do, where that was it.
+        result: How the task that failed ended.
+        no_room: What the notebook's own process could not do, where that was the cause.
     """
 
     told: str
@@ -57,7 +57,7 @@ class PostTask:
     Args:
         live_group: The workers of the pool.
         namespace_sync: What they have of the notebook.
-        share_back: Whether weights come home.
+        share_back: Whether weights are copied back.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class PostTask:
         self._told: dict[str, str] = {}
 
     def after_cell(self, call_result: TaskResult) -> TaskTrouble | None:
-        """Put the groups in order and bring the weights home, after a cell that lost no worker.
+        """Put the groups in order and copy the weights back, after a cell that lost no worker.
 
-        The caller holds interrupts back: half of a model is worse than either.
+        The caller holds interrupts back, because a model with half of the new weights is useless.
 
         Returns:
             What went wrong, if anything.
@@ -83,13 +83,15 @@ class PostTask:
         return self._bring_home(call_result)
 
     def keep_in_step(self, call_result: TaskResult) -> TaskResult | None:
-        """Let all ranks leave process groups that are of no more use, and say so if nothing has.
+        """Let all ranks leave unusable process groups, with a message if there has been none.
 
         Returns:
-            What became of the task in which they left; None if there was no need.
+            How the task in which they left ended; None if there was no need.
         """
+        # After a loss all workers are ended, and their groups with them.
         if call_result.lost or not call_result.out_of_step:
             return None
+        # Taken first, because the next task makes the members forget this one.
         ended_well = all(member.returned is not None for member in call_result.members)
         self._generation += 1
         regroup_reason = "a cell was ended while ranks were waiting for each other"
@@ -101,38 +103,40 @@ class PostTask:
         return group_result
 
     def _bring_home(self, call_result: TaskResult) -> TaskTrouble | None:
-        """Let the notebook have weights that ranks changed: of all these modules, or of none."""
+        """Copy back the weights that ranks changed: of all these modules, or of none."""
         if not self._share_back:
             return None
         module_records = self._flow.records(
             {
                 arena_key
-                for idle_ranks in call_result.idle.values()
-                for arena_key in idle_ranks.dirty
+                for idle_answer in call_result.idle.values()
+                for arena_key in idle_answer.dirty
             }
         )
         if not module_records:
             return None
         module_paths = sorted(module_record.path for module_record in module_records)
         shared_arenas = {
-            arena_key: changed_keys
+            arena_key: home_arena
             for module_record in module_records
-            for arena_key, changed_keys in module_record.arenas().items()
+            for arena_key, home_arena in module_record.arenas().items()
         }
         try:
             with staged(module_records, shared_arenas) as weight_receiver:
                 rank_files = [weight_receiver.staging[arena_key] for arena_key in shared_arenas]
-                written_paths = self._workers.everyone(
+                staging_result = self._workers.everyone(
                     messages.GoHome(arenas=tuple(shared_arenas)), rank_files
                 )
                 try:
-                    if not written_paths.went_well:
-                        task_outcome = user_messages.on_the_way(module_paths)
-                        return TaskTrouble(told=task_outcome, result=written_paths)
-                    self._apply(module_records, weight_receiver, written_paths)
+                    if not staging_result.went_well:
+                        weights_line = user_messages.on_the_way(module_paths)
+                        return TaskTrouble(told=weights_line, result=staging_result)
+                    self._apply(module_records, weight_receiver, staging_result)
                 finally:
-                    dispose(written_paths.take_files())
-        except OSError as error:  # no memory or no descriptors: nothing has been written yet
+                    # Closed by the template process: freeing gigabytes would delay the next cell.
+                    dispose(staging_result.take_files())
+        # No memory or no descriptors: nothing has been written yet.
+        except OSError as error:
             return TaskTrouble(told=user_messages.on_the_way(module_paths), no_room=error)
         self._workers.post(messages.Settle())
         return None
@@ -141,14 +145,17 @@ class PostTask:
         self,
         module_records: Sequence[ModuleRecord],
         weight_receiver: WeightReceiver,
-        written_paths: TaskResult,
+        staging_result: TaskResult,
     ) -> None:
         weight_reports = [
-            written_paths.staged[rank_number].report for rank_number in sorted(written_paths.staged)
+            staging_result.staged[rank_number].report
+            for rank_number in sorted(staging_result.staged)
         ]
+        # Before `apply`, which overwrites the values that the ranks are compared with.
         differing_models = weight_receiver.differing(weight_reports)
+        # Otherwise these new values would count as the notebook's change and be sent to all ranks.
         with self._flow.coming_home(module_records):
-            weight_receiver.apply(weight_reports, written_paths.whole_files)
+            weight_receiver.apply(weight_reports, staging_result.whole_files)
         for weight_report in weight_reports:
             for module_path, stranded_reason in weight_report.stranded.items():
                 self._tell(module_path, user_messages.stays_behind(module_path, stranded_reason))
@@ -172,12 +179,14 @@ def staged(
     sharing_parts = [module_record.sharing for module_record in module_records]
     joined_sharing = arena.Sharing(
         modules=tuple(
-            shared_module for update_part in sharing_parts for shared_module in update_part.modules
+            shared_module
+            for part_sharing in sharing_parts
+            for shared_module in part_sharing.modules
         ),
         stand_ins={
-            position: staging_place
-            for update_part in sharing_parts
-            for position, staging_place in update_part.stand_ins.items()
+            device_address: staging_place
+            for part_sharing in sharing_parts
+            for device_address, staging_place in part_sharing.stand_ins.items()
         },
     )
     weight_receiver = WeightReceiver(joined_sharing, shared_arenas)

@@ -7,19 +7,19 @@ default group joins it, and the notebook asks the workers that are idle to join 
 run the same cell come by themselves.) `init_process_group()` in a cell that is run twice finds the
 group there and leaves it.
 
-[Note: cutting] A rank whose peers have failed waits in C++ for ever, deaf to signals. Its second
-thread then shuts down the sockets that belong to its groups, and the wait ends with an error. NCCL
-has `abort` for that. Groups that were cut, or whose ranks have begun different numbers of
-collectives, are of no more use: all ranks leave them, and the next use makes new ones under a new
-prefix in the store. DDP models take these up in their next forward (`reattach`).
+[Note: cutting] A rank whose peers have failed waits in C++ for ever and handles no signals. Its
+second thread then shuts down the sockets that belong to its groups, and the wait ends with an
+error. NCCL has `abort` for that. Groups that were cut, or whose ranks have begun different numbers
+of collectives, are of no more use: all ranks leave them, and the next use makes new ones under a
+new prefix in the store. DDP models take these up in their next forward (`reattach_models`).
 
     forward of a DDP model whose group was left
       ─► the default group, joined by all ranks     the wrapper gets a new reducer in it
-      ─► weights and buffers of rank 0              as DDP's own constructor hands them out
+      ─► weights and buffers of rank 0              as DDP's constructor sends them
       ─► are the optimizers' states equal?          if not, rank 0's: a rank may be a step ahead
 
-What the constructor would do, without losing what hangs on the wrapper: the optimizer, its state,
-and whoever else holds one of them.
+What the constructor would do, without a new wrapper: the optimizer, its state and other code hold
+references to the old one.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ProcessGroups:
         self._generation = 0
         self._made = 0
         self._sockets: set[int] = set()  # inodes of those that belong to groups
-        self._before: set[int] | None = None  # while a group is being made
+        self._before: set[int] | None = None  # only while a group is being made
         self._left: list[Any] = []
         self._left_defaults: list[Any] = []
         self.left_for = ""
@@ -116,6 +116,7 @@ class ProcessGroups:
                 self._close_sockets()
                 sharded_tensors.forget_process_groups()
 
+        # In both: torch.distributed has bound the functions to names of its own.
         for patched_module in (c10d, dist):
             patched_module.init_process_group = init_process_group  # type: ignore[attr-defined]
             patched_module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
@@ -138,16 +139,18 @@ class ProcessGroups:
             group_settings = InitProcessGroupKwargs(backend=group_backend, timeout=group_timeout)
             if self._place.world_size > 1:
                 distributed.arrive(settings=group_settings)
-            else:  # alone, `arrive` sees no need for a group; a collective in a cell does
+            # `arrive` makes no group for a single process, but a collective in a cell needs one.
+            else:
                 dist.init_process_group(group_backend or "gloo", timeout=group_timeout)
 
     def sequence(self) -> tuple[tuple[str, int], ...]:
         """How many collectives each group has begun: equal on all ranks that are in step."""
-        found_values = []
-        for process_group, entry_name in torch_private.process_group_names().items():
-            with contextlib.suppress(RuntimeError):  # a backend that does not count
-                found_values.append((entry_name, torch_private.collectives_begun(process_group)))
-        return tuple(sorted(found_values))
+        group_counts = []
+        for process_group, group_name in torch_private.process_group_names().items():
+            # Raised by a backend that does not count its collectives.
+            with contextlib.suppress(RuntimeError):
+                group_counts.append((group_name, torch_private.collectives_begun(process_group)))
+        return tuple(sorted(group_counts))
 
     def cut(self) -> None:
         """Let a collective that will never complete fail. For the second thread."""
@@ -156,7 +159,9 @@ class ProcessGroups:
                 # gloo's own `abort` does not reach a wait that has begun (torch 2.13).
                 if group_backend.name() != "gloo" and hasattr(group_backend, "abort"):
                     group_backend.abort()
+        # A copy: this is the second thread, and the main one may add sockets meanwhile.
         own_sockets = set(self._sockets)
+        # A rank may also hang while a group is being made; its sockets are not recorded yet.
         if self._before is not None:
             own_sockets |= set(_own_sockets()) - self._before
         for socket_inode, socket_fd in _own_sockets().items():
@@ -174,15 +179,17 @@ class ProcessGroups:
         self._made = 0
         if dist.is_initialized():
             self.left_for = leave_reason
+            # Kept, so that their ids are not reused: errors and DDP models are compared with them.
             self._left += torch_private.process_groups()
             self._left_defaults.append(dist.group.WORLD)
-            with contextlib.suppress(RuntimeError, ValueError):  # they are broken: that is why
+            # Broken groups may raise when they are destroyed; they are dropped all the same.
+            with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group()
             sharded_tensors.forget_process_groups()
         self._close_sockets()
 
     def are_behind(self, traceback_entry: TracebackType | None) -> bool:
-        """Whether an error comes of the use of a group that was left."""
+        """Whether an error comes from the use of a group that was left."""
         while traceback_entry is not None:
             frame_values = tuple(traceback_entry.tb_frame.f_locals.values())
             if any(
@@ -210,10 +217,12 @@ class ProcessGroups:
         }
         closing_deadline = time.monotonic() + _SOCKET_CLOSING_S
         while shut_inodes & _own_sockets().keys() and time.monotonic() < closing_deadline:
+            # There is nothing to wait on: gloo's threads close the descriptors without notice.
             time.sleep(0.001)
         null_fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for socket_inode, socket_fd in _own_sockets().items():
             if socket_inode in self._sockets:
+                # Listening sockets are left; the docstring says why their numbers stay taken.
                 os.dup2(null_fd, socket_fd, inheritable=False)
         os.close(null_fd)
         self._sockets.clear()
@@ -223,9 +232,9 @@ class ProcessGroups:
         if group_backend is not None and group_backend not in joined_backends:
             raise ConfigError(
                 f"init_process_group({group_backend!r}): this worker is in a process group over "
-                f"{joined_backends} already, and a second default group cannot be had. Leave the "
-                f"call out, call dist.destroy_process_group() on all ranks first, or use "
-                f"dist.new_group for another backend."
+                f"{joined_backends} already, and there can be no second default group. Leave "
+                "the call out, call dist.destroy_process_group() on all ranks first, or use "
+                "dist.new_group for another backend."
             )
 
     @contextlib.contextmanager
@@ -245,13 +254,14 @@ class ProcessGroups:
 
 def _own_sockets() -> dict[int, int]:
     """Inode → descriptor of every socket of this process."""
-    found_values = {}
+    socket_descriptors = {}
     for entry_name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
+        # The descriptor may have been closed meanwhile.
+        with contextlib.suppress(OSError):
             link_target = os.readlink(f"/proc/self/fd/{entry_name}")
             if link_target.startswith("socket:["):
-                found_values[int(link_target[8:-1])] = int(entry_name)
-    return found_values
+                socket_descriptors[int(link_target[8:-1])] = int(entry_name)
+    return socket_descriptors
 
 
 def _shut_connection(socket_fd: int, *, spared_port: int) -> bool:
@@ -260,14 +270,17 @@ def _shut_connection(socket_fd: int, *, spared_port: int) -> bool:
     Returns:
         Whether it is, or was, such a connection.
     """
-    with contextlib.suppress(OSError):  # closed meanwhile
+    # The descriptor may have been closed meanwhile. A duplicate, because closing the socket object
+    # would close gloo's descriptor.
+    with contextlib.suppress(OSError):
         duplicate_socket = socket.socket(fileno=os.dup(socket_fd))
         with duplicate_socket:
             is_internet = duplicate_socket.family in (socket.AF_INET, socket.AF_INET6)
             is_listening = duplicate_socket.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if not is_internet or is_listening or duplicate_socket.getsockname()[1] == spared_port:
                 return False
-            with contextlib.suppress(OSError):  # shut already, by either side
+            # Either side may have shut it already.
+            with contextlib.suppress(OSError):
                 duplicate_socket.shutdown(socket.SHUT_RDWR)
             return True
     return False
@@ -283,7 +296,8 @@ def reattach_models(was_left: Callable[[Any], bool]) -> None:
 
     @functools.wraps(ddp_forward)
     def attached(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        # Where nothing is to be sent, one rank may well run it alone.
+        # A forward that sends nothing (evaluation without buffers) may run on one rank alone, where
+        # reattaching would wait for the others.
         if was_left(self.process_group) and (torch.is_grad_enabled() or self.modules_buffers):
             _attach_to_new_group(self)
         return ddp_forward(self, *args, **kwargs)  # type: ignore[no-untyped-call]
@@ -292,7 +306,7 @@ def reattach_models(was_left: Callable[[Any], bool]) -> None:
 
 
 def _attach_to_new_group(ddp_model: DistributedDataParallel) -> None:
-    """A collective."""
+    """Give a DDP model a new reducer in the default group; a collective."""
     communication_hooks = tuple(torch_private.communication_hooks(ddp_model))
     ddp_state = {
         attribute_name: attribute_value
@@ -300,11 +314,13 @@ def _attach_to_new_group(ddp_model: DistributedDataParallel) -> None:
         if attribute_name not in ("process_group", "reducer", "logger")
     }
     dist.get_rank()  # joins the default group, if this rank is in none
-    vars(ddp_model).pop("reducer", None)  # its hooks on the parameters go with it
+    # Dropped before the new one is made, because its hooks on the parameters go with it.
+    vars(ddp_model).pop("reducer", None)
     vars(ddp_model).pop("logger", None)
-    # It makes them anew, in the default group.
+    # Unpickling is DDP's own way to make both anew, in the default group.
     ddp_model.__setstate__(ddp_state)  # type: ignore[no-untyped-call]
-    torch_private.communication_hooks(ddp_model).clear()  # registering appends each again
+    # Registering a hook appends it again.
+    torch_private.communication_hooks(ddp_model).clear()
     for hook, hook_state in communication_hooks:
         ddp_model.register_comm_hook(hook_state, hook)
     _send_weights(ddp_model)
@@ -313,7 +329,8 @@ def _attach_to_new_group(ddp_model: DistributedDataParallel) -> None:
         for trained_parameter in ddp_model.parameters()
         if trained_parameter.grad is not None
     ]
-    for model_parameter in unfinished_parameters:  # of a step that some ranks have not come to
+    # Gradients of a step that other ranks have not reached must not be added to the next ones.
+    for model_parameter in unfinished_parameters:
         model_parameter.grad = None
     states_were_equal = _even_out(ddp_model.module)
     if dist.get_rank() == 0:
@@ -323,12 +340,13 @@ def _attach_to_new_group(ddp_model: DistributedDataParallel) -> None:
 @torch.no_grad()
 def _send_weights(ddp_model: DistributedDataParallel) -> None:
     """Give all ranks the weights and buffers of rank 0; a collective."""
-    for entry_name, tensor in (
+    for tensor_name, tensor in (
         *ddp_model.module.named_parameters(),
         *ddp_model.module.named_buffers(),
     ):
-        if entry_name not in ddp_model.parameters_to_ignore:
-            dense = tensor.detach().contiguous()  # gloo refuses others
+        if tensor_name not in ddp_model.parameters_to_ignore:
+            # gloo refuses tensors that are not contiguous.
+            dense = tensor.detach().contiguous()
             dist.broadcast(dense, 0, group=ddp_model.process_group)
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.copy_(dense)
@@ -341,7 +359,7 @@ def _reattached_message(states_were_equal: bool) -> str:
         else "rank 0's state, since ranks were at different steps"
     )
     return (
-        f"nbaccel: the DDP model goes on in new process groups, with rank 0's weights; "
+        "nbaccel: the DDP model goes on in new process groups, with rank 0's weights; "
         f"optimizers keep {state_words}. The step that was cut short is left out.\n"
     )
 
@@ -354,6 +372,7 @@ def _even_out(trained_module: nn.Module) -> bool:
     """
     own_optimizers = [*_optimizers_of(trained_module)]
     rank_facts: list[Any] = [None] * dist.get_world_size()
+    # Facts instead of states, which are as large as the model or larger.
     dist.all_gather_object(
         rank_facts, [_optimizer_facts(optimizer) for optimizer in own_optimizers]
     )
@@ -363,44 +382,47 @@ def _even_out(trained_module: nn.Module) -> bool:
         raise RuntimeError(
             f"The ranks have {', '.join(str(len(rank_fact)) for rank_fact in rank_facts)} "
             f"optimizers for this model, so their states cannot be compared. Run the cell again "
-            f"that makes the optimizer, on all ranks."
+            "that makes the optimizer, on all ranks."
         )
-    state_words: list[Any] = [[optimizer.state_dict() for optimizer in own_optimizers]]
-    dist.broadcast_object_list(state_words, src=0)
-    for optimizer, ddp_state in zip(own_optimizers, state_words[0], strict=True):
-        optimizer.load_state_dict(ddp_state)
+    state_dicts: list[Any] = [[optimizer.state_dict() for optimizer in own_optimizers]]
+    dist.broadcast_object_list(state_dicts, src=0)
+    for optimizer, optimizer_state in zip(own_optimizers, state_dicts[0], strict=True):
+        optimizer.load_state_dict(optimizer_state)
     return False
 
 
-def _optimizers_of(patched_module: nn.Module) -> Iterator[torch.optim.Optimizer]:
+def _optimizers_of(trained_module: nn.Module) -> Iterator[torch.optim.Optimizer]:
     """Those that train this module, in an order that is the same on all ranks."""
     parameter_positions = {
         id(model_parameter): position
-        for position, model_parameter in enumerate(patched_module.parameters())
+        for position, model_parameter in enumerate(trained_module.parameters())
     }
-    found_values = []
+    found_optimizers = []
+    # A DDP model does not know its optimizers, and torch keeps no list of them.
     for heap_object in gc.get_objects():
+        # isinstance would ask objects for __class__, which proxies answer with code of their own.
         if issubclass(type(heap_object), torch.optim.Optimizer) and not _is_in_parts(
             type(heap_object)
         ):
-            parameter_groups = getattr(
-                heap_object, "param_groups", ()
-            )  # one whose constructor has failed has none
-            own_sockets = [
+            # An optimizer whose constructor has failed has no groups.
+            parameter_groups = getattr(heap_object, "param_groups", ())
+            trained_positions = [
                 parameter_positions.get(id(trained_parameter), -1)
-                for process_group in parameter_groups
-                for trained_parameter in process_group["params"]
+                for parameter_group in parameter_groups
+                for trained_parameter in parameter_group["params"]
             ]
-            if any(place >= 0 for place in own_sockets):
-                found_values.append((own_sockets, type(heap_object).__qualname__, heap_object))
+            if any(trained_position >= 0 for trained_position in trained_positions):
+                found_optimizers.append(
+                    (trained_positions, type(heap_object).__qualname__, heap_object)
+                )
     yield from (
         heap_object
-        for *_, heap_object in sorted(found_values, key=lambda sort_entry: sort_entry[:2])
+        for *_, heap_object in sorted(found_optimizers, key=lambda sort_entry: sort_entry[:2])
     )
 
 
 def _is_in_parts(optimizer_class: type) -> bool:
-    """Whether each rank has a part of such an optimizer's state; importing it takes long."""
+    """Whether each rank has a part of such an optimizer's state; by name: importing it is slow."""
     return any(
         base_class.__name__ == "ZeroRedundancyOptimizer" for base_class in optimizer_class.__mro__
     )
@@ -411,17 +433,17 @@ def _optimizer_facts(optimizer: torch.optim.Optimizer) -> Any:
     return _comparable(optimizer.state_dict())
 
 
-def _comparable(frame_value: Any) -> Any:
-    if isinstance(frame_value, torch.Tensor):
-        return str(frame_value.dtype), tuple(frame_value.shape), tensor_fingerprint(frame_value)
-    if isinstance(frame_value, dict):
+def _comparable(state_value: Any) -> Any:
+    if isinstance(state_value, torch.Tensor):
+        return str(state_value.dtype), tuple(state_value.shape), tensor_fingerprint(state_value)
+    if isinstance(state_value, dict):
         return {
-            state_key: _comparable(inner_value) for state_key, inner_value in frame_value.items()
+            state_key: _comparable(inner_value) for state_key, inner_value in state_value.items()
         }
-    if isinstance(frame_value, (list, tuple)):
-        return [_comparable(inner_value) for inner_value in frame_value]
+    if isinstance(state_value, (list, tuple)):
+        return [_comparable(inner_value) for inner_value in state_value]
     return (
-        frame_value
-        if isinstance(frame_value, (bool, int, float, str, type(None)))
-        else type(frame_value).__name__
+        state_value
+        if isinstance(state_value, (bool, int, float, str, type(None)))
+        else type(state_value).__name__
     )

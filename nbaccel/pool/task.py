@@ -1,6 +1,6 @@
 """One task of a pool's workers, watched until each is idle again.
 
-It ends in one of four ways: all ranks are through; a rank raised, and the others have given the
+It ends in one of four ways: all ranks have finished; a rank raised, and the others have given the
 task up; the user has stopped it; a worker was lost, and with it the pool.
 """
 
@@ -29,10 +29,10 @@ RankTasks = Mapping[int, tuple[Any, Sequence[int]]]
 
 @dataclass(frozen=True, kw_only=True)
 class TaskResult(CallResult):
-    """What became of a task."""
+    """How a task ended."""
 
     idle: Mapping[int, messages.Idle]
-    """What ranks that are through have said at the end."""
+    """The last message of each rank that has finished."""
     lost: tuple[int, ...]
     """Ranks that have ended."""
     lost_because: str
@@ -48,8 +48,8 @@ class TaskResult(CallResult):
 
     @property
     def shown(self) -> dict[int, Any]:
-        """What the task gave for the user to see, by rank."""
-        return {worker_rank: idle_answers.shown for worker_rank, idle_answers in self.idle.items()}
+        """What the task gives the user to see, by rank."""
+        return {worker_rank: idle_answer.shown for worker_rank, idle_answer in self.idle.items()}
 
     def take_files(self) -> list[int]:
         """The descriptors of `whole_files`; they are the caller's to close."""
@@ -59,7 +59,7 @@ class TaskResult(CallResult):
 
     @property
     def out_of_step(self) -> bool:
-        """Whether process groups are of no more use.
+        """Whether process groups cannot be used any longer.
 
         A rank was cut off in one of their collectives, or their ranks have begun different numbers
         of them: the next one would meet the wrong partner.
@@ -67,13 +67,12 @@ class TaskResult(CallResult):
         collective_counts: dict[str, set[int]] = {}
         for group_name, collective_count in (
             group_entry
-            for idle_answers in self.idle.values()
-            for group_entry in idle_answers.sequence
+            for idle_answer in self.idle.values()
+            for group_entry in idle_answer.sequence
         ):
-            collective_counts.setdefault(group_name, set()).add(
-                collective_count
-            )  # of a group that not all ranks are in, some
-        in_groups = {idle_answers.in_groups for idle_answers in self.idle.values()}
+            # By name, because not all ranks need be in a group: absent ranks are no difference.
+            collective_counts.setdefault(group_name, set()).add(collective_count)
+        in_groups = {idle_answer.in_groups for idle_answer in self.idle.values()}
         differing_groups = len(in_groups) > 1 or any(
             len(found_counts) > 1 for found_counts in collective_counts.values()
         )
@@ -91,7 +90,7 @@ class TaskSupervisor(Supervisor):
         task_number: The task's number, which the ranks' Idle repeats.
         console: Where output goes.
         timeout_s: Seconds after which the task is ended; None for no limit.
-        show: Shows how the ranks get on; None for nobody.
+        show: Shows the ranks' progress; None for no display.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class TaskSupervisor(Supervisor):
         self._is_of_all = len(self._ranks) == len(self.members)
         self._open = {m.rank for m in self.participants() if not m.has_ended}
         self._joining: set[int] = set()
-        """Ranks that are through, or have no task, and join a process group for the others."""
+        """Ranks that have finished, or have no task, and join a process group for the others."""
         self._group_wanted: messages.GroupWanted | None = None
         self._idle: dict[int, messages.Idle] = {}
         self._staged: dict[int, messages.Staged] = {}
@@ -128,11 +127,11 @@ class TaskSupervisor(Supervisor):
 
     @property
     def open(self) -> frozenset[int]:
-        """Ranks that are not through yet."""
+        """Ranks that have not finished yet."""
         return frozenset(self._open)
 
     def run(self) -> TaskResult:
-        """Give out the tasks, and wait until every rank is through, or lost."""
+        """Send the tasks, and wait until every rank has finished, or is lost."""
         self.watch()
         return TaskResult(
             **self.facts(),
@@ -148,17 +147,18 @@ class TaskSupervisor(Supervisor):
     # ---- what follows for live workers
 
     def begin(self) -> None:
-        """Give out the tasks. From now on an interrupt is the workers' business."""
+        """Send the tasks. From now on an interrupt is passed to the workers."""
         for worker_rank, (task_body, file_descriptors) in self._tasks.items():
-            # One that has gone meanwhile cannot take it: its sentinel tells.
+            # The worker may have ended meanwhile; its sentinel says so.
             with contextlib.suppress(OSError):
                 rank_task = messages.Task(number=self._number, body=task_body)
                 self.members[worker_rank].channel.send(rank_task, file_descriptors)
 
     def is_over(self) -> bool:
-        """Whether all ranks are through; after a loss, whether all workers have ended."""
+        """Whether all ranks have finished; after a loss, whether all workers have ended."""
         if self._lost:
             return all(member.has_ended for member in self.members)
+        # Under the ladder, joining ranks are interrupted too: their Idle is still to come.
         return not (self._open or (self._ladder is not None and self._joining))
 
     def participants(self) -> list[WorkerHandle]:
@@ -171,7 +171,7 @@ class TaskSupervisor(Supervisor):
         return [member for member in self.members if member.rank in ranks and not member.has_ended]
 
     def close_output(self) -> None:
-        """Read what the task has printed: what comes later is none of its own."""
+        """Read what the task has printed; what comes later belongs to no task."""
         for member in self.members:
             if not member.has_ended:
                 self.drain_output(member)
@@ -182,15 +182,18 @@ class TaskSupervisor(Supervisor):
         failure_record = member.record or member.record_of_stop()
         if not member.is_stopped:
             failure_record = member.record_of_death(exit_status, self._group.oom_kills)
-        member.end(failure_record, loses_result=True)  # whatever it did: it cannot go on
+        # Even a finished rank loses its result: without its worker the task has failed.
+        member.end(failure_record, loses_result=True)
         self._ranks.add(member.rank)
         self._open.discard(member.rank)
         self._lost.append(member.rank)
         self._lost_because = self._lost_because or exit_status.because
+        # Only for the first: workers that end afterwards were killed by this ladder.
         if len(self._lost) == 1:
             other_members = [m for m in self.members if not m.has_ended]
             for other_member in other_members:
-                other_member.note_whereabouts(None)  # of a second ago
+                # An answer of up to a second ago would be taken for the place of the failure.
+                other_member.note_whereabouts(None)
             self.start_ladder(ShutdownLadder(other_members, AFTER_LOSS))
 
     # ---- what can happen
@@ -215,7 +218,7 @@ class TaskSupervisor(Supervisor):
     def on_failure(
         self, member: WorkerHandle, worker_message: messaging.Failed, file_descriptors: list[int]
     ) -> None:
-        """A rank has raised; of what it does beside the task nobody is told."""
+        """A rank has raised; errors outside the task, such as in a join, are not reported."""
         if member.rank in self._open:
             super().on_failure(member, worker_message, file_descriptors)
         else:
@@ -229,11 +232,12 @@ class TaskSupervisor(Supervisor):
             self.drain_output(member)
             self._console.close(worker_rank)
             self._idle[worker_rank] = worker_message
+            # A rank that has finished must join too, or the others would wait until the timeout.
             if self._group_wanted is not None and self._open:
                 self._ask_to_join(member, self._group_wanted)
         else:
             self._joining.discard(worker_rank)
-        # After a loss it is ended all the same.
+        # After a loss a finished worker is ended too, so it stays on the ladder.
         if self._ladder is not None and worker_rank not in self._open and not self._lost:
             self._ladder.finished(member)
 
@@ -246,7 +250,8 @@ class TaskSupervisor(Supervisor):
 
     def _ask_to_join(self, member: WorkerHandle, group_wanted: messages.GroupWanted) -> None:
         self._joining.add(member.rank)
-        with contextlib.suppress(OSError):  # it has gone: its sentinel will tell
+        # The worker may have ended; its sentinel says so.
+        with contextlib.suppress(OSError):
             member.channel.send(
                 messages.Task(number=0, body=messages.JoinGroup(wanted=group_wanted))
             )

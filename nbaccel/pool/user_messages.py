@@ -1,4 +1,4 @@
-"""What a pool says: about a cell that ended badly, about itself, and while a cell runs."""
+"""Messages of a pool: about a cell that failed, about the pool, and while a cell runs."""
 
 from __future__ import annotations
 
@@ -55,23 +55,23 @@ POOL_LOST = (
 
 
 def _still_running(call_result: TaskResult) -> str:
-    """What is left after a task that ended badly."""
+    """What is left after a task that failed."""
     if call_result.lost:
         return POOL_LOST
-    in_groups = any(idle_ranks.in_groups for idle_ranks in call_result.idle.values())
+    in_groups = any(idle_answer.in_groups for idle_answer in call_result.idle.values())
     return (
         f"{STILL_ALIVE} {REGROUPED_WORDS}" if call_result.out_of_step and in_groups else STILL_ALIVE
     )
 
 
 def closing_lines(call_result: TaskResult, unsendable_reason: Mapping[str, str]) -> str:
-    """The last words of an obituary: what is left, and why a name was not there.
+    """The closing lines of a failure report: what is left, and why a name was missing.
 
     Args:
         call_result: What became of the task.
         unsendable_reason: Names of the notebook that could not be sent, with why.
     """
-    missing_ranks = {
+    missing_names = {
         member.record.raised.missing_name
         for member in call_result.members
         if member.record and member.record.raised
@@ -79,7 +79,7 @@ def closing_lines(call_result: TaskResult, unsendable_reason: Mapping[str, str])
     message_lines = [
         f"The notebook has {unknown_name!r}, but it cannot be sent to the workers: {stay_reason}"
         for unknown_name, stay_reason in unsendable_reason.items()
-        if unknown_name in missing_ranks
+        if unknown_name in missing_names
     ]
     return "\n".join([*message_lines, _still_running(call_result)])
 
@@ -105,7 +105,7 @@ def regrouped_line(num_processes: int, end_reason: str) -> str:
     """The line that says that new workers are started."""
     return (
         f"nbaccel: {count_noun(num_processes, 'new worker')} started, because {end_reason}; what "
-        f"the cells before had defined in them is gone.\n"
+        "the cells before had defined in them is gone.\n"
     )
 
 
@@ -123,7 +123,7 @@ def stopped_message(call_result: TaskResult) -> str:
 
 
 def on_the_way(module_paths: Sequence[str]) -> str:
-    """What became of weights when the workers failed after the cell had ended.
+    """What happened to the weights when the workers failed after the cell had ended.
 
     Args:
         module_paths: The modules, as the user would write them.
@@ -134,20 +134,20 @@ def on_the_way(module_paths: Sequence[str]) -> str:
     return (
         f"This was after the cell, while the weights that it trained in {name_list} were written "
         f"back: in the notebook {name_list} {'are' if len(module_paths) > 1 else 'is'} as before "
-        f"the cell, all of the weights old and none new."
+        "the cell, all of the weights old and none new."
     )
 
 
 def left_behind(call_result: TaskResult) -> str:
-    """What became of weights when the workers failed before these were written."""
+    """What happened to the weights when the workers failed before these were written."""
     reason_words = "This was after the cell, while its process groups were ended."
-    if any(idle_ranks.dirty for idle_ranks in call_result.idle.values()):
+    if any(idle_answer.dirty for idle_answer in call_result.idle.values()):
         reason_words += " The weights that it trained were not written back."
     return reason_words
 
 
 def after_cell(call_result: TaskResult, told_lines: str) -> str:
-    """The last words of a report about what followed a cell.
+    """The closing lines of a report about what followed a cell.
 
     Args:
         call_result: What became of the task.
@@ -168,7 +168,7 @@ def after_cell(call_result: TaskResult, told_lines: str) -> str:
 
 
 def no_room(told_lines: str, raised_error: OSError | None) -> str:
-    """What is said when the notebook's own process could not take the weights.
+    """The message when the notebook's own process could not take the weights.
 
     Args:
         told_lines: What is known of the weights.
@@ -181,13 +181,13 @@ def no_room(told_lines: str, raised_error: OSError | None) -> str:
     )
     return (
         f"The notebook has no room for the trained weights: {stay_reason}. {told_lines} The "
-        f"workers live on and have the trained weights: close what holds memory or files open, "
-        f"and the next cell writes them back."
+        "workers live on and have the trained weights: close what holds memory or files open, "
+        "and the next cell writes them back."
     )
 
 
 def raise_first(failed_error: BaseException | None, task_trouble: BaseException | None) -> None:
-    """Raise what a cell ended with; what went wrong afterwards is written out if both are there."""
+    """Raise the error of a cell; if there is one of what followed as well, print that."""
     __tracebackhide__ = True
     if failed_error is None:
         failed_error, task_trouble = task_trouble, None
@@ -198,27 +198,27 @@ def raise_first(failed_error: BaseException | None, task_trouble: BaseException 
 
 
 def unknown_names_message(
-    missing_ranks: Sequence[str], known_names: Iterable[str], *, namespace_words: str
+    missing_names: Sequence[str], known_names: Iterable[str], *, namespace_words: str
 ) -> str:
     """Which names are not there, and which ones were probably meant."""
-    if not missing_ranks:
+    if not missing_names:
         return (
             f"No name was given: say which names of {namespace_words} are meant, for example loss."
         )
     name_list = [unknown_name for unknown_name in known_names if not unknown_name.startswith("_")]
     message_lines = [
         f"{namespace_words} has no name {unknown_name!r}.{closest(unknown_name, name_list)}"
-        for unknown_name in missing_ranks
+        for unknown_name in missing_names
     ]
     return " ".join(message_lines)
 
 
 def stays_behind(module_path: str, stay_reason: str) -> str:
-    """The line about weights that cannot come home."""
+    """The line about weights that cannot be copied back."""
     return (
         f"nbaccel: the weights of {module_path} stay in the workers, because they no longer fit "
         f"the notebook's module ({stay_reason}). Pull what you need, for example its "
-        f"state_dict.\n"
+        "state_dict.\n"
     )
 
 
@@ -227,12 +227,12 @@ def came_changed(module_path: str, change_words: str) -> str:
     return (
         f"nbaccel: the weights of {module_path} were copied into the notebook's module, but are "
         f"not as they are in the worker: {change_words}. Pull what you need, for example its "
-        f"state_dict.\n"
+        "state_dict.\n"
     )
 
 
 class CellDashboardUpdater(DashboardUpdater):
-    """The dashboard of a cell, or of a call in live workers: it also tells where each rank is.
+    """The dashboard of a cell, or of a call in live workers: it also shows where each rank is.
 
     Args:
         ranks: The ranks that have the task.
@@ -251,11 +251,13 @@ class CellDashboardUpdater(DashboardUpdater):
         device_bytes: int | None,
     ) -> RankStatus:
         """One rank, as it is now, with what it is doing."""
+        # DashboardUpdater is given the supervisor itself, which in a pool is a TaskSupervisor.
         rank_task = cast("TaskSupervisor", watched_worker)
         is_open = member.rank in rank_task.open
         row_values = rank_status(member, rank_task.seconds, member.whereabouts, is_open=is_open)
         return replace(
             row_values,
+            # A rank that has finished is idle; how it finished is of more interest.
             state=row_values.state if is_open else _how_it_is_through(member),
             device_bytes=row_values.device_bytes if device_bytes is None else device_bytes,
             last_line=last_line,
@@ -284,7 +286,7 @@ def rank_status(
     *,
     is_open: bool,
 ) -> RankStatus:
-    """One worker, as the status tells it."""
+    """One row of the status table."""
     rank_state = WorkerState.GONE if member.has_ended else WorkerState.IDLE
     if is_open:
         rank_state = WorkerState.STOPPING if member.is_stopped else WorkerState.RUNNING
@@ -372,23 +374,23 @@ class StatusTable:
         headline_html = f"<div>{html.escape(self.headline)}</div>" if self.headline else ""
         if not self.rows:
             return headline_html
-        head_row, *body_html = self._cells()
+        head_row, *body_rows = self._cells()
         head_html = "".join(
             f'<th style="{_STATUS_CELL_STYLE};opacity:0.6">{html.escape(cell_text)}</th>'
             for cell_text in head_row
         )
-        message_lines = (
+        row_html = (
             "<tr>"
             + "".join(
                 f'<td style="{_STATUS_CELL_STYLE}">{html.escape(cell_text)}</td>'
                 for cell_text in table_line
             )
             + "</tr>"
-            for table_line in body_html
+            for table_line in body_rows
         )
         return headline_html + (
             f'<table style="border:none;margin:0"><thead><tr '
-            f'style="background:none">{head_html}</tr></thead><tbody>{"".join(message_lines)}</tbody></table>'
+            f'style="background:none">{head_html}</tr></thead><tbody>{"".join(row_html)}</tbody></table>'
         )
 
 

@@ -1,7 +1,7 @@
 """`Pool`: workers that stay, and take code, names and calls from the notebook.
 
-    run ─► names the cell needs ─► Take ─► RunCell ─► weights home ─► results ─► out
-           (flow)                          (task)     (GoHome, Settle)
+    run ─► names the cell needs ─► Take ─► RunCell ─► weights back ─► results ─► out
+           (namespace_sync)                (task)     (GoHome, Settle)
 
 The pool decides what a task's end means: go on, leave the process groups, or start anew.
 """
@@ -52,7 +52,7 @@ class CellResult:
 
     Attributes:
         shown: Rank → mime bundle of the cell's last expression, or None.
-        out: Name → what `out` asked for: a list by rank, or the value where one rank was asked.
+        out: Name → its value for each name in `out`: a list by rank, or the value of a single rank.
         seconds: How long the workers took.
     """
 
@@ -196,14 +196,14 @@ class Pool:
             names = names_of(cell_source.text)
             self._send(self._flow.prepare(names, asked_ranks))
             start_time = time.monotonic()
-            with uninterrupted():  # the task itself can be; what follows it must not be torn
+            # The task itself handles interrupts; what follows it must not be left half done.
+            with uninterrupted():
                 call_result = self._cell(cell_source, asked_ranks)
                 run_seconds = time.monotonic() - start_time
-                has_failed = self._judgement(
-                    call_result
-                )  # before another task makes the members forget
+                # Before another task makes the members forget this one.
+                cell_error = self._judgement(call_result)
                 task_trouble = self._after_cell(call_result)
-            user_messages.raise_first(has_failed, task_trouble)
+            user_messages.raise_first(cell_error, task_trouble)
             publish.show_results(call_result.shown)
             fetched_values = (
                 self._fetch(tuple(out), asked_ranks, single_values=ranks is not None) if out else {}
@@ -219,7 +219,7 @@ class Pool:
 
         Args:
             function: What each worker calls.
-            *args: Its arguments; modules among them are shared, and come home trained.
+            *args: Its arguments; modules among them are shared, and get the trained weights.
             ranks: Which workers call it; None for all.
 
         Returns:
@@ -341,17 +341,17 @@ class Pool:
         )
 
     def _after_cell(self, call_result: TaskResult) -> BaseException | None:
-        """Who owns which name, weights, process groups; returns what is to be raised for it."""
+        """Update names, weights and process groups; returns the error of that, if any."""
         for rank, idle in call_result.idle.items():
             self._flow.bound(rank, idle.bound)
         self._note_lost(call_result)
         if self._post_task is None or call_result.lost:
             return None
         task_trouble = self._post_task.after_cell(call_result)
-        has_failed = task_trouble.error(self.plan) if task_trouble is not None else None
+        trouble_error = task_trouble.error(self.plan) if task_trouble is not None else None
         if task_trouble is not None and task_trouble.result is not None:
             self._note_lost(task_trouble.result)
-        return has_failed
+        return trouble_error
 
     def _note_lost(self, call_result: TaskResult) -> None:
         if call_result.lost:
@@ -365,12 +365,12 @@ class Pool:
         return outcome.call_error(call_result, self.plan, closing_lines=closing_lines)
 
     def _settle(self, call_result: TaskResult) -> None:
-        """The end of a task that is no cell: raise if it did not end well."""
+        """Raise if a task that is not a cell did not end well."""
         __tracebackhide__ = True
-        has_failed = self._judgement(call_result)
+        task_error = self._judgement(call_result)
         self._note_lost(call_result)
-        if has_failed is not None:
-            raise has_failed
+        if task_error is not None:
+            raise task_error
 
     # ---- names
 
@@ -407,27 +407,29 @@ class Pool:
                 fetched_values.append(
                     open_parcel(packed_values, pool_member.result_fd, self._namespace)
                 )
-        single_rank = single_values and len(ranks) == 1
+        is_single_rank = single_values and len(ranks) == 1
         return {
             name: fetched_values[0][name]
-            if single_rank
-            else [fetched_file[name] for fetched_file in fetched_values]
+            if is_single_rank
+            else [rank_values[name] for rank_values in fetched_values]
             for name in names
         }
 
     def bound_here(self, names: Sequence[str]) -> None:
-        """These names of the notebook hold what was pulled: that is no change of the user's."""
+        """Note that these names of the notebook hold what was pulled, which is not to be sent."""
         for rank in range(self.num_processes):
             self._flow.bound(rank, names)
 
     # ---- inside
 
     def _ask(self, task_body: Any) -> Any:
+        # Never waits: completion is requested by a key press, while a cell may run for hours.
         if self._state is not PoolState.IDLE or not self._lock.acquire(blocking=False):
             return None
         try:
             live_group = self._workers
             call_result = (
+                # A completion that takes longer is of no use, and the lock is held meanwhile.
                 live_group.run_tasks({0: (task_body, ())}, timeout_s=1.0)
                 if live_group is not None
                 else None
@@ -443,7 +445,7 @@ class Pool:
         if not self._lock.acquire(blocking=False):
             raise UnsafeMoment(
                 f"The pool is busy ({self._state.value}): another thread of this notebook is using "
-                "it. Its workers do one thing at a time; wait until that is through."
+                "it. Its workers do one thing at a time; wait until that has finished."
             )
         try:
             yield
@@ -453,7 +455,7 @@ class Pool:
             self._lock.release()
 
     def _ready(self) -> LiveGroup:
-        """The workers; started, or started anew, if there is none."""
+        """The workers; started first if there are none."""
         if self._workers is None:
             if self._state is PoolState.BROKEN:
                 sys.stderr.write(user_messages.regrouped_line(self.num_processes, self.reason))
@@ -461,7 +463,9 @@ class Pool:
             self._workers = live_group = LiveGroup.ready(
                 requirements.check_requirements(self.plan, is_live=True)
             )
+            # A finalizer, so that a pool that is dropped without stop() ends its workers too.
             self._end = weakref.finalize(self, live_group.end)
+            # New, because new workers have received nothing.
             self._flow = NamespaceSync(self._namespace, range(self.num_processes))
             self._post_task = PostTask(live_group, self._flow, share_back=self.config.share_back)
             self.reason = ""
@@ -472,6 +476,7 @@ class Pool:
         return self._workers
 
     def _dissolve(self, state: PoolState, reason: str) -> None:
+        # First, so that an interrupt while workers end leaves no pool that seems alive.
         self._workers = self._post_task = None
         self._state, self.reason = state, reason
         self._end()

@@ -1,10 +1,10 @@
-"""IPython in a worker: its syntax, magics and formatters, and nothing that asks or waits.
+"""IPython in a worker: its syntax, magics and formatters, and nothing that waits for input.
 
     cell ──► transform (%, !, ?) ──► parse ──► compile ──► run ──► display hook ──► bundle
                      └── lines keep their numbers: frames name the line that the user sees
 
 There is no history file, no thread, no profile folder and no keyboard. An error is not printed here
-but raised, for the notebook to tell once for all ranks.
+but raised, so that the notebook reports it once for all ranks.
 
 The imports include what a shell imports when it is made: a process that has imported this file
 forks workers that make theirs at once.
@@ -91,9 +91,8 @@ class _CellCompiler(CachingCompiler):
         if source is None or not code_piece or not whole_text.endswith(code_piece):
             return
         text_above = whole_text[: len(whole_text) - len(code_piece)]
-        num_blank = len(code_piece) - len(
-            code_piece.lstrip()
-        )  # IPython cuts empty lines at the top
+        # IPython removes empty lines at the top before it compiles.
+        num_blank = len(code_piece) - len(code_piece.lstrip())
         lines = text_above.count("\n") + code_piece[:num_blank].count("\n")
         self._lines_above[transformed] = source.first_line - 1 + lines
 
@@ -122,6 +121,7 @@ class _CellCompiler(CachingCompiler):
         return super().__call__(source, filename, symbol, *more, **options)
 
 
+# Exact types: a subclass may have a formatter or a repr of its own.
 _ONE_WAY = frozenset((bool, bytes, complex, float, int, str))
 
 
@@ -130,7 +130,8 @@ _LAYOUT_TOKENS = frozenset((tokenize.ENDMARKER, tokenize.NL, tokenize.NEWLINE, t
 
 def _ends_in_semicolon(code: str) -> bool:
     code_tokens = tokenize.generate_tokens(io.StringIO(code).readline)
-    with contextlib.suppress(tokenize.TokenError, SyntaxError):  # a line of IPython's own syntax
+    # Lines of IPython's own syntax do not tokenize.
+    with contextlib.suppress(tokenize.TokenError, SyntaxError):
         last_token = [
             code_token.string for code_token in code_tokens if code_token.type not in _LAYOUT_TOKENS
         ][-1:]
@@ -152,7 +153,7 @@ class _BundleHook(DisplayHook):
         return mime_bundle
 
     def compute_format_data(self, result: Any) -> Any:
-        """How a value looks. Numbers and text look one way: no need to ask a dozen formatters."""
+        """The formats of a value. Numbers and text have one, so a dozen formatters are skipped."""
         if type(result) not in _ONE_WAY:
             return super().compute_format_data(result)  # type: ignore[no-untyped-call]
         formatter = self.shell.display_formatter.formatters["text/plain"]
@@ -162,7 +163,8 @@ class _BundleHook(DisplayHook):
         """The notebook writes it, once for all ranks."""
 
     def write_format_data(self, format_dict: Any, md_dict: Any = None) -> None:
-        if (earlier := self.take()) is not None:  # InteractiveShell.ast_node_interactivity = "all"
+        # With InteractiveShell.ast_node_interactivity = "all" a cell has several values.
+        if (earlier := self.take()) is not None:
             self.shell.display_pub.publish(**earlier)
         self.bundle = {"data": without_widgets(format_dict), "metadata": md_dict or {}}
 
@@ -180,7 +182,7 @@ class _BundleHook(DisplayHook):
         return _ends_in_semicolon(self.text)
 
     def log_output(self, format_dict: Any) -> None:
-        """IPython would keep every picture for ever."""
+        """Keep nothing: IPython would keep every picture for ever."""
 
     def finish_displayhook(self) -> None:
         self._is_active = False
@@ -201,9 +203,11 @@ class WorkerShell(InteractiveShell):
 
     def __init__(self, *, rank: int, publisher: type[Any]) -> None:
         config = Config()
-        config.HistoryManager.enabled = False  # a database, and a thread that writes it
+        # History would open a database and start a thread that writes it.
+        config.HistoryManager.enabled = False
         config.HistoryManager.hist_file = ":memory:"
-        config.IPCompleter.use_jedi = False  # half a second for the first word
+        # Jedi takes half a second for the first completion.
+        config.IPCompleter.use_jedi = False
         self._rank = rank
         self._loop: asyncio.AbstractEventLoop | None = None
         self._raised: BaseException | None = None
@@ -218,10 +222,11 @@ class WorkerShell(InteractiveShell):
     # ---- what a worker does without
 
     def init_profile_dir(self, profile_dir: Any) -> None:
-        """No folder is made, nor looked for; what %cd and others keep, they keep in memory."""
+        """Use no folder; what %cd and others store is kept in memory."""
         if isinstance(getattr(InteractiveShell, "db", None), property):
             self.db = {}
-        else:  # IPython 8 asks for the folder at once
+        # IPython 8 needs the folder at once.
+        else:
             super().init_profile_dir(profile_dir)  # type: ignore[no-untyped-call]
 
     def init_virtualenv(self) -> None:
@@ -235,16 +240,16 @@ class WorkerShell(InteractiveShell):
     def init_completer(self) -> None:
         """Set up completion."""
         super().init_completer()  # type: ignore[no-untyped-call]
-        own_names: Any = self.Completer
-        if own_names.has_trait("policy_overrides"):  # IPython 9
+        ipython_completer: Any = self.Completer
+        if ipython_completer.has_trait("policy_overrides"):  # IPython 9
             # A module has its parameters and children by `__getattr__`, which IPython mistrusts.
-            own_names.policy_overrides = {
+            ipython_completer.policy_overrides = {
                 "allowed_getattr_external": _TRUSTED_NAMES,
                 "allowed_getitem_external": _TRUSTED_NAMES,
             }
 
     def _tee(self, channel: str) -> Any:
-        """IPython would keep all that is printed, for a history that nobody reads."""
+        """Copy nothing: IPython would keep all that is printed, for a history that is disabled."""
         return contextlib.nullcontext()
 
     def ask_exit(self) -> NoReturn:
@@ -272,6 +277,7 @@ class WorkerShell(InteractiveShell):
         """
         self.compile.begin(source)
         display_hook: _BundleHook = self.displayhook  # type: ignore[assignment]
+        # A value of a cell that failed must not be shown by this one.
         display_hook.take()
         display_hook.text = source.text
         if source.count is not None:
@@ -292,6 +298,7 @@ class WorkerShell(InteractiveShell):
         try:
             raise _from_the_cell(error)
         finally:
+            # The frame is part of the error's traceback: the cycle would keep its tensors alive.
             del error, raised_errors
 
     def run_cell(self, *args: Any, **options: Any) -> Any:
@@ -310,7 +317,7 @@ class WorkerShell(InteractiveShell):
                 await eval(code_obj, self.user_global_ns, self.user_ns)  # noqa: S307  (a cell)
             else:
                 exec(code_obj, self.user_global_ns, self.user_ns)  # noqa: S102  (a cell)
-        except BaseException as error:  # it is only noted: `run` raises it to the worker
+        except BaseException as error:  # only noted: `run` raises it to the worker
             self._raised = error
             raise
         return False
@@ -326,7 +333,8 @@ class WorkerShell(InteractiveShell):
         cell_task = self._loop.create_task(cell_coroutine)
         try:
             return self._loop.run_until_complete(cell_task)
-        except BaseException as error:  # an interrupt while every task was waiting
+        # Such as an interrupt while every task was waiting, which is not raised in the task.
+        except BaseException as error:  # whatever it is, the task must end
             if not cell_task.done():
                 cell_task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -340,19 +348,22 @@ class WorkerShell(InteractiveShell):
         self.compile.learn(raw_cell, cell)
         return cell
 
-    # ---- errors that nobody raises: IPython shows them and goes on
+    # ---- errors that IPython shows instead of raising them
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **options: Any) -> None:
         """Print what does not end the cell, such as the error of a formatter."""
         error = sys.exc_info()[1] if exc_tuple is None else exc_tuple[1]
         if error is self._raised or isinstance(error, (SyntaxError, asyncio.CancelledError)):
             return
-        own_names = inspect.currentframe()
-        shower = (
-            own_names.f_back.f_globals.get("__name__", "") if own_names and own_names.f_back else ""
+        current_frame = inspect.currentframe()
+        calling_module = (
+            current_frame.f_back.f_globals.get("__name__", "")
+            if current_frame and current_frame.f_back
+            else ""
         )
-        if error is not None and shower.startswith("IPython.core.magics."):
-            self._errors.append(error)  # IPython 8's %%time hides that its cell has failed
+        if error is not None and calling_module.startswith("IPython.core.magics."):
+            # IPython 8's %%time prints the error of its cell and reports success.
+            self._errors.append(error)
         else:
             super().showtraceback(exc_tuple, *args, **options)
 

@@ -1,13 +1,12 @@
-"""Hearing what workers say: one `select` for output, messages, deaths and interrupts.
+"""Events of workers: one `select` for output, messages, exits and interrupts.
 
 pipes ─────► Console ─────► the cell
 channels ──► messages ──► `on_message`
-sentinels ─► deaths ────► `on_sentinel`
+sentinels ─► exits ─────► `on_sentinel`
 wake pipe ─► an interrupt of the notebook, or a click on Stop ──► `on_interrupt`
 
-Nothing is polled and no thread is started. Beside it stands who shows how the work goes on: it is
-told of metrics, and looks whenever it wants to. What it all means is decided by who listens: the
-`supervisor` of a call.
+Nothing is polled and no thread is started. A display of the progress is given the metrics, and
+looks when it wants to. What an event means is decided by the subclass: the `supervisor` of a call.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from nbaccel.workers import messaging, template
 from nbaccel.workers.worker_handle import WorkerHandle
 
 _READ_BYTES = 1 << 16
-_PIPE_BYTES = 1 << 20  # as much as a pipe can hold; see `member`
+_PIPE_BYTES = 1 << 20  # the capacity of a pipe, set in `worker_handle._enlarge`
 
 
 class CallDisplay(Protocol):
-    """Who shows how the work goes on."""
+    """A display of the progress of a call."""
 
     def due_in(self) -> float:
         """Seconds until it wants to look."""
 
     def hear(self, worker_rank: int, message: messaging.Metrics) -> None:
-        """A rank has told of its training."""
+        """A rank has reported metrics of its training."""
 
     def look(self, watched_call: Any) -> None:
         """Look at a listener and what it knows; called often, and cheap if it is not time yet."""
@@ -52,7 +51,7 @@ class WorkerListener:
     Args:
         members: The workers, by rank.
         output_console: Where their output goes.
-        call_display: Who shows how they get on; None for nobody.
+        call_display: Shows their progress; None for no display.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class WorkerListener:
     # ---- what a listener decides
 
     def on_message(self, member: WorkerHandle, message: Any, file_descriptors: list[int]) -> None:
-        """A worker has said something; the descriptors are the listener's."""
+        """A worker has sent a message; the descriptors are the listener's to close."""
         raise NotImplementedError
 
     def on_sentinel(self) -> None:
@@ -88,7 +87,7 @@ class WorkerListener:
     def interrupt(self) -> None:
         """Do what interrupting the notebook does; from any thread.
 
-        It has no effect unless this listens just now: one who comes late stops nothing else.
+        It has no effect unless this listens just now, so a late click stops nothing else.
         """
         self._wake.ring()
 
@@ -132,7 +131,8 @@ class WorkerListener:
                 for file_descriptor in member.pipes:
                     register_input(file_descriptor, selectors.EVENT_READ, member)
             if self._show is not None:
-                self._show.look(self)  # from now on it can be stopped
+                # The display may have a Stop button, which has an effect from here on.
+                self._show.look(self)
             try:
                 yield
             finally:
@@ -147,15 +147,16 @@ class WorkerListener:
             if selector_key.data is None:
                 self.on_sentinel()
             elif not isinstance(selector_key.data, WorkerHandle):
+                # All of it: several presses of Stop within one wait are one interrupt.
                 os.read(selector_key.data, 4096)
+                # A stopped template (SIGSTOP) would not report the ends of its workers.
                 template.go_on()
                 self.on_interrupt()
             elif selector_key.fileobj is selector_key.data.channel:
                 if not selector_key.data.hung_up:
                     self._hear_message(selector_key.data)
-            elif (
-                selector_key.fd in self._selector.get_map()
-            ):  # no death earlier in this batch has ended it
+            # An exit earlier in this batch may have closed the pipe.
+            elif selector_key.fd in self._selector.get_map():
                 self._hear_output(selector_key.data, selector_key.fd)
         self._console.tick()
         self._resume()
@@ -163,12 +164,12 @@ class WorkerListener:
             self._show.look(self)
 
     def end_is_near(self) -> None:
-        """Stop was pressed, or a worker has failed: output must not hold that up."""
+        """Stop was pressed, or a worker has failed: do not let output delay that."""
         self._console.end_is_near()
         self._resume()
 
     def show_rest(self) -> None:
-        """Show what is waiting when all are through; an interrupt is heard meanwhile."""
+        """Show the waiting output when all have finished; interrupts are handled meanwhile."""
         while self._console.is_behind:
             self.hear(self._console.due_in())
 
@@ -184,7 +185,7 @@ class WorkerListener:
     def drain_output(self, member: WorkerHandle) -> None:
         """Read all that the worker has printed so far."""
         for file_descriptor in tuple(member.pipes):
-            # Of a thread that prints for ever: what was there when we began.
+            # A thread may print for ever: read no more than a pipe can have held at the start.
             bytes_left = _PIPE_BYTES
             while (
                 bytes_left > 0
@@ -200,7 +201,8 @@ class WorkerListener:
             self._hang_up(member)
             return
         if isinstance(message, (messaging.Display, messaging.ClearOutput)):
-            self.drain_output(member)  # what it printed before comes before
+            # What it printed before the display must be shown before it.
+            self.drain_output(member)
             self._console.feed_display(member.rank, message)
         elif isinstance(message, messaging.Metrics):
             if self._show is not None:
@@ -217,6 +219,7 @@ class WorkerListener:
         except BlockingIOError:
             return False
         stream_name = member.pipes[file_descriptor]
+        # End of file: every process that held the writing end has closed it.
         if not output_bytes:
             self._forget(file_descriptor)
             del member.pipes[file_descriptor]
@@ -228,6 +231,7 @@ class WorkerListener:
             self._console.feed(member.rank, stream_name, output_bytes)
             if file_descriptor not in self._paused and self._console.is_full(member.rank):
                 self._forget(file_descriptor)
+                # Unread, the pipe fills up and the worker waits: memory here stays bounded.
                 self._paused[file_descriptor] = member
         return len(output_bytes) == _READ_BYTES
 
@@ -238,7 +242,7 @@ class WorkerListener:
                 self._selector.register(file_descriptor, selectors.EVENT_READ, member)
 
     def _forget(self, file_descriptor: int) -> None:
-        """Read this pipe no more."""
+        """Stop reading this pipe."""
         if self._paused.pop(file_descriptor, None) is None:
             self._selector.unregister(file_descriptor)
 
@@ -256,7 +260,7 @@ class _WakePipe:
         self._ringer: int | None = None
 
     def ring(self) -> None:
-        """Interrupt, if somebody listens."""
+        """Interrupt the `select`, if there is one."""
         with self._lock:
             if self._ringer is not None:
                 os.write(self._ringer, b"i")
@@ -266,17 +270,21 @@ class _WakePipe:
         """Let an interrupt of the notebook wake `select` instead of raising in the middle."""
         woken_end, waking_end = os.pipe()
         os.set_blocking(woken_end, False)
-        os.set_blocking(waking_end, False)  # nobody rings so often, and a handler must not hang
+        # A signal handler must never wait, not even for a full pipe.
+        os.set_blocking(waking_end, False)
+        # Only the main thread may set signal handlers.
         is_main_thread = threading.current_thread() is threading.main_thread()
 
         def on_interrupt(signal_number: int, current_frame: Any) -> None:
-            os.write(waking_end, b"i")  # without the lock: this may come while it is held here
+            # Without the lock: the handler may run while this same thread holds it.
+            os.write(waking_end, b"i")
 
         handler_before = signal.signal(signal.SIGINT, on_interrupt) if is_main_thread else None
         self._ringer = waking_end
         try:
             yield woken_end
         finally:
+            # Another thread may be about to write to the descriptor, which is closed below.
             with self._lock:
                 self._ringer = None
             if is_main_thread:

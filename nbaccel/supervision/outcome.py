@@ -1,4 +1,4 @@
-"""What a launch ends with: results, or one exception that explains everything."""
+"""The end of a launch: results, or one exception that explains what went wrong."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class UnsendableResult:
     """Stands in the results for a value that could not leave its worker.
 
     Attributes:
-        unsendable_reason: What it was, and why it could not be sent.
+        reason: What it was, and why it could not be sent.
     """
 
     def __init__(self, unsendable_reason: str) -> None:
@@ -68,7 +68,7 @@ def call_results(members: Sequence[WorkerHandle]) -> tuple[list[Any], list[str]]
             continue
         try:
             rank_values.append(_open_result(result_message, member.result_fd))
-        except Exception as error:  # a class the notebook lacks, a __setstate__ that raises: any
+        except Exception as error:  # a missing class, or the user's __setstate__: any
             unsendable_reason = f"rank {member.rank}'s result cannot be opened here: {error!r}"
             rank_values.append(UnsendableResult(unsendable_reason))
         if isinstance(rank_values[-1], UnsendableResult):
@@ -122,18 +122,19 @@ def build_error(
 ) -> WorkerFailed:
     """An exception that is both a `WorkerFailed` and of the type the worker raised."""
     message_text = "\n".join(death_report.lines())
-    found_class = _blended_class(base_class, original_error)
+    blended_error = _blended_error(base_class, original_error)
     WorkerFailed.__init__(
-        found_class, message_text, failure=death_report.cause, failures=death_report.records
+        blended_error, message_text, failure=death_report.cause, failures=death_report.records
     )
+    # IPython ignores `_render_traceback_` of exception groups, which this error may be, too.
     if death_report.cause.raised is not None and death_report.cause.raised.parts:
-        publish.show_by_its_text(type(found_class))
+        publish.show_by_its_text(type(blended_error))
     if death_report.cause.raised is not None:
-        found_class.__cause__ = RemoteTraceback(full_traceback(death_report.cause))
-    return found_class
+        blended_error.__cause__ = RemoteTraceback(full_traceback(death_report.cause))
+    return blended_error
 
 
-def _blended_class(
+def _blended_error(
     base_class: type[WorkerFailed], original_error: PortableException | None
 ) -> WorkerFailed:
     class_names = {"__str__": WorkerFailed.__str__, "__module__": base_class.__module__}
@@ -175,10 +176,10 @@ def _original_error(member: WorkerHandle) -> PortableException | None:
     if member.error is None or member.error[0].parcel is None or member.error[1] is None:
         return None
     try:
-        found_class = pickling.unpack(member.error[0].parcel, member.error[1], {})
-    except Exception:  # its class cannot be had here; the description is complete without it
+        unpacked_error = pickling.unpack(member.error[0].parcel, member.error[1], {})
+    except Exception:  # its class cannot be imported here; the description is complete without it
         return None
-    return found_class if isinstance(found_class, PortableException) else None
+    return unpacked_error if isinstance(unpacked_error, PortableException) else None
 
 
 def interruption_message(call_result: CallResult, message_text: str) -> str:
@@ -205,10 +206,10 @@ def _death_report(
     closing_lines: str,
 ) -> failure.FailureReport:
     first_failure = failure.first_cause(failure_records)
-    ended_members = [member for member in call_result.members if member.returned is not None]
+    returned_members = [member for member in call_result.members if member.returned is not None]
     error_headline = error_advice = ""
-    if first_failure.is_consequence and ended_members:
-        rank_names = ", ".join(str(member.rank) for member in ended_members)
+    if first_failure.is_consequence and returned_members:
+        rank_names = ", ".join(str(member.rank) for member in returned_members)
         error_headline = f"waited for rank {rank_names}, which had already returned"
         error_advice = (
             "A collective (all_reduce, barrier, a DDP backward) needs every rank. Look for a "
@@ -242,11 +243,13 @@ def _timeout_error(
     ]
     text_lines.append(
         f"{closing_lines} Allow more time, or look at the lines above for a rank that waits for "
-        f"another."
+        "another."
     )
-    # Those that return while they are being stopped had a call cut short by our signals.
-    first_rank = failure.first_cause(failure_records) if failure_records else None
-    return LaunchTimeout("\n".join(text_lines), failure=first_rank, failures=tuple(failure_records))
+    # No records where all ranks returned while they were being stopped, their calls cut short.
+    first_failure = failure.first_cause(failure_records) if failure_records else None
+    return LaunchTimeout(
+        "\n".join(text_lines), failure=first_failure, failures=tuple(failure_records)
+    )
 
 
 def _stuck_lines(
@@ -258,9 +261,9 @@ def _stuck_lines(
     )
     return StartupFailed(
         f"Worker {stuck_ranks} of {world_size} was forked but never ran: it hangs on something "
-        f"that the fork copied in a locked state (a thread of the notebook held "
+        "that the fork copied in a locked state (a thread of the notebook held "
         f"it).{rank_stacks}\nUse start_method='template', whose workers do not come from the "
-        f"notebook process.",
+        "notebook process.",
         failures=tuple(failure_records),
     )
 
@@ -272,7 +275,7 @@ class CallOutcome:
     values: list[Any]
     plan: Plan
     state_dicts: dict[str, dict[str, Any]]
-    """Weights of modules whose structure changed, so that they could not come home in place."""
+    """Weights of modules whose structure changed, so that they could not be copied in place."""
 
 
 def conclude_call(
@@ -283,7 +286,7 @@ def conclude_call(
     was_stopped: str,
     closing_lines: str,
 ) -> CallOutcome:
-    """Bring the weights home and open the results, or raise what went wrong.
+    """Copy the weights back and open the results, or raise what went wrong.
 
     Args:
         call_plan: What was planned.
@@ -298,16 +301,17 @@ def conclude_call(
     """
     if call_result.interrupted:
         raise LaunchInterrupted(interruption_message(call_result, was_stopped))
-    failure = call_error(call_result, call_plan, closing_lines=closing_lines)
-    if failure is not None:
-        raise failure
+    failed_error = call_error(call_result, call_plan, closing_lines=closing_lines)
+    if failed_error is not None:
+        raise failed_error
     log_level = frames.caller_level()
     returned = [member.returned for member in call_result.members if member.returned]
     weight_reports = [message.home for message in returned if message.home]
-    # Both ask what the notebook had: `apply` overwrites it.
+    # Both compare with the notebook's old values, which `apply` overwrites.
     disturbed_paths = weight_receiver.disturbed()
     differing_models = weight_receiver.differing(weight_reports)
-    with uninterrupted():  # half of a model is worse than either
+    # A model with half of the new weights would be useless.
+    with uninterrupted():
         weight_receiver.apply(weight_reports)
     rank_values, lost_results = call_results(call_result.members)
     state_dicts = {
@@ -339,9 +343,9 @@ def conclude_call(
     for module_path in disturbed_paths:
         warnings.warn(
             f"The notebook wrote to {module_path} while the workers used it (from another "
-            f"thread?). Ranks saw the new values wherever they had not written themselves, so "
-            f"they may have trained on a mixture. Let that thread wait until the launch is "
-            f"over, or give it a copy.",
+            "thread?). Ranks saw the new values wherever they had not written themselves, so "
+            "they may have trained on a mixture. Let that thread wait until the launch is "
+            "over, or give it a copy.",
             stacklevel=log_level,
         )
     for report_line in differing_models.values():

@@ -1,15 +1,15 @@
-"""Making workers give up their call: politely, then firmly, always within bounds.
+"""Making workers give up their call, by steps of growing force, each with a time limit.
 
                      launch (workers end)            pool (workers stay)
     ask where it is  stack, by signal                Look, to its second thread
     interrupt        KeyboardInterrupt; one that     the same; after a failure elsewhere its
-                     says so gets time for its       connections are cut with it: nobody will
+                     says so gets time for its       connections are cut with it: no peer will
                      `finally` blocks                complete the collective that it waits in
     then             SIGTERM                         cut its connections, interrupt it again
     then             SIGKILL                         SIGKILL; with that the pool is lost
     then             given up                        given up
 
-A worker that cannot be killed sits in a driver. The notebook must not hang with it, so the last
+A worker that cannot be killed hangs in a driver. The notebook must not hang with it, so the last
 wait is bounded too.
 """
 
@@ -57,7 +57,7 @@ class ShutdownPolicy:
         on_stop: To one that is at work, when the user has stopped the call, or it took too long.
         on_failure: The same when another rank has failed.
         leaving: To one whose work is over, once no other is at work: a peer in a collective would
-            see its connection break, and tell at length of something that we are doing. Empty if
+            see its connection break, and report an error that this shutdown has caused. Empty if
             workers stay.
     """
 
@@ -98,7 +98,7 @@ AFTER_LOSS: ShutdownSteps = ((ShutdownStep.ASK, limits.ASK_LAST_S), _KILL_STEP)
 
 @dataclass(kw_only=True)
 class _ShutdownCourse:
-    """How far one worker has been brought."""
+    """Which steps one worker has been through."""
 
     member: WorkerHandle
     left: deque[tuple[ShutdownStep, float]]
@@ -123,11 +123,12 @@ class _ShutdownCourse:
         while self.left and self.left[0][0] is not ShutdownStep.KILL:
             self.left.popleft()
         if self.left:
+            # Due at once: the monotonic clock is always beyond 0.
             self.until = 0.0
 
 
 class ShutdownLadder:
-    """Brings workers down, step by step, begun for one reason.
+    """Makes workers give up, step by step.
 
     Args:
         members: Those that are at work.
@@ -150,12 +151,12 @@ class ShutdownLadder:
         self._finished = {member.rank: member for member in finished}
         self._leaving = leaving
         self.has_cut = False
-        """Whether connections were cut: then the process groups are of no more use."""
+        """Whether connections were cut, so that the process groups are unusable."""
 
-    # ---- what is heard meanwhile
+    # ---- events
 
     def answered(self, member: WorkerHandle) -> None:
-        """This worker has said where it is. When all have, none is waited for any longer."""
+        """This worker has said where it is. Once all have, waiting for answers ends."""
         asked_members = {
             worker_rank: member_course
             for worker_rank, member_course in self._courses.items()
@@ -175,11 +176,13 @@ class ShutdownLadder:
             and not member_course.has_unwound
             and member_course.step in _MAKES_UNWIND
         ):
+            # Once only: a `finally` block that is interrupted again must not prolong it for ever.
             member_course.has_unwound = True
             member_course.until = time.monotonic() + limits.UNWIND_S
 
     def finished(self, member: WorkerHandle) -> None:
         """This worker's work is over."""
+        # Without `leaving` steps workers stay, so nothing is left to do to them.
         if self._courses.pop(member.rank, None) is not None and self._leaving:
             self._finished[member.rank] = member
 
@@ -189,7 +192,7 @@ class ShutdownLadder:
         self._finished.pop(member.rank, None)
 
     def hurry(self) -> None:
-        """No more patience: kill at the next `advance`."""
+        """Skip all steps before KILL, which is then taken at the next `advance`."""
         for member_course in self._courses.values():
             member_course.hurry()
 
@@ -208,6 +211,7 @@ class ShutdownLadder:
 
     def advance(self) -> None:
         """Do what is due."""
+        # Also true when no course is left: then those whose work is over may leave.
         if all(member_course.is_given_up for member_course in self._courses.values()):
             current_time = time.monotonic()
             for worker_rank, member in self._finished.items():
@@ -223,6 +227,7 @@ class ShutdownLadder:
             return
         member_course.step, step_seconds = member_course.take_next()
         if not self._act(member_course.step, member_course.member):
+            # No time for an answer that cannot come: this worker cannot be asked.
             step_seconds = 0.0
         member_course.until = time.monotonic() + step_seconds
 
@@ -241,6 +246,7 @@ class ShutdownLadder:
             member.kill()
         elif next_step is ShutdownStep.LET_LEAVE:
             member.let_leave()
+            # A stopped process (SIGSTOP) would not read the message.
             member.wake()
         return True
 

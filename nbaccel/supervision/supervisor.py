@@ -1,11 +1,11 @@
-"""Watching workers during one call until it is over: what is heard, and what follows from it.
+"""Watching workers during one call until it is over: which events there are, and what follows.
 
     LaunchSupervisor (launch)   the call is over when all workers have ended
     TaskSupervisor (pool)       it is over when all that had it are idle again, or a worker is lost
 
 The loop itself, one `select` over everything, is `listening`'s; how workers are made to give up is
-`shutdown`'s. A clock is asked when it is due, and acts, in two steps: nothing is done to a worker
-by asking.
+`shutdown`'s. Finding out when something is due and doing it are two steps: finding out
+changes nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nbaccel.workers.worker_handle import HandleState, WorkerHandle
 
 @dataclass(frozen=True, kw_only=True)
 class CallResult:
-    """What became of a call."""
+    """How a call ended."""
 
     members: tuple[WorkerHandle, ...]
     """The workers that had it, by rank, with what each has returned, raised or died of."""
@@ -36,11 +36,11 @@ class CallResult:
     """The user has stopped it."""
     timed_out: bool
     stuck: tuple[WorkerHandle, ...]
-    """Workers that never said a word."""
+    """Workers that never sent a message."""
 
     @property
     def went_well(self) -> bool:
-        """Whether every rank did it to its end."""
+        """Whether every rank completed it."""
         return not self.interrupted and all(member.returned is not None for member in self.members)
 
 
@@ -52,7 +52,7 @@ class Supervisor(WorkerListener):
         policy: What is done to workers that are to give up the call.
         console: Where their output goes.
         timeout_s: Seconds after which the call is ended; None for no limit.
-        show: Shows how the call goes on; None for nobody.
+        show: Shows the progress of the call; None for no display.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Supervisor(WorkerListener):
         raise NotImplementedError
 
     def through(self) -> Iterable[WorkerHandle]:
-        """Workers that have done so, and leave once all have."""
+        """Workers that have finished, and leave once all have."""
         return ()
 
     def participants(self) -> Iterable[WorkerHandle]:
@@ -129,7 +129,8 @@ class Supervisor(WorkerListener):
             self._console.tick(is_final=True)
         finally:
             if self._show is not None:
-                with process_death.uninterrupted():  # a front end must not be left with half of it
+                # The front end must not be left with an unfinished display.
+                with process_death.uninterrupted():
                     self._show.end(
                         self,
                         has_failed=any(member.returned is None for member in self.participants()),
@@ -161,7 +162,7 @@ class Supervisor(WorkerListener):
         )
 
     def start_ladder(self, shutdown_ladder: ShutdownLadder) -> None:
-        """From now on all that is done to workers is this."""
+        """Bring the workers down by this ladder from now on."""
         self.end_is_near()
         self._ladder = shutdown_ladder
 
@@ -169,6 +170,7 @@ class Supervisor(WorkerListener):
         """Returns False where a worker is left that cannot even be killed."""
         if self._ladder is None:
             self._check_clocks()
+        # Again, because a clock may just have started the ladder.
         if self._ladder is None:
             return True
         self._ladder.advance()
@@ -176,6 +178,7 @@ class Supervisor(WorkerListener):
 
     def _check_clocks(self) -> None:
         current_time = time.monotonic()
+        # First: a worker that hangs in its fork would otherwise be reported as a timeout.
         self._stuck = tuple(
             member for member in self._unborn() if current_time >= member.born + time_limits.BORN_S
         )
@@ -192,8 +195,8 @@ class Supervisor(WorkerListener):
 
     def _alarms(self) -> Iterator[float]:
         if self._ladder is not None:
-            if (alarm_times := self._ladder.due()) is not None:
-                yield alarm_times
+            if (alarm_time := self._ladder.due()) is not None:
+                yield alarm_time
             return
         if self._deadline is not None:
             yield self._deadline
@@ -202,10 +205,10 @@ class Supervisor(WorkerListener):
 
     def _patience(self) -> float | None:
         current_time = time.monotonic()
-        due_time = [max(0.0, alarm_times - current_time) for alarm_times in self._alarms()]
-        if (is_waiting := self._console.due_in()) is not None:
-            due_time.append(is_waiting)
-        return min(due_time, default=None)
+        wait_seconds = [max(0.0, alarm_time - current_time) for alarm_time in self._alarms()]
+        if (console_wait := self._console.due_in()) is not None:
+            wait_seconds.append(console_wait)
+        return min(wait_seconds, default=None)
 
     # ---- what can happen
 
@@ -229,9 +232,11 @@ class Supervisor(WorkerListener):
         if (
             member.is_stopped
             and self._ladder is not None
+            # Compared by the time of the failure: one from before the stop is a failure of its own.
             and worker_message.time > self._ladder.began
         ):
-            self.drain_output(member)  # among it where it was
+            # Its stack may still be in the pipe, and the record needs it.
+            self.drain_output(member)
             failure_record = member.record_of_stop()
         else:
             failure_record = worker_message.record
@@ -242,7 +247,7 @@ class Supervisor(WorkerListener):
     def on_interrupt(self) -> None:
         """The user has pressed Stop."""
         if self._ladder is not None:
-            # Stop was pressed twice, or while a failure is wound up: that one is still to be told.
+            # Stop was pressed twice, or while a failure is handled, which is still reported.
             self._ladder.hurry()
             return
         self._interrupted = True
@@ -253,6 +258,7 @@ class Supervisor(WorkerListener):
         by_pid = {m.pid: m for m in self.members}
         for exit_status in self._group.collect():
             if (member := by_pid.get(exit_status.pid)) is not None:
+                # Before the end is noted: its last messages say whether it had returned.
                 self.drain(member)
                 self._console.close(member.rank)
                 if self._ladder is not None:

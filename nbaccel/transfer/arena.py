@@ -32,7 +32,7 @@ from nbaccel.transfer import shared_memory
 from nbaccel.units import first_few
 
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
-"""Types with memory of their own: a DTensor, for one, has no address to ask for."""
+"""Types with memory of their own: a DTensor, for one, has no address."""
 
 _TENSOR_ALIGNMENT = 64  # bytes: a cache line, and enough for every vector instruction torch uses
 
@@ -51,6 +51,7 @@ class Arena(shared_memory.Mapping):
 
     def __del__(self) -> None:
         super().__del__()
+        # Open until here because workers are sent copies of it; the mapping itself needs none.
         os.close(self.fd)
 
 
@@ -65,6 +66,7 @@ _MOVE_LOCK = threading.Lock()
 
 def find_arena(address: int, num_bytes: int) -> Arena | None:
     """The arena of this process that holds these bytes, if any."""
+    # A copy, because another thread may add an arena while the loop runs.
     for arena in tuple(_LIVING_ARENAS):
         if arena.contains(address, num_bytes):
             return arena
@@ -95,7 +97,7 @@ def living_arenas() -> list[Arena]:
 
 
 def forget_arenas() -> None:
-    """Treat no memory as shared any more: for a forked child, whose arenas have become private."""
+    """Regard no memory as shared any more: for a forked child, whose arenas are private copies."""
     _LIVING_ARENAS.clear()
 
 
@@ -103,6 +105,7 @@ def storage_at(
     mapping: shared_memory.Mapping, first_byte: int, num_bytes: int
 ) -> torch.UntypedStorage:
     """Bytes `[start, start + nbytes)` of a mapping as a storage that keeps the mapping alive."""
+    # torch.frombuffer refuses an empty buffer.
     if num_bytes == 0:
         return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
     raw_bytes = torch.frombuffer(
@@ -209,7 +212,8 @@ class _Span:
             return False
         num_users = torch_private.storage_use_count(self.storage)
         own_tensors = len({id(tensor) for tensor in self.tensors})
-        return num_users is not None and num_users > own_tensors + 1  # `self.storage` is one itself
+        # None: this torch cannot count the users. `self.storage` is a user too, hence + 1.
+        return num_users is not None and num_users > own_tensors + 1
 
     def raw(self) -> torch.Tensor:
         """The bytes of the span, where they are now, as a uint8 tensor of shape `[nbytes]`."""
@@ -230,7 +234,7 @@ def share_modules(named_modules: Sequence[tuple[str, nn.Module]]) -> Sharing:
             initialised, sharded away) or a layout without one (sparse, quantized, a subclass).
             Nothing has been moved then.
     """
-    # All refusals before the first move: half a model in shared memory helps nobody.
+    # All refusals before the first move: half a model in shared memory is of no use.
     refusal_lines = [
         refusal_line
         for module_path, module in named_modules
@@ -240,8 +244,10 @@ def share_modules(named_modules: Sequence[tuple[str, nn.Module]]) -> Sharing:
         raise ModelNotShareable(
             "The model cannot be handed to workers:\n" + "\n".join(refusal_lines)
         )
+    # Two launches from two threads must not both move the same tensor.
     with _MOVE_LOCK, torch.no_grad():
         stand_ins, viewed_tensors = _move_storages(named_modules)
+    # A message and not a refusal: the launch itself works, only the older view goes stale.
     if viewed_tensors:
         sys.stderr.write(_stale_views_message(named_modules, viewed_tensors))
     return Sharing(
@@ -262,6 +268,7 @@ def update_host_copies(sharing: Sharing) -> None:
 def refresh_devices(sharing: Sharing, paths_left_out: Collection[str] = ()) -> None:
     """Copy what workers put into the host copies to the tensors on this process's devices."""
     for tensor, host_copy in _on_devices(sharing, paths_left_out):
+        # Through .data: an in-place copy into a leaf that requires grad is an error in torch.
         tensor.data.copy_(host_copy)
 
 
@@ -293,8 +300,8 @@ def _refusals_of(module_path: str, module: nn.Module) -> Iterator[str]:
     for tensor_name, tensor in _emptied_parameters(module):
         yield (
             f"  {module_path}.{tensor_name} ({type(module).__name__}): is an empty parameter of "
-            f"shape {tuple(tensor.shape)}, like a placeholder whose values are "
-            "elsewhere (ZeRO-3, FSDP). Gather it first."
+            f"shape {tuple(tensor.shape)}, like a placeholder whose values are elsewhere (ZeRO-3, "
+            "FSDP). Gather it first."
         )
 
 
@@ -357,14 +364,17 @@ def _move_storages(
     Returns:
         The stand-ins of device storages, and the ids of tensors whose old memory others view, too.
     """
+    # By id, because tied parameters are listed once per name and must be moved once.
     unique_tensors = {id(t): t for _, module in named_modules for _, t in named_tensors(module)}
     storage_spans = _storage_spans(unique_tensors.values())
     arena_bytes = 0
     for storage_span in storage_spans:
         storage_span.start = arena_bytes
+        # Rounded up, so that every storage starts at an aligned address.
         arena_bytes += -(-storage_span.nbytes // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT
     if not storage_spans:
         return {}, set()
+    # Counted before the move: afterwards the tensors lie in another storage.
     viewed_tensors = {
         id(tensor)
         for storage_span in storage_spans
@@ -443,8 +453,10 @@ def _byte_extent(tensor: torch.Tensor) -> tuple[int, int]:
 def _point_tensors(arena: Arena, storage_span: _Span) -> None:
     tensor_storage = storage_at(arena, storage_span.start, storage_span.nbytes)
     for tensor in storage_span.tensors:
+        # The span may start after the first byte of the old storage, so offsets shrink.
         element_offset = tensor.storage_offset() - storage_span.low // tensor.element_size()
         empty_tensor = torch.empty(0, dtype=tensor.dtype)
+        # Assigning .data keeps the Parameter object, which optimizers hold by identity.
         tensor.data = empty_tensor.set_(
             tensor_storage, element_offset, tensor.shape, tensor.stride()
         )
@@ -456,10 +468,12 @@ def _record_module(
     arena_slots = []
     arena_finder = Finder()
     for tensor_name, tensor in named_tensors(module):
+        # An empty tensor has no address, so no slot; both sides pass over it.
         if tensor.numel() == 0:
             continue
         tensor_storage = tensor.untyped_storage()
         address, num_bytes = tensor_storage.data_ptr(), tensor_storage.nbytes()
+        # A module of an earlier launch lies in an arena already: its slots point there.
         arena = arena_finder.home_of(tensor_storage)
         if arena is not None:
             first_byte = address - arena.address

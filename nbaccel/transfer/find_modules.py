@@ -19,10 +19,10 @@ from torch import nn
 # Deeper nesting than anyone writes by hand; keeps odd objects from costing seconds.
 _MAX_NESTING_DEPTH = 8
 
-_LONG_LIST_ITEMS = 1000
+_LONG_LIST_ITEMS = 1000  # a list of more numbers is a data set, not a container of modules
 
 _MAX_VISITS = 20_000
-"""Objects looked at for what a function reaches: tens of milliseconds at most."""
+"""Objects visited from a function at most, which takes tens of milliseconds."""
 
 _OPAQUE_TYPES = (torch.Tensor, np.ndarray, np.generic, str, bytes, bytearray, int, float, complex)
 """What holds no modules. (`bool` is an `int`.)"""
@@ -162,6 +162,7 @@ def _reached_from(source_path: str, holder: Any) -> Iterator[tuple[str, Any]]:
         yield from (
             (source_path + path_step, held_value) for path_step, held_value in _held_values(holder)
         )
+        # The class too: a method of it may read a global module.
         if type(holder).__module__ != "builtins":
             yield type(holder).__name__, type(holder)
         yield from (
@@ -176,8 +177,8 @@ def _owner_path(source_path: str, bound_method: types.MethodType) -> str:
 
 
 def _instance_attributes(holder: Any) -> Mapping[str, Any]:
-    found_modules = getattr(holder, "__dict__", None)
-    return dict(found_modules) if isinstance(found_modules, dict) else {}
+    attribute_table = getattr(holder, "__dict__", None)
+    return dict(attribute_table) if isinstance(attribute_table, dict) else {}
 
 
 def _outer_variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -185,13 +186,15 @@ def _outer_variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for variable_name, closure_cell in zip(
         function.__code__.co_freevars, function.__closure__ or (), strict=False
     ):
-        with contextlib.suppress(ValueError):  # a variable that has no value yet
+        # An empty closure cell raises ValueError: the variable has no value yet.
+        with contextlib.suppress(ValueError):
             yield variable_name, closure_cell.cell_contents
     for variable_name in _global_names(function.__code__):
         if variable_name in function.__globals__:
             yield variable_name, function.__globals__[variable_name]
     default_values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     yield from ((f"{function.__name__}'s default", holder) for holder in default_values)
+    # A decorator of an imported package hides the cell's function behind one that is passed over.
     wrapped_function = inspect.unwrap(function)
     if wrapped_function is not function:
         yield function.__name__, wrapped_function

@@ -1,7 +1,7 @@
 """Which names a cell reads that it has not bound itself: they may have to come from the notebook.
 
-The code is walked in the order in which it runs. A name counts as bound from the statement on that
-binds it on every way there; inside a branch, from its statement on within that branch.
+The code is walked in the order in which it runs. A name counts as bound after the
+statement that binds it on every path; inside a branch, after its statement within that branch.
 
 [Note: with] What a `with` block binds counts as bound behind it, although a manager that swallows
 exceptions could skip it: `with torch.no_grad(): out = model(x)` is what people write.
@@ -32,10 +32,12 @@ _NO_NAMES: frozenset[str] = frozenset()
 _IPYTHON_NAMES = frozenset(("In", "Out", "exit", "quit", "get_ipython"))
 _IPYTHON_NAME_PATTERN = re.compile(r"__\w+__|_{1,3}|_\d+|_i{1,3}|_i\d+|_[oid]h")
 _NAME_IN_TEXT = re.compile(r"[^\W\d]\w*")
+# What IPython's transformer calls for magics and commands; their text may name variables.
 _RUN_TEXT = frozenset(("run_line_magic", "run_cell_magic", "getoutput", "system"))
 
 _FUNCTION_NODES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSION_NODES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+# Python 3.10 has no ast.TryStar.
 _TryStar: type = getattr(ast, "TryStar", ast.Try)
 
 
@@ -59,7 +61,8 @@ def names_of(cell_text: str) -> Names:
     """The names that a cell's code reads. Code that does not parse reads none."""
     try:
         syntax_tree = ast.parse(_to_python(cell_text))
-    except (SyntaxError, ValueError):  # ValueError: a null character
+    # ValueError: the text contains a null character.
+    except (SyntaxError, ValueError):
         return Names()
     name_walk = _NameWalk(_postpones_annotations(syntax_tree))
     name_walk.statements(syntax_tree.body)
@@ -72,7 +75,7 @@ def _to_python(cell_text: str) -> str:
     ipython_module = sys.modules.get("IPython.core.inputtransformer2")
     if ipython_module is None:
         return cell_text
-    # A shell of its own is not needed: transforming looks at the text only.
+    # Without a shell: transforming looks at the text only.
     python_text: str = ipython_module.TransformerManager().transform_cell(cell_text)
     return python_text
 
@@ -141,6 +144,7 @@ class _NameWalk:
             self.bound.discard(node.id)
 
     def walrus(self, node: ast.NamedExpr) -> None:
+        # The value is evaluated first; the node lists the target first.
         self.visit(node.value)
         self.visit(node.target)
 
@@ -155,6 +159,7 @@ class _NameWalk:
 
     def short_cut(self, node: ast.BoolOp) -> None:
         self.visit(node.values[0])
+        # `a and b` may skip everything but the first operand, so only its names are bound for sure.
         surely_bound = set(self.bound)
         for child_value in node.values[1:]:
             self.visit(child_value)
@@ -164,13 +169,13 @@ class _NameWalk:
         self.visit(node.left)
         self.visit(node.comparators[0])
         surely_bound = set(self.bound)
-        for child_value in node.comparators[
-            1:
-        ]:  # a < b < c does not look at c once a < b has failed
+        # a < b < c does not evaluate c once a < b has failed.
+        for child_value in node.comparators[1:]:
             self.visit(child_value)
         self.bound = surely_bound
 
     def dictionary(self, node: ast.Dict) -> None:
+        # The node lists all keys before all values; they are evaluated in pairs.
         for key_node, child_value in zip(node.keys, node.values, strict=True):
             self.visit(key_node)
             self.visit(child_value)
@@ -206,6 +211,7 @@ class _NameWalk:
         self.bound, self._outside = bound_before, outside_before
 
     def function(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
+        # Defaults and decorators run at once; the body runs when the function is called.
         for default_node in [*node.args.defaults, *node.args.kw_defaults]:
             self.visit(default_node)
         if not isinstance(node, ast.Lambda):
@@ -229,6 +235,7 @@ class _NameWalk:
     # ------------------------------------------------------------------- statements
 
     def assign(self, node: ast.Assign) -> None:
+        # The value is evaluated first; the node lists the targets first.
         self.visit(node.value)
         for target_node in node.targets:
             self.visit(target_node)
@@ -237,10 +244,12 @@ class _NameWalk:
         self.visit(node.value)
         if not self._postponed:
             self.visit(node.annotation)
+        # `x: int` without a value binds nothing.
         if node.value is not None or not isinstance(node.target, ast.Name):
             self.visit(node.target)
 
     def augmented(self, node: ast.AugAssign) -> None:
+        # `x += 1` reads x, although the target's context says Store.
         if isinstance(node.target, ast.Name):
             self._read(node.target.id)
         self.visit(node.value)
@@ -255,6 +264,7 @@ class _NameWalk:
             self.visit(base_node)
         # A class does not see the names of a class around it either.
         self._outside = self._seen_by_functions | type_parameters(node)
+        # Python binds these two names at the start of the body of a class.
         self.bound = self._outside | {"__module__", "__qualname__"}
         self.statements(node.body)
         self.bound, self._outside = bound_before, outside_before
@@ -272,6 +282,7 @@ class _NameWalk:
         self.visit(node.iter)
         bound_before = set(self.bound)
         self.visit(node.target)
+        # The loop may run no round, so what it binds does not count after it.
         self.bound = self._branch(node.body, self.bound) & bound_before
         self.bound &= self._branch(node.orelse, self.bound)
 
@@ -284,17 +295,19 @@ class _NameWalk:
     def try_(self, node: ast.Try) -> None:
         bound_at_start = set(self.bound)
         bound_at_end = self._branch(node.body, bound_at_start)
-        # A handler may begin anywhere in the body, also after a `del` in it.
+        # An exception may occur anywhere in the body, also after a `del` in it.
         bound_anywhere = bound_at_start & bound_at_end
         bound_at_end = self._branch(node.orelse, bound_at_end)
         for node_handler in node.handlers:
             self.bound = set(bound_anywhere)
             self.visit(node_handler.type)
+            # Python deletes the name of the exception at the end of the handler.
             handler_names = {node_handler.name} if node_handler.name else set()
             bound_at_end &= (
                 self._branch(node_handler.body, self.bound | handler_names) - handler_names
             )
         self.bound = bound_anywhere & bound_at_end
+        # Twice: `finally` also runs when the body has failed, and must not rely on its names.
         added_names = self._branch(node.finalbody, self.bound) - self.bound
         self.bound = self._branch(node.finalbody, bound_at_end) | added_names
 
@@ -310,6 +323,7 @@ class _NameWalk:
         catches_all = (
             isinstance(last_case.pattern, ast.MatchAs) and last_case.pattern.pattern is None
         )
+        # Then no case may match at all.
         if not catches_all or last_case.guard is not None:
             bound_at_ends.append(bound_at_start)
         self.bound = set.intersection(*bound_at_ends)
@@ -327,7 +341,7 @@ class _NameWalk:
             self.bound.add(node.rest)
 
     def type_alias(self, node: ast.AST) -> None:
-        """`type X = ...` (Python 3.12): its value is looked at when somebody asks for it."""
+        """`type X = ...` (Python 3.12): its value is evaluated only when it is used."""
         self.possible |= {
             name_node.id for name_node in ast.walk(node) if isinstance(name_node, ast.Name)
         }
@@ -358,6 +372,7 @@ _NODE_HANDLERS: dict[type, Callable[[_NameWalk, Any], None]] = {
     ast.MatchAs: _NameWalk.capture,
     ast.MatchStar: _NameWalk.capture,
     ast.MatchMapping: _NameWalk.capture_rest,
+    # Before Python 3.12: ast.Module, which never occurs inside a cell's code.
     getattr(ast, "TypeAlias", ast.Module): _NameWalk.type_alias,
     **dict.fromkeys(_COMPREHENSION_NODES, _NameWalk.comprehension),
     **dict.fromkeys(_FUNCTION_NODES, _NameWalk.function),
@@ -415,7 +430,7 @@ def free_names(function_node: ast.AST) -> set[str]:
 
 
 class _FunctionScope(ast.NodeVisitor):
-    """The names of one function: in it, order does not matter to what is local."""
+    """The names of one function, where a name bound anywhere is local everywhere."""
 
     def __init__(self) -> None:
         self.local: set[str] = set()
@@ -456,7 +471,7 @@ class _FunctionScope(ast.NodeVisitor):
     visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef  # noqa: N815
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        """Its names are its own, but may also be read outside before they are bound."""
+        """Its names are not seen outside, but it may read outer ones before it binds its own."""
         inner_scope = _FunctionScope()
         for child_node in [*node.bases, *node.keywords, *node.decorator_list, *node.body]:
             inner_scope.visit(child_node)
@@ -472,13 +487,15 @@ class _FunctionScope(ast.NodeVisitor):
             for name_node in stored_names(comprehension_part.target)
         }
         self._read |= inner_scope._read - own_names
-        self.local |= inner_scope.local - own_names  # a walrus binds outside
+        # A walrus in a comprehension binds in the function around it.
+        self.local |= inner_scope.local - own_names
 
     visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_ListComp  # noqa: N815
 
     def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
         self.local.update(
-            argument.asname or argument.name.partition(".")[0] for argument in node.names
+            import_alias.asname or import_alias.name.partition(".")[0]
+            for import_alias in node.names
         )
 
     visit_ImportFrom = visit_Import  # noqa: N815

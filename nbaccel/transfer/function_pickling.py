@@ -6,7 +6,7 @@ defined, on its way to the notebook. Nothing of what it reads is put into it.
 
 [Note: cells of closures] Functions that share a variable (`nonlocal`) share it on the other side.
 So a closure's cell is made empty first and filled when the function that holds it exists, which is
-also what makes a function that calls itself come to an end.
+also what ends the recursion for a function that calls itself.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ class _CellStandIn:
 
 
 class Reducer:
-    """Asked for every object of a pickle. It also notes what the pickle depends on.
+    """Called for every object of a pickle. It also notes what the pickle depends on.
 
     Args:
         namespace: Functions with these globals travel as described above.
-        find_place: Finds the parts of modules that are named instead of being sent; asked only when
-            a module or tensor is met.
+        find_place: Finds the parts of modules that are named instead of being sent; called only for
+            modules and tensors.
     """
 
     def __init__(
@@ -118,7 +118,8 @@ class Reducer:
         for closure_cell, stand_in in zip(
             cell_function.__closure__ or (), cell_stand_ins, strict=True
         ):
-            with contextlib.suppress(ValueError):  # a variable that has no value yet
+            # An empty closure cell raises ValueError: the variable has no value yet.
+            with contextlib.suppress(ValueError):
                 cell_contents.append((stand_in, closure_cell.cell_contents))
         function_attributes = {
             attribute_name: getattr(cell_function, attribute_name, None)
@@ -126,6 +127,7 @@ class Reducer:
         }
         function_state = (cell_contents, function_attributes, dict(cell_function.__dict__))
         made_of = (cell_function.__code__, cell_function.__name__, tuple(cell_stand_ins))
+        # The state has its own setter, because functions have no __setstate__.
         return _make_function, made_of, function_state, None, None, _finish_function
 
     def _cell(self, closure_cell: types.CellType) -> _CellStandIn:
@@ -136,11 +138,12 @@ class Reducer:
 @functools.lru_cache(maxsize=4096)
 def globals_read(code_object: types.CodeType) -> frozenset[str]:
     """The global names that code may read, that of the functions inside it included."""
+    # LOAD_NAME occurs in the body of a class inside.
     found_names = {
         str(instruction.argval)
         for instruction in dis.get_instructions(code_object)
         if instruction.opname in _NAME_READING_OPCODES
-    }  # LOAD_NAME: the body of a class inside
+    }
     for code_constant in code_object.co_consts:
         if isinstance(code_constant, types.CodeType):
             found_names |= globals_read(code_constant)
@@ -149,10 +152,10 @@ def globals_read(code_object: types.CodeType) -> frozenset[str]:
 
 def travels_by_value(object_type: type) -> bool:
     """Whether a class is pickled with its code, because no import leads to it: one of a cell."""
-    find_module = object_type.__module__
+    module_name = object_type.__module__
     return (
-        find_module == "__main__"
-        or find_module not in sys.modules
+        module_name == "__main__"
+        or module_name not in sys.modules
         or "<locals>" in object_type.__qualname__
     )
 
@@ -186,7 +189,8 @@ def arriving(
         _CURRENT_ARRIVAL.reset(context_token)
 
 
-# What the pickle calls on the receiving side. Their names are part of the pickle, so of the wire.
+# What the pickle calls on the receiving side. The pickle contains their names, so both sides must
+# have the same ones.
 
 
 def _empty_cell() -> types.CellType:
@@ -194,10 +198,10 @@ def _empty_cell() -> types.CellType:
 
 
 def _make_function(
-    code_object: types.CodeType, attribute_name: str, closure_cells: tuple[types.CellType, ...]
+    code_object: types.CodeType, function_name: str, closure_cells: tuple[types.CellType, ...]
 ) -> types.FunctionType:
     return types.FunctionType(
-        code_object, _CURRENT_ARRIVAL.get().namespace, attribute_name, None, closure_cells or None
+        code_object, _CURRENT_ARRIVAL.get().namespace, function_name, None, closure_cells or None
     )
 
 
@@ -209,6 +213,7 @@ def _finish_function(
     for closure_cell, attribute_value in cell_contents:
         closure_cell.cell_contents = attribute_value
     for attribute_name, attribute_value in function_attributes.items():
+        # __type_params__ exists from Python 3.12 on.
         if hasattr(cell_function, attribute_name):
             setattr(cell_function, attribute_name, attribute_value)
     cell_function.__dict__.update(own_attributes)
@@ -218,9 +223,9 @@ def _known(module_key: str, part_path: str) -> Any:
     find_module = _CURRENT_ARRIVAL.get().module
     if find_module is None:
         raise InternalError(
-            f"{module_key}.{part_path} was named to a process that knows no modules."
+            f"{module_key}.{part_path} was named to a process that has received no modules."
         )
-    found_names: Any = find_module(module_key)
+    module_part: Any = find_module(module_key)
     for attribute_name in part_path.split(".") if part_path else ():
-        found_names = getattr(found_names, attribute_name)
-    return found_names
+        module_part = getattr(module_part, attribute_name)
+    return module_part

@@ -3,7 +3,7 @@
 A module keeps its key as long as it is the same object with the same structure: the same kinds of
 submodules, and tensors of the same shapes in the same memory. With another structure it is another
 module to the workers, and gets another key. All else that can change in it is compared piece by
-piece (`State`), so that only the pieces travel and the worker's object stays the one that its
+piece (`ModuleState`), so that only the pieces travel and the worker's object stays the one that its
 optimizer steps.
 """
 
@@ -63,9 +63,8 @@ class ModuleSurvey:
 
     def places(self, module_key: str) -> Iterator[tuple[int, tuple[str, str]]]:
         """By the id of each object: where it is in the module that has this key."""
-        for module_path, module_tensor in reversed(
-            self.tensors
-        ):  # of tied names the first one counts
+        # In reverse, because later pairs replace earlier ones: of tied names the first counts.
+        for module_path, module_tensor in reversed(self.tensors):
             yield id(module_tensor), (module_key, module_path)
         for module_path, module in reversed(self.modules):
             yield id(module), (module_key, module_path)
@@ -105,6 +104,7 @@ def _visit_submodules(
 
 def _tensor_geometry(module_tensor: torch.Tensor) -> tuple[Hashable, ...]:
     if type(module_tensor) not in arena.PLAIN or module_tensor.layout is not torch.strided:
+        # Such a tensor has no address; another object counts as another structure.
         return (id(module_tensor),)
     return (
         module_tensor.data_ptr(),
@@ -165,12 +165,12 @@ def difference(
     *,
     adopt_weights: bool = False,
 ) -> tuple[Update, tuple[type, ...]] | None:
-    """What a worker that knows the old state must be told; None if nothing.
+    """What must be sent to a worker that has the old state; None if nothing.
 
     Args:
-        module_key: The module's.
-        old_state: What the worker was told last.
-        new_state: What is.
+        module_key: The module's key.
+        old_state: The state that was sent to the worker last.
+        new_state: The current state.
         module_survey: The module as it is.
         adopt_weights: Whether the worker is to take the notebook's weights even if these did not
             change.
@@ -194,6 +194,7 @@ def difference(
         changed_attributes[module_path] = {
             attribute_name: attribute_value
             for attribute_name, attribute_value in sent_attributes.items()
+            # What does not pickle cannot be sent; the worker keeps its own value.
             if not isinstance(new_value[attribute_name], OpaqueToken)
         }
         removed_attributes[module_path] = tuple(old_value.keys() - new_value.keys())
@@ -228,14 +229,14 @@ def difference(
 
 
 def _changed_flags(
-    attribute_names: Iterable[tuple[str, Any]], old_state: Iterable[bool], new_state: Iterable[bool]
+    named_objects: Iterable[tuple[str, Any]], old_flags: Iterable[bool], new_flags: Iterable[bool]
 ) -> dict[str, bool]:
     return {
-        attribute_name: new_value
-        for (attribute_name, _), old_value, new_value in zip(
-            attribute_names, old_state, new_state, strict=True
+        attribute_name: new_flag
+        for (attribute_name, _), old_flag, new_flag in zip(
+            named_objects, old_flags, new_flags, strict=True
         )
-        if old_value != new_value
+        if old_flag != new_flag
     }
 
 
@@ -255,7 +256,7 @@ class ModuleRecord:
     ) -> None:
         self.key = module_key
         self.path = module_path
-        """How the user would write it; what a report names it by."""
+        """How the user would write it; reports name it so."""
         self.structure = module_survey.structure()
         self.is_shared = False
         self._module = weakref.ref(module, lambda _: on_gone())
@@ -277,7 +278,7 @@ class ModuleRecord:
         return arena.Sharing(modules=(shared_module,), stand_ins=self.stand_ins)
 
     def manifest(self) -> weight_sync.Manifest:
-        """What a worker must know to bring it home."""
+        """What a worker must know to write its weights back."""
         return weight_sync.Manifest(
             path=self.path,
             slots=tuple((owner_arena.key, arena_slot) for owner_arena, arena_slot in self._slots),
@@ -306,6 +307,7 @@ class ModuleRecord:
         self.is_shared = True
         self._slots = module_sharing.modules[0].slots
         self.stand_ins = module_sharing.stand_ins
+        # Again, because moving the tensors has changed their addresses, which are part of it.
         self.structure = ModuleSurvey.of(module).structure()
         return sum(
             living_arena.nbytes
@@ -319,6 +321,7 @@ class ModuleRegistry:
 
     def __init__(self) -> None:
         self._records: dict[str, ModuleRecord] = {}
+        # By id, because modules may define ==; the weak reference in the record is compared too.
         self._by_id: dict[int, ModuleRecord] = {}
         self._count = itertools.count()
 
@@ -339,13 +342,15 @@ class ModuleRegistry:
 
     def add(self, module: nn.Module, module_path: str, module_survey: ModuleSurvey) -> ModuleRecord:
         """Give a module a key; the one it had is given up."""
-        old_state = self.record_of(module)
-        if old_state is not None:
-            self._drop(old_state.key, id(module))
+        old_record = self.record_of(module)
+        if old_record is not None:
+            self._drop(old_record.key, id(module))
         module_number = next(self._count)
         module_key = f"module{module_number}"
         if any(module_record.path == module_path for module_record in self._records.values()):
-            module_path = f"{module_path} ({module_number})"  # a report must not mix two up
+            # A report names modules by path, and must not confuse two of them.
+            module_path = f"{module_path} ({module_number})"
+        # The callback must not hold the module itself, or it would never be collected.
         module_id = id(module)
         module_record = ModuleRecord(
             module_key,
@@ -359,5 +364,6 @@ class ModuleRegistry:
 
     def _drop(self, module_key: str, module_id: int) -> None:
         module_record = self._records.pop(module_key, None)
+        # The id may belong to a newer module by the time the old one's callback runs.
         if module_record is not None and self._by_id.get(module_id) is module_record:
             del self._by_id[module_id]

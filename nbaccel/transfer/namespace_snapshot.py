@@ -2,7 +2,7 @@
 
 Small immutable values are their own fingerprint. Everything else is pickled into a hash: the stream
 and, in place, the big blocks beside it. Parts of modules are named by key, so that no weights are
-hashed: what changed in a module is looked at separately (`modules.py`).
+hashed: what changed in a module is compared separately (`module_registry.py`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ __all__ = ["Fingerprint", "NamespaceSnapshot", "fingerprint_of_pickle", "plain_t
 
 
 class NamespaceSnapshot:
-    """What was looked at is not looked at again: nothing changes between two cells' preparations.
+    """Fingerprints of one moment. What was looked at once is not looked at again.
 
-    It keeps what it has seen alive, so it must not be kept itself.
+    The snapshot keeps alive what it has seen, so it must not be kept itself.
     """
 
     def __init__(self, namespace: Mapping[str, Any], module_keys: ModuleRegistry) -> None:
@@ -103,6 +103,7 @@ class NamespaceSnapshot:
         """The places of all parts of these modules; of several, the one that was there first."""
         place_table: dict[int, ModulePlace] = {}
         module_records = list(module_records)
+        # In reverse, because later entries replace earlier ones: of several the first counts.
         for module_record in reversed(module_records):
             place_table.update(self.survey(module_record.key).places(module_record.key))
         for module_record in module_records:
@@ -149,6 +150,7 @@ class NamespaceSnapshot:
         self.news += 1
         if self._table is not None:
             new_places = dict(module_survey.places(module_record.key))
+            # Known places win over new ones, except for the module itself, which has a new key.
             self._table = new_places | self._table | {id(module): (module_record.key, "")}
         return module_record
 
@@ -157,6 +159,7 @@ class NamespaceSnapshot:
         if self._owners is None:
             self._owners = {
                 id(module_tensor): (value_name, named_value)
+                # A copy, because a thread of the user's may bind names meanwhile.
                 for value_name, named_value in list(self._namespace.items())
                 if isinstance(named_value, nn.Module)
                 for module_tensor in named_value.parameters()
@@ -177,7 +180,7 @@ class NamespaceSnapshot:
                 return found_place
             try:
                 pickled_fingerprint = self._of_pickle(named_value)
-            except Exception:  # pickling runs user code: anything may come out of it
+            except Exception:  # pickling runs user code: it may raise anything
                 return OpaqueToken(named_value)
             read_names.update(pickled_fingerprint.names)
             module_keys.update(pickled_fingerprint.modules)
@@ -210,7 +213,7 @@ class NamespaceSnapshot:
 
 _NO_REFERENCES: frozenset[str] = frozenset()
 _LONG_BYTES = 1 << 16  # longer text is hashed rather than kept alive for the next comparison
-_MAX_TUPLE_ELEMENTS = 16  # elements of a tuple
+_MAX_TUPLE_ELEMENTS = 16  # longer tuples are pickled into a hash
 
 _IMMUTABLE_TYPES = frozenset(
     (bool, int, str, bytes, complex, type(None), type(Ellipsis), torch.dtype, torch.device)
@@ -237,7 +240,8 @@ def plain_token(named_value: Any) -> Hashable | None:
         is_long = value_type in (str, bytes) and len(named_value) > _LONG_BYTES
         return None if is_long else (value_type, named_value)
     if value_type is float:
-        return (value_type, named_value.hex())  # so that nan is nan, and 0.0 is not -0.0
+        # As text, so that nan equals nan, and 0.0 differs from -0.0.
+        return (value_type, named_value.hex())
     if value_type is tuple and len(named_value) <= _MAX_TUPLE_ELEMENTS:
         element_tokens = tuple(map(plain_token, named_value))
         return None if None in element_tokens else (value_type, element_tokens)
@@ -256,8 +260,8 @@ def _token_of_import(named_value: Any) -> Hashable | None:
     )
     if module is None or value_name is None or module == "__main__":
         return None
-    found_place = getattr(sys.modules.get(module), value_name, None) is named_value
-    return ("global", module, value_name) if found_place else None
+    is_importable = getattr(sys.modules.get(module), value_name, None) is named_value
+    return ("global", module, value_name) if is_importable else None
 
 
 def _token_of_block(named_value: Any) -> Hashable | None:
@@ -268,6 +272,7 @@ def _token_of_block(named_value: Any) -> Hashable | None:
             named_value.device.type == "cpu"
             and named_value.layout is torch.strided
             and not (named_value.is_quantized or named_value.is_conj() or named_value.is_neg())
+            # NumPy has no bfloat16.
             and named_value.dtype is not torch.bfloat16
             and not named_value.requires_grad
             and not named_value.__dict__
@@ -296,6 +301,7 @@ def _hash_array(number_array: np.ndarray[Any, Any]) -> Hashable:
         number_array.dtype.str,
         str(number_array.dtype),
         number_array.shape,
+        # Making an array read-only is a change, too.
         number_array.flags.writeable,
         content_hash,
     )
@@ -313,6 +319,7 @@ class _HashingStream:
 
     def block(self, block_buffer: pickle.PickleBuffer) -> None:
         with block_buffer.raw() as raw_bytes:
+            # The length first, or two blocks could hash like two others that are cut elsewhere.
             self._hash.update(raw_bytes.nbytes.to_bytes(8, "little"))
             self._hash.update(raw_bytes)
 

@@ -1,10 +1,10 @@
-"""What flows from the notebook's namespace to the workers: what a cell needs and they lack.
+"""What is sent from the notebook's namespace to the workers: what a cell needs and they lack.
 
     names of a cell ─► fingerprints ─► what each rank lacks ─► one part per group of equal ranks
-               (NamespaceSnapshot)        (_Lack)           (Part, in a PreparedUpdate)
+               (NamespaceSnapshot)        (_RankLack)       (UpdatePart, in a PreparedUpdate)
 
-For every rank the flow remembers the fingerprint that each name had in the notebook when the rank
-got it, or bound it itself. A name is sent when the notebook's value has another one by now.
+For every rank `NamespaceSync` remembers the fingerprint that each name had in the notebook when the
+rank got it, or bound it itself. A name is sent when the notebook's value has another fingerprint.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _RankState:
     seen: dict[str, Hashable] = field(default_factory=dict)
     """Token of the notebook's value when the name was sent, or bound there."""
     told: dict[str, ModuleState] = field(default_factory=dict)
-    """Modules that it has, by key, as they were when it last heard of them."""
+    """Modules that it has, by key, in the state that was sent last."""
     arenas: dict[str, weakref.ref[arena.Arena]] = field(default_factory=dict)
 
 
@@ -52,7 +52,7 @@ class _RankLack:
     known: frozenset[str]
     """Keys of the living modules that it has."""
     states: tuple[tuple[str, ModuleState], ...]
-    """What it was told of those that the cell can reach."""
+    """The states that were sent of those that the cell can reach."""
 
     def is_nothing(self, module_changes: Mapping[str, Any]) -> bool:
         return not (self.names or self.whole or module_changes)
@@ -70,7 +70,7 @@ class _SettledState:
 
 @dataclass
 class PreparedUpdate:
-    """Cargo with its descriptors, ready to be sent. Close it when it has been."""
+    """An update with its descriptors, ready to be sent. Close it after sending."""
 
     message: NamespaceUpdate
     fds: list[int]
@@ -96,7 +96,7 @@ class _LeaveOut(Exception):
 
 
 class NamespaceSync:
-    """The notebook's side of the flow of names.
+    """The notebook's side of the synchronisation of names.
 
     Args:
         notebook_namespace: The notebook's own dict: functions of cells have it as globals.
@@ -129,32 +129,33 @@ class NamespaceSync:
         """
         left_out: frozenset[str] = frozenset()
         while True:
+            # A new one per attempt: what the failed attempt packed refers to the names left out.
             update_packing = _UpdatePacking(self, cell_names, left_out, force_send=force_send)
             try:
                 return update_packing.pack(rank_numbers)
-            except _LeaveOut as without:
+            except _LeaveOut as left_out_now:
                 update_packing.close()
-                left_out |= without.names
-            except BaseException:  # an interrupt too must not cost descriptors
+                left_out |= left_out_now.names
+            except BaseException:  # an interrupt must not leak the descriptors either
                 update_packing.close()
                 raise
 
     def taken(self, prepared_update: PreparedUpdate) -> None:
-        """The ranks have it."""
-        for rank_number, settled_ranks in prepared_update.settled.items():
+        """Record that the ranks have taken the update."""
+        for rank_number, settled_state in prepared_update.settled.items():
             rank_state = self._ranks[rank_number]
-            rank_state.seen.update(settled_ranks.tokens)
-            rank_state.told.update(settled_ranks.states)
-            for module_key in settled_ranks.forgotten:
+            rank_state.seen.update(settled_state.tokens)
+            rank_state.told.update(settled_state.states)
+            for module_key in settled_state.forgotten:
                 rank_state.told.pop(module_key, None)
-            for module_key in settled_ranks.forgotten_arenas:
+            for module_key in settled_state.forgotten_arenas:
                 rank_state.arenas.pop(module_key, None)
-            for module_key, found in prepared_update.arenas.items():
+            for module_key, shared_arena in prepared_update.arenas.items():
                 # Weak: what a rank has must not keep the notebook's memory alive.
-                rank_state.arenas.setdefault(module_key, weakref.ref(found))
+                rank_state.arenas.setdefault(module_key, weakref.ref(shared_arena))
 
     def bound(self, rank: int, cell_names: Iterable[str]) -> None:
-        """That rank's cell bound or deleted these names itself: they are its own now.
+        """Record that a rank's cell bound or deleted these names itself.
 
         What the notebook has under such a name is sent only when it changes after this.
         """
@@ -171,15 +172,16 @@ class NamespaceSync:
         named_value = self._namespace[variable_name]
         try:
             return current_snapshot.fingerprint(variable_name, named_value).token
-        except Exception:  # pickling runs user code; then the object itself is all there is to know
+        # The id still shows that a name was bound anew.
+        except Exception:  # pickling runs user code: it may raise anything
             return ("unsendable", id(named_value))
 
     def records(self, module_keys: Collection[str]) -> list[ModuleRecord]:
         """The modules with these keys that still live in the notebook."""
-        found = (self._modules.by_key(module_key) for module_key in sorted(module_keys))
+        living_records = (self._modules.by_key(module_key) for module_key in sorted(module_keys))
         return [
             module_record
-            for module_record in found
+            for module_record in living_records
             if module_record is not None
             and module_record.is_shared
             and module_record.module is not None
@@ -194,17 +196,18 @@ class NamespaceSync:
         shared_arenas = {
             module_key for module_record in module_records for module_key in module_record.arenas()
         }
+        # Modules may share an arena, so one that was not trained can change with another.
         concerned_modules = [
             module_record
             for module_record in self._modules.all()
             if shared_arenas & module_record.arenas().keys()
         ]
-        state_before = {
+        versions_before = {
             module_record.key: module_record.versions() for module_record in concerned_modules
         }
         yield
         for module_record in concerned_modules:
-            version_increase = module_record.versions() - state_before[module_record.key]
+            version_increase = module_record.versions() - versions_before[module_record.key]
             for rank_state in self._ranks.values():
                 told_state = rank_state.told.get(module_record.key)
                 if told_state is not None and version_increase:
@@ -241,30 +244,32 @@ class _UpdatePacking:
 
     def pack(self, rank_numbers: Sequence[int]) -> PreparedUpdate | None:
         for _ in range(_MAX_SURVEY_ROUNDS):
-            state_before = self._moment.news
+            count_before = self._moment.news
             self._found = self._look()
-            if self._moment.news == state_before:
+            if self._moment.news == count_before:
                 break
+        # Grouped, because ranks mostly lack the same: one pickle then serves all of them.
         ranks_by_lack: dict[_RankLack, list[int]] = defaultdict(list)
         for rank in rank_numbers:
             ranks_by_lack[self._lack(self._flow._ranks[rank])].append(rank)
         update_parts: list[UpdatePart] = []
         shared_arenas: dict[str, arena.Arena] = {}
-        settled_ranks: dict[int, _SettledState] = {}
+        settled_by_rank: dict[int, _SettledState] = {}
         wanted_names: dict[int, tuple[str, ...]] = {}
         for rank_lack, group_ranks in ranks_by_lack.items():
             module_changes = self._changes(rank_lack)
             if rank_lack.is_nothing(module_changes):
                 continue
+            # Before packing: the pickle refers to a module's tensors by their place in an arena.
             self._share(rank_lack)
             update_part, settled_state = self._part(
                 rank_lack, module_changes, tuple(group_ranks), shared_arenas
             )
             update_parts.append(update_part)
-            settled_ranks |= dict.fromkeys(group_ranks, settled_state)
+            settled_by_rank |= dict.fromkeys(group_ranks, settled_state)
             wanted_names |= dict.fromkeys(group_ranks, rank_lack.names)
         return (
-            self._shipment(update_parts, shared_arenas, settled_ranks, wanted_names)
+            self._shipment(update_parts, shared_arenas, settled_by_rank, wanted_names)
             if update_parts
             else None
         )
@@ -273,7 +278,7 @@ class _UpdatePacking:
         self,
         update_parts: list[UpdatePart],
         shared_arenas: dict[str, arena.Arena],
-        settled_ranks: dict[int, _SettledState],
+        settled_by_rank: dict[int, _SettledState],
         wanted_names: dict[int, tuple[str, ...]],
     ) -> PreparedUpdate:
         new_arenas = {
@@ -282,7 +287,7 @@ class _UpdatePacking:
             if any(module_key not in self._flow._ranks[rank].arenas for rank in wanted_names)
         }
         for found in reversed(new_arenas.values()):
-            # A copy of the descriptor: sending closes it, and the arena keeps its own.
+            # A copy, because it is closed after sending. In front: arenas come before the parts.
             self._fds.insert(0, os.dup(found.fd))
         for variable_name in {
             variable_name for cell_names in wanted_names.values() for variable_name in cell_names
@@ -298,7 +303,7 @@ class _UpdatePacking:
             fds=self._fds,
             wanted=wanted_names,
             nbytes=self._nbytes,
-            settled=settled_ranks,
+            settled=settled_by_rank,
             arenas=new_arenas,
         )
 
@@ -306,12 +311,12 @@ class _UpdatePacking:
 
     def _look(self) -> dict[str, Fingerprint]:
         """The fingerprints of all names that are to be there, also of those that others read."""
-        found: dict[str, Fingerprint] = {}
+        fingerprints: dict[str, Fingerprint] = {}
         unvisited = deque(sorted(self._names.needed) + sorted(self._names.possible))
         while unvisited:
             variable_name = unvisited.popleft()
             if (
-                variable_name in found
+                variable_name in fingerprints
                 or variable_name in self._left_out
                 or not is_users(variable_name)
             ):
@@ -319,16 +324,16 @@ class _UpdatePacking:
             if variable_name not in self._namespace:
                 continue
             try:
-                found[variable_name] = self._moment.fingerprint(
+                fingerprints[variable_name] = self._moment.fingerprint(
                     variable_name, self._namespace[variable_name]
                 )
             except Exception as pickling_error:  # pickling runs user code: it may raise anything
                 self._refuse(variable_name, pickling_error)
                 continue
-            unvisited.extend(sorted(found[variable_name].names))
-            for module_key in self._reach(found[variable_name].modules):
+            unvisited.extend(sorted(fingerprints[variable_name].names))
+            for module_key in self._reach(fingerprints[variable_name].modules):
                 unvisited.extend(sorted(self._moment.state(module_key).names))
-        return found
+        return fingerprints
 
     def _reach(self, module_keys: Iterable[str]) -> list[str]:
         """These modules, and those that their attributes refer to."""
@@ -384,7 +389,7 @@ class _UpdatePacking:
         }
         module_changes = {}
         for module_key, told_state in rank_lack.states:
-            found = difference(
+            module_change = difference(
                 module_key,
                 told_state,
                 self._moment.state(module_key),
@@ -392,10 +397,11 @@ class _UpdatePacking:
                 adopt_weights=module_key in forced_keys,
             )
             module_record = self._modules.by_key(module_key)
-            if found is None or module_record is None:
+            if module_change is None or module_record is None:
                 continue
-            module_changes[module_key] = found
-            if found[0].adopt:
+            module_changes[module_key] = module_change
+            if module_change[0].adopt:
+                # Workers cannot read the notebook's device memory; they adopt from these copies.
                 arena.update_host_copies(module_record.sharing)
         return module_changes
 
@@ -410,14 +416,14 @@ class _UpdatePacking:
                     continue
                 try:
                     self._nbytes += module_record.share()
-                except ModelNotShareable as pickling_error:
+                except ModelNotShareable as sharing_error:
                     if variable_name in self._names.needed:
                         raise
-                    self._flow.reasons[variable_name] = str(pickling_error)
-                    raise _LeaveOut([variable_name]) from pickling_error
-        for (
-            module_key
-        ) in rank_lack.whole:  # those that a changed attribute of a known module refers to
+                    self._flow.reasons[variable_name] = str(sharing_error)
+                    # A name that is only possibly read must not make the cell fail.
+                    raise _LeaveOut([variable_name]) from sharing_error
+        # The rest: modules that a changed attribute of a known module refers to.
+        for module_key in rank_lack.whole:
             module_record = self._modules.by_key(module_key)
             self._nbytes += module_record.share() if module_record is not None else 0
 
@@ -458,7 +464,7 @@ class _UpdatePacking:
         pickle_sender.reduce = object_reducer
         try:
             packed_object, file_descriptor = pickling.pack(update_load, pickle_sender)
-        except Exception as pickling_error:  # pickling runs user code: anything may come out of it
+        except Exception as pickling_error:  # pickling runs user code: it may raise anything
             self._find_culprit(rank_lack, pickling_error)
             raise
         self._fds.append(file_descriptor)
@@ -509,16 +515,18 @@ class _UpdatePacking:
 
     def _places(self, rank_lack: _RankLack) -> Any:
         """Finds what lies in modules that the ranks have."""
+        # Built at first use: most pickles hold no module, and the table visits all of them.
         place_table: dict[int, ModulePlace] | None = None
 
         def place(module_part: Any) -> ModulePlace | None:
             nonlocal place_table
             if place_table is None:
-                known_keys = (
+                # Only modules that these ranks have: a place in any other would name nothing there.
+                known_records = (
                     self._modules.by_key(module_key) for module_key in sorted(rank_lack.known)
                 )
                 place_table = self._moment.table(
-                    module_record for module_record in known_keys if module_record is not None
+                    module_record for module_record in known_records if module_record is not None
                 )
             return place_table.get(id(module_part))
 
@@ -544,18 +552,18 @@ class _UpdatePacking:
     def _pickles(self, named_value: Any) -> bool:
         try:
             namespace_snapshot.fingerprint_of_pickle(named_value, Reducer(self._namespace))
-        except Exception:  # whatever it is, it does not pickle: that is the answer
+        except Exception:  # whatever is raised, it does not pickle
             return False
         return True
 
     def _find_culprit(self, rank_lack: _RankLack, pickling_error: Exception) -> None:
-        """A module's attribute does not pickle: find whose it is."""
-        found = [
+        """Find the names that make the whole update unpicklable, and refuse or leave them out."""
+        culprit_names = [
             variable_name
             for variable_name in rank_lack.names
             if not self._pickles(self._namespace[variable_name])
         ]
-        for variable_name in found:
+        for variable_name in culprit_names:
             self._refuse(variable_name, pickling_error)
-        if found:
-            raise _LeaveOut(found) from pickling_error
+        if culprit_names:
+            raise _LeaveOut(culprit_names) from pickling_error

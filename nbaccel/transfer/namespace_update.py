@@ -1,6 +1,6 @@
-"""What travels from the notebook to workers before a cell runs: records both sides know.
+"""Records sent from the notebook to workers before a cell runs.
 
-descriptors of a shipment: [ arena | arena | … | parcel of part 0 | parcel of part 1 | … ]
+descriptors of an update: [ arena | arena | … | parcel of part 0 | parcel of part 1 | … ]
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Update:
     removed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Plain attributes that are gone, by path of the submodule."""
     adopt: bool = False
-    """The notebook wrote to the weights: let go of what this worker has written to them."""
+    """The notebook wrote to the weights: drop what this worker has written to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Load:
 
     names: dict[str, Any]
     modules: tuple[tuple[str, Manifest, nn.Module], ...] = ()
-    """Modules that come whole: the key by which both sides name it from now on."""
+    """Modules that come whole, each with the key by which both sides name it from now on."""
     updates: tuple[Update, ...] = ()
     classes: tuple[type, ...] = ()
     """Classes of cells that changed since: unpickling one brings the worker's up to date."""
@@ -48,14 +48,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatePart:
-    """What one group of ranks, which all lack the same, gets."""
+    """What a group of ranks that all lack the same gets."""
 
     ranks: tuple[int, ...]
     parcel: PackedObject
     sources: Mapping[str, list[str]]
     """Source lines of the cells that the functions in it come from."""
     forget: tuple[str, ...] = ()
-    """Modules whose original is gone: there is nobody to bring their weights to."""
+    """Modules whose original is gone: their weights have no destination any more."""
     forget_arenas: tuple[str, ...] = ()
 
 

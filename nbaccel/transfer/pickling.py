@@ -1,4 +1,4 @@
-"""Python objects on their way to another process, with their big blocks beside the pickle.
+"""Python objects sent to another process, with their big blocks beside the pickle.
 
 What cannot be pickled is named as the user would write it.
 """
@@ -24,7 +24,7 @@ import torch
 from nbaccel import torch_private
 from nbaccel.transfer import arena, shared_memory
 
-_BLOCK_ALIGNMENT = 64
+_BLOCK_ALIGNMENT = 64  # bytes: tensors view the blocks in place, so they need torch's alignment
 
 ArenaTable = Mapping[str, shared_memory.Mapping]
 """The receiver's mappings of the arenas, by the key under which the sender names them."""
@@ -37,7 +37,7 @@ class PackedObject:
     nbytes: int
     """Size of the file."""
     blocks: tuple[shared_memory.ByteRange, ...]
-    """Where each out-of-band block lies, in the order the pickle asks for them."""
+    """Where each out-of-band block lies, in the order in which the pickle refers to them."""
     pickle: shared_memory.ByteRange
 
 
@@ -103,6 +103,7 @@ class PreparedObject:
     def drop(self) -> None:
         """Give up what it holds of the objects' memory."""
         while self.blocks:
+            # A PickleBuffer locks its exporter: a bytearray, for one, could not be resized.
             self.blocks.pop().release()
 
     def write(self) -> tuple[PackedObject, int]:
@@ -115,7 +116,7 @@ class PreparedObject:
 def prepare(
     pickled_object: Any, pickle_sender: Sender, *, limit_bytes: int | None = None
 ) -> PreparedObject:
-    """Do what `pack` does, but for copying what is big."""
+    """Do what `pack` does, except for copying the big blocks."""
     memory_blocks: list[pickle.PickleBuffer] = []
     pickle_stream = _MeteredStream(limit_bytes)
     dump(pickled_object, pickle_sender, pickle_stream, memory_blocks.append)
@@ -161,7 +162,9 @@ def unpack(
         arena_table: This process's mappings of the arenas that the sender referred to.
         target_device: Where tensors go that lived on an accelerator at the sender's.
     """
+    # Private: a parcel goes to several ranks, and one rank's writes must not show in another.
     file_mapping = shared_memory.Mapping(file_descriptor, packed_object.nbytes, is_private=True)
+    # A context variable, because functions that a pickle calls can be given nothing but its data.
     context_token = _CURRENT_RECEIVER.set(_Receiver(arena_table, target_device))
     try:
         return pickle.loads(
@@ -188,6 +191,7 @@ class _MeteredStream(io.BytesIO):
 
     def write(self, pickle_bytes: Any) -> int:
         written_bytes = super().write(pickle_bytes)
+        # Checked while pickling: a data set of gigabytes must not be pickled before it is given up.
         if self._limit_bytes is not None and self.tell() > self._limit_bytes:
             raise TooCostly(self.tell())
         return written_bytes
@@ -222,6 +226,7 @@ class _StorageReducer:
         tensor_storage = bare_tensor.untyped_storage()
         num_bytes, first_address = tensor_storage.nbytes(), tensor_storage.data_ptr()
         home_arena = self._find(first_address, num_bytes) if num_bytes else None
+        # Left to torch's own pickling, which calls back for the storage.
         if home_arena is None:
             return NotImplemented
         arena_place = (self._sender.key(home_arena), first_address - home_arena.address, num_bytes)
@@ -252,6 +257,7 @@ class _StorageReducer:
         if first_address in self._sender.stand_ins and not on_host:
             home_arena, first_byte = self._sender.stand_ins[first_address]
             return _arena_storage, (self._sender.key(home_arena), first_byte, num_bytes, True)
+        # An empty storage has no buffer to view.
         if num_bytes == 0:
             return torch.UntypedStorage, (0,)
         raw_bytes = torch.empty(0, dtype=torch.uint8, device=tensor_storage.device).set_(
@@ -310,7 +316,8 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._storages = _StorageReducer(pickle_sender)
         self._sender = pickle_sender
         self._first = pickle_sender.reduce
-        self._shapes: dict[tuple[str, ...], tuple[str, ...]] = {}  # one object for pickle's memo
+        # One tuple object per content: pickle writes the second occurrence as a reference.
+        self._shapes: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._ordinary: dict[type, bool] = {}
 
     def reducer_override(self, pickled_object: Any) -> Any:
@@ -330,7 +337,8 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
                 self._ordinary[object_type] = _is_ordinary(object_type)
             return self._module(pickled_object) if self._ordinary[object_type] else NotImplemented
         elif not isinstance(pickled_object, type):
-            return NotImplemented  # cloudpickle has its own way with functions and classes only
+            # cloudpickle has its own way with functions and classes only; asking it costs time.
+            return NotImplemented
         return super().reducer_override(pickled_object)
 
     def _module(self, whole_module: torch.nn.Module) -> Any:
@@ -375,15 +383,16 @@ class _PlainPickler(pickle.Pickler):
 
 def note_source(cell_function: types.FunctionType, cell_sources: dict[str, list[str]]) -> None:
     """Keep the lines of the cell a function came from: the worker's tracebacks need them."""
-    attribute_name = cell_function.__code__.co_filename
+    file_name = cell_function.__code__.co_filename
     if (
-        attribute_name not in cell_sources
-        and attribute_name in linecache.cache
-        and len(linecache.cache[attribute_name]) == 4
+        file_name not in cell_sources
+        and file_name in linecache.cache
+        and len(linecache.cache[file_name]) == 4
     ):
-        modification_time = linecache.cache[attribute_name][1]  # type: ignore[misc]
-        if modification_time is None:  # no file behind it: a cell, an exec, a doctest
-            cell_sources[attribute_name] = linecache.getlines(attribute_name)
+        modification_time = linecache.cache[file_name][1]  # type: ignore[misc]
+        # None: there is no file that a worker could read; it is a cell, an exec or a doctest.
+        if modification_time is None:
+            cell_sources[file_name] = linecache.getlines(file_name)
 
 
 def _write_file(
@@ -410,12 +419,13 @@ def _write_file(
 def _closed_on_error(file_descriptor: int) -> Iterator[None]:
     try:
         yield
-    except BaseException:  # no descriptor is lost to an interrupt either
+    except BaseException:  # an interrupt must not leak the descriptor either
         os.close(file_descriptor)
         raise
 
 
-# What the pickle calls on the receiving side. Their names are part of the pickle, so of the wire.
+# What the pickle calls on the receiving side. The pickle contains their names, so both sides must
+# have the same ones.
 
 
 def _typed_storage(
@@ -443,7 +453,7 @@ def _arena_tensor(
     num_bytes: int,
     element_type: torch.dtype,
     element_offset: int,
-    tensor_geometry: tuple[int, ...],
+    tensor_shape: tuple[int, ...],
     tensor_strides: tuple[int, ...],
     requires_grad: bool,
 ) -> torch.Tensor:
@@ -451,7 +461,7 @@ def _arena_tensor(
         _CURRENT_RECEIVER.get().arenas[arena_key], first_byte, num_bytes
     )
     bare_tensor = torch.empty(0, dtype=element_type).set_(
-        tensor_storage, element_offset, tensor_geometry, tensor_strides
+        tensor_storage, element_offset, tensor_shape, tensor_strides
     )
     if object_type is torch.nn.Parameter:
         return torch.nn.Parameter(bare_tensor, requires_grad)
@@ -468,7 +478,8 @@ def _make_module(
 
 def _local_class(first_address: int, qualified_name: str, pickled_class: bytes) -> type:
     """The class of that name at that address; a copy, if it was made after the fork."""
-    # A fork shares its parent's addresses, so the id alone names the class.
+    # A forked child has its parent's addresses, so the id finds the class. The name is compared
+    # too, because the address may have been given to another object since.
     for known_object in gc.get_objects():
         if (
             id(known_object) == first_address
@@ -498,21 +509,21 @@ def _storage_on_device(
     return raw_bytes.to(target_device).untyped_storage()
 
 
-_MAX_SEARCH_DEPTH = 6
+_MAX_SEARCH_DEPTH = 6  # each level pickles all parts again
 
 Test = Callable[[Any], bool]
 
 
 def find_culprit(cell_function: Callable[..., Any], call_arguments: tuple[Any, ...]) -> str:
     """The innermost object that does not pickle, as `args[1]['lock'] (a _thread.lock)`."""
-    attribute_name = getattr(cell_function, "__name__", "the function")
+    function_name = getattr(cell_function, "__name__", "the function")
     for source_path, held_value in [
-        *_of_function(cell_function, attribute_name),
+        *_of_function(cell_function, function_name),
         *_items_of(call_arguments, "args"),
     ]:
         if not _can_pickle(held_value):
             return find_in(held_value, source_path)
-    return _with_type(attribute_name, cell_function)
+    return _with_type(function_name, cell_function)
 
 
 def find_in(held_value: Any, source_path: str, *, can_pickle: Test | None = None) -> str:
@@ -568,26 +579,27 @@ def _items_of(held_values: Any, source_path: str) -> Iterator[tuple[str, Any]]:
 
 def _of_function(cell_function: Any, source_path: str) -> Iterator[tuple[str, Any]]:
     code_object = getattr(cell_function, "__code__", None)
-    for attribute_name, closure_cell in zip(
+    for variable_name, closure_cell in zip(
         getattr(code_object, "co_freevars", ()),
         getattr(cell_function, "__closure__", None) or (),
         strict=False,
     ):
-        with contextlib.suppress(ValueError):  # a variable that has no value yet
-            yield f"{attribute_name} (which {source_path} closes over)", closure_cell.cell_contents
+        # An empty closure cell raises ValueError: the variable has no value yet.
+        with contextlib.suppress(ValueError):
+            yield f"{variable_name} (which {source_path} closes over)", closure_cell.cell_contents
     outer_variables = getattr(cell_function, "__globals__", {})
-    for attribute_name in getattr(code_object, "co_names", ()):
-        if attribute_name in outer_variables:
+    for variable_name in getattr(code_object, "co_names", ()):
+        if variable_name in outer_variables:
             yield (
-                f"{attribute_name} (a global that {source_path} uses)",
-                outer_variables[attribute_name],
+                f"{variable_name} (a global that {source_path} uses)",
+                outer_variables[variable_name],
             )
 
 
 def _can_pickle(held_value: Any) -> bool:
     try:
         cloudpickle.Pickler(io.BytesIO(), protocol=5, buffer_callback=_drop_output).dump(held_value)
-    except Exception:  # whatever it is, it does not pickle: that is the answer
+    except Exception:  # whatever is raised, it does not pickle
         return False
     return True
 

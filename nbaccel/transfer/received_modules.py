@@ -1,4 +1,4 @@
-"""The modules that came to a worker by an arena: what happens to their weights there.
+"""The modules that a worker received through an arena: what happens to their weights there.
 
     staging files ◄───── write_home: rank 0's changed pages; of sharded tensors everyone's piece
         │ read by the notebook, once every rank has written all of it
@@ -38,7 +38,7 @@ from nbaccel.transfer.namespace_update import Update
 __all__ = ["ReceivedModules"]
 
 
-_COMPARED_BYTES = 1 << 20  # compared at a time: what is read twice stays in the cache
+_COMPARED_BYTES = 1 << 20  # compared at a time: small enough to stay in the cache
 _WORD_BYTES = 8
 
 
@@ -52,16 +52,17 @@ class _LocalArena:
 
     @classmethod
     def open(cls, file_descriptor: int, num_bytes: int) -> _LocalArena:
-        """Take an arena in; the descriptor stays the caller's."""
-        own_bytes = os.dup(file_descriptor)
+        """Map an arena; the descriptor stays the caller's."""
+        # A copy, because the caller closes the descriptor that came with the message.
+        own_descriptor = os.dup(file_descriptor)
         try:
-            arena_mapping = shared_memory.Mapping(own_bytes, num_bytes, is_private=True)
-        except BaseException:  # no descriptor is lost to an interrupt either
-            os.close(own_bytes)
+            arena_mapping = shared_memory.Mapping(own_descriptor, num_bytes, is_private=True)
+        except BaseException:  # an interrupt must not leak the descriptor either
+            os.close(own_descriptor)
             raise
-        close_file = weakref.finalize(arena_mapping, os.close, own_bytes)
+        close_file = weakref.finalize(arena_mapping, os.close, own_descriptor)
         close_file.atexit = False  # a process that ends closes it anyway
-        return cls(own_bytes, arena_mapping)
+        return cls(own_descriptor, arena_mapping)
 
     def as_the_notebook_sees_it(self) -> shared_memory.Mapping:
         return shared_memory.Mapping(self.fd, self.mapping.nbytes, is_private=False)
@@ -73,7 +74,7 @@ class ReceivedModules:
     Args:
         own_rank: The worker's rank.
         num_nodes: Machines that take part.
-        share_back: Whether weights go home; if not, nothing is prepared for that.
+        share_back: Whether weights are copied back; if not, nothing is prepared for that.
     """
 
     def __init__(self, *, own_rank: int, num_nodes: int = 1, share_back: bool = True) -> None:
@@ -86,13 +87,13 @@ class ReceivedModules:
         self._reported: dict[str, str] = {}
         """Digests of what this rank has trained, as they were reported last, by module."""
         self._at_home: dict[str, Hashable] = {}
-        """Of the tensors that left the arena: the state in which they last came home."""
+        """Of the tensors that left the arena: the state in which they were last copied back."""
         self._has_stepped = False
         self._held = sharded_tensors.HeldParts()
         self._in_files: dict[str, int] = {}
         """Descriptors of the files that this rank trains in, by key of the arena."""
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Optimizers that have been looked at since weights came home last."""
+        """Optimizers that have been looked at since weights were last copied back."""
         self._handed_over: frozenset[str] = frozenset()
         """Keys of the arenas of which every byte was in the last report."""
         _report_steps(self)
@@ -126,10 +127,11 @@ class ReceivedModules:
         self._at_home[module_key] = self._departed_state(module_key)
 
     def forget(self, module_keys: Iterable[str], arena_keys: Iterable[str]) -> None:
-        """The notebook has no use for these any more. What the worker uses of them stays."""
+        """Drop the entries of what the notebook no longer has. What the worker still uses stays."""
         for key in module_keys:
             for state_table in (self._modules, self._origins, self._reported, self._at_home):
                 state_table.pop(key, None)
+        # Tensors that still live in an arena keep its mapping alive without this entry.
         for key in arena_keys:
             self._arenas.pop(key, None)
             self._stop_training_in(key)
@@ -137,11 +139,12 @@ class ReceivedModules:
     # ------------------------------------------------------------------- from the notebook
 
     def apply(self, module_update: Update) -> None:
-        """Carry over what the notebook changed. Parts that are gone here are passed over."""
+        """Apply what the notebook changed. Parts that do not exist here are passed over."""
         module = self.module(module_update.key)
         module_tensors = dict(named_tensors(module))
         named_submodules = dict(module.named_modules(remove_duplicate=False))
         for tensor_name, flag_value in module_update.requires_grad.items():
+            # torch refuses to change requires_grad of a tensor that is not a leaf.
             if tensor_name in module_tensors and module_tensors[tensor_name].is_leaf:
                 module_tensors[tensor_name].requires_grad_(flag_value)
         for submodule_path, flag_value in module_update.training.items():
@@ -173,12 +176,14 @@ class ReceivedModules:
             for arena_slot, module_tensor, arena_mapping in self._departed(module_manifest, module):
                 if sharded_tensors.full_shape(module_tensor) == arena_slot.shape:
                     sharded_tensors.fill_local_part(module_tensor, arena_slot.view(arena_mapping))
+        # Adopting raises the version counters; without this it would look like training.
         self._at_home[module_key] = self._departed_state(module_key)
 
     # ------------------------------------------------------------------- to the notebook
 
     def dirty(self) -> tuple[str, ...]:
         """Keys of the modules whose weights the notebook may not have got yet."""
+        # The notebook gets rank 0's weights; other ranks only report that theirs differ.
         own_changes = self._changed_modules()
         return (
             tuple(own_changes)
@@ -197,8 +202,9 @@ class ReceivedModules:
     def _own_digest(
         self, module_key: str, written_ranges: Mapping[str, list[shared_memory.ByteRange]]
     ) -> str:
-        """Of what this rank has written of a module; empty if nothing."""
+        """Digest of what this rank has written of a module; empty if nothing."""
         (module_manifest, module), arena_mappings = self._modules[module_key], self.mappings
+        # An arena that the notebook has dropped cannot be compared.
         if not arena_mappings.keys() >= {arena_key for arena_key, _ in module_manifest.slots}:
             return ""
         return weight_checks.fingerprint_of(
@@ -243,11 +249,12 @@ class ReceivedModules:
     def _has_changed_elsewhere(self, module_key: str) -> bool:
         departed_state = self._departed_state(module_key)
         return departed_state is not None and (
+            # Some optimizers write weights without raising torch's counter, hence the step as well.
             self._has_stepped or departed_state != self._at_home[module_key]
         )
 
     def _departed_state(self, module_key: str) -> Hashable:
-        """Changes when a tensor that this rank brings home, though not by pages, does."""
+        """Changes when a tensor outside the arena that this rank copies back changes."""
         tensor_states = tuple(
             (arena_slot.name, id(module_tensor), torch_private.tensor_version(module_tensor))
             for arena_slot, module_tensor, _ in self._departed(*self._modules[module_key])
@@ -277,7 +284,7 @@ class ReceivedModules:
 
         Args:
             staging_files: Descriptors of the notebook's staging files by key of the arena. A module
-                that lies in others as well stays here.
+                that lies in other arenas as well is not copied back.
 
         Returns:
             What was written, and the files of this rank's own that hold whole arenas, by key: their
@@ -312,6 +319,7 @@ class ReceivedModules:
             if module_manifest.path in weight_report.stranded
             for key, _ in module_manifest.slots
         }
+        # A stranded module's bytes were not taken by the notebook, so its arena does not count.
         self._handed_over = frozenset(own_files.keys() - kept_arenas)
         return weight_report, own_files
 
@@ -326,6 +334,7 @@ class ReceivedModules:
             if key in self._in_files:
                 self._move_back(key, local_arena)
                 continue
+            # The private mapping would show this worker's own pages.
             notebook_bytes = local_arena.as_the_notebook_sees_it().bytes()
             own_bytes = local_arena.mapping.bytes()
             for first_byte, end_byte in _equal_runs(own_bytes, notebook_bytes, page_spans):
@@ -333,10 +342,12 @@ class ReceivedModules:
 
     def _move_back(self, arena_key: str, local_arena: _LocalArena) -> None:
         """Map the arena again, privately; what it does not say is kept as private pages."""
+        # The mapping keeps its address when replaced, so `own_bytes` shows the arena afterwards.
         own_bytes, kept_ranges = local_arena.mapping.bytes(), []
         if arena_key not in self._handed_over:
             notebook_bytes = local_arena.as_the_notebook_sees_it().bytes()
             kept_ranges = [
+                # Copied, because replacing the mapping takes these pages away.
                 (byte_range, own_bytes[slice(*byte_range)].copy())
                 for byte_range in _different_runs(own_bytes, notebook_bytes)
             ]
@@ -351,9 +362,10 @@ class ReceivedModules:
             os.close(file_descriptor)
 
     def _let_go(self, arena_key: str, first_byte: int, end_byte: int) -> None:
-        """Let these bytes be the notebook's again, and no others."""
+        """Let exactly these bytes show the notebook's values again."""
         local_arena = self._arenas[arena_key]
         if arena_key in self._in_files:
+            # A file of this rank's own has no notebook pages beneath: the values are copied in.
             shared_memory.read_at(
                 local_arena.fd, local_arena.mapping.view(first_byte, end_byte), first_byte
             )
@@ -363,20 +375,21 @@ class ReceivedModules:
     # ------------------------------------------------------------------- while it is trained
 
     def about_to_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to make a step: let rank 0 train in files of its own."""
+        """Let rank 0 train in its own files from an optimizer's step on."""
         if self._rank != 0 or not self._share_back or optimizer in self._seen:
             return
         self._seen.add(optimizer)
         unmoved_mappings = {
-            arena_key: module_manifest
-            for arena_key, module_manifest in self.mappings.items()
+            arena_key: arena_mapping
+            for arena_key, arena_mapping in self.mappings.items()
             if arena_key not in self._in_files
         }
         for arena_key in weight_sync.arenas_to_train_in(
             unmoved_mappings,
             (parameter_group["params"] for parameter_group in optimizer.param_groups),
         ):
-            with contextlib.suppress(OSError):  # no room: private pages do, and the end will tell
+            # Without room for the file, training goes on in private pages, which are copied later.
+            with contextlib.suppress(OSError):
                 self._in_files[arena_key] = _moved_in(unmoved_mappings[arena_key])
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -390,13 +403,15 @@ def _moved_in(arena_mapping: shared_memory.Mapping) -> int:
     file_descriptor = shared_memory.create_file("staging", arena_mapping.nbytes)
     try:
         weight_sync.move_mapping_to_file(arena_mapping, file_descriptor)
-    except BaseException:  # no descriptor is lost to an interrupt either
+    except BaseException:  # an interrupt must not leak the descriptor either
         os.close(file_descriptor)
         raise
     return file_descriptor
 
 
-_SLOT_ALIGNMENT = 64  # what lies between the tensors of an arena belongs to nobody
+# The arena's alignment. Padding between tensors belongs to none of them, so it may be dropped too:
+# whole pages can then be given back.
+_SLOT_ALIGNMENT = 64
 
 
 def _overlaps_written(
@@ -410,7 +425,7 @@ def _overlaps_written(
 
 
 def _give_back_range(local_arena: _LocalArena, first_byte: int, end_byte: int) -> None:
-    """Let these bytes be the notebook's again, and no others."""
+    """Let exactly these bytes show the notebook's values again."""
     page_bytes = shared_memory.PAGE_BYTES
     first_page_byte = -(-first_byte // page_bytes) * page_bytes
     last_page_byte = (
@@ -423,7 +438,8 @@ def _give_back_range(local_arena: _LocalArena, first_byte: int, end_byte: int) -
         if first_page_byte < last_page_byte
         else [(first_byte, end_byte)]
     )
-    for low_byte, high_byte in edge_ranges:  # pages that others have a part in
+    # Pages at the edges also hold other modules' tensors: giving them back would undo training.
+    for low_byte, high_byte in edge_ranges:
         if low_byte < high_byte:
             shared_memory.read_at(
                 local_arena.fd, local_arena.mapping.view(low_byte, high_byte), low_byte
@@ -440,6 +456,7 @@ def _equal_runs(
         for first_byte in range(span_start, span_end, _COMPARED_BYTES):
             end_byte = min(first_byte + _COMPARED_BYTES, span_end)
             if np.array_equal(
+                # Compared as 8-byte words: NumPy's array of results is an eighth as long then.
                 _as_words(own_bytes[first_byte:end_byte]),
                 _as_words(notebook_bytes[first_byte:end_byte]),
             ):
@@ -468,18 +485,19 @@ def _as_words(raw_bytes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _report_steps(received_modules: ReceivedModules) -> None:
-    """Tell it of every optimizer's steps: some write weights past torch's counting."""
+    """Report every optimizer's steps: some write weights without raising torch's counter."""
+    # Weak: torch keeps the hooks, and they must not keep the modules alive.
     modules_reference = weakref.ref(received_modules)
 
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        found = modules_reference()
-        if found is not None:
-            found.about_to_step(optimizer)
+        living_modules = modules_reference()
+        if living_modules is not None:
+            living_modules.about_to_step(optimizer)
 
     def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        found = modules_reference()
-        if found is not None:
-            found.stepped(optimizer)
+        living_modules = modules_reference()
+        if living_modules is not None:
+            living_modules.stepped(optimizer)
 
     for hook_handle in (
         register_optimizer_step_pre_hook(before_step),

@@ -1,8 +1,8 @@
-"""Tensors of which each process has a part: which part it is, and how it gets into the whole.
+"""Tensors of which each process has a part: which part it is, and how it is put into the whole.
 
-torch's DTensors say it themselves. Of libraries that cut parameters up in ways of their own, the
-capability rows name a reader (:class:`~nbaccel.abc.shards.ShardReader`); it is asked only where the
-library has been imported.
+torch's DTensors describe it themselves. For a library that partitions parameters in another way,
+the capability rows name a reader (:class:`~nbaccel.abc.shards.ShardReader`), which is used only
+where the library has been imported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ __all__ = [
 PieceSpot = tuple[slice, ...] | int
 """Where a piece lies in the whole: slices, or the number of its first element, flattened."""
 
-_CHUNK_ELEMENTS = 1 << 20  # elements placed at a time where each needs an index of its own
+# Elements placed at a time where each needs its own index: the indices take 8 bytes per element.
+_CHUNK_ELEMENTS = 1 << 20
 
 
 def is_dtensor(sharded_tensor: torch.Tensor) -> bool:
@@ -50,26 +51,28 @@ def is_dtensor(sharded_tensor: torch.Tensor) -> bool:
 
 
 def is_sharded(sharded_tensor: torch.Tensor) -> bool:
-    """Whether every process brings its own part of it home."""
+    """Whether every process writes its own part of it back."""
     return is_dtensor(sharded_tensor) or _reader_of(sharded_tensor) is not None
 
 
 def full_shape(sharded_tensor: torch.Tensor) -> tuple[int, ...]:
     """Its shape, all processes' parts together."""
     shard_reader = _reader_of(sharded_tensor)
-    held_part = shard_reader.whole_shape(sharded_tensor) if shard_reader is not None else None
-    return tuple(sharded_tensor.shape) if held_part is None else held_part
+    whole_shape = shard_reader.whole_shape(sharded_tensor) if shard_reader is not None else None
+    return tuple(sharded_tensor.shape) if whole_shape is None else whole_shape
 
 
 def odd_placements(sharded_tensor: Any) -> list[Any]:
     """Those of a DTensor that do not say which slice of the whole this rank has."""
     if not is_dtensor(sharded_tensor):
         return []
+    # Imported only where a DTensor exists, because the import is slow.
     from torch.distributed.tensor import Replicate, Shard
 
     return [
         placement
         for placement in sharded_tensor.placements
+        # By exact type: a subclass such as _StridedShard splits a dimension in another order.
         if type(placement) not in (Replicate, Shard)
     ]
 
@@ -92,6 +95,7 @@ def pieces(
         return
     local_shape, local_offset = torch_private.local_shape_and_offset(sharded_tensor)
     local_tensor = sharded_tensor.to_local()
+    # A dimension that does not divide evenly leaves some ranks with nothing.
     if local_tensor.numel():
         yield (
             tuple(
@@ -117,6 +121,7 @@ def put_piece(
     elif whole_tensor.is_contiguous():
         whole_tensor.view(-1)[piece_spot : piece_spot + piece_values.numel()].copy_(piece_values)
     else:
+        # view(-1) fails for such a tensor, and reshape(-1) would write into a copy.
         for first_element in range(0, piece_values.numel(), _CHUNK_ELEMENTS):
             values_part = piece_values[first_element : first_element + _CHUNK_ELEMENTS]
             flat_indices = torch.arange(
@@ -135,8 +140,8 @@ def unrounded_values(
 ) -> torch.Tensor:
     """The notebook's own values, where a piece is nothing but these in a shorter format.
 
-    Engines cast whole models: what is frozen, or was not trained yet, would come home with fewer
-    digits than it has.
+    Engines cast whole models: what is frozen, or was not trained yet, would be written back with
+    fewer digits than it has.
 
     Args:
         piece_values: The piece.
@@ -170,6 +175,7 @@ def _part_of_whole(
 
 def copy_with_cast(whole_tensor: torch.Tensor, piece_values: torch.Tensor) -> None:
     """Copy, with cast; an expanded tensor's repeated dims are written once."""
+    # torch refuses to copy into a tensor whose elements share memory.
     for dim_number, stride_step in enumerate(whole_tensor.stride()):
         if stride_step == 0 and whole_tensor.shape[dim_number] > 1:
             whole_tensor, piece_values = (
@@ -191,12 +197,13 @@ def fill_local_part(sharded_tensor: torch.Tensor, whole_tensor: torch.Tensor) ->
         shard_reader.assign(sharded_tensor, whole_tensor)
         return
     for piece_spot, piece_values in pieces(sharded_tensor.detach()):
+        # A DTensor's pieces have slices; only readers, which are handled above, give numbers.
         if not isinstance(piece_spot, int):
             piece_values.copy_(whole_tensor[piece_spot])
 
 
 def module_inside(wrapped_module: nn.Module) -> nn.Module | None:
-    """The user's module in an engine of a library that cuts parameters up; None for any other."""
+    """The user's module in an engine of a library that partitions parameters; else None."""
     return next(
         (
             inner
@@ -208,7 +215,7 @@ def module_inside(wrapped_module: nn.Module) -> nn.Module | None:
 
 
 def state_without_engine(wrapped_module: nn.Module) -> dict[str, Any] | None:
-    """What a module consists of without what such a library put on it; None if it did not."""
+    """A module's state without what such a library added to it; None if it added nothing."""
     return next(
         (
             module_state
@@ -220,7 +227,7 @@ def state_without_engine(wrapped_module: nn.Module) -> dict[str, Any] | None:
 
 
 def forget_process_groups() -> None:
-    """Torch's process groups are gone: no library may go on with groups made from them."""
+    """Let libraries drop groups that they made from torch's process groups, which are gone."""
     for shard_reader in shard_readers():
         shard_reader.forget_groups()
 
@@ -235,6 +242,7 @@ class HeldParts:
     """Keeps what is needed to read parts after their engine is gone."""
 
     def __init__(self) -> None:
+        # By identity, because == on tensors compares elements.
         self._found: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._seen: WeakSet[torch.optim.Optimizer] = WeakSet()
 
@@ -274,8 +282,8 @@ def _reader_of(sharded_tensor: torch.Tensor) -> ShardReader | None:
 
 
 def shard_readers() -> Iterator[ShardReader]:
-    """Those of the libraries that have been imported."""
+    """The readers of the libraries that have been imported."""
     for strategy_row in STRATEGIES:
         if strategy_row.shards and strategy_row.library in sys.modules:
-            # A library that was not imported has cut nothing up, and importing it takes seconds.
+            # A library that was not imported has partitioned nothing; importing it takes seconds.
             yield _catalog.load_object(strategy_row.shards)

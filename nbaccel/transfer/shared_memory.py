@@ -27,6 +27,7 @@ _PAGE_ENTRIES_READ = 1 << 15  # of the page table, read at a time: small enough 
 @functools.cache
 def _c_library() -> ctypes.CDLL:
     """The C library, with the arguments' types; loaded at first use, as Windows cannot load it."""
+    # ctypes keeps errno for this thread; Python may make other calls before it is read.
     c_library = ctypes.CDLL(None, use_errno=True)
     c_library.mmap.restype = ctypes.c_void_p
     c_library.mmap.argtypes = [
@@ -56,7 +57,7 @@ def create_file(file_name: str, num_bytes: int) -> int:
     try:
         # An empty file cannot be mapped.
         os.ftruncate(file_descriptor, max(num_bytes, 1))
-    except BaseException:  # no descriptor is lost to an interrupt either
+    except BaseException:  # an interrupt must not leak the descriptor either
         os.close(file_descriptor)
         raise
     return file_descriptor
@@ -117,6 +118,7 @@ class Mapping:
 
     def bytes(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """All bytes as a writable uint8 array of shape `[nbytes]` that keeps the mapping alive."""
+        # NumPy's array refers to this object, so it keeps the mapping alive.
         return np.asarray(self)
 
     def view(self, first_byte: int, end_byte: int) -> memoryview:
@@ -168,7 +170,7 @@ class Mapping:
 
 
 def _mapping_flags(is_private: bool) -> int:
-    # A private mapping reserves no swap: most of its pages are never written.
+    # A private mapping reserves no swap, because most of its pages are never written.
     return (mmap.MAP_PRIVATE | _MAP_NORESERVE) if is_private else mmap.MAP_SHARED
 
 
@@ -189,12 +191,12 @@ def _map_file(
 def _own_pages(start_address: int, num_bytes: int) -> list[ByteRange]:
     """Ranges of pages that a private file mapping no longer shares with its file.
 
-    Linux, Documentation/admin-guide/mm/pagemap: bit 63 says present, bit 62 swapped, bit 61 "page
+    Linux, Documentation/admin-guide/mm/pagemap: bit 63 means present, bit 62 swapped, bit 61 "page
     of a file or shared". A page copied on write is present (or swapped) without bit 61. Where the
     table cannot be read (some sandboxes have none), everything counts as written.
     """
     num_pages = -(-num_bytes // PAGE_BYTES)
-    mapped_address: list[ByteRange] = []
+    own_ranges: list[ByteRange] = []
     try:
         pagemap_fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -207,8 +209,8 @@ def _own_pages(start_address: int, num_bytes: int) -> list[ByteRange]:
             if os.preadv(pagemap_fd, [entry_chunk.data], file_offset) != entry_chunk.nbytes:
                 return [(0, num_pages * PAGE_BYTES)]
             if entry_chunk.any():  # nothing mapped yet: the common case of an untouched model
-                mapped_address += _own_page_runs(entry_chunk, first_page)
-    return merge_ranges(mapped_address)
+                own_ranges += _own_page_runs(entry_chunk, first_page)
+    return merge_ranges(own_ranges)
 
 
 def _own_page_runs(

@@ -1,10 +1,10 @@
-"""What became of a module in a worker, beyond its values: is it the one that the notebook knows?
+"""Checks of a module in a worker before its weights are copied back.
 
-Two questions, asked when weights come home:
+Two questions are answered:
 
 - Did all ranks train the same model? Each rank takes a digest of the parameters that it trained,
   and the notebook compares them. A plain loop without DDP trains a different model in each process,
-  and only rank 0's comes home.
+  and only rank 0's is copied back.
 - Do the values fit into the notebook's tensors as they are? Tied weights that came apart do not,
   and another dtype loses digits.
 """
@@ -41,7 +41,7 @@ ArenaSlots = Sequence[tuple[str, Slot]]
 
 _NUM_SAMPLES = 16
 _SAMPLE_BYTES = 4096
-"""Of a large tensor, so many pieces of this size are read: training changes nearly all bytes."""
+"""A large tensor is sampled in so many pieces of this size: training changes nearly all bytes."""
 
 
 def original_tensors_of(module: nn.Module) -> OriginalTensors:
@@ -97,7 +97,7 @@ def fingerprint_of(
 
 
 def digest_of(module: nn.Module) -> str:
-    """The digest of a module as it is here, whether or not anybody has trained it."""
+    """The digest of a module as it is here, whether or not it was trained."""
     return _digest_tensors(
         compared_tensor
         for _, compared_tensor in named_tensors(module)
@@ -128,6 +128,7 @@ def _digest_tensors(module_tensors: Iterable[torch.Tensor]) -> str:
     tensor_digest = xxhash.xxh3_64()
     for compared_tensor in module_tensors:
         for sampled_piece in _sampled_pieces(compared_tensor.detach()):
+            # Viewed as bytes, because NumPy has no bfloat16.
             tensor_digest.update(sampled_piece.contiguous().cpu().view(torch.uint8).numpy().data)
     return tensor_digest.hexdigest()
 
@@ -140,6 +141,7 @@ def _sampled_pieces(compared_tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     ):
         yield compared_tensor.reshape(-1)
         return
+    # The first and the last sample lie at the ends.
     flat_tensor = compared_tensor.view(-1)
     sample_step = (flat_tensor.numel() - sample_elements) // (_NUM_SAMPLES - 1)
     for sample_number in range(_NUM_SAMPLES):
@@ -158,11 +160,11 @@ def differing_ranks(rank_fingerprints: Mapping[int, str]) -> list[int]:
         Ranks that trained another model than rank 0 has. Rank 0 alone may train, as long as no
         other rank does.
     """
-    first_names = rank_fingerprints.get(0, "")
+    rank_0_digest = rank_fingerprints.get(0, "")
     return [
         rank_number
         for rank_number, rank_fingerprint in sorted(rank_fingerprints.items())
-        if rank_fingerprint and rank_fingerprint != first_names
+        if rank_fingerprint and rank_fingerprint != rank_0_digest
     ]
 
 
@@ -188,17 +190,18 @@ def untied_reason(
             arena_slot.stride,
             arena_slot.dtype,
         )
-        other_tensor = first_names.setdefault(tensor_place, arena_slot.name)
-        if other_tensor != arena_slot.name and not _have_same_values(
-            current_tensors[other_tensor], current_tensors[arena_slot.name]
+        first_name = first_names.setdefault(tensor_place, arena_slot.name)
+        if first_name != arena_slot.name and not _have_same_values(
+            current_tensors[first_name], current_tensors[arena_slot.name]
         ):
-            return f"{other_tensor} and {arena_slot.name} were tied, and now have different values"
+            return f"{first_name} and {arena_slot.name} were tied, and now have different values"
     return None
 
 
 def _have_same_values(one_tensor: torch.Tensor, other_tensor: torch.Tensor) -> bool:
     if (
         one_tensor is other_tensor
+        # No rank has all values of a sharded tensor to compare.
         or sharded_tensors.is_sharded(one_tensor)
         or sharded_tensors.is_sharded(other_tensor)
     ):
@@ -208,6 +211,7 @@ def _have_same_values(one_tensor: torch.Tensor, other_tensor: torch.Tensor) -> b
         and one_tensor.data_ptr() == other_tensor.data_ptr()
     ):
         return True
+    # Copies with equal values can still be written into one tensor.
     return one_tensor.dtype == other_tensor.dtype and torch.equal(
         one_tensor.detach().cpu(), other_tensor.detach().cpu()
     )
@@ -226,12 +230,13 @@ def describe_changes(
         original_tensors: The tensors as they came to this worker.
 
     Returns:
-        A clause; empty if there is nothing to tell.
+        A clause; empty if there is nothing to report.
     """
     names_by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
     replaced_names = []
     for _, arena_slot in arena_slots:
         compared_tensor = current_tensors[arena_slot.name]
+        # Engines shard and cast by design, so neither is worth a message.
         if sharded_tensors.is_sharded(compared_tensor):
             continue
         if compared_tensor.dtype != arena_slot.dtype:
@@ -256,7 +261,10 @@ def describe_changes(
 def _is_another(
     compared_tensor: torch.Tensor, original_reference: weakref.ref[torch.Tensor] | None
 ) -> bool:
-    """Whether a parameter was replaced. Some models make their buffers anew, and devices theirs."""
+    """Whether a parameter was replaced.
+
+    Buffers do not count, because some models create them anew; nor do tensors on a device.
+    """
     if not isinstance(compared_tensor, nn.Parameter) or compared_tensor.device.type != "cpu":
         return False
     return original_reference is not None and original_reference() is not compared_tensor

@@ -1,11 +1,11 @@
-"""How trained weights come home: workers write staging files, the notebook reads them into arenas.
+"""How trained weights are copied back: workers write staging files, the notebook reads them.
 
-[Note: the way home] Every arena has a *staging* file of the same size and layout, made by the
-notebook process for one launch. It is sparse: what nobody writes costs nothing. Workers put trained
-values there; the notebook's arena is not touched before all ranks have returned. Then the notebook
-reads what was written into the arena, once, into pages that it has mapped already. (Mapping the
-staging file in the arena's place looks cheaper and is not: the page faults that follow cost several
-copies.) A launch that fails drops the staging file.
+[Note: writing weights back] Every arena has a *staging* file of the same size and layout, made by
+the notebook process for one launch. It is sparse: pages that are not written cost nothing. Workers
+put trained values there; the notebook's arena is not touched before all ranks have returned. Then
+the notebook reads what was written into the arena, once, into pages that it has mapped already.
+(Mapping the staging file in the arena's place looks cheaper and is not: the page faults that follow
+cost several copies.) A launch that fails drops the staging file.
 
 [Note: training in place] Rank 0 would pay twice: once for the private page that its first optimizer
 step writes, once for copying that page to the staging file at the end. So just before its first
@@ -15,15 +15,13 @@ is about to be trained; otherwise the kernel's table of private pages tells what
 
 [Note: staging files of a rank's own] A live worker cannot know when the next cell will train, so
 the file that its rank 0 trains in is made by the worker itself, and travels to the notebook with
-the report. Such a file holds a whole arena; what else is owed goes to the staging files that the
+the report. Such a file holds a whole arena; everything else goes to the staging files that the
 notebook made, for all ranks.
 
 A tensor that left the arena (moved to a device, given another dtype) is copied into its slot, cast
-to the dtype the notebook has, as `load_state_dict` would; one that is but the notebook's own,
+to the dtype the notebook has, as `load_state_dict` would; one that equals the notebook's own,
 rounded to a shorter format, was not trained and stays as it is there. Of a sharded tensor (DTensor,
-ZeRO) every rank writes its own piece, so that no one ever holds the whole; see `shards`.
-
-See [Note: the way home] in `home`, which is the workers' side.
+ZeRO) every rank writes its own piece, so that no process holds the whole; see `sharded_tensors`.
 """
 
 from __future__ import annotations
@@ -55,7 +53,8 @@ from nbaccel.units import first_few
 __all__ = ["WeightReceiver"]
 
 
-# Of an arena's bytes about to be trained: above it, train in the staging file.
+# Share of an arena's bytes that is about to be trained. Training in place copies the whole arena
+# once, otherwise the trained part is copied twice: half is where both cost the same.
 _IN_PLACE_SHARE = 0.5
 
 
@@ -68,7 +67,7 @@ _PART_REMEDY = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a worker must know of one shared module to bring it home."""
+    """What a worker must know of one shared module to write its weights back."""
 
     path: str
     slots: tuple[tuple[str, Slot], ...]
@@ -85,11 +84,11 @@ class WeightReport:
     written: dict[str, list[shared_memory.ByteRange]] = field(default_factory=dict)
     """Of the others, the bytes that were written."""
     stranded: dict[str, str] = field(default_factory=dict)
-    """Path of a module that could not come home → why."""
+    """Path of a module whose weights could not be written back → why."""
     state_dicts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Weights on the CPU, so that they are not lost: of modules that are stranded or changed."""
     changes: dict[str, str] = field(default_factory=dict)
-    """Path of a module that comes home, but not as it is → what is different."""
+    """Path of a module that is written back with a change → what is different."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Path of a module that this rank has trained → digest of its parameters."""
 
@@ -100,12 +99,12 @@ def module_manifests(
     """Describe the shared modules for a worker, with arenas named by their keys."""
     return tuple(
         Manifest(
-            path=module_manifest.path,
+            path=shared_module.path,
             slots=tuple(
-                (arena_keys[id(arena)], arena_slot) for arena, arena_slot in module_manifest.slots
+                (arena_keys[id(arena)], arena_slot) for arena, arena_slot in shared_module.slots
             ),
         )
-        for module_manifest in module_sharing.modules
+        for shared_module in module_sharing.modules
     )
 
 
@@ -113,11 +112,11 @@ def module_manifests(
 
 
 class WeightWriter:
-    """A worker's side of the way home: watches the first optimizer step, writes at the end.
+    """A worker's side of writing back: watches the first optimizer step, writes at the end.
 
     Args:
         own_rank: The worker's rank among those that share these staging files (on its node).
-        shared_modules: The shared modules, with what the notebook knows of them.
+        shared_modules: The shared modules, each with the notebook's description of it.
         arena_mappings: This worker's mappings of the arenas, by key.
         staging_files: Descriptors of the staging files, by key.
         num_nodes: Machines that take part; the others' pieces of a sharded tensor are out of reach.
@@ -125,8 +124,8 @@ class WeightWriter:
         in_files: Descriptors of the files that this rank has trained in already, by key of the
             arena. See [Note: staging files of a rank's own].
         original_tensors: The modules' tensors as they came; by default as they are now.
-        keeps_states: Whether the report has the weights of modules that do not come home as they
-            are.
+        keeps_states: Whether the report has the weights of modules that are not written back
+            unchanged.
     """
 
     def __init__(
@@ -170,6 +169,7 @@ class WeightWriter:
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             # Not removed after the first step: torch iterates over its hooks while it calls them.
             self._held.hold_for(optimizer, (module for _, module in self._modules))
+            # Only rank 0, because the notebook gets the model of rank 0.
             if not self._has_stepped and self._rank == 0:
                 self._move_in(
                     parameter_group["params"] for parameter_group in optimizer.param_groups
@@ -212,6 +212,7 @@ class WeightWriter:
                 weight_report.changes[module_manifest.path] = change_clause
             if self._rank == 0 and self._keeps_states and (stranded_reason or change_clause):
                 weight_report.state_dicts[module_manifest.path] = _on_cpu(module.state_dict())
+        # After the loop: private pages must not overwrite the tensors that were written in it.
         if self._rank == 0:
             self._write_arenas(weight_report, kept_slots, written_ranges)
         return weight_report
@@ -222,11 +223,11 @@ class WeightWriter:
         written_ranges: Mapping[str, Sequence[shared_memory.ByteRange]],
     ) -> None:
         for module_manifest, module in self._modules:
-            found_entries = weight_checks.fingerprint_of(
+            module_digest = weight_checks.fingerprint_of(
                 module_manifest.slots, module, self._mappings, written_ranges
             )
-            if found_entries:
-                weight_report.fingerprints[module_manifest.path] = found_entries
+            if module_digest:
+                weight_report.fingerprints[module_manifest.path] = module_digest
 
     def _written_to(self, arena_key: str) -> list[shared_memory.ByteRange]:
         arena_mapping = self._mappings[arena_key]
@@ -236,16 +237,16 @@ class WeightWriter:
 
     def _out_of_reach(self, current_tensors: Mapping[str, torch.Tensor]) -> str | None:
         """Why pieces of sharded tensors cannot be put together here, if so."""
-        is_sharded = {
+        sharded_by_name = {
             tensor_name: module_tensor
             for tensor_name, module_tensor in current_tensors.items()
             if sharded_tensors.is_sharded(module_tensor)
         }
-        if is_sharded and self._num_nodes > 1:
+        if sharded_by_name and self._num_nodes > 1:
             return (
                 f"it is sharded over {self._num_nodes} nodes, each with a part only; {_PART_REMEDY}"
             )
-        for tensor_name, current_tensor in is_sharded.items():
+        for tensor_name, current_tensor in sharded_by_name.items():
             odd_placements = sharded_tensors.odd_placements(current_tensor)
             if odd_placements:
                 return (
@@ -262,6 +263,7 @@ class WeightWriter:
     ) -> None:
         """Write every private page, but none of modules that cannot be applied (`kept_slots`)."""
         for arena_key in self._mappings:
+            # Rank 0 has trained in this file, so there is nothing to copy.
             if arena_key in self._in_files:
                 weight_report.complete.add(arena_key)
                 continue
@@ -311,25 +313,28 @@ class WeightWriter:
         weight_report: WeightReport,
     ) -> None:
         """Copy tensors that no longer live in the arena into their slots of the staging file."""
-        written_ranges: set[tuple[str, int, int]] = set()
+        written_places: set[tuple[str, int, int]] = set()
         seeded_storages: set[tuple[str, int]] = set()
         for arena_key, arena_slot in module_manifest.slots:
             current_tensor = current_tensors[arena_slot.name].detach()
             is_sharded = sharded_tensors.is_sharded(current_tensors[arena_slot.name])
+            # Every rank has a copy of a whole tensor, and rank 0's counts; of a sharded one each a
+            # part.
             is_own_part = is_sharded or self._rank == 0
             tensor_place = (arena_key, arena_slot.start, arena_slot.offset)
             if (
                 not is_own_part
-                or tensor_place in written_ranges
+                or tensor_place in written_places
                 or is_in_arena(current_tensor, arena_slot, self._mappings[arena_key])
             ):
                 continue
-            written_ranges.add(tensor_place)
+            written_places.add(tensor_place)
             if not is_sharded and (arena_key, arena_slot.start) not in seeded_storages:
-                seeded_storages.add(
-                    (arena_key, arena_slot.start)
-                )  # a second time would undo what is written below
+                # Seeding a second time would undo what is written below.
+                seeded_storages.add((arena_key, arena_slot.start))
                 self._seed(arena_key, arena_slot, current_tensor)
+            # Mapped shared, because all ranks write their pieces of a sharded tensor into this
+            # file.
             target_view = arena_slot.view(
                 shared_memory.Mapping(
                     self._staging[arena_key], self._mappings[arena_key].nbytes, is_private=False
@@ -356,8 +361,9 @@ class WeightWriter:
 
     def _seed(self, arena_key: str, arena_slot: Slot, current_tensor: torch.Tensor) -> None:
         """Fill the slot's storage first, where other tensors view parts of it too."""
-        whole_tensor = current_tensor.numel() * arena_slot.dtype.itemsize == arena_slot.nbytes
-        if not whole_tensor and not self._is_in_training(arena_key):
+        # A tensor that covers the storage overwrites it all, so seeding would be wasted.
+        covers_storage = current_tensor.numel() * arena_slot.dtype.itemsize == arena_slot.nbytes
+        if not covers_storage and not self._is_in_training(arena_key):
             byte_span = (arena_slot.start, arena_slot.start + arena_slot.nbytes)
             shared_memory.write_at(
                 self._staging[arena_key], self._mappings[arena_key].view(*byte_span), byte_span[0]
@@ -387,22 +393,24 @@ def arenas_to_train_in(
         for parameter in parameter_group
         if parameter.requires_grad
     }
-    found_entries = []
+    chosen_keys = []
     for arena_key, arena_mapping in arena_mappings.items():
         parameter_spans = (
             _span_in(arena_mapping, parameter) for parameter in trained_parameters.values()
         )
+        # Merged first: tied parameters and views of one storage would count twice.
         trained_bytes = shared_memory.total_bytes(
             shared_memory.merge_ranges(byte_span for byte_span in parameter_spans if byte_span)
         )
         if trained_bytes >= _IN_PLACE_SHARE * arena_mapping.nbytes:
-            found_entries.append(arena_key)
-    return found_entries
+            chosen_keys.append(arena_key)
+    return chosen_keys
 
 
 def move_mapping_to_file(arena_mapping: shared_memory.Mapping, file_descriptor: int) -> None:
     """Copy what a mapping shows to a file, and let the mapping show and write that file."""
     shared_memory.write_at(file_descriptor, arena_mapping.view(0, arena_mapping.nbytes), 0)
+    # In this order: the mapping must never show a file that has not been filled.
     arena_mapping.replace(file_descriptor, is_private=False)
 
 
@@ -427,21 +435,22 @@ def _mismatch_reason(
         tensor_name: sharded_tensors.full_shape(current_tensor)
         for tensor_name, current_tensor in current_tensors.items()
     }
-    found_entries = {
+    # Empty tensors have no slot in the notebook, so they must not count as new here.
+    nonempty_shapes = {
         tensor_name: whole_shape
         for tensor_name, whole_shape in current_shapes.items()
         if math.prod(whole_shape)
     }
     mismatch_lines = [
-        f"{tensor_name} is gone" for tensor_name in expected_shapes.keys() - found_entries.keys()
+        f"{tensor_name} is gone" for tensor_name in expected_shapes.keys() - nonempty_shapes.keys()
     ]
     mismatch_lines += [
-        f"{tensor_name} is new" for tensor_name in found_entries.keys() - expected_shapes.keys()
+        f"{tensor_name} is new" for tensor_name in nonempty_shapes.keys() - expected_shapes.keys()
     ]
     mismatch_lines += [
-        f"{tensor_name} has shape {found_entries[tensor_name]} instead of {whole_shape}"
+        f"{tensor_name} has shape {nonempty_shapes[tensor_name]} instead of {whole_shape}"
         for tensor_name, whole_shape in expected_shapes.items()
-        if tensor_name in found_entries and found_entries[tensor_name] != whole_shape
+        if tensor_name in nonempty_shapes and nonempty_shapes[tensor_name] != whole_shape
     ]
     if not mismatch_lines:
         return None
@@ -450,10 +459,11 @@ def _mismatch_reason(
 
 def _on_cpu(module_state: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        kept_key: _value_on_cpu(state_value)
+        state_key: _value_on_cpu(state_value)
+        # A state dict may hold other objects, too (`get_extra_state`).
         if isinstance(state_value, torch.Tensor)
         else state_value
-        for kept_key, state_value in module_state.items()
+        for state_key, state_value in module_state.items()
     }
 
 
@@ -477,7 +487,8 @@ class WeightReceiver:
         self._versions = _module_versions(module_sharing)
         self._arenas = shared_arenas
         self.staging: dict[str, int] = {}
-        with uninterrupted():  # which would cost a descriptor that nobody knows yet
+        # An interrupt between creating a file and storing its descriptor would leak it.
+        with uninterrupted():
             try:
                 for arena_key, arena in shared_arenas.items():
                     self.staging[arena_key] = shared_memory.create_file("staging", arena.nbytes)
@@ -488,7 +499,7 @@ class WeightReceiver:
     def apply(
         self, weight_reports: Iterable[WeightReport], whole_files: Mapping[str, int] | None = None
     ) -> None:
-        """Let the notebook's modules have the trained values. Call once all ranks have returned.
+        """Copy the trained values into the notebook's modules. Call once all ranks have returned.
 
         Args:
             weight_reports: What the ranks wrote.
@@ -517,33 +528,34 @@ class WeightReceiver:
         ]
 
     def differing(self, weight_reports: Sequence[WeightReport]) -> dict[str, str]:
-        """Which ranks trained another model than rank 0, whose weights come home.
+        """Which ranks trained another model than rank 0, whose weights the notebook gets.
 
         Ask before `apply`: ranks that have what the notebook had have trained nothing.
 
         Returns:
-            Path of the module → what to tell the user. Rank 0 alone may train.
+            Path of the module → message for the user. Rank 0 alone may train.
         """
-        found_entries = {}
+        messages_by_path = {}
         for module in self._sharing.modules:
             rank_digests = {
-                taken_range.rank: taken_range.fingerprints.get(module.path, "")
-                for taken_range in weight_reports
+                weight_report.rank: weight_report.fingerprints.get(module.path, "")
+                for weight_report in weight_reports
             }
             differing_ranks = weight_checks.differing_ranks(rank_digests)
+            # A rank whose weights equal the notebook's has trained nothing that could be lost.
             if differing_ranks:
-                notebook_values = weight_checks.digest_of(module.module)
+                notebook_digest = weight_checks.digest_of(module.module)
                 differing_ranks = [
-                    own_rank
-                    for own_rank in differing_ranks
-                    if rank_digests[own_rank] != notebook_values
+                    rank_number
+                    for rank_number in differing_ranks
+                    if rank_digests[rank_number] != notebook_digest
                 ]
             if differing_ranks:
                 trained_by_0 = bool(rank_digests.get(0))
-                found_entries[module.path] = _differing_models_message(
+                messages_by_path[module.path] = _differing_models_message(
                     module.path, differing_ranks, rank_0_trained=trained_by_0
                 )
-        return found_entries
+        return messages_by_path
 
     def _note_change(self, merged_report: WeightReport) -> None:
         """Let torch know that the tensors have new values, as if an operation had written them.
@@ -553,11 +565,14 @@ class WeightReceiver:
         for module in self._sharing.modules:
             if module.path not in merged_report.stranded:
                 module_tensors = dict(named_tensors(module.module))
-                written_ranges = [module_tensors[arena_slot.name] for _, arena_slot in module.slots]
+                written_tensors = [
+                    module_tensors[arena_slot.name] for _, arena_slot in module.slots
+                ]
                 increment_version(
                     [
                         module_tensor
-                        for module_tensor in written_ranges
+                        for module_tensor in written_tensors
+                        # Inference tensors have no version counter; torch raises for them.
                         if not module_tensor.is_inference()
                     ]
                 )
@@ -568,6 +583,8 @@ class WeightReceiver:
         whole_range = [(0, arena.nbytes)]
         written_ranges = shared_memory.merge_ranges(merged_report.written.get(arena_key, []))
         if whole_file is not None:
+            # First, because departed and sharded tensors are in the staging file, which is read
+            # after it.
             self._read(whole_file, arena, whole_range, merged_report)
         elif arena_key in merged_report.complete:
             written_ranges = whole_range
@@ -597,13 +614,14 @@ class WeightReceiver:
         )
 
     def close(self, close_files: Callable[[Sequence[int]], None] = shared_memory.close_all) -> None:
-        """Give the staging files up.
+        """Close the staging files.
 
         Args:
             close_files: Closes descriptors. Freeing gigabytes takes a tenth of a second each:
-                better where nobody waits for it.
+                better where the user does not wait for it.
         """
         with uninterrupted():
+            # Cleared before closing: a second close could hit another file with the same number.
             file_descriptors = list(self.staging.values())
             self.staging.clear()
             close_files(file_descriptors)

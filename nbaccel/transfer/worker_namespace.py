@@ -30,7 +30,7 @@ class Namespace:
         own_rank: The worker's rank.
         target_device: Where tensors go that live on an accelerator at the notebook's.
         num_nodes: Machines that take part.
-        share_back: Whether weights go home.
+        share_back: Whether weights are copied back.
     """
 
     def __init__(
@@ -56,23 +56,25 @@ class Namespace:
         file_descriptors: Sequence[int],
         wanted_names: Sequence[str],
     ) -> None:
-        """Bind what came from the notebook, and carry over what changed in its modules.
+        """Bind what came from the notebook, and apply what changed in its modules.
 
         Args:
             namespace_update: What came on the channel.
             file_descriptors: The descriptors that came with it; they stay the caller's.
             wanted_names: The names to bind.
         """
+        # Not strict: the descriptors of the parcels follow those of the arenas.
         for (arena_key, num_bytes), file_descriptor in zip(
             namespace_update.arenas, file_descriptors, strict=False
         ):
+            # Before the parcel is opened, which refers to these arenas.
             self._arrivals.open_arena(arena_key, num_bytes, file_descriptor)
         local_part = namespace_update.of(self._rank)
         if local_part is None:
             return
         update_part, parcel_index = local_part
         for variable_name, source_lines in update_part.sources.items():
-            # No modification time: else linecache looks for the file, and drops the lines.
+            # No modification time, or linecache would look for the file and drop the lines.
             linecache.cache[variable_name] = (
                 sum(map(len, source_lines)),
                 None,
@@ -111,7 +113,7 @@ class Namespace:
         )
 
     def _snapshot(self) -> dict[str, int]:
-        """Ids, not values: what a cell deletes must not be kept alive for it."""
+        """Ids, not values: the snapshot must not keep alive what a cell deletes."""
         return {
             variable_name: id(bound_value)
             for variable_name, bound_value in self._user_ns.items()
@@ -136,7 +138,7 @@ class Namespace:
         return self._arrivals.write_home(staging_files)
 
     def settle(self) -> None:
-        """The notebook has the weights: share the pages again that are the same everywhere."""
+        """The notebook has the weights: share those pages again that are equal to the arena's."""
         self._arrivals.settle()
 
     # ------------------------------------------------------------------- to the notebook
@@ -176,21 +178,21 @@ class Namespace:
         return packed_object, file_descriptor
 
     def _not_bound(self, missing_names: Sequence[str]) -> str:
-        source_lines = []
+        message_lines = []
         for variable_name in missing_names:
             known_names = [
                 variable_name for variable_name in self._user_ns if is_users(variable_name)
             ]
             close_matches = difflib.get_close_matches(variable_name, known_names, n=3)
             spelling_hint = f" Did you mean {' or '.join(close_matches)}?" if close_matches else ""
-            source_lines.append(
+            message_lines.append(
                 f"name {variable_name!r} is not defined in worker {self._rank}.{spelling_hint}"
             )
-        return "\n".join(source_lines)
+        return "\n".join(message_lines)
 
 
 class _HomeReducer(Reducer):
-    """What travels to the notebook must mean something there: no devices, no process groups."""
+    """Replaces what means nothing in the notebook: devices, process groups, wrappers."""
 
     def __init__(self, worker_namespace: dict[str, Any]) -> None:
         super().__init__(worker_namespace)
@@ -226,20 +228,23 @@ class _HomeReducer(Reducer):
         elif sharded_tensors.full_shape(local_tensor) != tuple(local_tensor.shape):
             self.pieces += 1
             piece_values = [
-                update_part.detach().cpu()
-                for _, update_part in sharded_tensors.pieces(local_tensor)
+                tensor_piece.detach().cpu()
+                for _, tensor_piece in sharded_tensors.pieces(local_tensor)
             ]
             local_values = torch.cat(piece_values) if piece_values else local_values
         elif sharded_tensors.is_sharded(local_tensor):
-            local_values = local_values.clone()  # of a flat buffer: all of that would come along
+            # A view into a flat buffer: pickling it would send the whole buffer.
+            local_values = local_values.clone()
         local_values = local_values.cpu()
         if isinstance(local_tensor, nn.Parameter):
             return nn.Parameter(local_values, local_tensor.requires_grad)
         local_part: torch.Tensor = local_values.requires_grad_(
+            # A leaf keeps its flag, which detach() drops; a result comes without its graph.
             local_tensor.requires_grad and local_tensor.is_leaf
         )
         return local_part
 
 
 def _as_it_is(bound_value: Any) -> Any:
+    # Pickle can put one object in the place of another only as the result of a call.
     return bound_value

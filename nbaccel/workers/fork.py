@@ -1,7 +1,7 @@
 """Workers forked straight from the notebook process.
 
 Everything the notebook has is there in the worker, and nothing is pickled. What makes a fork
-unsafe is `preflight`'s business; this file cures what can be cured just before forking.
+unsafe is found out in `fork_safety`; this file cures what can be cured just before forking.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nbaccel.workers.reaping import reap
 
 
 class ForkStarter:
-    """Starts workers by forking this process. See `starter.Starter`.
+    """Starts workers by forking this process. See `start_method.Starter`.
 
     Args:
         inheritance: What each worker takes along.
@@ -43,16 +43,19 @@ class ForkStarter:
         """Fork a worker that owns these ends; returns its process id."""
         parent_id = os.getpid()
         for output_stream in (sys.stdout, sys.stderr):
+            # What is still buffered would be printed by the child as well.
             output_stream.flush()
-        # So that a child which hangs before it gets to register this itself can tell where.
+        # Registered before the fork, so that a child which hangs at once can still be asked where.
         faulthandler.register(worker.STACK_SIGNAL, file=ends.stack, all_threads=True)
-        gc.freeze()  # a collection in the child would write to every page it shares with us
+        # A collection in the child would write to every page it shares with this process.
+        gc.freeze()
         try:
             with warnings.catch_warnings():
-                # Python 3.12 warns of every fork with threads; preflight has judged these.
+                # Python 3.12 warns of every fork with threads; `fork_safety` has judged these.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process_id = os.fork()
         finally:
+            # The child runs the `finally` too, and must keep both.
             if os.getpid() == parent_id:
                 gc.unfreeze()
                 faulthandler.unregister(worker.STACK_SIGNAL)
@@ -60,6 +63,7 @@ class ForkStarter:
             for descriptor_to_close in self.ours:
                 os.close(descriptor_to_close)
             worker.run_worker(ends, parent_id, self._inheritance)
+        # A pidfd becomes readable when the child ends, so one `select` waits for messages and ends.
         self._children[process_id] = os.pidfd_open(process_id)
         return process_id
 

@@ -1,4 +1,4 @@
-"""What speaks against forking this process, found out without waking anything; OpenMP's threads.
+"""What makes a fork of this process unsafe, found without starting anything; OpenMP's threads.
 
 A running pool does not survive a fork: the child waits for threads that do not exist. OpenMP 5.0
 (section 3.2.44, omp_pause_resource_all) lets a program give the pool up; the next parallel region
@@ -22,7 +22,8 @@ from nbaccel import _catalog
 _KERNEL_MODULES = ("ipykernel", "IPython", "tornado", "zmq", "debugpy", "pydevd", "_pydevd")
 _KERNEL_NAMES = ("IOPub", "Heartbeat", "Control", "Shell channel", "IPythonHistorySavingThread")
 
-_KERNEL_TARGETS = ("(_watch_pipe_fd)",)  # ipykernel gives these two threads no name of their own
+# Python names a thread without a name after its function: ipykernel 7.4 has two such threads.
+_KERNEL_TARGETS = ("(_watch_pipe_fd)",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +69,7 @@ def _find_hazards() -> Iterator[Hazard]:
             "brings a runtime that can",
             is_fatal=True,
         )
+    # Not fatal: whether a lock is held at the moment of the fork cannot be known.
     thread_names = [
         foreign_thread.name
         for foreign_thread in threading.enumerate()
@@ -88,7 +90,8 @@ def _find_hazards() -> Iterator[Hazard]:
 def end_bar_monitors() -> None:
     """End the thread that tqdm starts with the first bar of a process, and keeps.
 
-    The lock of all bars is taken by it from time to time. The next bar starts a new one.
+    It takes the lock of all bars from time to time, and a fork would inherit the lock taken. The
+    next bar starts a new monitor.
     """
     for live_thread in threading.enumerate():
         if _is_bar_monitor(live_thread):
@@ -170,6 +173,7 @@ def _has_threads(library_path: str) -> bool:
     code_ranges = _code_of(library_path)
     settle_deadline = time.monotonic() + _POOL_SETTLE_S
     while True:
+        # A sleeping thread of a pool waits in the runtime's code; a running one is looked at again.
         sleep_addresses = [
             _sleep_address(int(thread_id)) for thread_id in os.listdir("/proc/self/task")
         ]
@@ -203,6 +207,7 @@ def _sleep_address(thread_id: int) -> int | None:
     try:
         with open(f"/proc/self/task/{thread_id}/syscall") as syscall_file:
             syscall_words = syscall_file.read().split()
+    # The thread has ended, or the system has no such file.
     except OSError:
         return 0
     return None if syscall_words[0] == "running" else int(syscall_words[-1], 16)

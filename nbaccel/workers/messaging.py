@@ -24,7 +24,7 @@ from nbaccel.transfer import shared_memory
 from nbaccel.transfer.pickling import PackedObject
 
 _PACKET_BYTES = 32 * 1024  # well under the kernel's limit for one packet (net.core.wmem_default)
-_MAX_FDS = 250  # SCM_MAX_FD is 253
+_MAX_FDS = 250  # the kernel's limit SCM_MAX_FD is 253; one is left for the memory file
 _IN_PACKET, _IN_FILE = b"p", b"f"
 
 
@@ -70,6 +70,7 @@ class Channel:
         spill_file = shared_memory.create_file("message", len(message_bytes))
         with shared_memory.closing_files(spill_file):
             shared_memory.write_at(spill_file, memoryview(message_bytes), 0)
+            # Last, so that the receiver can take it off the end of the list.
             socket.send_fds(self._sock, [_IN_FILE], [*file_descriptors, spill_file])
 
     def try_send(self, message: Any) -> bool:
@@ -98,6 +99,7 @@ class Channel:
             packet_bytes, file_descriptors, _, _ = socket.recv_fds(
                 self._sock, _PACKET_BYTES + 1, _MAX_FDS + 1
             )
+        # How the kernel reports a peer that died with unread messages: an end like any other.
         except ConnectionResetError:
             packet_bytes, file_descriptors = b"", []
         if not packet_bytes:
@@ -106,6 +108,7 @@ class Channel:
             return pickle.loads(packet_bytes[1:]), file_descriptors
         spill_file = file_descriptors.pop()
         with (
+            # pickle.load reads from the file's offset, which the sender's `pwrite` has left at 0.
             shared_memory.closing_files(spill_file),
             os.fdopen(os.dup(spill_file), "rb") as spill_view,
         ):
@@ -117,7 +120,7 @@ class Channel:
 
 
 def unless_gone() -> contextlib.suppress:
-    """Send to a process that may have ended: of its end something else tells."""
+    """Send to a process that may have ended; its end is noticed elsewhere."""
     return contextlib.suppress(BrokenPipeError, ConnectionResetError)
 
 
@@ -133,7 +136,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Dispose:
-    """Close the descriptors that come along: freeing much memory takes time nobody should wait."""
+    """Close the descriptors that come along: freeing much memory takes time."""
 
 
 # ---- template → notebook
@@ -193,7 +196,7 @@ class WorkerAssignment:
 class Job:
     """A call to make.
 
-    Descriptors: arenas, their staging files, the parcel's, the post's.
+    Descriptors: arenas, their staging files, the parcel's, the assignment's.
     """
 
     post: WorkerAssignment | None
@@ -201,7 +204,7 @@ class Job:
     arenas: tuple[tuple[str, int], ...]
     """Key and size in bytes of each arena."""
     parcel: PackedObject | None
-    """The pickled `Call`; None if the worker was forked from the notebook and has it."""
+    """The pickled `WorkerCall`; None if the worker was forked from the notebook and has it."""
     sources: dict[str, list[str]]
     random_states: bytes
     logging: bytes
@@ -215,7 +218,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Exit. A worker that has returned stays until then: see [Note: lingering]."""
+    """Exit. A worker that has returned stays until then: [Note: exit barrier] in launch/."""
 
 
 # ---- notebook → worker: to the second thread of a pool's worker, which answers at once
@@ -228,7 +231,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """Let the main thread out of a collective that will never complete: cut the connections."""
+    """Cut the connections, which ends a collective that would never complete."""
 
 
 # ---- worker → notebook. Times are seconds of CLOCK_MONOTONIC, the same for all processes.
@@ -264,12 +267,12 @@ class ClearOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """What the training loop has told of itself; see `metrics_reporter`."""
+    """What the training loop has reported; see `metrics_reporter`."""
 
     time: float
     steps: int
     values: tuple[tuple[str, float], ...]
-    """The latest value of each metric, in the order in which they were first told."""
+    """The latest value of each metric, in the order in which they were first reported."""
     device_bytes: int | None
     """What torch holds on this worker's device; None on a CPU."""
 
@@ -292,7 +295,7 @@ class Leaves:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """The function returned. Descriptor: the parcel with `Answer`, or none."""
+    """The function returned. Descriptor: the parcel with the value, or none."""
 
     time: float
     parcel: PackedObject | None
@@ -308,7 +311,7 @@ class Failed:
 
     time: float
     record: Any
-    """`failure.Record`"""
+    """`failure.FailureRecord`"""
     parcel: PackedObject | None
 
 

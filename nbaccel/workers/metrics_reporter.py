@@ -1,10 +1,10 @@
-"""What a training loop tells of itself, on its way to the launch's dashboard.
+"""What a training loop reports, sent to the launch's dashboard.
 
     worker: accelerator.log, accelerator.progress ─► Reporter ── Metrics ──► notebook: dashboard
 
 Without a launch there is no reporter, and each call costs one comparison. With one, a message goes
-out at most four times a second, and never waits: a notebook that is busy holds no worker up. What
-has not been sent when the function returns is sent then, so that the last value is never lost.
+out at most four times a second, and never waits: a busy notebook delays no worker. What has not
+been sent when the function returns is sent then, so that the last value is never lost.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = ["begin", "flush", "log", "loop_begins", "loss_is", "reserved", "step_
 
 REPORT_INTERVAL_S = 0.25
 _MAX_METRICS = 16
-"""Metrics that are told of; a loop that logs a thousand has a tracker for them."""
+"""Metrics that are shown; a loop that logs a thousand has a tracker for them."""
 _NAME_CHARS = 60
 
 
 class Reporter:
-    """Collects what the loop tells, and sends it now and then.
+    """Collects what the loop reports, and sends it at intervals.
 
     Args:
         channel: To the notebook.
@@ -55,6 +55,7 @@ class Reporter:
     def log(self, values: Mapping[str, Any], step: int | None) -> None:
         """Take in what `accelerator.log` was given."""
         for name, value in _finite_numbers(values):
+            # Known names always: a full table must still show new values.
             if name in self._values or len(self._values) < _MAX_METRICS:
                 self._values[name] = value
                 self._logs_a_loss = self._logs_a_loss or "loss" in name.lower()
@@ -66,7 +67,8 @@ class Reporter:
         """A loop over batches begins: from now on a step is a batch."""
         if not self._counts_batches:
             self._counts_batches, self._steps = True, 0
-        self._next = 0.0  # its first moment is what the speed is reckoned from
+        # Sent at once: the notebook computes the speed from the first message of a loop.
+        self._next = 0.0
         self._tell()
 
     def step_done(self) -> None:
@@ -83,19 +85,20 @@ class Reporter:
     def _tell(self) -> None:
         self._is_news = True
         sent_at = time.monotonic()
-        if (
-            sent_at < self._next or os.getpid() != self._pid
-        ):  # a DataLoader's worker is not the rank
+        # A forked DataLoader worker inherits this object, and is not the rank.
+        if sent_at < self._next or os.getpid() != self._pid:
             return
         self._next = sent_at + REPORT_INTERVAL_S
-        with contextlib.suppress(OSError):  # the notebook is gone: this process ends soon
+        # The notebook is gone: this process ends soon.
+        with contextlib.suppress(OSError):
             self._is_news = not self._channel.try_send(self._message(sent_at))
 
     def flush(self) -> None:
         """Send what has not been sent yet, even if that means to wait."""
         if self._is_news and os.getpid() == self._pid:
             self._is_news = False
-            with contextlib.suppress(OSError):  # as above
+            # The notebook is gone: this process ends soon.
+            with contextlib.suppress(OSError):
                 self._channel.send(self._message(time.monotonic()))
 
     def _message(self, current_time: float) -> messaging.Metrics:
@@ -111,7 +114,7 @@ _process_reporter: Reporter | None = None
 
 
 def begin(channel: messaging.Channel, hardware: Device, device: str) -> None:
-    """Tell the notebook from now on; steps are counted from here.
+    """Report to the notebook from now on; steps are counted from here.
 
     Args:
         channel: To the notebook.
@@ -122,7 +125,8 @@ def begin(channel: messaging.Channel, hardware: Device, device: str) -> None:
     _process_reporter = Reporter(channel, hardware, device)
 
     def leave(leftover: leftovers.LeftoverFolders, is_there: bool) -> None:
-        with contextlib.suppress(OSError):  # the notebook is gone, and nobody is left to tell
+        # The notebook is gone, so there is no reader.
+        with contextlib.suppress(OSError):
             channel.send(messaging.Leaves(leftover, is_there))
 
     leftovers.listen_for_leftovers(leave)
@@ -132,7 +136,7 @@ def log(values: Mapping[str, Any], step: int | None = None) -> None:
     """Metrics were logged.
 
     Args:
-        values: Name → value. Told of are numbers; a tensor on a device is not waited for.
+        values: Name → value. Only numbers are sent; a tensor on a device is not waited for.
         step: Number of the training step.
     """
     if _process_reporter is not None:
@@ -175,7 +179,7 @@ def reserved(hardware: Device, device: str) -> int | None:
         device: Its own, as torch calls it.
 
     Returns:
-        The bytes; None where the device has not been used, or nobody knows.
+        The bytes; None where the device has not been used, or cannot tell.
     """
     return hardware.reserved_bytes(torch.device(device))
 
@@ -184,6 +188,6 @@ def _finite_numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in values.items():
         if isinstance(value, numbers.Real):
             yield str(name)[:_NAME_CHARS], float(value)
-        # Reading a tensor of a GPU would wait for the GPU; one of the CPU is there.
+        # Reading a tensor of a GPU would wait for the GPU.
         elif type(value) is torch.Tensor and value.device.type == "cpu" and value.numel() == 1:
             yield str(name)[:_NAME_CHARS], float(value.detach())

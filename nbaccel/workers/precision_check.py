@@ -1,6 +1,6 @@
-"""Is training done in the precision that was asked for? Looked at once, at the first step.
+"""Is training done in the requested precision? Looked at once, at the first optimizer step.
 
-A request that nobody reads ends in fp32 without a word. So the first optimizer step compares what
+A request that no code reads silently ends in fp32. So the first optimizer step compares what
 was asked with what can be seen: Accelerate's own state where it is used, else the autocast dtype
 and the parameter dtypes under which the model's layers have run so far. After that one look the
 layers are no longer watched.
@@ -44,14 +44,17 @@ def watch(asked_precision: str) -> Callable[[], None]:
     if asked_precision == "no":
         return lambda: None
     seen_dtypes: set[torch.dtype] = set()
-    are_torchs = True
+    only_torch_layers = True
     was_judged = False
 
     def after_layer(called_layer: nn.Module, args: Any, layer_output: Any) -> None:
-        nonlocal are_torchs
+        nonlocal only_torch_layers
         layer_weights = list(called_layer.parameters(recurse=False))
+        # Layers without weights have no dtype of their own; evaluation may use another precision.
         if layer_weights and torch.is_grad_enabled():
-            are_torchs = are_torchs and type(called_layer).__module__.startswith("torch.nn.")
+            only_torch_layers = only_torch_layers and type(called_layer).__module__.startswith(
+                "torch.nn."
+            )
             device_type = layer_weights[0].device.type
             is_autocasting = torch.is_autocast_enabled(device_type)
             seen_dtypes.add(
@@ -60,20 +63,20 @@ def watch(asked_precision: str) -> Callable[[], None]:
 
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal was_judged
-        if was_judged:  # torch iterates over its hooks while it calls them: this one has to stay
+        # Not removed instead: torch iterates over its hooks while it calls them.
+        if was_judged:
             return
         was_judged = True
         layer_hook.remove()
         found_precision = _accelerate.mixed_precision() or _observed(
-            seen_dtypes, asked_precision, are_torchs=are_torchs
+            seen_dtypes, asked_precision, only_torch_layers=only_torch_layers
         )
         if found_precision is not None and found_precision != asked_precision:
             raise PrecisionMismatch(
                 f"mixed_precision={asked_precision!r} was asked for, but the first optimizer step "
-                "runs in "
-                f"{_precision_words(found_precision)}: nothing in the function reads the request. "
-                "Use Accelerator() "
-                f"without its own mixed_precision, or torch.autocast, or drop the argument."
+                f"runs in {_precision_words(found_precision)}: nothing in the function reads the "
+                "request. Use Accelerator() without its own mixed_precision, or torch.autocast, or "
+                "drop the argument."
             )
 
     step_hook = register_optimizer_step_pre_hook(before_step)
@@ -87,14 +90,20 @@ def watch(asked_precision: str) -> Callable[[], None]:
 
 
 def _observed(
-    seen_dtypes: set[torch.dtype], asked_precision: str, *, are_torchs: bool
+    seen_dtypes: set[torch.dtype], asked_precision: str, *, only_torch_layers: bool
 ) -> str | None:
     """The precision that layers have shown; None where they leave it open."""
-    if not seen_dtypes:  # no layer ran: nothing to judge
+    # No layer ran, so there is nothing to judge.
+    if not seen_dtypes:
         return None
     asked_dtype = precision_row(asked_precision).dtype
-    if not asked_dtype:  # such as fp8, which is in the layers and not in dtypes that can be seen
-        return _of_dtypes(seen_dtypes) if are_torchs and asked_precision not in _IN_USE else None
+    # Such as fp8, which is a property of the layers and not a dtype that can be seen here.
+    if not asked_dtype:
+        return (
+            _of_dtypes(seen_dtypes)
+            if only_torch_layers and asked_precision not in _IN_USE
+            else None
+        )
     return (
         asked_precision if getattr(torch, asked_dtype) in seen_dtypes else _of_dtypes(seen_dtypes)
     )

@@ -4,8 +4,8 @@ A process that a worker starts may leave its process group (`setsid`, `Popen(pro
 its parent (a daemon, forked twice). Worker and template are therefore *subreapers*
 (prctl(2), PR_SET_CHILD_SUBREAPER): whatever loses its parent becomes their child, and is found.
 
-    worker ends by itself ─► it ends its own descendants, and names those that had left its group
-    worker is killed ─► they become the template's children, which ends what is no worker of its own
+    worker ends by itself ─► it ends its descendants, and names those that had left its group
+    worker is killed ─► they become the template's children, which ends all that are not its workers
 """
 
 from __future__ import annotations
@@ -39,27 +39,30 @@ def end_descendants(kept_ids: Collection[int] = ()) -> list[str]:
         kept_ids: Children that live on, with all that is theirs.
 
     Returns:
-        The commands of those that had left the process group, for the user to be told.
+        The commands of those that had left the process group, for a message to the user.
     """
-    name_lines: dict[int, str] = {}
-    kill_time = time.monotonic() + time_limits.DESCENDANTS_S
-    # Again and again: what is being ended may start another one, and grandchildren become ours.
+    commands_by_id: dict[int, str] = {}
+    kill_deadline = time.monotonic() + time_limits.DESCENDANTS_S
+    # Repeated, because a process may start another before it dies, and orphans become children.
     while processes_left := [
-        parent_id
+        descendant_id
         for child_id in _child_processes(os.getpid(), kept_ids)
-        for parent_id in _with_children(child_id)
+        for descendant_id in _with_children(child_id)
     ]:
         for process_id in processes_left:
-            name_lines.setdefault(process_id, _stray_process(process_id))
+            # Before the kill: a dead process has no command line.
+            commands_by_id.setdefault(process_id, _stray_process(process_id))
+            # It has ended already, or runs as another user (sudo).
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process_id, signal.SIGKILL)
         for process_id in processes_left:
+            # A grandchild is not waited for here; it becomes a child once its parent is gone.
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(process_id, os.WNOHANG)
-        if time.monotonic() > kill_time:
+        if time.monotonic() > kill_deadline:
             break
         time.sleep(_REAP_PAUSE_S)
-    return [process_name for process_name in name_lines.values() if process_name]
+    return [process_name for process_name in commands_by_id.values() if process_name]
 
 
 def _with_children(process_id: int) -> Iterator[int]:
@@ -70,14 +73,15 @@ def _with_children(process_id: int) -> Iterator[int]:
 
 def _child_processes(process_id: int, kept_ids: Collection[int] = ()) -> list[int]:
     try:
-        # What psutil would find by reading about every process of the machine.
-        task_folder = list(Path(f"/proc/{process_id}/task").iterdir())
+        # psutil would read about every process of the machine to find them.
+        task_folders = list(Path(f"/proc/{process_id}/task").iterdir())
         found_children = [
             int(child_number)
-            for task_id in task_folder
-            for child_number in (task_id / "children").read_text().split()
+            for task_folder in task_folders
+            for child_number in (task_folder / "children").read_text().split()
         ]
-    except OSError:  # it has ended, or this kernel has no such file
+    # It has ended, or this kernel is built without /proc/…/children.
+    except OSError:
         with contextlib.suppress(psutil.Error):
             return [
                 child.pid
@@ -112,9 +116,8 @@ def reap(process_id: int) -> Ended | None:
     try:
         wait_result = os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return Ended(
-            process_id, -signal.SIGKILL, 0
-        )  # somebody else collected it: its status is lost
+        # Other code of this process has waited for it: its status is lost.
+        return Ended(process_id, -signal.SIGKILL, 0)
     if wait_result is None:
         return None
     end_group(process_id)
@@ -126,6 +129,7 @@ def reap(process_id: int) -> Ended | None:
 
 def end_group(process_id: int) -> None:
     """Kill a worker and everything it started that has not left its process group."""
-    for kill_group in (os.killpg, os.kill):
+    # The process too: one that was just forked may not have made its group yet.
+    for kill_function in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill_group(process_id, signal.SIGKILL)
+            kill_function(process_id, signal.SIGKILL)

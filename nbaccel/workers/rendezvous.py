@@ -2,10 +2,10 @@
 
 Code written for `mp.spawn` chooses an address of its own (`MASTER_PORT = "12355"`), where rank 0
 would serve a store. In a worker all ranks are clients (TORCHELASTIC_USE_AGENT_STORE), so that
-nobody would serve there, and every rank would wait for half an hour.
+no process would serve there, and every rank would wait for half an hour.
 
-The deadlock is a fault of torch 2.13, not of ours; `docs/pages/upstream.md` has the stack. Where
-groups meet is `rendezvous`'s.
+`keep_groups_alive` avoids a deadlock that is a fault of torch 2.13; `docs/pages/upstream.md` has
+its stack.
 """
 
 from __future__ import annotations
@@ -63,24 +63,23 @@ class _LaunchStore:
             _check_rank(own_place, rank, world_size)
             if store_port != own_place.master_port:
                 self._tell(host_name, store_port)
-                if (
-                    world_size != own_place.world_size
-                ):  # some of the ranks, told apart by the address
+                # A group of some of the ranks: only its address tells it from others of that kind.
+                if world_size != own_place.world_size:
                     store_prefix = f"{store_prefix}/{host_name}:{store_port}"
             host_name, store_port = own_place.master_addr, own_place.master_port
         rendezvous_store = self._create(host_name, store_port, rank, world_size, *args, **kwargs)
         return dist.PrefixStore(store_prefix, rendezvous_store)  # type: ignore[attr-defined]
 
     def _tell(self, host_name: str, store_port: int) -> None:
+        # Once and from one rank: every rank is told the same address.
         if self._told or self._place.rank != 0:
             return
         self._told = True
         own_place = self._place
         sys.stderr.write(
             f"nbaccel: init_process_group was told to meet at {host_name}:{store_port}; the ranks "
-            "meet at "
-            f"{own_place.master_addr}:{own_place.master_port} instead, where their launch serves "
-            "the store.\n"
+            f"meet at {own_place.master_addr}:{own_place.master_port} instead, where their launch "
+            "serves the store.\n"
         )
 
 
@@ -95,9 +94,9 @@ def _check_rank(own_place: Topology, rank: int, world_size: int) -> None:
     if world_size == own_place.world_size and rank != own_place.rank:
         raise ConfigError(
             f"init_process_group got rank={rank} in the worker of rank {own_place.rank}: two "
-            "ranks of "
-            "one number would wait for each other for ever. Leave rank and world_size out (they "
-            'are in the environment), or read the rank there: rank = int(os.environ["RANK"]).'
+            "ranks of one number would wait for each other for ever. Leave rank and world_size "
+            "out (they are in the environment), or read the rank there: "
+            'rank = int(os.environ["RANK"]).'
         )
 
 
@@ -132,6 +131,7 @@ def serve_store(own_place: Topology, listening_socket: int) -> Any:
         own_place.master_addr,
         own_place.master_port,
         is_master=True,
+        # Rank 0 joins as a client later; waiting here would wait for this very process.
         wait_for_workers=False,
         **ports.store_options(listening_socket),
     )

@@ -1,4 +1,4 @@
-"""What several workers need of the operating system, looked at before anything is started."""
+"""What several workers need of the operating system, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_requirements(plan: Plan, *, is_live: bool = False) -> Plan:
     if missing_lines:
         raise PlatformUnsupported(
             f"Several workers need {missing_lines}. Use num_processes=1, which runs in the "
-            f"notebook itself."
+            "notebook itself."
         )
     if plan.config.num_nodes > 1:
         return plan
@@ -63,15 +63,16 @@ def _missing_requirements(*, is_live: bool) -> str:
     if not sys.platform.startswith("linux"):
         return f"Linux (memfd_create, pidfd_open): this is {sys.platform}"
     if not hasattr(os, "memfd_create"):
-        return "memory files (os.memfd_create), which this Python has not"
+        return "memory files (os.memfd_create), which this Python does not have"
     try:
+        # Tried and not only looked up: a sandbox may refuse the call that the library has.
         os.close(os.memfd_create("nbaccel-trial", os.MFD_CLOEXEC))
     except OSError as error:
         if error.errno in _NO_DESCRIPTORS:
             return f"free file descriptors: {error.strerror}. Close files, or raise `ulimit -n`"
         return (
             f"memory files (memfd_create), which this system refuses: {error.strerror}. A "
-            f"sandbox may forbid them"
+            "sandbox may forbid them"
         )
     if not Path("/proc/self").exists():
         return "/proc, which is not mounted here (mount -t proc proc /proc)"
@@ -84,13 +85,14 @@ def _too_few_descriptors(num_workers: int) -> str:
     try:
         with contextlib.ExitStack() as clean_up:
             for _ in range(wanted_descriptors):
+                # Opened for real: `ulimit -n` says nothing about how many are in use.
                 clean_up.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
         if error.errno not in _NO_DESCRIPTORS:
             raise
         return (
             f"{wanted_descriptors} free file descriptors: {error.strerror}. Raise `ulimit -n`, "
-            f"or close files"
+            "or close files"
         )
     return ""
 
@@ -111,10 +113,11 @@ def _try_to_connect(store_address: str) -> None:
     """
     try:
         with ports.listen(store_address, None) as probe_socket:
+            # A real connection: a firewall may let a port be bound and drop what is sent to it.
             socket.create_connection(probe_socket.getsockname()[:2], timeout=_CONNECT_S).close()
     except OSError as error:
         raise PlatformUnsupported(
             f"Several workers meet at {store_address}, and nothing can be reached there: "
             f"{error.strerror or error}. The loopback interface is down, or a firewall closes "
-            f"it: ip link set lo up. Or use num_processes=1, which needs no network."
+            "it: ip link set lo up. Or use num_processes=1, which needs no network."
         ) from error

@@ -21,10 +21,10 @@ def dispose(fds: Sequence[int]) -> None:
     """Close descriptors of big files; in the template process if there is one."""
     template_boot = template_prestart.current()
     try:
-        if (
-            template_boot is not None and fds
-        ):  # one that is still importing closes them when it is through
-            # It goes down, or no descriptor is left for the copy: then the last reference is ours.
+        # A template that is still importing closes them afterwards.
+        if template_boot is not None and fds:
+            # OSError: the template ends, or no descriptor is left for the copy. The descriptors are
+            # closed below in any case.
             with (
                 contextlib.suppress(OSError),
                 contextlib.closing(messaging.Channel(template_boot.socket.dup())) as channel,
@@ -35,7 +35,7 @@ def dispose(fds: Sequence[int]) -> None:
 
 
 def go_on() -> None:
-    """Let the template process go on if somebody has stopped it (SIGSTOP): it reaps the workers."""
+    """Let the template process continue if it was stopped (SIGSTOP): it reaps the workers."""
     process_id = template_prestart.current_pid()
     if process_id is not None:
         with contextlib.suppress(ProcessLookupError):
@@ -43,7 +43,7 @@ def go_on() -> None:
 
 
 class TemplateStarter:
-    """Starts workers by asking the template process to fork. See `starter.Starter`."""
+    """Starts workers by asking the template process to fork. See `start_method.Starter`."""
 
     name = "template"
 
@@ -60,13 +60,14 @@ class TemplateStarter:
                 if not self._boot.ready:
                     self._receive(messaging.Ready, time_limits.TEMPLATE_S)
                     self._boot.ready = True
-        except BaseException:  # an interrupt too must not cost a descriptor
+        except BaseException:  # an interrupt must not leak the descriptor either
             self._channel.close()
             raise
 
     def start(self, ends: WorkerEnds) -> int:
         """Have a worker forked that owns these ends; returns its process id."""
         self._tickets += 1
+        # Only one starter reads at a time, and keeps what it reads of the other's workers.
         with self._boot.hearing:
             try:
                 self._channel.send(messaging.Fork(self._tickets), ends.all())
@@ -74,11 +75,12 @@ class TemplateStarter:
                 raise self._gone() from error
             process_id = int(self._receive(messaging.Forked, time_limits.FORK_S).pid)
             self._pids.add(process_id)
+            # An entry marks a worker as waited for; see `_note`.
             self._boot.ended[process_id] = None
         return process_id
 
     def sentinels(self) -> Sequence[int]:
-        """The channel on which the template tells of ended workers."""
+        """The channel on which the template reports ended workers."""
         return [self._channel.fileno()]
 
     def collect(self) -> Sequence[messaging.Ended]:
@@ -105,12 +107,12 @@ class TemplateStarter:
             self._boot.ended.pop(process_id, None)
 
     def _note(self, message: object) -> None:
-        """News of a worker that nobody waits for any more are dropped."""
+        """Keep a report about a worker that a starter still waits for; drop any other."""
         if isinstance(message, messaging.Ended) and message.pid in self._boot.ended:
             self._boot.ended[message.pid] = message
 
     def _receive(self, message_type: type, timeout_s: float) -> messaging.Forked:
-        """The next message of one kind; news of ended workers are kept for `collect`."""
+        """The next message of one kind; reports of ended workers are kept for `collect`."""
         receive_deadline = time.monotonic() + timeout_s
         while self._readable(receive_deadline - time.monotonic()):
             message = self._next()
@@ -139,10 +141,12 @@ class TemplateStarter:
 
     def _gone(self) -> StartupFailed:
         error_text = self._boot.error_text().strip()[-2000:]
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it has hung up, and is about to end
+        # It has closed its end and is about to exit; its status says why.
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._boot.process.wait(timeout=1.0)
         template_prestart.stop()
-        self._boot.end()  # another template may run by now
+        # `stop` ends the current template, which may be another one by now.
+        self._boot.end()
         self.status = self._boot.status
         exit_reason = "was ended on request (nbaccel.shutdown, or the end of this process)"
         if self.status is not None:

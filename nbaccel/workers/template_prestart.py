@@ -14,7 +14,7 @@ from typing import Any
 
 from nbaccel.workers import working_folder
 
-_CURRENT_BOOT = (
+_TEMPLATE_CODE = (
     "import sys; sys.path[:] = {path!r}; "
     "from nbaccel.workers.template_server import serve; "
     "serve({fd}, {parent}, in_notebook={in_notebook})"
@@ -34,7 +34,7 @@ class TemplateBoot:
     ready: bool = False
     """Whether it has said that its imports are done."""
     ended: dict[int, Any] = field(default_factory=dict)
-    """Its workers → how they ended, or None; a launch and a pool hear of each other's here."""
+    """Its workers → how they ended, or None; a launch and a pool read each other's reports."""
     status: int | None = None
     """As `subprocess` gives it, if it has ended by itself: negative for a signal."""
     hearing: threading.Lock = field(default_factory=threading.Lock)
@@ -46,6 +46,7 @@ class TemplateBoot:
 
     def error_text(self) -> str:
         """What it has written to stderr."""
+        # `end` has closed the descriptors.
         if self.socket.fileno() < 0:
             return ""
         return os.pread(self.errors, 1 << 20, 0).decode(errors="replace")
@@ -54,6 +55,7 @@ class TemplateBoot:
         """Hang up, wait for it to leave, kill it if it does not."""
         if self.socket.fileno() < 0:
             return
+        # Before hanging up: afterwards it ends because of this process, not by itself.
         self.status = self.process.poll()
         self.socket.close()
         os.close(self.errors)
@@ -65,7 +67,7 @@ class TemplateBoot:
 
 
 class _TemplateSlot:
-    """The one template process of this process, if there is one: a resource like a heap."""
+    """The one template process of this process, if there is one."""
 
     boot: TemplateBoot | None = None
 
@@ -76,9 +78,10 @@ def start() -> TemplateBoot:
     if template_boot is not None and template_boot.is_running():
         return template_boot
     stop()
+    # A file, not a pipe: it is read only after the template has ended, and a full pipe would block.
     error_file = os.memfd_create("nbaccel-template-errors", os.MFD_CLOEXEC)
     own_socket, template_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    template_code = _CURRENT_BOOT.format(
+    template_code = _TEMPLATE_CODE.format(
         path=working_folder.installed_first(),
         fd=template_socket.fileno(),
         parent=os.getpid(),
@@ -91,7 +94,8 @@ def start() -> TemplateBoot:
             stdout=subprocess.DEVNULL,
             stderr=error_file,
             pass_fds=[template_socket.fileno()],
-            start_new_session=True,  # Ctrl-C in a terminal is for the notebook process to judge
+            # Ctrl-C in a terminal must reach the notebook process only.
+            start_new_session=True,
         )
     _TemplateSlot.boot = TemplateBoot(
         process=template_process, socket=own_socket, errors=error_file, owner=os.getpid()
@@ -114,6 +118,7 @@ def stop() -> None:
     """End the template process, if this process has one. Safe to call at any time."""
     atexit.unregister(stop)
     template_boot, _TemplateSlot.boot = _TemplateSlot.boot, None
+    # A fork inherits the slot, and must not end its parent's template.
     if template_boot is not None and template_boot.owner == os.getpid():
         template_boot.end()
 

@@ -45,13 +45,16 @@ def serve(channel_fd: int, parent_id: int, *, in_notebook: bool) -> NoReturn:
     from nbaccel.workers import messaging
     from nbaccel.workers.reaping import adopt_orphans
 
-    _catalog.known_devices()  # imports them once, for all workers
+    # Imports the devices once, for all workers.
+    _catalog.known_devices()
     adopt_orphans()
     channel = messaging.Channel.from_fd(channel_fd)
     fork_server = _ForkServer(channel, parent_id)
     _rehearse_transfer()
+    # Frozen, because a collection in a worker would write to every page shared with this process;
+    # collected before, so that no garbage is kept for ever.
     gc.collect()
-    gc.freeze()  # a collection in a worker would write to every page it shares with this process
+    gc.freeze()
     channel.send(messaging.Ready(os.getpid()))
     try:
         fork_server.loop()
@@ -61,7 +64,7 @@ def serve(channel_fd: int, parent_id: int, *, in_notebook: bool) -> NoReturn:
 
 
 def _rehearse_transfer() -> None:
-    """Hand a small model over once: what Python and torch set up at first use, workers inherit."""
+    """Transfer a small model once, so that workers inherit what Python and torch set up then."""
     from torch import nn
 
     from nbaccel.transfer import arena, pickling, shared_memory, weight_sync
@@ -69,14 +72,14 @@ def _rehearse_transfer() -> None:
     sample_model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     sample_sharing = arena.share_modules([("model", sample_model)])
     sample_sender = pickling.Sender.create()
-    (shared_module,) = sample_sharing.arenas()
-    arena_key = sample_sender.key(shared_module)
+    (sample_arena,) = sample_sharing.arenas()
+    arena_key = sample_sender.key(sample_arena)
     packed_object, file_descriptor = pickling.pack(
         (sample_model, weight_sync.module_manifests(sample_sharing, sample_sender.keys)),
         sample_sender,
     )
     sample_mappings = {
-        arena_key: shared_memory.Mapping(shared_module.fd, shared_module.nbytes, is_private=True)
+        arena_key: shared_memory.Mapping(sample_arena.fd, sample_arena.nbytes, is_private=True)
     }
     with shared_memory.closing_files(file_descriptor):
         received_copy, (sample_manifest,) = pickling.unpack(
@@ -104,9 +107,11 @@ class _ForkServer:
         self._workers: set[int] = set()
         self._woken, self._waker = socket.socketpair()
         for wakeup_end in (self._woken, self._waker):
+            # `set_wakeup_fd` refuses a blocking end, and `_collect` empties the other one.
             wakeup_end.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno())
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that the wakeup fd is used
+        # Any handler: Python writes to the wakeup descriptor only for signals that have one.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
         self._parent = _open_process(parent_id)
 
     def loop(self) -> None:
@@ -135,12 +140,13 @@ class _ForkServer:
         return True
 
     def _fork(self, file_descriptors: list[int]) -> int:
-        template_channel = os.getpid()
+        template_id = os.getpid()
         process_id = os.fork()
         if process_id:
             return process_id
         from nbaccel.workers import worker
 
+        # A worker that held this end would hide the end of the template from the notebook.
         self._channel.close()
         self._woken.close()
         for file_descriptor in self._parent:
@@ -148,21 +154,25 @@ class _ForkServer:
         channel, stdout, stderr, stack_file = file_descriptors
         return worker.run_worker(
             worker.WorkerEnds(channel=channel, stdout=stdout, stderr=stderr, stack=stack_file),
-            template_channel,
+            template_id,
         )
 
     def _collect(self) -> None:
         from nbaccel.workers.reaping import end_descendants, reap
 
+        # Emptied before reaping: a child that ends in between writes again and is found next time.
         with contextlib.suppress(BlockingIOError):
             while self._woken.recv(4096):
                 continue
+        # All are looked at, because several SIGCHLD may be merged into one.
         for process_id in tuple(self._workers):
             exit_status = reap(process_id)
             if exit_status is not None:
                 self._workers.discard(process_id)
-                end_descendants(kept_ids=self._workers)  # before anybody believes that it is over
-                with contextlib.suppress(OSError):  # nobody listens: we are about to leave anyway
+                # Before the report: the notebook takes it as the end of all the worker had started.
+                end_descendants(kept_ids=self._workers)
+                # The notebook is gone: the loop is about to return.
+                with contextlib.suppress(OSError):
                     self._channel.send(exit_status)
 
     def end_all(self) -> None:
@@ -174,6 +184,7 @@ class _ForkServer:
 
 def _open_process(process_id: int) -> list[int]:
     """A descriptor that becomes readable when the process ends, where the system has them."""
+    # Without it the closed channel tells; a fork of the notebook could hold that open.
     try:
         return [os.pidfd_open(process_id)]
     except (OSError, AttributeError):

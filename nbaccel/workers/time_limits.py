@@ -1,6 +1,6 @@
-"""How long is waited for what, when workers are started, stopped and ended; in seconds.
+"""Time limits, in seconds, for starting, stopping and ending workers.
 
-A limit is what is waited at most, where nothing else tells sooner.
+A limit is the longest wait; a wait ends earlier when a message or an exit is noticed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ FORK_S = 20.0
 """For the template to fork a worker, which takes milliseconds where the machine does not swap."""
 
 BORN_S = 20.0
-"""A forked process that has said nothing for so long hangs. It speaks within a second even where
-the machine swaps; a limit that is too short would end workers that only were slow."""
+"""A forked process that has sent nothing for so long hangs. It sends its first message within a
+second even where the machine swaps; a shorter limit would end workers that only were slow."""
 
 GRACE_END_S = 0.25
 """After a launch's first failure, until the others are stopped. The same mistake meets all ranks
-within this time, and each then tells of its own; the first to tell may also be one that has only
+within this time, and each then reports its own; the first to report may also be one that has only
 lost its connection to the rank which is at fault."""
 
 GRACE_KEEP_S = 0.1
@@ -32,7 +32,7 @@ ASK_LAST_S = 0.1
 """The same before a pool's workers are killed because one was lost: nothing can be asked later."""
 
 ASK_STATUS_S = 0.2
-"""The same for `%accelerate status`: nobody is stopped meanwhile."""
+"""The same for `%accelerate status`: nothing is stopped meanwhile."""
 
 ANSWER_S = 0.2
 """For KeyboardInterrupt to be raised. A rank that is in Python does so in milliseconds; one that
@@ -60,7 +60,7 @@ EXIT_RECHECK_S = 2.0
 
 EXIT_ALONE_S = 15.0
 """Until the user is told that all ranks which still work wait for those that have returned: a
-collective that is only slow is through by then."""
+collective that is only slow has finished by then."""
 
 EXIT_S = 10.0
 """For a worker to exit after all have returned: a library's clean-up may take its time."""

@@ -1,8 +1,8 @@
 """The worker process: born by fork, from the template or from the notebook.
 
     channel ◄──► notebook     Job, Leave in; Alive, Started, Display, …, Returned | Failed out
-    stdout, stderr ──►        pipes from birth, so that C code and subprocesses are heard too
-    stack ──►                 faulthandler's dumps: on a crash, and whenever the notebook asks
+    stdout, stderr ──►        pipes from birth, so that C code and subprocesses are shown too
+    stack ──►                 faulthandler's dumps: on a crash, and on each STACK_SIGNAL
 
 It never returns into the code it was forked from: it leaves by `os._exit`, because an orderly
 interpreter exit with gloo threads alive aborts or hangs now and then (torch 2.13).
@@ -11,7 +11,8 @@ interpreter exit with gloo threads alive aborts or hangs now and then (torch 2.1
 a worker is not the notebook. What it does not find there is pickled as launches pickle it. Without
 this a batch of such a class, or an exception, is lost in the child, and the rank waits for ever.
 
-It would hand over a result, write weights and read the worker's messages: the launch would hang.
+A process that user code forks must not return from the user's function: it would hand over a
+result, write weights and read the worker's messages, and the launch would hang. See `own_process`.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ __all__ = ["own_process", "send_notebook_classes"]
 
 
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 2  # macOS has none, and no workers either
-"""Asks a worker where it is; user code is unlikely to want this one."""
+"""Makes a worker write its stack; user code is unlikely to use this signal."""
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>; Python has no name for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ class Inheritance:
     """What a worker forked from the notebook already has in memory."""
 
     call: WorkerCall | None = None
-    """What to call; None in a pool's worker, which is told later."""
+    """What to call; None in a pool's worker, which gets its calls later."""
     arenas: Mapping[str, shared_memory.Mapping] = field(default_factory=dict)
     arena_fds: Mapping[str, int] = field(default_factory=dict)
 
@@ -105,24 +106,28 @@ def run_worker(
     try:
         _settle_in(worker_ends, parent_id)
         if inheritance is not None:
-            _accelerate.forget()  # it says that the notebook is alone, and is believed here, too
+            # Accelerate's forked state says that this process is the only one.
+            _accelerate.forget()
         notebook_channel = messaging.Channel.from_fd(worker_ends.channel)
         notebook_channel.send(messaging.Alive(time.monotonic()))
         message, file_descriptors = notebook_channel.receive()
-        # By name: a launch knows nothing of pools, whose first message is another.
+        # By name, because this module must not import the pool, whose first message is another.
         named_module, _, function = message.handler.partition(":")
         getattr(importlib.import_module(named_module), function)(
             notebook_channel, message, file_descriptors, inheritance
         )
         exit_status = 0
+    # The notebook has ended this launch.
     except EOFError:
-        exit_status = 0  # the notebook is through with this launch
-    except BaseException:  # nobody is left to raise to: say it and leave
+        exit_status = 0
+    except BaseException:  # there is no caller to raise to
         sys.excepthook(*sys.exc_info())
     finally:
-        with contextlib.suppress(Exception):  # whatever it is, this process ends
+        # This process ends whatever is raised here, and `os._exit` below must be reached.
+        with contextlib.suppress(Exception):
             sharded_tensors.remove_process_files()
-        with contextlib.suppress(Exception):  # the template ends what is left
+        # What is missed here becomes the template's child, and the template ends it.
+        with contextlib.suppress(Exception):
             _end_what_it_started()
         flush_streams()
         os._exit(exit_status)
@@ -133,32 +138,38 @@ def _end_what_it_started() -> None:
     if processes_left:
         sys.stderr.write(
             f"nbaccel: ended what this rank had started and left running: "
-            f"{', '.join(processes_left)}. Start what is to outlive the workers from the "
-            f"notebook itself.\n"
+            f"{', '.join(processes_left)}. Start what is to outlive the workers from the notebook "
+            "itself.\n"
         )
 
 
 def _settle_in(worker_ends: WorkerEnds, parent_id: int) -> None:
-    """Become a process of its own: session, streams, signals. Before anything can print or hang."""
-    os.setsid()  # the notebook decides what an interrupt does; and the group can be killed as one
+    """Set up session, streams and signals of a new process, before anything can print or hang."""
+    # Ctrl-C in a terminal must reach the notebook only, and the group can then be killed as one.
+    os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have died before the line above took effect: no signal would ever come.
     if os.getppid() != parent_id:
-        os._exit(1)  # the parent died before the line above took effect
+        os._exit(1)
     adopt_orphans()
-    signal.set_wakeup_fd(-1)  # a kernel's event loop must not hear of this process's signals
+    # The wakeup descriptor of a forked kernel belongs to the notebook's event loop.
+    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.dup2(worker_ends.stdout, 1)
     os.dup2(worker_ends.stderr, 2)
+    # So that reading standard input ends at once instead of taking the notebook's.
     null_device = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null_device, 0)
     for file_descriptor in (worker_ends.stdout, worker_ends.stderr, null_device):
         os.close(file_descriptor)
+    # New objects: those of a forked kernel are ipykernel's, which send to the browser.
     sys.stdin = open(0, closefd=False)
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)
-    for variable_name in ("stdin", "stdout", "stderr"):  # some libraries print to the "real" ones
+    # Some libraries print to the "real" streams.
+    for variable_name in ("stdin", "stdout", "stderr"):
         setattr(sys, f"__{variable_name}__", getattr(sys, variable_name))
     sys.excepthook = sys.__excepthook__
     faulthandler.enable(file=worker_ends.stack, all_threads=True)
@@ -167,7 +178,7 @@ def _settle_in(worker_ends: WorkerEnds, parent_id: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
-    """A worker at its post."""
+    """Facts about a worker that is set up: place, device, store."""
 
     place: Topology
     hardware: Device
@@ -181,20 +192,23 @@ class WorkerContext:
 def settle_in_process(
     worker_post: messaging.WorkerAssignment, file_descriptors: list[int]
 ) -> WorkerContext:
-    """Take up a post: surroundings, device, streams, process groups. Once per worker.
+    """Take on an assignment: surroundings, device, process groups. Once per worker.
 
     Args:
-        worker_post: The post.
-        file_descriptors: Descriptors that came with it; those of the post are taken from the end.
+        worker_post: The assignment.
+        file_descriptors: Descriptors that came with it; the assignment's are taken from the end.
     """
     place = Topology.from_json(worker_post.topology)
+    # Before the device: its libraries read variables such as CUDA_VISIBLE_DEVICES when they start.
     env.replace_all(worker_post.environment)
     os.chdir(worker_post.working_directory)
+    # In place, because other modules hold a reference to this list.
     sys.path[:] = worker_post.import_path
     torch.set_num_threads(worker_post.threads)
-    device_kind = _catalog.device(worker_post.device)
-    device_kind.enter_worker(place.local_rank)
+    hardware_device = _catalog.device(worker_post.device)
+    hardware_device.enter_worker(place.local_rank)
     _catalog.enter_worker(worker_post.device)
+    # Before any user code can create a process group.
     rendezvous.keep_groups_alive()
     _refuse_questions(place.rank)
     send_notebook_classes()
@@ -204,8 +218,8 @@ def settle_in_process(
     )
     return WorkerContext(
         place=place,
-        hardware=device_kind,
-        device=str(device_kind.torch_device(place.local_rank)),
+        hardware=hardware_device,
+        device=str(hardware_device.torch_device(place.local_rank)),
         store=rendezvous_store,
     )
 
@@ -216,7 +230,7 @@ def serve_job(
     file_descriptors: list[int],
     inheritance: Inheritance | None,
 ) -> None:
-    """Run one job in a worker of its own, and stay until the notebook says so."""
+    """Run one job as a launch's worker, and stay until the notebook lets it leave."""
     if job.post is None:
         raise InternalError(
             f"a job with {len(file_descriptors)} descriptors came without a post: report this"
@@ -226,17 +240,19 @@ def serve_job(
         worker_output.forward_displays(notebook_channel.send)
         metrics_reporter.begin(notebook_channel, worker_seat.hardware, worker_seat.device)
         rendezvous.meet_here(worker_seat.place, rendezvous.group_names())
-    except BaseException as raised_error:  # a device that cannot be had: the notebook is told
+    except BaseException as raised_error:  # the notebook waits for a report, whatever it is
         report(notebook_channel, raised_error, Topology.from_json(job.post.topology).rank)
     else:
+        # After the set-up: an interrupt during it is a failure, and not the unwinding of user code.
         signal.signal(signal.SIGINT, _interrupt(notebook_channel))
         Work(notebook_channel, worker_seat, job, file_descriptors, inheritance).run()
-    # Leave; until then this worker may serve the store, which slower ranks need.
+    # Waits for Leave: until then this worker may serve the store, which slower ranks need.
     notebook_channel.receive()
 
 
 def _interrupt(notebook_channel: messaging.Channel) -> Callable[[int, Any], NoReturn]:
     def on_interrupt(signal_number: int, current_frame: Any) -> NoReturn:
+        # One packet per message, so this cannot tear a message that the interrupted code sends.
         notebook_channel.send(messaging.Interrupting(time.monotonic()))
         raise KeyboardInterrupt
 
@@ -250,7 +266,7 @@ class Work:
         notebook_channel: To the notebook.
         worker_seat: Where this worker works.
         job: What to call.
-        file_descriptors: The job's descriptors, which are closed when it is through.
+        file_descriptors: The job's descriptors, which stay the caller's.
         inheritance: What came with the fork, if it was from the notebook.
     """
 
@@ -269,6 +285,7 @@ class Work:
         self._forked_here = inheritance is not None
         arena_keys = [arena_key for arena_key, _ in job.arenas]
         other_fds = list(file_descriptors)
+        # The order of the descriptors is that of `messaging.Job`: arenas, staging files, parcel.
         self._parcel_fd = other_fds.pop() if job.parcel is not None else None
         self._arena_fds, self._staging = (
             other_fds[: len(arena_keys)],
@@ -286,23 +303,26 @@ class Work:
                 worker_output.show_figures()
                 flush_streams()
                 weight_report = weight_writer.write() if self._job.share_back else None
-        except BaseException as raised_error:  # KeyboardInterrupt too: every end is reported
+        except BaseException as raised_error:  # an interrupt too: the notebook waits for a report
             report(self._channel, raised_error, self._rank, self._pack)
         else:
             self._hand_over(returned_value, weight_report)
 
     def _prepare(self, clean_up: contextlib.ExitStack) -> tuple[WorkerCall, WeightWriter]:
         job, place = self._job, self._seat.place
-        for variable_name, source_lines in job.sources.items():
-            linecache.cache[variable_name] = (
+        for file_name, source_lines in job.sources.items():
+            # Without a modification time, or linecache would look for the file and drop the lines.
+            linecache.cache[file_name] = (
                 sum(map(len, source_lines)),
                 None,
                 source_lines,
-                variable_name,
+                file_name,
             )
         call, arena_mappings = self._open(self._seat.device)
+        # After unpickling, which may run user code that draws random numbers.
         restore_random_states(job.random_states)
-        self._seat.logging.follow(job.logging)  # after the libraries that the call has imported
+        # After unpickling, which imports libraries that configure their own loggers.
+        self._seat.logging.follow(job.logging)
         weight_writer = WeightWriter(
             own_rank=place.local_rank,
             shared_modules=call.modules,
@@ -315,18 +335,19 @@ class Work:
         clean_up.callback(precision_check.watch(job.mixed_precision))
         return call, weight_writer
 
-    def _open(self, device_kind: str) -> tuple[WorkerCall, Mapping[str, shared_memory.Mapping]]:
+    def _open(self, target_device: str) -> tuple[WorkerCall, Mapping[str, shared_memory.Mapping]]:
         if self._inheritance is not None and self._inheritance.call is not None:
-            # What this worker answers must carry its own values, not point at the notebook's.
+            # A result must carry this worker's own values, not refer to the notebook's arenas.
             arena.forget_arenas()
             for arena_key, arena_mapping in self._inheritance.arenas.items():
+                # Shared after the fork: writing to it would change the notebook's model.
                 arena_mapping.replace(self._inheritance.arena_fds[arena_key], is_private=True)
             call = self._inheritance.call
             return replace(call, function=_looked_up(call.function)), self._inheritance.arenas
         if self._job.parcel is None or self._parcel_fd is None:
             raise InternalError(
-                f"worker {self._rank} got no parcel, only {len(self._arena_fds)} arenas: there "
-                f"is nothing to run. Please report this."
+                f"worker {self._rank} got no parcel, only {len(self._arena_fds)} arenas: there is "
+                "nothing to run. Please report this."
             )
         arena_mappings = {
             arena_key: shared_memory.Mapping(file_descriptor, num_bytes, is_private=True)
@@ -335,12 +356,13 @@ class Work:
             )
         }
         call = pickling.unpack(
-            self._job.parcel, self._parcel_fd, arena_mappings, target_device=device_kind
+            self._job.parcel, self._parcel_fd, arena_mappings, target_device=target_device
         )
         return call, arena_mappings
 
     def _hand_over(self, returned_value: Any, weight_report: Any) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the work is done: do not lose it now
+        # The work is done: an interrupt must not lose the result.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             packed_value, file_descriptor = self._pack(returned_value)
         except BaseException as raised_error:  # the user's own __reduce__ may raise anything
@@ -365,6 +387,7 @@ class Work:
         if self._forked_here:
             try:
                 return pickling.pack_plain(returned_value, pickling.Sender.create())
+            # What plain pickle raises for what has no importable name; cloudpickle may take it.
             except (pickle.PicklingError, AttributeError, TypeError):
                 return pickling.pack(returned_value, pickling.Sender.create())
         return pickling.pack(returned_value, pickling.Sender.create())
@@ -373,12 +396,12 @@ class Work:
 def _looked_up(function: Callable[..., Any]) -> Callable[..., Any]:
     """A method as its class has it now, where that was wrapped after the notebook looked it up."""
     if isinstance(function, MethodType):
-        found_object = getattr(function.__self__, function.__name__, None)
+        current_method = getattr(function.__self__, function.__name__, None)
         if (
-            callable(found_object)
-            and getattr(found_object, "__wrapped__", None) is function.__func__
+            callable(current_method)
+            and getattr(current_method, "__wrapped__", None) is function.__func__
         ):
-            return found_object  # type: ignore[no-any-return]
+            return current_method  # type: ignore[no-any-return]
     return function
 
 
@@ -392,14 +415,17 @@ def report(
     own_rank: int,
     pack_value: Callable[[Any], tuple[pickling.PackedObject, int]] = _pack_for_notebook,
 ) -> None:
-    """Tell the notebook of an exception: its description for sure, its parts if they can travel."""
+    """Report an exception: its description always, its parts if they can be pickled."""
+    # A second interrupt must not lose the report of the first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Taken first: the earliest failure is the cause, and packing below takes time.
     failed_at = time.monotonic()
     failure_record = failure.FailureRecord.of_error(own_rank, raised_error, failure_time=failed_at)
     for value_part in portable_exception.take_error(raised_error).in_reserve():
         try:
             packed_value, file_descriptor = pack_value(value_part)
-        except BaseException:  # noqa: S112  (the user's own __reduce__ may raise anything)
+        # BaseException: the user's own __reduce__ may raise anything.
+        except BaseException:  # noqa: S112
             continue
         with shared_memory.closing_files(file_descriptor):
             notebook_channel.send(
@@ -407,10 +433,10 @@ def report(
             )
         break
     else:
-        notebook_channel.send(
-            messaging.Failed(failed_at, failure_record, None)
-        )  # its description says what it was
-    flush_streams()  # not before: it may have to wait until the notebook has read what was printed
+        # Without the exception itself: the record describes it.
+        notebook_channel.send(messaging.Failed(failed_at, failure_record, None))
+    # Not before: flushing may have to wait until the notebook has read what was printed.
+    flush_streams()
 
 
 def _call(call: WorkerCall) -> Any:
@@ -418,9 +444,10 @@ def _call(call: WorkerCall) -> Any:
         with own_process():
             return call.function(*call.args)
     except SystemExit as raised_error:
+        # sys.exit() is how a script ends well.
         if raised_error.code not in (None, 0):
             raise
-        return None  # sys.exit() is how a script ends well
+        return None
 
 
 def _refuse_questions(own_rank: int) -> None:
@@ -428,27 +455,28 @@ def _refuse_questions(own_rank: int) -> None:
         raise InputRefused(
             f"input({str(prompt)!r}) in worker {own_rank} cannot be answered: workers have no "
             f"keyboard, and waiting would hang for ever. Ask in an ordinary cell before, and "
-            f"hand the answer over."
+            "hand the answer over."
         )
 
     def no_debugger(*args: Any, **kwargs: Any) -> NoReturn:
         raise InputRefused(
             f"breakpoint() in worker {own_rank} has no keyboard to listen to. Debug in the "
-            f"notebook itself: a launch with num_processes=1, or an ordinary cell."
+            "notebook itself: a launch with num_processes=1, or an ordinary cell."
         )
 
+    # Standard input is the null device, where input() would raise an EOFError without a reason.
     builtins.input = refuse
     sys.breakpointhook = no_debugger
 
 
 def seeded_states() -> bytes:
     """State of the random generators of Python, torch and (if loaded) numpy."""
-    numpy_random = sys.modules.get("numpy")
+    numpy_module = sys.modules.get("numpy")
     return pickle.dumps(
         (
             random.getstate(),
             torch.get_rng_state().numpy().tobytes(),
-            numpy_random.random.get_state() if numpy_random is not None else None,
+            numpy_module.random.get_state() if numpy_module is not None else None,
             torch.get_default_dtype(),
         )
     )
@@ -456,24 +484,25 @@ def seeded_states() -> bytes:
 
 def restore_random_states(saved_states: bytes) -> None:
     """Let this worker draw the numbers that a fork of the notebook would draw."""
-    own_states, of_torch, of_numpy, state_dtype = pickle.loads(saved_states)
-    random.setstate(own_states)
-    torch.set_rng_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))
-    torch.set_default_dtype(state_dtype)
-    if of_numpy is not None:
+    python_state, torch_bytes, numpy_state, default_dtype = pickle.loads(saved_states)
+    random.setstate(python_state)
+    torch.set_rng_state(torch.frombuffer(bytearray(torch_bytes), dtype=torch.uint8))
+    torch.set_default_dtype(default_dtype)
+    if numpy_state is not None:
         import numpy as np
 
-        np.random.set_state(of_numpy)
+        np.random.set_state(numpy_state)
 
 
 def flush_streams() -> None:
-    """Push out what has been printed, and told of the training, so far."""
+    """Send what has been printed, and reported of the training, so far."""
     metrics_reporter.flush()
     for output_stream in (sys.stdout, sys.stderr):
         try:
             output_stream.flush()
+        # The reader is gone, or user code has closed the stream: nothing is left to save.
         except (OSError, ValueError):
-            continue  # the reader is gone, or user code closed the stream: nothing left to save
+            continue
 
 
 def send_notebook_classes() -> None:
@@ -481,29 +510,33 @@ def send_notebook_classes() -> None:
     ForkingPickler.reducer_override = _reduce  # type: ignore[method-assign, assignment]
 
 
-def _reduce(pickler: ForkingPickler, found_object: Any) -> Any:
-    if not isinstance(found_object, (type, FunctionType)) or found_object.__module__ != "__main__":
+def _reduce(pickler: ForkingPickler, pickled_object: Any) -> Any:
+    if (
+        not isinstance(pickled_object, (type, FunctionType))
+        or pickled_object.__module__ != "__main__"
+    ):
         return NotImplemented
-    if getattr(sys.modules["__main__"], found_object.__qualname__, None) is found_object:
+    if getattr(sys.modules["__main__"], pickled_object.__qualname__, None) is pickled_object:
         return NotImplemented
-    # cloudpickle knows a class again that it has made in this process or one this was forked from.
-    return cloudpickle.loads, (cloudpickle.dumps(found_object),)
+    # cloudpickle returns the same class if it has made it in this process or in the one it was
+    # forked from, so `isinstance` holds on the other side.
+    return cloudpickle.loads, (cloudpickle.dumps(pickled_object),)
 
 
 @contextlib.contextmanager
 def own_process() -> Iterator[None]:
-    """Run a block of user code. Only the process that has begun it comes out of it.
+    """Run a block of user code. Only the process that has entered it leaves it.
 
     A child that returns from it, or raises, ends as a script would: what it raised is printed.
     """
-    own_variables = os.getpid()
+    own_process_id = os.getpid()
     try:
         yield
-    except BaseException as raised_error:  # whatever a child raises, it ends here
-        if os.getpid() == own_variables:
+    except BaseException as raised_error:  # a child must end here whatever it raises
+        if os.getpid() == own_process_id:
             raise
         _leave(raised_error)
-    if os.getpid() != own_variables:
+    if os.getpid() != own_process_id:
         _leave(None)
 
 
@@ -519,6 +552,7 @@ def _leave(raised_error: BaseException | None) -> None:
         exit_status = 1
         sys.excepthook(type(raised_error), raised_error, raised_error.__traceback__)
     for output_stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed by the user, or nobody reads
+        # User code has closed the stream, or its reader is gone.
+        with contextlib.suppress(OSError, ValueError):
             output_stream.flush()
     os._exit(exit_status)

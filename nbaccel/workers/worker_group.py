@@ -34,7 +34,7 @@ class AssignedWorker:
     """Descriptors that travel with the assignment, after all others."""
 
     def send(self, message: object, file_descriptors: Sequence[int] = ()) -> None:
-        """Send the first message. One that has died already does not get it: its sentinel tells."""
+        """Send the first message. If it has died already, its sentinel says so."""
         with messaging.unless_gone():
             self.handle.channel.send(message, file_descriptors)
 
@@ -47,6 +47,7 @@ class WorkerGroup:
         worker_starter: Who starts them; it is closed with the group.
 
     Attributes:
+        plan: What was planned.
         members: The workers that have been started, by rank.
         oom_kills: How often the system had run out of memory before.
     """
@@ -57,6 +58,7 @@ class WorkerGroup:
         self.oom_kills = process_death.oom_kills()
         self._starter = worker_starter
         self._on_end = contextlib.ExitStack()
+        # First on the stack, so that it runs last: workers are reaped through the starter.
         self._on_end.callback(worker_starter.close)
 
     def start(
@@ -73,6 +75,7 @@ class WorkerGroup:
         """
         worker_places = self._places(store_listener)
         self._on_end.enter_context(_libraries_memory(worker_places))
+        # Before the first start: a failed start of one worker must end those started before it.
         self._on_end.callback(self._end_workers)
         for worker_place in worker_places:
             self._start_worker(worker_place.rank)
@@ -81,12 +84,12 @@ class WorkerGroup:
             AssignedWorker(
                 handle=worker_handle,
                 assignment=self._assignment(
-                    worker_place, worker_surroundings, serves_store=serves_store is not None
+                    worker_place, worker_surroundings, serves_store=store_socket is not None
                 ),
-                fds=() if serves_store is None else (serves_store.fileno(),),
+                fds=() if store_socket is None else (store_socket.fileno(),),
             )
             for worker_place, worker_handle in zip(worker_places, self.members, strict=True)
-            for serves_store in [store_listener if worker_place.rank == 0 else None]
+            for store_socket in [store_listener if worker_place.rank == 0 else None]
         ]
 
     def sentinels(self) -> Sequence[int]:
@@ -115,7 +118,7 @@ class WorkerGroup:
 
     def _start_worker(self, rank: int) -> WorkerHandle:
         worker_channel, worker_pipes, worker_ends = connect()
-        forks_us = isinstance(self._starter, ForkStarter)
+        is_fork = isinstance(self._starter, ForkStarter)
         with shared_memory.closing_files(*worker_ends.all()):
             self._keep_from_children(worker_channel.fileno(), *worker_pipes)
             process_id = self._starter.start(worker_ends)
@@ -124,13 +127,15 @@ class WorkerGroup:
             channel=worker_channel,
             pipes=worker_pipes,
             pid=process_id,
-            tells_its_stack=forks_us,
+            # A fork has registered the signal from its start; workers of the template do so later.
+            tells_its_stack=is_fork,
         )
-        self.members.append(worker_handle)  # at once, so that it is ended whatever comes next
+        # At once, so that it is ended whatever happens next.
+        self.members.append(worker_handle)
         return worker_handle
 
     def _keep_from_children(self, *file_descriptors: int) -> None:
-        """A worker that is forked from the notebook closes these."""
+        """Have a worker that is forked from the notebook close these."""
         if isinstance(self._starter, ForkStarter):
             self._starter.ours += file_descriptors
 
@@ -147,9 +152,9 @@ class WorkerGroup:
             device=plan.device,
             environ=worker_surroundings.environment,
         ) | run_variables(plan.config)
-        for memory_of in _catalog.shared_memory_modules():
-            own_environment |= memory_of.variables(worker_place, plan.device)
-        # Accelerate, and OpenMP libraries loaded later, go by it unless the user set it.
+        for memory_module in _catalog.shared_memory_modules():
+            own_environment |= memory_module.variables(worker_place, plan.device)
+        # Accelerate, and OpenMP libraries loaded later, read it. First, so that the user's wins.
         default_variables = {"OMP_NUM_THREADS": str(plan.threads_per_process)}
         return messaging.WorkerAssignment(
             topology=worker_place.to_json(),
@@ -169,12 +174,13 @@ class WorkerGroup:
     def _end_workers(self) -> None:
         try:
             self._kill_all()
-        except StartupFailed:  # the template has ended, and has taken them along
+        # The template has ended and has taken its workers along; the channel cannot say more.
+        except StartupFailed:
             for worker_handle in self.members:
                 worker_handle.end()
         for worker_handle in self.members:
-            for leftover_process in worker_handle.leftovers:
-                leftover_process.remove()
+            for leftover_folders in worker_handle.leftovers:
+                leftover_folders.remove()
             worker_handle.close()
 
     def _kill_all(self) -> None:
@@ -186,11 +192,12 @@ class WorkerGroup:
         for worker_handle in living_members.values():
             worker_handle.kill()
         kill_deadline = time.monotonic() + time_limits.KILL_S
+        # With a limit: a process that hangs in a driver cannot be killed.
         while living_members and time.monotonic() < kill_deadline:
             select.select(list(self._starter.sentinels()), [], [], kill_deadline - time.monotonic())
-            for ended_workers in self._starter.collect():
-                if ended_workers.pid in living_members:
-                    living_members.pop(ended_workers.pid).end()
+            for ended_worker in self._starter.collect():
+                if ended_worker.pid in living_members:
+                    living_members.pop(ended_worker.pid).end()
 
 
 @dataclass(frozen=True)
@@ -224,6 +231,6 @@ def _libraries_memory(worker_places: Sequence[Topology]) -> Iterator[None]:
 
 
 def _forget_memory(worker_places: Sequence[Topology]) -> None:
-    for memory_of in _catalog.shared_memory_modules():
-        memory_of.remove(worker_places)
-        memory_of.remove_orphans()
+    for memory_module in _catalog.shared_memory_modules():
+        memory_module.remove(worker_places)
+        memory_module.remove_orphans()

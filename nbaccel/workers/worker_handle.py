@@ -17,7 +17,7 @@ from nbaccel.workers import messaging
 from nbaccel.workers.reaping import end_group
 from nbaccel.workers.worker import STACK_SIGNAL, WorkerEnds
 
-_CRASH_HEADING = "Fatal Python error"  # faulthandler's own first words, in every version of Python
+_CRASH_HEADING = "Fatal Python error"  # how faulthandler begins a report of a crash
 
 
 class HandleState(enum.Enum):
@@ -33,9 +33,9 @@ class HandleState(enum.Enum):
 
 @dataclass(kw_only=True)
 class WorkerHandle:
-    """A worker's connections, and everything known of it and of the call that it has.
+    """A worker's connections, and everything known of it and of its current call.
 
-    What is known is read from outside, and changed by this class's methods only.
+    Other code reads the attributes; only this class's methods change them.
     """
 
     rank: int
@@ -44,13 +44,13 @@ class WorkerHandle:
     """The notebook's reading ends → `stdout`, `stderr` or `stack`."""
     pid: int
     tells_its_stack: bool = False
-    """It answers `STACK_SIGNAL`; to a process that does not, the signal would be deadly."""
+    """It handles `STACK_SIGNAL`; a process that does not would be killed by it."""
     control: messaging.Channel | None = None
-    """A second channel, to a worker of a pool: what it is told there it hears in mid-work."""
+    """A second channel, to a worker of a pool, whose second thread answers while a cell runs."""
     state: HandleState = HandleState.BORN
     born: float = field(default_factory=time.monotonic)
     since: float = field(default_factory=time.monotonic)
-    """When it was given its latest call, or was through with it."""
+    """When its latest call began, or ended."""
     returned: messaging.Returned | None = None
     result_fd: int | None = None
     record: failure.FailureRecord | None = None
@@ -65,7 +65,7 @@ class WorkerHandle:
     leftovers: set[LeftoverFolders] = field(default_factory=set)
     """What it would leave on disk if it were killed."""
     is_stopped: bool = False
-    """We have stopped its call: its end says nothing about its own doings."""
+    """The notebook has stopped its call, so how it ends says nothing about the user's code."""
 
     @property
     def has_ended(self) -> bool:
@@ -89,10 +89,10 @@ class WorkerHandle:
         """Whether faulthandler has written why it dies."""
         return _CRASH_HEADING in self.stack_text
 
-    # ---- what is heard of it
+    # ---- what is known of it
 
     def note(self, message: messaging.Leaves) -> None:
-        """Note what it would leave on disk, or would no more."""
+        """Note what it would leave on disk, or that it has removed it."""
         if message.is_there:
             self.leftovers.add(message.leftover)
         else:
@@ -107,11 +107,11 @@ class WorkerHandle:
         self.stack_text = ""
 
     def note_whereabouts(self, message: messaging.Whereabouts | None) -> None:
-        """Note where it says that it is; None for what it said before being of no more interest."""
+        """Note where it says that it is; None to drop its earlier answer."""
         self.whereabouts = message
 
     def hang_up(self) -> None:
-        """It will send no more messages."""
+        """Note that it will send no further messages."""
         self.hung_up = True
 
     def come_alive(self) -> None:
@@ -123,7 +123,7 @@ class WorkerHandle:
         self.state = HandleState.RUNNING
 
     def forget_call(self) -> None:
-        """What is known of its last call is of no more interest."""
+        """Drop what is known of its last call."""
         self._close_parcels()
         self.returned = self.record = self.whereabouts = None
         self.is_stopped = False
@@ -131,6 +131,7 @@ class WorkerHandle:
     def begin_call(self) -> None:
         """It has a call."""
         self.since = time.monotonic()
+        # A worker that has not reported stays BORN, so the limit for its first message holds.
         if self.state is not HandleState.BORN and not self.has_ended:
             self.state = HandleState.RUNNING
 
@@ -146,7 +147,7 @@ class WorkerHandle:
         Args:
             message: The message.
             file_descriptors: Its descriptors.
-            record: What is told of it.
+            record: How it is reported.
         """
         self.error, self.record = (
             (message, file_descriptors[0] if file_descriptors else None),
@@ -154,7 +155,7 @@ class WorkerHandle:
         )
 
     def finish_call(self) -> None:
-        """It is through with its call; one that has handed over nothing has no value."""
+        """Its call has ended; one that has handed over nothing has no value."""
         self.state = HandleState.RETURNED if self.error is None else HandleState.FAILED
         if self.error is None and self.returned is None:
             self.returned = messaging.Returned(time.monotonic(), None, None, None)
@@ -166,7 +167,7 @@ class WorkerHandle:
         """It is gone and reaped.
 
         Args:
-            record: What is told of that; None if it is of no interest.
+            record: How its end is reported; None if it is not.
             loses_result: Whether a result is of no use without the worker.
         """
         self.state = HandleState.GONE
@@ -175,24 +176,24 @@ class WorkerHandle:
             self.returned = None
 
     def record_of_death(self, exit_time: messaging.Ended, oom_kills: int) -> failure.FailureRecord:
-        """What is told of it if it has ended by itself.
+        """The record of it if it has ended by itself.
 
         Args:
             exit_time: How it ended.
             oom_kills: How often the system had run out of memory when it was started.
         """
-        _, crash_time, stack_dump = self.stack_text.rpartition(_CRASH_HEADING)
+        _, crash_heading, stack_dump = self.stack_text.rpartition(_CRASH_HEADING)
         return failure.FailureRecord.of_death(
             self.rank,
             exit_time.status,
             max_rss_bytes=exit_time.max_rss_bytes,
-            stack_dump=stack_dump if crash_time else "",
+            stack_dump=stack_dump if crash_heading else "",
             oom_kills=oom_kills,
             death_reason=exit_time.because,
         )
 
     def record_of_stop(self) -> failure.FailureRecord:
-        """What is told of it if it was stopped because of something else."""
+        """The record of it if it was stopped because of something else."""
         had_started = self.control is not None or bool(self.stack_text)
         return failure.FailureRecord.of_stop(self.rank, self.stack, had_started=had_started)
 
@@ -211,14 +212,16 @@ class WorkerHandle:
         return self.ask_stack()
 
     def ask_stack(self) -> bool:
-        """Let faulthandler write where it is; returns whether it can be asked for that."""
+        """Let faulthandler write where it is; returns whether it can do so."""
         if self.tells_its_stack:
             self._signal(STACK_SIGNAL)
         return self.tells_its_stack
 
     def interrupt(self) -> None:
-        """Let it raise KeyboardInterrupt; one that somebody has stopped (SIGSTOP) goes on."""
+        """Let it raise KeyboardInterrupt; one that was stopped (SIGSTOP) continues."""
         self.is_stopped = True
+        # In this order: a stopped process keeps the signal pending and handles it once it
+        # continues.
         self._signal(signal.SIGINT)
         self._signal(signal.SIGCONT)
 
@@ -238,11 +241,12 @@ class WorkerHandle:
 
     def let_leave(self) -> None:
         """Let it exit: its work is over."""
-        with contextlib.suppress(OSError):  # it has gone by itself
+        # It may have exited by itself.
+        with contextlib.suppress(OSError):
             self.channel.send(messaging.Leave())
 
     def wake(self) -> None:
-        """Let it go on if somebody has stopped it (SIGSTOP)."""
+        """Let it continue if it was stopped (SIGSTOP)."""
         self._signal(signal.SIGCONT)
 
     def close(self) -> None:
@@ -263,12 +267,14 @@ class WorkerHandle:
         self.result_fd = self.error = None
 
     def _signal(self, signal_number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has gone already
+        # It may have ended already.
+        with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal_number)
 
     def _tell(self, message: messaging.Look | messaging.Break) -> None:
         if self.control is not None:
-            with contextlib.suppress(OSError):  # it has gone already
+            # It may have ended already; its sentinel tells.
+            with contextlib.suppress(OSError):
                 self.control.send(message)
 
 
@@ -282,6 +288,7 @@ def connect() -> tuple[messaging.Channel, dict[int, str], WorkerEnds]:
     worker_ends = {}
     for pipe_name in ("stdout", "stderr", "stack"):
         read_end, write_end = os.pipe()
+        # The notebook reads until a pipe is empty; a blocking read would stop all other work.
         os.set_blocking(read_end, False)
         _enlarge(read_end)
         output_pipes[read_end] = pipe_name
@@ -290,10 +297,11 @@ def connect() -> tuple[messaging.Channel, dict[int, str], WorkerEnds]:
 
 
 def _enlarge(file_descriptor: int) -> None:
-    """Ask for a megabyte, so that a worker that prints a lot seldom waits for the notebook."""
+    """Enlarge a pipe to a megabyte, so that a worker that prints a lot seldom has to wait."""
     import fcntl  # Windows has none, where nbaccel can be imported, too
 
     try:
         fcntl.fcntl(file_descriptor, fcntl.F_SETPIPE_SZ, 1 << 20)
+    # The user's quota of pipe memory is used up: the default of 64 KiB stays.
     except OSError:
-        return  # the user's quota of pipe memory is used up: 64 KiB it stays
+        return

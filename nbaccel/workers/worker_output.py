@@ -8,7 +8,7 @@ process), so `tqdm.notebook` draws its bar as text.
 
 Handlers that write to stderr or stdout write to the worker's; those that write to a file append to
 the same one, from all ranks. Rotating files are appended to without rotation: two processes would
-tear each other's files away. What else handlers do stays with the notebook.
+rename each other's files. Handlers of any other kind stay with the notebook.
 
 A library that configures its own logger does so again when a worker imports it: of those only the
 levels are carried over.
@@ -43,18 +43,20 @@ _WIDGET_BAR = (
     *("__init__", "__iter__", "update", "close", "clear", "reset", "display"),
     *("status_printer", "colour"),
 )
-"""By what a widget bar of tqdm differs from the text bar that it inherits from."""
+"""What tqdm's widget bar overrides of the text bar that it inherits from."""
 
 
 def forward_displays(send_message: SendMessage) -> None:
     """Send rich output to the notebook from now on, if IPython is loaded in this process."""
     text_bars()
+    # Importing IPython is slow, and the worker of a script does not need it.
     if "IPython" not in sys.modules:
         return
     from IPython.core.interactiveshell import InteractiveShell
 
     publisher = publisher_class(send_message)
-    if InteractiveShell.initialized():  # forked from a kernel: keep its formatters
+    # Forked from a kernel: its shell stays, with the formatters that the user has registered.
+    if InteractiveShell.initialized():
         InteractiveShell.instance().display_pub = publisher()
         mute_comms()
     else:
@@ -83,7 +85,7 @@ def publisher_class(send_message: SendMessage) -> type[Any]:
 
 def without_widgets(data: Mapping[str, Any]) -> dict[str, Any]:
     """The forms of a rich output that mean something in another process."""
-    return {kind: pickled_value for kind, pickled_value in data.items() if kind != _WIDGET_MIME}
+    return {kind: mime_value for kind, mime_value in data.items() if kind != _WIDGET_MIME}
 
 
 def show_figures() -> None:
@@ -92,14 +94,15 @@ def show_figures() -> None:
     if inline_backend is not None:
         try:
             inline_backend.flush_figures()
-        except Exception as error:  # a figure that cannot be drawn is no reason to lose results
+        except Exception as error:  # drawing may raise anything, and must not lose the results
             sys.stderr.write(f"nbaccel: a figure cannot be shown: {error!r}\n")
 
 
 def _flush_streams() -> None:
-    """Let what was printed before go out before: text and displays take different ways."""
+    """Send printed text first: text and displays take different ways to the notebook."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # user code closed it: nothing is in it
+        # User code has closed the stream: nothing is left in it.
+        with contextlib.suppress(OSError, ValueError):
             stream.flush()
 
 
@@ -108,8 +111,10 @@ def _start_shell(shell_class: type[Any], publisher_class: type[Any]) -> None:
 
     class WorkerShell(shell_class):  # type: ignore[misc]
         def __init__(self, **kwargs: Any) -> None:
+            # Past InteractiveShell.__init__, which opens the history database and starts a thread.
             super(shell_class, self).__init__(**kwargs)
-            self.configurables: list[Any] = [self]  # what the formatter's set-up adds itself to
+            # The formatter's set-up adds itself to this list.
+            self.configurables: list[Any] = [self]
             self.user_module, self.user_ns = self.prepare_user_module()
             self.user_ns_hidden: dict[str, Any] = {}
             self.init_events()
@@ -121,7 +126,7 @@ def _start_shell(shell_class: type[Any], publisher_class: type[Any]) -> None:
 
 
 def forget_shells(shell_class: type[Any]) -> None:
-    """Let this process have no shell, so that another can be the one."""
+    """Remove the shell of this process, so that another can become its singleton."""
     if shell_class.initialized():
         type(shell_class.instance()).clear_instance()
 
@@ -136,7 +141,8 @@ def mute_comms() -> None:
 def text_bars() -> None:
     """Let `tqdm.notebook` and `tqdm.auto` draw text bars."""
     bar_module = sys.modules.get("tqdm.notebook")
-    if bar_module is not None:  # forked from a notebook: user code already holds the class
+    # Forked from a notebook: user code may hold the class, so the class itself is changed.
+    if bar_module is not None:
         for attribute_name in set(vars(bar_module.tqdm_notebook)) & set(_WIDGET_BAR):
             delattr(bar_module.tqdm_notebook, attribute_name)
     elif not any(isinstance(meta_finder, _TextBars) for meta_finder in sys.meta_path):
@@ -144,7 +150,7 @@ def text_bars() -> None:
 
 
 class _TextBars(MetaPathFinder, Loader):
-    """Gives a text bar to whoever imports `tqdm.notebook`; tqdm is imported only then."""
+    """Finder that gives `tqdm.notebook` text bars; tqdm is imported only then."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         return ModuleSpec(name, self) if name == "tqdm.notebook" else None
@@ -177,6 +183,7 @@ class _HandlerSettings:
         log_handler: logging.Handler = (
             logging.StreamHandler(getattr(sys, self.stream))
             if self.stream
+            # delay: a worker that logs nothing must not create or touch the file.
             else logging.FileHandler(self.file, "a", self.encoding, delay=True)
         )
         log_handler.setLevel(self.level)
@@ -213,6 +220,7 @@ def as_configured() -> bytes:
         for logger_name, logger_settings in configured_loggers.items()
         if logger_name is None or logger_settings != _AS_MADE
     }
+    # Pickled here, so that workers can compare it as bytes and skip what has not changed.
     return pickle.dumps((logging.root.manager.disable, carried_loggers))
 
 
@@ -233,14 +241,14 @@ def _describe_logger(name: str | None) -> _LoggerSettings:
 
 
 def _is_librarys(name: str) -> bool:
-    """Whether a logger is called like an installed package that is in use."""
+    """Whether a logger has the name of an installed package that is in use."""
     package_name = name.partition(".")[0]
     module = sys.modules.get(package_name) or sys.modules.get(package_name.lower())
-    log_file = getattr(module, "__file__", None) or ""
+    package_file = getattr(module, "__file__", None) or ""
     return (
         package_name != "__main__"
-        and log_file != ""
-        and Frame(file=log_file, line=0, function="").is_library
+        and package_file != ""
+        and Frame(file=package_file, line=0, function="").is_library
     )
 
 
@@ -277,12 +285,13 @@ def _stream_of(log_handler: Any) -> str:
 
 
 def _append_only(log_handler: Any) -> None:
-    """Let what the notebook writes later go behind what the workers will have written."""
+    """Let the notebook write behind what the workers will have written, not over it."""
     import fcntl  # Windows has none, where nbaccel can be imported, too
 
     stream = getattr(log_handler, "stream", None)
     if stream is not None:
-        with contextlib.suppress(OSError, ValueError):  # it is closed, or no file of the system
+        # The stream is closed, or has no descriptor.
+        with contextlib.suppress(OSError, ValueError):
             open_flags = fcntl.fcntl(stream.fileno(), fcntl.F_GETFL)
             fcntl.fcntl(stream.fileno(), fcntl.F_SETFL, open_flags | os.O_APPEND)
 
@@ -290,7 +299,8 @@ def _append_only(log_handler: Any) -> None:
 def _pickled_or_empty(pickled_value: Any) -> bytes:
     try:
         pickled_settings: bytes = cloudpickle.dumps(pickled_value)
-    except Exception:  # the user's own class may raise anything: the handler does without it
+    # The handler works without its formatter.
+    except Exception:  # the user's own class may raise anything
         return b""
     return pickled_settings
 
@@ -298,7 +308,7 @@ def _pickled_or_empty(pickled_value: Any) -> bytes:
 def _unpickled(pickled_value: bytes) -> Any:
     try:
         return pickle.loads(pickled_value) if pickled_value else None
-    except Exception:  # its class cannot be had here
+    except Exception:  # its class cannot be imported here; the handler works without it
         return None
 
 
@@ -327,20 +337,22 @@ class LoggingSettings:
 
 
 def _configure(python_logger: logging.Logger, wanted_settings: _LoggerSettings) -> None:
+    # A copy, because the loop removes handlers.
     for log_handler in tuple(python_logger.handlers):
-        # In a fork, handlers of the notebook's streams and files are there.
+        # A fork has the notebook's handlers already: without this, each line would be logged twice.
         if getattr(log_handler, "is_from_nbaccel", False) or (
             wanted_settings.handlers and _is_notebook_handler(log_handler)
         ):
             python_logger.removeHandler(log_handler)
     python_logger.setLevel(wanted_settings.level)
+    # A logger that a library has configured here keeps its own handlers and propagation.
     if wanted_settings.handlers or not python_logger.handlers:
         python_logger.propagate, python_logger.disabled = (
             wanted_settings.propagate,
             wanted_settings.disabled,
         )
-    for logger_settings in wanted_settings.handlers:
-        python_logger.addHandler(logger_settings.made())
+    for handler_settings in wanted_settings.handlers:
+        python_logger.addHandler(handler_settings.made())
 
 
 def _is_notebook_handler(log_handler: logging.Handler) -> bool:

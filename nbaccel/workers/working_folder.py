@@ -1,6 +1,6 @@
 """The folder that this process works in, and what it imports from: also where it has been deleted.
 
-Standard library only, as `warmup` is.
+Standard library only, because `template_prestart` imports it at load time.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def current_folder() -> str:
 
 
 def told_here() -> str:
-    """The same, with a word to the user if it is not the working folder."""
+    """The same, with a message to the user if it is not the working folder."""
     found_folder = current_folder()
     try:
         os.getcwd()
     except FileNotFoundError:
         sys.stderr.write(
             f"nbaccel: the notebook's working folder {_deleted_folder() or ''} has been deleted, "
-            "so its "
-            f"workers run in {found_folder}. Go to a folder that exists: %cd {found_folder}\n"
+            f"so its workers run in {found_folder}. Go to a folder that exists: "
+            f"%cd {found_folder}\n"
         )
     return found_folder
 
@@ -56,6 +56,7 @@ def installed_first() -> list[str]:
     A `random.py` or a `torch.py` beside the notebook hides the real one from every process that
     starts there, also where the notebook imported the real one before it went there.
     """
+    # A stable sort: within both groups the order of the notebook is kept.
     return sorted(import_path(), key=lambda path_entry: not _has_packages(path_entry))
 
 
@@ -77,7 +78,7 @@ def _folders_of_packages() -> set[str]:
 
 
 def _deleted_folder() -> str:
-    """The folder that was there, as far as the system remembers it."""
+    """The path of the deleted folder, as far as the system remembers it."""
     try:
         return os.readlink("/proc/self/cwd").removesuffix(" (deleted)")
     except OSError:

@@ -1,4 +1,4 @@
-"""The facts that a dashboard shows, by rank. Nothing is drawn and nobody is asked here."""
+"""The facts that a dashboard shows, by rank. Nothing is drawn or looked up here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RankStatus:
     """For how long it has been in that state."""
     rss_bytes: int
     device_bytes: int | None = None
-    """What it holds on its device; None where there is none, or nobody can tell."""
+    """What it holds on its device; None where there is none, or it is not known."""
     doing: str = ""
     """`waiting in all_reduce (Cell In[3], line 5)`"""
     last_line: str = ""
@@ -58,6 +58,7 @@ class MetricHistory:
             self._kept.append(new_value)
         self._offered += 1
         if len(self._kept) > self._most:
+            # Every second one: the rest stay evenly spaced, and the first value stays.
             self._kept = self._kept[::2]
             self._stride *= 2
 
@@ -78,7 +79,7 @@ class MetricHistory:
 
 
 class StepPace:
-    """How fast steps are taken, by the clock of who takes them.
+    """How fast steps are taken, by the clock of the rank that takes them.
 
     Args:
         window_s: Seconds that "now" reaches back.
@@ -91,7 +92,8 @@ class StepPace:
 
     def add(self, point_time: float, num_steps: int) -> None:
         """So many steps had been taken at this time."""
-        if self._points and num_steps < self._points[-1][1]:  # it counts from the start again
+        # A new loop counts from the start again, and has its own speed.
+        if self._points and num_steps < self._points[-1][1]:
             self._points.clear()
             self._first = None
         self._first = self._first or (point_time, num_steps)
@@ -101,7 +103,7 @@ class StepPace:
 
     @property
     def overall(self) -> float | None:
-        """Steps per second since the first one; None while that cannot be told."""
+        """Steps per second since the first one; None while there is too little to compute it."""
         return _rate(self._first, self._points[-1]) if self._first is not None else None
 
     def recent(self, current_time: float) -> float | None:
@@ -109,6 +111,7 @@ class StepPace:
         if len(self._points) < 2:
             return None
         point_gap = self._points[-1][0] - self._points[-2][0]
+        # A step may take longer than the window; several missing ones mean a standstill.
         if current_time - self._points[-1][0] > max(self._window_s, 3 * point_gap):
             return 0.0
         return _rate(self._points[0], self._points[-1])
@@ -138,7 +141,7 @@ class RankFacts:
     device_bytes: int | None = None
     peak_device_bytes: int | None = None
     is_weighed: bool = False
-    """Whether somebody else has told of its device, who knows more than its own allocator."""
+    """Whether the driver has measured its device memory, which is more than its allocator knows."""
     last_line: str = ""
     doing: str = ""
 
@@ -172,20 +175,22 @@ class RunBoard:
         for rank_row in rank_rows:
             rank_facts = self.ranks.setdefault(rank_row.rank, RankFacts(rank=rank_row.rank))
             if not rank_facts.state:
+                # At the first look the rank may have been in its state for some time.
                 rank_facts.since = self.now - rank_row.seconds
             elif rank_facts.state != rank_row.state:
                 rank_facts.since = self.now
             rank_facts.state = rank_row.state
             rank_facts.doing = rank_row.doing
             rank_facts.last_line = rank_row.last_line or rank_facts.last_line
-            if rank_row.rss_bytes:  # of one that has gone, the last one that was seen
+            # A process that has ended has 0: the last value that was seen is kept.
+            if rank_row.rss_bytes:
                 rank_facts.rss_bytes = rank_row.rss_bytes
                 rank_facts.peak_rss_bytes = max(rank_facts.peak_rss_bytes, rank_row.rss_bytes)
             rank_facts.is_weighed = rank_row.device_bytes is not None
             _weigh_device(rank_facts, rank_row.device_bytes)
 
     def hear(self, worker_rank: int, metrics_message: Metrics) -> None:
-        """Take in what a rank has told of its training."""
+        """Take in what a rank has reported of its training."""
         rank_facts = self.ranks.get(worker_rank)
         if rank_facts is None:
             return
@@ -197,6 +202,7 @@ class RunBoard:
         metric_name = loss_name(rank_facts.metrics)
         if metric_name is None:
             return
+        # Another metric: one curve must not join the values of two.
         if metric_name != rank_facts.loss_name:
             rank_facts.loss_name, rank_facts.loss = metric_name, MetricHistory()
         rank_facts.loss.add(rank_facts.metrics[metric_name])
@@ -209,7 +215,7 @@ def loss_name(metric_histories: Mapping[str, float]) -> str | None:
 
 
 def mean(rank_values: Iterable[float]) -> float | None:
-    """The mean, in which one that is no number shows; None without values."""
+    """The mean; a value that is not finite wins, so that it shows. None without values."""
     known_values = list(rank_values)
     return (
         math.fsum(known_values) / len(known_values)

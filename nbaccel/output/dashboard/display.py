@@ -1,20 +1,20 @@
 """A dashboard in its place: an output of the cell that is changed, or lines in a terminal.
 
-Front ends whose clicks arrive while a cell runs get a form with a Stop button.
+Front ends whose clicks arrive while a cell runs get a panel with a Stop button.
 
     0 s   nothing: a short launch leaves no trace
-    1 s   the facts as HTML; where a click would be heard, widgets are made
+    1 s   the facts as HTML; where a click would arrive, widgets are made
     then  the panel with its Stop button takes the same place, if the front end is ready for it
     end   the summary as HTML takes the place; the widgets are gone
 
 A terminal cannot change what it has shown, so there lines are added now and then.
 
-[Note: who hears a click] A cell keeps the kernel's main thread busy, so that what the front end
-sends waits until the cell is through: a button would be deaf just when it is wanted. ipykernel 7
-has subshells, threads beside the main one that take messages of their own, and JupyterLab 4.4 and
-Notebook 7.4 send what widgets say through one. A front end that knows of them says so in the head
-of each request; that it uses one for widgets is seen when it has made one. Both can be told before
-a button is shown.
+[Note: who handles a click] A cell keeps the kernel's main thread busy, so that what the front end
+sends waits until the cell has finished: a button would have no effect just when it is needed.
+ipykernel 7 has subshells, threads beside the main one with their own messages, and JupyterLab 4.4
+and Notebook 7.4 send the messages of widgets through one. A front end that supports them says so in
+the header of each request; that it uses one for widgets is seen when it has made one. Both are
+known before a button is shown.
 
     front end ── click, to its subshell ──► a thread of the kernel ──► `Listener.interrupt`
     main thread, in the listener's `select` ──► the wake pipe ──► `on_interrupt`
@@ -49,12 +49,12 @@ FIRST_S = 1.0
 REDRAW_INTERVAL_S = 1.0
 NEWS_S = 0.25
 _PANEL_S = 10.0
-"""How long a front end is given to open a way for clicks."""
+"""How long a front end is given to open a subshell for clicks."""
 _IN_A_TERMINAL_S = (1.0, 5.0, 15.0, 60.0)
 
 
 class Dashboard:
-    """Tells what ranks are at while they run, and afterwards what it came to.
+    """Shows what ranks do while they run, and a summary afterwards.
 
     Args:
         worker_ranks: The ranks.
@@ -106,7 +106,7 @@ class Dashboard:
         return self._clock() >= self._next
 
     def _news_due(self) -> float:
-        """A panel is changed in little; a whole output that is replaced may flicker."""
+        """Only a panel is updated early; an output that is replaced as a whole may flicker."""
         if not (self._has_news and self._shows_panel):
             return float("inf")
         return self._drawn_at + NEWS_S
@@ -114,7 +114,7 @@ class Dashboard:
     # ---- what is known
 
     def hear(self, worker_rank: int, metrics_message: Metrics) -> None:
-        """Take in what a rank has told of its training."""
+        """Take in what a rank has reported of its training."""
         self.board.hear(worker_rank, metrics_message)
         self._has_news = True
 
@@ -127,9 +127,8 @@ class Dashboard:
         current_time = self._clock()
         if current_time < self._next:
             return
-        self._next += REDRAW_INTERVAL_S * (
-            1 + (current_time - self._next) // REDRAW_INTERVAL_S
-        )  # what was missed is gone
+        # Whole intervals are skipped: looks that were missed are not made up for.
+        self._next += REDRAW_INTERVAL_S * (1 + (current_time - self._next) // REDRAW_INTERVAL_S)
         self.board.now = current_time
         self.board.see(rank_rows)
         if not self._is_wanted:
@@ -143,19 +142,20 @@ class Dashboard:
     def _add_line(self) -> None:
         if self.board.seconds < self._next_line:
             return
+        # Several times that have passed since the last look make one line.
         while self._next_line <= self.board.seconds:
             self._next_line = next(self._lines)
-        self._say(_stop_notice(drawing.live_text(self.board)))
+        self._say(_with_prefix(drawing.live_text(self.board)))
 
     def refresh(self) -> None:
-        """Show what has been heard since the last look, if it is time."""
+        """Show what has been reported since the last look, if it is time."""
         current_time = self._clock()
         if current_time >= self._news_due():
             self.board.now = current_time
             self._draw()
 
     def cleared(self) -> None:
-        """The cell has been cleared, and what stood there is gone."""
+        """The cell has been cleared, so the output no longer exists."""
         self._stands = False
 
     # ---- the place
@@ -172,7 +172,7 @@ class Dashboard:
         self._place(drawing.live_html(self.board, by_hand=True), drawing.live_text(self.board))
 
     def _watch_panel(self) -> bool:
-        """Make the panel at first; returns True when its button would be heard from now on."""
+        """Make the panel at first; returns True when its button has an effect from now on."""
         if self._stop is None or self._shows_panel:
             return False
         if self._panel is None:
@@ -180,6 +180,7 @@ class Dashboard:
                 self._panel = self._new_panel()
         elif self._panel.is_heard:
             self._shows_panel = True
+        # The front end has opened no subshell in time: a button would have no effect.
         elif self.board.seconds > FIRST_S + _PANEL_S:
             self._panel.close()
             self._panel = self._stop = None
@@ -188,7 +189,7 @@ class Dashboard:
     def _new_panel(self) -> StopPanel | None:
         try:
             return StopPanel(self._on_click)
-        except Exception:  # widgets of another age, or half of them: no training ends for a button
+        except Exception:  # an unknown ipywidgets must not end the training
             return None
 
     def _on_click(self) -> None:
@@ -206,6 +207,7 @@ class Dashboard:
             "transient": {"display_id": self._id},
         }
         if self._stands:
+            # With the same display id, so that the front end replaces the output.
             display_content["update"] = True
         elif self._make_room is not None:
             self._make_room()
@@ -230,6 +232,7 @@ class Dashboard:
             was_interrupted: The user stopped it.
             timed_out: It took longer than it may.
         """
+        # First: a click from here on must not interrupt what follows the call.
         stop_panel, self._panel, self._stop = self._panel, None, None
         run_board = self.board
         run_board.now = self._clock()
@@ -246,7 +249,7 @@ class Dashboard:
         if self._told and self._in_place:
             self._place(drawing.final_html(run_board), drawing.summary_line(run_board))
         elif self._told:
-            self._say(_stop_notice(drawing.summary_line(run_board)))
+            self._say(_with_prefix(drawing.summary_line(run_board)))
         if stop_panel is not None:
             stop_panel.close()
 
@@ -257,7 +260,7 @@ def _less_and_less() -> Iterator[float]:
     yield from (last_seconds * 2**position for position in itertools.count(1))
 
 
-def _stop_notice(output_text: str) -> str:
+def _with_prefix(output_text: str) -> str:
     return "\n".join(f"nbaccel: {told_line}" for told_line in output_text.split("\n"))
 
 
@@ -276,7 +279,7 @@ _STOP_TOOLTIP = (
 
 
 def may_be_heard() -> bool:
-    """Whether kernel and front end know of subshells, and there are widgets."""
+    """Whether kernel and front end support subshells, and there are widgets."""
     running_kernel = _running_kernel()
     return (
         running_kernel is not None
@@ -290,7 +293,7 @@ def may_be_heard() -> bool:
 class StopPanel:
     """The facts, and a button.
 
-    Its widgets exist from now on; whether they can be shown is told by `is_heard`.
+    Its widgets exist from now on; `is_heard` says whether they can be shown.
 
     Args:
         on_click: What the button does, in a thread of the front end's.
@@ -312,7 +315,7 @@ class StopPanel:
 
     @property
     def is_heard(self) -> bool:
-        """Whether the front end has opened a way for what widgets say while the cell runs."""
+        """Whether the front end has opened a subshell, which takes clicks while the cell runs."""
         running_kernel = _running_kernel()
         subshell_ids = _subshell_lister(running_kernel) if running_kernel is not None else None
         return bool(subshell_ids and subshell_ids())
@@ -333,7 +336,7 @@ class StopPanel:
         self._button.description = _STOPPING_LABEL if is_stopping else _STOP_LABEL
 
     def close(self) -> None:
-        """Let go of it, here and in the front end."""
+        """Close its widgets, here and in the front end."""
         for closed_widget in (self._button, self._facts, self._box):
             for widget_part in (
                 closed_widget,
@@ -341,7 +344,8 @@ class StopPanel:
                 getattr(closed_widget, "style", None),
             ):
                 if widget_part is not None:
-                    with contextlib.suppress(Exception):  # of a front end that is gone: any
+                    # A front end that is gone may raise anything.
+                    with contextlib.suppress(Exception):
                         widget_part.close()
 
 

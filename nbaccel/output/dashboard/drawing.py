@@ -1,7 +1,7 @@
-"""A board as HTML and as text: live, and as what stays when all is over.
+"""A board as HTML and as text: live, and as the summary that stays.
 
-No script, no style sheet and no colour by name: what is drawn reads on light and on dark, and comes
-through the sanitizers of GitHub and Jupyter. Curves are block characters, which are text anywhere.
+No script, no style sheet and no colour by name: it is readable on light and dark backgrounds, and
+passes the sanitizers of GitHub and Jupyter. Curves are block characters, which are text anywhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nbaccel.units import count_noun, format_bytes, format_seconds, number_range
 __all__ = ["final_html", "live_html", "live_text", "sparkline", "summary_line"]
 
 
-MOST_ROWS = 8  # a cluster's worth of ranks that all do something else is no longer read
+MOST_ROWS = 8  # more rows of ranks are not readable
 CURVE_CHARS = 20
 LINE_CHARS = 72
 _SAME_S = 2.0
@@ -31,6 +31,7 @@ BY_HAND = "Stop: interrupt the cell (■)"
 _SPARK_BLOCKS = "▁▂▃▄▅▆▇█"
 _NO_NUMBER = "!"
 _NO_VALUE = "-"
+# Terminal sequences mean nothing in HTML and would count as characters of the width.
 _CONTROL_CHARACTERS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f-\x9f]")
 
 _ALL_RANKS_STYLE = "font-size:0.9em;line-height:1.5;opacity:0.85"
@@ -73,25 +74,26 @@ def _training_words(run_board: RunBoard, *, with_curve: bool) -> list[str]:
         step_rate = leading_facts.pace.overall
         speed_words = f" ({_speed_of(step_rate)}/s)" if step_rate is not None else ""
         line_parts.append(f"step {leading_facts.steps:,}{speed_words}")
-    told_words = [
+    loss_facts = [
         rank_facts for rank_facts in run_board.ranks.values() if rank_facts.loss.last is not None
     ]
-    if told_words:
-        same_step = [
+    if loss_facts:
+        # Ranks may log different metrics, and only equal ones have a mean.
+        same_losses = [
             other_facts.loss.last
-            for other_facts in told_words
-            if other_facts.loss_name == told_words[0].loss_name
+            for other_facts in loss_facts
+            if other_facts.loss_name == loss_facts[0].loss_name
         ]
-        step_words = mean(shown_value for shown_value in same_step if shown_value is not None)
-        loss_curve = f" {sparkline(told_words[0].loss.values())}" if with_curve else ""
+        mean_loss = mean(shown_value for shown_value in same_losses if shown_value is not None)
+        loss_curve = f" {sparkline(loss_facts[0].loss.values())}" if with_curve else ""
         line_parts.append(
-            f"{plain_number(told_words[0].loss_name, 24)} {_number_text(step_words)}{loss_curve}"
+            f"{plain_text(loss_facts[0].loss_name, 24)} {_number_text(mean_loss)}{loss_curve}"
         )
     return line_parts
 
 
 def _leading_rank(run_board: RunBoard) -> RankFacts | None:
-    """The lowest rank that tells of its training: the others are in step with it, or silent."""
+    """The lowest rank that reports its training: the others are in step with it, or silent."""
     return next(
         (rank_facts for rank_facts in run_board.ranks.values() if rank_facts.steps is not None),
         None,
@@ -126,12 +128,13 @@ def live_text(run_board: RunBoard) -> str:
     activity_groups: dict[str, list[RankFacts]] = {}
     for rank_facts in run_board.ranks.values():
         if not rank_facts.state:
-            continue  # nobody has looked at it yet
+            # It has not been looked at yet.
+            continue
         activity_groups.setdefault(rank_facts.doing or rank_facts.state, []).append(rank_facts)
     text_lines = [
-        f"[{number_ranges([rank_facts.rank for rank_facts in same_step])}] {activity_words} · "
-        f"{_held_words(same_step)}"
-        for activity_words, same_step in activity_groups.items()
+        f"[{number_ranges([rank_facts.rank for rank_facts in group_facts])}] {activity_words} · "
+        f"{_held_words(group_facts)}"
+        for activity_words, group_facts in activity_groups.items()
     ]
     if len(text_lines) > MOST_ROWS:
         text_lines = [*text_lines[:MOST_ROWS], f"… and {len(text_lines) - MOST_ROWS} more"]
@@ -140,11 +143,11 @@ def live_text(run_board: RunBoard) -> str:
 
 def _held_words(shown_ranks: Sequence[RankFacts]) -> str:
     """`1.0 GiB`, or from least to most: `0.9 GiB to 1.2 GiB`; the device's behind it."""
-    told_words = _from_to([rank_facts.rss_bytes for rank_facts in shown_ranks])
+    memory_words = _from_to([rank_facts.rss_bytes for rank_facts in shown_ranks])
     on_device = [
         rank_facts.device_bytes for rank_facts in shown_ranks if rank_facts.device_bytes is not None
     ]
-    return f"{told_words}, on the device {_from_to(on_device)}" if on_device else told_words
+    return f"{memory_words}, on the device {_from_to(on_device)}" if on_device else memory_words
 
 
 def _from_to(memory_sizes: Sequence[int]) -> str:
@@ -174,8 +177,8 @@ def final_html(run_board: RunBoard) -> str:
     Args:
         run_board: The facts.
     """
-    told_words = html.escape(summary_line(run_board, with_curve=True))
-    head_html = f'<summary style="cursor:pointer">{told_words}</summary>'
+    summary_text = html.escape(summary_line(run_board, with_curve=True))
+    head_html = f'<summary style="cursor:pointer">{summary_text}</summary>'
     table_html = _table_html(run_board, _STATIC_COLUMNS)
     return f'<div style="{_ALL_RANKS_STYLE}"><details>{head_html}{table_html}</details></div>'
 
@@ -193,6 +196,7 @@ def _table_html(run_board: RunBoard, table_columns: Sequence[_TableColumn]) -> s
         table_column.name: [table_column.of(rank_facts, run_board) for rank_facts in shown_facts]
         for table_column in table_columns
     }
+    # A column without a value for any rank would only take space.
     kept_columns = [
         table_column for table_column in table_columns if any(table_cells[table_column.name])
     ]
@@ -237,6 +241,7 @@ def _attention_need(rank_facts: RankFacts) -> tuple[int, float, int]:
         if rank_facts.state in _STATES_WORST_FIRST
         else len(_STATES_WORST_FIRST)
     )
+    # Ranks that report no steps come behind those that are slow.
     return rank_place, math.inf if rank_facts.steps is None else rank_facts.steps, rank_facts.rank
 
 
@@ -245,11 +250,11 @@ def _rest_words(shown_ranks: Sequence[RankFacts]) -> str:
     rest_steps = [rank_facts.steps for rank_facts in shown_ranks if rank_facts.steps is not None]
     line_parts = [f"and {count_noun(len(shown_ranks), 'more rank')}: {', '.join(rest_states)}"]
     if rest_steps:
-        least_bytes, most_bytes = min(rest_steps), max(rest_steps)
+        least_step, most_steps = min(rest_steps), max(rest_steps)
         line_parts.append(
-            f"step {most_bytes:,}"
-            if least_bytes == most_bytes
-            else f"steps {least_bytes:,} to {most_bytes:,}"
+            f"step {most_steps:,}"
+            if least_step == most_steps
+            else f"steps {least_step:,} to {most_steps:,}"
         )
     line_parts.append(_from_to([rank_facts.rss_bytes for rank_facts in shown_ranks]))
     return " · ".join(line_parts)
@@ -263,7 +268,7 @@ def _state_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
 
 
 def _for_how_long(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    """Where that is not the whole run, which the first line tells of."""
+    """Empty where that is the whole run, whose length the first line has."""
     if rank_facts.since < run_board.began + _SAME_S:
         return ""
     return format_seconds(max(0.0, run_board.now - rank_facts.since))
@@ -288,7 +293,7 @@ def _loss_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
     if last_value is None:
         return ""
     return (
-        f"{sparkline(rank_facts.loss.values())} {_rank_cell(rank_facts)}{_number_text(last_value)}"
+        f"{sparkline(rank_facts.loss.values())} {_loss_label(rank_facts)}{_number_text(last_value)}"
     )
 
 
@@ -298,24 +303,24 @@ def _loss_from_to(rank_facts: RankFacts, run_board: RunBoard) -> str:
         return ""
     return (
         f"{sparkline(rank_facts.loss.values())} "
-        f"{_rank_cell(rank_facts)}{_number_text(first_value)} → {_number_text(last_value)}"
+        f"{_loss_label(rank_facts)}{_number_text(first_value)} → {_number_text(last_value)}"
     )
 
 
-def _rank_cell(rank_facts: RankFacts) -> str:
-    return "" if rank_facts.loss_name == "loss" else f"{plain_number(rank_facts.loss_name, 24)} "
+def _loss_label(rank_facts: RankFacts) -> str:
+    return "" if rank_facts.loss_name == "loss" else f"{plain_text(rank_facts.loss_name, 24)} "
 
 
 def _other_metrics(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    other_ranks = [
+    other_metrics = [
         (metric_name, metric_value)
         for metric_name, metric_value in rank_facts.metrics.items()
         if metric_name != rank_facts.loss_name
     ]
-    return plain_number(
+    return plain_text(
         ", ".join(
             f"{metric_name} {_number_text(metric_value)}"
-            for metric_name, metric_value in other_ranks[:3]
+            for metric_name, metric_value in other_metrics[:3]
         ),
         LINE_CHARS,
     )
@@ -340,11 +345,11 @@ def _peak_device(rank_facts: RankFacts, run_board: RunBoard) -> str:
 
 
 def _activity_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    return plain_number(rank_facts.doing, LINE_CHARS)
+    return plain_text(rank_facts.doing, LINE_CHARS)
 
 
 def _last_line(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    return plain_number(rank_facts.last_line, LINE_CHARS)
+    return plain_text(rank_facts.last_line, LINE_CHARS)
 
 
 _LIVE_COLUMNS = (
@@ -390,6 +395,7 @@ def sparkline(spark_values: Sequence[float], max_chars: int = CURVE_CHARS) -> st
             position * len(spark_points) // max_chars for position in range(max_chars + 1)
         ]
         spark_points = [
+            # `mean` lets a value that is not finite win, so that the curve shows it.
             mean(spark_points[first_point:last_point]) or 0.0
             for first_point, last_point in itertools.pairwise(point_edges)
         ]
@@ -414,15 +420,16 @@ def _spark_block(shown_value: float, low_value: float, high_value: float) -> str
     return _SPARK_BLOCKS[min(int(value_share * len(_SPARK_BLOCKS)), len(_SPARK_BLOCKS) - 1)]
 
 
-def plain_number(number_text: str, max_chars: int) -> str:
+def plain_text(raw_text: str, max_chars: int) -> str:
     """A text without control characters, cut to a width.
 
     Args:
-        number_text: Whatever a worker has printed.
+        raw_text: Whatever a worker has printed.
         max_chars: The width.
     """
-    told_words = _CONTROL_CHARACTERS.sub("", number_text[: 8 * max_chars]).strip()
-    return told_words if len(told_words) <= max_chars else f"{told_words[: max_chars - 1]}…"
+    # Cut first: a line may have megabytes, and control characters take few of them.
+    shown_text = _CONTROL_CHARACTERS.sub("", raw_text[: 8 * max_chars]).strip()
+    return shown_text if len(shown_text) <= max_chars else f"{shown_text[: max_chars - 1]}…"
 
 
 def _speed_of(step_rate: float) -> str:

@@ -1,11 +1,11 @@
 """Keeps a dashboard up to date while workers are listened to.
 
-What workers have in memory is looked up from outside by process id; ranks that do nothing are asked
-where they wait.
+The memory of workers is looked up from outside by process id; ranks that do nothing are asked where
+they wait.
 
 A rank that has used no processor time for some seconds is asked for its stack, as it is when a
-launch is ended (faulthandler writes it, without a hand of the worker's own code). One that computes
-is never disturbed.
+launch is ended (faulthandler writes it, without running Python code of the worker). A rank that
+computes is never disturbed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STATE_WORDS = {
 
 
 class WatchedCall(Protocol):
-    """What a listener lets be seen of itself."""
+    """The part of a listener that a dashboard uses."""
 
     members: list[WorkerHandle]
 
@@ -53,7 +53,7 @@ class WatchedCall(Protocol):
         """Show lines after what has been printed so far."""
 
     def make_room(self) -> None:
-        """Take away what is drawn over, before something else is shown."""
+        """Remove what is redrawn in place, before something else is shown."""
 
     def interrupt(self) -> None:
         """Do what interrupting the cell does; from any thread."""
@@ -65,7 +65,7 @@ class DashboardUpdater:
     Args:
         worker_ranks: The ranks that are shown.
         device_name: What the workers compute on.
-        always_shown: Whether lines are shown even where nobody seems to watch them appear.
+        always_shown: Whether lines are shown even where output seems to go to a file.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class DashboardUpdater:
         return self._dashboard.due_in()
 
     def hear(self, worker_rank: int, worker_message: Metrics) -> None:
-        """A rank has told of its training."""
+        """A rank has reported metrics of its training."""
         self._dashboard.hear(worker_rank, worker_message)
 
     def look(self, watched_call: WatchedCall) -> None:
@@ -111,6 +111,7 @@ class DashboardUpdater:
             self._dashboard.refresh()
 
     def _rows(self, watched_call: WatchedCall) -> list[RankStatus]:
+        # A pool's workers that do not have the task are not shown.
         members = [member for member in watched_call.members if member.rank in self._ranks]
         tail_lines = watched_call.last_lines()
         on_gpus = self._scales.on_gpus([member.pid for member in members if not member.has_ended])
@@ -144,6 +145,7 @@ class DashboardUpdater:
             rank=member.rank,
             state=state_of(member),
             seconds=time.monotonic() - member.born,
+            # After its end the number may belong to another process.
             rss_bytes=0 if member.has_ended else resident(member.pid),
             device_bytes=device_bytes,
             doing=self._whereabouts.doing(member.rank) if state_of(member) == "running" else "",
@@ -156,7 +158,7 @@ class DashboardUpdater:
             self._whereabouts.look(watched_call.members)
 
     def end(self, watched_call: WatchedCall, **ending_words: bool) -> None:
-        """Leave the summary, and let go of everything.
+        """Leave the summary, and release everything.
 
         Args:
             watched_call: Who listened to the workers.
@@ -194,11 +196,11 @@ def state_of(member: WorkerHandle) -> str:
 
 
 class MemoryMeter:
-    """Weighs workers.
+    """Measures the device memory of workers.
 
     Args:
-        device_name: What they compute on. Its driver is asked for what they hold there, which
-            needs no context of the device in this process.
+        memory_device: What they compute on. Its driver is queried for what they hold there,
+            which needs no context of the device in this process.
     """
 
     def __init__(self, memory_device: Device) -> None:
@@ -208,12 +210,13 @@ class MemoryMeter:
     def on_gpus(self, process_ids: Sequence[int]) -> dict[int, int]:
         """Process id → bytes on devices, of those of these processes that the driver knows.
 
-        In a container it may know them by other numbers; then a worker's own word has to do.
+        In a container it may know them by other numbers; then a worker's own report is used.
         """
         if self._device is None:
             return {}
         self._meter = self._meter or self._device.driver_meter()
         if self._meter is None:
+            # Not asked again: a device without a meter will not get one.
             self._device = None
             return {}
         held_bytes: dict[int, int] = self._meter.read()
@@ -224,7 +227,7 @@ class MemoryMeter:
         }
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Release the driver."""
         if self._meter is not None:
             self._meter.close()
             self._meter = None
@@ -237,9 +240,9 @@ def resident(process_id: int) -> int:
     return 0
 
 
-_IDLE_S = 3.0  # without processor time: then it waits for something
-_AGAIN_S = 5.0  # until it is asked anew
-_BUSY_SHARE = 0.2  # of the time: threads of gloo and others use a little
+_IDLE_S = 3.0  # without processor time, before it counts as waiting
+_AGAIN_S = 5.0  # before it is asked again
+_BUSY_SHARE = 0.2  # of the time: threads of gloo and others use a little even while it waits
 
 
 @dataclass(slots=True)
@@ -287,6 +290,7 @@ class WaitingRanks:
     ) -> None:
         if member_sight.is_asked:
             member_sight.is_asked = False
+            # The answer to an earlier question, which has arrived with the output since.
             member_sight.doing = _take_answer(member) or member_sight.doing
         is_working = cpu_s - member_sight.cpu_s > _BUSY_SHARE * (current_time - member_sight.at)
         member_sight.cpu_s, member_sight.at = cpu_s, current_time
@@ -307,7 +311,7 @@ def _can_be_asked(member: WorkerHandle) -> bool:
 
 
 def _take_answer(member: WorkerHandle) -> str:
-    """What it was doing, unless that is what it has died of: then its death is told of it."""
+    """What it was doing; nothing after a crash, whose dump belongs to the report of its death."""
     if not member.stack_text or member.has_crashed:
         return ""
     stack_text = member.stack
