@@ -40,10 +40,10 @@ class _HeldInterrupt:
         self.pressed = True
 
 
-def oom_kills(vmstat_file: Path = Path("/proc")) -> int:
+def oom_kills(proc_folder: Path = Path("/proc")) -> int:
     """How many processes the kernel has killed for lack of memory since it started."""
     try:
-        vmstat_lines = (vmstat_file / "vmstat").read_text().splitlines()
+        vmstat_lines = (proc_folder / "vmstat").read_text().splitlines()
     except OSError:
         return 0
     return next(

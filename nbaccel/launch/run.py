@@ -176,7 +176,7 @@ def job_of(
     plan: Plan,
     packed_call: PackedCall,
     weight_receiver: WeightReceiver,
-    worker_post: messaging.WorkerAssignment | None,
+    worker_assignment: messaging.WorkerAssignment | None,
 ) -> tuple[messaging.Job, list[int]]:
     """The call as a worker gets it, with the descriptors that belong to it.
 
@@ -184,7 +184,7 @@ def job_of(
         plan: What was planned.
         packed_call: The call.
         weight_receiver: Where trained weights go.
-        worker_post: The worker's assignment; None for one that has it already.
+        worker_assignment: The worker's assignment; None for one that has it already.
     """
     staging_fds = weight_receiver.staging
     # In the order of `messaging.Job`: arenas, staging files, parcel.
@@ -193,13 +193,15 @@ def job_of(
         staging_fds[arena_key] for arena_key in packed_call.arenas if arena_key in staging_fds
     ]
     worker_job = messaging.Job(
-        post=worker_post,
+        post=worker_assignment,
         arenas=tuple(
             (arena_key, call_arena.nbytes) for arena_key, call_arena in packed_call.arenas.items()
         ),
         parcel=packed_call.parcel,
         sources=packed_call.sources,
-        random_states=worker_post.random_states if worker_post else worker.seeded_states(),
+        random_states=worker_assignment.random_states
+        if worker_assignment
+        else worker.seeded_states(),
         logging=worker_output.as_configured(),
         mixed_precision=plan.config.mixed_precision,
         share_back=plan.config.share_back,

@@ -52,7 +52,7 @@ class LiveGroup(WorkerGroup):
 
         Raises:
             PortTaken, UnsafeFork: Before any process is started.
-            WorkerFailed: A worker could not take up its post; all have ended.
+            WorkerFailed: A worker could not be set up; all have ended.
             LaunchInterrupted: The user stopped it; all have ended.
         """
         if plan.start_method == "fork":

@@ -137,7 +137,7 @@ class Pool:
 
         Raises:
             PortTaken, UnsafeFork: Before any process is started.
-            WorkerFailed: A worker could not take up its post.
+            WorkerFailed: A worker could not be set up.
         """
         with self._undisturbed():
             self._ready()

@@ -97,7 +97,7 @@ def living_arenas() -> list[Arena]:
 
 
 def forget_arenas() -> None:
-    """Regard no memory as shared any more: for a forked child, whose arenas are private copies."""
+    """Regard no memory as shared any more, in a forked child: what it sends carries its values."""
     _LIVING_ARENAS.clear()
 
 

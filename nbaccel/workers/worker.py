@@ -190,31 +190,33 @@ class WorkerContext:
 
 
 def settle_in_process(
-    worker_post: messaging.WorkerAssignment, file_descriptors: list[int]
+    worker_assignment: messaging.WorkerAssignment, file_descriptors: list[int]
 ) -> WorkerContext:
     """Take on an assignment: surroundings, device, process groups. Once per worker.
 
     Args:
-        worker_post: The assignment.
+        worker_assignment: The assignment.
         file_descriptors: Descriptors that came with it; the assignment's are taken from the end.
     """
-    place = Topology.from_json(worker_post.topology)
+    place = Topology.from_json(worker_assignment.topology)
     # Before the device: its libraries read variables such as CUDA_VISIBLE_DEVICES when they start.
-    env.replace_all(worker_post.environment)
-    os.chdir(worker_post.working_directory)
+    env.replace_all(worker_assignment.environment)
+    os.chdir(worker_assignment.working_directory)
     # In place, because other modules hold a reference to this list.
-    sys.path[:] = worker_post.import_path
-    torch.set_num_threads(worker_post.threads)
-    hardware_device = _catalog.device(worker_post.device)
+    sys.path[:] = worker_assignment.import_path
+    torch.set_num_threads(worker_assignment.threads)
+    hardware_device = _catalog.device(worker_assignment.device)
     hardware_device.enter_worker(place.local_rank)
-    _catalog.enter_worker(worker_post.device)
+    _catalog.enter_worker(worker_assignment.device)
     # Before any user code can create a process group.
     rendezvous.keep_groups_alive()
     _refuse_questions(place.rank)
     send_notebook_classes()
     _transformers.adopt_trainers()
     rendezvous_store = (
-        rendezvous.serve_store(place, file_descriptors.pop()) if worker_post.serves_store else None
+        rendezvous.serve_store(place, file_descriptors.pop())
+        if worker_assignment.serves_store
+        else None
     )
     return WorkerContext(
         place=place,
@@ -233,19 +235,20 @@ def serve_job(
     """Run one job as a launch's worker, and stay until the notebook lets it leave."""
     if job.post is None:
         raise InternalError(
-            f"a job with {len(file_descriptors)} descriptors came without a post: report this"
+            f"a job with {len(file_descriptors)} descriptors came without an assignment. Please "
+            "report this."
         )
     try:
-        worker_seat = settle_in_process(job.post, file_descriptors)
+        worker_context = settle_in_process(job.post, file_descriptors)
         worker_output.forward_displays(notebook_channel.send)
-        metrics_reporter.begin(notebook_channel, worker_seat.hardware, worker_seat.device)
-        rendezvous.meet_here(worker_seat.place, rendezvous.group_names())
+        metrics_reporter.begin(notebook_channel, worker_context.hardware, worker_context.device)
+        rendezvous.meet_here(worker_context.place, rendezvous.group_names())
     except BaseException as raised_error:  # the notebook waits for a report, whatever it is
         report(notebook_channel, raised_error, Topology.from_json(job.post.topology).rank)
     else:
         # After the set-up: an interrupt during it is a failure, and not the unwinding of user code.
         signal.signal(signal.SIGINT, _interrupt(notebook_channel))
-        Work(notebook_channel, worker_seat, job, file_descriptors, inheritance).run()
+        Work(notebook_channel, worker_context, job, file_descriptors, inheritance).run()
     # Waits for Leave: until then this worker may serve the store, which slower ranks need.
     notebook_channel.receive()
 
@@ -264,7 +267,7 @@ class Work:
 
     Args:
         notebook_channel: To the notebook.
-        worker_seat: Where this worker works.
+        worker_context: Facts about this worker.
         job: What to call.
         file_descriptors: The job's descriptors, which stay the caller's.
         inheritance: What came with the fork, if it was from the notebook.
@@ -273,15 +276,15 @@ class Work:
     def __init__(
         self,
         notebook_channel: messaging.Channel,
-        worker_seat: WorkerContext,
+        worker_context: WorkerContext,
         job: messaging.Job,
         file_descriptors: Sequence[int],
         inheritance: Inheritance | None,
     ) -> None:
         self._channel = notebook_channel
         self._job = job
-        self._seat = worker_seat
-        self._rank = worker_seat.place.rank
+        self._seat = worker_context
+        self._rank = worker_context.place.rank
         self._forked_here = inheritance is not None
         arena_keys = [arena_key for arena_key, _ in job.arenas]
         other_fds = list(file_descriptors)

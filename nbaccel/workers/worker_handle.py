@@ -175,21 +175,23 @@ class WorkerHandle:
         if loses_result:
             self.returned = None
 
-    def record_of_death(self, exit_time: messaging.Ended, oom_kills: int) -> failure.FailureRecord:
+    def record_of_death(
+        self, exit_status: messaging.Ended, oom_kills: int
+    ) -> failure.FailureRecord:
         """The record of it if it has ended by itself.
 
         Args:
-            exit_time: How it ended.
+            exit_status: How it ended.
             oom_kills: How often the system had run out of memory when it was started.
         """
         _, crash_heading, stack_dump = self.stack_text.rpartition(_CRASH_HEADING)
         return failure.FailureRecord.of_death(
             self.rank,
-            exit_time.status,
-            max_rss_bytes=exit_time.max_rss_bytes,
+            exit_status.status,
+            max_rss_bytes=exit_status.max_rss_bytes,
             stack_dump=stack_dump if crash_heading else "",
             oom_kills=oom_kills,
-            death_reason=exit_time.because,
+            death_reason=exit_status.because,
         )
 
     def record_of_stop(self) -> failure.FailureRecord:
