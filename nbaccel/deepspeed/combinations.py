@@ -111,7 +111,6 @@ _REPLACED_OPTIMIZERS = {
     "zerooneadam": "AdamW",
     "onebitlamb": "Lamb",
 }
-_NO_OP_ON_CPU = {"lamb": "AdamW"}
 _UNTESTED_HINT = '"zero_allow_untested_optimizer": true'
 
 

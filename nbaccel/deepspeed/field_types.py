@@ -175,7 +175,7 @@ _TABLE_RULE = FieldRule(
     read=json_table,
     must="a mapping of names to JSON values",
     do='Write for example {"lr": 0.001}',
-    value_kind="json_table",
+    value_kind="table",
 )
 Params = Annotated[dict[str, Any] | None, replace(_TABLE_RULE, read=_read_params)]
 DeviceField = Annotated[

@@ -128,7 +128,6 @@ def _join_replacements(
 
 
 _LINE_MAGIC = re.compile(r"^(?P<before>.*?%accelerate[ \t]+)(?P<rest>.*)$")
-_LAST_IDENTIFIER = re.compile(r"\w*$")
 
 
 class Completion:

@@ -15,6 +15,8 @@ from traitlets import TraitError
 
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
+from nbaccel.notebook.picker.choices import by_name
+from nbaccel.notebook.picker.fields import as_value
 from nbaccel.notebook.picker.widgets import PickerView
 from nbaccel.notebook.pickers import LaunchPicker, Picker, PrecisionPicker, ZeroPicker
 from tests import needs
@@ -293,6 +295,24 @@ def test_every_advanced_section_opens(show):
     assert len(made) == len(set(made))
     every = [s.name for panel in shown.picker._panels for s in shown.view._model.settings(panel)]
     assert sorted(made) == sorted(every)
+
+
+def test_each_kind_of_setting_can_be_typed():
+    typed_kinds = {setting.kind for setting in by_name().values()} - {"one-of", "truth"}
+    assert {str(as_value("7", kind)) for kind in typed_kinds} == {"7", "7.0", "['7']"}
+
+
+@needs.DEEPSPEED_ROW
+def test_a_table_is_typed_as_json(show):
+    shown = show(config=RunConfig(zero_stage=2, deepspeed={"optimizer": {"type": "AdamW"}}))
+    for _ in range(2):
+        for heading in shown.all("nbaccel-opens"):
+            heading.value = True
+    shown.field("optimizer.params").value = '{"lr": 0.1}'
+    assert shown.picker.config.deepspeed["optimizer"]["params"] == {"lr": 0.1}
+    shown.field("optimizer.params").value = "lr = 0.2"
+    assert "Not taken" in shown.text("optimizer.params")
+    assert shown.picker.config.deepspeed["optimizer"]["params"] == {"lr": 0.1}
 
 
 def test_fp8_opens_its_recipe(show, monkeypatch):

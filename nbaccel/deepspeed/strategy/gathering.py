@@ -65,14 +65,14 @@ def gather_weights(user_module: nn.Module, *, keep: bool) -> dict[str, Any]:
 
 
 def scatter_weights(
-    user_module: nn.Module, given_state: Mapping[str, Any], *, is_strict: bool = True
+    user_module: nn.Module, given_state: Mapping[str, Any], *, strict: bool = True
 ) -> None:
     """Load a whole state dict; a collective.
 
     Args:
         user_module: The user's own module inside the engine.
         given_state: Tensors by name; those of process 0 count.
-        is_strict: Whether every name must be there, and no other.
+        strict: Whether every name must be there, and no other.
 
     Raises:
         ConfigError: Names or shapes do not fit, on every process; nothing was loaded then.
@@ -83,7 +83,7 @@ def scatter_weights(
         if isinstance(tensor_value, torch.Tensor)
     }
     misfit_text = [
-        _misfit_text(user_module, own_tensors, given_state, is_strict=is_strict)
+        _misfit_text(user_module, own_tensors, given_state, strict=strict)
         if dist.get_rank() == 0
         else ""
     ]
@@ -127,7 +127,7 @@ def _misfit_text(
     own_tensors: Mapping[str, torch.Tensor],
     given_state: Mapping[str, Any],
     *,
-    is_strict: bool,
+    strict: bool,
 ) -> str:
     own_shapes = {
         tensor_name: local_shards.shape_of(own_tensor)
@@ -138,7 +138,7 @@ def _misfit_text(
         for tensor_name, shape in own_shapes.items()
         if tensor_name in given_state and tuple(given_state[tensor_name].shape) != shape
     ]
-    if is_strict:
+    if strict:
         wrong_texts += [
             f"{tensor_name} is missing"
             for tensor_name in own_tensors

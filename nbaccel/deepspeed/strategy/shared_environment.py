@@ -38,16 +38,20 @@ class _SharedEnvironment:
         """Whether it is in force."""
         return self.environment is not None and not self.environment.closed
 
-    def enter(self, device: torch.device) -> None:
+    def enter(self, device: torch.device) -> DeepSpeedEnvironment:
         # It may have been closed by others, such as `deepspeed_environment()`, while users were
         # left.
-        if not self.is_open:
+        if self.environment is None or self.environment.closed:
             self.environment, self.users = deepspeed_environment(device=device), 0
         self.users += 1
+        return self.environment
 
-    def leave(self) -> None:
+    def leave(self, entered_environment: DeepSpeedEnvironment) -> None:
+        # A user of one that others closed must not be counted as a user of its successor.
+        if entered_environment is not self.environment:
+            return
         self.users -= 1
-        if self.users <= 0 and self.environment is not None:
+        if self.users <= 0:
             self.environment.close()
             self.environment = None
 
@@ -67,25 +71,24 @@ class Lease:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._taken = False
+        self._entered_environment: DeepSpeedEnvironment | None = None
 
     def take(self) -> None:
         """Claim it; a second time does nothing."""
-        if self._taken:
+        if self._entered_environment is not None:
             return
         ignore_old_names()
         gc.collect()  # strategies of an earlier run of the cell, in cycles, still hold their lease
         if dist.is_initialized() and not _SHARED_ENVIRONMENT.is_open:
             self._put_right()
             return
-        _SHARED_ENVIRONMENT.enter(self._device)
-        self._taken = True
+        self._entered_environment = _SHARED_ENVIRONMENT.enter(self._device)
 
     def give_up(self) -> None:
         """End the claim; without one this does nothing."""
-        if self._taken:
-            self._taken = False
-            _SHARED_ENVIRONMENT.leave()
+        entered_environment, self._entered_environment = self._entered_environment, None
+        if entered_environment is not None:
+            _SHARED_ENVIRONMENT.leave(entered_environment)
 
     def _put_right(self) -> None:
         env.update({"PATH": cpp_operations.path_with_ninja()})

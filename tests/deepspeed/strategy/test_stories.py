@@ -74,6 +74,8 @@ def test_whole_weights_come_out_of_shards_and_go_into_them(told, folder):
     for rank in (first, second):
         for stage in (2, 3):
             assert "0.bias has shape (2,) instead of (33,)" in rank[f"{stage} misfit"]
+    assert first["2 part"], "names that are not in the state keep their weights"
+    assert first["3 part"]
     saved = load_file(folder / "weights_alone" / "weights" / "model.safetensors")
     assert {tuple(value.shape) for value in saved.values()} >= {(33, 64), (33, 33), (10, 33)}
 
