@@ -7,6 +7,7 @@ docstring says. No other module uses private names of IPython; `tests/house` che
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import sys
 import warnings
@@ -17,6 +18,7 @@ __all__ = [
     "cell_numbers",
     "inspect_also",
     "keep_cell_lines",
+    "keep_no_prints",
     "number_cell",
     "reply_where_sent",
     "show_traceback_lines",
@@ -48,6 +50,12 @@ def keep_cell_lines(name: str, entry: Any) -> None:
     """Keep a cell's lines in `linecache` where IPython restores them: 7 does, from its own copy."""
     # Other versions have no such table: the entry goes into a dict that is thrown away.
     getattr(linecache, "_ipython_cache", {})[name] = entry
+
+
+def keep_no_prints(shell: Any) -> None:
+    """Stop IPython 9 from keeping all that cells print for its history; before 9 it does not."""
+    if hasattr(shell, "_tee"):
+        shell._tee = lambda *_names, **_more: contextlib.nullcontext()
 
 
 def wrap_completions(

@@ -31,9 +31,9 @@ class PackedCall:
     sharing: arena.Sharing
     """The modules that are copied back: those in the arguments and those the function reaches."""
     arenas: dict[str, arena.Arena]
-    parcel: pickling.PackedObject | None
+    payload: pickling.PackedObject | None
     fd: int | None
-    """The parcel's memory file, which the owner of this record closes."""
+    """The payload's memory file, which the owner of this record closes."""
     sources: dict[str, list[str]]
 
 
@@ -119,13 +119,13 @@ def _pickle_call(
         worker_call, pickle_sender, prepared_object = _prepare_sharing(
             function, args, module_sharing, limit_bytes
         )
-    packed_object, parcel_fd = prepared_object.write()
+    packed_object, payload_fd = prepared_object.write()
     return PackedCall(
         call=worker_call,
         sharing=module_sharing,
         arenas=dict(pickle_sender.arenas),
-        parcel=packed_object,
-        fd=parcel_fd,
+        payload=packed_object,
+        fd=payload_fd,
         sources=pickle_sender.sources,
     )
 
@@ -204,7 +204,7 @@ def _inherited_call(
         call=worker_call,
         sharing=module_sharing,
         arenas=call_arenas,
-        parcel=None,
+        payload=None,
         fd=None,
         sources={},
     )

@@ -159,7 +159,7 @@ def _make_supervisor(worker_group: WorkerGroup) -> LaunchSupervisor:
 
 
 def _choose_starter(packed_call: PackedCall) -> Starter:
-    if packed_call.parcel is not None:
+    if packed_call.payload is not None:
         return TemplateStarter()
     return ForkStarter(
         worker.Inheritance(
@@ -187,17 +187,17 @@ def job_of(
         worker_assignment: The worker's assignment; None for one that has it already.
     """
     staging_fds = weight_receiver.staging
-    # In the order of `messaging.Job`: arenas, staging files, parcel.
+    # In the order of `messaging.Job`: arenas, staging files, payload.
     file_descriptors = [call_arena.fd for call_arena in packed_call.arenas.values()]
     file_descriptors += [
         staging_fds[arena_key] for arena_key in packed_call.arenas if arena_key in staging_fds
     ]
     worker_job = messaging.Job(
-        post=worker_assignment,
+        assignment=worker_assignment,
         arenas=tuple(
             (arena_key, call_arena.nbytes) for arena_key, call_arena in packed_call.arenas.items()
         ),
-        parcel=packed_call.parcel,
+        payload=packed_call.payload,
         sources=packed_call.sources,
         random_states=worker_assignment.random_states
         if worker_assignment

@@ -74,21 +74,21 @@ class _CellWorker:
         self._main = threading.get_ident()
         # The second channel's descriptor is the last; those before it belong to the assignment.
         self._control = messaging.Channel.from_fd(file_descriptors.pop())
-        self._seat = settle_in_process(join_pool.post, file_descriptors)
+        self._worker_context = settle_in_process(join_pool.assignment, file_descriptors)
         shared_memory.close_all(file_descriptors)
-        own_place = self._seat.place
+        own_place = self._worker_context.place
         self._groups = ProcessGroups(own_place, notebook_channel.send)
         self._groups.watch()
         self._shell = CellShell.create(notebook_channel.send, rank=own_place.rank)
         self._names = Namespace(
             self._shell.user_ns,
             own_rank=own_place.local_rank,
-            target_device=self._seat.device,
+            target_device=self._worker_context.device,
             num_nodes=own_place.num_nodes,
             share_back=join_pool.share_back,
         )
-        restore_random_states(join_pool.post.random_states)
-        precision_check.watch(join_pool.post.mixed_precision)
+        restore_random_states(join_pool.assignment.random_states)
+        precision_check.watch(join_pool.assignment.mixed_precision)
         threading.Thread(target=self._answer, name="nbaccel-control", daemon=True).start()
 
     # ---- the main thread
@@ -112,7 +112,7 @@ class _CellWorker:
         """Carry a task out; what it raises goes to the notebook."""
         shown_bundle, raised_error = self._try(current_task, file_descriptors)
         if raised_error is not None and not isinstance(current_task, _UNINTERRUPTED_MESSAGES):
-            report(self._channel, self._explained(raised_error), self._seat.place.rank)
+            report(self._channel, self._explained(raised_error), self._worker_context.place.rank)
         flush_streams()
         return shown_bundle
 
@@ -144,9 +144,11 @@ class _CellWorker:
             os.chdir(current_task.directory)
         env.update(current_task.environment)
         if current_task.logging:
-            self._seat.logging.follow(current_task.logging)
+            self._worker_context.logging.follow(current_task.logging)
         self._names.begin()
-        metrics_reporter.begin(self._channel, self._seat.hardware, self._seat.device)
+        metrics_reporter.begin(
+            self._channel, self._worker_context.hardware, self._worker_context.device
+        )
         self._busy = True
         try:
             with own_process():
@@ -158,26 +160,30 @@ class _CellWorker:
             return None
 
     def _run_job(self, current_task: messages.RunJob, file_descriptors: list[int]) -> None:
-        metrics_reporter.begin(self._channel, self._seat.hardware, self._seat.device)
+        metrics_reporter.begin(
+            self._channel, self._worker_context.hardware, self._worker_context.device
+        )
         self._busy = True
-        Work(self._channel, self._seat, current_task.job, file_descriptors, None).run()
+        Work(self._channel, self._worker_context, current_task.job, file_descriptors, None).run()
 
     def _take(self, current_task: messages.Take, file_descriptors: list[int]) -> None:
-        self._names.take(current_task.cargo, file_descriptors, current_task.wanted)
+        self._names.take(current_task.update, file_descriptors, current_task.wanted)
 
     def _pull(self, current_task: messages.Pull, file_descriptors: list[int]) -> None:
         self._busy = True
-        packed_values, parcel_fd = self._names.pack(current_task.names)
+        packed_values, payload_fd = self._names.pack(current_task.names)
         self._busy = False
-        with shared_memory.closing_files(parcel_fd):
+        with shared_memory.closing_files(payload_fd):
             self._channel.send(
-                messaging.Returned(time.monotonic(), packed_values, None, None), [parcel_fd]
+                messaging.Returned(time.monotonic(), packed_values, None, None), [payload_fd]
             )
 
-    def _go_home(self, current_task: messages.GoHome, file_descriptors: list[int]) -> None:
+    def _write_weights(
+        self, current_task: messages.WriteWeights, file_descriptors: list[int]
+    ) -> None:
         # Gigabytes may be written. After an interrupt the weights are still here for the next time.
         self._busy = True
-        weight_report, whole_files = self._names.write_home(
+        weight_report, whole_files = self._names.write_weights(
             dict(zip(current_task.arenas, file_descriptors, strict=True))
         )
         self._busy = False
@@ -264,7 +270,9 @@ class _CellWorker:
         user_frame = frames.user_frame(stack_frames)
         return messaging.Whereabouts(
             stack=tuple(stack_frames) if user_frame else (),
-            device_bytes=metrics_reporter.reserved(self._seat.hardware, self._seat.device),
+            device_bytes=metrics_reporter.reserved(
+                self._worker_context.hardware, self._worker_context.device
+            ),
         )
 
 
@@ -276,7 +284,7 @@ _TASK_METHODS: Mapping[type, Callable[[_CellWorker, Any, list[int]], Any]] = {
     messages.RunJob: _CellWorker._run_job,
     messages.Take: _CellWorker._take,
     messages.Pull: _CellWorker._pull,
-    messages.GoHome: _CellWorker._go_home,
+    messages.WriteWeights: _CellWorker._write_weights,
     messages.Settle: _CellWorker._settle,
     messages.JoinAll: _CellWorker._join_all,
     messages.JoinGroup: _CellWorker._join_group,

@@ -71,7 +71,7 @@ class LiveGroup(WorkerGroup):
             for worker_assignment in worker_group.start(store_listener):
                 with contextlib.closing(worker_assignment.handle.open_control()) as worker_end:
                     join_message = messages.JoinPool(
-                        post=worker_assignment.assignment, share_back=plan.config.share_back
+                        assignment=worker_assignment.assignment, share_back=plan.config.share_back
                     )
                     worker_assignment.send(
                         join_message, [*worker_assignment.fds, worker_end.fileno()]

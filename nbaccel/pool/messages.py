@@ -17,7 +17,6 @@ from nbaccel.workers import messaging
 
 __all__ = [
     "Complete",
-    "GoHome",
     "GroupWanted",
     "Idle",
     "Inspect",
@@ -32,6 +31,7 @@ __all__ = [
     "Staged",
     "Take",
     "Task",
+    "WriteWeights",
 ]
 
 
@@ -53,7 +53,7 @@ class GroupWanted:
 class JoinPool:
     """Become a worker of a pool. Descriptors: the assignment's, the second channel's."""
 
-    post: messaging.WorkerAssignment
+    assignment: messaging.WorkerAssignment
     share_back: bool = True
     """Whether weights are copied back."""
 
@@ -88,9 +88,9 @@ class RunCell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Take:
-    """Bind names that the notebook has. Descriptors: those of `cargo`, a `NamespaceUpdate`."""
+    """Bind names that the notebook has. Descriptors: those of `update`, a `NamespaceUpdate`."""
 
-    cargo: Any
+    update: Any
     wanted: tuple[str, ...]
 
 
@@ -109,7 +109,7 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GoHome:
+class WriteWeights:
     """Write changed weights into staging files. Descriptors: these files. Answered by Staged."""
 
     arenas: tuple[str, ...]

@@ -34,11 +34,11 @@ class PoolCall:
 
     plan: Plan
     packed: PackedCall
-    homecoming: WeightReceiver
+    weight_receiver: WeightReceiver
 
     def task(self) -> tuple[messages.RunJob, Sequence[int]]:
         """What each rank is given, with its descriptors."""
-        worker_job, file_descriptors = job_of(self.plan, self.packed, self.homecoming, None)
+        worker_job, file_descriptors = job_of(self.plan, self.packed, self.weight_receiver, None)
         return messages.RunJob(job=worker_job), file_descriptors
 
     def conclude(self, call_result: TaskResult) -> CallOutcome:
@@ -54,7 +54,7 @@ class PoolCall:
         return conclude_call(
             self.plan,
             call_result,
-            self.homecoming,
+            self.weight_receiver,
             was_stopped=was_stopped,
             closing_lines=closing_lines,
         )
@@ -82,4 +82,4 @@ def prepare_call(
             )
             # Closed by the template process: freeing gigabytes would delay the notebook.
             clean_up.callback(weight_receiver.close, dispose)
-        yield PoolCall(plan=plan, packed=packed_call, homecoming=weight_receiver)
+        yield PoolCall(plan=plan, packed=packed_call, weight_receiver=weight_receiver)

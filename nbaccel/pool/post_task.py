@@ -1,6 +1,6 @@
 """What follows a task, successful or not: ranks in step again, and weights copied back.
 
-GoHome ─► every rank writes its part into staging files ─► Staged
+WriteWeights ─► every rank writes its part into staging files ─► Staged
           all ranks have: the notebook copies it into the arenas ─► Settle
           a rank failed, died or was stopped: the files are dropped, and nothing has changed
 """
@@ -64,10 +64,10 @@ class PostTask:
         self, live_group: LiveGroup, namespace_sync: NamespaceSync, *, share_back: bool
     ) -> None:
         self._workers = live_group
-        self._flow = namespace_sync
+        self._namespace_sync = namespace_sync
         self._share_back = share_back
         self._generation = 0
-        self._told: dict[str, str] = {}
+        self._reported_lines: dict[str, str] = {}
 
     def after_cell(self, call_result: TaskResult) -> TaskTrouble | None:
         """Put the groups in order and copy the weights back, after a cell that lost no worker.
@@ -80,7 +80,7 @@ class PostTask:
         group_result = self.keep_in_step(call_result)
         if group_result is not None and not group_result.went_well:
             return TaskTrouble(told=user_messages.left_behind(call_result), result=group_result)
-        return self._bring_home(call_result)
+        return self._copy_weights_back(call_result)
 
     def keep_in_step(self, call_result: TaskResult) -> TaskResult | None:
         """Let all ranks leave unusable process groups, with a message if there has been none.
@@ -102,11 +102,11 @@ class PostTask:
             sys.stderr.write(f"nbaccel: {user_messages.UNEVEN_COLLECTIVES}\n")
         return group_result
 
-    def _bring_home(self, call_result: TaskResult) -> TaskTrouble | None:
+    def _copy_weights_back(self, call_result: TaskResult) -> TaskTrouble | None:
         """Copy back the weights that ranks changed: of all these modules, or of none."""
         if not self._share_back:
             return None
-        module_records = self._flow.records(
+        module_records = self._namespace_sync.records(
             {
                 arena_key
                 for idle_answer in call_result.idle.values()
@@ -117,15 +117,15 @@ class PostTask:
             return None
         module_paths = sorted(module_record.path for module_record in module_records)
         shared_arenas = {
-            arena_key: home_arena
+            arena_key: tensor_arena
             for module_record in module_records
-            for arena_key, home_arena in module_record.arenas().items()
+            for arena_key, tensor_arena in module_record.arenas().items()
         }
         try:
             with staged(module_records, shared_arenas) as weight_receiver:
                 rank_files = [weight_receiver.staging[arena_key] for arena_key in shared_arenas]
                 staging_result = self._workers.everyone(
-                    messages.GoHome(arenas=tuple(shared_arenas)), rank_files
+                    messages.WriteWeights(arenas=tuple(shared_arenas)), rank_files
                 )
                 try:
                     if not staging_result.went_well:
@@ -154,7 +154,7 @@ class PostTask:
         # Before `apply`, which overwrites the values that the ranks are compared with.
         differing_models = weight_receiver.differing(weight_reports)
         # Otherwise these new values would count as the notebook's change and be sent to all ranks.
-        with self._flow.coming_home(module_records):
+        with self._namespace_sync.taking_weights(module_records):
             weight_receiver.apply(weight_reports, staging_result.whole_files)
         for weight_report in weight_reports:
             for module_path, stranded_reason in weight_report.stranded.items():
@@ -166,9 +166,9 @@ class PostTask:
 
     def _tell(self, module_path: str, report_line: str) -> None:
         """Write a line out, unless it was the last one about this module."""
-        if self._told.get(module_path) != report_line:
+        if self._reported_lines.get(module_path) != report_line:
             sys.stderr.write(report_line)
-        self._told[module_path] = report_line
+        self._reported_lines[module_path] = report_line
 
 
 @contextlib.contextmanager

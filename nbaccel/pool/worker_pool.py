@@ -1,7 +1,7 @@
 """`Pool`: workers that stay, and take code, names and calls from the notebook.
 
     run ─► names the cell needs ─► Take ─► RunCell ─► weights back ─► results ─► out
-           (namespace_sync)                (task)     (GoHome, Settle)
+           (namespace_sync)                (task)     (WriteWeights, Settle)
 
 The pool decides what a task's end means: go on, leave the process groups, or start anew.
 """
@@ -34,7 +34,7 @@ from nbaccel.pool.task import TaskResult
 from nbaccel.supervision import outcome
 from nbaccel.supervision.outcome import CallOutcome
 from nbaccel.transfer.free_names import Names, names_of
-from nbaccel.transfer.function_pickling import open_parcel
+from nbaccel.transfer.function_pickling import open_payload
 from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
 from nbaccel.workers import requirements, worker_output
 
@@ -109,10 +109,10 @@ class Pool:
         self._state = PoolState.NEW
         self._workers: LiveGroup | None = None
         self._end: Callable[[], object] = lambda: None
-        self._flow = NamespaceSync(self._namespace, range(self.plan.num_processes))
+        self._namespace_sync = NamespaceSync(self._namespace, range(self.plan.num_processes))
         self._post_task: PostTask | None = None
         self._lock = threading.Lock()
-        self._footsteps = CwdEnvTracker()
+        self._cwd_env_tracker = CwdEnvTracker()
 
     # ---- what it is
 
@@ -194,7 +194,7 @@ class Pool:
             asked_ranks = ranks_of(ranks, self.num_processes)
             self._ready()
             names = names_of(cell_source.text)
-            self._send(self._flow.prepare(names, asked_ranks))
+            self._send(self._namespace_sync.prepare(names, asked_ranks))
             start_time = time.monotonic()
             # The task itself handles interrupts; what follows it must not be left half done.
             with uninterrupted():
@@ -276,7 +276,9 @@ class Pool:
             asked_ranks = ranks_of(ranks, self.num_processes)
             self._ready()
             wanted_names = Names(needed=frozenset(names), possible=frozenset())
-            prepared_update = self._flow.prepare(wanted_names, asked_ranks, force_send=True)
+            prepared_update = self._namespace_sync.prepare(
+                wanted_names, asked_ranks, force_send=True
+            )
             self._send(prepared_update)
             return prepared_update.nbytes if prepared_update is not None else 0
 
@@ -332,8 +334,8 @@ class Pool:
         live_group = self._ready()
         task_body = messages.RunCell(
             source=cell_source,
-            directory=self._footsteps.directory(),
-            environment=self._footsteps.environment(),
+            directory=self._cwd_env_tracker.directory(),
+            environment=self._cwd_env_tracker.environment(),
             logging=worker_output.as_configured(),
         )
         return live_group.run_tasks(
@@ -343,7 +345,7 @@ class Pool:
     def _after_cell(self, call_result: TaskResult) -> BaseException | None:
         """Update names, weights and process groups; returns the error of that, if any."""
         for rank, idle in call_result.idle.items():
-            self._flow.bound(rank, idle.bound)
+            self._namespace_sync.bound(rank, idle.bound)
         self._note_lost(call_result)
         if self._post_task is None or call_result.lost:
             return None
@@ -361,7 +363,7 @@ class Pool:
         """What a task has to raise, if it did not end well."""
         if call_result.interrupted:
             return LaunchInterrupted(user_messages.stopped_message(call_result))
-        closing_lines = user_messages.closing_lines(call_result, self._flow.reasons)
+        closing_lines = user_messages.closing_lines(call_result, self._namespace_sync.reasons)
         return outcome.call_error(call_result, self.plan, closing_lines=closing_lines)
 
     def _settle(self, call_result: TaskResult) -> None:
@@ -381,14 +383,14 @@ class Pool:
         with contextlib.closing(prepared_update):
             rank_tasks = {
                 rank: (
-                    messages.Take(cargo=prepared_update.message, wanted=wanted_names),
+                    messages.Take(update=prepared_update.message, wanted=wanted_names),
                     prepared_update.fds,
                 )
                 for rank, wanted_names in prepared_update.wanted.items()
             }
             with uninterrupted():
                 self._settle(self._workers.run_tasks(rank_tasks))
-                self._flow.taken(prepared_update)
+                self._namespace_sync.taken(prepared_update)
 
     def _fetch(
         self, names: tuple[str, ...], ranks: Sequence[int], *, single_values: bool
@@ -401,11 +403,11 @@ class Pool:
         fetched_values = []
         for pool_member in call_result.members:
             packed_values = (
-                pool_member.returned.parcel if pool_member.returned is not None else None
+                pool_member.returned.payload if pool_member.returned is not None else None
             )
             if packed_values is not None and pool_member.result_fd is not None:
                 fetched_values.append(
-                    open_parcel(packed_values, pool_member.result_fd, self._namespace)
+                    open_payload(packed_values, pool_member.result_fd, self._namespace)
                 )
         is_single_rank = single_values and len(ranks) == 1
         return {
@@ -418,7 +420,7 @@ class Pool:
     def bound_here(self, names: Sequence[str]) -> None:
         """Note that these names of the notebook hold what was pulled, which is not to be sent."""
         for rank in range(self.num_processes):
-            self._flow.bound(rank, names)
+            self._namespace_sync.bound(rank, names)
 
     # ---- inside
 
@@ -466,10 +468,12 @@ class Pool:
             # A finalizer, so that a pool that is dropped without stop() ends its workers too.
             self._end = weakref.finalize(self, live_group.end)
             # New, because new workers have received nothing.
-            self._flow = NamespaceSync(self._namespace, range(self.num_processes))
-            self._post_task = PostTask(live_group, self._flow, share_back=self.config.share_back)
+            self._namespace_sync = NamespaceSync(self._namespace, range(self.num_processes))
+            self._post_task = PostTask(
+                live_group, self._namespace_sync, share_back=self.config.share_back
+            )
             self.reason = ""
-            self._footsteps = CwdEnvTracker()
+            self._cwd_env_tracker = CwdEnvTracker()
             if self._dist:
                 live_group.everyone(messages.JoinAll())
         self._state = PoolState.RUNNING

@@ -215,6 +215,7 @@ class WorkerShell(InteractiveShell):
         super().__init__(  # type: ignore[no-untyped-call]
             config=config, display_pub_class=publisher
         )
+        ipython_private.keep_no_prints(self)
         for name, kind in (("debug", "line"), ("debug", "cell"), ("pdb", "line")):
             manager: Any = self.magics_manager
             manager.register_function(_no_debugger(name, rank), magic_kind=kind, magic_name=name)
@@ -247,10 +248,6 @@ class WorkerShell(InteractiveShell):
                 "allowed_getattr_external": _TRUSTED_NAMES,
                 "allowed_getitem_external": _TRUSTED_NAMES,
             }
-
-    def _tee(self, channel: str) -> Any:
-        """Copy nothing: IPython would keep all that is printed, for a history that is disabled."""
-        return contextlib.nullcontext()
 
     def ask_exit(self) -> NoReturn:
         """`exit` in a cell."""
@@ -323,7 +320,7 @@ class WorkerShell(InteractiveShell):
         return False
 
     @default("loop_runner")
-    def _default_loop_runner(self) -> Callable[[Coroutine[Any, Any, Any]], Any]:
+    def _cell_loop_runner(self) -> Callable[[Coroutine[Any, Any, Any]], Any]:
         return self._run_coroutine
 
     def _run_coroutine(self, cell_coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -6,8 +6,8 @@ names; here only the classes of DCP itself are looked up. A ``.distcp`` file is 
 archives: tensors, and objects that torch would unpickle without a check, too. Each is read as an
 archive with its checksums, and objects as plain data.
 
- Weights lie under ``model``, by name; the optimizer's state lies
-under ``optimizer``, by the number that its `state_dict` gives each parameter.
+Weights lie under ``model``, by name; the optimizer's state lies under ``optimizer``, by the number
+that its `state_dict` gives each parameter.
 """
 
 from __future__ import annotations

@@ -76,10 +76,10 @@ def call_results(members: Sequence[WorkerHandle]) -> tuple[list[Any], list[str]]
     return rank_values, lost_results
 
 
-def _open_result(result_message: Any, parcel_fd: int | None) -> Any:
-    if result_message.parcel is None or parcel_fd is None:
+def _open_result(result_message: Any, payload_fd: int | None) -> Any:
+    if result_message.payload is None or payload_fd is None:
         return UnsendableResult(result_message.unsendable)
-    return pickling.unpack(result_message.parcel, parcel_fd, {})
+    return pickling.unpack(result_message.payload, payload_fd, {})
 
 
 def call_error(
@@ -173,10 +173,10 @@ def _traceback_lines(raised_error: failure.RaisedError) -> str:
 
 
 def _original_error(member: WorkerHandle) -> PortableException | None:
-    if member.error is None or member.error[0].parcel is None or member.error[1] is None:
+    if member.error is None or member.error[0].payload is None or member.error[1] is None:
         return None
     try:
-        unpacked_error = pickling.unpack(member.error[0].parcel, member.error[1], {})
+        unpacked_error = pickling.unpack(member.error[0].payload, member.error[1], {})
     except Exception:  # its class cannot be imported here; the description is complete without it
         return None
     return unpacked_error if isinstance(unpacked_error, PortableException) else None

@@ -85,7 +85,7 @@ class Finder:
             self._last = find_arena(address, num_bytes)
         return self._last
 
-    def home_of(self, tensor_storage: torch.UntypedStorage) -> Arena | None:
+    def arena_of(self, tensor_storage: torch.UntypedStorage) -> Arena | None:
         """The arena that a storage lies in, if any."""
         on_host = tensor_storage.device.type == "cpu"
         return self(tensor_storage.data_ptr(), tensor_storage.nbytes()) if on_host else None
@@ -281,9 +281,9 @@ def _on_devices(
             if shared_module.path not in paths_left_out
             else {}
         )
-        for home_arena, slot in shared_module.slots if module_tensors else ():
+        for tensor_arena, slot in shared_module.slots if module_tensors else ():
             if module_tensors[slot.name].device.type != "cpu":
-                yield module_tensors[slot.name], slot.view(home_arena)
+                yield module_tensors[slot.name], slot.view(tensor_arena)
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -419,7 +419,7 @@ def _storage_spans(module_tensors: Iterable[torch.Tensor]) -> list[_Span]:
     arena_finder = Finder()
     for tensor in module_tensors:
         tensor_storage = tensor.untyped_storage()
-        if tensor.numel() == 0 or arena_finder.home_of(tensor_storage):
+        if tensor.numel() == 0 or arena_finder.arena_of(tensor_storage):
             continue
         low_byte, high_byte = _byte_extent(tensor)
         if tensor_storage.device.type != "cpu":
@@ -474,7 +474,7 @@ def _record_module(
         tensor_storage = tensor.untyped_storage()
         address, num_bytes = tensor_storage.data_ptr(), tensor_storage.nbytes()
         # A module of an earlier launch lies in an arena already: its slots point there.
-        arena = arena_finder.home_of(tensor_storage)
+        arena = arena_finder.arena_of(tensor_storage)
         if arena is not None:
             first_byte = address - arena.address
         else:

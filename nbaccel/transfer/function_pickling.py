@@ -27,7 +27,7 @@ from torch import nn
 from nbaccel.errors import InternalError
 from nbaccel.transfer import pickling
 
-__all__ = ["Reducer", "arriving", "open_parcel", "travels_by_value"]
+__all__ = ["Reducer", "open_payload", "travels_by_value", "unpickling_into"]
 
 
 ModulePlace = tuple[str, str]
@@ -45,17 +45,17 @@ _FUNCTION_ATTRIBUTES = (
 _NAME_READING_OPCODES = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
 
 
-def open_parcel(
+def open_payload(
     packed_object: pickling.PackedObject, file_descriptor: int, namespace: dict[str, Any]
 ) -> dict[str, Any]:
     """Open what `Namespace.pack` made in a worker: the values by name.
 
     Args:
         packed_object: The record that came with the descriptor.
-        file_descriptor: The parcel's memory file; the caller closes it.
-        namespace: The notebook's, which functions in the parcel get as their globals.
+        file_descriptor: The payload's memory file; the caller closes it.
+        namespace: The notebook's, which functions in the payload get as their globals.
     """
-    with arriving(namespace):
+    with unpickling_into(namespace):
         unpacked_values: dict[str, Any] = pickling.unpack(packed_object, file_descriptor, {})
     return unpacked_values
 
@@ -164,16 +164,18 @@ def travels_by_value(object_type: type) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Arrival:
+class _Unpickling:
     namespace: dict[str, Any]
     module: Callable[[str], nn.Module] | None
 
 
-_CURRENT_ARRIVAL: contextvars.ContextVar[_Arrival] = contextvars.ContextVar("nbaccel-arrival")
+_CURRENT_UNPICKLING: contextvars.ContextVar[_Unpickling] = contextvars.ContextVar(
+    "nbaccel-unpickling"
+)
 
 
 @contextlib.contextmanager
-def arriving(
+def unpickling_into(
     namespace: dict[str, Any], find_module: Callable[[str], nn.Module] | None = None
 ) -> Iterator[None]:
     """What is unpickled meanwhile belongs to this namespace.
@@ -182,11 +184,11 @@ def arriving(
         namespace: The globals that functions of cells get.
         find_module: Finds the module that a key names.
     """
-    context_token = _CURRENT_ARRIVAL.set(_Arrival(namespace, find_module))
+    context_token = _CURRENT_UNPICKLING.set(_Unpickling(namespace, find_module))
     try:
         yield
     finally:
-        _CURRENT_ARRIVAL.reset(context_token)
+        _CURRENT_UNPICKLING.reset(context_token)
 
 
 # What the pickle calls on the receiving side. The pickle contains their names, so both sides must
@@ -201,7 +203,7 @@ def _make_function(
     code_object: types.CodeType, function_name: str, closure_cells: tuple[types.CellType, ...]
 ) -> types.FunctionType:
     return types.FunctionType(
-        code_object, _CURRENT_ARRIVAL.get().namespace, function_name, None, closure_cells or None
+        code_object, _CURRENT_UNPICKLING.get().namespace, function_name, None, closure_cells or None
     )
 
 
@@ -220,7 +222,7 @@ def _finish_function(
 
 
 def _known(module_key: str, part_path: str) -> Any:
-    find_module = _CURRENT_ARRIVAL.get().module
+    find_module = _CURRENT_UNPICKLING.get().module
     if find_module is None:
         raise InternalError(
             f"{module_key}.{part_path} was named to a process that has received no modules."

@@ -278,7 +278,7 @@ def _token_of_block(named_value: Any) -> Hashable | None:
             and not named_value.__dict__
             and named_value.is_contiguous()
         )
-        if not is_ordinary or arena.Finder().home_of(named_value.untyped_storage()):
+        if not is_ordinary or arena.Finder().arena_of(named_value.untyped_storage()):
             return None
         return ("tensor", _hash_array(named_value.numpy()))
     if (

@@ -77,7 +77,7 @@ class PreparedUpdate:
     wanted: dict[int, tuple[str, ...]]
     """Per rank, the names to bind there."""
     nbytes: int
-    """Bytes that were copied for it: the parcels, and arenas made for modules."""
+    """Bytes that were copied for it: the payloads, and arenas made for modules."""
     settled: dict[int, _SettledState]
     arenas: dict[str, arena.Arena]
 
@@ -188,7 +188,7 @@ class NamespaceSync:
         ]
 
     @contextlib.contextmanager
-    def coming_home(self, module_records: Iterable[ModuleRecord]) -> Iterator[None]:
+    def taking_weights(self, module_records: Iterable[ModuleRecord]) -> Iterator[None]:
         """Weights of these modules come from the ranks within this block.
 
         What changes in their tensors is no news to the ranks: they are not asked to take it over.
@@ -227,13 +227,13 @@ class _UpdatePacking:
         *,
         force_send: bool,
     ) -> None:
-        self._flow = namespace_sync
+        self._namespace_sync = namespace_sync
         self._namespace = namespace_sync._namespace
         self._modules = namespace_sync._modules
         self._names = cell_names
         self._left_out = left_out
         self._forced = cell_names.needed if force_send else frozenset()
-        self._moment = NamespaceSnapshot(self._namespace, self._modules)
+        self._snapshot = NamespaceSnapshot(self._namespace, self._modules)
         self._found: dict[str, Fingerprint] = {}
         self._fds: list[int] = []
         self._nbytes = 0
@@ -244,14 +244,14 @@ class _UpdatePacking:
 
     def pack(self, rank_numbers: Sequence[int]) -> PreparedUpdate | None:
         for _ in range(_MAX_SURVEY_ROUNDS):
-            count_before = self._moment.news
+            count_before = self._snapshot.news
             self._found = self._look()
-            if self._moment.news == count_before:
+            if self._snapshot.news == count_before:
                 break
         # Grouped, because ranks mostly lack the same: one pickle then serves all of them.
         ranks_by_lack: dict[_RankLack, list[int]] = defaultdict(list)
         for rank in rank_numbers:
-            ranks_by_lack[self._lack(self._flow._ranks[rank])].append(rank)
+            ranks_by_lack[self._lack(self._namespace_sync._ranks[rank])].append(rank)
         update_parts: list[UpdatePart] = []
         shared_arenas: dict[str, arena.Arena] = {}
         settled_by_rank: dict[int, _SettledState] = {}
@@ -284,7 +284,9 @@ class _UpdatePacking:
         new_arenas = {
             module_key: found
             for module_key, found in shared_arenas.items()
-            if any(module_key not in self._flow._ranks[rank].arenas for rank in wanted_names)
+            if any(
+                module_key not in self._namespace_sync._ranks[rank].arenas for rank in wanted_names
+            )
         }
         for found in reversed(new_arenas.values()):
             # A copy, because it is closed after sending. In front: arenas come before the parts.
@@ -292,7 +294,7 @@ class _UpdatePacking:
         for variable_name in {
             variable_name for cell_names in wanted_names.values() for variable_name in cell_names
         }:
-            self._flow.reasons.pop(variable_name, None)
+            self._namespace_sync.reasons.pop(variable_name, None)
         return PreparedUpdate(
             message=NamespaceUpdate(
                 arenas=tuple(
@@ -324,7 +326,7 @@ class _UpdatePacking:
             if variable_name not in self._namespace:
                 continue
             try:
-                fingerprints[variable_name] = self._moment.fingerprint(
+                fingerprints[variable_name] = self._snapshot.fingerprint(
                     variable_name, self._namespace[variable_name]
                 )
             except Exception as pickling_error:  # pickling runs user code: it may raise anything
@@ -332,7 +334,7 @@ class _UpdatePacking:
                 continue
             unvisited.extend(sorted(fingerprints[variable_name].names))
             for module_key in self._reach(fingerprints[variable_name].modules):
-                unvisited.extend(sorted(self._moment.state(module_key).names))
+                unvisited.extend(sorted(self._snapshot.state(module_key).names))
         return fingerprints
 
     def _reach(self, module_keys: Iterable[str]) -> list[str]:
@@ -343,7 +345,7 @@ class _UpdatePacking:
             module_key = unvisited.popleft()
             if module_key not in reached_keys:
                 reached_keys[module_key] = None
-                unvisited.extend(sorted(self._moment.state(module_key).modules))
+                unvisited.extend(sorted(self._snapshot.state(module_key).modules))
         return list(reached_keys)
 
     def _lack(self, rank_state: _RankState) -> _RankLack:
@@ -392,8 +394,8 @@ class _UpdatePacking:
             module_change = difference(
                 module_key,
                 told_state,
-                self._moment.state(module_key),
-                self._moment.survey(module_key),
+                self._snapshot.state(module_key),
+                self._snapshot.survey(module_key),
                 adopt_weights=module_key in forced_keys,
             )
             module_record = self._modules.by_key(module_key)
@@ -419,7 +421,7 @@ class _UpdatePacking:
                 except ModelNotShareable as sharing_error:
                     if variable_name in self._names.needed:
                         raise
-                    self._flow.reasons[variable_name] = str(sharing_error)
+                    self._namespace_sync.reasons[variable_name] = str(sharing_error)
                     # A name that is only possibly read must not make the cell fail.
                     raise _LeaveOut([variable_name]) from sharing_error
         # The rest: modules that a changed attribute of a known module refers to.
@@ -460,7 +462,7 @@ class _UpdatePacking:
             ),
         )
         object_reducer = Reducer(self._namespace, self._places(rank_lack))
-        pickle_sender = pickling.Sender.create(self._moment.stand_ins())
+        pickle_sender = pickling.Sender.create(self._snapshot.stand_ins())
         pickle_sender.reduce = object_reducer
         try:
             packed_object, file_descriptor = pickling.pack(update_load, pickle_sender)
@@ -475,7 +477,7 @@ class _UpdatePacking:
         settled_state = self._settled_state(rank_lack, module_changes, rank_numbers)
         update_part = UpdatePart(
             ranks=rank_numbers,
-            parcel=packed_object,
+            payload=packed_object,
             sources=pickle_sender.sources | object_reducer.sources,
             forget=settled_state.forgotten,
             forget_arenas=settled_state.forgotten_arenas,
@@ -489,7 +491,7 @@ class _UpdatePacking:
         rank_numbers: tuple[int, ...],
     ) -> _SettledState:
         """What these ranks have once they have taken their part."""
-        group_ranks = [self._flow._ranks[number] for number in rank_numbers]
+        group_ranks = [self._namespace_sync._ranks[number] for number in rank_numbers]
         forgotten_keys = {
             module_key
             for rank_state in group_ranks
@@ -506,7 +508,7 @@ class _UpdatePacking:
                 variable_name: self._found[variable_name].token for variable_name in rank_lack.names
             },
             states={
-                module_key: self._moment.state(module_key)
+                module_key: self._snapshot.state(module_key)
                 for module_key in [*rank_lack.whole, *module_changes]
             },
             forgotten=tuple(sorted(forgotten_keys)),
@@ -525,7 +527,7 @@ class _UpdatePacking:
                 known_records = (
                     self._modules.by_key(module_key) for module_key in sorted(rank_lack.known)
                 )
-                place_table = self._moment.table(
+                place_table = self._snapshot.table(
                     module_record for module_record in known_records if module_record is not None
                 )
             return place_table.get(id(module_part))
@@ -537,7 +539,9 @@ class _UpdatePacking:
     def _refuse(self, variable_name: str, pickling_error: Exception) -> None:
         """Raise for a needed name; note the reason for others."""
         if variable_name not in self._names.needed:
-            self._flow.reasons[variable_name] = f"{type(pickling_error).__name__}: {pickling_error}"
+            self._namespace_sync.reasons[variable_name] = (
+                f"{type(pickling_error).__name__}: {pickling_error}"
+            )
             return
         culprit_path = pickling.find_in(
             self._namespace[variable_name], variable_name, can_pickle=self._pickles

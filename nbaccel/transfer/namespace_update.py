@@ -1,6 +1,6 @@
 """Records sent from the notebook to workers before a cell runs.
 
-descriptors of an update: [ arena | arena | … | parcel of part 0 | parcel of part 1 | … ]
+descriptors of an update: [ arena | arena | … | payload of part 0 | payload of part 1 | … ]
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The content of a parcel."""
+    """The content of a payload."""
 
     names: dict[str, Any]
     modules: tuple[tuple[str, Manifest, nn.Module], ...] = ()
@@ -51,7 +51,7 @@ class UpdatePart:
     """What a group of ranks that all lack the same gets."""
 
     ranks: tuple[int, ...]
-    parcel: PackedObject
+    payload: PackedObject
     sources: Mapping[str, list[str]]
     """Source lines of the cells that the functions in it come from."""
     forget: tuple[str, ...] = ()

@@ -67,10 +67,10 @@ class Sender:
         """A sender that has found nothing yet."""
         return cls(keys={}, stand_ins=stand_ins or {}, sources={}, arenas={})
 
-    def key(self, home_arena: arena.Arena) -> str:
+    def key(self, tensor_arena: arena.Arena) -> str:
         """Name an arena for the receiver."""
-        arena_key = self.keys.setdefault(id(home_arena), home_arena.key)
-        self.arenas[arena_key] = home_arena
+        arena_key = self.keys.setdefault(id(tensor_arena), tensor_arena.key)
+        self.arenas[arena_key] = tensor_arena
         return arena_key
 
 
@@ -85,7 +85,7 @@ def pack(
         limit_bytes: Give up when the pickle itself, without out-of-band blocks, grows beyond this.
 
     Returns:
-        The parcel and the file's descriptor, which the caller closes.
+        The payload and the file's descriptor, which the caller closes.
 
     Raises:
         TooCostly: If `limit_bytes` was reached.
@@ -154,7 +154,7 @@ def unpack(
     *,
     target_device: str = "cpu",
 ) -> Any:
-    """Open a parcel. Arrays and tensors in it view a private mapping of the file.
+    """Open a payload. Arrays and tensors in it view a private mapping of the file.
 
     Args:
         packed_object: The record that came with the descriptor.
@@ -162,7 +162,7 @@ def unpack(
         arena_table: This process's mappings of the arenas that the sender referred to.
         target_device: Where tensors go that lived on an accelerator at the sender's.
     """
-    # Private: a parcel goes to several ranks, and one rank's writes must not show in another.
+    # Private: a payload goes to several ranks, and one rank's writes must not show in another.
     file_mapping = shared_memory.Mapping(file_descriptor, packed_object.nbytes, is_private=True)
     # A context variable, because functions that a pickle calls can be given nothing but its data.
     context_token = _CURRENT_RECEIVER.set(_Receiver(arena_table, target_device))
@@ -225,11 +225,15 @@ class _StorageReducer:
         """In one step what torch takes four for: a model has hundreds of them."""
         tensor_storage = bare_tensor.untyped_storage()
         num_bytes, first_address = tensor_storage.nbytes(), tensor_storage.data_ptr()
-        home_arena = self._find(first_address, num_bytes) if num_bytes else None
+        tensor_arena = self._find(first_address, num_bytes) if num_bytes else None
         # Left to torch's own pickling, which calls back for the storage.
-        if home_arena is None:
+        if tensor_arena is None:
             return NotImplemented
-        arena_place = (self._sender.key(home_arena), first_address - home_arena.address, num_bytes)
+        arena_place = (
+            self._sender.key(tensor_arena),
+            first_address - tensor_arena.address,
+            num_bytes,
+        )
         tensor_geometry = (
             bare_tensor.storage_offset(),
             tuple(bare_tensor.shape),
@@ -246,17 +250,17 @@ class _StorageReducer:
     def _untyped(self, tensor_storage: torch.UntypedStorage) -> Any:
         num_bytes, first_address = tensor_storage.nbytes(), tensor_storage.data_ptr()
         on_host = tensor_storage.device.type == "cpu"
-        home_arena = self._find(first_address, num_bytes) if on_host and num_bytes else None
-        if home_arena is not None:
+        tensor_arena = self._find(first_address, num_bytes) if on_host and num_bytes else None
+        if tensor_arena is not None:
             return _arena_storage, (
-                self._sender.key(home_arena),
-                first_address - home_arena.address,
+                self._sender.key(tensor_arena),
+                first_address - tensor_arena.address,
                 num_bytes,
                 False,
             )
         if first_address in self._sender.stand_ins and not on_host:
-            home_arena, first_byte = self._sender.stand_ins[first_address]
-            return _arena_storage, (self._sender.key(home_arena), first_byte, num_bytes, True)
+            tensor_arena, first_byte = self._sender.stand_ins[first_address]
+            return _arena_storage, (self._sender.key(tensor_arena), first_byte, num_bytes, True)
         # An empty storage has no buffer to view.
         if num_bytes == 0:
             return torch.UntypedStorage, (0,)
@@ -407,7 +411,7 @@ def _write_file(
         blocks=tuple(block_spans),
         pickle=(next_byte, next_byte + pickle_stream.nbytes),
     )
-    file_descriptor = shared_memory.create_file("parcel", packed_object.nbytes)
+    file_descriptor = shared_memory.create_file("payload", packed_object.nbytes)
     with _closed_on_error(file_descriptor):
         for byte_span, memory_block in zip(block_spans, memory_blocks, strict=True):
             shared_memory.write_at(file_descriptor, memory_block, byte_span[0])

@@ -1,6 +1,6 @@
 """The modules that a worker received through an arena: what happens to their weights there.
 
-    staging files ◄───── write_home: rank 0's changed pages; of sharded tensors everyone's piece
+    staging files ◄───── write_weights: rank 0's changed pages; of sharded tensors everyone's piece
         │ read by the notebook, once every rank has written all of it
     arena file
         │ private map
@@ -86,7 +86,7 @@ class ReceivedModules:
         self._origins: dict[str, weight_checks.OriginalTensors] = {}
         self._reported: dict[str, str] = {}
         """Digests of what this rank has trained, as they were reported last, by module."""
-        self._at_home: dict[str, Hashable] = {}
+        self._notebook_states: dict[str, Hashable] = {}
         """Of the tensors that left the arena: the state in which they were last copied back."""
         self._has_stepped = False
         self._held = sharded_tensors.HeldParts()
@@ -124,12 +124,17 @@ class ReceivedModules:
         self._modules[module_key] = (module_manifest, module)
         self._origins[module_key] = weight_checks.original_tensors_of(module)
         self._reported.pop(module_key, None)
-        self._at_home[module_key] = self._departed_state(module_key)
+        self._notebook_states[module_key] = self._departed_state(module_key)
 
     def forget(self, module_keys: Iterable[str], arena_keys: Iterable[str]) -> None:
         """Drop the entries of what the notebook no longer has. What the worker still uses stays."""
         for key in module_keys:
-            for state_table in (self._modules, self._origins, self._reported, self._at_home):
+            for state_table in (
+                self._modules,
+                self._origins,
+                self._reported,
+                self._notebook_states,
+            ):
                 state_table.pop(key, None)
         # Tensors that still live in an arena keep its mapping alive without this entry.
         for key in arena_keys:
@@ -177,7 +182,7 @@ class ReceivedModules:
                 if sharded_tensors.full_shape(module_tensor) == arena_slot.shape:
                     sharded_tensors.fill_local_part(module_tensor, arena_slot.view(arena_mapping))
         # Adopting raises the version counters; without this it would look like training.
-        self._at_home[module_key] = self._departed_state(module_key)
+        self._notebook_states[module_key] = self._departed_state(module_key)
 
     # ------------------------------------------------------------------- to the notebook
 
@@ -250,7 +255,7 @@ class ReceivedModules:
         departed_state = self._departed_state(module_key)
         return departed_state is not None and (
             # Some optimizers write weights without raising torch's counter, hence the step as well.
-            self._has_stepped or departed_state != self._at_home[module_key]
+            self._has_stepped or departed_state != self._notebook_states[module_key]
         )
 
     def _departed_state(self, module_key: str) -> Hashable:
@@ -277,7 +282,7 @@ class ReceivedModules:
                 continue
             yield arena_slot, module_tensor, local_arena.mapping
 
-    def write_home(
+    def write_weights(
         self, staging_files: Mapping[str, int]
     ) -> tuple[weight_sync.WeightReport, dict[str, int]]:
         """Write what this rank owes of the changed modules into staging files.
@@ -326,7 +331,7 @@ class ReceivedModules:
     def settle(self) -> None:
         """The notebook has the weights: give back private pages that are equal to the arena's."""
         for key in self._modules:
-            self._at_home[key] = self._departed_state(key)
+            self._notebook_states[key] = self._departed_state(key)
         self._has_stepped = False
         self._seen.clear()
         for key, page_spans in self._written().items():

@@ -609,8 +609,8 @@ class WeightReceiver:
             (arena_slot.start, arena_slot.start + arena_slot.nbytes)
             for module in self._sharing.modules
             if module.path in stranded_modules
-            for home_arena, arena_slot in module.slots
-            if home_arena is arena
+            for tensor_arena, arena_slot in module.slots
+            if tensor_arena is arena
         )
 
     def close(self, close_files: Callable[[Sequence[int]], None] = shared_memory.close_all) -> None:

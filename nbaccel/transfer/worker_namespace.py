@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel.transfer import pickling, sharded_tensors, weight_sync
 from nbaccel.transfer.free_names import is_users
-from nbaccel.transfer.function_pickling import Reducer, arriving
+from nbaccel.transfer.function_pickling import Reducer, unpickling_into
 from nbaccel.transfer.namespace_update import Load, NamespaceUpdate
 from nbaccel.transfer.received_modules import ReceivedModules
 
@@ -45,7 +45,7 @@ class Namespace:
         self._user_ns = user_ns
         self._rank = own_rank
         self._device = target_device
-        self._arrivals = ReceivedModules(
+        self._received_modules = ReceivedModules(
             own_rank=own_rank, num_nodes=num_nodes, share_back=share_back
         )
         self._before: dict[str, int] = {}
@@ -63,16 +63,16 @@ class Namespace:
             file_descriptors: The descriptors that came with it; they stay the caller's.
             wanted_names: The names to bind.
         """
-        # Not strict: the descriptors of the parcels follow those of the arenas.
+        # Not strict: the descriptors of the payloads follow those of the arenas.
         for (arena_key, num_bytes), file_descriptor in zip(
             namespace_update.arenas, file_descriptors, strict=False
         ):
-            # Before the parcel is opened, which refers to these arenas.
-            self._arrivals.open_arena(arena_key, num_bytes, file_descriptor)
+            # Before the payload is opened, which refers to these arenas.
+            self._received_modules.open_arena(arena_key, num_bytes, file_descriptor)
         local_part = namespace_update.of(self._rank)
         if local_part is None:
             return
-        update_part, parcel_index = local_part
+        update_part, payload_index = local_part
         for variable_name, source_lines in update_part.sources.items():
             # No modification time, or linecache would look for the file and drop the lines.
             linecache.cache[variable_name] = (
@@ -81,18 +81,18 @@ class Namespace:
                 source_lines,
                 variable_name,
             )
-        with arriving(self._user_ns, self._arrivals.module):
+        with unpickling_into(self._user_ns, self._received_modules.module):
             update_load: Load = pickling.unpack(
-                update_part.parcel,
-                file_descriptors[parcel_index],
-                self._arrivals.mappings,
+                update_part.payload,
+                file_descriptors[payload_index],
+                self._received_modules.mappings,
                 target_device=self._device,
             )
         for arena_key, module_manifest, module in update_load.modules:
-            self._arrivals.add(arena_key, module_manifest, module)
+            self._received_modules.add(arena_key, module_manifest, module)
         for module_update in update_load.updates:
-            self._arrivals.apply(module_update)
-        self._arrivals.forget(update_part.forget, update_part.forget_arenas)
+            self._received_modules.apply(module_update)
+        self._received_modules.forget(update_part.forget, update_part.forget_arenas)
         self._user_ns.update(
             (variable_name, update_load.names[variable_name]) for variable_name in wanted_names
         )
@@ -122,9 +122,9 @@ class Namespace:
 
     def dirty(self) -> tuple[str, ...]:
         """Keys of the notebook's modules whose weights may have changed."""
-        return self._arrivals.dirty()
+        return self._received_modules.dirty()
 
-    def write_home(
+    def write_weights(
         self, staging_files: Mapping[str, int]
     ) -> tuple[weight_sync.WeightReport, dict[str, int]]:
         """Write the changed weights into staging files: rank 0 all, others their shards.
@@ -135,11 +135,11 @@ class Namespace:
         Returns:
             What was written, and the files of this rank's own that hold whole arenas, by key.
         """
-        return self._arrivals.write_home(staging_files)
+        return self._received_modules.write_weights(staging_files)
 
     def settle(self) -> None:
         """The notebook has the weights: share those pages again that are equal to the arena's."""
-        self._arrivals.settle()
+        self._received_modules.settle()
 
     # ------------------------------------------------------------------- to the notebook
 
@@ -151,7 +151,7 @@ class Namespace:
         which is of no use where there is no process group.
 
         Returns:
-            The parcel and its file's descriptor, which the caller closes.
+            The payload and its file's descriptor, which the caller closes.
 
         Raises:
             NameError: If a name is not bound here.
@@ -161,16 +161,16 @@ class Namespace:
         ]
         if missing_names:
             raise NameError(self._not_bound(missing_names), name=missing_names[0])
-        home_reducer = _HomeReducer(self._user_ns)
+        notebook_reducer = _NotebookReducer(self._user_ns)
         pickle_sender = pickling.Sender.create()
-        pickle_sender.reduce = home_reducer
+        pickle_sender.reduce = notebook_reducer
         packed_object, file_descriptor = pickling.pack(
             {variable_name: self._user_ns[variable_name] for variable_name in variable_names},
             pickle_sender,
         )
-        if home_reducer.pieces:
+        if notebook_reducer.pieces:
             sys.stderr.write(
-                f"nbaccel: rank {self._rank} has only a piece of {home_reducer.pieces} sharded "
+                f"nbaccel: rank {self._rank} has only a piece of {notebook_reducer.pieces} sharded "
                 f"tensor(s) in {', '.join(variable_names)}, and that is what comes. For all of it, "
                 "gather on all ranks in a cell first: accelerator.get_state_dict(m), or "
                 "full_tensor().\n"
@@ -191,7 +191,7 @@ class Namespace:
         return "\n".join(message_lines)
 
 
-class _HomeReducer(Reducer):
+class _NotebookReducer(Reducer):
     """Replaces what means nothing in the notebook: devices, process groups, wrappers."""
 
     def __init__(self, worker_namespace: dict[str, Any]) -> None:

@@ -196,14 +196,14 @@ class WorkerAssignment:
 class Job:
     """A call to make.
 
-    Descriptors: arenas, their staging files, the parcel's, the assignment's.
+    Descriptors: arenas, their staging files, the payload's, the assignment's.
     """
 
-    post: WorkerAssignment | None
+    assignment: WorkerAssignment | None
     """None for a worker that has one already."""
     arenas: tuple[tuple[str, int], ...]
     """Key and size in bytes of each arena."""
-    parcel: PackedObject | None
+    payload: PackedObject | None
     """The pickled `WorkerCall`; None if the worker was forked from the notebook and has it."""
     sources: dict[str, list[str]]
     random_states: bytes
@@ -295,10 +295,10 @@ class Leaves:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """The function returned. Descriptor: the parcel with the value, or none."""
+    """The function returned. Descriptor: the payload with the value, or none."""
 
     time: float
-    parcel: PackedObject | None
+    payload: PackedObject | None
     unsendable: str | None
     """Why the value could not be sent, if so."""
     home: Any
@@ -307,12 +307,12 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The function raised. Descriptor: the parcel with the exception, if it could be sent."""
+    """The function raised. Descriptor: the payload with the exception, if it could be sent."""
 
     time: float
     record: Any
     """`failure.FailureRecord`"""
-    parcel: PackedObject | None
+    payload: PackedObject | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,7 @@ class _LaunchStore:
         self._name = next_name
         self._create = create_store
         self._pid = os.getpid()
-        self._told = False
+        self._was_reported = False
 
     def __call__(
         self, host_name: str, store_port: int, rank: int, world_size: int, *args: Any, **kwargs: Any
@@ -72,9 +72,9 @@ class _LaunchStore:
 
     def _tell(self, host_name: str, store_port: int) -> None:
         # Once and from one rank: every rank is told the same address.
-        if self._told or self._place.rank != 0:
+        if self._was_reported or self._place.rank != 0:
             return
-        self._told = True
+        self._was_reported = True
         own_place = self._place
         sys.stderr.write(
             f"nbaccel: init_process_group was told to meet at {host_name}:{store_port}; the ranks "

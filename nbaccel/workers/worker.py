@@ -233,18 +233,18 @@ def serve_job(
     inheritance: Inheritance | None,
 ) -> None:
     """Run one job as a launch's worker, and stay until the notebook lets it leave."""
-    if job.post is None:
+    if job.assignment is None:
         raise InternalError(
             f"a job with {len(file_descriptors)} descriptors came without an assignment. Please "
             "report this."
         )
     try:
-        worker_context = settle_in_process(job.post, file_descriptors)
+        worker_context = settle_in_process(job.assignment, file_descriptors)
         worker_output.forward_displays(notebook_channel.send)
         metrics_reporter.begin(notebook_channel, worker_context.hardware, worker_context.device)
         rendezvous.meet_here(worker_context.place, rendezvous.group_names())
     except BaseException as raised_error:  # the notebook waits for a report, whatever it is
-        report(notebook_channel, raised_error, Topology.from_json(job.post.topology).rank)
+        report(notebook_channel, raised_error, Topology.from_json(job.assignment.topology).rank)
     else:
         # After the set-up: an interrupt during it is a failure, and not the unwinding of user code.
         signal.signal(signal.SIGINT, _interrupt(notebook_channel))
@@ -283,13 +283,13 @@ class Work:
     ) -> None:
         self._channel = notebook_channel
         self._job = job
-        self._seat = worker_context
+        self._worker_context = worker_context
         self._rank = worker_context.place.rank
         self._forked_here = inheritance is not None
         arena_keys = [arena_key for arena_key, _ in job.arenas]
         other_fds = list(file_descriptors)
-        # The order of the descriptors is that of `messaging.Job`: arenas, staging files, parcel.
-        self._parcel_fd = other_fds.pop() if job.parcel is not None else None
+        # The order of the descriptors is that of `messaging.Job`: arenas, staging files, payload.
+        self._payload_fd = other_fds.pop() if job.payload is not None else None
         self._arena_fds, self._staging = (
             other_fds[: len(arena_keys)],
             dict(zip(arena_keys, other_fds[len(arena_keys) :], strict=False)),
@@ -312,7 +312,7 @@ class Work:
             self._hand_over(returned_value, weight_report)
 
     def _prepare(self, clean_up: contextlib.ExitStack) -> tuple[WorkerCall, WeightWriter]:
-        job, place = self._job, self._seat.place
+        job, place = self._job, self._worker_context.place
         for file_name, source_lines in job.sources.items():
             # Without a modification time, or linecache would look for the file and drop the lines.
             linecache.cache[file_name] = (
@@ -321,11 +321,11 @@ class Work:
                 source_lines,
                 file_name,
             )
-        call, arena_mappings = self._open(self._seat.device)
+        call, arena_mappings = self._open(self._worker_context.device)
         # After unpickling, which may run user code that draws random numbers.
         restore_random_states(job.random_states)
         # After unpickling, which imports libraries that configure their own loggers.
-        self._seat.logging.follow(job.logging)
+        self._worker_context.logging.follow(job.logging)
         weight_writer = WeightWriter(
             own_rank=place.local_rank,
             shared_modules=call.modules,
@@ -347,9 +347,9 @@ class Work:
                 arena_mapping.replace(self._inheritance.arena_fds[arena_key], is_private=True)
             call = self._inheritance.call
             return replace(call, function=_looked_up(call.function)), self._inheritance.arenas
-        if self._job.parcel is None or self._parcel_fd is None:
+        if self._job.payload is None or self._payload_fd is None:
             raise InternalError(
-                f"worker {self._rank} got no parcel, only {len(self._arena_fds)} arenas: there is "
+                f"worker {self._rank} got no payload, only {len(self._arena_fds)} arenas: there is "
                 "nothing to run. Please report this."
             )
         arena_mappings = {
@@ -359,7 +359,7 @@ class Work:
             )
         }
         call = pickling.unpack(
-            self._job.parcel, self._parcel_fd, arena_mappings, target_device=target_device
+            self._job.payload, self._payload_fd, arena_mappings, target_device=target_device
         )
         return call, arena_mappings
 

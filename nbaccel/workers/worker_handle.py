@@ -55,7 +55,7 @@ class WorkerHandle:
     result_fd: int | None = None
     record: failure.FailureRecord | None = None
     error: tuple[messaging.Failed, int | None] | None = None
-    """The message and the descriptor of its exception's parcel."""
+    """The message and the descriptor of its exception's payload."""
     whereabouts: messaging.Whereabouts | None = None
     """Where a pool's worker was by its latest answer."""
     stack_text: str = ""
@@ -124,7 +124,7 @@ class WorkerHandle:
 
     def forget_call(self) -> None:
         """Drop what is known of its last call."""
-        self._close_parcels()
+        self._close_payloads()
         self.returned = self.record = self.whereabouts = None
         self.is_stopped = False
 
@@ -259,12 +259,12 @@ class WorkerHandle:
         for file_descriptor in self.pipes:
             os.close(file_descriptor)
         self.pipes.clear()
-        self._close_parcels()
+        self._close_payloads()
 
-    def _close_parcels(self) -> None:
-        parcel_fds = (self.result_fd, self.error[1] if self.error else None)
+    def _close_payloads(self) -> None:
+        payload_fds = (self.result_fd, self.error[1] if self.error else None)
         shared_memory.close_all(
-            [file_descriptor for file_descriptor in parcel_fds if file_descriptor is not None]
+            [file_descriptor for file_descriptor in payload_fds if file_descriptor is not None]
         )
         self.result_fd = self.error = None
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
+import sys
 
 import pytest
 
@@ -113,6 +115,36 @@ def test_what_is_allowed_is_used():
         for name in sorted(names - {found for _, found in _used(files[path].tree, frozenset())})
     ]
     assert unused == []
+
+
+def _overridden(tree: ast.Module) -> list[str]:
+    """Private methods of other packages' classes that a class of this module replaces."""
+    imported = {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level
+        for alias in node.names
+    }
+    found = []
+    for node in ast.walk(tree):
+        bases = node.bases if isinstance(node, ast.ClassDef) else []
+        for module, name in (imported[b.id] for b in bases if getattr(b, "id", "") in imported):
+            if module.split(".")[0] not in ("nbaccel", "deepspeed", *sys.stdlib_module_names):
+                base = getattr(importlib.import_module(module), name)
+                methods = (m.name for m in node.body if isinstance(m, ast.FunctionDef))  # type: ignore[attr-defined]
+                found += [m for m in methods if _is_private(m) and hasattr(base, m)]
+    return found
+
+
+def test_no_private_method_of_others_is_replaced():
+    """One that is renamed there would be called no more, and nobody would be told."""
+    assert [(f.name, m) for f in package_files() for m in _overridden(f.tree)] == []
+
+
+def test_a_replaced_one_would_be_found():
+    code = "from IPython.core.interactiveshell import InteractiveShell\n"
+    code += "class Shell(InteractiveShell):\n    def _showtraceback(self): ..."
+    assert _overridden(ast.parse(code)) == ["_showtraceback"]
 
 
 @pytest.mark.parametrize(

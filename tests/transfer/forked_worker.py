@@ -14,7 +14,7 @@ import torch
 from nbaccel.pool.post_task import staged
 from nbaccel.transfer import arena
 from nbaccel.transfer.free_names import names_of
-from nbaccel.transfer.function_pickling import open_parcel
+from nbaccel.transfer.function_pickling import open_payload
 from nbaccel.transfer.namespace_sync import NamespaceSync
 from nbaccel.transfer.shared_memory import closing_files
 from nbaccel.transfer.worker_namespace import Namespace
@@ -59,17 +59,17 @@ class Forked:
     def _home(self, dirty: tuple[str, ...]) -> None:
         records = self.flow.records(dirty)
         arenas = {key: found for record in records for key, found in record.arenas().items()}
-        with staged(records, arenas) as homecoming:
-            files = [homecoming.staging[key] for key in arenas]
+        with staged(records, arenas) as weight_receiver:
+            files = [weight_receiver.staging[key] for key in arenas]
             (report, keys), whole = self._ask(("home", tuple(arenas)), files)
-            with closing_files(*whole), self.flow.coming_home(records):
-                homecoming.apply([report], dict(zip(keys, whole, strict=True)))
+            with closing_files(*whole), self.flow.taking_weights(records):
+                weight_receiver.apply([report], dict(zip(keys, whole, strict=True)))
         self._ask(("settle",))
 
     def pull(self, *names: str) -> dict[str, Any]:
         box, (fd,) = self._ask(("pull", names))
         with closing_files(fd):
-            return open_parcel(box, fd, self.ns)
+            return open_payload(box, fd, self.ns)
 
     def _ask(self, question: tuple[Any, ...], fds: Any = ()) -> tuple[Any, list[int]]:
         self._channel.send(question, fds)
@@ -117,7 +117,7 @@ def _answer(
                 run(text, ns)
                 answer = (namespace.bound(), namespace.dirty())
             case ("home", keys):
-                report, whole = namespace.write_home(dict(zip(keys, fds, strict=True)))
+                report, whole = namespace.write_weights(dict(zip(keys, fds, strict=True)))
                 answer = (report, tuple(whole))
                 channel.send((answer, None), list(whole.values()))
                 return

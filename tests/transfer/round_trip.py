@@ -1,6 +1,6 @@
 """A model's way to a worker and home again, within one process: the worker's side is a private map.
 
-notebook's module ─ share ─► arena ─ parcel ─► worker's module ─ write ─► staging ─► home
+notebook's module ─ share ─► arena ─ payload ─► worker's module ─ write ─► staging ─► home
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Worker:
             key: shared_memory.Mapping(found.fd, found.nbytes, is_private=True)
             for key, found in trip.arenas.items()
         }
-        call = pickling.unpack(trip.parcel, trip.fd, self.mappings)
+        call = pickling.unpack(trip.payload, trip.fd, self.mappings)
         self.args, modules = call
         self.homebound = weight_sync.WeightWriter(
             own_rank=rank,
             shared_modules=modules,
             arena_mappings=self.mappings,
-            staging_files=trip.homecoming.staging,
+            staging_files=trip.weight_receiver.staging,
         )
 
 
@@ -45,9 +45,9 @@ class Trip:
             sender.key(found)
         manifests = weight_sync.module_manifests(self.sharing, sender.keys)
         modules = tuple(zip(manifests, (m.module for m in self.sharing.modules), strict=True))
-        self.parcel, self.fd = pickling.pack((args, modules), sender)
+        self.payload, self.fd = pickling.pack((args, modules), sender)
         self.arenas = dict(sender.arenas)
-        self.homecoming = WeightReceiver(self.sharing, self.arenas)
+        self.weight_receiver = WeightReceiver(self.sharing, self.arenas)
 
     def worker(self, rank: int = 0) -> Worker:
         return Worker(self, rank)
@@ -55,11 +55,11 @@ class Trip:
     def come_home(self, *workers: Worker) -> weight_sync.WeightReport:
         """All ranks have returned; the first worker's report is given back."""
         reports = [worker.homebound.write() for worker in workers]
-        self.homecoming.apply(reports)
+        self.weight_receiver.apply(reports)
         return reports[0]
 
     def close(self) -> None:
-        self.homecoming.close(close_all)
+        self.weight_receiver.close(close_all)
         with contextlib.suppress(OSError):
             os.close(self.fd)
 

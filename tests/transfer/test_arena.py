@@ -24,7 +24,7 @@ def fds() -> int:
 
 
 def in_arena(tensor: torch.Tensor) -> bool:
-    return arena.Finder().home_of(tensor.untyped_storage()) is not None
+    return arena.Finder().arena_of(tensor.untyped_storage()) is not None
 
 
 def snapshot(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -291,7 +291,7 @@ def test_a_module_travels_by_the_arena_and_once(pair: Pair) -> None:
     first = pair.send(names_of("model"))
     assert first is not None
     assert first.nbytes > 2**20
-    assert first.message.parts[0].parcel.nbytes < 2**12
+    assert first.message.parts[0].payload.nbytes < 2**12
     assert [key for key, _ in first.message.arenas]
     pair.notebook("again = {'m': model, 'w': model.weight}")
     second = pair.send(names_of("again"))

@@ -118,7 +118,7 @@ def test_a_frozen_base_is_not_copied(launch: Launch) -> None:
     worker = trip.worker()
     worker.homebound.watch_first_step()
     step(worker.args[0], torch.optim.SGD)
-    (staging,) = trip.homecoming.staging.values()
+    (staging,) = trip.weight_receiver.staging.values()
     trip.come_home(worker)
     assert disk_bytes(staging) < 8 * PAGE_BYTES, "256 KiB of frozen weights stay where they are"
     assert_equal(module, values(worker.args[0]))
@@ -141,7 +141,7 @@ def test_a_change_without_an_optimizer_comes_home(launch: Launch) -> None:
 def test_nothing_written_is_nothing_copied(launch: Launch) -> None:
     module = Net()
     before, trip = values(module), launch(module)
-    (staging,) = trip.homecoming.staging.values()
+    (staging,) = trip.weight_receiver.staging.values()
     trip.come_home(trip.worker())
     assert disk_bytes(staging) == 0
     assert_equal(module, before)
@@ -346,22 +346,22 @@ def is_open(fd: int) -> bool:
 
 
 def test_an_interrupt_in_the_midst_of_closing_costs_no_staging_file(launch):
-    homecoming = launch(Net()).homecoming
-    (fd,) = homecoming.staging.values()
+    weight_receiver = launch(Net()).weight_receiver
+    (fd,) = weight_receiver.staging.values()
 
     def interrupted_before_it_closes(fds: Sequence[int]) -> None:
         signal.raise_signal(signal.SIGINT)
         shared_memory.close_all(fds)
 
     with pytest.raises(KeyboardInterrupt):
-        homecoming.close(interrupted_before_it_closes)
+        weight_receiver.close(interrupted_before_it_closes)
     assert not is_open(fd)
 
 
 def test_an_interrupt_while_the_template_is_told_costs_no_staging_file(launch, monkeypatch):
     """The block that holds interrupts back holds them in the blocks inside it, too."""
-    homecoming = launch(Net()).homecoming
-    (fd,) = homecoming.staging.values()
+    weight_receiver = launch(Net()).weight_receiver
+    (fd,) = weight_receiver.staging.values()
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     monkeypatch.setattr(template_prestart, "current", lambda: SimpleNamespace(socket=here))
     monkeypatch.setattr(messaging.Channel, "send", lambda *_: signal.raise_signal(signal.SIGINT))
@@ -369,7 +369,7 @@ def test_an_interrupt_while_the_template_is_told_costs_no_staging_file(launch, m
 
     def to_the_end() -> None:
         with process_death.uninterrupted():
-            homecoming.close(template.dispose)
+            weight_receiver.close(template.dispose)
             went_on.append(True)
 
     with here, there, pytest.raises(KeyboardInterrupt):

@@ -12,7 +12,7 @@ from typing import Any
 
 from nbaccel.pool.post_task import staged
 from nbaccel.transfer.free_names import Names, names_of
-from nbaccel.transfer.function_pickling import open_parcel
+from nbaccel.transfer.function_pickling import open_payload
 from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
 from nbaccel.transfer.shared_memory import closing_files
 from nbaccel.transfer.worker_namespace import Namespace
@@ -32,7 +32,7 @@ class Worker:
         self.namespace = Namespace(self.ns, own_rank=rank, target_device="cpu")
 
     def mappings(self) -> list[Any]:
-        return list(self.namespace._arrivals.mappings.values())
+        return list(self.namespace._received_modules.mappings.values())
 
     def written(self) -> list[Any]:
         return [span for mapping in self.mappings() for span in mapping.written()]
@@ -40,7 +40,7 @@ class Worker:
     def pull(self, *names: str, into: dict[str, Any]) -> dict[str, Any]:
         box, fd = self.namespace.pack(names)
         with closing_files(fd):
-            return open_parcel(box, fd, into)
+            return open_payload(box, fd, into)
 
 
 class Pair:
@@ -107,11 +107,13 @@ class Pair:
         workers = [worker for worker in self.workers if not ranks or worker.rank in ranks]
         records = self.flow.records({key for w in workers for key in w.namespace.dirty()})
         arenas = {key: found for record in records for key, found in record.arenas().items()}
-        with staged(records, arenas) as homecoming:
-            written = [worker.namespace.write_home(homecoming.staging) for worker in workers]
+        with staged(records, arenas) as weight_receiver:
+            written = [
+                worker.namespace.write_weights(weight_receiver.staging) for worker in workers
+            ]
             reports = [report for report, _ in written]
-            with self.flow.coming_home(records):
-                homecoming.apply(
+            with self.flow.taking_weights(records):
+                weight_receiver.apply(
                     reports, {k: fd for _, whole in written for k, fd in whole.items()}
                 )
         for worker in workers:

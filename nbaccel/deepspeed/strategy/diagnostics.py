@@ -51,7 +51,7 @@ class Troubles:
         self._bad: torch.Tensor | None = None
         self._bad_steps = 0
         self._stuck_steps = 0
-        self._told = False
+        self._was_warned = False
 
     def see_loss(self, loss: torch.Tensor) -> None:
         """Note whether it is a number, without waiting for the device.
@@ -93,9 +93,9 @@ class Troubles:
             raise TrainingDiverged(self._scale_text(f"stayed there for {PATIENCE} steps"))
         if is_bad and self._in_fp16 and self._bad_steps >= PATIENCE:
             raise TrainingDiverged(self._nan_text(skipped=skipped))
-        if is_bad and not self._told:
+        if is_bad and not self._was_warned:
             # Once: a loss that has become NaN usually stays so, in every step to come.
-            self._told = True
+            self._was_warned = True
             warnings.warn(self._nan_text(skipped=skipped), stacklevel=2)
 
     @property

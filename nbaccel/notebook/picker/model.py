@@ -109,9 +109,9 @@ class PickerModel:
         self.remarks: tuple[str, ...] = ()
         self._config = RunConfig() if config is None else run_config_of(config)
         self._module = model
-        self._yardstick = None
+        self._memory_model = None
         if model is not None:
-            self._yardstick = MemoryModel(
+            self._memory_model = MemoryModel(
                 model=model, sample_batch=sample_batch, inventory=self.inventory
             )
         self._past: list[RunConfig] = []
@@ -337,7 +337,7 @@ class PickerModel:
 
     def _measured(self) -> tuple[MemoryNeed | None, str]:
         """The need, or why it cannot be estimated."""
-        if self._yardstick is None or self.plan is None:
+        if self._memory_model is None or self.plan is None:
             return None, ""
         try:
             chosen_form, strategy_document = next(
@@ -348,7 +348,9 @@ class PickerModel:
                 ),
                 (None, {}),
             )
-            return self._yardstick.need(self._config, self.plan, chosen_form, strategy_document), ""
+            return self._memory_model.need(
+                self._config, self.plan, chosen_form, strategy_document
+            ), ""
         except ConfigError as error:
             return None, error.mistakes[0]
 
@@ -369,7 +371,7 @@ class PickerModel:
     def _judge(self) -> FitVerdict:
         if self.plan is None:
             return FitVerdict(None, "This machine cannot serve what is chosen.", self.problems[0])
-        if self._yardstick is None:
+        if self._memory_model is None:
             return FitVerdict(
                 None, "Memory is not shown.", "Give the model: configure(model, batch)."
             )
@@ -396,7 +398,7 @@ class PickerModel:
                 ),
             )
         )
-        no_batch_text = "" if self._yardstick.sample_batch is not None else _NO_BATCH
+        no_batch_text = "" if self._memory_model.sample_batch is not None else _NO_BATCH
         return FitVerdict(True, f"Fits: {needs_text}.", no_batch_text)
 
     # ------------------------------------------------------------------- faces
@@ -426,7 +428,7 @@ class PickerModel:
 
     def _filled(self) -> list[tuple[SettingsForm, FilledConfig]]:
         """Each strategy's own configuration, with ``"auto"`` filled in."""
-        sample_batch = None if self._yardstick is None else self._yardstick.sample_batch
+        sample_batch = None if self._memory_model is None else self._memory_model.sample_batch
         return self._once(
             "filled",
             lambda: [
@@ -463,9 +465,9 @@ class PickerModel:
         return suggestion.headline
 
     def _suggester(self) -> Suggester:
-        if self._yardstick is None:
+        if self._memory_model is None:
             raise ConfigError(f"Nothing can be suggested for model={self._module}: give a model.")
-        return Suggester(self._yardstick)
+        return Suggester(self._memory_model)
 
     def rehearse(self) -> None:
         """Measure activations of all precisions now, so that no later choice waits for that.
@@ -473,7 +475,7 @@ class PickerModel:
         Each is a forward and backward pass without memory: seconds for a large model. A second
         time it costs nothing.
         """
-        if self._yardstick is None or self._yardstick.sample_batch is None:
+        if self._memory_model is None or self._memory_model.sample_batch is None:
             return
         for variant_config in _config_variants(self):
             with contextlib.suppress(ConfigError):  # reported when it is chosen
@@ -481,7 +483,7 @@ class PickerModel:
                     settings_form.batch_size(settings_form.document(variant_config) or {})
                     for settings_form in settings_forms()
                 )
-                self._yardstick.activation_bytes(
+                self._memory_model.activation_bytes(
                     variant_config, next(filter(None, batch_sizes), None)
                 )
 

@@ -36,13 +36,13 @@ class Suggester:
     """Finds settings for one model.
 
     Args:
-        yardstick: Measures them.
+        memory_model: Measures them.
     """
 
-    def __init__(self, yardstick: MemoryModel) -> None:
-        self._yardstick = yardstick
+    def __init__(self, memory_model: MemoryModel) -> None:
+        self._memory_model = memory_model
         # Once, because it searches all modules of the model.
-        self._recomputes = gradient_checkpointing.checkpoints_gradients(yardstick.model)
+        self._recomputes = gradient_checkpointing.checkpoints_gradients(memory_model.model)
 
     def suggest(self, config: RunConfig) -> Suggestion:
         """The fastest settings that fit, with the precision and processes that are chosen.
@@ -56,15 +56,15 @@ class Suggester:
         Raises:
             ConfigError: Nothing fits.
         """
-        plan = resolve(config, self._yardstick.inventory)
+        plan = resolve(config, self._memory_model.inventory)
         for settings_form in settings_forms():
             suggestion = settings_form.advised(
                 config,
                 plan,
-                self._yardstick.model,
-                self._yardstick.sample_batch,
+                self._memory_model.model,
+                self._memory_model.sample_batch,
                 checkpoints=self._recomputes,
-                inventory=self._yardstick.inventory,
+                inventory=self._memory_model.inventory,
             )
             if suggestion is not None:
                 return suggestion
@@ -82,7 +82,7 @@ class Suggester:
         for candidate_name, candidate_config in self._candidates(config):
             if self._lacking(candidate_config) == 0:
                 return f"{candidate_name} would fit: press Suggest."
-        batch_remedy = "a smaller batch, " if self._yardstick.sample_batch is not None else ""
+        batch_remedy = "a smaller batch, " if self._memory_model.sample_batch is not None else ""
         return f"Nothing on the ladder fits: take {batch_remedy}more devices, or a smaller model."
 
     def _by_estimates(self, config: RunConfig) -> Suggestion:
@@ -114,7 +114,7 @@ class Suggester:
     def _candidates(self, config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         """Ways to train, the fastest first, each with its name."""
         can_recompute = self._recomputes
-        can_checkpoint = gradient_checkpointing.can_checkpoint_gradients(self._yardstick.model)
+        can_checkpoint = gradient_checkpointing.can_checkpoint_gradients(self._memory_model.model)
         # Without ZeRO and recomputation first: what needs neither is the fastest.
         replicated_config = config.changed(
             zero_stage=None, deepspeed=None, activation_checkpointing=False
@@ -128,14 +128,14 @@ class Suggester:
             )
 
     def _lacking(self, config: RunConfig) -> int:
-        yardstick = self._yardstick
-        plan = resolve(config, yardstick.inventory)
+        memory_model = self._memory_model
+        plan = resolve(config, memory_model.inventory)
         chosen_form = next(
             (chosen_form for chosen_form in settings_forms() if chosen_form.is_chosen(config)), None
         )
         strategy_document = None
         if chosen_form is not None:
             strategy_document = chosen_form.filled_in(
-                config, plan, yardstick.model, yardstick.sample_batch
+                config, plan, memory_model.model, memory_model.sample_batch
             ).config
-        return yardstick.need(config, plan, chosen_form, strategy_document or {}).lacking
+        return memory_model.need(config, plan, chosen_form, strategy_document or {}).lacking

@@ -231,7 +231,7 @@ class PickerView:
         self._told_elsewhere: list[SettingField] = []
         self._said: tuple[str, ...] = ()
         self._wrong: tuple[str, ...] = ()
-        front_widget, self._told = self._shared.new_html(), self._shared.new_html()
+        front_widget, self._messages = self._shared.new_html(), self._shared.new_html()
         front_widget.value = front_html(hidden_class)
         panel_boxes = {panel_name: self._panel(panel_name) for panel_name in panel_names}
         self._parts: list[MemoryPanel | FacesPanel | FilesPanel | ActionsRow] = []
@@ -321,7 +321,7 @@ class PickerView:
 
     def _tell(self) -> None:
         remarks = dict.fromkeys([*self._said, *self._model.remarks])
-        self._told.value = error_html(self._wrong) + remarks_html(remarks)
+        self._messages.value = error_html(self._wrong) + remarks_html(remarks)
 
     def _choose(self, field: SettingField, value: Any) -> None:
         self.carry_out(lambda: self._model.choose(field.setting.name, value), field=field)
@@ -329,7 +329,7 @@ class PickerView:
     # ---------------------------------------------------------------- building
     def _whole(self, panels: dict[str, w.Widget], *, is_whole: bool) -> list[w.Widget]:
         if not is_whole:
-            return [self._shared.new_box(list(panels.values())), self._told]
+            return [self._shared.new_box(list(panels.values())), self._messages]
         files = FilesPanel(self._model, self._shared, self.carry_out)
         actions = ActionsRow(self._model, self._shared, self.carry_out)
         memory, faces = (
@@ -345,7 +345,7 @@ class PickerView:
             [first.add_class("nbaccel-column"), second.add_class("nbaccel-column")],
             layout=self._shared.layout,
         ).add_class("nbaccel-columns")
-        return [actions.box, self._told, columns, files.section.box]
+        return [actions.box, self._messages, columns, files.section.box]
 
     def _panel(self, name: str) -> w.Widget:
         settings = self._model.settings(name)

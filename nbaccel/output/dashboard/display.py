@@ -88,7 +88,7 @@ class Dashboard:
         self._id = uuid.uuid4().hex
         self._panel: StopPanel | None = None
         self._shows_panel = False
-        self._told = False  # whether something has been shown
+        self._was_shown = False  # whether something has been shown
         self._stands = False  # whether it is still there
         self._has_news = False
         self._drawn_at = 0.0
@@ -137,7 +137,7 @@ class Dashboard:
             self._draw()
         else:
             self._add_line()
-        self._told = True
+        self._was_shown = True
 
     def _add_line(self) -> None:
         if self.board.seconds < self._next_line:
@@ -176,7 +176,7 @@ class Dashboard:
         if self._stop is None or self._shows_panel:
             return False
         if self._panel is None:
-            if not self._told and may_be_heard():
+            if not self._was_shown and may_be_heard():
                 self._panel = self._new_panel()
         elif self._panel.is_heard:
             self._shows_panel = True
@@ -246,9 +246,9 @@ class Dashboard:
             if has_failed
             else ""
         )
-        if self._told and self._in_place:
+        if self._was_shown and self._in_place:
             self._place(drawing.final_html(run_board), drawing.summary_line(run_board))
-        elif self._told:
+        elif self._was_shown:
             self._say(_with_prefix(drawing.summary_line(run_board)))
         if stop_panel is not None:
             stop_panel.close()
