@@ -161,15 +161,7 @@ def _make_supervisor(worker_group: WorkerGroup) -> LaunchSupervisor:
 def _choose_starter(packed_call: PackedCall) -> Starter:
     if packed_call.payload is not None:
         return TemplateStarter()
-    return ForkStarter(
-        worker.Inheritance(
-            call=packed_call.call,
-            arenas=packed_call.arenas,
-            arena_fds={
-                arena_key: call_arena.fd for arena_key, call_arena in packed_call.arenas.items()
-            },
-        )
-    )
+    return ForkStarter(worker.Inheritance(call=packed_call.call, arenas=packed_call.arenas))
 
 
 def job_of(

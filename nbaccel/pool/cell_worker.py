@@ -55,8 +55,8 @@ def serve_cells(
         worker_inheritance: What came with the fork, if it was from the notebook itself.
     """
     if worker_inheritance is not None:
-        # The table came along by fork; what is sent from here must not refer to those arenas.
-        arena.forget_arenas()
+        # A module that was imported before the fork may hold a model of the notebook.
+        arena.make_arenas_private()
     cell_worker = _CellWorker(notebook_channel, join_pool, file_descriptors)
     cell_worker.loop()
 

@@ -96,8 +96,14 @@ def living_arenas() -> list[Arena]:
     return list(_LIVING_ARENAS)
 
 
-def forget_arenas() -> None:
-    """Regard no memory as shared any more, in a forked child: what it sends carries its values."""
+def make_arenas_private() -> None:
+    """Cut a forked child off from the notebook's arenas.
+
+    What it writes stays its own, also into a model that the call does not know of, such as one in
+    an imported module; and what it sends carries values instead of references to these arenas.
+    """
+    for arena in tuple(_LIVING_ARENAS):
+        arena.replace(arena.fd, is_private=True)
     _LIVING_ARENAS.clear()
 
 

@@ -89,7 +89,6 @@ class Inheritance:
     call: WorkerCall | None = None
     """What to call; None in a pool's worker, which gets its calls later."""
     arenas: Mapping[str, shared_memory.Mapping] = field(default_factory=dict)
-    arena_fds: Mapping[str, int] = field(default_factory=dict)
 
 
 def run_worker(
@@ -340,11 +339,8 @@ class Work:
 
     def _open(self, target_device: str) -> tuple[WorkerCall, Mapping[str, shared_memory.Mapping]]:
         if self._inheritance is not None and self._inheritance.call is not None:
-            # A result must carry this worker's own values, not refer to the notebook's arenas.
-            arena.forget_arenas()
-            for arena_key, arena_mapping in self._inheritance.arenas.items():
-                # Shared after the fork: writing to it would change the notebook's model.
-                arena_mapping.replace(self._inheritance.arena_fds[arena_key], is_private=True)
+            # Shared after the fork: training would change the notebook's models at once.
+            arena.make_arenas_private()
             call = self._inheritance.call
             return replace(call, function=_looked_up(call.function)), self._inheritance.arenas
         if self._job.payload is None or self._payload_fd is None:

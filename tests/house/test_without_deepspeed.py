@@ -12,8 +12,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-QUICK = ("tests/plan", "tests/config", "tests/test_catalog.py", "tests/notebook/picker")
-SLOW = ("tests/launch/test_launch.py", "tests/pool/test_pool.py", "tests/strategies")
+TESTS = (
+    "tests/plan tests/config tests/test_catalog.py tests/notebook/picker",
+    "tests/launch/test_launch.py",
+    "tests/pool/test_pool.py",
+    "tests/strategies",
+)
 IMPORTS = """
 import importlib, pkgutil, nbaccel
 for module in pkgutil.walk_packages(nbaccel.__path__, "nbaccel."):
@@ -87,8 +91,9 @@ def test_asking_for_it_says_what_is_missing(house: Path) -> None:
     assert "left out of this installation" in made.stderr
 
 
-@pytest.mark.parametrize("tests", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)])
-def test_its_tests_pass(house: Path, tests: tuple[str, ...]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("tests", TESTS)
+def test_its_tests_pass(house: Path, tests: str) -> None:
     quietly = ("-q", "-p", "no:cacheprovider", "-m", "not slow")
-    done = in_house(house, "-m", "pytest", *quietly, *tests)
+    done = in_house(house, "-m", "pytest", *quietly, *tests.split())
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -461,6 +463,20 @@ def test_a_pool_can_be_forked_from_the_notebook() -> None:
         pool.run("said = word")
         assert pool.pull("said") == {"said": ["here", "here"]}
         assert psutil.Process(pids(pool)[0]).ppid() == os.getpid()
+
+
+def test_a_forked_pool_writes_to_no_model_of_the_notebook(monkeypatch) -> None:
+    """Nor to one that it reaches through a module which was imported before the fork."""
+    holder = types.ModuleType("nbaccel_test_holder")
+    holder.model = torch.nn.Linear(2, 2)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "nbaccel_test_holder", holder)
+    notebook_launcher(str, (holder.model,), num_processes=2)  # it lies in shared memory now
+    before = holder.model.weight.detach().clone()
+    with Pool(2, namespace={}, start_method="fork") as pool:
+        pool.run("import nbaccel_test_holder\nweight = nbaccel_test_holder.model.weight.data")
+        pool.run("weight.fill_(7)")
+        assert pool.pull("weight")["weight"][1].tolist() == [[7, 7], [7, 7]]
+    assert torch.equal(holder.model.weight, before)
 
 
 def test_ending_leaves_nothing() -> None:

@@ -85,7 +85,7 @@ class Forked:
 
 def _serve(channel: messaging.Channel) -> None:
     try:
-        arena.forget_arenas()
+        arena.make_arenas_private()
         torch.set_num_threads(1)
         ns = vars(sys.modules["__main__"])
         namespace = Namespace(ns, own_rank=0, target_device="cpu")

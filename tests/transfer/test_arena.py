@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 
 import pytest
@@ -190,17 +191,23 @@ def test_a_module_without_tensors_needs_no_arena() -> None:
     assert fds() == before
 
 
-def test_a_forked_child_forgets_that_memory_is_shared() -> None:
+def test_a_forked_child_writes_to_memory_of_its_own() -> None:
     module = nn.Linear(3, 3)
-    home = share(module).arenas()[0]
-    living = set(arena._LIVING_ARENAS)
-    try:
-        arena.forget_arenas()
-        assert arena.find_arena(module.weight.data_ptr(), 4) is None
-    finally:
-        for found in living:
-            arena._LIVING_ARENAS.add(found)
-    assert arena.find_arena(module.weight.data_ptr(), 4) is home
+    kept = share(module)
+    before = module.weight.detach().clone()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            arena.make_arenas_private()
+            same = torch.equal(module.weight, before)
+            module.weight.data.fill_(7)
+            found = arena.find_arena(module.weight.data_ptr(), 4)
+            os._exit(0 if same and found is None else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert torch.equal(module.weight, before)
+    assert arena.find_arena(module.weight.data_ptr(), 4) is kept.arenas()[0]
 
 
 # ------------------------------------------------------------------------- refusals
