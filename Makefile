@@ -127,6 +127,6 @@ $(GPU_SITE)/.ready: $(wildcard $(WHEELS)/*.whl)
 $(VENV)/.deepspeed: $(VENV)/.dev tests/deepspeed/operations.py
 	@if $(BIN)/python -m tests.deepspeed.operations; then touch $@; fi
 
-# Written when Chromium is there; where it cannot be installed without asking, tests that need it are skipped aloud.
+# Written when Chromium is there; where it cannot be installed without asking, tests that need it are skipped with a message.
 $(VENV)/.browser: $(VENV)/.dev tests/browser/chromium.py
 	@if $(BIN)/python -m tests.browser.chromium; then touch $@; fi

@@ -221,7 +221,7 @@ def test_every_exit_is_explained_in_a_few_lines(status: int) -> None:
     assert len(failure.explain_exit(record)) <= 3
 
 
-def test_an_obituary_of_many_ranks_stays_short() -> None:
+def test_the_report_on_many_ranks_stays_short() -> None:
     records = tuple(raised(rank, float(rank), text="x\n" * 50) for rank in range(64))
     text = FailureReport(
         records=records, world_size=64, last_output={0: ["line"] * 20, 1: ["other"]}

@@ -80,7 +80,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(tensor, expected[name]), name
 
 
-def obituary(error: BaseException) -> str:
+def report_of(error: BaseException) -> str:
     text = str(error)
     assert len(text.splitlines()) <= 40, text
     return text
@@ -90,7 +90,7 @@ def fail(launch: Launch, function: Callable[..., Any], *args: Any, **settings: A
     """Launch what must fail; a model that is passed along must stay as it was."""
     with pytest.raises(WorkerFailed) as caught:
         launch(function, *args, **settings)
-    obituary(caught.value)
+    report_of(caught.value)
     return caught.value
 
 
@@ -200,7 +200,7 @@ def test_a_result_that_cannot_be_sent_loses_neither_the_others_nor_the_weights(
     assert "generator" in repr(results[1])
 
 
-# ------------------------------------------------------------------------- weights come home
+# ------------------------------------------------------------------------- weights are copied back
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
@@ -383,7 +383,7 @@ def test_the_rank_that_raised_is_named_not_the_one_that_lost_it(launch: Launch) 
 
     error = fail(launch, train, model)
     assert isinstance(error, ValueError)
-    text = obituary(error)
+    text = report_of(error)
     assert text.startswith("rank 1 of 2 raised ValueError: the loss is NaN")
     assert 'raise ValueError("the loss is NaN")  # this very line' in text
     assert "rank 0: " in text
@@ -403,7 +403,7 @@ def test_all_ranks_raise(launch: Launch) -> None:
     error = fail(launch, train)
     assert isinstance(error, ZeroDivisionError)
     assert len(error.failures) == 2
-    assert "The other ranks:" in obituary(error)
+    assert "The other ranks:" in report_of(error)
 
 
 @pytest.mark.parametrize("code", [3, "no more data"])
@@ -414,7 +414,7 @@ def test_sys_exit_with_a_reason_is_a_failure(launch: Launch, code: Any) -> None:
         workers.sleep_for_ever()
 
     error = fail(launch, leave)
-    assert f"rank 1 of 2 raised SystemExit: {code}" in obituary(error)
+    assert f"rank 1 of 2 raised SystemExit: {code}" in report_of(error)
 
 
 @pytest.mark.parametrize("status", [0, 7])
@@ -426,7 +426,7 @@ def test_a_worker_that_leaves_without_a_result(launch: Launch, status: int) -> N
 
     error = fail(launch, leave)
     assert isinstance(error, WorkerDied)
-    text = obituary(error)
+    text = report_of(error)
     assert f"rank 1 of 2 left with exit code {status} before the function returned" in text
     assert "os._exit" in text
 
@@ -457,7 +457,7 @@ def test_a_signal_is_named_and_explained(launch: Launch, name: str, says: str) -
 
     error = fail(launch, die, model)
     assert isinstance(error, WorkerDied)
-    text = obituary(error)
+    text = report_of(error)
     assert f"rank 1 of 2 was killed by {name}" in text
     assert says in text
     assert "last words" in text
@@ -472,7 +472,7 @@ def test_a_real_segmentation_fault_shows_the_line(launch: Launch) -> None:
 
     error = fail(launch, crash)
     assert isinstance(error, WorkerDied)
-    text = obituary(error)
+    text = report_of(error)
     assert "rank 1 of 2 was killed by SIGSEGV" in text
     assert "ctypes.string_at(0)" in text
 
@@ -483,7 +483,7 @@ def test_a_real_abort_shows_the_line(template: Launch) -> None:
             workers.abort()
         workers.sleep_for_ever()
 
-    text = obituary(fail(template, crash))
+    text = report_of(fail(template, crash))
     assert "rank 0 of 2 was killed by SIGABRT" in text
     assert "os.abort()" in text
 
@@ -506,7 +506,7 @@ def test_a_launch_that_hangs_ends_in_time(launch: Launch, hang: Callable[[], Non
         launch(train, model, timeout=3.0)
     assert time.monotonic() - began < 30
     assert isinstance(caught.value, TimeoutError)
-    text = obituary(caught.value)
+    text = report_of(caught.value)
     assert "rank 1 " in text
     assert "rank 0 had returned" in text
     assert_equal(values(model), before)
@@ -519,7 +519,7 @@ def test_a_rank_that_returned_early_is_named(launch: Launch) -> None:
             workers.wait_in_all_reduce()
 
     error = fail(launch, train)
-    text = obituary(error)
+    text = report_of(error)
     assert "rank 0 of 2 waited for rank 1, which had already returned" in text
     assert "needs every rank" in text
 
@@ -531,7 +531,7 @@ def test_a_rank_that_never_joins_does_not_make_the_other_wait_for_ever(launch: L
         workers.join()
 
     error = fail(launch, train)
-    assert "rank 1 of 2 raised RuntimeError: before the group was set up" in obituary(error)
+    assert "rank 1 of 2 raised RuntimeError: before the group was set up" in report_of(error)
 
 
 def test_an_exception_keeps_its_type_and_its_attributes(launch: Launch) -> None:
@@ -604,7 +604,7 @@ def test_built_in_exceptions_and_their_children_keep_their_types(
     with pytest.raises(WorkerFailed) as caught:
         launch(train)
     assert isinstance(caught.value, kind)
-    assert says in obituary(caught.value)
+    assert says in report_of(caught.value)
     for slot in ("errno", "filename", "value", "name", "reason", "lineno"):
         assert getattr(caught.value, slot, None) == getattr(error, slot, None)
     repr(caught.value)
@@ -616,7 +616,7 @@ def test_an_exception_that_cannot_be_pickled_is_still_told(launch: Launch) -> No
 
     with pytest.raises(workers.Unpicklable) as caught:
         launch(train)
-    assert "Unpicklable: holds a generator" in obituary(caught.value)
+    assert "Unpicklable: holds a generator" in report_of(caught.value)
 
 
 def test_an_exception_whose_text_raises_is_still_told(launch: Launch) -> None:
@@ -627,7 +627,7 @@ def test_an_exception_whose_text_raises_is_still_told(launch: Launch) -> None:
     def train() -> None:
         raise Mute
 
-    assert "__str__ raised RuntimeError" in obituary(fail(launch, train))
+    assert "__str__ raised RuntimeError" in report_of(fail(launch, train))
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")
@@ -639,7 +639,7 @@ def test_an_exception_group_and_its_notes(launch: Launch) -> None:
 
     with pytest.raises(WorkerFailed) as caught:
         launch(train)
-    text = obituary(caught.value)
+    text = report_of(caught.value)
     assert "both (2 sub-exceptions)" in text
     assert "while loading" in text
     assert isinstance(caught.value, builtins.ExceptionGroup)
@@ -654,7 +654,7 @@ def test_the_cause_of_an_exception_is_told(launch: Launch) -> None:
             raise ValueError("bad setting") from error
 
     error = fail(launch, train)
-    assert "which came from KeyError: 'key'" in obituary(error)
+    assert "which came from KeyError: 'key'" in report_of(error)
     assert "which led to" in str(error.__cause__)
 
 
@@ -699,7 +699,7 @@ def test_a_killed_worker_leaves_no_data_loader_behind(launch: Launch, tmp_path: 
             workers.kill_self(signal.SIGKILL)
         workers.sleep_for_ever()
 
-    assert "rank 1 of 2 was killed by SIGKILL" in obituary(fail(launch, train))
+    assert "rank 1 of 2 was killed by SIGKILL" in report_of(fail(launch, train))
     pids = [int(pid) for file in tmp_path.iterdir() for pid in file.read_text().split()]
     assert len(pids) == 6
     deadline = time.monotonic() + 20

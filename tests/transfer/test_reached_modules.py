@@ -1,4 +1,4 @@
-"""Modules that a function reaches otherwise than by its arguments are shared, and come home."""
+"""Modules that a function reaches otherwise than by its arguments are shared, and copied back."""
 
 from __future__ import annotations
 

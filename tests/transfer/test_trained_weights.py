@@ -1,4 +1,4 @@
-"""What is told of weights that come home otherwise than the user may think."""
+"""What is told of weights that are copied back otherwise than the user may think."""
 
 from __future__ import annotations
 
