@@ -172,10 +172,31 @@ def _is_singleton(thread: threading.Thread) -> bool:
 
 def _listening_ports(tree: list[psutil.Process]) -> Iterator[tuple[str, int]]:
     for process in [psutil.Process(), *tree]:
-        with contextlib.suppress(psutil.Error):  # it ended while we looked
-            for connection in process.net_connections(kind="tcp"):
-                if connection.status == psutil.CONN_LISTEN:
-                    yield (connection.laddr.ip, connection.laddr.port)
+        with contextlib.suppress(psutil.Error, OSError):  # it ended while we looked
+            if sockets := _sockets(process.pid):
+                yield from _ports_of(Identity(process.pid, process.create_time()), sockets)
+
+
+def _sockets(pid: int) -> frozenset[str]:
+    """A process's sockets, by the kernel's numbers, which no two have."""
+    found = set()
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            target = os.readlink(entry.path)
+            if target.startswith("socket:"):
+                found.add(target)
+    return frozenset(found)
+
+
+# The kernel's tables list every connection of the machine: reading them took most of a look's time.
+@functools.lru_cache(maxsize=256)
+def _ports_of(process: Identity, sockets: frozenset[str]) -> tuple[tuple[str, int], ...]:
+    """Where a process listens; asked anew when its sockets have changed."""
+    return tuple(
+        (connection.laddr.ip, connection.laddr.port)
+        for connection in psutil.Process(process.pid).net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN
+    )
 
 
 def _own_segments() -> Iterator[str]:
