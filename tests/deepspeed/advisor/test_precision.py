@@ -56,5 +56,5 @@ def test_what_was_asked_for_or_written_is_taken():
 def test_two_formats_are_refused_and_so_is_none():
     with pytest.raises(ConfigError, match=r"precision='fp32' and fp16\.enabled=true.*two formats"):
         chosen("fp32", config={"fp16": {"enabled": True}})
-    with pytest.raises(ConfigError, match=r"precision='int8' is none.*bf16"):
+    with pytest.raises(ConfigError, match=r"precision='int8' is no precision.*bf16"):
         chosen("int8")
