@@ -14,9 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TESTS = (
     "tests/plan tests/config tests/test_catalog.py tests/notebook/picker",
-    "tests/launch/test_launch.py",
-    "tests/pool/test_pool.py",
-    "tests/strategies",
+    "tests/strategies tests/accelerator/test_prepare.py",
+    # Launches, pools and what travels between them; all of their tests would take minutes more.
+    "tests/workers/test_rendezvous.py tests/transfer tests/supervision tests/failures/test_failure.py",
 )
 IMPORTS = """
 import importlib, pkgutil, nbaccel
