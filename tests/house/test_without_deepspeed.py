@@ -16,7 +16,7 @@ TESTS = (
     "tests/plan tests/config tests/test_catalog.py tests/notebook/picker",
     "tests/strategies tests/accelerator/test_prepare.py",
     # Launches, pools and what travels between them; all of their tests would take minutes more.
-    "tests/workers/test_rendezvous.py tests/transfer tests/supervision tests/failures/test_failure.py",
+    "tests/workers/test_rendezvous.py tests/transfer tests/supervision tests/failures",
 )
 IMPORTS = """
 import importlib, pkgutil, nbaccel
