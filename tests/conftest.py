@@ -1,10 +1,12 @@
-"""For every test: nothing may leak out of it, and hardware that is missing skips it aloud."""
+"""For every test: nothing may leak out of it; without its hardware it is skipped, with a reason."""
 
 from __future__ import annotations
 
 import gc
+import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -29,6 +31,21 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     leak_police.end_session()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import the files of which `make test` and `make test-slow` run nothing.
+
+    Each process of pytest-xdist imports all that it collects, and what tests train beside is large.
+    """
+    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    text = collection_path.read_text()
+    is_left_out = {
+        "not slow": ALL_SLOW.search(text) is not None,
+        "slow or nbval": "mark.slow" not in text,
+    }
+    return True if is_left_out.get(config.option.markexpr) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     hardware.skip_what_cannot_run(items)
 
@@ -39,6 +56,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("nbaccel")
 FEW_OBJECTS = 50_000
+ALL_SLOW = re.compile(r"^pytestmark = (\[[^\]]*)?.*mark\.slow", re.MULTILINE)
 HAS_FROZEN = pytest.StashKey[bool]()
 SEEN_LAST = pytest.StashKey["leak_police.World | None"]()
 
