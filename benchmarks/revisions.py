@@ -3,9 +3,9 @@
     python benchmarks/revisions.py REVISION            6 pairs of runs, about five minutes
     python benchmarks/revisions.py REVISION --pairs 2
 
-A pair is one run of each revision, one after the other in fresh processes; what is printed is the
-median of the ratios of the pairs (this checkout / REVISION), and the least and the largest. Under 1
-means that this checkout is faster.
+A pair is one run of each revision in fresh processes, now this one first, now the other; what is
+printed is the median of the ratios of the pairs (this checkout / REVISION), and the least and the
+largest. Under 1 means that this checkout is faster.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from collections import defaultdict
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-LAUNCHES, STEPS, CALLS = 4, 1200, 300
+LAUNCHES, CALLS = 4, 300
+BLOCKS, STEPS = 15, 100
+"""Steps are timed in blocks, of which the median counts: what else the machine does hits a few."""
 
 
-def _mean_rank() -> int:
+def _one() -> int:
     return 1
 
 
-def _train(model: object) -> int:
+def _one_of(model: object) -> int:
     return 1
 
 
@@ -43,10 +45,10 @@ def measure() -> dict[str, float]:
     torch.manual_seed(0)
     seconds = {}
     model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
-    notebook_launcher(_train, (model,), num_processes=2, use_port="0")
+    notebook_launcher(_one_of, (model,), num_processes=2, use_port="0")
     start_time = time.perf_counter()
     for _ in range(LAUNCHES):
-        notebook_launcher(_train, (model,), num_processes=2, use_port="0")
+        notebook_launcher(_one_of, (model,), num_processes=2, use_port="0")
     seconds["launch, 2 processes"] = (time.perf_counter() - start_time) / LAUNCHES
 
     start_time = time.perf_counter()
@@ -54,10 +56,10 @@ def measure() -> dict[str, float]:
     pool.start()
     seconds["pool, start of 2 workers"] = time.perf_counter() - start_time
     try:
-        pool.call(_mean_rank)
+        pool.call(_one)
         start_time = time.perf_counter()
         for _ in range(CALLS):
-            pool.call(_mean_rank)
+            pool.call(_one)
         seconds["pool, one call"] = (time.perf_counter() - start_time) / CALLS
     finally:
         pool.stop()
@@ -66,16 +68,18 @@ def measure() -> dict[str, float]:
     small = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
     small, optimizer = accelerator.prepare(small, torch.optim.SGD(small.parameters(), lr=1e-3))
     batch, labels = torch.randn(16, 32), torch.randint(10, (16,))
-    for step in range(STEPS + 100):
-        if step == 100:  # the first ones warm up
-            start_time = time.perf_counter()
-        with accelerator.accumulate(small):
-            loss = nn.functional.cross_entropy(small(batch), labels)
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(small.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    seconds["step of a tiny model, 1 process"] = (time.perf_counter() - start_time) / STEPS
+    block_times = []
+    for _ in range(BLOCKS):
+        start_time = time.perf_counter()
+        for _ in range(STEPS):
+            with accelerator.accumulate(small):
+                loss = nn.functional.cross_entropy(small(batch), labels)
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(small.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        block_times.append((time.perf_counter() - start_time) / STEPS)
+    seconds["step of a tiny model, 1 process"] = statistics.median(block_times)
     return seconds
 
 
@@ -109,8 +113,11 @@ def main() -> None:
         git = ["git", "-C", str(REPOSITORY), "worktree"]
         subprocess.run([*git, "add", "--detach", str(other), options.revision], check=True)
         try:
-            for _ in range(options.pairs):
-                ours, theirs = _run(REPOSITORY), _run(other)
+            for pair in range(options.pairs):
+                if pair % 2:
+                    theirs, ours = _run(other), _run(REPOSITORY)
+                else:
+                    ours, theirs = _run(REPOSITORY), _run(other)
                 for what, seconds in ours.items():
                     ratios[what].append(seconds / theirs[what])
         finally:
