@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from nbaccel.errors import PortTaken
+from nbaccel.processes import describe_process
 
 __all__ = ["LOOPBACK_ADDRESSES", "listen", "loopback", "store_options"]
 
@@ -98,10 +99,7 @@ def _describe_holder(port: int) -> str:
         return "another process"
     if process_id == os.getpid():
         return f"this very process ({process_id})"
-    try:
-        return f"process {process_id} ({' '.join(psutil.Process(process_id).cmdline())[:80]})"
-    except psutil.Error:
-        return f"process {process_id}"
+    return describe_process(process_id)
 
 
 def store_options(listener: int) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from nbaccel.deepspeed import cpp_operations, library, teardown
 from nbaccel.errors import ConfigError, UnsafeMoment
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu
+from nbaccel.processes import describe_process
 from nbaccel.units import format_bytes
 
 if TYPE_CHECKING:
@@ -195,16 +196,7 @@ def _held_by(other_pids: Sequence[int]) -> str:
     """The processes that hold the GPU; NVML lists none of other containers."""
     if not other_pids:
         return ""
-    return "; held by " + ", ".join(
-        f"process {process_id} {_command_of(process_id)}".rstrip() for process_id in other_pids
-    )
-
-
-def _command_of(process_id: int) -> str:
-    try:
-        return f"({' '.join(psutil.Process(process_id).cmdline())[:60]})"
-    except psutil.Error:  # ended meanwhile, or another user's
-        return ""
+    return "; held by " + ", ".join(map(describe_process, other_pids))
 
 
 def _ask_nvml(

@@ -108,7 +108,12 @@ def card(free_bytes):
 
 
 def test_a_gpu_without_room_or_that_admits_nobody_else_names_who_has_it():
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as holder:
+        holder.stdout.readline()
         held = rf"held by process {holder.pid} \(.*python.*\)"
         with pytest.raises(
             UnsafeMoment, match=rf"\(A100\) is busy: 100.* MiB of 40.* free; {held}"
