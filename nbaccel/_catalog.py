@@ -42,6 +42,7 @@ __all__ = [
     "load_object",
     "plugin_class",
     "precision",
+    "prepare_notebook",
     "settings_forms",
     "shared_memory_modules",
     "strategy",
@@ -105,6 +106,18 @@ def devices() -> tuple[Device, ...]:
     """Of these the ones that workers can compute on."""
     driven_names = {capability_row.name for capability_row in driven_devices()}
     return tuple(device for device in known_devices() if device.name in driven_names)
+
+
+def prepare_notebook() -> str:
+    """Let all devices sleep in a notebook's process.
+
+    Returns:
+        The device whose template is to be started ahead; empty for the one of all others.
+    """
+    for known in known_devices():
+        known.keep_asleep()
+    expected = (known.name for known in known_devices() if known.expects_launches())
+    return next(expected, "")
 
 
 _UNLISTED_ACCELERATORS = ("npu", "mlu", "musa", "sdaa")

@@ -96,11 +96,20 @@ _DEVICES: tuple[DeviceRow, ...] = (
     ),
     DeviceRow(
         name="tpu",
-        meaning="Google TPUs: detected, not yet driven by this version",
-        needs="a later version",
+        meaning="Google TPUs, by torch_tpu or torch_xla; never run on a chip yet",
+        needs="TPU chips, and torch_tpu with torch 2.11 to 2.15, or torch_xla with its torch",
         path="nbaccel.devices.tpu:TpuDevice",
         label="TPU chip",
         words=("xla",),
+        precisions=("no", "bf16"),
+        refused=(
+            (
+                "fp16",
+                "TPUs compute in bfloat16, and torch_tpu lacks the operation that checks scaled "
+                "gradients for infinity",
+            ),
+        ),
+        start_methods=("template", "fork"),
     ),
 )
 
@@ -185,7 +194,7 @@ _STRATEGIES: tuple[StrategyRow, ...] = (
         processes="one",
         is_default=True,
         default_reason="there are no other processes",
-        devices=("cpu", "cuda"),
+        devices=("cpu", "cuda", "tpu"),
         precisions=_NATIVE_PRECISIONS,
     ),
     StrategyRow(
@@ -200,6 +209,31 @@ _STRATEGIES: tuple[StrategyRow, ...] = (
         settings="nbaccel.config.handlers:DistributedDataParallelKwargs",
         devices=("cpu", "cuda"),
         precisions=_NATIVE_PRECISIONS,
+    ),
+    StrategyRow(
+        name="replicas",
+        meaning="every process holds the whole model; gradients are averaged before each step",
+        needs="memory for the model on every chip",
+        path="nbaccel.strategies.replicas:ReplicasStrategy",
+        headline="data parallel",
+        processes="several",
+        is_default=True,
+        default_reason="{world_size} processes, each with a whole model",
+        devices=("tpu",),
+        precisions=("no", "bf16"),
+        distributed_type="XLA",
+    ),
+    StrategyRow(
+        name="spmd",
+        meaning="one process drives all chips: batches and weights are cut up by XLA",
+        needs="torch_xla; a single process",
+        path="nbaccel.strategies.spmd:SpmdStrategy",
+        headline="SPMD",
+        processes="one",
+        drives_all=True,
+        devices=("tpu",),
+        precisions=("no", "bf16"),
+        distributed_type="XLA",
     ),
     StrategyRow(
         name="fsdp",

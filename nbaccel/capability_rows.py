@@ -29,6 +29,7 @@ class DeviceRow:
         precisions: The precisions it can train in; none where this version only detects it.
         strategies: Strategies that train on it, beside those whose rows name it.
         slow: Those of its precisions that it only imitates, and why that matters.
+        refused: Precisions of others that it cannot train in, and why.
         start_methods: How its workers can be started.
         group_backend: Process group backend where each worker has a device of its own.
         shared_group_backend: The one where workers share a device.
@@ -46,6 +47,7 @@ class DeviceRow:
     precisions: tuple[str, ...] = ()
     strategies: tuple[str, ...] = ()
     slow: tuple[tuple[str, str], ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
     start_methods: tuple[str, ...] = ()
     group_backend: str = "gloo"
     shared_group_backend: str = "gloo"
@@ -136,6 +138,7 @@ class StrategyRow:
         precisions: The precisions it can train in.
         processes: ``one`` where it trains one process alone, ``several`` where it needs others;
             empty where it does both.
+        drives_all: Whether its one process drives all devices of the machine.
         is_default: Whether it is taken for so many processes where none was asked for.
         default_reason: Why it is taken then; ``{world_size}`` stands for the number of processes.
         needs_group: Whether it does nothing where no process group can be made.
@@ -173,6 +176,7 @@ class StrategyRow:
     devices: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
     processes: str = ""
+    drives_all: bool = False
     is_default: bool = False
     default_reason: str = ""
     needs_group: bool = False

@@ -24,7 +24,7 @@ __all__ = ["Results", "debug_launcher", "notebook_launcher", "shutdown"]
 
 if "ipykernel" in sys.modules:
     # Its imports take seconds: they are done by the time the first cell launches.
-    template_prestart.start_ahead()
+    template_prestart.start_ahead(_catalog.prepare_notebook())
 
 
 class Results(list[Any]):

@@ -56,6 +56,7 @@ __all__ = [
     "process_group_names",
     "process_groups",
     "recompute_activations",
+    "replace_in_place",
     "replace_rendezvous_store",
     "replace_wrapped",
     "requested_samples",
@@ -302,6 +303,27 @@ def tensor_version(tensor: torch.Tensor) -> int:
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether hooks are registered on a tensor's gradient."""
     return bool(tensor._backward_hooks)
+
+
+def replace_in_place(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
+    """Let a Python object stand for another tensor, which may be on another kind of device.
+
+    ``Tensor.data`` refuses a tensor of another kind, and ``torch.utils.swap_tensors`` an object
+    with weak references, which stay right here, because the object is the same.
+
+    Args:
+        tensor: A leaf, which no graph that is still to be walked refers to; it keeps its hooks.
+        replacement: What it becomes; afterwards it is what `tensor` was.
+    """
+    untyped: Any = tensor
+    hooks = {name: getattr(untyped, name) for name in _HOOK_ATTRIBUTES}
+    torch._C._swap_tensor_impl(tensor, replacement)
+    for name, value in hooks.items():
+        if value:
+            setattr(untyped, name, value)
+
+
+_HOOK_ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

@@ -39,11 +39,13 @@ class Strategy(ABC):
         name: As in its capability row.
         place: This process among the others.
         owns_precision: Whether models are cast, and the loss scaled, by the strategy's own engine.
+        lays_out_batches: Whether :meth:`place_batch` does something.
         choices: What was decided while preparing, each with its reason.
     """
 
     name: ClassVar[str]
     owns_precision: ClassVar[bool] = False
+    lays_out_batches: ClassVar[bool] = False
     choices: tuple[Choice, ...] = ()
 
     def __init__(self, place: Place) -> None:
@@ -92,6 +94,13 @@ class Strategy(ABC):
             **options: Of ``Tensor.backward``.
         """
         loss.backward(**options)  # type: ignore[no-untyped-call]
+
+    def place_batch(self, batch: torch.Tensor) -> None:  # noqa: B027 - a batch is where it was put
+        """Lay out one tensor of a batch that has been put on the device.
+
+        Args:
+            batch: Of shape ``[rows, ...]``.
+        """
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context in which backward passes of the model leave gradients on their process."""

@@ -136,6 +136,10 @@ class Preparer:
             rng_types=rng_types,
             slice_fn=slice_fn,
         )
+        if self._run.strategy.lays_out_batches and to_device:
+            prepared_loader.settings = replace(
+                prepared_loader.settings, place_batch=self._run.strategy.place_batch
+            )
         self._prepared.loaders.append(prepared_loader)
         return prepared_loader
 
@@ -260,7 +264,8 @@ class Preparer:
                     "without device_map, or train in one process."
                 )
             if to_device and len(set(device_map.values())) <= 1:
-                model.to(self._run.place.device)  # optimizers follow in PreparedOptimizer
+                device = _catalog.device(self._run.place.device_name)
+                device.place_module(model, self._run.place.device)  # PreparedOptimizer follows
         return bundle
 
     def _wrap_forward(self, bundle: Bundle) -> Bundle:
@@ -280,8 +285,11 @@ class Preparer:
         return bundle
 
     def _wrap_optimizers(self, bundle: Bundle) -> Bundle:
+        mark_step = _catalog.device(self._run.place.device_name).mark_step
         wrapped_optimizers = tuple(
-            PreparedOptimizer(optimizer, self._gradient_state, self._run.precision.scaler)
+            PreparedOptimizer(
+                optimizer, self._gradient_state, self._run.precision.scaler, mark_step
+            )
             for optimizer in bundle.optimizers
         )
         self._prepared.optimizers.extend(wrapped_optimizers)

@@ -104,7 +104,7 @@ def _run_attempt(plan: Plan, packed_call: PackedCall, attempt_number: int) -> Ca
         if plan.config.node_rank == 0:
             store_listener = listen(plan.master_addr, plan.port)
             clean_up.callback(store_listener.close)
-        worker_group = WorkerGroup(plan, _choose_starter(packed_call))
+        worker_group = WorkerGroup(plan, _choose_starter(plan, packed_call))
         # Registered last, so that it runs first: the workers end before their files are closed.
         clean_up.callback(worker_group.end)
         _start_workers(worker_group, packed_call, weight_receiver, store_listener, attempt_number)
@@ -158,9 +158,9 @@ def _make_supervisor(worker_group: WorkerGroup) -> LaunchSupervisor:
     )
 
 
-def _choose_starter(packed_call: PackedCall) -> Starter:
+def _choose_starter(plan: Plan, packed_call: PackedCall) -> Starter:
     if packed_call.payload is not None:
-        return TemplateStarter()
+        return TemplateStarter(plan.device)
     return ForkStarter(worker.Inheritance(call=packed_call.call, arenas=packed_call.arenas))
 
 

@@ -6,6 +6,7 @@ import atexit
 
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbaccel import _catalog
 from nbaccel.notebook.cells import Cells
 from nbaccel.notebook.completion import Completion, Inspection
 from nbaccel.notebook.hints import Hints
@@ -34,7 +35,7 @@ class Extension:
         # A template that somebody else started must survive `%unload_ext`.
         self._started_template = template_prestart.current() is None
         # Now, so that its imports are done by the time the first cell is run.
-        template_prestart.start_ahead()
+        template_prestart.start_ahead(_catalog.prepare_notebook())
         register_magic = self.shell.magics_manager.register_function
         register_magic(cell_magic(self.session, self._cells), "cell", MAGIC_NAME)
         register_magic(line_magic(self.session, self._cells), "line", MAGIC_NAME)

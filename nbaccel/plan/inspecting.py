@@ -25,7 +25,7 @@ from nbaccel import _catalog, env
 from nbaccel.capabilities import DEVICES, ENTRY_POINT_PROBLEMS
 from nbaccel.plan.inventory import Inventory
 
-__all__ = ["Limits", "inspect_machine", "read_limits"]
+__all__ = ["Limits", "free_host_bytes", "inspect_machine", "read_limits"]
 
 
 _LimitNumber = TypeVar("_LimitNumber", int, float)
@@ -180,6 +180,11 @@ def _host_memory() -> tuple[int, int]:
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         return page_bytes * os.sysconf("SC_PHYS_PAGES"), page_bytes * os.sysconf("SC_AVPHYS_PAGES")
     return virtual_memory.total, virtual_memory.available
+
+
+def free_host_bytes() -> int:
+    """Bytes of host memory that are free now, the container's limit respected."""
+    return _smaller_bytes(_host_memory()[1], read_limits().memory_free_bytes)
 
 
 def inspect_machine() -> Inventory:

@@ -70,6 +70,7 @@ def resolve(config: RunConfig, inventory: Inventory | None = None) -> Plan:
     # Each rule decides even where another has found a mistake, so that all are reported at once.
     device = _choose_device(config, found, findings)
     process_count = _choose_num_processes(config, found, device)
+    device_choices = _check_device(config, found, device, process_count, findings)
     start_method = _choose_start_method(config, device, process_count, findings)
     thread_count = _choose_threads(config, found, process_count, findings)
     group_backend_choice = _choose_backend(config, found, device, process_count, findings)
@@ -96,6 +97,7 @@ def resolve(config: RunConfig, inventory: Inventory | None = None) -> Plan:
         strategy_headline="" if requested_strategy is None else requested_strategy.headline,
         choices=(
             device,
+            *device_choices,
             process_count,
             start_method,
             thread_count,
@@ -160,6 +162,9 @@ def _choose_num_processes(config: RunConfig, found: Inventory, device: Choice) -
         return Choice(setting_name, config.num_processes, _AS_REQUESTED)
     if config.start_method == "inline" or chosen_row.start_methods == ("inline",):
         return Choice(setting_name, 1, 'start_method="inline" is this one process')
+    if config.strategy != "auto" and strategy_row(config.strategy).drives_all:
+        reason = f'strategy="{config.strategy}" drives all devices from one process'
+        return Choice(setting_name, 1, reason)
     if device_units := _catalog.known_device(chosen_row.name).units(found):
         return Choice(
             setting_name, len(device_units), f"one per {chosen_row.noun}, {len(device_units)} found"
@@ -172,12 +177,26 @@ def _choose_num_processes(config: RunConfig, found: Inventory, device: Choice) -
     )
 
 
+def _check_device(
+    config: RunConfig, found: Inventory, device: Choice, count: Choice, findings: _Findings
+) -> tuple[Choice, ...]:
+    """What the device itself decides, refuses and warns of."""
+    chosen_device = _catalog.known_device(str(device.value))
+    if problem_text := chosen_device.launch_problem(found, config, int(count.value)):
+        findings.mistakes.append(problem_text)
+    findings.warnings.extend(chosen_device.plan_warnings(found, config))
+    return tuple(Choice(*decision) for decision in chosen_device.plan_choices(found, config))
+
+
 def _choose_start_method(
     config: RunConfig, device: Choice, count: Choice, findings: _Findings
 ) -> Choice:
     setting_name = "start_method"
     if config.start_method != "auto":
         choice = Choice(setting_name, config.start_method, _AS_REQUESTED)
+    elif _catalog.known_device(str(device.value)).own_process:
+        reason = "the notebook's own process must not hold the device: it keeps it until it ends"
+        choice = Choice(setting_name, "template", reason)
     elif count.value == 1 and config.num_nodes == 1 and config.max_restarts == 0:
         choice = Choice(
             setting_name, "inline", "one worker needs no other process; a debugger works"
@@ -304,9 +323,12 @@ def _precision_problem(config: RunConfig, device: DeviceRow, precision: Precisio
     if backend_row is None and not precision.path:
         return _unserved_precision(precision_name)
     if device.precisions and not computes_in(device, backend_row or precision):
+        reason = dict(device.refused).get(
+            precision_name, f"it needs {(backend_row or precision).needs}"
+        )
         return (
-            f'mixed_precision="{precision_name}" is not supported on {device.name}: it needs '
-            f"{(backend_row or precision).needs}. Training would fail in its first step. Give "
+            f'mixed_precision="{precision_name}" is not supported on {device.name}: '
+            f"{reason}. Training would fail in its first step. Give "
             f'"{device.precisions[-1]}" or "no", or another device.'
         )
     return ""

@@ -185,7 +185,9 @@ def _strategy_choice(requested_strategy: Wanted | None, found: ProcessFacts) -> 
     chosen_row = next(
         default_row
         for default_row in STRATEGIES
-        if default_row.is_default and default_row.processes == process_word
+        if default_row.is_default
+        and default_row.processes == process_word
+        and strategy_fits(default_row, device_row(found.device))
     )
     default_reason = chosen_row.default_reason.format(world_size=found.world_size)
     return Choice("strategy", chosen_row.name, default_reason)
@@ -273,9 +275,10 @@ def _judge_precision(
         not computes_in(device, computing_row)
         or compute_capability < precision_choice.refused_below
     ):
+        reason = dict(device.refused).get(precision_name, f"it needs {computing_row.needs}")
         raise ConfigError(
-            f'mixed_precision="{precision_name}" is not supported on {found.device_name}: it needs '
-            f'{computing_row.needs}. Training would fail in its first step. Give "bf16" or "no".'
+            f'mixed_precision="{precision_name}" is not supported on {found.device_name}: '
+            f'{reason}. Training would fail in its first step. Give "bf16" or "no".'
         )
     if not strategy_fits(strategy, computing_row):
         raise ConfigError(

@@ -64,7 +64,7 @@ class LiveGroup(WorkerGroup):
             worker_starter: Starter = (
                 ForkStarter(worker.Inheritance())
                 if plan.start_method == "fork"
-                else TemplateStarter()
+                else TemplateStarter(plan.device)
             )
             worker_group = cls(plan, worker_starter)
             undo_start.callback(worker_group.end)

@@ -270,6 +270,7 @@ _GATHERED_AS_BYTES = frozenset(
     getattr(torch, name)
     for name in ("int16", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2")
 )
+_DEVICES_OF_GLOO = frozenset({"cpu", "cuda"})
 _REDUCTIONS = ("sum", "mean", "max", "none")
 
 
@@ -332,6 +333,7 @@ class Collectives:
         # The backends refuse tensors that are not contiguous. The result has no gradient, so the
         # copy needs none either.
         local_rows = (tensor[None] if tensor.dim() == 0 else tensor).detach().contiguous()
+        local_rows = _where_group_works(local_rows)
         all_rows = local_rows.new_empty(
             (self.place.world_size * local_rows.shape[0], *local_rows.shape[1:])
         )
@@ -339,7 +341,7 @@ class Collectives:
             _all_gather(all_rows.view(torch.uint8), local_rows.view(torch.uint8))
         else:
             _all_gather(all_rows, local_rows)
-        return all_rows
+        return all_rows.to(tensor.device)
 
     def gather_object(self, items: Any) -> list[Any]:
         """Join every process's list of picklable objects, in order of rank.
@@ -412,7 +414,9 @@ class Collectives:
         reduced = tensor.detach().clone(memory_format=torch.contiguous_format)
         if not self.place.is_alone and reduction != "none":
             reduce_op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+            reduced = _where_group_works(reduced)
             dist.all_reduce(reduced, reduce_op)
+            reduced = reduced.to(tensor.device)
         if reduction == "mean":
             reduced = reduced / self.place.world_size
         return reduced if scale == 1.0 else reduced * scale
@@ -430,7 +434,10 @@ class Collectives:
         if not self.place.is_alone:
             self._announce_call("broadcast", _tensor_signature(tree, "broadcast"), same=True)
             for tensor in leaves(tree):
-                dist.broadcast(tensor, from_process)
+                sent = _where_group_works(tensor)
+                dist.broadcast(sent, from_process)
+                if sent is not tensor:
+                    tensor.copy_(sent)
         return tree
 
     def broadcast_object(self, item: Any, from_process: int = 0) -> Any:
@@ -495,6 +502,20 @@ class Collectives:
             lambda tensor: _pad_tensor(tensor, next(shape_iterator), dim, pad_index, pad_first),
             tree,
         )
+
+
+def _where_group_works(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it in host memory where the group's backend cannot take it.
+
+    gloo takes tensors of CPUs and CUDA GPUs. Given one of torch_xla, it returns at once and changes
+    nothing (torch 2.9), so this must not be left to its errors.
+    """
+    device_type = tensor.device.type
+    if device_type in _DEVICES_OF_GLOO:
+        return tensor
+    backend_parts = str(dist.get_backend_config()).split(",")
+    has_own_backend = any(part.partition(":")[0] == device_type for part in backend_parts)
+    return tensor if has_own_backend else tensor.cpu()
 
 
 def _pad_tensor(

@@ -11,8 +11,10 @@ from __future__ import annotations
 import os
 from typing import Protocol
 
+from nbaccel.abc.device import DeviceRuntime
 from nbaccel.config.handlers import GradientAccumulationPlugin
 from nbaccel.train import distributed
+from nbaccel.train.compile_watch import CompileWatch
 
 __all__ = ["GradientState", "IteratedLoader"]
 
@@ -56,6 +58,21 @@ class GradientState:
         self.batches_in_group = 1
         self._loader_stack: list[IteratedLoader] = []
         self._has_told = False
+        self._watch: CompileWatch | None = None
+
+    def compile_watch(self, device: DeviceRuntime) -> CompileWatch | None:
+        """What watches the programs that steps compile; None for a device that compiles none.
+
+        Args:
+            device: What this process computes on.
+        """
+        self._watch = self._watch or CompileWatch.of(device)
+        return self._watch
+
+    @property
+    def compile_phase(self) -> str:
+        """What the step under way is doing beside training, in words; empty for nothing."""
+        return "" if self._watch is None else self._watch.phase
 
     @property
     def active_dataloader(self) -> IteratedLoader | None:

@@ -15,7 +15,7 @@ dropping the iterator, closes the generator, and nothing stays behind.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from nbaccel import torch_private
+from nbaccel import _catalog, torch_private
 from nbaccel.abc.place import Place
 from nbaccel.errors import ConfigError
 from nbaccel.train import rng
@@ -206,6 +206,7 @@ class LoaderSettings:
         skip_batches: Batches that are left out at the beginning of an epoch.
         stateful: Whether the base can tell its state (torchdata's).
         dispatches: Whether process 0 reads for all, where there are others.
+        place_batch: Lays out a tensor that has been put on the device; None leaves it as it is.
     """
 
     place: Place
@@ -221,6 +222,7 @@ class LoaderSettings:
     skip_batches: int = 0
     stateful: bool = False
     dispatches: bool = False
+    place_batch: Callable[[torch.Tensor], None] | None = None
 
     def skipping(self, more_batches: int) -> LoaderSettings:
         """The same with so many more batches left out."""
@@ -382,11 +384,19 @@ class PreparedLoader(DataLoader[Any]):
         batch_source, current_batch = self._begin_epoch()
         batches_seen = position.batches_seen
         must_move = self._must_move(current_batch)
+        device = _catalog.device(settings.place.device_name)
+        watch = self.gradient_state.compile_watch(device)
         while current_batch is not _END_OF_EPOCH:
             if must_move:
+                # Where operations are queued, the device still computes the step before.
                 current_batch = send_to_device(
-                    current_batch, settings.device or "cpu", non_blocking=settings.non_blocking
+                    current_batch,
+                    settings.device or "cpu",
+                    non_blocking=settings.non_blocking,
                 )
+                if settings.place_batch is not None:
+                    for tensor in leaves(current_batch):
+                        settings.place_batch(tensor)
             # Taken before the next batch is read: a state saved in the loop's body must continue
             # with the batch after the one that is in the body.
             if settings.stateful:
@@ -400,7 +410,13 @@ class PreparedLoader(DataLoader[Any]):
                 self._settle_remainder()
             batches_seen += 1
             position.batches_seen = batches_seen
+            if watch is not None:
+                watch.step_begins(current_batch)
             yield current_batch
+            # In evaluation, too, where no optimizer ends the step.
+            device.mark_step()
+            if watch is not None:
+                watch.step_ends()
             current_batch = next_batch
         position.end_epoch()
         self._base_state = None

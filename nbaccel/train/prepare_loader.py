@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
-from nbaccel import _optional, torch_private
+from nbaccel import _catalog, _optional, torch_private
 from nbaccel.abc.place import Place
 from nbaccel.config.handlers import DataLoaderConfiguration
 from nbaccel.errors import ConfigError
@@ -179,7 +179,8 @@ class _LoaderPreparation:
             place=self.place,
             collectives=self.collectives,
             device=self.place.device if self.put_on_device else None,
-            non_blocking=self.settings.non_blocking,
+            non_blocking=self.settings.non_blocking
+            and _catalog.device(self.place.device_name).copies_without_blocking,
             rng_types=rng_types,
             synchronized=self.synchronized,
             batch_size=batch_size // world_size if batch_size and split_batches else batch_size,

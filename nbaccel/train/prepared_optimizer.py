@@ -28,6 +28,7 @@ class PreparedOptimizer(Optimizer):
         optimizer: The optimizer itself; it keeps parameters, state and hooks.
         gradient_state: Says whether the current batch ends a group.
         scaler: The scaler of the loss; None where it is not scaled.
+        mark_step: Called after a step outside of prepared loaders, which mark steps themselves.
 
     Attributes:
         optimizer: The optimizer itself.
@@ -40,6 +41,7 @@ class PreparedOptimizer(Optimizer):
         optimizer: Optimizer,
         gradient_state: GradientState,
         scaler: torch.amp.GradScaler | None = None,
+        mark_step: Callable[[], None] | None = None,
     ) -> None:
         # Without the base class's constructor: it would make a second state and second groups.
         self.optimizer = optimizer
@@ -47,6 +49,7 @@ class PreparedOptimizer(Optimizer):
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._was_skipped: bool | torch.Tensor = False
         self._has_stepped = False
+        self._mark_step = mark_step
         self._watch_steps()
         _move_state_to_parameters(optimizer)
 
@@ -68,7 +71,10 @@ class PreparedOptimizer(Optimizer):
             return None
         if self.scaler is not None:
             return self._scaled_step(self.scaler, closure)
-        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        if self._mark_step is not None and not self.gradient_state.in_dataloader:
+            self._mark_step()
+        return result
 
     # torch wraps each class's `step` for hooks and profiling; the inner one has that already.
     step.hooked = True  # type: ignore[attr-defined]
@@ -184,6 +190,8 @@ class PreparedOptimizer(Optimizer):
             # As a bool: the flag itself may be a tensor on a device.
             "_was_skipped": self.step_was_skipped,
             "_has_stepped": self._has_stepped,
+            # Not pickled: where it is unpickled, the device may be another.
+            "_mark_step": None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

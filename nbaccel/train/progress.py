@@ -52,6 +52,7 @@ class Progress(Generic[_LoaderBatch]):
         # Not the monotonic clock: other processes compare this time with theirs.
         self._start_time = time.time()
         self._last_post_s = 0.0
+        self._had_phase = False
         self.samples = 0
         try:
             num_batches = len(loader)  # type: ignore[arg-type]
@@ -70,6 +71,7 @@ class Progress(Generic[_LoaderBatch]):
         try:
             for batch in self._loader:
                 self.samples += find_batch_size(batch) or 0
+                self._show_phase()
                 yield batch
                 # After the loop's body: the batch counts when it has been trained with.
                 self.bar.update(1)
@@ -79,6 +81,14 @@ class Progress(Generic[_LoaderBatch]):
             self._report_progress()
         finally:
             self.bar.close()
+
+    def _show_phase(self) -> None:
+        """Say why this step takes long, where a device compiles in it."""
+        gradient_state = getattr(self._loader, "gradient_state", None)
+        phase = getattr(gradient_state, "compile_phase", "")
+        if phase or self._had_phase:
+            self.bar.set_postfix_str(phase)
+        self._had_phase = bool(phase)
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """Remember the last loss; it is read from the device only when the bar is drawn."""

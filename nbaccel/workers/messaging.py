@@ -275,6 +275,12 @@ class Metrics:
     """The latest value of each metric, in the order in which they were first reported."""
     device_bytes: int | None
     """What torch holds on this worker's device; None on a CPU."""
+    phase: str = ""
+    """What the step under way is doing beside training: `compiling, step 2 of about 3`."""
+    programs: int | None = None
+    """Programs that the device's compiler has made; None for a device that compiles none."""
+    compile_s: float = 0.0
+    """Time that took, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)

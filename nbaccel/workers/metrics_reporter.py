@@ -22,7 +22,17 @@ from nbaccel import leftovers
 from nbaccel.abc.device import Device
 from nbaccel.workers import messaging
 
-__all__ = ["begin", "flush", "log", "loop_begins", "loss_is", "reserved", "step_done"]
+__all__ = [
+    "begin",
+    "flush",
+    "log",
+    "loop_begins",
+    "loss_is",
+    "note_compiled",
+    "note_phase",
+    "reserved",
+    "step_done",
+]
 
 
 REPORT_INTERVAL_S = 0.25
@@ -50,6 +60,9 @@ class Reporter:
         self._counts_batches = False
         self._logs_a_loss = False
         self._is_news = False
+        self._phase = ""
+        self._programs: int | None = None
+        self._compile_s = 0.0
         self._next = 0.0
 
     def log(self, values: Mapping[str, Any], step: int | None) -> None:
@@ -82,6 +95,19 @@ class Reporter:
             self._values["loss"] = value
             self._tell()
 
+    def note_phase(self, phase: str) -> None:
+        """What the step that begins will do beside training; empty for nothing."""
+        if phase == self._phase:
+            return
+        self._phase = phase
+        # At once: the step may take minutes, and that is what it is said for.
+        self._next = 0.0
+        self._tell()
+
+    def note_compiled(self, programs: int, seconds: float) -> None:
+        """What the device's compiler has done so far."""
+        self._programs, self._compile_s = programs, seconds
+
     def _tell(self) -> None:
         self._is_news = True
         sent_at = time.monotonic()
@@ -107,6 +133,9 @@ class Reporter:
             steps=self._steps,
             values=tuple(self._values.items()),
             device_bytes=reserved(self._hardware, self._device),
+            phase=self._phase,
+            programs=self._programs,
+            compile_s=self._compile_s,
         )
 
 
@@ -163,6 +192,27 @@ def loss_is(value: float) -> None:
     """
     if _process_reporter is not None:
         _process_reporter.loss_is(value)
+
+
+def note_phase(phase: str) -> None:
+    """A step begins.
+
+    Args:
+        phase: What it does beside training, in words; empty for nothing.
+    """
+    if _process_reporter is not None:
+        _process_reporter.note_phase(phase)
+
+
+def note_compiled(programs: int, seconds: float) -> None:
+    """A step has ended on a device that compiles.
+
+    Args:
+        programs: Programs compiled so far.
+        seconds: Time that took, in seconds.
+    """
+    if _process_reporter is not None:
+        _process_reporter.note_compiled(programs, seconds)
 
 
 def flush() -> None:

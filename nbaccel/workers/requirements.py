@@ -10,8 +10,8 @@ import socket
 import sys
 from pathlib import Path
 
-from nbaccel import ports
-from nbaccel.errors import PlatformUnsupported
+from nbaccel import _catalog, ports
+from nbaccel.errors import PlatformUnsupported, UnsafeMoment
 from nbaccel.plan import Plan
 
 __all__ = ["check_requirements"]
@@ -37,6 +37,7 @@ def check_requirements(plan: Plan, *, is_live: bool = False) -> Plan:
 
     Raises:
         PlatformUnsupported: Something is missing that several workers cannot do without.
+        UnsafeMoment: Other processes have the devices.
     """
     missing_lines = _missing_requirements(is_live=is_live) or _too_few_descriptors(
         plan.num_processes
@@ -46,6 +47,8 @@ def check_requirements(plan: Plan, *, is_live: bool = False) -> Plan:
             f"Several workers need {missing_lines}. Use num_processes=1, which runs in the "
             "notebook itself."
         )
+    if busy_reason := _catalog.device(plan.device).busy_reason(plan):
+        raise UnsafeMoment(busy_reason)
     if plan.config.num_nodes > 1:
         return plan
     store_address = ports.loopback(plan.master_addr)

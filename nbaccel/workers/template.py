@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Sequence
 
+from nbaccel import _catalog
 from nbaccel.errors import StartupFailed
 from nbaccel.failures import failure
 from nbaccel.transfer import shared_memory
@@ -35,20 +36,24 @@ def dispose(fds: Sequence[int]) -> None:
 
 
 def go_on() -> None:
-    """Let the template process continue if it was stopped (SIGSTOP): it reaps the workers."""
-    process_id = template_prestart.current_pid()
-    if process_id is not None:
+    """Let template processes continue if they were stopped (SIGSTOP): they reap the workers."""
+    for template_boot in template_prestart.running():
         with contextlib.suppress(ProcessLookupError):
-            os.kill(process_id, signal.SIGCONT)
+            os.kill(template_boot.process.pid, signal.SIGCONT)
 
 
 class TemplateStarter:
-    """Starts workers by asking the template process to fork. See `start_method.Starter`."""
+    """Starts workers by asking a template process to fork. See `start_method.Starter`.
+
+    Args:
+        device: The row of what the workers will compute on.
+    """
 
     name = "template"
 
-    def __init__(self) -> None:
-        self._boot = template_prestart.start()
+    def __init__(self, device: str) -> None:
+        self._template = device if _catalog.known_device(device).own_template else ""
+        self._boot = template_prestart.start(self._template)
         # A copy of the descriptor: closing this starter must not hang up on the template.
         self._channel = messaging.Channel(self._boot.socket.dup())
         self.status: int | None = None
@@ -119,7 +124,7 @@ class TemplateStarter:
             if isinstance(message, message_type):
                 return message  # type: ignore[return-value]
             self._note(message)
-        template_prestart.stop()
+        template_prestart.stop(self._template)
         raise StartupFailed(
             f"The template process did not answer within {timeout_s:.0f} s, so no worker could be "
             "started. The machine may be overloaded or swapping; it has been ended, and the next "
@@ -144,7 +149,7 @@ class TemplateStarter:
         # It has closed its end and is about to exit; its status says why.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._boot.process.wait(timeout=1.0)
-        template_prestart.stop()
+        template_prestart.stop(self._template)
         # `stop` ends the current template, which may be another one by now.
         self._boot.end()
         self.status = self._boot.status

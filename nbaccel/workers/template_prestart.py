@@ -12,13 +12,20 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbaccel import env
 from nbaccel.workers import working_folder
 
 _TEMPLATE_CODE = (
     "import sys; sys.path[:] = {path!r}; "
     "from nbaccel.workers.template_server import serve; "
-    "serve({fd}, {parent}, in_notebook={in_notebook})"
+    "serve({fd}, {parent}, device={device!r}, in_notebook={in_notebook}, "
+    "extends_torch={extends_torch})"
 )
+
+
+# With it, `import torch` imports every package that extends it; torch_tpu takes seconds, also where
+# there is no TPU. The template imports those that devices of this machine need, and all unknown.
+_AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 @dataclass(kw_only=True)
@@ -66,18 +73,21 @@ class TemplateBoot:
             self.process.wait()
 
 
-class _TemplateSlot:
-    """The one template process of this process, if there is one."""
+# The template processes of this process, by the device whose library is imported in them; empty for
+# all devices that need no template of their own.
+_BOOTS: dict[str, TemplateBoot] = {}
 
-    boot: TemplateBoot | None = None
 
+def start(device: str = "") -> TemplateBoot:
+    """Start a template process unless it runs already; returns at once.
 
-def start() -> TemplateBoot:
-    """Start the template process unless it runs already; returns at once."""
-    template_boot = _TemplateSlot.boot
+    Args:
+        device: The device whose library is imported in it; empty for none beside torch.
+    """
+    template_boot = _BOOTS.get(device)
     if template_boot is not None and template_boot.is_running():
         return template_boot
-    stop()
+    stop(device)
     # A file, not a pipe: it is read only after the template has ended, and a full pipe would block.
     error_file = os.memfd_create("nbaccel-template-errors", os.MFD_CLOEXEC)
     own_socket, template_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -85,7 +95,9 @@ def start() -> TemplateBoot:
         path=working_folder.installed_first(),
         fd=template_socket.fileno(),
         parent=os.getpid(),
+        device=device,
         in_notebook="IPython" in sys.modules,
+        extends_torch=env.read(_AUTOLOAD_VARIABLE) != "0",
     )
     with template_socket:
         template_process = subprocess.Popen(
@@ -93,43 +105,57 @@ def start() -> TemplateBoot:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=error_file,
+            env=env.snapshot() | {_AUTOLOAD_VARIABLE: "0"},
             pass_fds=[template_socket.fileno()],
             # Ctrl-C in a terminal must reach the notebook process only.
             start_new_session=True,
         )
-    _TemplateSlot.boot = TemplateBoot(
+    _BOOTS[device] = TemplateBoot(
         process=template_process, socket=own_socket, errors=error_file, owner=os.getpid()
     )
     atexit.register(stop)
-    return _TemplateSlot.boot
+    return _BOOTS[device]
 
 
-def start_ahead() -> None:
-    """Start the template process before it is needed, where that can be done.
+def start_ahead(device: str = "") -> None:
+    """Start a template process before it is needed, where that can be done.
 
     Where it cannot (a system without memory files, no room for a process), importing nbaccel must
     work all the same: a launch says what is missing, and one process needs none of it.
+
+    Args:
+        device: As for :func:`start`.
     """
     with contextlib.suppress(OSError, AttributeError):
-        start()
+        start(device)
 
 
-def stop() -> None:
-    """End the template process, if this process has one. Safe to call at any time."""
-    atexit.unregister(stop)
-    template_boot, _TemplateSlot.boot = _TemplateSlot.boot, None
-    # A fork inherits the slot, and must not end its parent's template.
-    if template_boot is not None and template_boot.owner == os.getpid():
-        template_boot.end()
+def stop(device: str | None = None) -> None:
+    """End template processes, if this process has some. Safe to call at any time.
+
+    Args:
+        device: As for :func:`start`; None ends all.
+    """
+    for name in list(_BOOTS) if device is None else [device]:
+        template_boot = _BOOTS.pop(name, None)
+        # A fork inherits the table, and must not end its parent's templates.
+        if template_boot is not None and template_boot.owner == os.getpid():
+            template_boot.end()
+    if not _BOOTS:
+        atexit.unregister(stop)
+
+
+def running() -> list[TemplateBoot]:
+    """The running template processes of this process."""
+    return [template_boot for template_boot in _BOOTS.values() if template_boot.is_running()]
 
 
 def current() -> TemplateBoot | None:
-    """The running template process, if this process has one."""
-    template_boot = _TemplateSlot.boot
-    return template_boot if template_boot is not None and template_boot.is_running() else None
+    """A running template process, if this process has one."""
+    return next(iter(running()), None)
 
 
 def current_pid() -> int | None:
-    """Process id of the running template process, if any."""
+    """Process id of a running template process, if any."""
     template_boot = current()
     return template_boot.process.pid if template_boot is not None else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.metadata
 import os
 import select
 import signal
@@ -36,8 +37,18 @@ _FOR_NOTEBOOKS = (
 )
 
 
-def serve(channel_fd: int, parent_id: int, *, in_notebook: bool) -> NoReturn:
-    """Import, report ready, then fork on request until the notebook is gone."""
+def serve(
+    channel_fd: int, parent_id: int, *, device: str, in_notebook: bool, extends_torch: bool
+) -> NoReturn:
+    """Import, report ready, then fork on request until the notebook is gone.
+
+    Args:
+        channel_fd: To the notebook.
+        parent_id: Process id of the notebook.
+        device: The device whose library is imported, too; empty for none.
+        in_notebook: Whether cells will be run, for which IPython is imported.
+        extends_torch: Whether packages that extend torch are imported, as torch does by itself.
+    """
     _die_with(parent_id)
     for module_name in _PREIMPORTED_MODULES + (_FOR_NOTEBOOKS if in_notebook else ()):
         importlib.import_module(module_name)
@@ -46,7 +57,11 @@ def serve(channel_fd: int, parent_id: int, *, in_notebook: bool) -> NoReturn:
     from nbaccel.workers.reaping import adopt_orphans
 
     # Imports the devices once, for all workers.
-    _catalog.known_devices()
+    known_devices = _catalog.known_devices()
+    if device:
+        _catalog.known_device(device).prepare_template()
+    if extends_torch:
+        _load_extensions({known_device.extension for known_device in known_devices})
     adopt_orphans()
     channel = messaging.Channel.from_fd(channel_fd)
     fork_server = _ForkServer(channel, parent_id)
@@ -61,6 +76,18 @@ def serve(channel_fd: int, parent_id: int, *, in_notebook: bool) -> NoReturn:
     finally:
         fork_server.end_all()
         os._exit(0)
+
+
+def _load_extensions(known_paths: set[str]) -> None:
+    """Import packages that extend torch, but those that a device has imported if it needs them."""
+    for entry in importlib.metadata.entry_points(group="torch.backends"):
+        if entry.value in known_paths:
+            continue
+        try:
+            entry.load()()
+        # Another package's code: torch would not be imported, here it is only not extended.
+        except Exception as error:
+            sys.stderr.write(f"nbaccel: {entry.value} could not extend torch: {error}\n")
 
 
 def _rehearse_transfer() -> None:

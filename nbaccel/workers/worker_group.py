@@ -80,11 +80,16 @@ class WorkerGroup:
         for worker_place in worker_places:
             self._start_worker(worker_place.rank)
         worker_surroundings = _WorkerSurroundings.here(environment_variables or {})
+        # Found once: the workers of a launch have to agree on their addresses.
+        device_variables = _device_variables(self.plan)
         return [
             AssignedWorker(
                 handle=worker_handle,
                 assignment=self._assignment(
-                    worker_place, worker_surroundings, serves_store=store_socket is not None
+                    worker_place,
+                    worker_surroundings,
+                    device_variables[worker_place.local_rank],
+                    serves_store=store_socket is not None,
                 ),
                 fds=() if store_socket is None else (store_socket.fileno(),),
             )
@@ -143,6 +148,7 @@ class WorkerGroup:
         self,
         worker_place: Topology,
         worker_surroundings: _WorkerSurroundings,
+        device_variables: Mapping[str, str | None],
         *,
         serves_store: bool,
     ) -> messaging.WorkerAssignment:
@@ -156,13 +162,23 @@ class WorkerGroup:
             own_environment |= memory_module.variables(worker_place, plan.device)
         # Accelerate, and OpenMP libraries loaded later, read it. First, so that the user's wins.
         default_variables = {"OMP_NUM_THREADS": str(plan.threads_per_process)}
+        environment = {
+            name: value
+            for name, value in {
+                **default_variables,
+                **worker_surroundings.environment,
+                **own_environment,
+                **device_variables,
+            }.items()
+            if value is not None
+        }
         return messaging.WorkerAssignment(
             topology=worker_place.to_json(),
             config=plan.config.to_json(),
             device=plan.device,
             mixed_precision=plan.config.mixed_precision,
             threads=plan.threads_per_process,
-            environment=default_variables | worker_surroundings.environment | own_environment,
+            environment=environment,
             working_directory=worker_surroundings.working_directory,
             import_path=worker_surroundings.import_path,
             serves_store=serves_store,
@@ -218,6 +234,16 @@ class _WorkerSurroundings:
             tuple(working_folder.import_path()),
             worker.seeded_states(),
         )
+
+
+def _device_variables(plan: Plan) -> list[Mapping[str, str | None]]:
+    """What the workers of a launch get for their device, by local rank, and for all others."""
+    idle_variables: dict[str, str | None] = {}
+    for device in _catalog.known_devices():
+        if device.name != plan.device:
+            idle_variables |= device.idle_variables()
+    of_workers = _catalog.device(plan.device).launch_variables(plan) or ({},) * plan.num_processes
+    return [{**idle_variables, **variables} for variables in of_workers]
 
 
 @contextlib.contextmanager

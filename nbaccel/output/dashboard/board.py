@@ -144,6 +144,11 @@ class RankFacts:
     """Whether the driver has measured its device memory, which is more than its allocator knows."""
     last_line: str = ""
     doing: str = ""
+    phase: str = ""
+    """What its step is doing beside training: `compiling, step 2 of about 3`."""
+    programs: int | None = None
+    """Programs that its device's compiler has made; None where there is none."""
+    compile_s: float = 0.0
 
 
 class RunBoard:
@@ -197,6 +202,9 @@ class RunBoard:
         rank_facts.steps = metrics_message.steps
         rank_facts.pace.add(metrics_message.time, metrics_message.steps)
         rank_facts.metrics = dict(metrics_message.values)
+        rank_facts.phase = metrics_message.phase
+        rank_facts.programs = metrics_message.programs
+        rank_facts.compile_s = metrics_message.compile_s
         if not rank_facts.is_weighed:
             _weigh_device(rank_facts, metrics_message.device_bytes)
         metric_name = loss_name(rank_facts.metrics)

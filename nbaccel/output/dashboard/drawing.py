@@ -74,6 +74,7 @@ def _training_words(run_board: RunBoard, *, with_curve: bool) -> list[str]:
         step_rate = leading_facts.pace.overall
         speed_words = f" ({_speed_of(step_rate)}/s)" if step_rate is not None else ""
         line_parts.append(f"step {leading_facts.steps:,}{speed_words}")
+        line_parts += _compile_words(leading_facts)
     loss_facts = [
         rank_facts for rank_facts in run_board.ranks.values() if rank_facts.loss.last is not None
     ]
@@ -90,6 +91,16 @@ def _training_words(run_board: RunBoard, *, with_curve: bool) -> list[str]:
             f"{plain_text(loss_facts[0].loss_name, 24)} {_number_text(mean_loss)}{loss_curve}"
         )
     return line_parts
+
+
+def _compile_words(rank_facts: RankFacts) -> list[str]:
+    """What a device's compiler is doing, or has done."""
+    if rank_facts.phase:
+        return [rank_facts.phase]
+    if not rank_facts.programs:
+        return []
+    programs = count_noun(rank_facts.programs, "program")
+    return [f"{programs} compiled in {format_seconds(rank_facts.compile_s)}"]
 
 
 def _leading_rank(run_board: RunBoard) -> RankFacts | None:
@@ -264,7 +275,7 @@ def _rest_words(shown_ranks: Sequence[RankFacts]) -> str:
 
 
 def _state_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    return rank_facts.state
+    return rank_facts.phase or rank_facts.state
 
 
 def _for_how_long(rank_facts: RankFacts, run_board: RunBoard) -> str:

@@ -1,0 +1,398 @@
+"""``TpuDevice``: Google's TPUs, whichever library drives them.
+
+A process that has used a chip keeps it until it ends, so workers are always processes of their own,
+and the notebook's process must not wake the runtime: see :meth:`TpuDevice.busy_reason`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from nbaccel import env
+from nbaccel.abc.device import CompileCounts, Device
+from nbaccel.capabilities import strategy_row
+from nbaccel.devices.tpu import chips, packages
+from nbaccel.devices.tpu.driver import TpuDriver, move_parameters
+from nbaccel.devices.tpu.drivers import DriverChoice, choose_driver
+from nbaccel.devices.tpu.topology import without_stale
+from nbaccel.devices.tpu.torch_tpu_driver import TorchTpuDriver
+from nbaccel.devices.tpu.torch_xla_driver import RUNTIME_VARIABLE, TorchXlaDriver
+from nbaccel.plan.inspecting import free_host_bytes
+from nbaccel.plan.inventory import Gpu, TpuHost
+from nbaccel.processes import describe_process
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from nbaccel.config import RunConfig
+    from nbaccel.plan.inventory import Inventory
+    from nbaccel.plan.launch_plan import Plan
+
+__all__ = ["DRIVER_VARIABLE", "TpuDevice"]
+
+DRIVER_VARIABLE = "NBACCEL_TPU_DRIVER"
+"""The driver of a worker, by name."""
+_TURN_FILE = Path("~/.cache/nbaccel/tpu_placement.lock")
+_AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_DRIVERS: Mapping[str, type[TpuDriver]] = {
+    driver.name: driver for driver in (TorchTpuDriver, TorchXlaDriver)
+}
+
+
+class TpuDevice(Device):
+    """Workers compute on TPU chips, one for each."""
+
+    name: ClassVar[str] = "tpu"
+    own_process: ClassVar[bool] = True
+    # A backward pass on the CPU would take the chips wherever torch_tpu is loaded (0.2).
+    own_template: ClassVar[bool] = True
+    extension: ClassVar[str] = packages.TORCH_TPU_EXTENSION
+    pins_host_memory: ClassVar[bool] = False
+    # A later write to the host tensor showed on the device (torch_tpu 0.2).
+    copies_without_blocking: ClassVar[bool] = False
+    after_fork: ClassVar[str] = "a forked worker hangs or fails in its first operation on a chip"
+
+    # ---------------------------------------------------------------- before a launch
+
+    def detect(self, environ: Mapping[str, str]) -> dict[str, Any]:
+        """See :meth:`Device.detect`; by device files, the PCI bus and package metadata."""
+        host = chips.inspect_host(environ)
+        return {"tpu_chips": 0 if host is None else host.chips, "tpu": host}
+
+    def units(self, inventory: Inventory) -> tuple[Gpu, ...]:
+        """See :meth:`Device.units`."""
+        host = inventory.tpu or TpuHost(chips=inventory.tpu_chips)
+        name = f"TPU {host.generation}" if host.generation else self.row.noun
+        return tuple(
+            Gpu(index=index, name=name, kind=self.name, total_bytes=host.bytes_per_chip)
+            for index in range(inventory.tpu_chips)
+        )
+
+    def refusal(self, inventory: Inventory) -> str:
+        """See :meth:`Device.refusal`; without chips only torch_xla's dry run is served."""
+        if inventory.tpu_chips or _is_dry_run(inventory.tpu):
+            return ""
+        return (
+            'device="tpu" needs TPU chips: none was found on this machine. Workers would have '
+            'nothing to compute on. Give device="cpu", or "auto" to take what there is; or, to try '
+            "a program without a chip, install torch_xla and set PJRT_DEVICE=CPU."
+        )
+
+    def idle_reason(self, inventory: Inventory) -> str:
+        """See :meth:`Device.idle_reason`; where no driver is installed."""
+        return _choose(inventory).refusal.removesuffix(".")
+
+    def launch_problem(self, inventory: Inventory, config: RunConfig, num_processes: int) -> str:
+        """See :meth:`Device.launch_problem`; the driver, and the layouts that the runtime has."""
+        if not (inventory.tpu_chips or _is_dry_run(inventory.tpu)):
+            return ""  # refused already
+        choice = _choose(inventory, config)
+        counts = () if inventory.tpu is None else inventory.tpu.process_counts
+        if choice.name and _drives_all(config):
+            return _spmd_problem(choice)
+        if choice.refusal or not counts or num_processes in counts:
+            return choice.refusal
+        *all_but_last, last_count = map(str, counts)
+        counts_text = " or ".join(filter(None, (", ".join(all_but_last), last_count)))
+        return (
+            f"num_processes={num_processes} is not supported on {inventory.tpu_chips} TPU chips: "
+            "the runtime has no layout of so many, and workers could not find each other. Give "
+            f"num_processes={counts_text}."
+        )
+
+    def plan_warnings(self, inventory: Inventory, config: RunConfig) -> tuple[str, ...]:
+        """See :meth:`Device.plan_warnings`."""
+        host = inventory.tpu
+        if host is None:
+            return ()
+        if _is_dry_run(host):
+            return (
+                f"{RUNTIME_VARIABLE}=CPU: torch_xla computes on the processor, to try a program "
+                "without a TPU. Unset it where there is one",
+            )
+        if host.threads_per_process == 1:
+            return host.notes
+        return (
+            *host.notes,
+            f"a {host.generation} chip has two cores, and each worker uses one of them. "
+            'strategy="spmd" uses all, from one process',
+        )
+
+    def plan_choices(
+        self, inventory: Inventory, config: RunConfig
+    ) -> Iterator[tuple[str, str, str]]:
+        """See :meth:`Device.plan_choices`: the driver."""
+        choice = _choose(inventory, config)
+        if choice.name:
+            yield "tpu_driver", f"{choice.name} {choice.version}".rstrip(), choice.reason
+
+    def hazards(self) -> tuple[str, ...]:
+        """See :meth:`Device.hazards`; a runtime that is initialised cannot be forked."""
+        return tuple(
+            f"the runtime of {driver.name} is initialised in the notebook"
+            for driver in _all_drivers()
+            if driver.is_awake()
+        )
+
+    def busy_reason(self, plan: Plan) -> str:
+        """See :meth:`Device.busy_reason`; by who has the device files open."""
+        host = plan.inventory.tpu
+        if host is None or not host.device_files:
+            return ""
+        # Looked up again: the plan may be from before the cell that took them.
+        holders = chips.holders_of(host.device_files)
+        if not holders:
+            return ""
+        files = ", ".join(host.device_files)
+        if os.getpid() in holders:
+            return (
+                f"The TPU chips ({files}) are held by this notebook's kernel, and no other process "
+                "can use them before it ends. With torch_tpu, torch.manual_seed or one backward "
+                "pass on the CPU is enough to take them; with torch_xla, any tensor on the device. "
+                "Restart the kernel, and run %load_ext nbaccel before torch is imported: it keeps "
+                "the runtime asleep there."
+            )
+        return (
+            f"The TPU chips ({files}) are held by {', '.join(map(describe_process, holders))}: "
+            "workers could not open them. End it; live workers of a notebook end with "
+            "%accelerate stop."
+        )
+
+    def launch_variables(self, plan: Plan) -> tuple[Mapping[str, str | None], ...]:
+        """See :meth:`Device.launch_variables`; no trace of an earlier launch is left in them."""
+        host = plan.inventory.tpu or TpuHost()
+        driver = _DRIVERS[_choose(plan.inventory, plan.config).name]()
+        kept = without_stale(env.snapshot())
+        removed = {name: None for name in env.snapshot() if name not in kept}
+        shared: dict[str, str | None] = {
+            **removed,
+            DRIVER_VARIABLE: driver.name,
+            _AUTOLOAD_VARIABLE: "0",  # the template has loaded the driver; a child needs none
+        }
+        if _drives_all(plan.config):
+            return ({**shared, **driver.all_chips_variables()},)
+        per_worker = driver.launch_variables(
+            host, plan.num_processes, _free_ports(plan.num_processes)
+        )
+        return tuple({**shared, **variables} for variables in per_worker)
+
+    def idle_variables(self) -> Mapping[str, str]:
+        """See :meth:`Device.idle_variables`.
+
+        torch imports torch_tpu by itself, which takes seconds; and on a host without chips its
+        first backward pass asks a metadata server for minutes (torch_tpu 0.2).
+        """
+        return {_AUTOLOAD_VARIABLE: "0"} if packages.find_packages({}).torch_tpu else {}
+
+    def prepare_template(self) -> None:
+        """See :meth:`Device.prepare_template`; where there is a chip, or a dry run is wanted."""
+        environ = env.snapshot()
+        host = chips.inspect_host(environ)
+        if host is None:
+            return
+        dry_run = "torch_xla" if _is_dry_run(host) else "auto"
+        choice = choose_driver(dry_run, host, _torch_version())
+        if choice.name:
+            _DRIVERS[choice.name]().load()
+
+    def expects_launches(self) -> bool:
+        """See :meth:`Device.expects_launches`."""
+        host = chips.inspect_host(env.snapshot())
+        return (
+            host is not None
+            and bool(host.chips)
+            and bool(choose_driver("auto", host, _torch_version()).name)
+        )
+
+    def keep_asleep(self) -> None:
+        """See :meth:`Device.keep_asleep`; torch is told not to import torch_tpu.
+
+        With torch_tpu in it, the kernel would take the chips in its first ``torch.manual_seed`` or
+        backward pass (0.2), and on a host without chips wait for a network. Nothing can be done
+        once torch has been imported, and what a user has set stays.
+        """
+        is_undecided = env.read(_AUTOLOAD_VARIABLE) is None and "torch" not in sys.modules
+        if is_undecided and packages.find_packages({}).torch_tpu:
+            env.update({_AUTOLOAD_VARIABLE: "0"})
+
+    # ---------------------------------------------------------------- in a process that trains
+
+    @property
+    def kind(self) -> str:
+        """What torch calls devices of this kind; it depends on the driver."""
+        return _current_driver().torch_type
+
+    def is_available(self) -> bool:
+        """See :meth:`DeviceRuntime.is_available`; the driver is imported if it has to be."""
+        if env.read(DRIVER_VARIABLE):
+            return True
+        host = chips.inspect_host(env.snapshot())
+        if host is None or not host.chips:
+            return False
+        choice = choose_driver("auto", host, _torch_version())
+        if not choice.name:
+            return False
+        driver = _DRIVERS[choice.name]()
+        if not driver.is_loaded():
+            driver.load()
+        return driver.is_loaded()
+
+    def is_awake(self) -> bool:
+        """See :meth:`DeviceRuntime.is_awake`."""
+        return any(driver.is_awake() for driver in _all_drivers())
+
+    def count(self) -> int:
+        """See :meth:`DeviceRuntime.count`; a process has one."""
+        return 1
+
+    def make_current(self, device: torch.device) -> None:
+        """See :meth:`DeviceRuntime.make_current`; there is no other."""
+
+    def torch_device(self, local_rank: int) -> torch.device:
+        """See :meth:`Device.torch_device`; each process calls its chip number 0."""
+        import torch
+
+        return torch.device(self.kind, 0)
+
+    def enter_worker(self, local_rank: int) -> None:
+        """See :meth:`Device.enter_worker`; takes the chip, before user code could do so unbound."""
+        driver = _current_driver()
+        if not driver.is_awake():
+            driver.bind(local_rank)
+
+    def process_group_backend(self, num_local: int) -> str:
+        """See :meth:`Device.process_group_backend`."""
+        return _current_driver().process_group_backend()
+
+    def place_module(self, module: nn.Module, device: torch.device) -> None:
+        """See :meth:`DeviceRuntime.place_module`; in turn where host memory is short."""
+        with _turn(module):
+            move_parameters(module, device)
+            # The last copy has left host memory before the next process begins.
+            self.synchronize()
+
+    def mark_step(self) -> None:
+        """See :meth:`DeviceRuntime.mark_step`."""
+        _current_driver().mark_step()
+
+    def average_gradients(self, gradients: Sequence[torch.Tensor], world_size: int) -> bool:
+        """See :meth:`DeviceRuntime.average_gradients`."""
+        return _current_driver().average_gradients(gradients, world_size)
+
+    def compile_counts(self) -> CompileCounts | None:
+        """See :meth:`DeviceRuntime.compile_counts`."""
+        driver = _current_driver()
+        return driver.compile_counts() if driver.is_awake() else None
+
+    def random_state(self, index: int | None = None) -> torch.Tensor:
+        """See :meth:`DeviceRuntime.random_state`."""
+        return _current_driver().random_state()
+
+    def set_random_state(self, state: torch.Tensor, index: int | None = None) -> None:
+        """See :meth:`DeviceRuntime.set_random_state`."""
+        _current_driver().set_random_state(state.cpu())
+
+    def reserved_bytes(self, device: torch.device) -> int | None:
+        """See :meth:`DeviceRuntime.reserved_bytes`."""
+        return _current_driver().memory_used()
+
+    def empty_cache(self) -> None:
+        """See :meth:`DeviceRuntime.empty_cache`; the runtime frees what nobody uses by itself."""
+
+    def synchronize(self) -> None:
+        """See :meth:`DeviceRuntime.synchronize`."""
+        _current_driver().synchronize()
+
+
+def _all_drivers() -> Iterator[TpuDriver]:
+    return (driver() for driver in _DRIVERS.values())
+
+
+def _current_driver() -> TpuDriver:
+    """The driver of this process: a worker's is set, elsewhere it is the one that is loaded."""
+    named = env.read(DRIVER_VARIABLE, "") or ""
+    if named in _DRIVERS:
+        return _DRIVERS[named]()
+    loaded = (driver for driver in _all_drivers() if driver.is_loaded())
+    return next(loaded, None) or TorchTpuDriver()
+
+
+def _choose(inventory: Inventory, config: RunConfig | None = None) -> DriverChoice:
+    host = inventory.tpu or TpuHost(chips=inventory.tpu_chips)
+    asked: str = "auto" if config is None else config.tpu_driver
+    # torch_xla alone has a dry run, and a mode in which one process drives all chips.
+    needs_xla = _is_dry_run(host) or (config is not None and _drives_all(config))
+    if needs_xla and asked == "auto":
+        asked = TorchXlaDriver.name
+    return choose_driver(asked, host, inventory.torch_version)
+
+
+def _drives_all(config: RunConfig) -> bool:
+    return config.strategy != "auto" and strategy_row(config.strategy).drives_all
+
+
+def _spmd_problem(choice: DriverChoice) -> str:
+    if choice.name == TorchXlaDriver.name:
+        return ""
+    return (
+        f'tpu_driver="{choice.name}" has no mode in which one process drives all chips, as '
+        'strategy="spmd" does: its workers have one chip each. Leave strategy out, or give '
+        'tpu_driver="torch_xla".'
+    )
+
+
+def _is_dry_run(host: TpuHost | None) -> bool:
+    return (
+        host is not None and not host.chips and host.pjrt_device == "CPU" and bool(host.torch_xla)
+    )
+
+
+def _torch_version() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody uses: the runtimes bind them, and take no bound socket."""
+    with contextlib.ExitStack() as clean_up:
+        sockets = [
+            clean_up.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [listener.getsockname()[1] for listener in sockets]
+
+
+@contextlib.contextmanager
+def _turn(module: nn.Module) -> Iterator[None]:
+    """Wait for this process's turn to copy a module, where host memory is short.
+
+    Copies to a chip are staged in host memory. Of several processes at once, each may need as much
+    as the whole module.
+    """
+    num_local = int(env.read("LOCAL_WORLD_SIZE", "1") or 1)
+    module_bytes = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    if num_local * module_bytes <= free_host_bytes() // 2:
+        yield
+        return
+    from filelock import FileLock
+
+    lock_file = _TURN_FILE.expanduser()
+    lock = FileLock(lock_file)
+    # One file for all launches of a user, which stays: without it waiting processes and new ones
+    # would hold different locks. A home that cannot be written to has none, and nobody waits.
+    with contextlib.suppress(OSError):
+        lock_file.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()

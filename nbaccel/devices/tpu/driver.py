@@ -1,0 +1,147 @@
+"""``TpuDriver``: what the libraries that let torch compute on TPUs have in common.
+
+    device "tpu" ──► TorchTpuDriver   tensor.to("tpu"), computes at once     torch 2.11 to 2.15
+                 └─► TorchXlaDriver   tensor.to("xla"), records, then runs   torch 2.9
+
+Nothing outside of the two drivers calls either library.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from nbaccel.abc.device import CompileCounts
+    from nbaccel.plan.inventory import TpuHost
+
+__all__ = ["TpuDriver", "move_parameters"]
+
+
+class TpuDriver(ABC):
+    """One library that drives TPUs.
+
+    An implementation has no state beyond that of its library, and imports it inside of methods.
+
+    Attributes:
+        name: As in ``RunConfig.tpu_driver``.
+        torch_type: What torch calls its devices.
+        fork_consequence: What a runtime that is initialised does to a forked worker: one clause.
+    """
+
+    name: ClassVar[str]
+    torch_type: ClassVar[str]
+    fork_consequence: ClassVar[str]
+
+    @abstractmethod
+    def is_loaded(self) -> bool:
+        """Whether this process can make tensors of this kind; nothing is imported for it."""
+
+    @abstractmethod
+    def load(self) -> None:
+        """Import the library, without initialising its runtime."""
+
+    @abstractmethod
+    def is_awake(self) -> bool:
+        """Whether its runtime is initialised in this process; asking does not initialise it."""
+
+    @abstractmethod
+    def bind(self, local_rank: int) -> None:
+        """Take the chip of this worker, which no process gives back before it ends.
+
+        Args:
+            local_rank: Number of the worker on its node.
+        """
+
+    @abstractmethod
+    def launch_variables(
+        self, host: TpuHost, num_workers: int, ports: Sequence[int]
+    ) -> tuple[Mapping[str, str], ...]:
+        """Variables of the workers of one launch, by local rank.
+
+        Args:
+            host: This machine.
+            num_workers: Workers on it.
+            ports: A free TCP port for each of them.
+        """
+
+    def all_chips_variables(self) -> Mapping[str, str]:
+        """Variables of a single worker that drives all chips, where the driver can do that."""
+        return {}
+
+    def process_group_backend(self) -> str:
+        """What ``torch.distributed.init_process_group`` is told in a worker."""
+        return "gloo"
+
+    @abstractmethod
+    def average_gradients(self, gradients: Sequence[torch.Tensor], world_size: int) -> bool:
+        """See :meth:`~nbaccel.abc.device.DeviceRuntime.average_gradients`."""
+
+    def mark_step(self) -> None:  # noqa: B027 - a driver that computes at once has nothing to do
+        """See :meth:`~nbaccel.abc.device.DeviceRuntime.mark_step`."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the chip has done what it was given."""
+
+    @abstractmethod
+    def compile_counts(self) -> CompileCounts:
+        """What its compiler has done in this process so far."""
+
+    @abstractmethod
+    def random_state(self) -> torch.Tensor:
+        """The chip's generator, as a uint8 tensor in host memory."""
+
+    @abstractmethod
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Set the chip's generator to what :meth:`random_state` gave."""
+
+    @abstractmethod
+    def memory_used(self) -> int | None:
+        """Bytes in use on this process's chip; None where the runtime does not say."""
+
+
+def move_parameters(module: nn.Module, device: torch.device) -> None:
+    """Move parameters and buffers one after another, each staying the same Python object.
+
+    ``Module.to`` makes new parameters on TPUs: those of an optimizer would stay behind on the
+    host, and weights that were tied would be two (torch_tpu 0.2, torch_xla 2.9).
+
+    Args:
+        module: The module.
+        device: Where to.
+    """
+    import torch
+
+    from nbaccel import torch_private
+
+    moved_buffers: dict[int, torch.Tensor] = {}
+    for owner, name, tensor in list(_owned_tensors(module)):
+        if tensor.device == device:  # also what is tied to one that has been moved
+            continue
+        # A blocking copy: with a non-blocking one, a later write to the host tensor showed in the
+        # copy (torch_tpu 0.2).
+        if not isinstance(tensor, torch.nn.Parameter):
+            if id(tensor) not in moved_buffers:
+                moved_buffers[id(tensor)] = tensor.detach().to(device)
+            owner._buffers[name] = moved_buffers[id(tensor)]  # noqa: SLF001 - torch has no public way to replace one
+            continue
+        gradient, tensor.grad = tensor.grad, None
+        on_device = torch.nn.Parameter(
+            tensor.detach().to(device), requires_grad=tensor.requires_grad
+        )
+        torch_private.replace_in_place(tensor, on_device)
+        if gradient is not None:
+            tensor.grad = gradient.to(device)
+
+
+def _owned_tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Every parameter and buffer with the module that holds it, and its name there."""
+    for owner in module.modules():
+        for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):  # noqa: SLF001
+            if tensor is not None:
+                yield owner, name, tensor

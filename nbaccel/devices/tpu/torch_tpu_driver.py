@@ -1,0 +1,155 @@
+"""torch_tpu (TorchTPU): the device ``tpu`` of torch itself.
+
+Its runtime takes the chips of a process at the first tensor on one, and also at
+``torch.manual_seed`` and at the first backward pass on the CPU (torch_tpu 0.2). No process gives a
+chip back before it ends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from nbaccel import env
+from nbaccel.abc.device import CompileCounts
+from nbaccel.devices.tpu.driver import TpuDriver
+from nbaccel.devices.tpu.topology import torch_tpu_variables
+
+if TYPE_CHECKING:
+    import torch
+
+    from nbaccel.plan.inventory import TpuHost
+
+__all__ = ["COLLECTIVES_VARIABLE", "TorchTpuDriver"]
+
+COLLECTIVES_VARIABLE = "NBACCEL_TPU_COLLECTIVES"
+"""``host``: collectives of device tensors go by way of host memory and gloo."""
+
+_CACHE_NAME = "nbaccel"
+_CACHE_FOLDER = Path("~/.cache/nbaccel/tpu_programs")
+
+
+class TorchTpuDriver(TpuDriver):
+    """Tensors of type ``tpu``; operations run at once."""
+
+    name: ClassVar[str] = "torch_tpu"
+    torch_type: ClassVar[str] = "tpu"
+    fork_consequence: ClassVar[str] = "a forked worker fails in its first operation on a chip"
+
+    def is_loaded(self) -> bool:
+        """See :meth:`TpuDriver.is_loaded`."""
+        # `torch.tpu` is there without a device, too; only the renamed backend shows that there is
+        # one, and the module of that name may be another maker's.
+        torch_core: Any = getattr(sys.modules.get("torch"), "_C", None)
+        if torch_core is None or "torch_tpu" not in sys.modules:
+            return False
+        return bool(torch_core._get_privateuse1_backend_name() == self.torch_type)  # noqa: SLF001
+
+    def load(self) -> None:
+        """See :meth:`TpuDriver.load`."""
+        with warnings.catch_warnings():
+            # It warns of a missing tcmalloc, which no notebook user can preload.
+            warnings.simplefilter("ignore")
+            # With autoload off, importing the package does not make the device.
+            importlib.import_module("torch_tpu._loader").load()
+
+    def is_awake(self) -> bool:
+        """See :meth:`TpuDriver.is_awake`."""
+        if not self.is_loaded():
+            return False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its name is marked as experimental
+            return bool(_tpu_module().is_initialized())
+
+    def bind(self, local_rank: int) -> None:
+        """See :meth:`TpuDriver.bind`."""
+        import torch
+
+        if not self.is_loaded():
+            self.load()
+        torch.ones(1).to(self.torch_type)
+
+    def launch_variables(
+        self, host: TpuHost, num_workers: int, ports: Sequence[int]
+    ) -> tuple[Mapping[str, str], ...]:
+        """See :meth:`TpuDriver.launch_variables`; the same for all workers but for their rank."""
+        shared = torch_tpu_variables(host.generation, num_workers, ports)
+        if num_workers > 1:
+            # Ranks of one host share what one of them has compiled.
+            shared = {"TORCH_TPU_TIER2_COMPILATION_CACHE": _CACHE_NAME, **shared}
+        folder = str(_CACHE_FOLDER.expanduser())
+        shared = {"TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT": folder, **shared}
+        return (shared,) * num_workers
+
+    def process_group_backend(self) -> str:
+        """See :meth:`TpuDriver.process_group_backend`."""
+        return "gloo" if _goes_by_host() else "cpu:gloo,tpu:tpu_dist"
+
+    def average_gradients(self, gradients: Sequence[torch.Tensor], world_size: int) -> bool:
+        """See :meth:`TpuDriver.average_gradients`; one collective per data type."""
+        if _goes_by_host():
+            return False
+        import torch.distributed as dist
+
+        from nbaccel.flat import by_dtype, flatten, unflatten  # it imports torch
+
+        for alike in by_dtype(gradients):
+            # Each eager collective is a program of its own: one for all is compiled once.
+            flat = flatten(alike)
+            dist.all_reduce(flat)
+            unflatten(flat / world_size, alike)
+        return True
+
+    def synchronize(self) -> None:
+        """See :meth:`TpuDriver.synchronize`."""
+        # Without a runtime it aborts the process instead of raising.
+        if self.is_awake():
+            import torch
+
+            torch.accelerator.synchronize()
+
+    def compile_counts(self) -> CompileCounts:
+        """See :meth:`TpuDriver.compile_counts`."""
+        stats = _tpu_module()._get_cache_stats()  # noqa: SLF001 - there is no public name for it
+        durations = (entry.compilation_duration for entry in stats.per_entry_stats)
+        return CompileCounts(
+            programs=int(stats.num_compilations),
+            seconds=sum(duration.total_seconds() for duration in durations),
+        )
+
+    def random_state(self) -> torch.Tensor:
+        """See :meth:`TpuDriver.random_state`."""
+        return self._generator().get_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """See :meth:`TpuDriver.set_random_state`."""
+        self._generator().set_state(state)
+
+    def _generator(self) -> torch.Generator:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its name is marked as experimental
+            generator: torch.Generator = _tpu_module().default_generators[0]
+        return generator
+
+    def memory_used(self) -> int | None:
+        """See :meth:`TpuDriver.memory_used`."""
+        if not self.is_awake():
+            return None
+        import torch
+
+        # A runtime without figures gives 0.
+        return torch.accelerator.memory_reserved() or torch.accelerator.memory_allocated() or None
+
+
+def _tpu_module() -> Any:
+    import torch
+
+    return torch.tpu  # type: ignore[attr-defined]
+
+
+def _goes_by_host() -> bool:
+    return (env.read(COLLECTIVES_VARIABLE, "") or "").strip().lower() == "host"

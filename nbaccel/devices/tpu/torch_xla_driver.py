@@ -1,0 +1,181 @@
+"""torch_xla: the device ``xla``, whose operations are recorded and run as one program.
+
+``PJRT_DEVICE=CPU`` makes it compute on the processor, for trying a program without a TPU: then each
+worker has a runtime of its own that knows of no other, and collectives go by way of gloo.
+"""
+
+from __future__ import annotations
+
+import importlib
+import struct
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from nbaccel import env
+from nbaccel.abc.device import CompileCounts
+from nbaccel.devices.tpu.driver import TpuDriver
+from nbaccel.devices.tpu.topology import torch_xla_variables
+from nbaccel.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from nbaccel.plan.inventory import TpuHost
+
+__all__ = ["RUNTIME_VARIABLE", "TorchXlaDriver"]
+
+RUNTIME_VARIABLE = "PJRT_DEVICE"
+_CACHE_FOLDER = Path("~/.cache/nbaccel/xla_programs")
+# What the import of torch_xla set in this process's environment, which a worker's replaces.
+_IMPORT_VARIABLES: dict[str, str] = {}
+_NANOSECONDS = 1e-9
+
+
+class TorchXlaDriver(TpuDriver):
+    """Tensors of type ``xla``; operations run when a step is marked, or a value is read."""
+
+    name: ClassVar[str] = "torch_xla"
+    torch_type: ClassVar[str] = "xla"
+    fork_consequence: ClassVar[str] = "a forked worker hangs in its first XLA operation"
+
+    def is_loaded(self) -> bool:
+        """See :meth:`TpuDriver.is_loaded`."""
+        return hasattr(sys.modules.get("torch_xla"), "_XLAC")
+
+    def load(self) -> None:
+        """See :meth:`TpuDriver.load`."""
+        before = env.snapshot()
+        importlib.import_module("torch_xla")
+        after = env.snapshot()
+        _IMPORT_VARIABLES.update(
+            {name: value for name, value in after.items() if before.get(name) != value}
+        )
+
+    def is_awake(self) -> bool:
+        """See :meth:`TpuDriver.is_awake`."""
+        # There is no public way to ask without initialising it.
+        core = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
+        return core is not None and bool(core._xla_runtime_is_initialized())  # noqa: SLF001
+
+    def bind(self, local_rank: int) -> None:
+        """See :meth:`TpuDriver.bind`."""
+        if not self.is_loaded():
+            self.load()
+        env.update(
+            {name: value for name, value in _IMPORT_VARIABLES.items() if env.read(name) is None}
+        )
+        _refuse_gloo()
+        if self._computes_on_chips():
+            # It must come before the first computation. On the processor nothing that was written
+            # can be read again (torch_xla 2.9).
+            folder = str(_CACHE_FOLDER.expanduser())
+            importlib.import_module("torch_xla.runtime").initialize_cache(folder)
+        torch_xla = importlib.import_module("torch_xla")
+        torch_xla.device()
+
+    def launch_variables(
+        self, host: TpuHost, num_workers: int, ports: Sequence[int]
+    ) -> tuple[Mapping[str, str], ...]:
+        """See :meth:`TpuDriver.launch_variables`."""
+        if not self._computes_on_chips():
+            return ({RUNTIME_VARIABLE: "CPU", "CPU_NUM_DEVICES": "1"},) * num_workers
+        return tuple(
+            torch_xla_variables(host.generation, num_workers, local_rank, ports)
+            for local_rank in range(num_workers)
+        )
+
+    def all_chips_variables(self) -> Mapping[str, str]:
+        """See :meth:`TpuDriver.all_chips_variables`; XLA's partitioner shares the program out."""
+        runtime = "TPU" if self._computes_on_chips() else "CPU"
+        return {RUNTIME_VARIABLE: runtime, "XLA_USE_SPMD": "1"}
+
+    def average_gradients(self, gradients: Sequence[torch.Tensor], world_size: int) -> bool:
+        """See :meth:`TpuDriver.average_gradients`; recorded into the program of the step."""
+        if not self._computes_on_chips():
+            return False
+        xla_model = importlib.import_module("torch_xla.core.xla_model")
+        xla_model.all_reduce(xla_model.REDUCE_SUM, list(gradients), scale=1.0 / world_size)
+        return True
+
+    def mark_step(self) -> None:
+        """See :meth:`TpuDriver.mark_step`."""
+        if self.is_awake():
+            importlib.import_module("torch_xla").sync()
+
+    def synchronize(self) -> None:
+        """See :meth:`TpuDriver.synchronize`."""
+        if self.is_awake():
+            importlib.import_module("torch_xla").sync(wait=True)
+
+    def compile_counts(self) -> CompileCounts:
+        """See :meth:`TpuDriver.compile_counts`."""
+        metrics = importlib.import_module("torch_xla.debug.metrics")
+        said = metrics.metric_data("CompileTime")
+        if said is None:  # nothing has been compiled
+            return CompileCounts(programs=0, seconds=0.0)
+        return CompileCounts(programs=int(said[0]), seconds=said[1] * _NANOSECONDS)
+
+    def random_state(self) -> torch.Tensor:
+        """See :meth:`TpuDriver.random_state`; the generator's seed, 8 bytes."""
+        import torch
+
+        seed = importlib.import_module("torch_xla.core.xla_model").get_rng_state()
+        return torch.frombuffer(bytearray(struct.pack("<Q", seed)), dtype=torch.uint8)
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """See :meth:`TpuDriver.set_random_state`."""
+        (seed,) = struct.unpack("<Q", state.numpy().tobytes())
+        importlib.import_module("torch_xla.core.xla_model").set_rng_state(seed)
+
+    def memory_used(self) -> int | None:
+        """See :meth:`TpuDriver.memory_used`."""
+        # The runtime of the processor has no figures, and raises.
+        if not (self.is_awake() and self._computes_on_chips()):
+            return None
+        xla_model = importlib.import_module("torch_xla.core.xla_model")
+        return int(
+            xla_model.get_memory_info(importlib.import_module("torch_xla").device())["bytes_used"]
+        )
+
+    @staticmethod
+    def _computes_on_chips() -> bool:
+        return (env.read(RUNTIME_VARIABLE, "") or "").strip().upper() != "CPU"
+
+
+def _refuse_gloo() -> None:
+    """Let collectives of torch refuse tensors on this device where gloo would have to do them.
+
+    gloo returns from ``all_reduce`` and ``broadcast`` of such tensors at once and changes nothing
+    (torch_xla 2.9): every rank would go on with its own values.
+    """
+    import torch.distributed as dist
+
+    for name in ("all_reduce", "broadcast", "reduce"):
+        given: Callable[..., Any] = getattr(dist, name)
+        if not hasattr(given, "refuses_xla"):
+            setattr(dist, name, _refusing(given, name))
+
+
+def _refusing(given: Callable[..., Any], name: str) -> Callable[..., Any]:
+    import functools
+
+    import torch.distributed as dist
+
+    @functools.wraps(given)
+    def collective(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        group = kwargs.get("group")
+        if getattr(getattr(tensor, "device", None), "type", "") == "xla" and "xla" not in str(
+            dist.get_backend_config(group)
+        ):
+            raise ConfigError(
+                f"torch.distributed.{name} got a tensor on {tensor.device}, and this process group "
+                "is gloo's, which would return at once and change nothing. Use "
+                f"accelerator.{'gather' if name == 'reduce' else 'reduce'}(tensor), or move it to "
+                "the host: tensor.cpu()."
+            )
+        return given(tensor, *args, **kwargs)
+
+    collective.refuses_xla = True  # type: ignore[attr-defined]
+    return collective

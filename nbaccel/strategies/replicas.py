@@ -1,0 +1,169 @@
+"""``ReplicasStrategy``: whole models, and gradients averaged once per optimizer step.
+
+For devices on which torch's ``DistributedDataParallel`` does not work: its hooks reduce gradients
+bucket by bucket while the backward pass runs, and a device that records operations first would have
+to run a program for each bucket. Here one collective reduces all of them when they are complete, so
+a recording device makes it part of the step's program.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nbaccel import _catalog
+from nbaccel.abc.bundle import Bundle
+from nbaccel.abc.place import Place
+from nbaccel.abc.strategy import Strategy
+from nbaccel.errors import CollectiveMismatch
+from nbaccel.flat import by_dtype, flatten, unflatten
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+__all__ = ["ReplicasStrategy"]
+
+
+class ReplicasStrategy(Strategy):
+    """Every process holds the whole model.
+
+    Gradients that a backward pass has left are averaged by :meth:`backward` where the batch ends a
+    group of accumulated ones; after a ``loss.backward()`` of the user's own, when they are clipped,
+    or when an optimizer steps. Averaging again what is equal on all processes changes nothing, so
+    several backward passes before one step add up as they should.
+
+    Args:
+        place: This process among the others; the default process group exists.
+    """
+
+    name: ClassVar[str] = "replicas"
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._device = _catalog.device(place.device_name)
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._has_new_gradients = False
+
+    def wrap(self, bundle: Bundle) -> Bundle:
+        """See :meth:`Strategy.wrap`; a collective: all processes begin with process 0's weights."""
+        for model in bundle.models:
+            if model in self._models:
+                continue
+            self._models.add(model)
+            _take_weights_of_first(model)
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    hooked: Any = parameter
+                    hooked.register_post_accumulate_grad_hook(self._note_gradient)
+        for optimizer in bundle.optimizers:
+            if isinstance(optimizer, torch.optim.Optimizer):
+                optimizer.register_step_pre_hook(self._before_step)
+        return bundle
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """See :meth:`Strategy.unwrap`; the model as it is."""
+        return model
+
+    def backward(self, loss: torch.Tensor, *, sync: bool, **options: Any) -> None:
+        """See :meth:`Strategy.backward`."""
+        super().backward(loss, sync=sync, **options)
+        if sync:
+            self.average_gradients()
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """See :meth:`Strategy.clip_grad_norm`."""
+        self.average_gradients()
+        return super().clip_grad_norm(parameters, max_norm, norm_type)
+
+    def join(
+        self, models: Iterable[nn.Module], **options: Any
+    ) -> AbstractContextManager[None] | None:
+        """See :meth:`Strategy.join`; None: every step needs every process."""
+        return None
+
+    def average_gradients(self) -> None:
+        """Average what backward passes have left since the last time; a collective."""
+        if not self._has_new_gradients:
+            return
+        self._has_new_gradients = False
+        gradients = [
+            parameter.grad
+            for model in self._models
+            for parameter in model.parameters()
+            if parameter.requires_grad and parameter.grad is not None
+        ]
+        if not self._device.average_gradients(gradients, self.place.world_size):
+            _average_by_host(gradients, self.place.world_size)
+
+    def _note_gradient(self, parameter: torch.Tensor) -> None:
+        self._has_new_gradients = True
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.average_gradients()
+
+
+def _average_by_host(gradients: list[torch.Tensor], world_size: int) -> None:
+    """Average tensors by way of host memory, in one collective for each data type.
+
+    Raises:
+        CollectiveMismatch: Processes have gradients of different parameters.
+    """
+    _check_gradients(gradients, world_size)
+    for alike in by_dtype(gradients):
+        # One copy down and one up, whatever the number of parameters.
+        flat = flatten(alike).cpu()
+        dist.all_reduce(flat)
+        unflatten((flat / world_size).to(alike[0].device), alike)
+
+
+def _check_gradients(gradients: list[torch.Tensor], world_size: int) -> None:
+    # gloo would add up what does not belong together, or wait for ever.
+    own_counts = torch.tensor([len(gradients), sum(gradient.numel() for gradient in gradients)])
+    all_counts = [torch.empty_like(own_counts) for _ in range(world_size)]
+    dist.all_gather(all_counts, own_counts)
+    if any(not torch.equal(counts, own_counts) for counts in all_counts):
+        by_process = ", ".join(
+            f"process {rank}: {int(counts[0])}" for rank, counts in enumerate(all_counts)
+        )
+        raise CollectiveMismatch(
+            f"The processes have gradients of different parameters ({by_process} of them): they "
+            "cannot be averaged. Let every process use the same parts of the model in each step, "
+            "or add 0 * parameter.sum() of the unused ones to the loss."
+        )
+
+
+def _take_weights_of_first(model: nn.Module) -> None:
+    """Copy process 0's parameters and buffers to all processes that have others."""
+    named_tensors = dict(_tensors_of(model))
+    own_digests = {name: _digest(tensor) for name, tensor in named_tensors.items()}
+    digests_by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests_by_rank, own_digests)
+    first_digests = digests_by_rank[0]
+    with torch.no_grad():
+        for name, tensor in named_tensors.items():
+            # The usual case: all of them took the notebook's model.
+            if all(digests.get(name) == first_digests[name] for digests in digests_by_rank):
+                continue
+            on_host = tensor.cpu().contiguous()
+            dist.broadcast(on_host, 0)
+            tensor.copy_(on_host.to(tensor.device))
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    import xxhash
+
+    on_host = tensor.detach().cpu().contiguous()
+    return xxhash.xxh3_128_hexdigest(on_host.reshape(-1).view(torch.uint8).numpy().data)

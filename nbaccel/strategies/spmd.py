@@ -1,0 +1,92 @@
+"""``SpmdStrategy``: one process drives all chips, and XLA cuts the program up.
+
+Every parameter is cut along its longest dimension that the number of chips divides, batches along
+their first, and XLA's partitioner derives the rest of the program, collectives included (GSPMD: Xu
+et al. 2021, https://arxiv.org/abs/2105.04663). Numbers are those of one chip.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from nbaccel.abc.bundle import Bundle
+from nbaccel.abc.place import Place
+from nbaccel.abc.strategy import Strategy
+from nbaccel.errors import ConfigError
+from nbaccel.plan.launch_plan import Choice
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["SpmdStrategy"]
+
+_AXIS = "chips"
+
+
+class SpmdStrategy(Strategy):
+    """XLA's partitioner shards weights, optimizer states and batches over all chips.
+
+    Args:
+        place: This process, which is alone.
+
+    Raises:
+        ConfigError: The device is not torch_xla's, or its runtime is not in the mode for this.
+    """
+
+    name: ClassVar[str] = "spmd"
+    lays_out_batches: ClassVar[bool] = True
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        runtime = (
+            importlib.import_module("torch_xla.runtime") if place.device.type == "xla" else None
+        )
+        if runtime is None or not runtime.is_spmd():
+            raise ConfigError(
+                f'strategy="spmd" needs torch_xla in its SPMD mode: this process computes on '
+                f"{place.device} without it, and the mode cannot be changed once the runtime runs. "
+                'Launch with RunConfig(device="tpu", strategy="spmd"), or set XLA_USE_SPMD=1 '
+                "before torch_xla is imported."
+            )
+        spmd = importlib.import_module("torch_xla.distributed.spmd")
+        self._num_chips = int(runtime.global_runtime_device_count())
+        self._mesh = spmd.Mesh(list(range(self._num_chips)), (self._num_chips,), (_AXIS,))
+        self._mark: Any = spmd.mark_sharding
+
+    def wrap(self, bundle: Bundle) -> Bundle:
+        """See :meth:`Strategy.wrap`; marks parameters, whose gradients and states follow them."""
+        num_cut = num_all = 0
+        for model in bundle.models:
+            for parameter in model.parameters():
+                axes = self._axes_of(parameter)
+                self._mark(parameter, self._mesh, axes)
+                num_cut += _AXIS in axes
+                num_all += 1
+        self.choices = (
+            Choice(
+                "sharding",
+                f"{self._num_chips} chips",
+                f"{num_cut} of {num_all} parameters cut up; the others have no dimension that "
+                f"{self._num_chips} divides",
+            ),
+        )
+        return bundle
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """See :meth:`Strategy.unwrap`; the model as it is."""
+        return model
+
+    def place_batch(self, batch: torch.Tensor) -> None:
+        """See :meth:`Strategy.place_batch`; rows are dealt out where the chips divide them."""
+        if batch.dim() and batch.shape[0] % self._num_chips == 0:
+            self._mark(batch, self._mesh, (_AXIS, *([None] * (batch.dim() - 1))))
+
+    def _axes_of(self, parameter: torch.Tensor) -> tuple[str | None, ...]:
+        divisible = [dim for dim, size in enumerate(parameter.shape) if size % self._num_chips == 0]
+        axes: list[str | None] = [None] * parameter.dim()
+        if divisible:
+            axes[max(divisible, key=lambda dim: parameter.shape[dim])] = _AXIS
+        return tuple(axes)

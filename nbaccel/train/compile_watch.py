@@ -1,0 +1,145 @@
+"""Watches a device that compiles: which steps were slow for that, and what made it compile again.
+
+Such a device turns the operations of a step into a program the first time it meets them, which
+takes seconds to minutes, and again for every other shape. The first step compiles; the second one
+does, because the optimizer's state lives on the device by then; the third is the first at full
+speed. Later programs have a cause that can be removed, and it is named once.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from nbaccel.abc.device import CompileCounts, DeviceRuntime
+from nbaccel.train.trees import leaves
+from nbaccel.units import count_noun, format_seconds
+from nbaccel.workers import metrics_reporter
+
+__all__ = ["CompileWatch"]
+
+WARM_UP_STEPS = 3
+"""Steps until the programs of a loop are compiled, the first one at full speed included."""
+
+_SCALAR_STEPS = 3
+"""Steps in a row that compile with shapes that are known, before they are told."""
+
+_Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class CompileWatch:
+    """Counts the programs that steps compile.
+
+    Args:
+        device: What this process computes on.
+
+    Attributes:
+        steps: Batches since the last one whose shapes had not been met before; 0 before the first.
+        told: The causes that have been named: ``shapes``, ``numbers``.
+    """
+
+    def __init__(self, device: DeviceRuntime) -> None:
+        self._device = device
+        self._known_shapes: dict[_Shapes, int] = {}
+        self._counts = CompileCounts(programs=0, seconds=0.0)
+        self._in_a_row = 0
+        self._shapes: _Shapes = ()
+        self.steps = 0
+        self.told: set[str] = set()
+
+    @classmethod
+    def of(cls, device: DeviceRuntime) -> CompileWatch | None:
+        """One for a device that compiles; None for any other."""
+        counts = device.compile_counts()
+        if counts is None:
+            return None
+        watch = cls(device)
+        watch._counts = counts
+        return watch
+
+    @property
+    def counts(self) -> CompileCounts:
+        """What the device's compiler had done when the last step ended."""
+        return self._counts
+
+    @property
+    def phase(self) -> str:
+        """What the step under way is doing, in words; empty at full speed."""
+        if 0 < self.steps < WARM_UP_STEPS:
+            return f"compiling, step {self.steps} of about {WARM_UP_STEPS}"
+        return ""
+
+    def step_begins(self, batch: Any) -> None:
+        """A batch goes into the loop's body.
+
+        Args:
+            batch: Tensors in containers.
+        """
+        self._shapes = _shapes_of(batch)
+        uses = self._known_shapes.get(self._shapes, 0)
+        self._known_shapes[self._shapes] = uses + 1
+        self.steps = uses + 1
+        metrics_reporter.note_phase(self.phase)
+
+    def step_ends(self) -> None:
+        """The loop's body is done with the batch."""
+        counts = self._device.compile_counts() or self._counts
+        programs = counts.programs - self._counts.programs
+        seconds = counts.seconds - self._counts.seconds
+        self._counts = counts
+        metrics_reporter.note_compiled(counts.programs, counts.seconds)
+        if not programs:
+            self._in_a_row = 0
+            return
+        if self.steps <= WARM_UP_STEPS:
+            # The first shapes of all have to be compiled; others could have been the same.
+            if self.steps == 1 and len(self._known_shapes) > 1:
+                self._tell_of_shapes(seconds)
+            return
+        self._in_a_row += 1
+        if self._in_a_row == _SCALAR_STEPS:
+            self._tell_of_numbers(seconds)
+
+    def _tell_of_shapes(self, seconds: float) -> None:
+        earlier = next(shapes for shapes in self._known_shapes if shapes != self._shapes)
+        self._tell(
+            "shapes",
+            f"this batch has other shapes ({_describe(self._shapes)}) than those before "
+            f"({_describe(earlier)}), and the device compiled for them again "
+            f"({format_seconds(seconds)}). Where it is a loader's last batch, give the DataLoader "
+            "drop_last=True, or pad it; in evaluation, use the batch size of training; pad texts "
+            "to one length.",
+        )
+
+    def _tell_of_numbers(self, seconds: float) -> None:
+        self._tell(
+            "numbers",
+            f"{_SCALAR_STEPS} steps in a row compiled again ({format_seconds(seconds)} in the last "
+            "one) although the batches had shapes that were met before. A Python number that "
+            "changes from step to step is part of the program: give it to the operation as a "
+            "tensor on the device.",
+        )
+
+    def _tell(self, cause: str, text: str) -> None:
+        if cause not in self.told:
+            self.told.add(cause)
+            sys.stderr.write(f"nbaccel: {text}\n")
+
+    def describe(self) -> str:
+        """How much was compiled so far: ``14 programs compiled in 3.2 s``."""
+        programs = count_noun(self._counts.programs, "program")
+        return f"{programs} compiled in {format_seconds(self._counts.seconds)}"
+
+
+def _shapes_of(batch: Any) -> _Shapes:
+    return tuple(
+        (str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
+        for leaf in leaves(batch)
+        if isinstance(leaf, torch.Tensor)
+    )
+
+
+def _describe(shapes: _Shapes) -> str:
+    return ", ".join(f"{dtype} {list(shape)}" for dtype, shape in shapes)

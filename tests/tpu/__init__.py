@@ -1,0 +1,1 @@
+"""TPUs without a TPU: the real drivers, computing on this machine's processor."""
