@@ -11,7 +11,7 @@ from typing import Any
 
 from nbaccel.errors import ConfigError
 
-__all__ = ["Gpu", "Inventory"]
+__all__ = ["Gpu", "Inventory", "TpuHost"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +39,54 @@ class Gpu:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TpuHost:
+    """A machine with TPU chips, or one whose environment speaks of them.
+
+    Attributes:
+        generation: ``v2``, ``v3``, ``v4``, ``v5e``, ``v5p``, ``v6e`` or ``7x``; empty where it is
+            not known.
+        chips: Chips that this process could open.
+        chips_on_bus: Chips on the PCI bus, whether or not this process could open them; 0 where
+            the bus is hidden.
+        torch_tpu_chips: Chips that torch_tpu counts: those on the bus, of a generation that it
+            knows, whose IOMMU group is below ``/dev/vfio``.
+        device_files: What a process opens to use them: ``/dev/vfio/3``, ``/dev/accel0``.
+        bytes_per_chip: Memory of one chip; 0 where the generation is not known.
+        process_counts: How many workers can share the chips, ascending: 1, 4 and 8 for 8 of v5e.
+        threads_per_process: Replicas of a worker, a thread each: 2 on v2 and v3, else 1.
+        num_hosts: Machines of the slice that this one belongs to.
+        worker_id: This machine's number among them, from 0.
+        environment: ``colab``, ``kaggle``, ``gke`` or ``tpu_vm``; empty where nothing tells.
+        libtpu: Version of the installed libtpu, or the path of the one that will be loaded
+            instead; empty where there is none.
+        torch_tpu: Version of Google's torch_tpu; empty where it is not installed.
+        torch_xla: Version of torch_xla; empty where it is not installed.
+        pjrt_device: What ``PJRT_DEVICE`` says, in capital letters; empty where it is not set.
+        holders: Processes that have a device file of the chips open, as far as this user may see;
+            this process may be one of them.
+        notes: What is odd about all this: the value, why it matters, what to do.
+    """
+
+    generation: str = ""
+    chips: int = 0
+    chips_on_bus: int = 0
+    torch_tpu_chips: int = 0
+    device_files: tuple[str, ...] = ()
+    bytes_per_chip: int = 0
+    process_counts: tuple[int, ...] = ()
+    threads_per_process: int = 1
+    num_hosts: int = 1
+    worker_id: int = 0
+    environment: str = ""
+    libtpu: str = ""
+    torch_tpu: str = ""
+    torch_xla: str = ""
+    pjrt_device: str = ""
+    holders: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Inventory:
     """What a launch can count on.
 
@@ -50,6 +98,7 @@ class Inventory:
         gpus: NVIDIA GPUs that CUDA shows to this process, by their CUDA number.
         gpu_note: Why there are no GPUs, where something is known.
         tpu_chips: TPU chips of this host.
+        tpu: What else is known about its TPUs; None where nothing speaks of one.
         accelerators: What the other devices in the table found, each with its kind.
         problems: Backends of other packages that cannot be used, and why; one message each.
         platform: The operating system: ``linux``, ``darwin``, ``win32``.
@@ -67,6 +116,7 @@ class Inventory:
     gpus: tuple[Gpu, ...] = ()
     gpu_note: str = ""
     tpu_chips: int = 0
+    tpu: TpuHost | None = None
     accelerators: tuple[Gpu, ...] = ()
     problems: tuple[str, ...] = ()
     platform: str = "linux"
@@ -104,6 +154,8 @@ class Inventory:
             for name in ("gpus", "accelerators"):
                 facts[name] = tuple(_read_gpu(entry) for entry in facts.get(name, ()))
             facts["problems"] = tuple(facts.get("problems", ()))
+            if facts.get("tpu") is not None:
+                facts["tpu"] = _read_tpu_host(facts["tpu"])
             return cls(**facts)
         # The text may be any JSON: a wrong shape shows as one of these.
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -117,3 +169,11 @@ class Inventory:
 def _read_gpu(gpu_entry: dict[str, Any]) -> Gpu:
     major, minor = gpu_entry["compute_capability"]
     return Gpu(**{**gpu_entry, "compute_capability": (major, minor)})
+
+
+def _read_tpu_host(host_entry: dict[str, Any]) -> TpuHost:
+    facts: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in host_entry.items()
+    }
+    return TpuHost(**facts)

@@ -1,0 +1,228 @@
+"""What a machine has of TPUs, read from device files, the PCI bus and ``/proc``.
+
+No driver is imported, no runtime is touched and nothing is asked over the network. On a machine
+without a sign of a TPU it costs two or three listings of folders.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nbaccel.devices.tpu.packages import find_packages
+from nbaccel.devices.tpu.surroundings import (
+    environment_of,
+    generation_of_type,
+    hosts_of,
+    is_tpu_host,
+    mentions_tpu,
+    notes_on,
+)
+from nbaccel.devices.tpu.topology import BYTES_PER_CHIP, legal_counts, threads_per_process
+from nbaccel.plan.inventory import TpuHost
+
+__all__ = ["count_chips", "holders_of", "inspect_host"]
+
+_GOOGLE_VENDOR_ID = "0x1ae0"
+# Google's network and storage devices have the same vendor, so the device decides. 0x0027 is v2 or
+# v3; 0x0056 has no public name.
+_GENERATIONS = {
+    "0x0027": "v2",
+    "0x0056": "",
+    "0x005e": "v4",
+    "0x0062": "v5p",
+    "0x0063": "v5e",
+    "0x006f": "v6e",
+    "0x0076": "7x",
+}
+_COUNTED_BY_TORCH_TPU = frozenset({"0x005e", "0x0062", "0x0063", "0x006f", "0x0076"})
+_ACCEL_FILE = re.compile(r"accel\d+")
+_VFIO_GROUP = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class _BusChip:
+    """A chip on the PCI bus; the group is empty where the bus does not tell it."""
+
+    device_id: str
+    iommu_group: str
+
+
+@dataclass(frozen=True, slots=True)
+class _ChipFiles:
+    """The chips that this process could open, and their device files below the root."""
+
+    num_chips: int
+    paths: tuple[Path, ...]
+
+
+def inspect_host(
+    environ: Mapping[str, str],
+    root: Path = Path("/"),
+    proc: Path = Path("/proc"),
+    *,
+    search_path: Sequence[str] | None = None,
+    modules: Collection[str] | None = None,
+) -> TpuHost | None:
+    """Look for TPUs on this machine.
+
+    Args:
+        environ: The process environment.
+        root: Where ``dev`` and ``sys`` are found.
+        proc: Where processes are found.
+        search_path: Folders with packages; None means those that Python imports from.
+        modules: Names of the imported modules; None means those of this process.
+
+    Returns:
+        What is known; None where there is neither a chip, nor one on the bus, nor a variable that
+        speaks of TPUs.
+    """
+    bus_chips = _read_bus(root)
+    files = _find_files(environ, root, bus_chips)
+    if not files.num_chips and not bus_chips and not mentions_tpu(environ):
+        return None
+    packages = find_packages(environ, search_path)
+    generation = _generation_of(bus_chips, environ)
+    num_hosts, worker_id = hosts_of(environ)
+    host = TpuHost(
+        generation=generation,
+        chips=files.num_chips,
+        chips_on_bus=len(bus_chips),
+        torch_tpu_chips=_count_for_torch_tpu(root, bus_chips),
+        device_files=tuple(f"/{path.relative_to(root)}" for path in files.paths),
+        bytes_per_chip=BYTES_PER_CHIP.get(generation, 0),
+        process_counts=legal_counts(generation, files.num_chips),
+        threads_per_process=threads_per_process(generation),
+        num_hosts=num_hosts,
+        worker_id=worker_id,
+        environment=environment_of(
+            environ,
+            sys.modules if modules is None else modules,
+            has_chips=bool(files.num_chips or bus_chips),
+        ),
+        libtpu=packages.libtpu,
+        torch_tpu=packages.torch_tpu,
+        torch_xla=packages.torch_xla,
+        pjrt_device=environ.get("PJRT_DEVICE", "").upper(),
+        holders=holders_of([str(path) for path in files.paths], proc),
+    )
+    return replace(host, notes=notes_on(host, environ, packages))
+
+
+def count_chips(environ: Mapping[str, str], root: Path = Path("/")) -> int:
+    """How many TPU chips this process could open.
+
+    Args:
+        environ: The process environment, whose TPU variables confirm an ambiguous device file.
+        root: Where ``dev`` and ``sys`` are found.
+
+    Returns:
+        The number of chips; 0 where only the environment mentions a TPU.
+    """
+    return _find_files(environ, root, _read_bus(root)).num_chips
+
+
+def holders_of(device_files: Collection[str], proc: Path = Path("/proc")) -> tuple[int, ...]:
+    """Which processes have a device file open.
+
+    Args:
+        device_files: The files.
+        proc: Where processes are found.
+
+    Returns:
+        Their numbers, ascending. Those of other users are missing where they are hidden from this
+        one.
+    """
+    wanted_paths = {os.path.realpath(device_file) for device_file in device_files}
+    if not wanted_paths:
+        return ()
+    return tuple(
+        sorted(
+            int(folder.name)
+            for folder in _list_folder(proc)
+            if folder.name.isdecimal() and _opens_any(folder / "fd", wanted_paths)
+        )
+    )
+
+
+def _opens_any(descriptors: Path, wanted_paths: set[str]) -> bool:
+    return any(_link_target(descriptor) in wanted_paths for descriptor in _list_folder(descriptors))
+
+
+def _find_files(
+    environ: Mapping[str, str], root: Path, bus_chips: Sequence[_BusChip]
+) -> _ChipFiles:
+    accel_files = _matching_files(root / "dev", _ACCEL_FILE)
+    if accel_files:
+        return _ChipFiles(len(accel_files), accel_files)
+    # Newer hosts hand chips out by vfio, which other devices use too: count only what the PCI
+    # bus confirms, or what the environment of a TPU host (a container may hide the bus) does.
+    vfio_files = _matching_files(root / "dev/vfio", _VFIO_GROUP)
+    if not bus_chips:
+        taken_files = vfio_files if is_tpu_host(environ) else ()
+        return _ChipFiles(len(taken_files), taken_files)
+    if not all(chip.iommu_group for chip in bus_chips):
+        return _ChipFiles(min(len(vfio_files), len(bus_chips)), vfio_files)
+    groups_here = {path.name for path in vfio_files}
+    # A group can hold several chips, so chips are counted and not files.
+    open_groups = [chip.iommu_group for chip in bus_chips if chip.iommu_group in groups_here]
+    return _ChipFiles(
+        len(open_groups), tuple(path for path in vfio_files if path.name in open_groups)
+    )
+
+
+def _count_for_torch_tpu(root: Path, bus_chips: Sequence[_BusChip]) -> int:
+    return sum(
+        1
+        for chip in bus_chips
+        if chip.device_id in _COUNTED_BY_TORCH_TPU
+        and chip.iommu_group
+        and (root / "dev/vfio" / chip.iommu_group).exists()
+    )
+
+
+def _generation_of(bus_chips: Sequence[_BusChip], environ: Mapping[str, str]) -> str:
+    named_generation = generation_of_type(environ.get("TPU_ACCELERATOR_TYPE", ""))
+    on_bus = next((found for chip in bus_chips if (found := _GENERATIONS[chip.device_id])), "")
+    # On the bus v2 and v3 are the same device.
+    return named_generation if on_bus in ("", "v2") and named_generation else on_bus
+
+
+def _read_bus(root: Path) -> tuple[_BusChip, ...]:
+    return tuple(
+        _BusChip(device_id, Path(_link_target(pci_device / "iommu_group")).name)
+        for pci_device in _list_folder(root / "sys/bus/pci/devices")
+        if _read_sysfs(pci_device / "vendor") == _GOOGLE_VENDOR_ID
+        and (device_id := _read_sysfs(pci_device / "device")) in _GENERATIONS
+    )
+
+
+def _matching_files(folder: Path, pattern: re.Pattern[str]) -> tuple[Path, ...]:
+    found = [path for path in _list_folder(folder) if pattern.fullmatch(path.name)]
+    # By number: "10" is behind "9".
+    return tuple(sorted(found, key=lambda path: (len(path.name), path.name)))
+
+
+def _list_folder(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:  # not there, hidden, or a process that has ended
+        return []
+
+
+def _link_target(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except OSError:  # not there, or a descriptor that was closed meanwhile
+        return ""
+
+
+def _read_sysfs(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip().lower()
+    except (OSError, UnicodeDecodeError):
+        return ""

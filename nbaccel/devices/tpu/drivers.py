@@ -1,0 +1,183 @@
+"""Which of the two drivers computes on TPUs: torch_tpu, or torch_xla.
+
+torch_tpu extends the torch that everything else uses; torch_xla ends with torch 2.9. So the first
+is taken where it can be, and every refusal says what would have to be installed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from nbaccel.plan.inventory import TpuHost
+from nbaccel.units import count_noun
+
+__all__ = ["DriverChoice", "choose_driver", "many_hosts_refusal", "torch_refusal"]
+
+_DRIVER_NAMES = ("torch_tpu", "torch_xla")
+# torch_tpu 0.2.0 declares torch>=2.11.0,<=2.15.0.
+_TORCH_OF_TORCH_TPU = ((2, 11), (2, 15))
+_INSTALL_TEXTS = {
+    "torch_tpu": "pip install torch_tpu, with torch 2.11 to 2.15 and Python 3.11 or later",
+    "torch_xla": "pip install 'torch_xla[tpu]', with the torch of the same version",
+}
+_OTHER_DRIVER_TEXT = 'Give tpu_driver="torch_xla"'
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriverChoice:
+    """The driver of a launch.
+
+    Attributes:
+        name: ``torch_tpu`` or ``torch_xla``; empty where there is none.
+        version: Its version.
+        reason: Why it is this one: a clause.
+        refusal: Why there is none: a whole message; empty where there is one.
+    """
+
+    name: str = ""
+    version: str = ""
+    reason: str = ""
+    refusal: str = ""
+
+
+def choose_driver(asked: str, host: TpuHost | None, torch_version: str) -> DriverChoice:
+    """Choose what drives the chips of a host.
+
+    Args:
+        asked: As in ``RunConfig.tpu_driver``.
+        host: What is known of its TPUs; None where nothing speaks of one.
+        torch_version: Version of the installed torch; empty where there is none.
+
+    Returns:
+        The driver and the reason, or the refusal.
+    """
+    found = TpuHost() if host is None else host
+    if asked == "torch_xla" and found.pjrt_device == "CPU" and not found.chips:
+        return _dry_run(found, torch_version)
+    if refusal := many_hosts_refusal(found) or _chips_refusal(asked, found):
+        return DriverChoice(refusal=refusal)
+    tried_names = _DRIVER_NAMES if asked == "auto" else (asked,)
+    problems: list[str] = []
+    for driver_name in tried_names:
+        problem = _driver_problem(driver_name, found, torch_version)
+        if not problem:
+            return DriverChoice(
+                name=driver_name,
+                version=_version_of(driver_name, found),
+                reason="; ".join(
+                    ["asked for" if asked != "auto" else f"{driver_name} is installed", *problems]
+                ),
+            )
+        problems.append(problem)
+    installations = [_INSTALL_TEXTS[name] for name in tried_names if _could_drive(name, found)]
+    remedy = f"Run {'; or '.join(installations)}" if installations else _OTHER_DRIVER_TEXT
+    return DriverChoice(
+        refusal=(
+            f'tpu_driver="{asked}" finds nothing for {count_noun(found.chips, "TPU chip")}: '
+            f"{'; '.join(problems)}. Workers could not compute on them. "
+            f'{remedy}; or give device="cpu".'
+        )
+    )
+
+
+def torch_refusal(driver_name: str, driver_version: str, torch_version: str) -> str:
+    """Why a driver does not take the torch that is installed.
+
+    Args:
+        driver_name: ``torch_tpu`` or ``torch_xla``.
+        driver_version: Its version.
+        torch_version: That of torch; empty where it is not installed.
+
+    Returns:
+        A clause; empty where it takes it.
+    """
+    if driver_name == "torch_tpu":
+        lowest, highest = _TORCH_OF_TORCH_TPU
+    else:
+        # Each release is built for the torch of its own number.
+        lowest = highest = _release_of(driver_version)
+    if lowest <= _release_of(torch_version) <= highest:
+        return ""
+    taken_text = " to ".join(
+        dict.fromkeys(f"{major}.{minor}" for major, minor in (lowest, highest))
+    )
+    return f"{driver_name} {driver_version} takes torch {taken_text}, got {torch_version or 'none'}"
+
+
+def many_hosts_refusal(host: TpuHost) -> str:
+    """Why a slice of several hosts is not driven.
+
+    Args:
+        host: One of them.
+
+    Returns:
+        A whole message; empty for a single host.
+    """
+    if host.num_hosts < 2:
+        return ""
+    return (
+        f"This host is number {host.worker_id} of {host.num_hosts} of a TPU slice "
+        "(TPU_WORKER_HOSTNAMES). This version of nbaccel drives the chips of one host; more need "
+        "one launch per host, all of which agree on addresses. Use a TPU of one host, or start "
+        "your script with the driver's own launcher on every host."
+    )
+
+
+def _dry_run(host: TpuHost, torch_version: str) -> DriverChoice:
+    """torch_xla on the processor, which needs no chip: what PJRT_DEVICE=CPU is for."""
+    if problem := _driver_problem("torch_xla", host, torch_version):
+        return DriverChoice(
+            refusal=(
+                f'tpu_driver="torch_xla" with PJRT_DEVICE=CPU cannot be used: {problem}. A dry '
+                "run on the processor needs no chip, but the package. "
+                f'Run {_INSTALL_TEXTS["torch_xla"]}; or give device="cpu".'
+            )
+        )
+    return DriverChoice(
+        name="torch_xla",
+        version=host.torch_xla,
+        reason="asked for; PJRT_DEVICE=CPU: a dry run on the processor, without any TPU chip",
+    )
+
+
+def _chips_refusal(asked: str, host: TpuHost) -> str:
+    if host.chips:
+        return ""
+    bus_text = (
+        f" ({count_noun(host.chips_on_bus, 'chip')} on the PCI bus, whose device files are missing)"
+        if host.chips_on_bus
+        else ""
+    )
+    return (
+        f'tpu_driver="{asked}" needs a TPU chip: got a machine where this process could open '
+        f"none{bus_text}. Workers would have nothing to compute on. Take a runtime with a TPU, "
+        'give device="cpu", or set PJRT_DEVICE=CPU and tpu_driver="torch_xla" for a dry run of '
+        "torch_xla on the processor."
+    )
+
+
+def _driver_problem(driver_name: str, host: TpuHost, torch_version: str) -> str:
+    """Why a driver cannot be used here; a clause."""
+    driver_version = _version_of(driver_name, host)
+    if not _could_drive(driver_name, host):
+        return f"torch_tpu counts none of the {count_noun(host.chips, 'chip')}"
+    if not driver_version:
+        owner_text = "Google's " if driver_name == "torch_tpu" else ""
+        return f"{owner_text}{driver_name} is not installed"
+    return torch_refusal(driver_name, driver_version, torch_version)
+
+
+def _could_drive(driver_name: str, host: TpuHost) -> bool:
+    """Whether a driver would see chips, once it is installed."""
+    return driver_name != "torch_tpu" or host.torch_tpu_chips > 0
+
+
+def _version_of(driver_name: str, host: TpuHost) -> str:
+    return host.torch_tpu if driver_name == "torch_tpu" else host.torch_xla
+
+
+def _release_of(version: str) -> tuple[int, int]:
+    """Major and minor number; (0, 0) where there are none."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)

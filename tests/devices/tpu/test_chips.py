@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+
+from nbaccel.devices.tpu.chips import count_chips, holders_of, inspect_host
+from nbaccel.plan.inventory import Inventory
+from tests.devices.tpu.hosts import (
+    HOSTS,
+    PCI_ID,
+    RecordedHost,
+    add_pci_device,
+    build_host,
+    install_package,
+    vfio,
+)
+
+CHIP = ("0x0063", "")
+NETWORK = ("0x0042", "")
+DISK = ("0x001f", "")
+HINT = {"TPU_WORKER_ID": "0"}
+
+
+def inspect(host, root, proc=None):
+    return inspect_host(
+        host.environ,
+        build_host(host, root),
+        root / "no_proc" if proc is None else proc,
+        search_path=[str(root / "packages")],
+        modules=host.modules,
+    )
+
+
+@pytest.mark.parametrize("host", HOSTS.values(), ids=list(HOSTS))
+def test_a_host_is_read_from_its_files(host, tmp_path):
+    found = inspect(host, tmp_path)
+
+    assert dataclasses.replace(found, notes=()) == host.expected
+    assert len(found.notes) == len(host.notes), found.notes
+    for note, beginning in zip(found.notes, host.notes, strict=True):
+        assert note.startswith(beginning)
+    assert count_chips(host.environ, tmp_path) == found.chips
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bus", "environ", "chips"),
+    [
+        ((), (), {}, 0),
+        ((), (), HINT, 0),
+        (("accel0", "accel1", "accel2", "accel3"), (), {}, 4),
+        (("accel/accel0",), (), {}, 0),  # Linux's own folder for accelerators of other makers
+        (("vfio/0", "vfio/1", "vfio/vfio"), (CHIP, CHIP), {}, 2),
+        (("vfio/0",), (CHIP, CHIP, CHIP, CHIP), {}, 1),
+        ((), (CHIP, CHIP), {}, 0),  # on the bus, not handed to this container
+        (("vfio/0", "vfio/1"), (NETWORK, DISK), {}, 0),
+        (("vfio/0", "vfio/1"), (), HINT, 2),
+        (("vfio/0", "vfio/1"), (), {"PJRT_DEVICE": "tpu"}, 2),
+        (("vfio/0",), (), {"PJRT_DEVICE": "CPU"}, 0),
+        (("vfio/0",), (), {"TPU_NAME": ""}, 0),
+        # Other devices handed out by vfio are not chips, where the bus tells the groups.
+        (("vfio/7", "vfio/3"), (("0x0063", "3"), ("0x0063", "4")), {}, 1),
+        (("vfio/7",), (("0x0063", "3"),), {}, 0),
+        (("vfio/3",), (("0x0063", "3"), ("0x0063", "3")), {}, 2),  # two chips in a group
+    ],
+)
+def test_chips(tmp_path, nodes, bus, environ, chips):
+    build_host(RecordedHost(nodes=nodes, bus=bus), tmp_path)
+    assert count_chips(environ, tmp_path) == chips
+
+
+def test_another_maker_with_a_number_of_googles_is_no_chip(tmp_path):
+    add_pci_device(tmp_path, 0, "0x0063", "0", vendor="0x10de")
+    assert inspect_host({}, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"TPU_NAME": ""},
+        {"COLAB_RELEASE_TAG": "release-colab"},
+        {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"},
+        {"JOB_COMPLETION_INDEX": "0"},
+    ],
+)
+def test_no_sign_of_a_tpu(tmp_path, environ):
+    assert inspect_host(environ, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{"TPU_NAME": "mine"}, {"PJRT_DEVICE": "CPU"}, {"COLAB_TPU_ADDR": "10.0.0.2:8470"}],
+)
+def test_a_variable_alone_is_a_host_without_chips(tmp_path, environ):
+    found = inspect_host(environ, tmp_path, search_path=[])
+    assert (found.chips, found.process_counts, found.device_files) == (0, (), ())
+    assert found.notes == ()
+
+
+def test_device_files_are_in_the_order_of_their_numbers(tmp_path):
+    groups = ("10", "9", "11")
+    host = RecordedHost(
+        nodes=tuple(f"vfio/{group}" for group in groups),
+        bus=tuple((PCI_ID["v4"], group) for group in groups),
+    )
+    assert inspect(host, tmp_path).device_files == ("/dev/vfio/9", "/dev/vfio/10", "/dev/vfio/11")
+
+
+def test_the_bus_knows_better_than_the_name(tmp_path):
+    host = RecordedHost(
+        nodes=vfio(0, 1), bus=((PCI_ID["v6e"], "0"),), environ={"TPU_ACCELERATOR_TYPE": "v4-8"}
+    )
+    assert inspect(host, tmp_path).generation == "v6e"
+
+
+@pytest.mark.parametrize(
+    ("accelerator_type", "generation", "guessed"), [("v3-8", "v3", False), ("", "v2", True)]
+)
+def test_v2_and_v3_are_told_apart_by_their_name_alone(
+    tmp_path, accelerator_type, generation, guessed
+):
+    host = RecordedHost(
+        nodes=("accel0",),
+        bus=((PCI_ID["v3"], ""),),
+        environ={"TPU_ACCELERATOR_TYPE": accelerator_type},
+        packages=(("torch", "2.9.0"), ("torch_xla", "2.9.0"), ("libtpu", "0.0.21")),
+    )
+    found = inspect(host, tmp_path)
+    assert (found.generation, found.threads_per_process) == (generation, 2)
+    assert any("is a guess" in note for note in found.notes) is guessed
+
+
+@pytest.mark.parametrize(
+    ("environ", "installed", "libtpu"),
+    [
+        ({}, (), ""),
+        ({}, ("libtpu",), "1.0"),
+        ({}, ("libtpu-nightly",), "1.0"),
+        ({"TPU_LIBRARY_PATH": "/lib/libtpu.so"}, ("libtpu",), "/lib/libtpu.so"),
+        ({"PTXLA_TPU_LIBRARY_PATH": "/lib/libtpu.so"}, (), "/lib/libtpu.so"),
+        # As the drivers leave it behind when they are imported.
+        ({"TPU_LIBRARY_PATH": "{packages}/libtpu/libtpu.so"}, ("libtpu",), "1.0"),
+    ],
+)
+def test_libtpu(tmp_path, environ, installed, libtpu):
+    packages = tmp_path / "packages"
+    for name in installed:
+        install_package(packages, name, "1.0")
+    filled = {name: value.format(packages=packages) for name, value in environ.items()}
+    found = inspect_host(filled | HINT, tmp_path, search_path=[str(packages)])
+    assert found.libtpu == libtpu
+
+
+def test_the_libtpu_inside_of_torch_xla(tmp_path):
+    packages = tmp_path / "packages"
+    install_package(packages, "torch_xla", "2.9.0")
+    assert inspect_host(HINT, tmp_path, search_path=[str(packages)]).libtpu == ""
+    library = packages / "torch_xla/lib/libtpu.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    assert inspect_host(HINT, tmp_path, search_path=[str(packages)]).libtpu == str(library)
+
+
+def test_an_inventory_with_a_tpu_can_be_written_and_read(tmp_path):
+    host = inspect(HOSTS["kaggle v5e-8"], tmp_path)
+    machine = Inventory(
+        cpu_cores=2, host_total_bytes=2**34, host_available_bytes=2**33, tpu_chips=8, tpu=host
+    )
+    assert host.notes
+    assert Inventory.from_json(machine.to_json()) == machine
+
+
+# ------------------------------------------------------------------------ who holds the chips
+
+HOLD = "import sys; held = open(sys.argv[1]); print('open', flush=True); sys.stdin.read()"
+
+
+@pytest.fixture
+def holder():
+    processes = []
+
+    def start(path):
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        assert process.stdout.readline() == "open\n"
+        return process
+
+    yield start
+    for process in processes:
+        process.communicate(timeout=60)
+
+
+def test_another_process_that_holds_a_chip_is_found_and_named(tmp_path, holder):
+    host = HOSTS["tpu vm v6e-4"]
+    build_host(host, tmp_path)
+    process = holder(tmp_path / "dev/vfio/2")
+
+    found = inspect_host(host.environ, tmp_path, search_path=[str(tmp_path / "packages")])
+    assert found.holders == (process.pid,)
+    (note,) = found.notes
+    assert note.startswith(f"TPU chips are held by process {process.pid} (")
+    process.communicate(timeout=60)
+    assert inspect_host(host.environ, tmp_path).holders == ()
+
+
+def test_this_process_counts_too(tmp_path, holder):
+    host = HOSTS["tpu vm v6e-4"]
+    build_host(host, tmp_path)
+    process = holder(tmp_path / "dev/vfio/0")
+    with (tmp_path / "dev/vfio/3").open():
+        found = inspect_host(host.environ, tmp_path, search_path=[str(tmp_path / "packages")])
+    assert found.holders == tuple(sorted((os.getpid(), process.pid)))
+    own_note, other_note = found.notes
+    assert own_note.startswith("This process holds TPU chips (/dev/vfio/0, /dev/vfio/1")
+    assert f"process {process.pid} (" in other_note
+    assert f"process {os.getpid()} (" not in other_note
+
+
+def test_a_file_beside_the_chips_is_not_theirs(tmp_path, holder):
+    build_host(HOSTS["tpu vm v6e-4"], tmp_path)
+    holder(tmp_path / "dev/vfio/vfio")
+    assert holders_of([str(tmp_path / f"dev/vfio/{group}") for group in range(4)]) == ()
+
+
+# ------------------------------------------------------------------------ what looking costs
+
+LOOK = """
+import sys
+from pathlib import Path
+from nbaccel.devices.tpu.chips import inspect_host
+listed = []
+LISTINGS = ("os.listdir", "os.scandir")
+sys.addaudithook(lambda event, args: event in LISTINGS and listed.append(str(args[0])))
+found = inspect_host({}, Path(sys.argv[1]))
+heavy = {"torch", "torch_tpu", "torch_xla", "libtpu", "requests"} & sys.modules.keys()
+print(found is not None, any(folder.startswith("/proc") for folder in listed), sorted(heavy))
+"""
+
+
+@pytest.mark.parametrize("has_chips", [False, True])
+def test_processes_are_searched_only_where_there_are_chips(tmp_path, has_chips):
+    if has_chips:
+        build_host(HOSTS["tpu vm v4-8"], tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout == f"{has_chips} {has_chips} []\n"
