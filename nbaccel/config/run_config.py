@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Collection
 from inspect import Parameter, Signature
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args, get_type_hints
 
 from pydantic import ConfigDict, Field, JsonValue, ValidationError
 
@@ -58,6 +58,7 @@ else:
     PrecisionName = Literal[_PRECISION_NAMES]
     StrategyName = Literal[_STRATEGY_NAMES]
     StartMethodName = Literal[_START_METHODS]
+TpuDriverName = Literal["auto", "torch_tpu", "torch_xla"]
 ZeroStage = Literal[0, 1, 2, 3]
 
 
@@ -277,6 +278,18 @@ class RunConfig(Exchangeable):
             do="Leave it out to share the cores out",
         ),
     ] = None
+    tpu_driver: Annotated[
+        TpuDriverName,
+        Field(description="What drives TPU chips; auto takes torch_tpu where it can be used."),
+        FieldRule(
+            read=read_word,
+            must=f"one of {', '.join(get_args(TpuDriverName))}",
+            allowed=get_args(TpuDriverName),
+            why="It decides which package computes on TPU chips",
+            do='Leave it at "auto" to take what is installed',
+            words={"torchtpu": "torch_tpu", "xla": "torch_xla", "torchxla": "torch_xla"},
+        ),
+    ] = "auto"
     zero_stage: Annotated[
         ZeroStage | None,
         Field(

@@ -101,8 +101,8 @@ def is_shown(view: PickerState, setting: Setting) -> bool:
         setting: The choice.
 
     Returns:
-        False for recipes of another precision or backend, folders of what is not on disk, and
-        addresses where there is one machine.
+        False for recipes of another precision or backend, folders of what is not on disk,
+        addresses where there is one machine, and drivers of chips that are not there.
     """
     setting_name = setting.name
     if setting_name.startswith("fp8."):
@@ -117,6 +117,8 @@ def is_shown(view: PickerState, setting: Setting) -> bool:
     owning_form = form_of(setting_name)
     if owning_form is not None:
         return owning_form.is_shown(view.config, setting)
+    if setting_name == "tpu_driver":
+        return view.inventory.tpu_chips > 0
     return setting_name not in _MULTI_NODE_FIELDS or view.config.num_nodes > 1
 
 

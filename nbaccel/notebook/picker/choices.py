@@ -55,6 +55,7 @@ _FIELD_LABELS = {
     "gradient_accumulation_steps": "Accumulation",
     "activation_checkpointing": "Activation checkpointing",
     "device": "Device",
+    "tpu_driver": "TPU driver",
     "num_processes": "Processes",
     "start_method": "Start method",
     "num_nodes": "Nodes",
