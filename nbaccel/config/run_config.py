@@ -290,6 +290,18 @@ class RunConfig(Exchangeable):
             do="Leave it out to share the cores out",
         ),
     ] = None
+    tpu_driver: Annotated[
+        TpuDriverName,
+        Field(description="What drives TPU chips; auto takes torch_tpu where it can be used."),
+        FieldRule(
+            read=read_word,
+            must=f"one of {', '.join(get_args(TpuDriverName))}",
+            allowed=get_args(TpuDriverName),
+            why="It decides which package computes on TPU chips",
+            do='Leave it at "auto" to take what is installed',
+            words={"torchtpu": "torch_tpu", "xla": "torch_xla", "torchxla": "torch_xla"},
+        ),
+    ] = "auto"
     zero_stage: Annotated[
         ZeroStage | None,
         Field(

@@ -234,6 +234,23 @@ HOSTS: dict[str, RecordedHost] = {
             libtpu="0.0.21",
         ),
     ),
+    "v3-8 behind vfio": RecordedHost(
+        nodes=vfio(0, 4),
+        bus=chips_on_bus("v3", 0, 4),
+        environ={"TPU_ACCELERATOR_TYPE": "v3-8"},
+        packages=DRIVERS,
+        expected=expect(
+            generation="v3",
+            chips=4,
+            chips_on_bus=4,
+            torch_tpu_chips=0,
+            device_files=tuple(f"/dev/vfio/{group}" for group in range(4)),
+            bytes_per_chip=32 * GIB,
+            process_counts=(1, 4),
+            threads_per_process=2,
+        ),
+        notes=("nbaccel counts 4 TPU chips here and torch_tpu 0: it knows no chips of v3",),
+    ),
     "one host of a v5e-16 slice": RecordedHost(
         nodes=vfio(0, 4),
         bus=chips_on_bus("v5e", 0, 4),
