@@ -7,10 +7,11 @@ chip back before it ends.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,6 +32,17 @@ COLLECTIVES_VARIABLE = "NBACCEL_TPU_COLLECTIVES"
 
 _CACHE_NAME = "nbaccel"
 _CACHE_FOLDER = Path("~/.cache/nbaccel/tpu_programs")
+# Of XLA's C++ log: 1 leaves out what is said when all is well, a dozen lines per worker (torch_xla
+# sets the same when it is imported). It is read when the library is loaded.
+_LOG_VARIABLE, _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL", "1"
+_WARNINGS_OF_ITS_OWN = (
+    # Of the caches, which we have set and not the user, that they are experimental.
+    "<TorchTpu/ApiStage/.*TORCH_TPU_TIER",
+    # Its C++ reads `.grad` of whatever tensor an operation is given, as of those of autocast.
+    r"The \.grad attribute of a Tensor that is not a leaf .*torch_tpu",
+)
+# Names of torch.tpu that this process has used.
+_USED_NAMES: set[str] = set()
 
 
 class TorchTpuDriver(TpuDriver):
@@ -51,6 +63,8 @@ class TorchTpuDriver(TpuDriver):
 
     def load(self) -> None:
         """See :meth:`TpuDriver.load`."""
+        if env.read(_LOG_VARIABLE) is None:
+            env.update({_LOG_VARIABLE: _LOG_LEVEL})
         with warnings.catch_warnings():
             # It warns of a missing tcmalloc, which no notebook user can preload.
             warnings.simplefilter("ignore")
@@ -61,8 +75,7 @@ class TorchTpuDriver(TpuDriver):
         """See :meth:`TpuDriver.is_awake`."""
         if not self.is_loaded():
             return False
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its name is marked as experimental
+        with _without_notice("is_initialized"):
             return bool(_tpu_module().is_initialized())
 
     def bind(self, local_rank: int) -> None:
@@ -71,6 +84,8 @@ class TorchTpuDriver(TpuDriver):
 
         if not self.is_loaded():
             self.load()
+        for message in _WARNINGS_OF_ITS_OWN:
+            warnings.filterwarnings("ignore", message=message)
         torch.ones(1).to(self.torch_type)
 
     def launch_variables(
@@ -130,8 +145,7 @@ class TorchTpuDriver(TpuDriver):
         self._generator().set_state(state)
 
     def _generator(self) -> torch.Generator:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its name is marked as experimental
+        with _without_notice("default_generators"):
             generator: torch.Generator = _tpu_module().default_generators[0]
         return generator
 
@@ -143,6 +157,22 @@ class TorchTpuDriver(TpuDriver):
 
         # A runtime without figures gives 0.
         return torch.accelerator.memory_reserved() or torch.accelerator.memory_allocated() or None
+
+
+@contextlib.contextmanager
+def _without_notice(name: str) -> Iterator[None]:
+    """Use a name of torch.tpu that says, once per process, that it is experimental.
+
+    Later uses are plain: this runs in every step, and `catch_warnings` lets Python forget which
+    warnings of others it has shown, so that each step would show them again.
+    """
+    if name in _USED_NAMES:
+        yield
+        return
+    _USED_NAMES.add(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _tpu_module() -> Any:
