@@ -270,7 +270,9 @@ class TpuDevice(Device):
 
     def process_group_backend(self, num_local: int) -> str:
         """See :meth:`Device.process_group_backend`."""
-        return _current_driver().process_group_backend()
+        driver = _current_driver()
+        is_bound = driver.is_loaded()
+        return driver.process_group_backend() if is_bound else self.row.shared_group_backend
 
     def place_module(self, module: nn.Module, device: torch.device) -> None:
         """See :meth:`DeviceRuntime.place_module`; in turn where host memory is short."""
