@@ -61,6 +61,20 @@ class StepHooks:
         """
         module.to(device)
 
+    def downcast_floats(self) -> str:
+        """Keep float tensors as bfloat16 and double tensors as float on the device, from now on.
+
+        Returns:
+            Why nothing was changed, a clause; empty where it was.
+
+        Raises:
+            ConfigError: It is too late.
+        """
+        return (
+            "only torch_xla, on TPUs, keeps float tensors as bfloat16. Here autocast computes in "
+            "bfloat16, and weights and doubles stay as they are"
+        )
+
     def mark_step(self) -> None:
         """Run what was recorded for the device so far, where operations are recorded first."""
 

@@ -281,6 +281,10 @@ class TpuDevice(Device):
             # The last copy has left host memory before the next process begins.
             self.synchronize()
 
+    def downcast_floats(self) -> str:
+        """See :meth:`StepHooks.downcast_floats`."""
+        return _current_driver().downcast_floats() or ""
+
     def mark_step(self) -> None:
         """See :meth:`DeviceRuntime.mark_step`."""
         _current_driver().mark_step()

@@ -81,6 +81,13 @@ class TpuDriver(ABC):
     def average_gradients(self, gradients: Sequence[torch.Tensor], world_size: int) -> bool:
         """See :meth:`~nbaccel.abc.device.DeviceRuntime.average_gradients`."""
 
+    def downcast_floats(self) -> str:
+        """See :meth:`~nbaccel.abc.device.StepHooks.downcast_floats`."""
+        return (
+            f"{self.name} has no such mode. Autocast computes in bfloat16, and weights and doubles "
+            "stay as they are"
+        )
+
     def mark_step(self) -> None:  # noqa: B027 - a driver that computes at once has nothing to do
         """See :meth:`~nbaccel.abc.device.DeviceRuntime.mark_step`."""
 

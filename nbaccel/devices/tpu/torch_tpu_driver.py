@@ -33,6 +33,13 @@ _CACHE_NAME = "nbaccel"
 _CACHE_FOLDER = Path("~/.cache/nbaccel/tpu_programs")
 
 
+# Said of what torch_tpu itself does (0.2), once per line of the user's code.
+_HARMLESS_WARNINGS = (
+    r"<TorchTpu/ApiStage/ExperimentalApi/>",
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
+)
+
+
 class TorchTpuDriver(TpuDriver):
     """Tensors of type ``tpu``; operations run at once."""
 
@@ -71,6 +78,8 @@ class TorchTpuDriver(TpuDriver):
 
         if not self.is_loaded():
             self.load()
+        for message in _HARMLESS_WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
         torch.ones(1).to(self.torch_type)
 
     def launch_variables(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import struct
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -98,6 +99,28 @@ class TorchXlaDriver(TpuDriver):
         xla_model = importlib.import_module("torch_xla.core.xla_model")
         xla_model.all_reduce(xla_model.REDUCE_SUM, list(gradients), scale=1.0 / world_size)
         return True
+
+    def downcast_floats(self) -> str:
+        """See :meth:`TpuDriver.downcast_floats`; the library reads the variable once.
+
+        Raises:
+            ConfigError: A tensor was made on the device before, which has read it.
+        """
+        import torch
+
+        env.update({"XLA_DOWNCAST_BF16": "1", "XLA_USE_BF16": None})
+        with warnings.catch_warnings():
+            # It says that the variable is to go after torch_xla 2.6, and honours it in 2.9.
+            warnings.simplefilter("ignore")
+            # bfloat16 has 8 bits of precision: this number becomes 1.
+            is_short = float(torch.tensor(1 + 2**-10).to(self.torch_type).cpu()) == 1.0
+        if is_short:
+            return ""
+        raise ConfigError(
+            "downcast_bf16=True comes too late: a tensor was made on the device before, and "
+            "torch_xla decides then how floats are kept. Training would go on in float32. Make the "
+            "Accelerator first, or set XLA_DOWNCAST_BF16=1 before the launch."
+        )
 
     def mark_step(self) -> None:
         """See :meth:`TpuDriver.mark_step`."""
