@@ -72,7 +72,13 @@ class TpuDevice(Device):
         host = inventory.tpu or TpuHost(chips=inventory.tpu_chips)
         name = f"TPU {host.generation}" if host.generation else self.row.noun
         return tuple(
-            Gpu(index=index, name=name, kind=self.name, total_bytes=host.bytes_per_chip)
+            Gpu(
+                index=index,
+                name=name,
+                kind=self.name,
+                total_bytes=host.bytes_per_chip,
+                free_bytes=host.bytes_per_chip,  # a chip has one process, which has all of it
+            )
             for index in range(inventory.tpu_chips)
         )
 
@@ -95,9 +101,9 @@ class TpuDevice(Device):
         if not (inventory.tpu_chips or _is_dry_run(inventory.tpu)):
             return ""  # refused already
         choice = _choose(inventory, config)
+        if choice.name and (problem := _strategy_problem(choice, config)):
+            return problem
         counts = () if inventory.tpu is None else inventory.tpu.process_counts
-        if choice.name and _drives_all(config):
-            return _spmd_problem(choice)
         if choice.refusal or not counts or num_processes in counts:
             return choice.refusal
         *all_but_last, last_count = map(str, counts)
@@ -136,11 +142,7 @@ class TpuDevice(Device):
 
     def hazards(self) -> tuple[str, ...]:
         """See :meth:`Device.hazards`; a runtime that is initialised cannot be forked."""
-        return tuple(
-            f"the runtime of {driver.name} is initialised in the notebook"
-            for driver in _all_drivers()
-            if driver.is_awake()
-        )
+        return tuple(problem for driver in _all_drivers() if (problem := driver.fork_problem()))
 
     def busy_reason(self, plan: Plan) -> str:
         """See :meth:`Device.busy_reason`; by who has the device files open."""
@@ -345,14 +347,24 @@ def _drives_all(config: RunConfig) -> bool:
     return config.strategy != "auto" and strategy_row(config.strategy).drives_all
 
 
-def _spmd_problem(choice: DriverChoice) -> str:
-    if choice.name == TorchXlaDriver.name:
+def _strategy_problem(choice: DriverChoice, config: RunConfig) -> str:
+    """Why a driver cannot do what a strategy needs; empty where it can, or none was asked for."""
+    if config.strategy == "auto":
         return ""
-    return (
-        f'tpu_driver="{choice.name}" has no mode in which one process drives all chips, as '
-        'strategy="spmd" does: its workers have one chip each. Leave strategy out, or give '
-        'tpu_driver="torch_xla".'
-    )
+    chosen_row = strategy_row(config.strategy)
+    if chosen_row.drives_all and choice.name != TorchXlaDriver.name:
+        return (
+            f'tpu_driver="{choice.name}" has no mode in which one process drives all chips, as '
+            f'strategy="{config.strategy}" does: its workers have one chip each. Leave strategy '
+            'out, or give tpu_driver="torch_xla".'
+        )
+    if chosen_row.needs_group and choice.name == TorchXlaDriver.name:
+        return (
+            f'strategy="{config.strategy}" needs a process group whose backend shards tensors, and '
+            "torch_xla has none for it: training would fail in its first step. Give "
+            'strategy="spmd", which shards weights by XLA, or use torch_tpu.'
+        )
+    return ""
 
 
 def _is_dry_run(host: TpuHost | None) -> bool:

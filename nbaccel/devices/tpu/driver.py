@@ -49,6 +49,16 @@ class TpuDriver(ABC):
     def is_awake(self) -> bool:
         """Whether its runtime is initialised in this process; asking does not initialise it."""
 
+    def fork_problem(self) -> str:
+        """What this process has done with the library that a fork of it could not live with.
+
+        Returns:
+            A clause; empty where there is nothing.
+        """
+        return (
+            f"the runtime of {self.name} is initialised in the notebook" if self.is_awake() else ""
+        )
+
     @abstractmethod
     def bind(self, local_rank: int) -> None:
         """Take the chip of this worker, which no process gives back before it ends.

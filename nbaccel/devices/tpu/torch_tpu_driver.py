@@ -11,7 +11,6 @@ import importlib
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nbaccel import env
@@ -28,9 +27,6 @@ __all__ = ["COLLECTIVES_VARIABLE", "TorchTpuDriver"]
 
 COLLECTIVES_VARIABLE = "NBACCEL_TPU_COLLECTIVES"
 """``host``: collectives of device tensors go by way of host memory and gloo."""
-
-_CACHE_NAME = "nbaccel"
-_CACHE_FOLDER = Path("~/.cache/nbaccel/tpu_programs")
 
 
 # Said of what torch_tpu itself does (0.2), once per line of the user's code.
@@ -85,14 +81,14 @@ class TorchTpuDriver(TpuDriver):
     def launch_variables(
         self, host: TpuHost, num_workers: int, ports: Sequence[int]
     ) -> tuple[Mapping[str, str], ...]:
-        """See :meth:`TpuDriver.launch_variables`; the same for all workers but for their rank."""
-        shared = torch_tpu_variables(host.generation, num_workers, ports)
-        if num_workers > 1:
-            # Ranks of one host share what one of them has compiled.
-            shared = {"TORCH_TPU_TIER2_COMPILATION_CACHE": _CACHE_NAME, **shared}
-        folder = str(_CACHE_FOLDER.expanduser())
-        shared = {"TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT": folder, **shared}
-        return (shared,) * num_workers
+        """See :meth:`TpuDriver.launch_variables`; the same for all workers but for their rank.
+
+        Its cache of programs on disk is left to the user (TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT):
+        with it comes one in shared memory, which stays there when all processes have ended; and
+        programs that an XLA plugin for processors had written could not be read again, which made
+        training fail (0.2).
+        """
+        return (torch_tpu_variables(host.generation, num_workers, ports),) * num_workers
 
     def process_group_backend(self) -> str:
         """See :meth:`TpuDriver.process_group_backend`."""

@@ -6,7 +6,11 @@ worker has a runtime of its own that knows of no other, and collectives go by wa
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
+import select
+import signal
 import struct
 import sys
 import warnings
@@ -32,6 +36,7 @@ _CACHE_FOLDER = Path("~/.cache/nbaccel/xla_programs")
 # What the import of torch_xla set in this process's environment, which a worker's replaces.
 _IMPORT_VARIABLES: dict[str, str] = {}
 _NANOSECONDS = 1e-9
+_TRIAL_S = 10.0  # measured: 0.1 s; a loaded machine takes longer
 
 
 class TorchXlaDriver(TpuDriver):
@@ -59,6 +64,17 @@ class TorchXlaDriver(TpuDriver):
         # There is no public way to ask without initialising it.
         core = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
         return core is not None and bool(core._xla_runtime_is_initialized())  # noqa: SLF001
+
+    def fork_problem(self) -> str:
+        """See :meth:`TpuDriver.fork_problem`; also a backward pass, which only a trial shows.
+
+        torch makes its queues for devices in the first backward pass of a process, and torch_xla
+        counts none before its runtime runs: later ones on its device fail an assertion, in forks
+        of the process, too (https://github.com/pytorch/xla/issues/4174).
+        """
+        if not self.is_loaded() or self.is_awake():
+            return super().fork_problem()
+        return "" if _trial_backward() else "a backward pass has run in the notebook, on the CPU"
 
     def bind(self, local_rank: int) -> None:
         """See :meth:`TpuDriver.bind`."""
@@ -165,6 +181,41 @@ class TorchXlaDriver(TpuDriver):
     @staticmethod
     def _computes_on_chips() -> bool:
         return (env.read(RUNTIME_VARIABLE, "") or "").strip().upper() != "CPU"
+
+
+def _trial_backward() -> bool:
+    """Whether a backward pass on the device works in a fork of this process.
+
+    The fork uses the runtime of the processor, so it takes no chip, and is killed if it hangs.
+    """
+    read_end, write_end = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of all forks
+        process_id = os.fork()
+    if process_id == 0:
+        with contextlib.suppress(BaseException):
+            _try_backward(write_end)
+        os._exit(0)
+    os.close(write_end)
+    try:
+        readable, _, _ = select.select([read_end], [], [], _TRIAL_S)
+        return bool(readable) and os.read(read_end, 1) == b"1"
+    finally:
+        os.close(read_end)
+        os.kill(process_id, signal.SIGKILL)
+        os.waitpid(process_id, 0)
+
+
+def _try_backward(write_end: int) -> None:
+    import torch
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a failed assertion writes its stack
+    env.update({RUNTIME_VARIABLE: "CPU"})
+    leaf = torch.ones(1, requires_grad=True)
+    untyped: Any = (leaf.to("xla") * 2).sum()
+    untyped.backward()
+    if leaf.grad is not None and float(leaf.grad) == 2.0:
+        os.write(write_end, b"1")
 
 
 def _refuse_gloo() -> None:
