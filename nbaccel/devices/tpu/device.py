@@ -26,6 +26,7 @@ from nbaccel.devices.tpu.torch_tpu_driver import TorchTpuDriver
 from nbaccel.devices.tpu.torch_xla_driver import RUNTIME_VARIABLE, TorchXlaDriver
 from nbaccel.plan.inspecting import free_host_bytes
 from nbaccel.plan.inventory import Gpu, TpuHost
+from nbaccel.plan.launch_plan import copies_in_turn
 from nbaccel.processes import describe_process
 
 if TYPE_CHECKING:
@@ -398,7 +399,7 @@ def _turn(module: nn.Module) -> Iterator[None]:
     """
     num_local = int(env.read("LOCAL_WORLD_SIZE", "1") or 1)
     module_bytes = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-    if num_local * module_bytes <= free_host_bytes() // 2:
+    if not copies_in_turn(num_local, module_bytes, free_host_bytes()):
         yield
         return
     from filelock import FileLock
