@@ -12,7 +12,6 @@ import importlib
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nbaccel import env
@@ -30,16 +29,13 @@ __all__ = ["COLLECTIVES_VARIABLE", "TorchTpuDriver"]
 COLLECTIVES_VARIABLE = "NBACCEL_TPU_COLLECTIVES"
 """``host``: collectives of device tensors go by way of host memory and gloo."""
 
-_CACHE_NAME = "nbaccel"
-_CACHE_FOLDER = Path("~/.cache/nbaccel/tpu_programs")
 # Of XLA's C++ log: 1 leaves out what is said when all is well, a dozen lines per worker (torch_xla
 # sets the same when it is imported). It is read when the library is loaded.
 _LOG_VARIABLE, _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL", "1"
-_WARNINGS_OF_ITS_OWN = (
-    # Of the caches, which we have set and not the user, that they are experimental.
-    "<TorchTpu/ApiStage/.*TORCH_TPU_TIER",
-    # Its C++ reads `.grad` of whatever tensor an operation is given, as of those of autocast.
-    r"The \.grad attribute of a Tensor that is not a leaf .*torch_tpu",
+# Said of what torch_tpu itself does (0.2), once per line of the user's code.
+_HARMLESS_WARNINGS = (
+    r"<TorchTpu/ApiStage/ExperimentalApi/>",
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
 )
 # Names of torch.tpu that this process has used.
 _USED_NAMES: set[str] = set()
@@ -84,21 +80,21 @@ class TorchTpuDriver(TpuDriver):
 
         if not self.is_loaded():
             self.load()
-        for message in _WARNINGS_OF_ITS_OWN:
+        for message in _HARMLESS_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         torch.ones(1).to(self.torch_type)
 
     def launch_variables(
         self, host: TpuHost, num_workers: int, ports: Sequence[int]
     ) -> tuple[Mapping[str, str], ...]:
-        """See :meth:`TpuDriver.launch_variables`; the same for all workers but for their rank."""
-        shared = torch_tpu_variables(host.generation, num_workers, ports)
-        if num_workers > 1:
-            # Ranks of one host share what one of them has compiled.
-            shared = {"TORCH_TPU_TIER2_COMPILATION_CACHE": _CACHE_NAME, **shared}
-        folder = str(_CACHE_FOLDER.expanduser())
-        shared = {"TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT": folder, **shared}
-        return (shared,) * num_workers
+        """See :meth:`TpuDriver.launch_variables`; the same for all workers but for their rank.
+
+        Its cache of programs on disk is left to the user (TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT):
+        with it comes one in shared memory, which stays there when all processes have ended; and
+        programs that an XLA plugin for processors had written could not be read again, which made
+        training fail (0.2).
+        """
+        return (torch_tpu_variables(host.generation, num_workers, ports),) * num_workers
 
     def process_group_backend(self) -> str:
         """See :meth:`TpuDriver.process_group_backend`."""
