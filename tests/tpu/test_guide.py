@@ -1,7 +1,7 @@
 """Accelerate's guide to training on TPUs: its code cells, literally, but for the package's name.
 
-The model that it downloads is a tiny random one of the same kind, in a folder of the same name. What
-a test wants to know is returned by a line that is put below a cell.
+The model that it downloads is a tiny random one of the same kind, in a folder of the same name.
+What a test wants to know is returned by a line that is put below a cell.
 """
 
 from __future__ import annotations
