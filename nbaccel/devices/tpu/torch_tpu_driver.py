@@ -41,11 +41,11 @@ _HARMLESS_WARNINGS = (
 class _Figures:
     """What this process's runtime has said of itself."""
 
-    counts: CompileCounts = CompileCounts(programs=0, seconds=0.0)
+    counts: CompileCounts
     empty_answers: int = 0
 
 
-_FIGURES = _Figures()
+_FIGURES = _Figures(CompileCounts(programs=0, seconds=0.0))
 # A runtime without figures of its memory gives 0, and writes two lines to stderr each time.
 _MOST_EMPTY_ANSWERS = 3
 
