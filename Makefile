@@ -25,12 +25,15 @@ MOMENTS     ?= 320
 WHEELS      ?=
 LANE        ?= colab kaggle oldest newest dist binder
 
+# Images of containers set it; hundreds of processes would each compile what they import anew, and those of the lanes torch.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN     := $(VENV)/bin
 # Those that compile operations or load transformers; both lists together are all there are.
 SLOW_NOTEBOOKS  := notebooks/05_deepspeed.ipynb notebooks/07_zero_inference.ipynb
 QUICK_NOTEBOOKS := $(filter-out $(SLOW_NOTEBOOKS), $(wildcard notebooks/*.ipynb))
 # Whole files go to one process, in the order in which they were collected.
-PYTEST   = $(BIN)/python -m pytest --nbval-lax --nbval-current-env \
+PYTEST   = $(BIN)/python -m pytest -p tests.no_grammar --nbval-lax --nbval-current-env \
            --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 INSTALL  = $(BIN)/python -m pip install --quiet \
            $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))

@@ -225,6 +225,8 @@ def main() -> int:
         "--render", action="store_true", help="renew the table in docs/pages/versions.md"
     )
     asked = parser.parse_args()
+    # uv compiles nothing: with it, each process of a lane would compile torch for itself.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     became = {}
     if asked.lane:
         became = run_all(asked.lane, keep=asked.keep, reuse=asked.reuse, jobs=asked.jobs)
