@@ -23,7 +23,7 @@ PYTEST_ARGS ?=
 JOBS        ?= 3
 MOMENTS     ?= 320
 WHEELS      ?=
-LANE        ?= colab kaggle oldest newest dist binder
+LANE        ?= colab kaggle oldest newest dist binder torch_tpu torch_xla
 
 BIN     := $(VENV)/bin
 # Those that compile operations or load transformers; both lists together are all there are.
@@ -66,7 +66,7 @@ gpu-bench: $(GPU_READY)
 	@$(GPU_PYTHON) -m tests.gpu.lacking
 	@$(GPU_PYTHON) benchmarks/gpu.py
 
-lane:  ## tests with the versions of LANE=colab, kaggle, oldest, newest; dist: as installed; binder
+lane:  ## tests with the versions of LANE=colab, kaggle, oldest, newest; dist: as installed; binder; torch_tpu, torch_xla
 	@$(PYTHON) -m tests.lanes $(LANE)
 
 lint: $(VENV)/.dev  ## style, types, import direction, spelling
