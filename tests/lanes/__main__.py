@@ -6,9 +6,9 @@
     python3 -m tests.lanes --render        # the table in docs/pages/versions.md, from the records
 
 Each lane writes what it ran with and what came of it to benchmarks/results/lanes/. It needs nothing
-but a Python of its version, as `python3.12` on the PATH or below ~/.pyenv, and an index that has its
-packages; where one is missing, the lane is skipped, and that is said. While the tests of one lane run, the environment of the next is
-made.
+but a Python of its version, as `python3.12` on the PATH or below ~/.pyenv, and an index that has
+its packages; where one is missing, the lane is skipped, and that is said. While the tests of one
+lane run, the environment of the next is made.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ from typing import Any
 
 from tests.isolation import ROOT
 from tests.lanes import builds, table
-from tests.lanes.environment import HOME, Environment, MissingPackages, MissingPython
+from tests.lanes.environment import (
+    HOME,
+    Environment,
+    MissingPackages,
+    MissingPython,
+    check_shared,
+)
 from tests.lanes.lanes import LANES, Lane
 
 RECORDS = ROOT / "benchmarks" / "results" / "lanes"
@@ -81,6 +87,8 @@ def _variables(lane: Lane, environment: Environment) -> dict[str, str]:
 def _checkout(name: str, lane: Lane, environment: Environment) -> None:
     """What the image has goes in first. That installing nbaccel changes none of it is checked."""
     environment.create(lane.python)
+    if lane.shared_python:
+        check_shared(str(environment.python))
     install = environment.install_if_there if lane.may_be_missing else environment.install
     install("--requirement", CONSTRAINTS / f"{name}.txt")
     before = environment.frozen()

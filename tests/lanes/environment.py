@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.isolation import ROOT
 
-__all__ = ["HOME", "Environment", "MissingPackages", "MissingPython", "interpreter"]
+__all__ = ["HOME", "Environment", "MissingPackages", "MissingPython", "check_shared", "interpreter"]
 
 HOME = ROOT / ".lanes"
 """Where environments lie while their lanes run."""
@@ -33,6 +33,17 @@ class MissingPython(Exception):
 
 class MissingPackages(Exception):
     """The index of this machine does not have what a lane needs."""
+
+
+def check_shared(python: str) -> None:
+    """Check that a Python has a library that others can load: torch_xla does.
+
+    Raises:
+        MissingPython: It has none.
+    """
+    asked = "import sys, sysconfig; sys.exit(not sysconfig.get_config_var('Py_ENABLE_SHARED'))"
+    if subprocess.run([python, "-c", asked], check=False).returncode:
+        raise MissingPython(f"{python} has no shared libpython, which its packages load")
 
 
 def interpreter(version: str) -> str:

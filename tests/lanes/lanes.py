@@ -66,6 +66,7 @@ class Lane:
         operations: Whether DeepSpeed's C++ operations are built before.
         variables: Of the environment of its tests.
         pretends_tpu: Whether its processes have two pretended chips (`tests/tpu/pretended.py`).
+        shared_python: Whether Python has to be built with a shared library.
         may_be_missing: Whether its packages are not in every index: where one is missing, the lane
             is skipped instead of failing.
         front_end: Where a browser shows it; none where kernels alone are asked.
@@ -82,6 +83,7 @@ class Lane:
     variables: tuple[tuple[str, str], ...] = ()
     front_end: str = "kernel alone"
     pretends_tpu: bool = False
+    shared_python: bool = False
     may_be_missing: bool = False
 
 
@@ -161,6 +163,7 @@ LANES: dict[str, Lane] = {
         tests=(*_OF_TPUS, "tests/tpu/test_spmd.py", "tests/tpu/test_threads.py"),
         packages=(*_TOOLS, "ipywidgets", "psutil", "tqdm"),
         variables=(*_FEW_THREADS, ("PJRT_DEVICE", "CPU")),
+        shared_python=True,
         may_be_missing=True,
     ),
 }

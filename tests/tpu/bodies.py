@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
-from nbaccel import Accelerator
+from nbaccel import Accelerator, _catalog
 
 WORDS, WIDTH, LENGTH = 32, 16, 6
 RANKS, BATCH, ACCUMULATED = 2, 4, 2
@@ -72,7 +74,7 @@ def train_whole(model: nn.Module, epochs: int) -> list[float]:
     optimizer = make_optimizer(model)
     words, targets = make_data(TRAINED_ROWS)
     losses = []
-    for epoch in range(epochs):
+    for _ in range(epochs):
         for number, rows in enumerate(torch.arange(TRAINED_ROWS).split(RANKS * BATCH), 1):
             loss = nn.functional.cross_entropy(model(words[rows]), targets[rows])
             (loss / ACCUMULATED).backward()
@@ -122,9 +124,7 @@ def train(model: TiedNet, folder: str) -> Seen:
     loader: Any = DataLoader(Rows(*make_data(TRAINED_ROWS)), batch_size=BATCH, num_workers=2)
     judged: Any = DataLoader(TensorDataset(*make_data(JUDGED_ROWS)), batch_size=BATCH)
     net, optimizer, loader, judged = accelerator.prepare(model, optimizer, loader, judged)
-    losses = [
-        loss for _ in range(2) for loss in train_epoch(accelerator, net, optimizer, loader)
-    ]
+    losses = [loss for _ in range(2) for loss in train_epoch(accelerator, net, optimizer, loader)]
     accelerator.save_state(folder)
     last = train_epoch(accelerator, net, optimizer, loader)
     accelerator.load_state(folder)
@@ -177,3 +177,146 @@ def wait_to_be_stopped(model: TiedNet, folder: str) -> None:
     float(next(net.parameters()).sum())
     (Path(folder) / f"rank-{os.environ['RANK']}").touch()
     time.sleep(FOREVER_S)
+
+
+def step_on_chip(model: nn.Module) -> tuple[str, float]:
+    """One training step; the device, and the loss."""
+    accelerator = Accelerator()
+    net, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = net(torch.ones(BATCH, WIDTH, device=accelerator.device)).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    return str(loss.device), loss.item()
+
+
+@dataclass
+class Programs:
+    """What was compiled in one worker: programs before each step, and what each step was called."""
+
+    before_steps: list[int]
+    phases: list[str]
+
+
+def compile_often(model: TiedNet) -> Programs:
+    """A short last batch, twice; then another batch size in evaluation; then changing numbers."""
+    accelerator = Accelerator()
+    sizes = {"short": (18, BATCH), "larger": (12, 6), "even": (24, BATCH)}
+    loaders: list[Any] = [
+        DataLoader(TensorDataset(*make_data(rows)), batch_size=size)
+        for rows, size in sizes.values()
+    ]
+    net, optimizer, *prepared = accelerator.prepare(model, make_optimizer(model), *loaders)
+    short, larger, even = prepared
+    seen = Programs([], [])
+
+    def step(words: torch.Tensor, targets: torch.Tensor, shift: int = 0) -> None:
+        counts = _catalog.device("tpu").compile_counts()
+        assert counts is not None
+        seen.before_steps.append(counts.programs)
+        seen.phases.append(accelerator.gradient_state.compile_phase)
+        scores = net(words)
+        if shift:
+            # A number of Python that is part of the program, and changes nothing in the loss.
+            scores, targets = scores.roll(shift, 0), targets.roll(shift, 0)
+        loss = nn.functional.cross_entropy(scores, targets)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.log({"loss": loss.item()})
+
+    for _ in range(2):
+        for words, targets in accelerator.progress(short):
+            step(words, targets)
+    sys.stderr.write("now larger\n")
+    with torch.no_grad():
+        for words, _ in larger:
+            net(words)
+    sys.stderr.write("now numbers\n")
+    for shift, (words, targets) in enumerate(even, 1):
+        step(words, targets, shift)
+    return seen
+
+
+def move_with_all_that_hangs_on_it() -> dict[str, bool]:
+    """Move a model that is tied, hooked, referred to and has gradients."""
+    from nbaccel.devices.tpu.driver import move_parameters
+
+    device = Accelerator().device
+    net = make_net()
+    net.register_buffer("table", torch.arange(4.0))
+    net.body.register_buffer("same_table", net.table)
+    words, targets = make_data(BATCH)
+    nn.functional.cross_entropy(net(words), targets).backward()
+    optimizer = make_optimizer(net)
+    weight, gradient = net.body.weight, net.body.weight.grad
+    expected, expected_gradient = weight.detach().clone(), gradient.clone()
+    reference, identities = weakref.ref(weight), [id(one) for one in net.parameters()]
+    calls: list[str] = []
+    weight.register_post_accumulate_grad_hook(lambda one: calls.append(one.device.type))
+    move_parameters(net, device)
+    moved = {
+        "objects": [id(one) for one in net.parameters()] == identities,
+        "reference": reference() is net.body.weight,
+        "ties": net.head.weight is net.embedding.weight,
+        "buffers": net.table is net.body.same_table and net.table.device == device,
+        "values": torch.equal(net.body.weight.detach().cpu(), expected),
+        "gradients": torch.equal(net.body.weight.grad.cpu(), expected_gradient),
+        "optimizer": optimizer.param_groups[0]["params"][0] is next(net.parameters()),
+        "device": all(one.device == device for one in net.parameters()),
+    }
+    nn.functional.cross_entropy(net(words.to(device)), targets.to(device)).backward()
+    before = net.body.weight.detach().cpu()
+    optimizer.step()
+    moved["hooks"] = calls == [device.type]
+    moved["trains"] = not torch.equal(net.body.weight.detach().cpu(), before)
+    return moved
+
+
+def place_in_turn(folder: str) -> tuple[float, float]:
+    """Place a model where host memory is short; when the copying began and ended."""
+    from nbaccel.devices.tpu import device as device_module
+
+    accelerator = Accelerator()
+    times: list[float] = []
+    move = device_module.move_parameters
+
+    def move_slowly(module: nn.Module, device: torch.device) -> None:
+        times.append(time.monotonic())
+        move(module, device)
+        time.sleep(0.5)
+        times.append(time.monotonic())
+
+    device_module.free_host_bytes = lambda: 0
+    device_module._TURN_FILE = Path(folder) / "turn"
+    device_module.move_parameters = move_slowly
+    accelerator.wait_for_everyone()
+    accelerator.prepare(make_net())
+    began, ended = times
+    return began, ended
+
+
+def reduce_by_torch() -> str:
+    """What torch says to an all-reduce of a tensor on the chip, over gloo."""
+    accelerator = Accelerator()
+    ones = torch.ones(2, device=accelerator.device)
+    try:
+        torch.distributed.all_reduce(ones)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return f"returned {ones.tolist()}"
+
+
+def train_sharded(model: TiedNet) -> tuple[list[float], dict[str, str], list[int]]:
+    """Two epochs on all devices of one process; losses, sharding of weights and of their states."""
+    import torch_xla
+
+    accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATED)
+    loader: Any = DataLoader(TensorDataset(*make_data(TRAINED_ROWS)), batch_size=RANKS * BATCH)
+    net, optimizer, loader = accelerator.prepare(model, make_optimizer(model), loader)
+    losses = [loss for _ in range(2) for loss in train_epoch(accelerator, net, optimizer, loader)]
+    specs = {
+        name: torch_xla._XLAC._get_xla_sharding_spec(parameter)
+        for name, parameter in net.named_parameters()
+    }
+    shards = torch_xla._XLAC._get_local_shards([model.body.weight])
+    return losses, specs, [len(shard) for shard, _ in shards[0]]

@@ -1,4 +1,4 @@
-"""The files of a host with the chips that are pretended: `python -m tests.tpu.recorded_host FOLDER`."""
+"""The files of a host with the pretended chips: `python -m tests.tpu.recorded_host FOLDER`."""
 
 from __future__ import annotations
 

@@ -39,9 +39,7 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(
-    driver: str, config: RunConfig, tmp_path_factory: pytest.TempPathFactory
-) -> Trained:
+def trained(driver: str, config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(config, tmp_path_factory.mktemp("state") / "kept")
 
 
@@ -127,9 +125,7 @@ def test_stop_ends_a_launch_and_the_model_is_as_it_was(
     thread.start()
     try:
         with pytest.raises(KeyboardInterrupt, match="workers have been stopped"):
-            notebook_launcher(
-                bodies.wait_to_be_stopped, (net, str(tmp_path)), config=config
-            )
+            notebook_launcher(bodies.wait_to_be_stopped, (net, str(tmp_path)), config=config)
     finally:
         thread.join()
     assert len(list(tmp_path.iterdir())) == bodies.RANKS

@@ -135,7 +135,7 @@ def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = Fals
     with atomic.partial_folder(path.parent, path.name) as folder:
         if safe_serialization:
             # The caller named one file, so the weights must not be split, whatever their size.
-            save_torch_state_dict(_readable(obj), folder, max_shard_size=sys.maxsize)
+            save_torch_state_dict(dict(obj), folder, max_shard_size=sys.maxsize)
             written_file = folder / "model.safetensors"
         else:
             written_file = folder / "object"
@@ -190,27 +190,8 @@ def _save_to_stream(obj: Any, stream: IO[bytes], safe_serialization: bool) -> No
 
     # safetensors refuses tensors that are not contiguous.
     stream.write(
-        to_bytes({name: tensor.contiguous() for name, tensor in _readable(obj).items()})
+        to_bytes({tensor_name: tensor.contiguous() for tensor_name, tensor in obj.items()})
     )
-
-
-def _readable(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The same tensors, in host memory where their device gives them no address to read from."""
-    return {
-        name: tensor if _has_address(tensor) else tensor.cpu()
-        for name, tensor in state_dict.items()
-    }
-
-
-def _has_address(tensor: torch.Tensor) -> bool:
-    # Subclasses that hold several tensors (DTensor) are left to the writer, which knows them.
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return True
-    try:
-        tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # torch_xla's tensors
-        return False
-    return True
 
 
 def save_model(
@@ -246,7 +227,7 @@ def save_model(
     name_pattern = _WEIGHT_FILE_PATTERNS[safe_serialization]
     with atomic.partial_folder(folder, "model") as workshop:
         save_torch_state_dict(
-            _readable(state_dict),
+            dict(state_dict),
             workshop,
             filename_pattern=name_pattern,
             max_shard_size=max_shard_size,
