@@ -9,7 +9,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from nbaccel._later import NOT_INSTALLED, missing_name_of
 from nbaccel.abc.asking import Said, Source, Wanted
@@ -30,6 +30,9 @@ from nbaccel.capabilities import (
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.errors import ConfigError, InternalError, MissingBackend, PlatformUnsupported
 
+if TYPE_CHECKING:
+    from nbaccel.plan.inventory import Gpu, Inventory
+
 __all__ = [
     "awake_accelerators",
     "check_strategy",
@@ -47,6 +50,7 @@ __all__ = [
     "shared_memory_modules",
     "strategy",
     "strategy_settings",
+    "usable_units",
     "wanted_strategy",
 ]
 
@@ -106,6 +110,19 @@ def devices() -> tuple[Device, ...]:
     """Of these the ones that workers can compute on."""
     driven_names = {capability_row.name for capability_row in driven_devices()}
     return tuple(device for device in known_devices() if device.name in driven_names)
+
+
+def usable_units(inventory: Inventory) -> tuple[Gpu, ...]:
+    """The accelerators of a machine that a launch takes by itself; none where it takes the CPU.
+
+    Args:
+        inventory: What the machine has.
+    """
+    for known in known_devices():
+        units = known.units(inventory)
+        if units and not known.idle_reason(inventory):
+            return units
+    return ()
 
 
 def prepare_notebook() -> str:

@@ -110,6 +110,8 @@ _DEVICES: tuple[DeviceRow, ...] = (
             ),
         ),
         start_methods=("template", "fork"),
+        stages_copies=True,
+        distributed_type="XLA",
     ),
 )
 
@@ -246,7 +248,7 @@ _STRATEGIES: tuple[StrategyRow, ...] = (
         argument="fsdp_plugin",
         wanted="nbaccel.strategies.fsdp_asked:fsdp_request",
         variables=(("ACCELERATE_USE_FSDP", "true"),),
-        devices=("cpu", "cuda"),
+        devices=("cpu", "cuda", "tpu"),
         precisions=_NATIVE_PRECISIONS,
         distributed_type="FSDP",
     ),

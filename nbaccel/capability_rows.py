@@ -34,6 +34,8 @@ class DeviceRow:
         group_backend: Process group backend where each worker has a device of its own.
         shared_group_backend: The one where workers share a device.
         in_host_memory: Whether its tensors lie in the host's memory.
+        stages_copies: Whether each copy to it takes as much host memory again until it is through.
+        distributed_type: What Accelerate calls training on it, whatever the number of processes.
         variables: Environment variables from which other libraries in a worker learn of it.
         never_run: Whether it has never been run. ``auto`` passes over it then.
     """
@@ -52,6 +54,8 @@ class DeviceRow:
     group_backend: str = "gloo"
     shared_group_backend: str = "gloo"
     in_host_memory: bool = False
+    stages_copies: bool = False
+    distributed_type: str = ""
     variables: tuple[tuple[str, str], ...] = ()
     never_run: bool = False
 

@@ -76,6 +76,9 @@ def is_initialized() -> bool:
 
 def distributed_type(place: Place) -> DistributedType:
     """How processes train together where each holds the whole model."""
+    # XLA's devices have this type in a single process, too.
+    if default_type := device_row(place.device_name).distributed_type:
+        return DistributedType(default_type)
     if place.is_alone:
         return DistributedType.NO
     on_host = device_row(place.device_name).in_host_memory

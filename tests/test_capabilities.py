@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from nbaccel import _catalog, capabilities
-from nbaccel.abc.device import Device, DeviceRuntime
+from nbaccel.abc.device import Device, DeviceRuntime, LaunchHooks, StepHooks
 from nbaccel.abc.precision import Precision
 from nbaccel.abc.strategy import Strategy
 from nbaccel.config import run_config
@@ -61,8 +61,14 @@ def test_a_strategy_row_names_what_is_there(row):
 
 
 def test_one_strategy_each_is_taken_for_one_process_and_for_several():
-    defaults = [row.processes for row in capabilities.STRATEGIES if row.is_default]
-    assert sorted(defaults) == ["one", "several"]
+    for device in capabilities.driven_devices():
+        defaults = [
+            row.processes
+            for row in capabilities.STRATEGIES
+            if row.is_default and capabilities.strategy_fits(row, device)
+        ]
+        alone = device.start_methods == ("inline",)
+        assert sorted(defaults) == (["one"] if alone else ["one", "several"]), device.name
 
 
 @pytest.mark.parametrize("row", capabilities.PRECISIONS, ids=lambda row: row.name)
@@ -76,7 +82,7 @@ def test_a_precision_row_names_what_is_there(row):
 
 
 def test_a_contract_stays_narrow():
-    for contract in (Device, DeviceRuntime, Precision, Strategy):
+    for contract in (Device, DeviceRuntime, LaunchHooks, StepHooks, Precision, Strategy):
         methods = [n for n, value in vars(contract).items() if callable(value) and n[0] != "_"]
         assert len(methods) <= 12, f"{contract.__name__}: {methods}"
 

@@ -15,19 +15,9 @@ def test_a_device_comes_by_name():
     assert found.name == "cpu"
 
 
-def test_a_device_without_implementation_says_what_there_is():
-    with pytest.raises(PlatformUnsupported, match=r"'tpu' cannot be used.*Use one of cpu, cuda"):
-        _catalog.device("tpu")
-
-
 def test_a_strategy_and_a_precision_come_by_name():
     assert _catalog.strategy("single").name == "single"
     assert _catalog.precision("bf16").name == "bf16"
-
-
-def test_what_is_only_detected_is_known_and_not_driven():
-    assert _catalog.known_device("tpu").name == "tpu"
-    assert "tpu" not in [device.name for device in _catalog.devices()]
 
 
 def test_fp8_says_that_it_is_not_there_yet_and_what_to_use():

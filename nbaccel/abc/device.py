@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     from nbaccel.plan.inventory import Gpu, Inventory
     from nbaccel.plan.launch_plan import Plan
 
-__all__ = ["CompileCounts", "Device", "DeviceRuntime", "UnlistedDevice"]
+__all__ = [
+    "CompileCounts",
+    "Device",
+    "DeviceRuntime",
+    "LaunchHooks",
+    "StepHooks",
+    "UnlistedDevice",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +47,147 @@ class CompileCounts:
     seconds: float
 
 
-class DeviceRuntime(ABC):
+class StepHooks:
+    """What a training process does differently on a device; the defaults suit most of them."""
+
+    def place_module(self, module: nn.Module, device: torch.device) -> None:
+        """Move a module's parameters and buffers to a device of this kind, in place.
+
+        Parameters stay the same objects, so an optimizer made before holds them still.
+
+        Args:
+            module: The module; what is tied in it stays tied.
+            device: Where to.
+        """
+        module.to(device)
+
+    def downcast_floats(self) -> str:
+        """Keep float tensors as bfloat16 and double tensors as float on the device, from now on.
+
+        Returns:
+            Why nothing was changed, a clause; empty where it was.
+
+        Raises:
+            ConfigError: It is too late.
+        """
+        return (
+            "only torch_xla, on TPUs, keeps float tensors as bfloat16. Here autocast computes in "
+            "bfloat16, and weights and doubles stay as they are"
+        )
+
+    def mark_step(self) -> None:
+        """Run what was recorded for the device so far, where operations are recorded first."""
+
+    def average_gradients(self, gradients: Sequence[torch.Tensor], world_size: int) -> bool:
+        """Average tensors over all processes in place, by the device's own links.
+
+        Args:
+            gradients: Tensors on this device, of equal shapes on all processes.
+            world_size: Number of processes.
+
+        Returns:
+            False where the device has no way of its own: nothing has happened, and the process
+            group has to do it.
+        """
+        return False
+
+    def compile_counts(self) -> CompileCounts | None:
+        """What its compiler has done; None for a device that runs operations without compiling."""
+        return None
+
+
+class LaunchHooks:
+    """What a device has to say before, and for, a launch; the defaults have nothing to say.
+
+    All of it is asked in the notebook's process but :meth:`prepare_template`.
+    """
+
+    def launch_problem(self, inventory: Inventory, config: RunConfig, num_processes: int) -> str:
+        """Why a launch could not use these devices as it was configured; empty where it can.
+
+        Args:
+            inventory: What the machine has; devices of this kind are among it.
+            config: What the user said.
+            num_processes: Workers on this node.
+
+        Returns:
+            A whole message: the value, why, and what to do.
+        """
+        return ""
+
+    def plan_choices(
+        self, inventory: Inventory, config: RunConfig
+    ) -> Iterable[tuple[str, str, str]]:
+        """What is decided for these devices beside what is decided for all.
+
+        Args:
+            inventory: What the machine has.
+            config: What the user said.
+
+        Returns:
+            For each decision its name, its value and the reason.
+        """
+        return ()
+
+    def plan_warnings(self, inventory: Inventory, config: RunConfig) -> tuple[str, ...]:
+        """What is odd about these devices on this machine, for a plan that uses them.
+
+        Args:
+            inventory: What the machine has.
+            config: What the user said.
+        """
+        return ()
+
+    def busy_reason(self, plan: Plan) -> str:
+        """Why workers could not have the devices at this moment; empty where they can.
+
+        Args:
+            plan: The launch that is about to start.
+
+        Returns:
+            A whole message that says who has them, and what to do.
+        """
+        return ""
+
+    def launch_variables(self, plan: Plan) -> tuple[Mapping[str, str | None], ...]:
+        """Environment variables of one launch's workers, found anew for each launch.
+
+        Args:
+            plan: The launch.
+
+        Returns:
+            For each worker on this node, by local rank; None removes a variable that it would
+            inherit from the notebook. Empty where workers need none.
+        """
+        return ()
+
+    def idle_variables(self) -> Mapping[str, str]:
+        """Environment variables of workers that compute on another device than this one."""
+        return {}
+
+    def expects_launches(self) -> bool:
+        """Whether launches of this notebook will probably use it: it is there, and chosen first.
+
+        Asked when a notebook loads nbaccel: milliseconds, and no import.
+        """
+        return False
+
+    def keep_asleep(self) -> None:
+        """Keep the notebook's process from taking the device by an import, where that can be done.
+
+        Called when a notebook loads nbaccel.
+        """
+
+    def prepare_template(self) -> None:
+        """Import this device's library into the process that its workers are forked from.
+
+        It is called once, after torch has been imported, where ``Device.own_template`` is set. It
+        must leave the process as it was in all that a fork cannot live with: no runtime
+        initialised, no thread started, nothing seeded.
+        """
+
+
+class DeviceRuntime(StepHooks, ABC):
     """What a process that computes on a device needs of it.
 
     Attributes:
@@ -142,37 +289,6 @@ class DeviceRuntime(ABC):
         """Wait until the current device has done what it was given."""
         self._call("synchronize")
 
-    def place_module(self, module: nn.Module, device: torch.device) -> None:
-        """Move a module's parameters and buffers to a device of this kind, in place.
-
-        Parameters stay the same objects, so an optimizer made before holds them still.
-
-        Args:
-            module: The module; what is tied in it stays tied.
-            device: Where to.
-        """
-        module.to(device)
-
-    def mark_step(self) -> None:  # noqa: B027 - most devices compute at once
-        """Run what was recorded for the device so far, where operations are recorded first."""
-
-    def average_gradients(self, gradients: Sequence[torch.Tensor], world_size: int) -> bool:
-        """Average tensors over all processes in place, by the device's own links.
-
-        Args:
-            gradients: Tensors on this device, of equal shapes on all processes.
-            world_size: Number of processes.
-
-        Returns:
-            False where the device has no way of its own: nothing has happened, and the process
-            group has to do it.
-        """
-        return False
-
-    def compile_counts(self) -> CompileCounts | None:
-        """What its compiler has done; None for a device that runs operations without compiling."""
-        return None
-
     def profiler_activities(self) -> tuple[str, ...]:
         """What a profiler can record while this device computes, as in ``ProfileKwargs``."""
         from torch.profiler import ProfilerActivity
@@ -202,7 +318,7 @@ class UnlistedDevice(DeviceRuntime):
         return self._kind
 
 
-class Device(DeviceRuntime):
+class Device(LaunchHooks, DeviceRuntime):
     """One kind of hardware.
 
     Attributes:
@@ -290,90 +406,6 @@ class Device(DeviceRuntime):
             Facts, each a clause; what they would do to a worker is :attr:`after_fork`.
         """
         return ()
-
-    def launch_problem(self, inventory: Inventory, config: RunConfig, num_processes: int) -> str:
-        """Why a launch could not use these devices as it was configured; empty where it can.
-
-        Args:
-            inventory: What the machine has; devices of this kind are among it.
-            config: What the user said.
-            num_processes: Workers on this node.
-
-        Returns:
-            A whole message: the value, why, and what to do.
-        """
-        return ""
-
-    def plan_choices(
-        self, inventory: Inventory, config: RunConfig
-    ) -> Iterable[tuple[str, str, str]]:
-        """What is decided for these devices beside what is decided for all.
-
-        Args:
-            inventory: What the machine has.
-            config: What the user said.
-
-        Returns:
-            For each decision its name, its value and the reason.
-        """
-        return ()
-
-    def plan_warnings(self, inventory: Inventory, config: RunConfig) -> tuple[str, ...]:
-        """What is odd about these devices on this machine, for a plan that uses them.
-
-        Args:
-            inventory: What the machine has.
-            config: What the user said.
-        """
-        return ()
-
-    def busy_reason(self, plan: Plan) -> str:
-        """Why workers could not have the devices at this moment; empty where they can.
-
-        Args:
-            plan: The launch that is about to start.
-
-        Returns:
-            A whole message that says who has them, and what to do.
-        """
-        return ""
-
-    def launch_variables(self, plan: Plan) -> tuple[Mapping[str, str | None], ...]:
-        """Environment variables of one launch's workers, found anew for each launch.
-
-        Args:
-            plan: The launch.
-
-        Returns:
-            For each worker on this node, by local rank; None removes a variable that it would
-            inherit from the notebook. Empty where workers need none.
-        """
-        return ()
-
-    def idle_variables(self) -> Mapping[str, str]:
-        """Environment variables of workers that compute on another device than this one."""
-        return {}
-
-    def prepare_template(self) -> None:
-        """Import this device's library into the process that its workers are forked from.
-
-        It is called once, after torch has been imported, where :attr:`own_template` is set. It must
-        leave the process as it was in all that a fork cannot live with: no runtime initialised, no
-        thread started, nothing seeded.
-        """
-
-    def expects_launches(self) -> bool:
-        """Whether launches of this notebook will probably use it: it is there, and chosen first.
-
-        Asked when a notebook loads nbaccel: milliseconds, and no import.
-        """
-        return False
-
-    def keep_asleep(self) -> None:
-        """Keep the notebook's process from taking the device by an import, where that can be done.
-
-        Called when a notebook loads nbaccel.
-        """
 
     def driver_meter(self) -> Any:
         """What measures the memory of processes on devices of this kind, used in the notebook.

@@ -7,7 +7,7 @@ only what differs. None of them knows a device or a precision by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -39,14 +39,15 @@ class Strategy(ABC):
         name: As in its capability row.
         place: This process among the others.
         owns_precision: Whether models are cast, and the loss scaled, by the strategy's own engine.
-        lays_out_batches: Whether :meth:`place_batch` does something.
+        place_batch: Lays out one tensor of a batch, of shape ``[rows, ...]``, that has been put on
+            the device; None leaves it as it is.
         choices: What was decided while preparing, each with its reason.
     """
 
     name: ClassVar[str]
     owns_precision: ClassVar[bool] = False
-    lays_out_batches: ClassVar[bool] = False
     choices: tuple[Choice, ...] = ()
+    place_batch: Callable[[torch.Tensor], None] | None = None
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -94,13 +95,6 @@ class Strategy(ABC):
             **options: Of ``Tensor.backward``.
         """
         loss.backward(**options)  # type: ignore[no-untyped-call]
-
-    def place_batch(self, batch: torch.Tensor) -> None:  # noqa: B027 - a batch is where it was put
-        """Lay out one tensor of a batch that has been put on the device.
-
-        Args:
-            batch: Of shape ``[rows, ...]``.
-        """
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context in which backward passes of the model leave gradients on their process."""

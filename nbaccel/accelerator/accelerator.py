@@ -81,10 +81,10 @@ class Accelerator(RunDescription):
         gradient_accumulation_plugin: More about accumulation.
         step_scheduler_with_optimizer: Whether schedulers step only when optimizers do.
         kwargs_handlers: Further settings, one object per class.
-        deepspeed_plugins: Several by name; `prepare` goes by the first, until
-            ``accelerator.state.select_deepspeed_plugin(name)`` says another.
+        deepspeed_plugins: By name, first one first; see ``state.select_deepspeed_plugin(name)``.
         dynamo_backend: Of ``torch.compile``; ``no``: none; None: ``ACCELERATE_DYNAMO_BACKEND``.
         dynamo_plugin: More about it.
+        downcast_bf16: Under bf16 on TPUs by torch_xla: float is bfloat16 there, double is float32.
         config: A `RunConfig`, or a picker; arguments win over it.
 
     Attributes:
@@ -119,14 +119,11 @@ class Accelerator(RunDescription):
         dynamo_plugin: Any = None,
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
+        downcast_bf16: bool = False,
         *,
         config: RunConfig | Configured | None = None,
     ) -> None:
-        refuse_unserved(
-            torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=megatron_lm_plugin,
-            parallelism_config=parallelism_config,
-        )
+        refuse_unserved(torch_tp_plugin, megatron_lm_plugin, parallelism_config)
         request = Request.of(
             mixed_precision=mixed_precision,
             cpu=cpu,
@@ -143,8 +140,9 @@ class Accelerator(RunDescription):
             },
             kwargs_handlers=kwargs_handlers,
             config=config,
+            downcast_bf16=downcast_bf16,
         )
-        requested_trackers = trackers.find_trackers(log_with, request.project.logging_dir)
+        self._requested_trackers = tuple(trackers.find_trackers(log_with, request.logging_dir))
         run = TrainingRun.begin(request, dynamo_settings(dynamo_backend, dynamo_plugin))
         super().__init__(run)
         precision_check.note(self.mixed_precision)  # a launch checks that its precision is used
@@ -153,7 +151,6 @@ class Accelerator(RunDescription):
         self.rng_types = list(rng_types) if rng_types is not None else ["generator"]
         self.gradient_state = GradientState(request.accumulation)
         self.trackers: list[trackers.GeneralTracker] = []
-        self._requested_trackers = tuple(requested_trackers)
         self._make_parts(run)
         remember_accelerator(self)  # last: `AcceleratorState()` must not find an incomplete one
 

@@ -121,11 +121,17 @@ class Request:
     """Those of the strategy that was asked for; None where none was."""
     said_by_settings: SaidBySettings = field(default_factory=SaidBySettings)
     activation_checkpointing: bool = False
+    downcast_bf16: bool = False
 
     @property
     def writes_shards(self) -> bool:
         """Whether every process writes its own part of a checkpoint."""
         return self.said_by_settings.writes_shards
+
+    @property
+    def logging_dir(self) -> Any:
+        """Folder of the trackers, if any was given."""
+        return self.project.logging_dir
 
     def settings_for(self, strategy_name: str) -> Any:
         """The settings of the strategy that the plan names.
@@ -167,6 +173,7 @@ class Request:
         plugins: Mapping[str, Any],
         kwargs_handlers: Sequence[Handler] | None,
         config: RunConfig | Configured | None,
+        downcast_bf16: bool = False,
     ) -> Request:
         """Merge what was given in several places.
 
@@ -182,6 +189,7 @@ class Request:
             plugins: Settings of strategies, by the argument that had them.
             kwargs_handlers: As in `Accelerator`.
             config: The same.
+            downcast_bf16: The same.
 
         Raises:
             ConfigError: Two of them contradict each other, or a value is wrong.
@@ -211,16 +219,13 @@ class Request:
             precision_source=precision_source,
             accumulation_steps=accumulation_steps,
             accumulation_source=steps_source,
-            strategy=replace(
-                requested_strategy, reason=settings_request.reason or requested_strategy.reason
-            )
-            if requested_strategy
-            else None,
+            strategy=_with_reason(requested_strategy, settings_request.reason),
             fp8=_fp8_settings(run_config),
             device=_requested_device(run_config, cpu=cpu),
             split_batches=loader_config.split_batches,
         )
         return cls(
+            downcast_bf16=downcast_bf16 or bool(env.flag("ACCELERATE_DOWNCAST_BF16")),
             asked=asked,
             handlers=handlers,
             accumulation=accumulation_plugin,
@@ -389,13 +394,26 @@ _UNSERVED_ARGUMENTS = {
 }
 
 
-def refuse_unserved(**arguments: Any) -> None:
-    """Refuse arguments of Accelerate that this version does not serve, rather than ignore them.
+def _with_reason(requested_strategy: Wanted | None, reason: str) -> Wanted | None:
+    """The request with the reason that its settings give, if they give one."""
+    if requested_strategy is None or not reason:
+        return requested_strategy
+    return replace(requested_strategy, reason=reason)
+
+
+def refuse_unserved(torch_tp_plugin: Any, megatron_lm_plugin: Any, parallelism_config: Any) -> None:
+    """Refuse arguments of Accelerator that this version does not serve, rather than ignore them.
+
+    Args:
+        torch_tp_plugin: As in `Accelerator`, like the others.
+        megatron_lm_plugin: The same.
+        parallelism_config: The same.
 
     Raises:
         PlatformUnsupported: One was given.
     """
-    for argument_name, argument_value in arguments.items():
+    given_values = (torch_tp_plugin, megatron_lm_plugin, parallelism_config)
+    for argument_name, argument_value in zip(_UNSERVED_ARGUMENTS, given_values, strict=True):
         if argument_value is not None:
             raise PlatformUnsupported(
                 f"Accelerator({argument_name}={argument_value!r}) means "

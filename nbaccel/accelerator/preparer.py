@@ -136,7 +136,7 @@ class Preparer:
             rng_types=rng_types,
             slice_fn=slice_fn,
         )
-        if self._run.strategy.lays_out_batches and to_device:
+        if self._run.strategy.place_batch is not None and to_device:
             prepared_loader.settings = replace(
                 prepared_loader.settings, place_batch=self._run.strategy.place_batch
             )

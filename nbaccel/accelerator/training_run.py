@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 
 from nbaccel import _catalog
+from nbaccel.abc.device import Device
 from nbaccel.abc.place import Place
 from nbaccel.abc.precision import Precision, PrecisionSettings
 from nbaccel.abc.strategy import Strategy
@@ -62,8 +64,10 @@ class TrainingRun:
         plan_training(asked, _observed_facts(expected_place))
         # Looked up for its refusal only; the object is built for the device that was found.
         _catalog.precision(asked.mixed_precision, asked.fp8)
+        effect_note = _downcast(request, device_backend)
         place = distributed.arrive(device=device_backend.name, settings=handlers.process_group)
         plan = plan_training(asked, _observed_facts(place))
+        plan = replace(plan, warnings=(*plan.warnings, *effect_note))
         strategy_class = _catalog.strategy(plan.strategy)
         # An engine casts models and scales losses itself: doing both would scale twice.
         precision_name = "no" if strategy_class.owns_precision else asked.mixed_precision
@@ -86,6 +90,24 @@ class TrainingRun:
         """The decisions so far, with those that the strategy took from the prepared models."""
         initial_plan = self.initial_plan
         return replace(initial_plan, choices=(*initial_plan.choices, *self.strategy.choices))
+
+
+def _downcast(request: Request, device: Device) -> tuple[str, ...]:
+    """Let floats be shorter on the device, where that was asked for; what is to be said of it."""
+    if not request.downcast_bf16:
+        return ()
+    precision_name = request.asked.mixed_precision
+    reason = (
+        device.downcast_floats()
+        if precision_name == "bf16"
+        else f"mixed_precision={precision_name!r} does not compute in bfloat16"
+    )
+    if not reason:
+        return ()
+    note = f"downcast_bf16=True has no effect: {reason}."
+    if distributed.rank() == 0:
+        sys.stderr.write(f"nbaccel: {note}\n")
+    return (note,)
 
 
 def _observed_facts(place: Place) -> ProcessFacts:

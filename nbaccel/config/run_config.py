@@ -100,18 +100,6 @@ class RunConfig(Exchangeable):
             problems=ENTRY_POINT_PROBLEMS,
         ),
     ] = "auto"
-    tpu_driver: Annotated[
-        TpuDriverName,
-        Field(description="What drives TPU chips; auto takes torch_tpu where it can be used."),
-        FieldRule(
-            read=read_word,
-            must=f"one of {', '.join(get_args(TpuDriverName))}",
-            allowed=get_args(TpuDriverName),
-            why="It decides which package computes on TPU chips",
-            do='Leave it at "auto" to take what is installed',
-            words={"torchtpu": "torch_tpu", "xla": "torch_xla", "torchxla": "torch_xla"},
-        ),
-    ] = "auto"
     mixed_precision: Annotated[
         PrecisionName,
         Field(description="Number format of the forward and backward pass; no keeps float32."),

@@ -9,6 +9,7 @@ was found.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 import sys
@@ -16,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from nbaccel.capabilities import device_row
 from nbaccel.errors import LaunchTimeout, StartupFailed, WorkerFailed
 from nbaccel.failures.process_death import uninterrupted
 from nbaccel.launch.edited_sources import tell_of_edits
@@ -23,12 +25,14 @@ from nbaccel.launch.launch_supervisor import LaunchSupervisor
 from nbaccel.launch.packing import PackedCall, pack_call
 from nbaccel.output.console import Console
 from nbaccel.output.dashboard.following import DashboardUpdater
-from nbaccel.plan import Plan
+from nbaccel.plan import Choice, Plan
+from nbaccel.plan.launch_plan import copies_in_turn
 from nbaccel.ports import listen
 from nbaccel.supervision.outcome import CallOutcome, conclude_call
 from nbaccel.transfer import arena
 from nbaccel.transfer.find_modules import find_modules
 from nbaccel.transfer.weight_sync import WeightReceiver
+from nbaccel.units import format_bytes
 from nbaccel.workers import messaging, requirements, worker, worker_output
 from nbaccel.workers.fork import ForkStarter
 from nbaccel.workers.start_method import Starter
@@ -54,9 +58,40 @@ def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...])
             tell_of_edits()
         module_sharing = arena.share_modules(find_modules(args))
         packed_call, plan = pack_call(plan, function, args, module_sharing)
+        plan = _tell_host_memory(plan, packed_call)
         if packed_call.fd is not None:
             clean_up.callback(os.close, packed_call.fd)
         return _run_attempts(plan, packed_call)
+
+
+def _tell_host_memory(plan: Plan, packed_call: PackedCall) -> Plan:
+    """The plan with the host memory that its models take at most, where copies are staged."""
+    model_bytes = sum(call_arena.nbytes for call_arena in packed_call.arenas.values())
+    if not model_bytes or not device_row(plan.device).stages_copies:
+        return plan
+    num_workers, free_bytes = plan.num_processes, plan.inventory.host_available_bytes
+    in_turn = copies_in_turn(num_workers, model_bytes, free_bytes)
+    peak_bytes = model_bytes * (2 if in_turn else 1 + num_workers)
+    each_text = (
+        "one worker after another copies it to its chip, which takes as much again at most"
+        if in_turn
+        else f"all {num_workers} copy it to their chips at once, each with as much again at most"
+    )
+    reason = (
+        f"one copy of {format_bytes(model_bytes)} for all workers; {each_text}; "
+        f"{format_bytes(free_bytes)} were free"
+    )
+    choice = Choice("host_memory", f"up to {format_bytes(peak_bytes)}", reason)
+    warning = (
+        f"the models take up to {format_bytes(peak_bytes)} of host memory, and "
+        f"{format_bytes(free_bytes)} are free: a worker may be killed (SIGSEGV, SIGKILL). Close "
+        "what holds memory, or use a machine with more."
+    )
+    is_short = peak_bytes - model_bytes > free_bytes
+    if is_short:
+        sys.stderr.write(f"nbaccel: {warning}\n")
+    warnings = (*plan.warnings, warning) if is_short else plan.warnings
+    return dataclasses.replace(plan, choices=(*plan.choices, choice), warnings=warnings)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from nbaccel import _catalog
 from nbaccel.memory.model_size import Shape
 from nbaccel.plan.inventory import Inventory
 from nbaccel.units import count_noun, format_bytes
@@ -211,7 +212,7 @@ def replicated(
     Returns:
         The estimate.
     """
-    gpus = inventory.gpus[:num_processes]
+    gpus = (inventory.gpus or _catalog.usable_units(inventory))[:num_processes]
     return MemoryEstimate(
         device=Bytes(
             parameters=parameter_bytes,

@@ -12,7 +12,7 @@ from nbaccel.errors import ConfigError
 from nbaccel.plan.inventory import Inventory
 from nbaccel.units import count_noun
 
-__all__ = ["Choice", "Plan", "choices_table"]
+__all__ = ["Choice", "Plan", "choices_table", "copies_in_turn"]
 
 _TABLE_LINE_CHARS = 100
 
@@ -135,6 +135,20 @@ class Plan:
                 for choice in self.choices
             ),
         )
+
+
+def copies_in_turn(num_workers: int, model_bytes: int, free_bytes: int) -> bool:
+    """Whether workers should copy a model to their devices one after another.
+
+    A copy may need as much host memory as the model until it is through. Half of what is free stays
+    for everything else.
+
+    Args:
+        num_workers: Workers on this node.
+        model_bytes: Bytes of the model.
+        free_bytes: Bytes of host memory that are free.
+    """
+    return num_workers * model_bytes > free_bytes // 2
 
 
 def choices_table(headline: str, choices: Sequence[Choice], warnings: Sequence[str]) -> str:

@@ -107,7 +107,18 @@ class FsdpStrategy(Strategy):
     def build(
         cls, place: Place, settings: Any, *, precision: Precision, asked: TrainingRequest
     ) -> Self:
-        """See :meth:`Strategy.build`."""
+        """See :meth:`Strategy.build`.
+
+        Raises:
+            ConfigError: The device's library cannot shard.
+        """
+        if place.device.type == "xla":
+            raise ConfigError(
+                f"{settings!r} was given on {place.device}: fully_shard needs a process group that "
+                "shards tensors, and torch_xla has none for it. Launch with "
+                'RunConfig(device="tpu", strategy="spmd"), which shards weights by XLA, or use '
+                "torch_tpu."
+            )
         return cls(place, settings, precision)
 
     @classmethod

@@ -37,7 +37,6 @@ class SpmdStrategy(Strategy):
     """
 
     name: ClassVar[str] = "spmd"
-    lays_out_batches: ClassVar[bool] = True
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
@@ -55,6 +54,7 @@ class SpmdStrategy(Strategy):
         self._num_chips = int(runtime.global_runtime_device_count())
         self._mesh = spmd.Mesh(list(range(self._num_chips)), (self._num_chips,), (_AXIS,))
         self._mark: Any = spmd.mark_sharding
+        self.place_batch = self._deal_out
 
     def wrap(self, bundle: Bundle) -> Bundle:
         """See :meth:`Strategy.wrap`; marks parameters, whose gradients and states follow them."""
@@ -79,8 +79,8 @@ class SpmdStrategy(Strategy):
         """See :meth:`Strategy.unwrap`; the model as it is."""
         return model
 
-    def place_batch(self, batch: torch.Tensor) -> None:
-        """See :meth:`Strategy.place_batch`; rows are dealt out where the chips divide them."""
+    def _deal_out(self, batch: torch.Tensor) -> None:
+        """Put so many rows on each chip, where the chips divide them."""
         if batch.dim() and batch.shape[0] % self._num_chips == 0:
             self._mark(batch, self._mesh, (_AXIS, *([None] * (batch.dim() - 1))))
 

@@ -85,8 +85,7 @@ def _load_extensions(known_paths: set[str]) -> None:
             continue
         try:
             entry.load()()
-        # Another package's code: torch would not be imported, here it is only not extended.
-        except Exception as error:
+        except Exception as error:  # another package's code: torch is only not extended then
             sys.stderr.write(f"nbaccel: {entry.value} could not extend torch: {error}\n")
 
 

@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from nbaccel import _catalog
-from nbaccel.abc.device import Device, DeviceRuntime
+from nbaccel.abc.device import Device, DeviceRuntime, LaunchHooks, StepHooks
 from nbaccel.capabilities import driven_devices
+from nbaccel.config import RunConfig
 from nbaccel.plan import Inventory, inspect_machine
 
 ROWS = driven_devices()
@@ -34,7 +35,7 @@ def require_hardware(row):
 
 
 def test_the_contract_stays_narrow():
-    for part in (Device, DeviceRuntime):
+    for part in (Device, DeviceRuntime, LaunchHooks, StepHooks):
         methods = [name for name, value in vars(part).items() if callable(value) and name[0] != "_"]
         assert len(methods) <= 12, f"{part.__name__}: {methods}"
     assert not Device.__abstractmethods__, "a device writes what differs, and nothing else"
@@ -49,6 +50,8 @@ def test_what_holds_without_the_hardware(row):
     assert device.row == row
     assert vars(device) == {}
     assert bool(device.units(found)) or row is ROWS[0] or device.refusal(found)
+    assert device.launch_problem(found, RunConfig(), 1) == ""
+    assert device.plan_warnings(found, RunConfig()) == ()
     assert set(device.detect({})) <= {field.name for field in dataclasses.fields(Inventory)}
     assert device.process_group_backend(10_000) == row.shared_group_backend
     assert device.profiler_activities()[0] == "cpu"

@@ -18,7 +18,10 @@ _WRAPPERS = ("nbaccel/torch_private.py", "nbaccel/ipython_private.py", "nbaccel/
 _ALLOWED = {
     "nbaccel/_accelerate.py": {"_shared_state", "_reset_state"},
     "nbaccel/_transformers.py": {"_move_model_to_device"},
-    "nbaccel/devices/tpu/device.py": {"_XLAC", "_xla_runtime_is_initialized"},
+    "nbaccel/devices/tpu/torch_tpu_driver.py": {
+        *("_C", "_get_privateuse1_backend_name", "_get_cache_stats")
+    },
+    "nbaccel/devices/tpu/torch_xla_driver.py": {"_XLAC", "_xla_runtime_is_initialized"},
     "nbaccel/env.py": {"_data"},  # os.environb
     "nbaccel/hidden.py": {"_initializing"},  # of importlib's module specs
     "nbaccel/strategies/choosing.py": {"_no_split_modules"},  # transformers' models name it

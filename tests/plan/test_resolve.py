@@ -8,7 +8,7 @@ import pytest
 from nbaccel.capabilities import device_row, precision_row
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError, PlatformUnsupported
-from nbaccel.plan import Gpu, Inventory, resolve
+from nbaccel.plan import Gpu, Inventory, TpuHost, resolve
 from tests import needs
 
 CPU = Inventory(
@@ -198,17 +198,64 @@ def test_cuda_with_a_torch_for_cpus():
     assert any("Install a CUDA build" in warning for warning in plan.warnings)
 
 
-@pytest.mark.parametrize(("chips", "said"), [(0, "without TPU chips"), (4, "4 TPU chips")])
-def test_tpu_is_not_in_this_version(chips, said):
-    machine = dataclasses.replace(CPU, tpu_chips=chips)
+V5E = TpuHost(
+    generation="v5e",
+    chips=8,
+    chips_on_bus=8,
+    torch_tpu_chips=8,
+    bytes_per_chip=16 * 2**30,
+    process_counts=(1, 4, 8),
+    torch_tpu="0.2.0",
+)
+TPU = dataclasses.replace(CPU, tpu_chips=8, tpu=V5E, torch_version="2.13.0")
+
+
+def test_a_tpu_is_taken_with_a_process_per_chip_beside_the_notebook():
+    plan = plan_of(TPU)
+    assert (plan.device, plan.num_processes, plan.start_method) == ("tpu", 8, "template")
+    assert "torch_tpu 0.2.0" in plan.explain()
+    # A single worker is a process of its own, too.
+    assert plan_of(TPU, num_processes=1).start_method == "template"
+
+
+def test_without_chips_a_tpu_is_refused_and_a_dry_run_named():
+    (message,) = mistakes_of(CPU, device="tpu")
+    assert "none was found" in message
+    assert "PJRT_DEVICE=CPU" in message
+
+
+def test_a_tpu_without_a_driver_is_not_passed_over_in_silence():
+    machine = dataclasses.replace(TPU, tpu=dataclasses.replace(V5E, torch_tpu=""))
+    plan = plan_of(machine)
+    assert plan.device == "cpu"
+    (warning,) = plan.warnings
+    assert warning.startswith("8 TPU chips")
+    assert "pip install torch_tpu" in warning
     (message,) = mistakes_of(machine, device="tpu")
-    assert said in message
-    assert 'Give device="cpu"' in message
+    assert "pip install torch_tpu" in message
 
 
-def test_a_tpu_found_is_not_passed_over_in_silence():
-    (warning,) = plan_of(dataclasses.replace(CPU, tpu_chips=1)).warnings
-    assert warning.startswith("1 TPU chip found and not used")
+def test_a_count_that_the_runtime_has_no_layout_for_is_refused():
+    (message,) = mistakes_of(TPU, num_processes=3)
+    assert message.startswith("num_processes=3 is not supported on 8 TPU chips")
+    assert "num_processes=1, 4 or 8" in message
+
+
+def test_fp16_on_a_tpu_is_refused_with_the_reason():
+    (message,) = mistakes_of(TPU, mixed_precision="fp16")
+    assert "TPUs compute in bfloat16" in message
+
+
+def test_one_process_drives_all_chips_by_spmd_with_torch_xla_alone():
+    machine = dataclasses.replace(
+        TPU,
+        tpu=dataclasses.replace(V5E, torch_tpu="", torch_xla="2.9.0"),
+        torch_version="2.9.0",
+    )
+    plan = plan_of(machine, strategy="spmd")
+    assert (plan.num_processes, plan.strategy) == (1, "spmd")
+    (message,) = mistakes_of(TPU, strategy="spmd", tpu_driver="torch_tpu")
+    assert "one process drives all chips" in message
 
 
 def test_fp16_on_cpu_is_slow():

@@ -26,6 +26,7 @@ from nbaccel.devices.tpu.torch_tpu_driver import TorchTpuDriver
 from nbaccel.devices.tpu.torch_xla_driver import RUNTIME_VARIABLE, TorchXlaDriver
 from nbaccel.plan.inspecting import free_host_bytes
 from nbaccel.plan.inventory import Gpu, TpuHost
+from nbaccel.plan.launch_plan import copies_in_turn
 from nbaccel.processes import describe_process
 
 if TYPE_CHECKING:
@@ -72,7 +73,13 @@ class TpuDevice(Device):
         host = inventory.tpu or TpuHost(chips=inventory.tpu_chips)
         name = f"TPU {host.generation}" if host.generation else self.row.noun
         return tuple(
-            Gpu(index=index, name=name, kind=self.name, total_bytes=host.bytes_per_chip)
+            Gpu(
+                index=index,
+                name=name,
+                kind=self.name,
+                total_bytes=host.bytes_per_chip,
+                free_bytes=host.bytes_per_chip,  # a chip has one process, which has all of it
+            )
             for index in range(inventory.tpu_chips)
         )
 
@@ -95,9 +102,9 @@ class TpuDevice(Device):
         if not (inventory.tpu_chips or _is_dry_run(inventory.tpu)):
             return ""  # refused already
         choice = _choose(inventory, config)
+        if choice.name and (problem := _strategy_problem(choice, config)):
+            return problem
         counts = () if inventory.tpu is None else inventory.tpu.process_counts
-        if choice.name and _drives_all(config):
-            return _spmd_problem(choice)
         if choice.refusal or not counts or num_processes in counts:
             return choice.refusal
         *all_but_last, last_count = map(str, counts)
@@ -136,11 +143,7 @@ class TpuDevice(Device):
 
     def hazards(self) -> tuple[str, ...]:
         """See :meth:`Device.hazards`; a runtime that is initialised cannot be forked."""
-        return tuple(
-            f"the runtime of {driver.name} is initialised in the notebook"
-            for driver in _all_drivers()
-            if driver.is_awake()
-        )
+        return tuple(problem for driver in _all_drivers() if (problem := driver.fork_problem()))
 
     def busy_reason(self, plan: Plan) -> str:
         """See :meth:`Device.busy_reason`; by who has the device files open."""
@@ -270,7 +273,9 @@ class TpuDevice(Device):
 
     def process_group_backend(self, num_local: int) -> str:
         """See :meth:`Device.process_group_backend`."""
-        return _current_driver().process_group_backend()
+        driver = _current_driver()
+        is_bound = driver.is_loaded()
+        return driver.process_group_backend() if is_bound else self.row.shared_group_backend
 
     def place_module(self, module: nn.Module, device: torch.device) -> None:
         """See :meth:`DeviceRuntime.place_module`; in turn where host memory is short."""
@@ -278,6 +283,10 @@ class TpuDevice(Device):
             move_parameters(module, device)
             # The last copy has left host memory before the next process begins.
             self.synchronize()
+
+    def downcast_floats(self) -> str:
+        """See :meth:`StepHooks.downcast_floats`."""
+        return _current_driver().downcast_floats() or ""
 
     def mark_step(self) -> None:
         """See :meth:`DeviceRuntime.mark_step`."""
@@ -339,14 +348,24 @@ def _drives_all(config: RunConfig) -> bool:
     return config.strategy != "auto" and strategy_row(config.strategy).drives_all
 
 
-def _spmd_problem(choice: DriverChoice) -> str:
-    if choice.name == TorchXlaDriver.name:
+def _strategy_problem(choice: DriverChoice, config: RunConfig) -> str:
+    """Why a driver cannot do what a strategy needs; empty where it can, or none was asked for."""
+    if config.strategy == "auto":
         return ""
-    return (
-        f'tpu_driver="{choice.name}" has no mode in which one process drives all chips, as '
-        'strategy="spmd" does: its workers have one chip each. Leave strategy out, or give '
-        'tpu_driver="torch_xla".'
-    )
+    chosen_row = strategy_row(config.strategy)
+    if chosen_row.drives_all and choice.name != TorchXlaDriver.name:
+        return (
+            f'tpu_driver="{choice.name}" has no mode in which one process drives all chips, as '
+            f'strategy="{config.strategy}" does: its workers have one chip each. Leave strategy '
+            'out, or give tpu_driver="torch_xla".'
+        )
+    if chosen_row.needs_group and choice.name == TorchXlaDriver.name:
+        return (
+            f'strategy="{config.strategy}" needs a process group whose backend shards tensors, and '
+            "torch_xla has none for it: training would fail in its first step. Give "
+            'strategy="spmd", which shards weights by XLA, or use torch_tpu.'
+        )
+    return ""
 
 
 def _is_dry_run(host: TpuHost | None) -> bool:
@@ -380,7 +399,7 @@ def _turn(module: nn.Module) -> Iterator[None]:
     """
     num_local = int(env.read("LOCAL_WORLD_SIZE", "1") or 1)
     module_bytes = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-    if num_local * module_bytes <= free_host_bytes() // 2:
+    if not copies_in_turn(num_local, module_bytes, free_host_bytes()):
         yield
         return
     from filelock import FileLock

@@ -9,7 +9,7 @@ Nothing outside of the two drivers calls either library.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -49,6 +49,16 @@ class TpuDriver(ABC):
     def is_awake(self) -> bool:
         """Whether its runtime is initialised in this process; asking does not initialise it."""
 
+    def fork_problem(self) -> str:
+        """What this process has done with the library that a fork of it could not live with.
+
+        Returns:
+            A clause; empty where there is nothing.
+        """
+        return (
+            f"the runtime of {self.name} is initialised in the notebook" if self.is_awake() else ""
+        )
+
     @abstractmethod
     def bind(self, local_rank: int) -> None:
         """Take the chip of this worker, which no process gives back before it ends.
@@ -80,6 +90,13 @@ class TpuDriver(ABC):
     @abstractmethod
     def average_gradients(self, gradients: Sequence[torch.Tensor], world_size: int) -> bool:
         """See :meth:`~nbaccel.abc.device.DeviceRuntime.average_gradients`."""
+
+    def downcast_floats(self) -> str:
+        """See :meth:`~nbaccel.abc.device.StepHooks.downcast_floats`."""
+        return (
+            f"{self.name} has no such mode. Autocast computes in bfloat16, and weights and doubles "
+            "stay as they are"
+        )
 
     def mark_step(self) -> None:  # noqa: B027 - a driver that computes at once has nothing to do
         """See :meth:`~nbaccel.abc.device.DeviceRuntime.mark_step`."""
@@ -120,28 +137,20 @@ def move_parameters(module: nn.Module, device: torch.device) -> None:
     from nbaccel import torch_private
 
     moved_buffers: dict[int, torch.Tensor] = {}
-    for owner, name, tensor in list(_owned_tensors(module)):
-        if tensor.device == device:  # also what is tied to one that has been moved
+    for owner in module.modules():
+        for name, buffer in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
+            if id(buffer) not in moved_buffers:
+                moved_buffers[id(buffer)] = buffer.detach().to(device)
+            setattr(owner, name, moved_buffers[id(buffer)])
+    for parameter in module.parameters():
+        if parameter.device == device:
             continue
+        gradient, parameter.grad = parameter.grad, None
         # A blocking copy: with a non-blocking one, a later write to the host tensor showed in the
         # copy (torch_tpu 0.2).
-        if not isinstance(tensor, torch.nn.Parameter):
-            if id(tensor) not in moved_buffers:
-                moved_buffers[id(tensor)] = tensor.detach().to(device)
-            owner._buffers[name] = moved_buffers[id(tensor)]  # noqa: SLF001 - torch has no public way to replace one
-            continue
-        gradient, tensor.grad = tensor.grad, None
         on_device = torch.nn.Parameter(
-            tensor.detach().to(device), requires_grad=tensor.requires_grad
+            parameter.detach().to(device), requires_grad=parameter.requires_grad
         )
-        torch_private.replace_in_place(tensor, on_device)
+        torch_private.replace_in_place(parameter, on_device)
         if gradient is not None:
-            tensor.grad = gradient.to(device)
-
-
-def _owned_tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Every parameter and buffer with the module that holds it, and its name there."""
-    for owner in module.modules():
-        for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):  # noqa: SLF001
-            if tensor is not None:
-                yield owner, name, tensor
+            parameter.grad = gradient.to(device)

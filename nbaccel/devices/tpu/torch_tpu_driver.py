@@ -11,7 +11,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nbaccel import env
@@ -29,8 +29,25 @@ __all__ = ["COLLECTIVES_VARIABLE", "TorchTpuDriver"]
 COLLECTIVES_VARIABLE = "NBACCEL_TPU_COLLECTIVES"
 """``host``: collectives of device tensors go by way of host memory and gloo."""
 
-_CACHE_NAME = "nbaccel"
-_CACHE_FOLDER = Path("~/.cache/nbaccel/tpu_programs")
+
+# Said of what torch_tpu itself does (0.2), once per line of the user's code.
+_HARMLESS_WARNINGS = (
+    r"<TorchTpu/ApiStage/ExperimentalApi/>",
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
+)
+
+
+@dataclass
+class _Figures:
+    """What this process's runtime has said of itself."""
+
+    counts: CompileCounts
+    empty_answers: int = 0
+
+
+_FIGURES = _Figures(CompileCounts(programs=0, seconds=0.0))
+# A runtime without figures of its memory gives 0, and writes two lines to stderr each time.
+_MOST_EMPTY_ANSWERS = 3
 
 
 class TorchTpuDriver(TpuDriver):
@@ -71,19 +88,21 @@ class TorchTpuDriver(TpuDriver):
 
         if not self.is_loaded():
             self.load()
+        for message in _HARMLESS_WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
         torch.ones(1).to(self.torch_type)
 
     def launch_variables(
         self, host: TpuHost, num_workers: int, ports: Sequence[int]
     ) -> tuple[Mapping[str, str], ...]:
-        """See :meth:`TpuDriver.launch_variables`; the same for all workers but for their rank."""
-        shared = torch_tpu_variables(host.generation, num_workers, ports)
-        if num_workers > 1:
-            # Ranks of one host share what one of them has compiled.
-            shared = {"TORCH_TPU_TIER2_COMPILATION_CACHE": _CACHE_NAME, **shared}
-        folder = str(_CACHE_FOLDER.expanduser())
-        shared = {"TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT": folder, **shared}
-        return (shared,) * num_workers
+        """See :meth:`TpuDriver.launch_variables`; the same for all workers but for their rank.
+
+        Its cache of programs on disk is left to the user (TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT):
+        with it comes one in shared memory, which stays there when all processes have ended; and
+        programs that an XLA plugin for processors had written could not be read again, which made
+        training fail (0.2).
+        """
+        return (torch_tpu_variables(host.generation, num_workers, ports),) * num_workers
 
     def process_group_backend(self) -> str:
         """See :meth:`TpuDriver.process_group_backend`."""
@@ -115,11 +134,13 @@ class TorchTpuDriver(TpuDriver):
     def compile_counts(self) -> CompileCounts:
         """See :meth:`TpuDriver.compile_counts`."""
         stats = _tpu_module()._get_cache_stats()  # noqa: SLF001 - there is no public name for it
-        durations = (entry.compilation_duration for entry in stats.per_entry_stats)
-        return CompileCounts(
-            programs=int(stats.num_compilations),
-            seconds=sum(duration.total_seconds() for duration in durations),
-        )
+        programs = int(stats.num_compilations)
+        # Asked in every step: the list of all programs is gone through only when it has grown.
+        if programs != _FIGURES.counts.programs:
+            durations = (entry.compilation_duration for entry in stats.per_entry_stats)
+            seconds = sum(duration.total_seconds() for duration in durations)
+            _FIGURES.counts = CompileCounts(programs=programs, seconds=seconds)
+        return _FIGURES.counts
 
     def random_state(self) -> torch.Tensor:
         """See :meth:`TpuDriver.random_state`."""
@@ -137,12 +158,13 @@ class TorchTpuDriver(TpuDriver):
 
     def memory_used(self) -> int | None:
         """See :meth:`TpuDriver.memory_used`."""
-        if not self.is_awake():
+        if not self.is_awake() or _FIGURES.empty_answers >= _MOST_EMPTY_ANSWERS:
             return None
         import torch
 
-        # A runtime without figures gives 0.
-        return torch.accelerator.memory_reserved() or torch.accelerator.memory_allocated() or None
+        used = torch.accelerator.memory_reserved() or torch.accelerator.memory_allocated()
+        _FIGURES.empty_answers = 0 if used else _FIGURES.empty_answers + 1
+        return used or None
 
 
 def _tpu_module() -> Any:

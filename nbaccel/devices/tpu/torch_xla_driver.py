@@ -6,9 +6,14 @@ worker has a runtime of its own that knows of no other, and collectives go by wa
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
+import select
+import signal
 import struct
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -31,6 +36,7 @@ _CACHE_FOLDER = Path("~/.cache/nbaccel/xla_programs")
 # What the import of torch_xla set in this process's environment, which a worker's replaces.
 _IMPORT_VARIABLES: dict[str, str] = {}
 _NANOSECONDS = 1e-9
+_TRIAL_S = 10.0  # measured: 0.1 s; a loaded machine takes longer
 
 
 class TorchXlaDriver(TpuDriver):
@@ -58,6 +64,17 @@ class TorchXlaDriver(TpuDriver):
         # There is no public way to ask without initialising it.
         core = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
         return core is not None and bool(core._xla_runtime_is_initialized())  # noqa: SLF001
+
+    def fork_problem(self) -> str:
+        """See :meth:`TpuDriver.fork_problem`; also a backward pass, which only a trial shows.
+
+        torch makes its queues for devices in the first backward pass of a process, and torch_xla
+        counts none before its runtime runs: later ones on its device fail an assertion, in forks
+        of the process, too (https://github.com/pytorch/xla/issues/4174).
+        """
+        if not self.is_loaded() or self.is_awake():
+            return super().fork_problem()
+        return "" if _trial_backward() else "a backward pass has run in the notebook, on the CPU"
 
     def bind(self, local_rank: int) -> None:
         """See :meth:`TpuDriver.bind`."""
@@ -98,6 +115,28 @@ class TorchXlaDriver(TpuDriver):
         xla_model = importlib.import_module("torch_xla.core.xla_model")
         xla_model.all_reduce(xla_model.REDUCE_SUM, list(gradients), scale=1.0 / world_size)
         return True
+
+    def downcast_floats(self) -> str:
+        """See :meth:`TpuDriver.downcast_floats`; the library reads the variable once.
+
+        Raises:
+            ConfigError: A tensor was made on the device before, which has read it.
+        """
+        import torch
+
+        env.update({"XLA_DOWNCAST_BF16": "1", "XLA_USE_BF16": None})
+        with warnings.catch_warnings():
+            # It says that the variable is to go after torch_xla 2.6, and honours it in 2.9.
+            warnings.simplefilter("ignore")
+            # bfloat16 has 8 bits of precision: this number becomes 1.
+            is_short = float(torch.tensor(1 + 2**-10).to(self.torch_type).cpu()) == 1.0
+        if is_short:
+            return ""
+        raise ConfigError(
+            "downcast_bf16=True comes too late: a tensor was made on the device before, and "
+            "torch_xla decides then how floats are kept. Training would go on in float32. Make the "
+            "Accelerator first, or set XLA_DOWNCAST_BF16=1 before the launch."
+        )
 
     def mark_step(self) -> None:
         """See :meth:`TpuDriver.mark_step`."""
@@ -142,6 +181,41 @@ class TorchXlaDriver(TpuDriver):
     @staticmethod
     def _computes_on_chips() -> bool:
         return (env.read(RUNTIME_VARIABLE, "") or "").strip().upper() != "CPU"
+
+
+def _trial_backward() -> bool:
+    """Whether a backward pass on the device works in a fork of this process.
+
+    The fork uses the runtime of the processor, so it takes no chip, and is killed if it hangs.
+    """
+    read_end, write_end = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of all forks
+        process_id = os.fork()
+    if process_id == 0:
+        with contextlib.suppress(BaseException):
+            _try_backward(write_end)
+        os._exit(0)
+    os.close(write_end)
+    try:
+        readable, _, _ = select.select([read_end], [], [], _TRIAL_S)
+        return bool(readable) and os.read(read_end, 1) == b"1"
+    finally:
+        os.close(read_end)
+        os.kill(process_id, signal.SIGKILL)
+        os.waitpid(process_id, 0)
+
+
+def _try_backward(write_end: int) -> None:
+    import torch
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a failed assertion writes its stack
+    env.update({RUNTIME_VARIABLE: "CPU"})
+    leaf = torch.ones(1, requires_grad=True)
+    untyped: Any = (leaf.to("xla") * 2).sum()
+    untyped.backward()
+    if leaf.grad is not None and float(leaf.grad) == 2.0:
+        os.write(write_end, b"1")
 
 
 def _refuse_gloo() -> None:

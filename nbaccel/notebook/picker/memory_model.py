@@ -232,7 +232,7 @@ def bars_of(memory_estimate: MemoryEstimate, machine: Inventory) -> tuple[Memory
         The bars.
     """
     memory_bars = []
-    gpus = machine.gpus[: memory_estimate.num_processes]
+    gpus = (machine.gpus or _catalog.usable_units(machine))[: memory_estimate.num_processes]
     for gpu_number, gpu in enumerate(gpus):
         # More processes than cards share the cards in turn.
         sharing_processes = len(range(gpu_number, memory_estimate.num_processes, len(gpus)))

@@ -128,6 +128,7 @@ def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = Fals
     _check_no_placeholders(obj, f"save(..., {str(path)!r})")
     if safe_serialization:
         _check_only_tensors(obj, "safe_serialization=False")
+        obj = _with_addresses(obj)
     if not isinstance(path, (str, os.PathLike)):
         _save_to_stream(obj, path, safe_serialization)
         return
@@ -227,13 +228,34 @@ def save_model(
     name_pattern = _WEIGHT_FILE_PATTERNS[safe_serialization]
     with atomic.partial_folder(folder, "model") as workshop:
         save_torch_state_dict(
-            dict(state_dict),
+            _with_addresses(state_dict),
             workshop,
             filename_pattern=name_pattern,
             max_shard_size=max_shard_size,
             safe_serialization=safe_serialization,
         )
         atomic.publish_weights(workshop, folder, name_pattern)
+
+
+def _with_addresses(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors; in host memory those whose device gives no address, such as torch_xla's.
+
+    safetensors' writers tell tied tensors by their addresses. Tied ones of such a device are
+    written twice.
+    """
+    return {
+        name: tensor if _has_address(tensor) else tensor.detach().cpu()
+        for name, tensor in state_dict.items()
+    }
+
+
+def _has_address(tensor: torch.Tensor) -> bool:
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        # Tensors of other classes, such as sharded ones, are left to the writer.
+        return type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+    return True
 
 
 def _check_no_placeholders(obj: Any, call_text: str) -> None:
