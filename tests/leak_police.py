@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 GRACE_S = 2.0
 TOKEN = "NBACCEL_TEST_SESSION"
 SHM = Path("/dev/shm")
-# torch_tpu keeps compiled programs there, for the ranks of this launch and of the next ones (0.2).
-KEPT_SEGMENTS = frozenset({"torch_tpu_cache"})
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
 
 # Threads that a library starts once and keeps, by the module of their class.
@@ -205,8 +203,7 @@ def _own_segments() -> Iterator[str]:
     with contextlib.suppress(FileNotFoundError):  # a machine without /dev/shm
         for entry in os.scandir(SHM):
             with contextlib.suppress(FileNotFoundError):  # removed while we looked
-                is_own = entry.stat(follow_symlinks=False).st_uid == os.getuid()
-                if is_own and entry.name not in KEPT_SEGMENTS:
+                if entry.stat(follow_symlinks=False).st_uid == os.getuid():
                     yield entry.name
 
 

@@ -47,9 +47,12 @@ def heard(driver: str, config: RunConfig) -> Iterator[Heard]:
         yield Heard(config, monkeypatch)
 
 
-def test_the_first_two_steps_compile_and_the_next_do_not(heard: Heard) -> None:
+def test_the_first_steps_compile_and_the_next_do_not(heard: Heard, driver: str) -> None:
     before = heard.programs.before_steps
-    assert before[0] < before[1] < before[2] == before[3] == before[4]
+    assert before[0] < before[1] <= before[2] == before[3] == before[4]
+    if driver == "torch_xla":
+        # A step is one program there, and the second one's has the optimizer's state in it.
+        assert before[1] < before[2]
 
 
 def test_an_epoch_of_known_shapes_compiles_nothing(heard: Heard) -> None:
