@@ -31,8 +31,8 @@ def plan(config: RunConfig) -> Plan:
     try:
         return resolve(config)
     except ConfigError as error:
-        first_line = str(error).partition("\n")[0]
-        pytest.skip(f"needs a driver of TPUs: make lane LANE='torch_tpu torch_xla' ({first_line})")
+        reason = str(error).partition(". ")[0]
+        pytest.skip(f"{reason}. Without a TPU: make lane LANE='torch_tpu torch_xla'")
 
 
 @pytest.fixture(scope="session")
