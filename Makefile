@@ -23,7 +23,7 @@ PYTEST_ARGS ?=
 JOBS        ?= 3
 MOMENTS     ?= 320
 WHEELS      ?=
-LANE        ?= colab kaggle oldest newest dist binder
+LANE        ?= colab kaggle oldest newest dist binder torch_tpu torch_xla
 
 # Images of containers set it; hundreds of processes would each compile what they import anew, and those of the lanes torch.
 unexport PYTHONDONTWRITEBYTECODE
@@ -69,7 +69,7 @@ gpu-bench: $(GPU_READY)
 	@$(GPU_PYTHON) -m tests.gpu.lacking
 	@$(GPU_PYTHON) benchmarks/gpu.py
 
-lane:  ## tests with the versions of LANE=colab, kaggle, oldest, newest; dist: as installed; binder
+lane:  ## tests with the versions of LANE=colab, kaggle, oldest, newest; dist: as installed; binder; torch_tpu, torch_xla
 	@$(PYTHON) -m tests.lanes $(LANE)
 
 lint: $(VENV)/.dev  ## style, types, import direction, spelling
