@@ -23,7 +23,10 @@ PYTEST_ARGS ?=
 JOBS        ?= 3
 MOMENTS     ?= 320
 WHEELS      ?=
-LANE        ?= colab kaggle oldest newest dist binder
+LANE        ?= colab kaggle oldest newest dist binder torch_tpu torch_xla
+
+# Images of containers set it; hundreds of processes would each compile what they import anew, and those of the lanes torch.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN     := $(VENV)/bin
 # Those that compile operations or load transformers.
@@ -32,7 +35,7 @@ SLOW_NOTEBOOKS  := notebooks/05_deepspeed.ipynb notebooks/07_zero_inference.ipyn
 TPU_NOTEBOOKS   := notebooks/08_tpu.ipynb
 QUICK_NOTEBOOKS := $(filter-out $(SLOW_NOTEBOOKS) $(TPU_NOTEBOOKS), $(wildcard notebooks/*.ipynb))
 # Whole files go to one process, in the order in which they were collected.
-PYTEST   = $(BIN)/python -m pytest --nbval-lax --nbval-current-env \
+PYTEST   = $(BIN)/python -m pytest -p tests.no_grammar --nbval-lax --nbval-current-env \
            --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 INSTALL  = $(BIN)/python -m pip install --quiet \
            $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
@@ -68,7 +71,7 @@ gpu-bench: $(GPU_READY)
 	@$(GPU_PYTHON) -m tests.gpu.lacking
 	@$(GPU_PYTHON) benchmarks/gpu.py
 
-lane:  ## tests with the versions of LANE=colab, kaggle, oldest, newest; dist: as installed; binder
+lane:  ## tests with the versions of LANE=colab, kaggle, oldest, newest; dist: as installed; binder; torch_tpu, torch_xla
 	@$(PYTHON) -m tests.lanes $(LANE)
 
 lint: $(VENV)/.dev  ## style, types, import direction, spelling

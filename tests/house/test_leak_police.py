@@ -32,7 +32,9 @@ def run_pytest(folder: Path, sources: list[str], *, grace_s: float = 0.3) -> Ver
     (folder / "conftest.py").write_text(CONFTEST.format(grace_s=grace_s))
     for number, source in enumerate(sources):
         (folder / f"test_{number:02}.py").write_text(source)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junitxml=report.xml"]
+    # nbval imports for seconds, and there is no notebook.
+    options = ["-p", "no:cacheprovider", "-p", "no:nbval", "--junitxml=report.xml"]
+    command = [sys.executable, "-m", "pytest", *options]
     done = subprocess.run(
         command,
         cwd=folder,

@@ -94,6 +94,7 @@ def test_asking_for_it_says_what_is_missing(house: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tests", TESTS)
 def test_its_tests_pass(house: Path, tests: str) -> None:
-    quietly = ("-q", "-p", "no:cacheprovider", "-m", "not slow")
+    # nbval imports for seconds, and there is no notebook.
+    quietly = ("-q", "-p", "no:cacheprovider", "-p", "no:nbval", "-m", "not slow")
     done = in_house(house, "-m", "pytest", *quietly, *tests.split())
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

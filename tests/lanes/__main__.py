@@ -6,9 +6,9 @@
     python3 -m tests.lanes --render        # the table in docs/pages/versions.md, from the records
 
 Each lane writes what it ran with and what came of it to benchmarks/results/lanes/. It needs nothing
-but a Python of its version, as `python3.12` on the PATH or below ~/.pyenv; where there is none, the
-lane is skipped, and that is said. While the tests of one lane run, the environment of the next is
-made.
+but a Python of its version, as `python3.12` on the PATH or below ~/.pyenv, and an index that has
+its packages; where one is missing, the lane is skipped, and that is said. While the tests of one
+lane run, the environment of the next is made.
 """
 
 from __future__ import annotations
@@ -30,13 +30,21 @@ from typing import Any
 
 from tests.isolation import ROOT
 from tests.lanes import builds, table
-from tests.lanes.environment import HOME, Environment, MissingPython
+from tests.lanes.environment import (
+    HOME,
+    Environment,
+    MissingPackages,
+    MissingPython,
+    check_shared,
+)
 from tests.lanes.lanes import LANES, Lane
 
 RECORDS = ROOT / "benchmarks" / "results" / "lanes"
 PAGE = ROOT / "docs" / "pages" / "versions.md"
 CONSTRAINTS = ROOT / "constraints"
-_REPORTED = ("torch", "ipython", "ipykernel", "ipywidgets", "deepspeed")
+_REPORTED = ("torch", "ipython", "ipykernel", "ipywidgets", "deepspeed", "torch-tpu", "torch-xla")
+# As in tests/tpu/pretended.py.
+_PRETENDED, _HOST = "NBACCEL_TEST_PRETENDED_TPU", "NBACCEL_TEST_TPU_HOST"
 
 
 # ---------------------------------------------------------------- environments
@@ -46,14 +54,43 @@ def prepare(name: str, folder: Path) -> Environment:
     {"checkout": _checkout, "builds": _builds, "binder": _binder}[lane.source](
         name, lane, environment
     )
+    if lane.pretends_tpu:
+        _pretend_tpu(environment)
     environment.warm()
     return environment
+
+
+def _pretend_tpu(environment: Environment) -> None:
+    """Let every process of the environment, if it is asked to, believe in two chips.
+
+    Beside the line in a `.pth` file, which looks at one variable, nothing of it acts on others.
+    """
+    (environment.site_packages() / "pretended_tpu.pth").write_text(
+        f"import os, sys; os.environ.get({_PRETENDED!r}) == '1' and (sys.path.insert(0, "
+        f"{str(ROOT)!r}), __import__('tests.tpu.pretended', fromlist=['x']).install(), "
+        "sys.path.remove({root!r}))\n".format(root=str(ROOT))
+    )
+    if environment.run("-m", "tests.tpu.recorded_host", _host_folder(environment)):
+        raise RuntimeError("the files of the recorded TPU host could not be written")
+
+
+def _host_folder(environment: Environment) -> Path:
+    return environment.folder.parent / "host"
+
+
+def _variables(lane: Lane, environment: Environment) -> dict[str, str]:
+    """The variables of a lane's tests."""
+    pretended = {_PRETENDED: "1", _HOST: str(_host_folder(environment))}
+    return {**dict(lane.variables), **(pretended if lane.pretends_tpu else {})}
 
 
 def _checkout(name: str, lane: Lane, environment: Environment) -> None:
     """What the image has goes in first. That installing nbaccel changes none of it is checked."""
     environment.create(lane.python)
-    environment.install("--requirement", CONSTRAINTS / f"{name}.txt")
+    if lane.shared_python:
+        check_shared(str(environment.python))
+    install = environment.install_if_there if lane.may_be_missing else environment.install
+    install("--requirement", CONSTRAINTS / f"{name}.txt")
     before = environment.frozen()
     environment.install("--editable", f"{ROOT}[{lane.extras}]", *lane.packages)
     after = environment.frozen()
@@ -117,7 +154,7 @@ def run_tests(
     unpacked = folder / "unpacked"
     cwd = next(unpacked.iterdir()) if unpacked.exists() else ROOT
     asked = ["-m", "pytest", *options, *lane.tests]
-    status = environment.run(*asked, cwd=cwd, variables=lane.variables)
+    status = environment.run(*asked, cwd=cwd, variables=_variables(lane, environment))
     suite = ET.parse(report).getroot().find("testsuite")
     count = {key: int(suite.get(key, 0)) if suite is not None else 0 for key in _COUNTED}
     bad = count["failures"] + count["errors"]
@@ -203,7 +240,7 @@ def _environment(name: str, reuse: bool) -> Environment | str:
     folder.mkdir(parents=True)
     try:
         return prepare(name, folder)
-    except MissingPython as error:
+    except (MissingPython, MissingPackages) as error:
         return f"SKIPPED, {error}"
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         return f"RED, {error}"
@@ -225,6 +262,8 @@ def main() -> int:
         "--render", action="store_true", help="renew the table in docs/pages/versions.md"
     )
     asked = parser.parse_args()
+    # uv compiles nothing: with it, each process of a lane would compile torch for itself.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     became = {}
     if asked.lane:
         became = run_all(asked.lane, keep=asked.keep, reuse=asked.reuse, jobs=asked.jobs)

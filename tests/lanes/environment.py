@@ -7,16 +7,18 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 from tests.isolation import ROOT
 
-__all__ = ["HOME", "Environment", "MissingPython", "interpreter"]
+__all__ = ["HOME", "Environment", "MissingPackages", "MissingPython", "check_shared", "interpreter"]
 
 HOME = ROOT / ".lanes"
 """Where environments lie while their lanes run."""
+# What uv says when an index does not have a package, or cannot be reached.
+_NOT_FOUND_TEXTS = ("not found in the package registry", "No solution found", "Failed to fetch")
 # What pip is told about packages, uv has to be told by its own variables.
 _UV_VARIABLES = {
     "index-url": "UV_DEFAULT_INDEX",
@@ -27,6 +29,21 @@ _UV_VARIABLES = {
 
 class MissingPython(Exception):
     """This machine has no Python of the version that a lane runs with."""
+
+
+class MissingPackages(Exception):
+    """The index of this machine does not have what a lane needs."""
+
+
+def check_shared(python: str) -> None:
+    """Check that a Python has a library that others can load: torch_xla does.
+
+    Raises:
+        MissingPython: It has none.
+    """
+    asked = "import sys, sysconfig; sys.exit(not sysconfig.get_config_var('Py_ENABLE_SHARED'))"
+    if subprocess.run([python, "-c", asked], check=False).returncode:
+        raise MissingPython(f"{python} has no shared libpython, which its packages load")
 
 
 def interpreter(version: str) -> str:
@@ -72,6 +89,25 @@ class Environment:
         """Install packages, or options that name them."""
         _uv("pip", "install", "--python", str(self.python), *map(str, packages))
 
+    def install_if_there(self, *packages: str | Path) -> None:
+        """Install packages that an index may not have.
+
+        Raises:
+            MissingPackages: It does not have them, or there is none.
+        """
+        try:
+            self.install(*packages)
+        except RuntimeError as error:
+            if any(text in str(error) for text in _NOT_FOUND_TEXTS):
+                said = " ".join(str(error).partition("\n")[2].split())
+                raise MissingPackages(f"the index does not have its packages: {said}") from error
+            raise
+
+    def site_packages(self) -> Path:
+        """Where its packages are."""
+        (folder,) = self.folder.glob("lib/python*/site-packages")
+        return folder
+
     def frozen(self) -> dict[str, str]:
         """What is installed: versions by name."""
         command = ("pip", "list", "--python", str(self.python), "--format", "json")
@@ -83,10 +119,10 @@ class Environment:
         subprocess.run([self.python, "-c", code], check=True, capture_output=True)
 
     def run(
-        self, *arguments: str | Path, cwd: Path = ROOT, variables: Sequence[tuple[str, str]] = ()
+        self, *arguments: str | Path, cwd: Path = ROOT, variables: Mapping[str, str] | None = None
     ) -> int:
         """Run its Python; returns the exit status."""
-        environ = {**os.environ, **dict(variables)}
+        environ = {**os.environ, **(variables or {})}
         return subprocess.run(
             [self.python, *arguments], cwd=cwd, env=environ, check=False
         ).returncode

@@ -39,6 +39,15 @@ _OF_DEEPSPEED = (
     "tests/deepspeed/weights/test_real.py",
 )
 _OF_NOTEBOOKS = ("ipywidgets", "matplotlib", "scikit-learn", "tqdm")
+_OF_TPUS = (
+    "tests/tpu/test_launches.py",
+    "tests/tpu/test_moments.py",
+    "tests/tpu/test_compiles.py",
+    "tests/tpu/test_placement.py",
+    "tests/tpu/test_chips_only.py",
+)
+# Libraries that compile start a thread for each core in every process.
+_FEW_THREADS = (("OMP_NUM_THREADS", "1"), ("TF_CPP_MIN_LOG_LEVEL", "2"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +65,10 @@ class Lane:
         packages: What is installed beside nbaccel.
         operations: Whether DeepSpeed's C++ operations are built before.
         variables: Of the environment of its tests.
+        pretends_tpu: Whether its processes have two pretended chips (`tests/tpu/pretended.py`).
+        shared_python: Whether Python has to be built with a shared library.
+        may_be_missing: Whether its packages are not in every index: where one is missing, the lane
+            is skipped instead of failing.
         front_end: Where a browser shows it; none where kernels alone are asked.
     """
 
@@ -69,6 +82,9 @@ class Lane:
     operations: bool = False
     variables: tuple[tuple[str, str], ...] = ()
     front_end: str = "kernel alone"
+    pretends_tpu: bool = False
+    shared_python: bool = False
+    may_be_missing: bool = False
 
 
 LANES: dict[str, Lane] = {
@@ -129,5 +145,25 @@ LANES: dict[str, Lane] = {
         title="`binder/`, installed",
         source="binder",
         notebooks=_NOTEBOOKS[:1],
+    ),
+    # Both drivers compute on the processor here. Nothing of this was run on a TPU.
+    "torch_tpu": Lane(
+        python="3.11",
+        title="TPU: torch_tpu, on the processor",
+        tests=_OF_TPUS,
+        packages=(*_TOOLS, "ipywidgets", "psutil", "tqdm"),
+        # As in a notebook that has loaded nbaccel before torch.
+        variables=(*_FEW_THREADS, ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")),
+        pretends_tpu=True,
+        may_be_missing=True,
+    ),
+    "torch_xla": Lane(
+        python="3.11",
+        title="TPU: torch_xla, on the processor",
+        tests=(*_OF_TPUS, "tests/tpu/test_spmd.py", "tests/tpu/test_threads.py"),
+        packages=(*_TOOLS, "ipywidgets", "psutil", "tqdm"),
+        variables=(*_FEW_THREADS, ("PJRT_DEVICE", "CPU")),
+        shared_python=True,
+        may_be_missing=True,
     ),
 }

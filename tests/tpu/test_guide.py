@@ -185,24 +185,10 @@ def _with_accelerator(line: str) -> str:
 
 
 # ---------------------------------------------------------------- running them
-def _driver() -> str:
-    """Which driver can compute here; empty where none can."""
-    pretended = os.environ.get("NBACCEL_TEST_PRETENDED_TPU") == "1"
-    if pretended and importlib.util.find_spec("torch_tpu"):
-        return "torch_tpu"
-    return "torch_xla" if importlib.util.find_spec("torch_xla") else ""
-
-
-DRIVER = _driver()
-_DEVICE_TYPE = "xla" if DRIVER == "torch_xla" else "tpu"
-pytestmark = [
-    pytest.mark.skipif(
-        not DRIVER, reason="needs torch_tpu on pretended chips, or torch_xla: tests/lanes"
-    ),
-    pytest.mark.skipif(
-        not importlib.util.find_spec("transformers"), reason="transformers is not installed"
-    ),
-]
+_DEVICE_TYPES = {"torch_tpu": "tpu", "torch_xla": "xla"}
+pytestmark = pytest.mark.skipif(
+    not importlib.util.find_spec("transformers"), reason="transformers is not installed"
+)
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +233,7 @@ def _run_python(code: str, folder: Path, variables: dict[str, str]) -> tuple[str
     return done.stdout, done.stderr
 
 
-def _run(folder: Path, **cells: str) -> tuple[dict[str, Any], str]:
+def _run(folder: Path, driver: str, **cells: str) -> tuple[dict[str, Any], str]:
     """Run cells, one after another in one process as in a notebook.
 
     Returns:
@@ -257,17 +243,18 @@ def _run(folder: Path, **cells: str) -> tuple[dict[str, Any], str]:
     for name, cell in cells.items():
         code += [cell, _FOUND.format(name=name)]
     code.append('print("FOUND " + json.dumps(found))\n')
-    variables = {"PJRT_DEVICE": "CPU"} if DRIVER == "torch_xla" else {}
+    variables = {"PJRT_DEVICE": "CPU"} if driver == "torch_xla" else {}
     printed, errors = _run_python("".join(code), folder, variables)
     (line,) = [line for line in printed.splitlines() if line.startswith("FOUND ")]
     return json.loads(line.removeprefix("FOUND ")), printed + errors
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> dict[str, Any]:
+def found(folder: Path, driver: str) -> dict[str, Any]:
     """What came of the cells up to 7, and of the same training in two processes on the CPU."""
     return _run(
         folder,
+        driver,
         inside=INSIDE,
         outside=OUTSIDE,
         bf16=_with_accelerator(CELL_7),
@@ -275,9 +262,11 @@ def found(folder: Path) -> dict[str, Any]:
     )[0]
 
 
-def test_cells_1_and_2_train_a_model_that_is_made_inside(found: dict[str, Any]) -> None:
+def test_cells_1_and_2_train_a_model_that_is_made_inside(
+    found: dict[str, Any], driver: str
+) -> None:
     ranks = found["inside"]["ranks"]
-    assert [rank["device"] for rank in ranks] == [_DEVICE_TYPE] * 2
+    assert [rank["device"] for rank in ranks] == [_DEVICE_TYPES[driver]] * 2
     for rank, expected in zip(ranks, found["on_cpu"]["ranks"], strict=True):
         assert rank["processes"] == 2
         assert rank["loss"] == pytest.approx(expected["loss"], abs=1e-4)
@@ -286,9 +275,9 @@ def test_cells_1_and_2_train_a_model_that_is_made_inside(found: dict[str, Any]) 
         assert "memfd:nbaccel" not in rank["lies_in"]
 
 
-def test_cells_4_to_6_share_one_model_and_train_it(found: dict[str, Any]) -> None:
+def test_cells_4_to_6_share_one_model_and_train_it(found: dict[str, Any], driver: str) -> None:
     outside = found["outside"]
-    assert [rank["device"] for rank in outside["ranks"]] == [_DEVICE_TYPE] * 2
+    assert [rank["device"] for rank in outside["ranks"]] == [_DEVICE_TYPES[driver]] * 2
     # One file of shared memory: the same inode in all processes.
     (lies_in,) = {rank["lies_in"] for rank in outside["ranks"]}
     assert "memfd:nbaccel" in lies_in
@@ -306,15 +295,15 @@ def test_cell_7_computes_in_bfloat16(found: dict[str, Any]) -> None:
 
 
 def test_cell_8_makes_float_bfloat16_where_the_driver_can(
-    found: dict[str, Any], folder: Path
+    found: dict[str, Any], folder: Path, driver: str
 ) -> None:
-    downcast, printed = _run(folder, downcast=_with_accelerator(CELL_8))
+    downcast, printed = _run(folder, driver, downcast=_with_accelerator(CELL_8))
     ranks = downcast["downcast"]["ranks"]
     for rank, exact in zip(ranks, found["outside"]["ranks"], strict=True):
         assert rank["precision"] == "bf16"
         assert rank["loss"] == pytest.approx(exact["loss"], abs=0.05)
-        assert rank["float32_is_bfloat16"] == (DRIVER == "torch_xla")
-    if DRIVER == "torch_xla":
+        assert rank["float32_is_bfloat16"] == (driver == "torch_xla")
+    if driver == "torch_xla":
         assert {rank["downcast"] for rank in ranks} == {"1"}
     else:
         assert "downcast_bf16" in printed, "it has no effect with torch_tpu, which is said"

@@ -12,6 +12,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nbaccel import env
@@ -39,6 +40,19 @@ _HARMLESS_WARNINGS = (
 )
 # Names of torch.tpu that this process has used.
 _USED_NAMES: set[str] = set()
+
+
+@dataclass
+class _Figures:
+    """What this process's runtime has said of itself."""
+
+    counts: CompileCounts
+    empty_answers: int = 0
+
+
+_FIGURES = _Figures(CompileCounts(programs=0, seconds=0.0))
+# A runtime without figures of its memory gives 0, and writes two lines to stderr each time.
+_MOST_EMPTY_ANSWERS = 3
 
 
 class TorchTpuDriver(TpuDriver):
@@ -126,11 +140,13 @@ class TorchTpuDriver(TpuDriver):
     def compile_counts(self) -> CompileCounts:
         """See :meth:`TpuDriver.compile_counts`."""
         stats = _tpu_module()._get_cache_stats()  # noqa: SLF001 - there is no public name for it
-        durations = (entry.compilation_duration for entry in stats.per_entry_stats)
-        return CompileCounts(
-            programs=int(stats.num_compilations),
-            seconds=sum(duration.total_seconds() for duration in durations),
-        )
+        programs = int(stats.num_compilations)
+        # Asked in every step: the list of all programs is gone through only when it has grown.
+        if programs != _FIGURES.counts.programs:
+            durations = (entry.compilation_duration for entry in stats.per_entry_stats)
+            seconds = sum(duration.total_seconds() for duration in durations)
+            _FIGURES.counts = CompileCounts(programs=programs, seconds=seconds)
+        return _FIGURES.counts
 
     def random_state(self) -> torch.Tensor:
         """See :meth:`TpuDriver.random_state`."""
@@ -147,12 +163,13 @@ class TorchTpuDriver(TpuDriver):
 
     def memory_used(self) -> int | None:
         """See :meth:`TpuDriver.memory_used`."""
-        if not self.is_awake():
+        if not self.is_awake() or _FIGURES.empty_answers >= _MOST_EMPTY_ANSWERS:
             return None
         import torch
 
-        # A runtime without figures gives 0.
-        return torch.accelerator.memory_reserved() or torch.accelerator.memory_allocated() or None
+        used = torch.accelerator.memory_reserved() or torch.accelerator.memory_allocated()
+        _FIGURES.empty_answers = 0 if used else _FIGURES.empty_answers + 1
+        return used or None
 
 
 @contextlib.contextmanager

@@ -1,0 +1,193 @@
+"""What a launch on TPU chips is told, as far as that can be asked without a driver."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nbaccel import _catalog, env
+from nbaccel.config import RunConfig
+from nbaccel.devices.tpu import chips
+from nbaccel.errors import UnsafeMoment
+from nbaccel.plan import Inventory, TpuHost, resolve
+from nbaccel.workers.requirements import check_requirements
+
+GIB = 2**30
+V5E = TpuHost(
+    generation="v5e",
+    chips=4,
+    chips_on_bus=4,
+    torch_tpu_chips=4,
+    bytes_per_chip=16 * GIB,
+    process_counts=(1, 4),
+    torch_tpu="0.2.0",
+)
+MACHINE = Inventory(
+    cpu_cores=4,
+    host_total_bytes=64 * GIB,
+    host_available_bytes=48 * GIB,
+    tpu_chips=4,
+    tpu=V5E,
+    torch_version="2.13.0",
+)
+DRY_RUN = dataclasses.replace(
+    MACHINE,
+    tpu_chips=0,
+    tpu=TpuHost(torch_xla="2.9.0", pjrt_device="CPU"),
+    torch_version="2.9.0",
+)
+
+
+def plan_of(machine=MACHINE, **settings):
+    return resolve(RunConfig(**settings), machine)
+
+
+def variables_of(plan):
+    return _catalog.device("tpu").launch_variables(plan)
+
+
+def test_chips_are_units_with_their_memory():
+    units = _catalog.device("tpu").units(MACHINE)
+    assert [unit.name for unit in units] == ["TPU v5e"] * 4
+    assert _catalog.usable_units(MACHINE) == units
+    assert all(unit.total_bytes == unit.free_bytes == 16 * GIB for unit in units)
+
+
+def test_each_launch_has_addresses_of_its_own():
+    first, second = variables_of(plan_of()), variables_of(plan_of())
+    assert len(first) == 4
+    assert first[0]["TORCH_TPU_TOPOLOGY"] == "2,2,1"
+    addresses = [v[0]["TORCH_TPU_SLICEBUILDER_ADDRESSES"].split(",") for v in (first, second)]
+    assert all(len(set(of_launch)) == 4 for of_launch in addresses)
+    assert addresses[0] != addresses[1]
+
+
+def test_what_another_launch_has_left_is_removed_and_settings_of_the_user_stay():
+    stale = {"TPU_PROCESS_BOUNDS": "1,1,1", "TORCH_TPU_TOPOLOGY": "1,1,1", "TPU_VISIBLE_CHIPS": "3"}
+    own = {"LIBTPU_INIT_ARGS": "--x=1", "TPU_WORKER_ID": "0"}
+    with env.applied({**stale, **own}):
+        (worker, *_) = variables_of(plan_of())
+        (alone,) = variables_of(plan_of(num_processes=1))
+    assert worker["TPU_PROCESS_BOUNDS"] is None
+    assert worker["TORCH_TPU_TOPOLOGY"] == "2,2,1"
+    assert alone["TORCH_TPU_TOPOLOGY"] is None
+    assert alone["TPU_VISIBLE_CHIPS"] is None
+    assert not own.keys() & worker.keys()
+
+
+def test_workers_of_torch_xla_have_a_chip_each():
+    host = dataclasses.replace(V5E, torch_tpu="", torch_xla="2.9.0")
+    machine = dataclasses.replace(MACHINE, tpu=host, torch_version="2.9.0")
+    workers = variables_of(plan_of(machine))
+    assert [worker["TPU_VISIBLE_CHIPS"] for worker in workers] == ["0", "1", "2", "3"]
+    assert {worker["PJRT_DEVICE"] for worker in workers} == {"TPU"}
+    (all_chips,) = variables_of(plan_of(machine, strategy="spmd"))
+    assert all_chips["XLA_USE_SPMD"] == "1"
+    assert "TPU_VISIBLE_CHIPS" not in all_chips
+
+
+def test_a_dry_run_takes_any_number_of_workers_and_says_that_it_is_one():
+    plan = plan_of(DRY_RUN, device="tpu", num_processes=3)
+    assert any(warning.startswith("PJRT_DEVICE=CPU") for warning in plan.warnings)
+    assert "torch_xla 2.9.0" in plan.explain()
+    with env.applied({"PJRT_DEVICE": "CPU"}):
+        workers = variables_of(plan)
+    assert [worker["PJRT_DEVICE"] for worker in workers] == ["CPU"] * 3
+    # Nobody gets it without asking.
+    assert plan_of(DRY_RUN).device == "cpu"
+
+
+def test_fully_sharded_training_needs_torch_tpu():
+    assert plan_of(strategy="fsdp", num_processes=4).strategy == "fsdp"
+    host = dataclasses.replace(V5E, torch_tpu="", torch_xla="2.9.0")
+    machine = dataclasses.replace(MACHINE, tpu=host, torch_version="2.9.0")
+    with pytest.raises(ValueError, match=r'strategy="fsdp" needs a process group.*"spmd"'):
+        plan_of(machine, strategy="fsdp")
+
+
+@pytest.fixture
+def held_host(tmp_path, monkeypatch):
+    """A plan for chips whose device files lie in a folder of the test."""
+    folder = tmp_path / "dev/vfio"
+    folder.mkdir(parents=True)
+    files = tuple(str(folder / str(number)) for number in range(4))
+    for file in files:
+        Path(file).touch()
+    host = dataclasses.replace(V5E, device_files=files)
+    return plan_of(dataclasses.replace(MACHINE, tpu=host)), files
+
+
+def test_chips_that_nobody_holds_are_free(held_host):
+    plan, _ = held_host
+    assert _catalog.device("tpu").busy_reason(plan) == ""
+
+
+def test_a_kernel_that_holds_the_chips_is_told_so_with_the_way_out(held_host):
+    plan, files = held_host
+    with (
+        Path(files[0]).open(),
+        pytest.raises(UnsafeMoment, match=r"held by this notebook's kernel") as e,
+    ):
+        check_requirements(plan)
+    assert "torch.manual_seed" in str(e.value)
+    assert "%load_ext nbaccel before torch" in str(e.value)
+
+
+def test_another_process_that_holds_the_chips_is_named(held_host):
+    plan, files = held_host
+    code = "import sys; kept = open(sys.argv[1]); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, files[2]], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        holder.stdout.readline()
+        with pytest.raises(UnsafeMoment, match=rf"held by process {holder.pid} \(.*python"):
+            check_requirements(plan)
+        holder.communicate(b"\n")
+
+
+def test_a_kernel_is_kept_asleep_where_torch_tpu_is_installed_and_torch_not_imported(tmp_path):
+    package = tmp_path / "torch_tpu-0.2.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Name: torch_tpu\nVersion: 0.2.0\n")
+    (package / "entry_points.txt").write_text(
+        "[torch.backends]\ntorch_tpu = torch_tpu._loader:load\n"
+    )
+    code = (
+        "import sys, os\n"
+        f"sys.path.append({str(tmp_path)!r})\n"
+        "from nbaccel import _catalog\n"
+        "if len(sys.argv) > 1: os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = sys.argv[1]\n"
+        "_catalog.prepare_notebook()\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD'))\n"
+        "print(_catalog.known_device('tpu').idle_variables())\n"
+    )
+    for given, expected in (((), "0"), (("1",), "1")):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *given],
+            env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": ""} if given else _without(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        set_to, idle = done.stdout.split("\n")[:2]
+        assert set_to == expected
+        assert idle == "{'TORCH_DEVICE_BACKEND_AUTOLOAD': '0'}"
+
+
+def _without():
+    return {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+
+
+def test_without_torch_tpu_nothing_is_set():
+    if chips.inspect_host({}) is not None or _catalog.known_device("tpu").idle_variables():
+        pytest.skip("this machine has chips or torch_tpu")
+    with env.applied({"TORCH_DEVICE_BACKEND_AUTOLOAD": None}):
+        assert _catalog.prepare_notebook() == ""
+        assert env.read("TORCH_DEVICE_BACKEND_AUTOLOAD") is None

@@ -1,0 +1,127 @@
+"""Whole models whose gradients are averaged once per step: the strategy of TPUs, here on CPUs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nbaccel import WorkerFailed, debug_launcher
+from nbaccel.abc.bundle import Bundle
+from nbaccel.abc.place import Place
+from nbaccel.strategies.replicas import ReplicasStrategy
+from tests.worker_functions import join
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def rows(rank: int) -> torch.Tensor:
+    torch.manual_seed(10 + rank)
+    return torch.randn(6, 4)
+
+
+def begin() -> tuple[int, ReplicasStrategy, nn.Module, torch.optim.Optimizer]:
+    rank = join()
+    strategy = ReplicasStrategy(
+        Place(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
+    )
+    model = make_model()
+    with torch.no_grad():
+        # Each process begins with weights of its own, and has process 0's after `wrap`.
+        model[0].bias.add_(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    bundle = strategy.wrap(Bundle(models=(model,), optimizers=(optimizer,)))
+    assert bundle.models == (model,)
+    return rank, strategy, model, optimizer
+
+
+def one_replica(backwards: int = 1) -> list[torch.Tensor]:
+    """What one process computes that has the rows of both."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(backwards):
+        loss = sum(model(rows(rank)).square().mean() for rank in (0, 1)) / 2
+        loss.backward()
+    optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def by_the_strategy() -> list[torch.Tensor]:
+    rank, strategy, model, optimizer = begin()
+    strategy.backward(model(rows(rank)).square().mean(), sync=True)
+    optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def by_the_user() -> list[torch.Tensor]:
+    rank, _, model, optimizer = begin()
+    model(rows(rank)).square().mean().backward()
+    optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def twice_before_a_step() -> list[torch.Tensor]:
+    rank, strategy, model, optimizer = begin()
+    for sync in (False, True):
+        strategy.backward(model(rows(rank)).square().mean(), sync=sync)
+    optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def two_losses() -> list[torch.Tensor]:
+    rank, strategy, model, optimizer = begin()
+    for _ in range(2):
+        # Averaged after each: what is equal already stays what it is.
+        strategy.backward(model(rows(rank)).square().mean(), sync=True)
+    optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def clipped_after_a_backward_of_the_user() -> float:
+    rank, strategy, model, _ = begin()
+    model(rows(rank)).square().mean().backward()
+    return float(strategy.clip_grad_norm(model.parameters(), 0.1))
+
+
+def other_parts_of_the_model() -> None:
+    rank, strategy, model, _ = begin()
+    used: Any = model if rank else model[0]
+    strategy.backward(used(rows(rank)).square().mean(), sync=True)
+
+
+@pytest.mark.parametrize(
+    ("train", "backwards"),
+    [(by_the_strategy, 1), (by_the_user, 1), (twice_before_a_step, 2), (two_losses, 2)],
+)
+def test_processes_step_as_one_that_has_all_rows(train, backwards):
+    for weights in debug_launcher(train):
+        for weight, expected in zip(weights, one_replica(backwards), strict=True):
+            torch.testing.assert_close(weight, expected)
+
+
+def test_a_norm_is_that_of_the_averaged_gradients():
+    norms = debug_launcher(clipped_after_a_backward_of_the_user)
+    assert norms[0] == norms[1]
+    model = make_model()
+    (sum(model(rows(rank)).square().mean() for rank in (0, 1)) / 2).backward()
+    assert norms[0] == pytest.approx(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+
+
+def test_gradients_of_different_parameters_are_refused_on_every_process():
+    with pytest.raises(WorkerFailed, match=r"process 0: 2, process 1: 4 of them.*cannot be avera"):
+        debug_launcher(other_parts_of_the_model)
+
+
+def test_a_prepared_model_stays_as_it_is():
+    strategy = ReplicasStrategy(Place(device=torch.device("cpu")))
+    model = make_model()
+    assert strategy.unwrap(model) is model
+    assert strategy.join([model]) is None, "every step needs every process"
+    assert strategy.model_state(copy.deepcopy(model)).keys() == model.state_dict().keys()

@@ -1,0 +1,172 @@
+"""What only a chip can show. None of it has been run: no TPU was at hand when it was written.
+
+It is written against torch_tpu 0.2, torch_xla 2.9 and what their documentation says.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nbaccel import Accelerator, FullyShardedDataParallelPlugin, RunConfig, notebook_launcher
+from tests.tpu import bodies
+
+# XLA's plugin for processors has no collectives between processes, no memory figures, and cannot
+# read again what its persistent caches hold; binding a process to one of several chips needs chips.
+pytestmark = pytest.mark.tpu
+
+
+@pytest.fixture(scope="module")
+def chips() -> RunConfig:
+    """A launch on all chips of this host."""
+    return RunConfig(device="tpu")
+
+
+@pytest.fixture
+def torch_tpu(driver: str) -> None:
+    if driver != "torch_tpu":
+        pytest.skip("needs torch_tpu: torch_xla has no process group of this kind")
+
+
+def test_tpu_dist_adds_up(torch_tpu: None, chips: RunConfig) -> None:
+    def add() -> tuple[str, list[float], int]:
+        accelerator = Accelerator()
+        own = torch.full((4,), float(accelerator.process_index + 1), device=accelerator.device)
+        torch.distributed.all_reduce(own)
+        groups = str(torch.distributed.get_backend_config())
+        return groups, own.tolist(), accelerator.num_processes
+
+    for groups, added, count in notebook_launcher(add, (), config=chips):
+        assert "tpu:tpu_dist" in groups
+        assert added == [count * (count + 1) / 2] * 4
+
+
+def test_every_worker_has_a_chip_of_its_own(chips: RunConfig, driver: str) -> None:
+    def held() -> list[int]:
+        from nbaccel.devices.tpu.chips import holders_of
+
+        Accelerator()
+        files = sorted(map(str, [*Path("/dev").glob("accel*"), *Path("/dev/vfio").glob("[0-9]*")]))
+        return [files.index(file) for file in files if os.getpid() in holders_of([file])]
+
+    held_files = list(notebook_launcher(held, (), config=chips))
+    assert all(held_files)
+    assert len({tuple(files) for files in held_files}) == len(held_files)
+
+
+def test_gradients_reduced_by_chips_are_those_of_one_replica(chips: RunConfig, driver: str) -> None:
+    def train(net: bodies.TiedNet) -> list[float]:
+        accelerator = Accelerator()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        prepared, optimizer = accelerator.prepare(net, optimizer)
+        words, targets = bodies.make_data(bodies.TRAINED_ROWS)
+        rows = torch.arange(len(words)).chunk(accelerator.num_processes)
+        own = rows[accelerator.process_index]
+        loss = nn.functional.cross_entropy(
+            prepared(words[own].to(accelerator.device)), targets[own].to(accelerator.device)
+        )
+        accelerator.backward(loss)
+        optimizer.step()
+        gathered: Any = accelerator.gather(loss.detach())
+        return gathered.flatten().tolist()
+
+    net, expected = bodies.make_net(), bodies.make_net()
+    losses, *_ = notebook_launcher(train, (net,), config=chips)
+    words, targets = bodies.make_data(bodies.TRAINED_ROWS)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
+    loss = nn.functional.cross_entropy(expected(words), targets)
+    loss.backward()
+    optimizer.step()
+    # Products of float32 are computed in passes of bfloat16 there.
+    assert sum(losses) / len(losses) == pytest.approx(loss.item(), rel=0.01)
+    torch.testing.assert_close(net.body.weight, expected.body.weight, atol=1e-2, rtol=1e-2)
+
+
+def test_torchs_ddp_keeps_ranks_equal(torch_tpu: None, chips: RunConfig) -> None:
+    def train() -> float:
+        from torch.nn.parallel import DistributedDataParallel
+
+        accelerator = Accelerator()
+        # Each process sees its chip alone, so no device_ids.
+        net = DistributedDataParallel(bodies.make_net().to(accelerator.device))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        words, targets = bodies.make_data(bodies.BATCH * (accelerator.process_index + 1))
+        rows = slice(-bodies.BATCH, None)
+        loss = nn.functional.cross_entropy(
+            net(words[rows].to(accelerator.device)), targets[rows].to(accelerator.device)
+        )
+        loss.backward()
+        optimizer.step()
+        return float(net.module.body.weight.sum())
+
+    sums = list(notebook_launcher(train, (), config=chips))
+    assert sums == [sums[0]] * len(sums)
+
+
+def test_fsdp_shards_over_chips(torch_tpu: None, chips: RunConfig) -> None:
+    def train(net: bodies.TiedNet) -> tuple[int, int]:
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        accelerator = Accelerator(fsdp_plugin=plugin)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        prepared, optimizer = accelerator.prepare(net, optimizer)
+        words, targets = bodies.make_data(bodies.BATCH)
+        scores = prepared(words.to(accelerator.device))
+        accelerator.backward(nn.functional.cross_entropy(scores, targets.to(accelerator.device)))
+        optimizer.step()
+        weight: Any = prepared.body.weight
+        return weight.to_local().numel(), weight.numel()
+
+    net = bodies.make_net()
+    before = net.body.weight.detach().clone()
+    shards = list(notebook_launcher(train, (net,), config=chips))
+    assert sum(local for local, _ in shards) == shards[0][1]
+    assert not torch.equal(net.body.weight, before)
+
+
+def test_memory_of_a_chip_is_told(chips: RunConfig, driver: str) -> None:
+    num_bytes = 256 * 2**20
+
+    def fill() -> int | None:
+        from nbaccel import _catalog
+
+        accelerator = Accelerator()
+        kept = torch.ones(num_bytes // 4, device=accelerator.device)
+        accelerator.wait_for_everyone()
+        _catalog.device("tpu").synchronize()
+        assert float(kept[0]) == 1.0
+        return _catalog.device("tpu").reserved_bytes(accelerator.device)
+
+    for used in notebook_launcher(fill, (), config=chips):
+        assert used is not None
+        assert used >= num_bytes
+
+
+def test_a_second_launch_finds_programs_of_the_first(
+    chips: RunConfig, driver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(net: bodies.TiedNet) -> float:
+        from nbaccel import _catalog
+
+        accelerator = Accelerator()
+        loader: Any = torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(*bodies.make_data(bodies.TRAINED_ROWS)),
+            batch_size=bodies.BATCH,
+        )
+        net, optimizer, loader = accelerator.prepare(net, bodies.make_optimizer(net), loader)
+        bodies.train_epoch(accelerator, net, optimizer, loader)
+        counts = _catalog.device("tpu").compile_counts()
+        assert counts is not None
+        return counts.seconds
+
+    # Where the caches are, there is nothing yet. That of torch_tpu is the user's to ask for.
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT", str(tmp_path / "programs"))
+    first = max(notebook_launcher(train, (bodies.make_net(),), config=chips))
+    assert any(path.is_file() for path in tmp_path.rglob("*"))
+    second = max(notebook_launcher(train, (bodies.make_net(),), config=chips))
+    assert second < first, "read again, not compiled again"

@@ -1,0 +1,142 @@
+"""What the notebook's process has done before a launch on TPUs, and who holds the chips."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nbaccel import RunConfig, notebook_launcher
+from nbaccel.errors import UnsafeMoment
+from nbaccel.plan import Plan
+from tests.isolation import ROOT
+from tests.kernel.kernel import Kernel
+from tests.tpu import bodies
+from tests.tpu.pretended import HOST
+
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+BUSY_CELL = """
+import os, sys
+import torch
+from torch import nn
+import nbaccel
+torch.manual_seed(0)
+a = torch.randn(600, 600)
+a @ a
+nn.Linear(4, 4)(torch.ones(1, 4)).sum().backward()
+"""
+LAUNCH_CELL = """
+from tests.tpu import bodies
+model = nn.Linear(bodies.WIDTH, 1)
+before = model.weight.detach().clone()
+config = nbaccel.RunConfig(device="tpu", num_processes=2)
+seen = nbaccel.notebook_launcher(bodies.step_on_chip, (model,), config=config)
+print(*(device for device, _ in seen), not torch.equal(before, model.weight))
+"""
+
+
+@pytest.fixture
+def undecided_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
+    """A kernel in whose environment nobody has said whether torch may load its extensions."""
+    monkeypatch.delenv(AUTOLOAD, raising=False)
+    found = Kernel()
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def run_program(code: str, **variables: str) -> str:
+    """Run a program of its own, whose torch loads its extensions; what it printed."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    environ.pop(AUTOLOAD, None)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_a_kernel_that_loads_nbaccel_first_stays_asleep_and_launches(
+    driver: str, undecided_kernel: Kernel
+) -> None:
+    undecided_kernel.run("%load_ext nbaccel").check()
+    undecided_kernel.run(BUSY_CELL).check()
+    asked = "from nbaccel import _catalog; print(_catalog.device('tpu').is_awake())"
+    assert undecided_kernel.run(asked).check().stdout.split() == ["False"]
+    if driver == "torch_tpu":
+        asked = f"print('torch_tpu' in sys.modules, os.environ[{AUTOLOAD!r}])"
+        assert undecided_kernel.run(asked).check().stdout.split() == ["False", "0"]
+    device = {"torch_tpu": "tpu:0", "torch_xla": "xla:0"}[driver]
+    launched = undecided_kernel.run(LAUNCH_CELL).check()
+    assert [device, device, "True"] == launched.stdout.split()[-3:]
+
+
+FORK_WITH_AN_AWAKE_RUNTIME = """
+import torch
+{wake}
+import nbaccel
+config = nbaccel.RunConfig(device="tpu", num_processes=2, start_method="fork")
+try:
+    nbaccel.notebook_launcher(print, ("launched",), config=config)
+except nbaccel.errors.UnsafeFork as error:
+    print(error)
+"""
+WAKING = {
+    "torch_tpu": "torch.manual_seed(0)",
+    "torch_xla": "import torch_xla; torch_xla.device()",
+}
+
+
+def test_a_fork_of_a_runtime_that_is_awake_is_refused_with_the_reason(driver: str) -> None:
+    said = run_program(FORK_WITH_AN_AWAKE_RUNTIME.format(wake=WAKING[driver]))
+    assert f"the runtime of {driver} is initialised in the notebook" in said
+    assert "a forked worker hangs or fails in its first operation on a chip" in said
+    assert "launched" not in said
+
+
+@pytest.fixture
+def device_file(driver: str, plan: Plan) -> Path:
+    """One of the files of the chips, real or recorded."""
+    host = plan.inventory.tpu
+    if host is None or not host.device_files:
+        pytest.skip("a dry run of torch_xla has no chips that somebody could hold")
+    return Path(os.environ.get(HOST, "/")) / host.device_files[0].lstrip("/")
+
+
+def test_chips_that_this_process_holds_are_told(config: RunConfig, device_file: Path) -> None:
+    with device_file.open("rb"):
+        with pytest.raises(UnsafeMoment, match="held by this notebook's kernel") as caught:
+            notebook_launcher(bodies.step_on_chip, (bodies.make_net(),), config=config)
+    assert "Restart the kernel, and run %load_ext nbaccel before torch is imported" in str(
+        caught.value
+    )
+
+
+def test_chips_that_another_process_holds_are_told_with_its_name(
+    config: RunConfig, device_file: Path
+) -> None:
+    code = "import sys; held = open(sys.argv[1], 'rb'); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(device_file)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        try:
+            with pytest.raises(UnsafeMoment, match=f"held by .*{holder.pid}") as caught:
+                notebook_launcher(bodies.step_on_chip, (bodies.make_net(),), config=config)
+        finally:
+            holder.kill()
+    assert "End it" in str(caught.value)

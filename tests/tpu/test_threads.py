@@ -1,0 +1,100 @@
+"""A thread for each core, as torch_xla trains on v2 and v3: four threads against one replica.
+
+nbaccel gives a worker one core there. What is tried is that its way of moving a model also serves
+those who start threads: each has a copy of the model, and gradients are averaged by XLA.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.isolation import ROOT
+from tests.tpu import bodies
+
+THREADS, STEPS = 4, 3
+# Without these, replicas on the processor wait for each other in different programs (2.9).
+VARIABLES = {
+    "PJRT_DEVICE": "CPU",
+    "CPU_NUM_DEVICES": str(THREADS),
+    "PJRT_CPU_ASYNC_CLIENT": "0",
+    "XLA_THREAD_POOL_SIZE": "16",
+}
+PROGRAM = """
+import copy, json, threading
+import torch, torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from torch_xla._internal import pjrt
+from nbaccel.devices.tpu.driver import move_parameters
+from tests.tpu import bodies
+
+model = bodies.make_net()
+lock = threading.Lock()
+
+def train():
+    rank, device = xr.global_ordinal(), torch_xla.device()
+    net = copy.deepcopy(model)  # threads share the object
+    move_parameters(net, device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    rows = torch.arange(bodies.TRAINED_ROWS).chunk({threads})[rank]
+    words, targets = (one[rows].to(device) for one in bodies.make_data(bodies.TRAINED_ROWS))
+    losses = []
+    for _ in range({steps}):
+        loss = torch.nn.functional.cross_entropy(net(words), targets)
+        loss.backward()
+        xm.reduce_gradients(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        with lock:  # the second one finds the first one's program
+            torch_xla.sync()
+        losses.append(loss.item())
+    return losses, net.head.weight is net.embedding.weight, net.body.weight.sum().item()
+
+seen = pjrt._run_thread_per_device(0, 1, train, pjrt.initialize_multiprocess)
+print(json.dumps(list(seen.values())))
+"""
+
+
+def test_four_threads_train_as_one_replica(driver: str) -> None:
+    if driver != "torch_xla":
+        pytest.skip("needs torch_xla: the other driver has one device in a process")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(threads=THREADS, steps=STEPS)],
+        cwd=ROOT,
+        env={**os.environ, **VARIABLES},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    by_thread = json.loads(done.stdout.splitlines()[-1])
+    net, expected = _train_whole()
+    assert len(by_thread) == THREADS
+    for _, is_tied, weight_sum in by_thread:
+        assert is_tied
+        assert weight_sum == pytest.approx(net.body.weight.sum().item(), abs=1e-4)
+    for step, loss in enumerate(expected):
+        losses = [losses[step] for losses, _, _ in by_thread]
+        assert sum(losses) / THREADS == pytest.approx(loss, abs=1e-5)
+
+
+def _train_whole() -> tuple[bodies.TiedNet, list[float]]:
+    import torch
+
+    net = bodies.make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    words, targets = bodies.make_data(bodies.TRAINED_ROWS)
+    losses = []
+    for _ in range(STEPS):
+        loss = torch.nn.functional.cross_entropy(net(words), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return net, losses

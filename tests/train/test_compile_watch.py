@@ -1,0 +1,104 @@
+"""What is said of a device that compiles: here one that the test controls."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from nbaccel import Accelerator
+from nbaccel.abc.device import CompileCounts, UnlistedDevice
+from nbaccel.output.dashboard.board import RunBoard
+from nbaccel.output.dashboard.drawing import summary_line
+from nbaccel.train.compile_watch import CompileWatch
+from nbaccel.workers.messaging import Metrics
+
+
+class CompilingDevice(UnlistedDevice):
+    """A device whose compiler has done what the test says."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.programs = 0
+
+    def compile_counts(self) -> CompileCounts:
+        return CompileCounts(programs=self.programs, seconds=1.5 * self.programs)
+
+
+def step(watch: CompileWatch, device: CompilingDevice, rows: int, programs: int = 0) -> str:
+    """One step, in which so many programs are compiled; what was said of it before it ran."""
+    watch.step_begins({"x": torch.zeros(rows, 4), "y": [torch.zeros(rows), "text"]})
+    phase = watch.phase
+    device.programs += programs
+    watch.step_ends()
+    return phase
+
+
+def test_the_first_steps_are_said_to_compile():
+    device = CompilingDevice()
+    watch = CompileWatch.of(device)
+    phases = [step(watch, device, 8, programs) for programs in (7, 7, 0, 0)]
+    assert phases == [
+        "compiling, step 1 of about 3",
+        "compiling, step 2 of about 3",
+        "",
+        "",
+    ]
+    assert watch.counts == CompileCounts(programs=14, seconds=21.0)
+    assert watch.describe() == "14 programs compiled in 21.0 s"
+    assert watch.told == set()
+
+
+def test_a_batch_of_another_size_is_named_once_with_the_remedy(capsys):
+    device = CompilingDevice()
+    watch = CompileWatch.of(device)
+    for rows, programs in ((8, 7), (8, 7), (8, 0), (5, 4), (3, 4)):
+        step(watch, device, rows, programs)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "float32 [5, 4], float32 [5]) than those before (float32 [8, 4], float32 [8])" in line
+    assert "6.0 s" not in line, "times differ by rank: the notebook could not fold their lines"
+    assert "drop_last=True" in line
+    assert "in evaluation, use the batch size of training" in line
+
+
+def test_shapes_that_come_back_compile_nothing_and_nothing_is_said(capsys):
+    device = CompilingDevice()
+    watch = CompileWatch.of(device)
+    for rows, programs in ((8, 7), (8, 7), (8, 0), (8, 0), (8, 0)):
+        step(watch, device, rows, programs)
+    assert capsys.readouterr().err == ""
+
+
+def test_numbers_that_change_are_suspected_when_known_shapes_compile_again_and_again(capsys):
+    device = CompilingDevice()
+    watch = CompileWatch.of(device)
+    for programs in (7, 7, 0, 1, 1):
+        step(watch, device, 8, programs)
+    assert capsys.readouterr().err == ""
+    for programs in (1, 1, 1):
+        step(watch, device, 8, programs)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "3 steps in a row compiled again" in line
+    assert "as a tensor on the device" in line
+
+
+def test_a_device_that_compiles_nothing_is_not_watched():
+    assert CompileWatch.of(UnlistedDevice("cpu")) is None
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.zeros(4, 1)), batch_size=2))
+    for _ in accelerator.progress(loader):
+        assert accelerator.gradient_state.compile_phase == ""
+
+
+def test_the_dashboard_says_what_compiles_and_what_that_took():
+    board = RunBoard([0], began_at=0.0)
+    board.hear(
+        0,
+        Metrics(
+            time=1.0, steps=1, values=(), device_bytes=None, phase="compiling, step 2 of about 3"
+        ),
+    )
+    assert "compiling, step 2 of about 3" in summary_line(board)
+    board.hear(
+        0, Metrics(time=9.0, steps=90, values=(), device_bytes=None, programs=14, compile_s=21.0)
+    )
+    assert "14 programs compiled in 21.0 s" in summary_line(board)
