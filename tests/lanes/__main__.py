@@ -79,7 +79,7 @@ def _host_folder(environment: Environment) -> Path:
 
 
 def _variables(lane: Lane, environment: Environment) -> dict[str, str]:
-    """The variables of a lane's tests."""
+    """The variables of a lane's tests and notebooks."""
     pretended = {_PRETENDED: "1", _HOST: str(_host_folder(environment))}
     return {**dict(lane.variables), **(pretended if lane.pretends_tpu else {})}
 
@@ -168,7 +168,11 @@ _COUNTED = ("tests", "failures", "errors", "skipped")
 def run_notebooks(environment: Environment, lane: Lane) -> bool:
     """Run the lane's notebooks from beginning to end."""
     runner = ROOT / "notebooks" / "run.py"
-    done = [environment.run(runner, ROOT / notebook) for notebook in lane.notebooks]
+    variables = _variables(lane, environment)
+    done = [
+        environment.run(runner, ROOT / notebook, variables=variables)
+        for notebook in lane.notebooks
+    ]
     return not any(done)
 
 

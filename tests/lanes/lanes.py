@@ -64,7 +64,7 @@ class Lane:
         notebooks: Notebooks that are run from beginning to end.
         packages: What is installed beside nbaccel.
         operations: Whether DeepSpeed's C++ operations are built before.
-        variables: Of the environment of its tests.
+        variables: Of the environment of its tests and notebooks.
         pretends_tpu: Whether its processes have two pretended chips (`tests/tpu/pretended.py`).
         shared_python: Whether Python has to be built with a shared library.
         may_be_missing: Whether its packages are not in every index: where one is missing, the lane
@@ -150,8 +150,9 @@ LANES: dict[str, Lane] = {
     "torch_tpu": Lane(
         python="3.11",
         title="TPU: torch_tpu, on the processor",
-        tests=_OF_TPUS,
-        packages=(*_TOOLS, "ipywidgets", "psutil", "tqdm"),
+        tests=(*_OF_TPUS, "tests/tpu/test_guide.py"),
+        notebooks=("notebooks/08_tpu.ipynb",),
+        packages=(*_TOOLS, "ipywidgets", "psutil", "scikit-learn", "tqdm", "transformers"),
         # As in a notebook that has loaded nbaccel before torch.
         variables=(*_FEW_THREADS, ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")),
         pretends_tpu=True,
@@ -160,8 +161,11 @@ LANES: dict[str, Lane] = {
     "torch_xla": Lane(
         python="3.11",
         title="TPU: torch_xla, on the processor",
-        tests=(*_OF_TPUS, "tests/tpu/test_spmd.py", "tests/tpu/test_threads.py"),
-        packages=(*_TOOLS, "ipywidgets", "psutil", "tqdm"),
+        tests=(
+            *_OF_TPUS,
+            *("tests/tpu/test_guide.py", "tests/tpu/test_spmd.py", "tests/tpu/test_threads.py"),
+        ),
+        packages=(*_TOOLS, "ipywidgets", "psutil", "tqdm", "transformers"),
         variables=(*_FEW_THREADS, ("PJRT_DEVICE", "CPU")),
         shared_python=True,
         may_be_missing=True,

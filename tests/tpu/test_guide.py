@@ -216,7 +216,14 @@ path.write_text(json.dumps({**json.loads(path.read_text()), "attn_implementation
 
 
 def _run_python(code: str, folder: Path, variables: dict[str, str]) -> tuple[str, str]:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **variables}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        # What is compiled runs a few times, so compiling well would be most of the test.
+        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+        **variables,
+    }
     # In a file: what is launched from `python -c` has no source for a traceback.
     script = folder / "cells.py"
     script.write_text(code, encoding="utf-8")
