@@ -29,9 +29,11 @@ LANE        ?= colab kaggle oldest newest dist binder torch_tpu torch_xla
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN     := $(VENV)/bin
-# Those that compile operations or load transformers; both lists together are all there are.
+# Those that compile operations or load transformers.
 SLOW_NOTEBOOKS  := notebooks/05_deepspeed.ipynb notebooks/07_zero_inference.ipynb
-QUICK_NOTEBOOKS := $(filter-out $(SLOW_NOTEBOOKS), $(wildcard notebooks/*.ipynb))
+# Those that need a driver of TPUs, which the lanes torch_tpu and torch_xla have.
+TPU_NOTEBOOKS   := notebooks/08_tpu.ipynb
+QUICK_NOTEBOOKS := $(filter-out $(SLOW_NOTEBOOKS) $(TPU_NOTEBOOKS), $(wildcard notebooks/*.ipynb))
 # Whole files go to one process, in the order in which they were collected.
 PYTEST   = $(BIN)/python -m pytest -p tests.no_grammar --nbval-lax --nbval-current-env \
            --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder

@@ -22,7 +22,7 @@ __all__ = [
     "NOT_INSTALLED",
     "PIPELINE_PARALLELISM",
     "QUANTIZED_LOADING",
-    "TPU_TRAINING",
+    "XLA_INSTALLATION",
     "LaterPart",
     "missing_name_of",
 ]
@@ -85,7 +85,11 @@ LAUNCH_COMMANDS = LaterPart(
     "Accelerate's command line",
     "Use notebook_launcher, or run the script with torchrun",
 )
-TPU_TRAINING = LaterPart("training on TPUs", "Train on GPUs or CPUs")
+XLA_INSTALLATION = LaterPart(
+    "installing torch_xla from within a program",
+    "Install what drives TPUs with pip, torch_tpu or 'torch_xla[tpu]', and restart the notebook; "
+    "notebook_launcher and Accelerator need nothing else to train on TPUs",
+)
 
 
 class _MissingName:

@@ -50,7 +50,7 @@ def advise(
         sample_batch: What one process calls it with: a dict, a tuple or a tensor, whose first
             dimension counts samples. Without it activations are left out.
         config: A DeepSpeed configuration to begin with: what the ladder does not decide is kept.
-        num_processes: Processes on each machine. None: one per GPU, or one.
+        num_processes: Processes on each machine. None: one per GPU or TPU chip, or one.
         num_nodes: Machines.
         device_memory: What may be used on each device: bytes, or ``"16 GiB"``. None: what is free.
         host_memory: What may be used of each host.

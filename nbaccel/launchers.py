@@ -77,7 +77,7 @@ def notebook_launcher(
     Args:
         function: What each worker calls. It may be defined in a cell, a lambda or a closure.
         args: Its arguments. Modules may also be nested in lists, dicts and dataclasses.
-        num_processes: Workers on this machine. None: one per GPU, or one without GPUs. One worker
+        num_processes: Workers on this machine. None: one per GPU or TPU chip, or one. One worker
             runs right here, in the notebook's process.
         mixed_precision: `"no"`, `"fp16"` or `"bf16"`, for whatever reads it (Accelerate, Trainer);
             the first training step raises if nothing does. `"fp8"` is refused unless a package

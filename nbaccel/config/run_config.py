@@ -89,7 +89,9 @@ class RunConfig(Exchangeable):
     ] = None
     device: Annotated[
         DeviceName,
-        Field(description="What the workers compute on; auto takes GPUs where there are some."),
+        Field(
+            description="What the workers compute on; auto takes GPUs or TPUs where there are some."
+        ),
         FieldRule(
             read=read_word,
             must=f"one of {', '.join(_DEVICE_NAMES)}",

@@ -69,7 +69,7 @@ class Pool:
     cell.
 
     Args:
-        num_processes: Workers. None: one per GPU, or one without GPUs.
+        num_processes: Workers. None: one per GPU or TPU chip, or one.
         config: All settings as one object, or a picker; then give none of the others but `dist`.
         namespace: Where names come from and go to; by default the notebook's own.
         dist: Join the process group at once rather than at the first collective.

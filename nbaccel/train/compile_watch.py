@@ -87,7 +87,6 @@ class CompileWatch:
         """The loop's body is done with the batch."""
         counts = self._device.compile_counts() or self._counts
         programs = counts.programs - self._counts.programs
-        seconds = counts.seconds - self._counts.seconds
         self._counts = counts
         metrics_reporter.note_compiled(counts.programs, counts.seconds)
         if not programs:
@@ -96,33 +95,32 @@ class CompileWatch:
         if self.steps <= WARM_UP_STEPS:
             # The first shapes of all have to be compiled; others could have been the same.
             if self.steps == 1 and len(self._known_shapes) > 1:
-                self._tell_of_shapes(seconds)
+                self._tell_of_shapes()
             return
         self._in_a_row += 1
         if self._in_a_row == _SCALAR_STEPS:
-            self._tell_of_numbers(seconds)
+            self._tell_of_numbers()
 
-    def _tell_of_shapes(self, seconds: float) -> None:
+    def _tell_of_shapes(self) -> None:
         earlier = next(shapes for shapes in self._known_shapes if shapes != self._shapes)
         self._tell(
             "shapes",
             f"this batch has other shapes ({_describe(self._shapes)}) than those before "
-            f"({_describe(earlier)}), and the device compiled for them again "
-            f"({format_seconds(seconds)}). Where it is a loader's last batch, give the DataLoader "
-            "drop_last=True, or pad it; in evaluation, use the batch size of training; pad texts "
-            "to one length.",
+            f"({_describe(earlier)}), and the device compiled for them again. Where it is a "
+            "loader's last batch, give the DataLoader drop_last=True, or pad it; in evaluation, "
+            "use the batch size of training; pad texts to one length.",
         )
 
-    def _tell_of_numbers(self, seconds: float) -> None:
+    def _tell_of_numbers(self) -> None:
         self._tell(
             "numbers",
-            f"{_SCALAR_STEPS} steps in a row compiled again ({format_seconds(seconds)} in the last "
-            "one) although the batches had shapes that were met before. A Python number that "
-            "changes from step to step is part of the program: give it to the operation as a "
-            "tensor on the device.",
+            f"{_SCALAR_STEPS} steps in a row compiled again although the batches had shapes that "
+            "were met before. A Python number that changes from step to step is part of the "
+            "program: give it to the operation as a tensor on the device.",
         )
 
     def _tell(self, cause: str, text: str) -> None:
+        # Without times, in which ranks differ: a line that all of them say is shown once.
         if cause not in self.told:
             self.told.add(cause)
             sys.stderr.write(f"nbaccel: {text}\n")

@@ -1,11 +1,14 @@
-"""TPUs: names of a part that is still to come."""
+"""Installing torch_xla: a name of Accelerate's that nbaccel does not have.
+
+Training on TPUs needs none of it: see ``nbaccel.devices.tpu``.
+"""
 
 from __future__ import annotations
 
-from nbaccel._later import TPU_TRAINING, missing_name_of
+from nbaccel._later import XLA_INSTALLATION, missing_name_of
 
 __all__ = [
     "install_xla",
 ]
 
-install_xla = missing_name_of("install_xla", TPU_TRAINING, __name__)
+install_xla = missing_name_of("install_xla", XLA_INSTALLATION, __name__)

@@ -37,6 +37,10 @@ def install() -> None:
         return
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ["NBACCEL_TPU_COLLECTIVES"] = "host"
+    # What the plugin lacks and libtpu has (memory figures, a client for one device, kernels of
+    # vendors) is complained of in every operation, which would bury what a user of a chip sees.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     spec = importlib.util.find_spec(_PLUGIN)
     if spec is not None and spec.submodule_search_locations:
         plugin = Path(next(iter(spec.submodule_search_locations))) / "xla_cpu_pjrt.so"

@@ -7,10 +7,11 @@ chip back before it ends.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,12 +30,16 @@ __all__ = ["COLLECTIVES_VARIABLE", "TorchTpuDriver"]
 COLLECTIVES_VARIABLE = "NBACCEL_TPU_COLLECTIVES"
 """``host``: collectives of device tensors go by way of host memory and gloo."""
 
-
+# Of XLA's C++ log: 1 leaves out what is said when all is well, a dozen lines per worker (torch_xla
+# sets the same when it is imported). It is read when the library is loaded.
+_LOG_VARIABLE, _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL", "1"
 # Said of what torch_tpu itself does (0.2), once per line of the user's code.
 _HARMLESS_WARNINGS = (
     r"<TorchTpu/ApiStage/ExperimentalApi/>",
     r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
 )
+# Names of torch.tpu that this process has used.
+_USED_NAMES: set[str] = set()
 
 
 @dataclass
@@ -68,6 +73,8 @@ class TorchTpuDriver(TpuDriver):
 
     def load(self) -> None:
         """See :meth:`TpuDriver.load`."""
+        if env.read(_LOG_VARIABLE) is None:
+            env.update({_LOG_VARIABLE: _LOG_LEVEL})
         with warnings.catch_warnings():
             # It warns of a missing tcmalloc, which no notebook user can preload.
             warnings.simplefilter("ignore")
@@ -78,8 +85,7 @@ class TorchTpuDriver(TpuDriver):
         """See :meth:`TpuDriver.is_awake`."""
         if not self.is_loaded():
             return False
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its name is marked as experimental
+        with _without_notice("is_initialized"):
             return bool(_tpu_module().is_initialized())
 
     def bind(self, local_rank: int) -> None:
@@ -151,8 +157,7 @@ class TorchTpuDriver(TpuDriver):
         self._generator().set_state(state)
 
     def _generator(self) -> torch.Generator:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its name is marked as experimental
+        with _without_notice("default_generators"):
             generator: torch.Generator = _tpu_module().default_generators[0]
         return generator
 
@@ -165,6 +170,22 @@ class TorchTpuDriver(TpuDriver):
         used = torch.accelerator.memory_reserved() or torch.accelerator.memory_allocated()
         _FIGURES.empty_answers = 0 if used else _FIGURES.empty_answers + 1
         return used or None
+
+
+@contextlib.contextmanager
+def _without_notice(name: str) -> Iterator[None]:
+    """Use a name of torch.tpu that says, once per process, that it is experimental.
+
+    Later uses are plain: this runs in every step, and `catch_warnings` lets Python forget which
+    warnings of others it has shown, so that each step would show them again.
+    """
+    if name in _USED_NAMES:
+        yield
+        return
+    _USED_NAMES.add(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _tpu_module() -> Any:
