@@ -37,6 +37,7 @@ __all__ = [
     "awake_accelerators",
     "check_strategy",
     "device",
+    "device_runtime",
     "devices",
     "enter_worker",
     "known_device",
@@ -90,6 +91,17 @@ def known_device(device_name: str) -> Device:
     """
     device_class: type[Device] = _load_class(device_row(device_name).path, Device)
     return device_class()
+
+
+def device_runtime(device_name: str) -> DeviceRuntime:
+    """What a process that computes on a device needs of it.
+
+    Args:
+        device_name: As in its capability row, or as torch calls one that no row names.
+    """
+    if any(capability_row.name == device_name for capability_row in DEVICES):
+        return known_device(device_name)
+    return UnlistedDevice(device_name)
 
 
 def known_devices() -> tuple[Device, ...]:

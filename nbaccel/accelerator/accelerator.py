@@ -119,9 +119,9 @@ class Accelerator(RunDescription):
         dynamo_plugin: Any = None,
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
-        downcast_bf16: bool = False,
         *,
         config: RunConfig | Configured | None = None,
+        downcast_bf16: bool = False,
     ) -> None:
         refuse_unserved(torch_tp_plugin, megatron_lm_plugin, parallelism_config)
         request = Request.of(

@@ -384,7 +384,7 @@ class PreparedLoader(DataLoader[Any]):
         batch_source, current_batch = self._begin_epoch()
         batches_seen = position.batches_seen
         must_move = self._must_move(current_batch)
-        device = _catalog.device(settings.place.device_name)
+        device = _catalog.device_runtime(settings.place.device_name)
         watch = self.gradient_state.compile_watch(device)
         while current_batch is not _END_OF_EPOCH:
             if must_move:

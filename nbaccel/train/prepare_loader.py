@@ -180,7 +180,7 @@ class _LoaderPreparation:
             collectives=self.collectives,
             device=self.place.device if self.put_on_device else None,
             non_blocking=self.settings.non_blocking
-            and _catalog.device(self.place.device_name).copies_without_blocking,
+            and _catalog.device_runtime(self.place.device_name).copies_without_blocking,
             rng_types=rng_types,
             synchronized=self.synchronized,
             batch_size=batch_size // world_size if batch_size and split_batches else batch_size,

@@ -236,7 +236,6 @@ def test_a_second_accelerator_leaves_the_first_ones_steps_alone() -> None:
         "dispatch_batches",
         "even_batches",
         "use_seedable_sampler",
-        "downcast_bf16",
         "logging_dir",
         "kwarg_handlers",
     ],
