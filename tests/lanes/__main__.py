@@ -170,8 +170,7 @@ def run_notebooks(environment: Environment, lane: Lane) -> bool:
     runner = ROOT / "notebooks" / "run.py"
     variables = _variables(lane, environment)
     done = [
-        environment.run(runner, ROOT / notebook, variables=variables)
-        for notebook in lane.notebooks
+        environment.run(runner, ROOT / notebook, variables=variables) for notebook in lane.notebooks
     ]
     return not any(done)
 
