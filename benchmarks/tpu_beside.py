@@ -36,7 +36,7 @@ MEASURES = {
     "backward": "first backward in a worker",
     "here": "first backward in the notebook's process",
 }
-ROUNDS = 7
+ROUNDS = 5
 WITHIN = 1.10
 TIMEOUT_S = 300.0
 
