@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 
+import torch
+
 from nbaccel import _catalog
 from nbaccel.abc.device import Device
 from nbaccel.abc.place import Place
@@ -62,9 +64,9 @@ class TrainingRun:
         # Planned twice: a refusal after the processes have met would leave the others waiting; the
         # backend, which the second plan explains, is known only then.
         plan_training(asked, _observed_facts(expected_place))
-        # Looked up for its refusal only; the object is built for the device that was found.
-        _catalog.precision(asked.mixed_precision, asked.fp8)
-        effect_note = _downcast(request, device_backend)
+        # Looked up for its refusal and its dtype; the object is built for the device that was found.
+        precision_class = _catalog.precision(asked.mixed_precision, asked.fp8)
+        effect_note = _downcast(request, precision_class, device_backend)
         place = distributed.arrive(device=device_backend.name, settings=handlers.process_group)
         plan = plan_training(asked, _observed_facts(place))
         plan = replace(plan, warnings=(*plan.warnings, *effect_note))
@@ -92,15 +94,14 @@ class TrainingRun:
         return replace(initial_plan, choices=(*initial_plan.choices, *self.strategy.choices))
 
 
-def _downcast(request: Request, device: Device) -> tuple[str, ...]:
+def _downcast(request: Request, precision: type[Precision], device: Device) -> tuple[str, ...]:
     """Let floats be shorter on the device, where that was asked for; what is to be said of it."""
     if not request.downcast_bf16:
         return ()
-    precision_name = request.asked.mixed_precision
     reason = (
         device.downcast_floats()
-        if precision_name == "bf16"
-        else f"mixed_precision={precision_name!r} does not compute in bfloat16"
+        if precision.dtype == torch.bfloat16
+        else f"mixed_precision={precision.name!r} does not compute in bfloat16"
     )
     if not reason:
         return ()

@@ -8,7 +8,9 @@ speed. Later programs have a cause that can be removed, and it is named once.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ class CompileWatch:
 
     Attributes:
         steps: Batches since the last one whose shapes had not been met before; 0 before the first.
+        phase: What the step under way is doing, in words; empty at full speed, and between steps.
         told: The causes that have been named: ``shapes``, ``numbers``.
     """
 
@@ -47,6 +50,7 @@ class CompileWatch:
         self._in_a_row = 0
         self._shapes: _Shapes = ()
         self.steps = 0
+        self.phase = ""
         self.told: set[str] = set()
 
     @classmethod
@@ -64,27 +68,35 @@ class CompileWatch:
         """What the device's compiler had done when the last step ended."""
         return self._counts
 
-    @property
-    def phase(self) -> str:
-        """What the step under way is doing, in words; empty at full speed."""
-        if 0 < self.steps < WARM_UP_STEPS:
-            return f"compiling, step {self.steps} of about {WARM_UP_STEPS}"
-        return ""
-
-    def step_begins(self, batch: Any) -> None:
-        """A batch goes into the loop's body.
+    @contextlib.contextmanager
+    def step(self, batch: Any) -> Iterator[None]:
+        """The loop's body at work on a batch, which it may leave early.
 
         Args:
             batch: Tensors in containers.
         """
+        self._begin(batch)
+        try:
+            yield
+        finally:
+            self._enter_phase("")
+        self._end()
+
+    def _begin(self, batch: Any) -> None:
         self._shapes = _shapes_of(batch)
         uses = self._known_shapes.get(self._shapes, 0)
         self._known_shapes[self._shapes] = uses + 1
         self.steps = uses + 1
-        metrics_reporter.note_phase(self.phase)
+        is_warm = self.steps >= WARM_UP_STEPS
+        self._enter_phase(
+            "" if is_warm else f"compiling, step {self.steps} of about {WARM_UP_STEPS}"
+        )
 
-    def step_ends(self) -> None:
-        """The loop's body is done with the batch."""
+    def _enter_phase(self, phase: str) -> None:
+        self.phase = phase
+        metrics_reporter.note_phase(phase)
+
+    def _end(self) -> None:
         counts = self._device.compile_counts() or self._counts
         programs = counts.programs - self._counts.programs
         self._counts = counts

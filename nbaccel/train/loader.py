@@ -410,13 +410,10 @@ class PreparedLoader(DataLoader[Any]):
                 self._settle_remainder()
             batches_seen += 1
             position.batches_seen = batches_seen
-            if watch is not None:
-                watch.step_begins(current_batch)
-            yield current_batch
-            # In evaluation, too, where no optimizer ends the step.
-            device.mark_step()
-            if watch is not None:
-                watch.step_ends()
+            with watch.step(current_batch) if watch else contextlib.nullcontext():
+                yield current_batch
+                # In evaluation, too, where no optimizer ends the step.
+                device.mark_step()
             current_batch = next_batch
         position.end_epoch()
         self._base_state = None

@@ -78,6 +78,7 @@ class Progress(Generic[_LoaderBatch]):
                 metrics_reporter.step_done()
                 if time.monotonic() - self._last_post_s >= _POST_INTERVAL_S:
                     self._report_progress()
+            self._show_phase()
             self._report_progress()
         finally:
             self.bar.close()

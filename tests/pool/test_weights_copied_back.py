@@ -7,10 +7,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -130,9 +131,10 @@ def test_a_cell_that_fails_tells_that_its_weights_did_not_come_home(
 
 def test_stop_on_the_way_is_told_and_leaves_the_model_old(fresh: Pool, model: nn.Module) -> None:
     old = values(model)
+    rank_0 = fresh.call(os.getpid)[0]
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt, match="the weights that it trained in model"):
-        with StopAfter(0.5):
+        with StopWhen(lambda: psutil.Process(rank_0).status() == psutil.STATUS_STOPPED):
             fresh.run(TRAIN + DIE_AT_THE_END.format(signal="SIGSTOP"), ranks=[0])
     assert time.monotonic() - began < 30
     assert equal(model, old)
@@ -142,18 +144,21 @@ def test_stop_on_the_way_is_told_and_leaves_the_model_old(fresh: Pool, model: nn
 
 
 def test_stop_while_a_rank_writes_keeps_the_workers_and_the_weights(
-    fresh: Pool, model: nn.Module
+    fresh: Pool, model: nn.Module, tmp_path: Path
 ) -> None:
     old = values(model)
+    sign = tmp_path / "writes"
     slow = (
-        "import time\n"
+        "import time\nfrom pathlib import Path\n"
         "from nbaccel.transfer import weight_sync as home\n"
         "write = home.WeightWriter.write\n"
-        "def late(self):\n    home.WeightWriter.write = write\n    time.sleep(60)\n"
+        "def late(self):\n    home.WeightWriter.write = write\n"
+        f"    Path({str(sign)!r}).touch()\n    time.sleep(60)\n"
         "home.WeightWriter.write = late\n"
     )
-    with pytest.raises(KeyboardInterrupt, match="the next cell writes them back"), StopAfter(0.5):
-        fresh.run(TRAIN + slow, ranks=[0])
+    with pytest.raises(KeyboardInterrupt, match="the next cell writes them back"):
+        with StopWhen(sign.exists):
+            fresh.run(TRAIN + slow, ranks=[0])
     assert equal(model, old)
     fresh.run("1 + 1")
     assert equal(model, [v - 0.5 for v in old])
@@ -272,18 +277,26 @@ def _pids(pool: Pool) -> list[int]:
     return pool.call(os.getpid)
 
 
-class StopAfter:
-    """Presses Stop some time after the block was entered."""
+class StopWhen:
+    """Presses Stop as soon as something is so, while the block runs."""
 
-    def __init__(self, seconds: float) -> None:
-        self._timer = threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGINT])
+    def __init__(self, is_so: Callable[[], bool]) -> None:
+        self._is_so = is_so
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._press)
+
+    def _press(self) -> None:
+        while not self._ended.wait(0.02):
+            if self._is_so():
+                os.kill(os.getpid(), signal.SIGINT)
+                return
 
     def __enter__(self) -> None:
-        self._timer.start()
+        self._thread.start()
 
     def __exit__(self, *exc: object) -> None:
-        self._timer.cancel()
-        self._timer.join()
+        self._ended.set()
+        self._thread.join()
 
 
 class NoDescriptors:

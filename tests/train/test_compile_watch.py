@@ -26,11 +26,9 @@ class CompilingDevice(UnlistedDevice):
 
 def step(watch: CompileWatch, device: CompilingDevice, rows: int, programs: int = 0) -> str:
     """One step, in which so many programs are compiled; what was said of it before it ran."""
-    watch.step_begins({"x": torch.zeros(rows, 4), "y": [torch.zeros(rows), "text"]})
-    phase = watch.phase
-    device.programs += programs
-    watch.step_ends()
-    return phase
+    with watch.step({"x": torch.zeros(rows, 4), "y": [torch.zeros(rows), "text"]}):
+        device.programs += programs
+        return watch.phase
 
 
 def test_the_first_steps_are_said_to_compile():
@@ -44,6 +42,7 @@ def test_the_first_steps_are_said_to_compile():
         "",
     ]
     assert watch.counts == CompileCounts(programs=14, seconds=21.0)
+    assert watch.phase == ""
     assert watch.describe() == "14 programs compiled in 21.0 s"
     assert watch.told == set()
 

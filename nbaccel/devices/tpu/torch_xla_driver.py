@@ -61,9 +61,8 @@ class TorchXlaDriver(TpuDriver):
 
     def is_awake(self) -> bool:
         """See :meth:`TpuDriver.is_awake`."""
-        # There is no public way to ask without initialising it.
-        core = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
-        return core is not None and bool(core._xla_runtime_is_initialized())  # noqa: SLF001
+        is_initialized = _runtime_question()
+        return is_initialized is not None and bool(is_initialized())
 
     def fork_problem(self) -> str:
         """See :meth:`TpuDriver.fork_problem`; also a backward pass, which only a trial shows.
@@ -72,6 +71,8 @@ class TorchXlaDriver(TpuDriver):
         counts none before its runtime runs: later ones on its device fail an assertion, in forks
         of the process, too (https://github.com/pytorch/xla/issues/4174).
         """
+        if "torch_xla" in sys.modules and _runtime_question() is None:
+            return "torch_xla is imported, and this version cannot tell whether its runtime runs"
         if not self.is_loaded() or self.is_awake():
             return super().fork_problem()
         return "" if _trial_backward() else "a backward pass has run in the notebook, on the CPU"
@@ -133,9 +134,9 @@ class TorchXlaDriver(TpuDriver):
         if is_short:
             return ""
         raise ConfigError(
-            "downcast_bf16=True comes too late: a tensor was made on the device before, and "
-            "torch_xla decides then how floats are kept. Training would go on in float32. Make the "
-            "Accelerator first, or set XLA_DOWNCAST_BF16=1 before the launch."
+            f"downcast_bf16=True comes too late: a tensor was made on {self.torch_type!r} before, "
+            "and torch_xla decides then how floats are kept. Training would go on in float32. Make "
+            "the Accelerator first, or set XLA_DOWNCAST_BF16=1 before the launch."
         )
 
     def mark_step(self) -> None:
@@ -181,6 +182,13 @@ class TorchXlaDriver(TpuDriver):
     @staticmethod
     def _computes_on_chips() -> bool:
         return (env.read(RUNTIME_VARIABLE, "") or "").strip().upper() != "CPU"
+
+
+def _runtime_question() -> Callable[[], bool] | None:
+    """What tells whether the runtime is initialised; None where torch_xla is absent or has none."""
+    # There is no public way to ask without initialising it.
+    core = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
+    return getattr(core, "_xla_runtime_is_initialized", None)
 
 
 def _trial_backward() -> bool:
