@@ -64,7 +64,7 @@ class TrainingRun:
         # Planned twice: a refusal after the processes have met would leave the others waiting; the
         # backend, which the second plan explains, is known only then.
         plan_training(asked, _observed_facts(expected_place))
-        # Looked up for its refusal and its dtype; the object is built for the device that was found.
+        # Looked up for its refusal and dtype; the object is built for the device that was found.
         precision_class = _catalog.precision(asked.mixed_precision, asked.fp8)
         effect_note = _downcast(request, precision_class, device_backend)
         place = distributed.arrive(device=device_backend.name, settings=handlers.process_group)
