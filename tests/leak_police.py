@@ -20,6 +20,7 @@ import functools
 import gc
 import multiprocessing.resource_tracker
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -326,7 +327,7 @@ def clean_up(before: World) -> None:
         _end(identity)
     for name in after.segments - before.segments:
         if not _held_by_a_stranger(name):
-            (SHM / name).unlink(missing_ok=True)
+            _remove(SHM / name)
     _restore_environ(before.environ)
     for number in SIGNALS:
         if before.handlers[number] is not None:  # None: set by C code, Python cannot put it back
@@ -335,6 +336,13 @@ def clean_up(before: World) -> None:
         os.chdir(before.cwd)
     if after.has_process_group and not before.has_process_group:
         sys.modules["torch.distributed"].destroy_process_group()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _end(identity: Identity) -> None:

@@ -137,6 +137,16 @@ LEAKS = {
         ),
         "*shared memory /dev/shm/police-*",
     ),
+    "a folder of segments": (
+        (
+            "import os, pathlib\n"
+            "def test():\n"
+            "    folder = pathlib.Path(f'/dev/shm/police-folder-{os.getpid()}')\n"
+            "    folder.mkdir()\n"
+            "    (folder / 'one').write_text('x')\n"
+        ),
+        "*shared memory /dev/shm/police-folder-*",
+    ),
     "a memfd": (
         (
             "import os, pytest\n"
