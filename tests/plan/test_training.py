@@ -56,7 +56,7 @@ def test_the_headline_says_it_in_one_line() -> None:
 def test_every_choice_has_its_reason() -> None:
     assert why(TrainingRequest(), CPU, "device") == "no GPU was found"
     assert why(TrainingRequest(device="cpu"), CPU, "device") == "the CPU was asked for"
-    assert why(TrainingRequest(), gpu(9, 0), "device") == "a GPU was found"
+    assert why(TrainingRequest(), gpu(9, 0), "device") == "this process computes on cuda:0"
     assert (
         why(TrainingRequest(), CPU, "num_processes")
         == "started without a launcher, or with one worker"
