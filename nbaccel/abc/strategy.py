@@ -71,6 +71,13 @@ class Strategy(ABC):
         """What the settings say of training beside sharding."""
         return SaidBySettings()
 
+    def before_placement(self, models: Iterable[nn.Module]) -> None:  # noqa: B027 - most wait for wrap
+        """Do what costs less while models are where they were built, most often in host memory.
+
+        Args:
+            models: Those that :meth:`wrap` will get, on their device then. May be a collective.
+        """
+
     @abstractmethod
     def wrap(self, bundle: Bundle) -> Bundle:
         """Make models ready to train, and let the optimizers hold the parameters that result.

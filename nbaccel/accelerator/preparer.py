@@ -227,11 +227,16 @@ class Preparer:
         return (
             # Parameters are moved before a strategy replaces them, and the forward is replaced
             # before DDP wraps the model, so that DDP calls the new one.
+            self._begin_strategy,
             lambda bundle: self._place_models(bundle, placements),
             self._run.precision.convert,
             self._wrap_forward,
             *wrapping_steps,
         )
+
+    def _begin_strategy(self, bundle: Bundle) -> Bundle:
+        self._run.strategy.before_placement(bundle.models)
+        return bundle
 
     def _checkpoint_activations(self, bundle: Bundle) -> Bundle:
         if self._run.request.activation_checkpointing:

@@ -48,15 +48,26 @@ class ReplicasStrategy(Strategy):
         super().__init__(place)
         self._device = _catalog.device(place.device_name)
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._equal_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._has_new_gradients = False
 
+    def before_placement(self, models: Iterable[nn.Module]) -> None:
+        """See :meth:`Strategy.before_placement`; all processes begin with process 0's weights.
+
+        A collective. Later each tensor that is compared would be copied back from the device.
+        """
+        for model in models:
+            if model not in self._equal_models:
+                self._equal_models.add(model)
+                _take_weights_of_first(model)
+
     def wrap(self, bundle: Bundle) -> Bundle:
-        """See :meth:`Strategy.wrap`; a collective: all processes begin with process 0's weights."""
+        """See :meth:`Strategy.wrap`."""
+        self.before_placement(bundle.models)
         for model in bundle.models:
             if model in self._models:
                 continue
             self._models.add(model)
-            _take_weights_of_first(model)
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     hooked: Any = parameter

@@ -42,6 +42,20 @@ def begin() -> tuple[int, ReplicasStrategy, nn.Module, torch.optim.Optimizer]:
     return rank, strategy, model, optimizer
 
 
+def weights_before_placement() -> tuple[list[float], bool]:
+    """Of a model that each process has made with others, where it was made."""
+    rank = join()
+    strategy = ReplicasStrategy(
+        Place(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
+    )
+    model = nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight.fill_(rank + 1)
+    weight = model.weight
+    strategy.before_placement([model])
+    return model.weight.flatten().tolist(), model.weight is weight
+
+
 def one_replica(backwards: int = 1) -> list[torch.Tensor]:
     """What one process computes that has the rows of both."""
     model = make_model()
@@ -125,3 +139,7 @@ def test_a_prepared_model_stays_as_it_is():
     assert strategy.unwrap(model) is model
     assert strategy.join([model]) is None, "every step needs every process"
     assert strategy.model_state(copy.deepcopy(model)).keys() == model.state_dict().keys()
+
+
+def test_all_begin_with_the_weights_of_process_0_before_they_are_moved():
+    assert debug_launcher(weights_before_placement, num_processes=2) == [([1.0, 1.0], True)] * 2
