@@ -41,6 +41,8 @@ class Strategy(ABC):
         owns_precision: Whether models are cast, and the loss scaled, by the strategy's own engine.
         place_batch: Lays out one tensor of a batch, of shape ``[rows, ...]``, that has been put on
             the device; None leaves it as it is.
+        before_placement: Is given the models while they are where they were built, most often in
+            host memory, and may be a collective; None where :meth:`wrap` is early enough.
         choices: What was decided while preparing, each with its reason.
     """
 
@@ -48,6 +50,7 @@ class Strategy(ABC):
     owns_precision: ClassVar[bool] = False
     choices: tuple[Choice, ...] = ()
     place_batch: Callable[[torch.Tensor], None] | None = None
+    before_placement: Callable[[Iterable[nn.Module]], None] | None = None
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -70,13 +73,6 @@ class Strategy(ABC):
     def said_by(cls, settings: Any) -> SaidBySettings:
         """What the settings say of training beside sharding."""
         return SaidBySettings()
-
-    def before_placement(self, models: Iterable[nn.Module]) -> None:  # noqa: B027 - most wait for wrap
-        """Do what costs less while models are where they were built, most often in host memory.
-
-        Args:
-            models: Those that :meth:`wrap` will get, on their device then. May be a collective.
-        """
 
     @abstractmethod
     def wrap(self, bundle: Bundle) -> Bundle:

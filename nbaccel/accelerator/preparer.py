@@ -235,7 +235,9 @@ class Preparer:
         )
 
     def _begin_strategy(self, bundle: Bundle) -> Bundle:
-        self._run.strategy.before_placement(bundle.models)
+        before_placement = self._run.strategy.before_placement
+        if before_placement is not None:
+            before_placement(bundle.models)
         return bundle
 
     def _checkpoint_activations(self, bundle: Bundle) -> Bundle:

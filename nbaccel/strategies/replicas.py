@@ -52,17 +52,14 @@ class ReplicasStrategy(Strategy):
         self._has_new_gradients = False
 
     def before_placement(self, models: Iterable[nn.Module]) -> None:
-        """See :meth:`Strategy.before_placement`; all processes begin with process 0's weights.
-
-        A collective. Later each tensor that is compared would be copied back from the device.
-        """
+        """See :class:`Strategy`; later each tensor that is compared would be copied back."""
         for model in models:
             if model not in self._equal_models:
                 self._equal_models.add(model)
                 _take_weights_of_first(model)
 
     def wrap(self, bundle: Bundle) -> Bundle:
-        """See :meth:`Strategy.wrap`."""
+        """See :meth:`Strategy.wrap`; a collective: all processes begin with process 0's weights."""
         self.before_placement(bundle.models)
         for model in bundle.models:
             if model in self._models:

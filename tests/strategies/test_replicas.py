@@ -52,6 +52,7 @@ def weights_before_placement() -> tuple[list[float], bool]:
     with torch.no_grad():
         model.weight.fill_(rank + 1)
     weight = model.weight
+    assert strategy.before_placement is not None
     strategy.before_placement([model])
     return model.weight.flatten().tolist(), model.weight is weight
 
