@@ -25,6 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         operations.use_those_of_the_environment()
     leak_police.start_session()
+    config.pluginmanager.register(WiderFixtures(config))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -76,22 +77,26 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         item.config.stash[HAS_FROZEN] = True
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Any:
-    _forget_what_was_seen(fixturedef, request.config)
-    return (yield)
+class WiderFixtures:
+    """Between two tests only fixtures of a wider scope may bring something or take it away.
 
+    A plugin, because pytest tells hooks in a `conftest.py` of a folder nothing of a session's.
+    """
 
-def pytest_fixture_post_finalizer(
-    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
-) -> None:
-    _forget_what_was_seen(fixturedef, request.config)
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Any:
+        self._forget_what_was_seen(fixturedef)
+        return (yield)
 
-def _forget_what_was_seen(fixturedef: pytest.FixtureDef[Any], config: pytest.Config) -> None:
-    """Between two tests only fixtures of a wider scope may bring something or take it away."""
-    if fixturedef.scope != "function":
-        config.stash[SEEN_LAST] = None
+    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
+        self._forget_what_was_seen(fixturedef)
+
+    def _forget_what_was_seen(self, fixturedef: pytest.FixtureDef[Any]) -> None:
+        if fixturedef.scope != "function":
+            self._config.stash[SEEN_LAST] = None
 
 
 @pytest.fixture(autouse=True)

@@ -288,3 +288,15 @@ def test_what_is_just_ending_is_given_time(tmp_path):
 def test_a_worker_of_the_template_may_not_stay(tmp_path):
     said = run_pytest(tmp_path, [TEMPLATE_WITH_WORKER]).of(0)["test"]
     assert fnmatch.fnmatch(said, "error: *process * (sleep 65)*"), said
+
+
+@pytest.fixture(scope="session")
+def variable_of_the_session() -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NBACCEL_TEST_OF_THE_SESSION", "x")
+        yield "NBACCEL_TEST_OF_THE_SESSION"
+
+
+def test_what_a_fixture_of_the_session_brings_is_no_leak(variable_of_the_session):
+    # Not the first test here: the police has looked after the one before.
+    assert os.environ[variable_of_the_session] == "x"
