@@ -14,9 +14,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TESTS = (
     "tests/plan tests/config tests/test_catalog.py tests/notebook/picker",
-    "tests/strategies tests/accelerator/test_prepare.py",
-    # Launches, pools and what travels between them; all of their tests would take minutes more.
-    "tests/workers/test_rendezvous.py tests/transfer tests/supervision tests/failures",
+    # Where DeepSpeed is one among others; all tests of these folders would take minutes more.
+    "tests/strategies/test_ddp.py tests/accelerator/test_prepare.py",
+    # Launches, pools and what travels between them.
+    "tests/workers/test_rendezvous.py tests/transfer",
 )
 IMPORTS = """
 import importlib, pkgutil, nbaccel
