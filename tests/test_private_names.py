@@ -171,6 +171,13 @@ def test_an_xla_without_its_name_counts_as_initialised(monkeypatch):
     assert "cannot tell whether its runtime runs" in hazard
 
 
+def test_an_xla_that_may_not_be_imported_is_no_hazard(monkeypatch):
+    from nbaccel.devices.tpu import TpuDevice
+
+    monkeypatch.setitem(sys.modules, "torch_xla", None)
+    assert TpuDevice().hazards() == ()
+
+
 def test_a_tensorboard_writer_without_its_name(monkeypatch, tmp_path):
     pytest.importorskip("tensorboard")
     from torch.utils.tensorboard import SummaryWriter

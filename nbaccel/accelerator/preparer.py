@@ -225,16 +225,16 @@ class Preparer:
         if self._run.strategy.owns_precision:
             return wrapping_steps
         return (
+            self._before_placement,
             # Parameters are moved before a strategy replaces them, and the forward is replaced
             # before DDP wraps the model, so that DDP calls the new one.
-            self._begin_strategy,
             lambda bundle: self._place_models(bundle, placements),
             self._run.precision.convert,
             self._wrap_forward,
             *wrapping_steps,
         )
 
-    def _begin_strategy(self, bundle: Bundle) -> Bundle:
+    def _before_placement(self, bundle: Bundle) -> Bundle:
         before_placement = self._run.strategy.before_placement
         if before_placement is not None:
             before_placement(bundle.models)

@@ -71,7 +71,8 @@ class TorchXlaDriver(TpuDriver):
         counts none before its runtime runs: later ones on its device fail an assertion, in forks
         of the process, too (https://github.com/pytorch/xla/issues/4174).
         """
-        if "torch_xla" in sys.modules and _runtime_question() is None:
+        # An entry of None makes Python refuse the import.
+        if sys.modules.get("torch_xla") is not None and _runtime_question() is None:
             return "torch_xla is imported, and this version cannot tell whether its runtime runs"
         if not self.is_loaded() or self.is_awake():
             return super().fork_problem()
