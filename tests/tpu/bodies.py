@@ -314,6 +314,8 @@ def train_sharded(model: TiedNet) -> tuple[list[float], dict[str, str], list[int
     loader: Any = DataLoader(TensorDataset(*make_data(TRAINED_ROWS)), batch_size=RANKS * BATCH)
     net, optimizer, loader = accelerator.prepare(model, make_optimizer(model), loader)
     losses = [loss for _ in range(2) for loss in train_epoch(accelerator, net, optimizer, loader)]
+    # Shards are looked up in buffers that a step under way has not filled yet.
+    torch_xla.core.xla_model.wait_device_ops()
     specs = {
         name: torch_xla._XLAC._get_xla_sharding_spec(parameter)
         for name, parameter in net.named_parameters()
