@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -18,6 +18,7 @@ from nbaccel.abc.precision import Precision
 from nbaccel.abc.strategy import Strategy
 from nbaccel.capabilities import (
     DEVICES,
+    FP8_BACKENDS,
     PRECISIONS,
     STRATEGIES,
     StrategyRow,
@@ -42,6 +43,7 @@ __all__ = [
     "enter_worker",
     "known_device",
     "known_devices",
+    "layer_restorers",
     "load_advisor",
     "load_object",
     "plugin_class",
@@ -168,36 +170,52 @@ def awake_accelerators() -> Iterator[DeviceRuntime]:
 
 
 # ---------------------------------------------------------------------------- precisions
-def precision(precision_name: str, fp8: Fp8Config | None = None) -> type[Precision]:
+def precision(
+    precision_name: str,
+    fp8: Fp8Config | None = None,
+    device_name: str = "",
+    compute_capability: tuple[int, int] | None = None,
+) -> type[Precision]:
     """The implementation of a precision.
 
     Args:
         precision_name: As in its capability row.
         fp8: Which library computes, where one does.
+        device_name: The row of the device; empty where it does not matter.
+        compute_capability: Of the GPU, if it is one and known.
 
     Returns:
         A class whose objects are made by :meth:`Precision.build`.
 
     Raises:
-        PlatformUnsupported: This version has no implementation of it.
+        PlatformUnsupported: This version has no implementation of it, or its library is missing.
     """
     capability_row = precision_row(precision_name)
-    class_path = capability_row.path
+    class_path, problem = capability_row.path, ""
     if capability_row.has_backends:
-        backend_row, problem = fp8_backend("" if fp8 is None else fp8.backend)
-        class_path = "" if backend_row is None or problem else backend_row.path
-    if not class_path:
-        trainable_names = ", ".join(
-            trainable_row.name for trainable_row in PRECISIONS if trainable_row.path
-        )
+        device_row_of = device_row(device_name) if device_name else None
+        backend = "" if fp8 is None else fp8.backend
+        choice = fp8_backend(backend, device_row_of, compute_capability)
+        class_path, problem = (choice.row.path if choice.row else ""), choice.problem
+    if not class_path or problem:
+        reason = problem or "this version has no implementation of it"
         raise PlatformUnsupported(
-            f"mixed_precision={precision_name!r} ({capability_row.meaning}) cannot be trained in "
-            "through Accelerator in this version: every layer would compute in another format "
-            f"than was asked for. Use one of {trainable_names} (bf16 is the nearest), or convert "
-            "the layers yourself with torchao or TransformerEngine before `prepare`, under 'bf16'."
+            f"mixed_precision={precision_name!r} ({capability_row.meaning}) cannot be trained in: "
+            f"{reason}. Every layer would compute in another format than was asked for. Use one of "
+            f"{', '.join(row.name for row in PRECISIONS if row.path)}; bf16 is the nearest."
         )
     precision_class: type[Precision] = _load_class(class_path, Precision)
     return precision_class
+
+
+def layer_restorers() -> Iterator[Callable[[Any], list[tuple[Any, Any]]]]:
+    """What gives a module its own layers back, of each FP8 library that this process has used."""
+    paths = {
+        backend_row.restore: None
+        for backend_row in FP8_BACKENDS
+        if backend_row.restore and backend_row.library in sys.modules
+    }
+    return (load_object(path) for path in paths)
 
 
 # ---------------------------------------------------------------------------- strategies

@@ -14,7 +14,6 @@ from nbaccel.errors import PlatformUnsupported
 __all__ = [
     "BIG_MODEL_INFERENCE",
     "DEEPSPEED_INTERNALS",
-    "FP8_TRAINING",
     "FSDP_INTERNALS",
     "LAUNCH_COMMANDS",
     "MEGATRON_LM",
@@ -66,11 +65,6 @@ QUANTIZED_LOADING = LaterPart(
     "loading models in 8 or 4 bits",
     "Load with from_pretrained(quantization_config=...) of transformers, and train adapters of "
     "peft on it",
-)
-FP8_TRAINING = LaterPart(
-    "training in fp8 through Accelerator",
-    "Use mixed_precision='bf16', or convert the layers yourself with torchao or TransformerEngine "
-    "before prepare",
 )
 DEEPSPEED_INTERNALS = LaterPart(
     "the inside of Accelerate's DeepSpeed",

@@ -12,7 +12,14 @@ from __future__ import annotations
 from typing import TypeVar
 
 from nbaccel._optional import is_installed
-from nbaccel.capability_rows import DeviceRow, Fp8Row, PrecisionRow, StartMethodRow, StrategyRow
+from nbaccel.capability_rows import (
+    DeviceRow,
+    Fp8Choice,
+    Fp8Row,
+    PrecisionRow,
+    StartMethodRow,
+    StrategyRow,
+)
 from nbaccel.entry_points import NamedRow, rows_from_outside
 from nbaccel.errors import InternalError
 
@@ -20,10 +27,12 @@ __all__ = [
     "DEVICES",
     "ENTRY_POINT_PROBLEMS",
     "FP8_BACKENDS",
+    "FP8_RECIPE_CAPABILITIES",
     "PRECISIONS",
     "START_METHODS",
     "STRATEGIES",
     "DeviceRow",
+    "Fp8Choice",
     "Fp8Row",
     "PrecisionRow",
     "StartMethodRow",
@@ -142,49 +151,118 @@ _PRECISIONS: tuple[PrecisionRow, ...] = (
     ),
     PrecisionRow(
         name="fp8",
-        meaning="8-bit matrix products",
-        needs="a later version: nothing here computes in it yet, and it is refused",
+        meaning="8-bit matrix products; the rest in bfloat16",
+        needs="a GPU of compute capability 8.9 (Ada, Hopper) to be worth it; emulated elsewhere",
         words=("float8",),
         has_backends=True,
-        refused_below=(8, 9),
     ),
 )
 
+_DELAYED_SETTINGS = ("interval", "amax_history_len", "amax_compute_algo")
+_FP8_STRATEGIES = ("single", "ddp", "fsdp", "deepspeed")
+_FIRST_WITH_FP8 = (8, 9)
+
+# In the order in which `auto` looks for them: that of Accelerate's guide, then what is installed.
 _FP8_BACKENDS: tuple[Fp8Row, ...] = (
     Fp8Row(
-        name="te",
-        meaning="TransformerEngine: fused layers with delayed scaling",
-        needs="the package transformer-engine, and a GPU of compute capability 8.9 or newer",
-        package="transformer_engine",
-        words=("transformerengine", "transformer_engine"),
-        devices=("cuda",),
+        name="msamp",
+        meaning="MS-AMP's levels: weights, gradients and optimizer states in 8 and 16 bits, too",
+        needs="nothing; the package msamp is used on GPUs if it is installed",
+        package="",
+        path="nbaccel.precision.msamp_levels:MsAmpFp8",
+        devices=("cpu", "cuda"),
+        strategies=("single", "ddp"),
         settings=(
-            "fp8_format",
+            "opt_level",
+            "recipe",
             "margin",
-            "interval",
-            "amax_history_len",
-            "amax_compute_algo",
+            *_DELAYED_SETTINGS,
             "override_linear_precision",
             "use_autocast_during_eval",
+            "gradient_reduction",
+            "skip_first_and_last",
         ),
+        recipes=("current", "delayed"),
+        auto_with="msamp",
+        emulated_below=_FIRST_WITH_FP8,
+        restore="nbaccel.fp8.conversion:restore_layers",
+        library="nbaccel.fp8.linear",
+        shards="nbaccel.fp8.shard_reader",
     ),
     Fp8Row(
-        name="msamp",
-        meaning="MS-AMP: weight gradients and optimizer states in 8 bits, too",
-        needs="the package msamp, built from its sources, and a GPU of capability 8.9 or newer",
-        package="msamp",
+        name="te",
+        meaning="TransformerEngine: its layers, in the place of linear layers and LayerNorm",
+        needs="the package transformer-engine, and a GPU of compute capability 8.9 or newer",
+        package="transformer_engine",
+        path="nbaccel.precision.transformer_engine:TransformerEngineFp8",
+        words=("transformerengine", "transformer_engine"),
         devices=("cuda",),
-        settings=("opt_level",),
+        strategies=("single", "ddp", "fsdp"),
+        settings=(
+            "recipe",
+            "fp8_format",
+            "margin",
+            *_DELAYED_SETTINGS,
+            "override_linear_precision",
+            "use_autocast_during_eval",
+            "skip_first_and_last",
+        ),
+        recipes=("delayed", "current", "block", "mxfp8", "nvfp4"),
+        refused_below=_FIRST_WITH_FP8,
+        restore="nbaccel.precision.transformer_engine:restore_layers",
+        library="transformer_engine.pytorch",
     ),
     Fp8Row(
         name="ao",
         meaning="torchao: scales found anew in each step",
-        needs="the package torchao, and a GPU of compute capability 8.9 or newer",
+        needs="the package torchao",
         package="torchao",
+        path="nbaccel.precision.torchao:TorchaoFp8",
         words=("torchao",),
-        devices=("cuda",),
+        devices=("cpu", "cuda"),
+        strategies=_FP8_STRATEGIES,
+        settings=(
+            "recipe",
+            "skip_first_and_last",
+            "pad_inner_dim",
+            "enable_fsdp_float8_all_gather",
+        ),
+        recipes=("current", "rowwise"),
+        emulated_below=_FIRST_WITH_FP8,
+        restore="nbaccel.precision.torchao:restore_layers",
+        library="torchao.float8",
+    ),
+    Fp8Row(
+        name="native",
+        meaning="nbaccel's own linear layers, with current or delayed scaling",
+        needs="nothing",
+        package="",
+        path="nbaccel.precision.native_fp8:NativeFp8",
+        devices=("cpu", "cuda", "xpu", "mps"),
+        strategies=_FP8_STRATEGIES,
+        settings=(
+            "recipe",
+            "fp8_format",
+            "margin",
+            *_DELAYED_SETTINGS,
+            "override_linear_precision",
+            "use_autocast_during_eval",
+            "skip_first_and_last",
+        ),
+        recipes=("current", "delayed"),
+        emulated_below=_FIRST_WITH_FP8,
+        restore="nbaccel.fp8.conversion:restore_layers",
+        library="nbaccel.fp8.linear",
     ),
 )
+
+FP8_RECIPE_CAPABILITIES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
+    "rowwise": ((9, 0), (99, 0)),
+    "block": ((9, 0), (99, 0)),
+    "mxfp8": ((10, 0), (12, 0)),
+    "nvfp4": ((10, 0), (99, 0)),
+}
+"""Recipes that not all GPUs with FP8 have: the first compute capability, and the first without."""
 
 _STRATEGIES: tuple[StrategyRow, ...] = (
     StrategyRow(
@@ -410,31 +488,69 @@ def strategy_fits(strategy: StrategyRow, other_row: DeviceRow | PrecisionRow | F
     return other_row.name in fitting_names or strategy.name in other_row.strategies
 
 
-def fp8_backend(backend_name: str) -> tuple[Fp8Row | None, str]:
+def fp8_backend(
+    backend_name: str,
+    device: DeviceRow | None = None,
+    compute_capability: tuple[int, int] | None = None,
+) -> Fp8Choice:
     """Which library computes in 8 bits.
 
     Args:
-        backend_name: Its name; any other word takes the first that is installed.
+        backend_name: Its name; any other word takes the first one that is installed and fits.
+        device: What it is to compute on; None where that does not matter.
+        compute_capability: Of the GPU, if it is one and known.
 
     Returns:
-        The row, and why it cannot be used: empty where it can. None where this version trains with
-        no such library.
+        The library, and why; none where this version trains with no such library.
     """
-    fitting_rows = [backend_row for backend_row in FP8_BACKENDS if backend_row.path]
-    if backend_name in {backend_row.name for backend_row in FP8_BACKENDS}:
-        fitting_rows = [
-            backend_row for backend_row in fitting_rows if backend_row.name == backend_name
-        ]
-    if not fitting_rows:
-        return None, ""
-    for backend_row in fitting_rows:
-        if is_installed(backend_row.package):
-            return backend_row, ""
-    first_row = fitting_rows[0]
+    usable_rows = {
+        backend_row.name: backend_row for backend_row in FP8_BACKENDS if backend_row.path
+    }
+    if backend_name in usable_rows:
+        named_row = usable_rows[backend_name]
+        return Fp8Choice(row=named_row, problem=_missing_package(named_row), reason="asked for")
+    passed_over: list[str] = []
+    # Those that need no package come last: they are always there.
+    for backend_row in sorted(usable_rows.values(), key=lambda row: not _auto_package(row)):
+        obstacle = _auto_obstacle(backend_row, device, compute_capability)
+        if not obstacle:
+            found_text = (
+                f"{_auto_package(backend_row)} is installed"
+                if _auto_package(backend_row)
+                else "it needs no package"
+            )
+            return Fp8Choice(row=backend_row, reason="; ".join((found_text, *passed_over)))
+        passed_over.append(f"not {backend_row.name}: {obstacle}")
+    if not usable_rows:
+        return Fp8Choice()
+    first_row = next(iter(usable_rows.values()))
+    return Fp8Choice(row=first_row, problem="; ".join(passed_over))
+
+
+def _auto_package(backend_row: Fp8Row) -> str:
+    """The module with which ``auto`` takes a library; empty where it needs none."""
+    return backend_row.auto_with or backend_row.package
+
+
+def _missing_package(backend_row: Fp8Row) -> str:
+    if not backend_row.package or is_installed(backend_row.package):
+        return ""
     return (
-        first_row,
-        f"the FP8 backend {first_row.name!r} needs {first_row.package}, which is not installed",
+        f"the FP8 backend {backend_row.name!r} needs {backend_row.package}, which is not installed"
     )
+
+
+def _auto_obstacle(
+    backend_row: Fp8Row, device: DeviceRow | None, compute_capability: tuple[int, int] | None
+) -> str:
+    """Why ``auto`` passes over a library; empty where it does not."""
+    if (package := _auto_package(backend_row)) and not is_installed(package):
+        return f"{package} is not installed"
+    if device is not None and not computes_in(device, backend_row):
+        return f"it does not compute on {device.name}"
+    if compute_capability is not None and compute_capability < backend_row.refused_below:
+        return f"it needs {backend_row.needs}"
+    return ""
 
 
 def group_backend(row: DeviceRow, *, num_local: int, num_devices: int) -> str:

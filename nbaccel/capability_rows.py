@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DeviceRow", "Fp8Row", "PrecisionRow", "StartMethodRow", "StrategyRow"]
+__all__ = ["DeviceRow", "Fp8Choice", "Fp8Row", "PrecisionRow", "StartMethodRow", "StrategyRow"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +78,8 @@ class PrecisionRow:
         imitated_below: Compute capability under which a GPU does it slowly.
         path: ``module:Class`` of its :class:`~nbaccel.abc.precision.Precision`; empty where this
             version has none.
-        has_backends: Whether libraries compute it: then the class is that of a row in
-            ``FP8_BACKENDS``.
+        has_backends: Whether libraries compute it: then class, devices and strategies are those of
+            a row in ``FP8_BACKENDS``.
         dtype: Name of the torch dtype that layers compute in under it, for the check that training
             does what was asked; empty where dtypes do not show it.
         devices: Devices that train in it, beside those whose rows name it.
@@ -107,13 +107,22 @@ class Fp8Row:
         name: As in ``Fp8Config.backend``.
         meaning: What it does, for people.
         needs: What must be there.
-        package: The module that must be installed for it.
+        package: The module that must be installed for it; empty where torch is enough.
         path: ``module:Class`` of its :class:`~nbaccel.abc.precision.Precision`; empty where this
             version has none.
         words: Other words that people write for the name.
         devices: What it can compute on.
         strategies: Strategies that train with it.
         settings: Those of ``Fp8Config`` that it reads.
+        recipes: Ways to find scales, as in ``Fp8Config.recipe``; the first is its default.
+        auto_with: The module with which ``auto`` takes it, where that is not `package`.
+        refused_below: Compute capability under which a GPU cannot do it.
+        emulated_below: Compute capability under which products are computed in another format.
+        restore: ``module:function`` that gives a module its own layers back, and returns the
+            parameters that it replaced, each with the one in its place.
+        library: What must be imported for its layers to exist.
+        shards: Module that reads weights of which each process has a part, a
+            :class:`~nbaccel.abc.shards.ShardReader`.
     """
 
     name: str
@@ -125,6 +134,28 @@ class Fp8Row:
     devices: tuple[str, ...] = ()
     strategies: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
+    recipes: tuple[str, ...] = ()
+    auto_with: str = ""
+    refused_below: tuple[int, int] = (0, 0)
+    emulated_below: tuple[int, int] = (0, 0)
+    restore: str = ""
+    library: str = ""
+    shards: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Choice:
+    """The library that computes in 8 bits, on one device.
+
+    Attributes:
+        row: Its row; None where no library does.
+        problem: Why it cannot be used; empty where it can.
+        reason: Why it was chosen.
+    """
+
+    row: Fp8Row | None = None
+    problem: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

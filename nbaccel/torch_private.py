@@ -21,23 +21,28 @@ import torch
 import torch.distributed as dist
 import torch.distributed.rendezvous
 import torch.utils._python_dispatch
+import torch.utils._pytree
 from torch import nn
 
 from nbaccel.errors import PlatformUnsupported
 
 __all__ = [
     "COMPILED_PREFIX",
+    "COPIES_TO_DEVICE",
     "CREATES_GROUP",
     "MODULE_ATTRIBUTES",
     "PRIVATE_NAMES",
+    "after_backward",
     "collectives_begun",
     "communication_hooks",
+    "count_as_stepped",
     "create_in_default_group",
     "default_store",
     "device_backends",
     "dispatch_mode",
     "draw_order_now",
     "drop_loader_iterator",
+    "exclude_from_ddp",
     "fake_tensor_mode",
     "forget_compiled_call",
     "gradients_are_unscaled",
@@ -51,7 +56,10 @@ __all__ = [
     "is_exception_wrapper",
     "keep_process_groups",
     "local_shape_and_offset",
+    "make_wrapper_tensor",
+    "map_tree",
     "module_tables",
+    "multiply_scaled",
     "orthogonalizes_matrices",
     "process_group_names",
     "process_groups",
@@ -69,12 +77,16 @@ __all__ = [
     "uncompiled",
     "untyped_storage",
     "watch_new_groups",
+    "written_arguments",
 ]
 
 _SEEN_IN = "2.6 to 2.15"
 
 COMPILED_PREFIX = "_orig_mod."
 """What stands before names in the state of a module that `torch.compile` wrapped."""
+
+COPIES_TO_DEVICE = torch.ops.aten._to_copy.default
+"""The operation behind ``Tensor.to``."""
 
 CREATES_GROUP = "_new_process_group_helper"
 """The function that a process is in while it creates a process group."""
@@ -365,7 +377,96 @@ def dispatch_mode() -> type[Any]:
     return torch.utils._python_dispatch.TorchDispatchMode
 
 
+def make_wrapper_tensor(
+    tensor_class: type[Any], like: torch.Tensor, dtype: torch.dtype, *, requires_grad: bool
+) -> Any:
+    """A tensor of a subclass that has shape and device of another, and no storage of its own."""
+    loss = "weights and moments in 8 bits (the levels of MS-AMP) are not available"
+    make = _private(torch.Tensor, "_make_wrapper_subclass", loss)
+    return make(
+        tensor_class,
+        like.shape,
+        strides=like.stride(),
+        dtype=dtype,
+        device=like.device,
+        requires_grad=requires_grad,
+    )
+
+
+def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Lists, tuples and dictionaries with a function applied to each leaf."""
+    loss = "weights and moments in 8 bits (the levels of MS-AMP) are not available"
+    return _private(torch.utils._pytree, "tree_map", loss)(function, tree)
+
+
+def written_arguments(operation: Any) -> list[tuple[int, str]]:
+    """Position and name of the arguments that an operation of torch writes to."""
+    loss = "weights and moments in 8 bits (the levels of MS-AMP) are not available"
+    schema = _private(operation, "_schema", loss)
+    return [
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def multiply_scaled(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_inverse_scale: torch.Tensor,
+    right_inverse_scale: torch.Tensor,
+    out_dtype: torch.dtype,
+    *,
+    fast_accumulation: bool,
+) -> torch.Tensor:
+    """A matrix product of payloads of 8 bits, by the device's own kernel.
+
+    Args:
+        left: ``[m, k]``, row-major; on a GPU `k` and `n` are divisible by 16.
+        right: ``[k, n]``, column-major.
+        left_inverse_scale: 0-d, float32: what its payload is multiplied with.
+        right_inverse_scale: The same of the other.
+        out_dtype: Of the result.
+        fast_accumulation: Whether partial sums may be kept in fewer bits.
+
+    Returns:
+        ``[m, n]``.
+    """
+    multiply = _private(torch, "_scaled_mm", "FP8 products on GPUs are not available")
+    product: torch.Tensor = multiply(
+        left,
+        right,
+        scale_a=left_inverse_scale,
+        scale_b=right_inverse_scale,
+        out_dtype=out_dtype,
+        use_fast_accum=fast_accumulation,
+    )
+    return product
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Let a function be called when the backward pass that is running is through."""
+    loss = "gradients of 8 bits cannot be averaged over processes"
+    engine = _private(torch.autograd.Variable, "_execution_engine", loss)
+    engine.queue_callback(callback)
+
+
 # ------------------------------------------------------------------------- modules
+
+
+def exclude_from_ddp(module: nn.Module, parameter_names: list[str]) -> None:
+    """Let `DistributedDataParallel` leave parameters of a module alone.
+
+    Args:
+        module: The module, before it is wrapped.
+        parameter_names: Their names in it.
+    """
+    exclude = _private(
+        nn.parallel.DistributedDataParallel,
+        "_set_params_and_buffers_to_ignore_for_model",
+        "weights in 8 bits cannot be trained with DDP",
+    )
+    exclude(module, parameter_names)
 
 
 def module_tables(
@@ -433,6 +534,11 @@ def recompute_activations(module: nn.Module) -> None:
 def has_step_hooks(optimizer: Any) -> bool:
     """Whether hooks on `step` can be registered; a wrapper may not have called the constructor."""
     return getattr(optimizer, "_optimizer_step_post_hooks", None) is not None
+
+
+def count_as_stepped(optimizer: Any) -> None:
+    """Let learning-rate schedulers of an optimizer know that it has stepped, by way of another."""
+    optimizer._opt_called = True
 
 
 def scales_gradients_itself(optimizer: Any) -> bool:

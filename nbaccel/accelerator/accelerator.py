@@ -16,7 +16,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from nbaccel.accelerator.arguments import Request, dynamo_settings, refuse_unserved
+from nbaccel.accelerator.arguments import (
+    Request,
+    dynamo_settings,
+    one_spelling,
+    refuse_unserved,
+)
 from nbaccel.accelerator.gradient_steps import GradientSteps
 from nbaccel.accelerator.preparer import PreparedObjects, PrepareOptions, Preparer
 from nbaccel.accelerator.run_description import RunDescription
@@ -81,6 +86,7 @@ class Accelerator(RunDescription):
         gradient_accumulation_plugin: More about accumulation.
         step_scheduler_with_optimizer: Whether schedulers step only when optimizers do.
         kwargs_handlers: Further settings, one object per class.
+        kwarg_handlers: The same, as some guides spell it.
         deepspeed_plugins: By name, first one first; see ``state.select_deepspeed_plugin(name)``.
         dynamo_backend: Of ``torch.compile``; ``no``: none; None: ``ACCELERATE_DYNAMO_BACKEND``.
         dynamo_plugin: More about it.
@@ -122,6 +128,7 @@ class Accelerator(RunDescription):
         *,
         config: RunConfig | Configured | None = None,
         downcast_bf16: bool = False,
+        kwarg_handlers: Sequence[Handler] | None = None,
     ) -> None:
         refuse_unserved(torch_tp_plugin, megatron_lm_plugin, parallelism_config)
         request = Request.of(
@@ -138,7 +145,7 @@ class Accelerator(RunDescription):
                 "deepspeed_plugin": deepspeed_plugin,
                 "deepspeed_plugins": deepspeed_plugins,
             },
-            kwargs_handlers=kwargs_handlers,
+            kwargs_handlers=one_spelling(kwargs_handlers, kwarg_handlers),
             config=config,
             downcast_bf16=downcast_bf16,
         )

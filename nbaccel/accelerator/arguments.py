@@ -12,8 +12,9 @@ from typing import Any
 
 from nbaccel import _catalog, env
 from nbaccel.abc.asking import Said, SaidBySettings, Wanted
-from nbaccel.capabilities import DEVICES, STRATEGIES, StrategyRow, strategy_row
+from nbaccel.capabilities import DEVICES, PRECISIONS, STRATEGIES, StrategyRow, strategy_row
 from nbaccel.config import Configured, Fp8Config, RunConfig, run_config_of
+from nbaccel.config.fp8_handlers import Fp8Handler
 from nbaccel.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -30,7 +31,7 @@ from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.plan.training import TrainingRequest
 from nbaccel.train import distributed
 
-__all__ = ["Handlers", "Request", "dynamo_settings", "refuse_unserved"]
+__all__ = ["Handlers", "Request", "dynamo_settings", "one_spelling", "refuse_unserved"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +42,7 @@ class Handlers:
     scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
     process_group: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
     profile: ProfileKwargs = field(default_factory=ProfileKwargs)
+    fp8: Fp8Handler | None = None
     given: tuple[Any, ...] = ()
     """All of them as they were given, among them settings of strategies."""
 
@@ -56,6 +58,7 @@ class Handlers:
             GradScalerKwargs: "scaler",
             InitProcessGroupKwargs: "process_group",
             ProfileKwargs: "profile",
+            **dict.fromkeys(_subclasses(Fp8Handler), "fp8"),
         }
         handlers_by_field: dict[str, Any] = {}
         for handler in given_handlers or ():
@@ -71,10 +74,11 @@ class Handlers:
                     f"no effect. Give objects of {', '.join(known_classes)}."
                 )
             if field_name in handlers_by_field:
+                first_handler = handlers_by_field[field_name]
+                class_names = sorted({type(first_handler).__name__, type(handler).__name__})
                 raise ConfigError(
-                    f"kwargs_handlers got two {type(handler).__name__}: "
-                    f"{handlers_by_field[field_name]} and {handler}. Only one can apply. Give one "
-                    "with both settings."
+                    f"kwargs_handlers got two {' and '.join(class_names)}: {first_handler} and "
+                    f"{handler}. Only one can apply. Give one with both settings."
                 )
             handlers_by_field[field_name] = handler
         own_handlers = {
@@ -83,6 +87,12 @@ class Handlers:
             if field_name in field_names.values()
         }
         return cls(**own_handlers, given=tuple(given_handlers or ()))
+
+
+def _subclasses(settings_class: type[Fp8Handler]) -> Iterator[type[Fp8Handler]]:
+    for handler_class in settings_class.__subclasses__():
+        yield handler_class
+        yield from _subclasses(handler_class)
 
 
 def _strategy_using(settings_class: type) -> str | None:
@@ -220,7 +230,7 @@ class Request:
             accumulation_steps=accumulation_steps,
             accumulation_source=steps_source,
             strategy=_with_reason(requested_strategy, settings_request.reason),
-            fp8=_fp8_settings(run_config),
+            fp8=_fp8_settings(run_config, handlers.fp8, precision_name),
             device=_requested_device(run_config, cpu=cpu),
             split_batches=loader_config.split_batches,
         )
@@ -315,8 +325,24 @@ def _requested_precision(
     return (variable_text, "environment") if variable_text else ("no", "default")
 
 
-def _fp8_settings(run_config: RunConfig | None) -> Fp8Config | None:
-    return Fp8Config.from_environment() if run_config is None else run_config.fp8
+def _fp8_settings(
+    run_config: RunConfig | None, handler: Fp8Handler | None, precision_name: str
+) -> Fp8Config | None:
+    if handler is None:
+        return Fp8Config.from_environment() if run_config is None else run_config.fp8
+    if not any(row.name == precision_name and row.has_backends for row in PRECISIONS):
+        raise ConfigError(
+            f"kwargs_handlers got {type(handler).__name__} with mixed_precision="
+            f"{precision_name!r}: nothing would compute in 8 bits. Give mixed_precision='fp8', or "
+            "leave the handler out."
+        )
+    settings = handler.to_config()
+    if run_config is not None and run_config.fp8 not in (None, settings):
+        raise ConfigError(
+            f"kwargs_handlers got {handler}, and config.fp8 is {run_config.fp8}: only one can "
+            "hold. Give it in one of them."
+        )
+    return settings
 
 
 def _requested_device(run_config: RunConfig | None, *, cpu: bool) -> str:
@@ -364,6 +390,22 @@ def _merge_precision(
         f"{settings_request.mixed_precision!r}. Models are cast as one of them says. Leave "
         f"one out{settings_request.remedy}."
     )
+
+
+def one_spelling(
+    kwargs_handlers: Sequence[Handler] | None, kwarg_handlers: Sequence[Handler] | None
+) -> Sequence[Handler] | None:
+    """What was given under either name of the argument.
+
+    Raises:
+        ConfigError: Under both.
+    """
+    if kwargs_handlers is not None and kwarg_handlers is not None:
+        raise ConfigError(
+            f"Accelerator got kwargs_handlers={kwargs_handlers} and kwarg_handlers="
+            f"{kwarg_handlers}: two spellings of one argument. Give kwargs_handlers alone."
+        )
+    return kwargs_handlers if kwarg_handlers is None else kwarg_handlers
 
 
 def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:

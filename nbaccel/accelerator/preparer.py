@@ -223,11 +223,13 @@ class Preparer:
             self._wrap_optimizers,
         )
         if self._run.strategy.owns_precision:
-            return wrapping_steps
+            # The engine casts the model; which layers compute in 8 bits it does not know.
+            return (_restore_layers, self._run.precision.convert, *wrapping_steps)
         return (
             self._before_placement,
             # Parameters are moved before a strategy replaces them, and the forward is replaced
             # before DDP wraps the model, so that DDP calls the new one.
+            _restore_layers,
             lambda bundle: self._place_models(bundle, placements),
             self._run.precision.convert,
             self._wrap_forward,
@@ -326,6 +328,17 @@ class Preparer:
         # DDP and its model refer to each other; only freed tensors' memory leaves the cache.
         gc.collect()
         _catalog.device(self._run.place.device_name).empty_cache()
+
+
+def _restore_layers(bundle: Bundle) -> Bundle:
+    """Give models the layers back that an earlier Accelerator replaced; optimizers follow."""
+    for restore_layers in _catalog.layer_restorers():
+        for model in bundle.models:
+            replaced = {id(old): new for old, new in restore_layers(model)}
+            for optimizer in bundle.optimizers if replaced else ():
+                for group in getattr(optimizer, "param_groups", ()):
+                    group["params"] = [replaced.get(id(p), p) for p in group["params"]]
+    return bundle
 
 
 def _is_scheduler(given_object: Any) -> bool:

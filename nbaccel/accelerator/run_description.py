@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nbaccel.accelerator.training_run import TrainingRun
-from nbaccel.capabilities import device_row, fp8_backend, precision_row, strategy_row
+from nbaccel.capabilities import device_row, precision_row, strategy_row
 from nbaccel.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -114,9 +114,10 @@ class RunDescription(ProcessInfo):
         """The library that computes in fp8; None where nothing does."""
         if not precision_row(self.mixed_precision).has_backends:
             return None
-        fp8_settings = self._run.request.asked.fp8
-        fp8_library, _ = fp8_backend("" if fp8_settings is None else fp8_settings.backend)
-        return None if fp8_library is None else fp8_library.name
+        return next(
+            (str(choice.value) for choice in self.plan.choices if choice.name == "fp8.backend"),
+            None,
+        )
 
     # --------------------------------------------------------------------- data
 

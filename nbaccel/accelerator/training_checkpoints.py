@@ -98,6 +98,7 @@ class TrainingCheckpoints:
             schedulers=self._prepared.schedulers,
             loaders=self._prepared.loaders,
             scaler=self._run.precision.scaler,
+            precision=self._run.precision,
             custom=self._custom_objects,
             amid_group=not self._gradient_state.sync_gradients,
             in_shards=self._run.request.writes_shards,

@@ -13,7 +13,10 @@ from nbaccel.abc.place import Place
 from nbaccel.abc.precision import Precision, PrecisionSettings
 from nbaccel.abc.strategy import Strategy
 from nbaccel.accelerator.arguments import Request
+from nbaccel.capabilities import device_row, precision_row
+from nbaccel.config import Fp8Config
 from nbaccel.config.handlers import TorchDynamoPlugin
+from nbaccel.plan.fp8_choice import choose_fp8, is_emulated, recipe_of
 from nbaccel.plan.training import ProcessFacts, TrainingPlan, plan_training
 from nbaccel.train import distributed
 from nbaccel.train.collectives import Collectives
@@ -63,17 +66,24 @@ class TrainingRun:
         )
         # Planned twice: a refusal after the processes have met would leave the others waiting; the
         # backend, which the second plan explains, is known only then.
-        plan_training(asked, _observed_facts(expected_place))
+        expected_facts = _observed_facts(expected_place)
+        plan_training(asked, expected_facts)
         # Looked up for its refusal and dtype; the object is built for the device that was found.
-        precision_class = _catalog.precision(asked.mixed_precision, asked.fp8)
+        precision_class = _catalog.precision(
+            asked.mixed_precision,
+            asked.fp8,
+            expected_facts.device,
+            expected_facts.compute_capability,
+        )
         effect_note = _downcast(request, precision_class, device_backend)
         place = distributed.arrive(device=device_backend.name, settings=handlers.process_group)
         plan = plan_training(asked, _observed_facts(place))
         plan = replace(plan, warnings=(*plan.warnings, *effect_note))
         strategy_class = _catalog.strategy(plan.strategy)
         # An engine casts models and scales losses itself: doing both would scale twice.
-        precision_name = "no" if strategy_class.owns_precision else asked.mixed_precision
-        precision = _build_precision(request, place, precision_name)
+        is_left_to_engine = strategy_class.owns_precision and not precision_class.converts_layers
+        precision_name = "no" if is_left_to_engine else asked.mixed_precision
+        precision = _build_precision(request, place, precision_name, plan)
         strategy_settings = request.settings_for(plan.strategy)
         return cls(
             request=request,
@@ -89,9 +99,10 @@ class TrainingRun:
 
     @property
     def plan(self) -> TrainingPlan:
-        """The decisions so far, with those that the strategy took from the prepared models."""
+        """The decisions so far, with those that followed from the prepared models."""
         initial_plan = self.initial_plan
-        return replace(initial_plan, choices=(*initial_plan.choices, *self.strategy.choices))
+        later_choices = (*self.precision.choices, *self.strategy.choices)
+        return replace(initial_plan, choices=(*initial_plan.choices, *later_choices))
 
 
 def _downcast(request: Request, precision: type[Precision], device: Device) -> tuple[str, ...]:
@@ -123,11 +134,27 @@ def _observed_facts(place: Place) -> ProcessFacts:
     )
 
 
-def _build_precision(request: Request, place: Place, precision_name: str) -> Precision:
+def _build_precision(
+    request: Request, place: Place, precision_name: str, plan: TrainingPlan
+) -> Precision:
+    facts, fp8 = _observed_facts(place), request.asked.fp8
+    choice = choose_fp8(fp8, device_row(facts.device), facts.compute_capability)
+    has_backends = precision_row(precision_name).has_backends
+    if has_backends and choice.row is not None and choice.row.recipes:
+        fp8 = (fp8 or Fp8Config()).changed(recipe=recipe_of(fp8 or Fp8Config(), choice.row))
     precision_settings = PrecisionSettings(
         device=place.device,
         autocast=request.handlers.autocast,
         scaler=request.handlers.scaler,
-        fp8=request.asked.fp8,
+        fp8=fp8,
+        emulates_fp8=choice.row is not None and is_emulated(choice.row, facts.compute_capability),
+        world_size=place.world_size,
+        is_main=place.is_main,
+        accumulation_steps=plan.accumulation_steps,
+        strategy=plan.strategy,
+        handlers=request.handlers.given,
     )
-    return _catalog.precision(precision_name, request.asked.fp8).build(precision_settings)
+    precision_class = _catalog.precision(
+        precision_name, request.asked.fp8, facts.device, facts.compute_capability
+    )
+    return precision_class.build(precision_settings)

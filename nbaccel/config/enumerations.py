@@ -86,11 +86,12 @@ class ComputeEnvironment(str, Enum):
 
 
 class DDPCommunicationHookType(_Word):
-    """How DDP compresses the gradients that it sends."""
+    """How DDP compresses the gradients that it sends; ``FP8`` is nbaccel's own."""
 
     NO = "no"
     FP16 = "fp16"
     BF16 = "bf16"
+    FP8 = "fp8"
     POWER_SGD = "power_sgd"
     BATCHED_POWER_SGD = "batched_power_sgd"
 

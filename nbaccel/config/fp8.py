@@ -1,7 +1,9 @@
 """``Fp8Config``: which library computes in 8 bits, and by which recipe.
 
 Names and defaults are Accelerate's (``TERecipeKwargs``, ``MSAMPRecipeKwargs``), so that its
-variables can carry them to whatever reads them in a worker.
+variables can carry them to whatever reads them in a worker. One default is another:
+Accelerate documents ``amax_compute_algo="most_recent"`` and never passes it on, so that it computes
+with TransformerEngine's ``max``.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     BackendName = str  # a type checker cannot see the rows that other packages add
 else:
     BackendName = Literal[_BACKEND_NAMES]
+_RECIPE_NAMES = ("auto", "delayed", "current", "rowwise", "block", "mxfp8", "nvfp4")
 _VARIABLE_PREFIX = "ACCELERATE_FP8_"
 _PASS_NAMES = ("FPROP", "DGRAD", "WGRAD")
 
@@ -39,6 +42,10 @@ def _upper_case(given_value: Any) -> Any:
 
 def _lower_case(given_value: Any) -> Any:
     return given_value.strip().lower() if isinstance(given_value, str) else given_value
+
+
+def _truth_or_none(given_value: Any) -> Any:
+    return None if given_value is None else read_truth(given_value)
 
 
 def _three_values(given_value: Any) -> Any:
@@ -73,20 +80,49 @@ class Fp8Config(Plain):
             problems=ENTRY_POINT_PROBLEMS,
         ),
     ] = "auto"
-    opt_level: Annotated[
-        Literal["O1", "O2"],
+    recipe: Annotated[
+        Literal[_RECIPE_NAMES],  # type: ignore[valid-type]  # the words stand once, in the tuple
         Field(
-            description="MS-AMP level: O1 keeps weight gradients and their all-reduce in FP8, O2 "
-            "also the optimizer's first moment."
+            description="How scales are found: delayed from earlier steps, current from the tensor "
+            "itself, rowwise or by blocks; auto takes the backend's default."
+        ),
+        FieldRule(
+            read=_lower_case,
+            must=f"one of {', '.join(_RECIPE_NAMES)}",
+            allowed=_RECIPE_NAMES,
+            why="Values are multiplied with that scale to fit into 8 bits",
+            do='Leave it at "auto"',
+        ),
+    ] = "auto"
+    opt_level: Annotated[
+        Literal["O1", "O2", "O3"],
+        Field(
+            description="MS-AMP level: O1 keeps weights in scaled FP16, weight gradients and their "
+            "all-reduce in FP8, O2 also the optimizer's moments in FP8 and FP16, O3 weights in FP8 "
+            "and the optimizer's state divided over the processes."
         ),
         FieldRule(
             read=_upper_case,
-            must="one of O1, O2",
-            allowed=("O1", "O2"),
+            must="one of O1, O2, O3",
+            allowed=("O1", "O2", "O3"),
             why="It decides what MS-AMP keeps in 8 bits",
             do="Give O2, its default",
         ),
     ] = "O2"
+    gradient_reduction: Annotated[
+        Literal["two_shot", "sum"],
+        Field(
+            description="How MS-AMP's levels average gradients in FP8: two_shot adds in float32, "
+            "sum in FP8 with automatic scaling, as in the FP8-LM paper."
+        ),
+        FieldRule(
+            read=_lower_case,
+            must="one of two_shot, sum",
+            allowed=("two_shot", "sum"),
+            why="The error of a sum in FP8 grows with the number of processes",
+            do="Give two_shot, the default",
+        ),
+    ] = "two_shot"
     fp8_format: Annotated[
         Literal["HYBRID", "E4M3", "E5M2"],
         Field(description="8-bit format: HYBRID is E4M3 forward and E5M2 for gradients."),
@@ -136,9 +172,9 @@ class Fp8Config(Plain):
             must="one of max, most_recent",
             allowed=("max", "most_recent"),
             why="It picks the magnitude that the scale follows",
-            do="Give most_recent, the default",
+            do="Give max, the default",
         ),
-    ] = "most_recent"
+    ] = "max"
     override_linear_precision: Annotated[
         tuple[bool, bool, bool],
         Field(
@@ -152,6 +188,39 @@ class Fp8Config(Plain):
             do="Give (False, False, False), the default",
         ),
     ] = (False, False, False)
+    skip_first_and_last: Annotated[
+        bool | None,
+        Field(
+            description="Whether the first and the last linear layer stay in bfloat16; None: as is "
+            "usual with the backend (ao and native leave them)."
+        ),
+        FieldRule(
+            read=_truth_or_none,
+            must="True, False or None",
+            why="These two layers lose most in 8 bits",
+            do="Leave it out",
+        ),
+    ] = None
+    pad_inner_dim: Annotated[
+        bool,
+        Field(description="Whether torchao pads matrices whose sizes 16 does not divide."),
+        FieldRule(
+            read=read_truth,
+            must="True or False",
+            why="GPUs multiply 8-bit matrices only in multiples of 16",
+            do="Leave it at True",
+        ),
+    ] = True
+    enable_fsdp_float8_all_gather: Annotated[
+        bool,
+        Field(description="Whether FSDP gathers weights in FP8, with torchao."),
+        FieldRule(
+            read=read_truth,
+            must="True or False",
+            why="It halves what FSDP sends of weights",
+            do="Leave it at True",
+        ),
+    ] = True
     use_autocast_during_eval: Annotated[
         bool,
         Field(description="Whether evaluation computes in FP8, too."),
@@ -221,7 +290,14 @@ class Fp8Config(Plain):
             "AMAX_HISTORY_LEN": self.amax_history_len,
             "AMAX_COMPUTE_ALGO": self.amax_compute_algo,
             "USE_AUTOCAST_DURING_EVAL": self.use_autocast_during_eval,
+            "USE_MXFP8_BLOCK_SCALING": self.recipe == "mxfp8",
+            "PAD_INNER_DIM": self.pad_inner_dim,
+            "ENABLE_FSDP_FLOAT8_ALL_GATHER": self.enable_fsdp_float8_all_gather,
+            "RECIPE": self.recipe,
+            "GRADIENT_REDUCTION": self.gradient_reduction,
         }
+        if self.skip_first_and_last is not None:
+            named_values["SKIP_FIRST_AND_LAST"] = self.skip_first_and_last
         named_values |= {
             f"OVERRIDE_{setting_name}": given_value
             for setting_name, given_value in zip(
@@ -250,6 +326,9 @@ class Fp8Config(Plain):
             for setting_name, given_value in env.snapshot().items()
             if setting_name.startswith(_VARIABLE_PREFIX)
         }
+        # Accelerate's name for one of the recipes.
+        if variable_values.get("use_mxfp8_block_scaling", "").lower() in ("1", "true", "yes"):
+            variable_values.setdefault("recipe", "mxfp8")
         given_settings: dict[str, Any] = {
             # Accelerate's variable is ACCELERATE_FP8_FORMAT: without its prefix, `format`.
             setting_name: given_value

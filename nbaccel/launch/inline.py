@@ -35,8 +35,27 @@ def run_inline(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) 
         )
         # Without this variable rank 0 serves the rendezvous store, which no launcher does here.
         environment_variables |= {"TORCHELASTIC_USE_AGENT_STORE": None, "FORK_LAUNCHED": None}
-        with env.applied(environment_variables), _own_libraries(args):
+        with env.applied(environment_variables), _own_libraries(args), _own_layers(args):
             return [function(*args)]
+
+
+@contextlib.contextmanager
+def _own_layers(args: tuple[Any, ...]) -> Iterator[None]:
+    """Give modules their own layers back that the call has replaced to compute in 8 bits."""
+    held_modules = _modules_in(args)
+    classes_before = [_layer_classes(held_module) for held_module in held_modules]
+    try:
+        yield
+    finally:
+        for held_module, classes in zip(held_modules, classes_before, strict=True):
+            # A module that the notebook itself has prepared stays as it is.
+            if _layer_classes(held_module) != classes:
+                for restore_layers in _catalog.layer_restorers():
+                    restore_layers(held_module)
+
+
+def _layer_classes(module: nn.Module) -> list[type]:
+    return [type(submodule) for submodule in module.modules()]
 
 
 @contextlib.contextmanager

@@ -13,11 +13,10 @@ from nbaccel.abc.asking import Said, Wanted
 from nbaccel.capabilities import (
     DEVICES,
     DeviceRow,
-    Fp8Row,
+    Fp8Choice,
     PrecisionRow,
     computes_in,
     device_row,
-    fp8_backend,
     group_backend,
     precision_row,
     start_method_row,
@@ -27,6 +26,13 @@ from nbaccel.capabilities import (
 from nbaccel.config import RunConfig
 from nbaccel.config.run_config import elastic_reason
 from nbaccel.errors import ConfigError, PlatformUnsupported
+from nbaccel.plan.fp8_choice import (
+    choose_fp8,
+    fp8_choices,
+    fp8_mistakes,
+    fp8_warnings,
+    refused_strategy,
+)
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory
 from nbaccel.plan.launch_plan import Choice, Plan
@@ -77,8 +83,11 @@ def resolve(config: RunConfig, inventory: Inventory | None = None) -> Plan:
     _check_rendezvous(config, findings)
     # An elastic rendezvous, which has been refused by now, may have an endpoint without a port.
     port_choice = _choose_port(config if not findings.mistakes else RunConfig())
-    precision_choice = _choose_precision(config, found, device, process_count, findings)
-    requested_strategy, strategy_choices = _choose_strategy(config, device, process_count, findings)
+    fp8_choice = _choose_fp8(config, found, device, process_count, findings)
+    precision_choice = _choose_precision(config, found, device, process_count, fp8_choice, findings)
+    requested_strategy, strategy_choices = _choose_strategy(
+        config, device, process_count, fp8_choice, findings
+    )
     _check_memory(found, process_count, start_method, findings)
     _refuse_mistakes(findings, _platform_problem(found, start_method))
     return Plan(
@@ -102,6 +111,7 @@ def resolve(config: RunConfig, inventory: Inventory | None = None) -> Plan:
             start_method,
             thread_count,
             precision_choice,
+            *fp8_choices(config.fp8, fp8_choice),
             *strategy_choices,
             group_backend_choice,
             port_choice,
@@ -285,12 +295,43 @@ def _choose_port(config: RunConfig) -> Choice:
     return Choice("use_port", "free", "the system gives one that nobody uses")
 
 
-def _choose_precision(
+def _choose_fp8(
     config: RunConfig, found: Inventory, device: Choice, count: Choice, findings: _Findings
+) -> Fp8Choice:
+    """The library that computes in 8 bits; none where the precision is one of torch's own."""
+    if not precision_row(config.mixed_precision).has_backends:
+        return Fp8Choice()
+    chosen_row = device_row(str(device.value))
+    capability = _lowest_capability(found, device, count)
+    fp8_choice = choose_fp8(config.fp8, chosen_row, capability)
+    if fp8_choice.row is not None and not fp8_choice.problem:
+        world_size = int(count.value) * config.num_nodes
+        findings.mistakes.extend(
+            fp8_mistakes(config.fp8, fp8_choice.row, capability, world_size=world_size)
+        )
+        findings.warnings.extend(fp8_warnings(config.fp8, fp8_choice.row, chosen_row, capability))
+    return fp8_choice
+
+
+def _lowest_capability(found: Inventory, device: Choice, count: Choice) -> tuple[int, int] | None:
+    """That of the oldest GPU that gets a worker; None where no GPU does."""
+    device_units = _catalog.known_device(str(device.value)).units(found)[: int(count.value)]
+    # (0, 0) stands for a device whose kind has no such number.
+    known = [unit.compute_capability for unit in device_units if unit.compute_capability > (0, 0)]
+    return min(known, default=None)
+
+
+def _choose_precision(
+    config: RunConfig,
+    found: Inventory,
+    device: Choice,
+    count: Choice,
+    fp8_choice: Fp8Choice,
+    findings: _Findings,
 ) -> Choice:
     setting_name, precision_name = "mixed_precision", config.mixed_precision
     chosen_row, precision_choice = device_row(str(device.value)), precision_row(precision_name)
-    problem_text = _precision_problem(config, chosen_row, precision_choice)
+    problem_text = _precision_problem(chosen_row, precision_choice, fp8_choice)
     if problem_text:
         findings.mistakes.append(problem_text)
     if precision_name in (slow_precisions := dict(chosen_row.slow)):
@@ -302,7 +343,9 @@ def _choose_precision(
     if not problem_text:
         device_units = _catalog.known_device(chosen_row.name).units(found)
         # Only the GPUs that will have a worker: an older one that stays idle does not matter.
-        _check_architecture(precision_choice, device_units[: int(count.value)], findings)
+        _check_architecture(
+            precision_choice, fp8_choice, device_units[: int(count.value)], findings
+        )
     return Choice(
         setting_name,
         precision_name,
@@ -310,22 +353,18 @@ def _choose_precision(
     )
 
 
-def _precision_problem(config: RunConfig, device: DeviceRow, precision: PrecisionRow) -> str:
-    precision_name = precision.name
-    backend_row: Fp8Row | None = None
-    if precision.has_backends and not precision.path:
-        backend_row, missing_text = fp8_backend("" if config.fp8 is None else config.fp8.backend)
-        if missing_text:
-            return (
-                f'mixed_precision="{precision_name}" is not available here: {missing_text}. '
-                'Training would fail before its first step. Install it, or give "bf16".'
-            )
-    if backend_row is None and not precision.path:
-        return _unserved_precision(precision_name)
-    if device.precisions and not computes_in(device, backend_row or precision):
-        reason = dict(device.refused).get(
-            precision_name, f"it needs {(backend_row or precision).needs}"
+def _precision_problem(device: DeviceRow, precision: PrecisionRow, fp8_choice: Fp8Choice) -> str:
+    precision_name, computing_row = precision.name, fp8_choice.row or precision
+    if fp8_choice.problem:
+        return (
+            f'mixed_precision="{precision_name}" is not available here: {fp8_choice.problem}. '
+            "Training would fail before its first step. Install it, give fp8 another backend, or "
+            'give "bf16".'
         )
+    if not computing_row.path:
+        return _unserved_precision(precision_name)
+    if device.precisions and not computes_in(device, computing_row):
+        reason = dict(device.refused).get(precision_name, f"it needs {computing_row.needs}")
         return (
             f'mixed_precision="{precision_name}" is not supported on {device.name}: '
             f"{reason}. Training would fail in its first step. Give "
@@ -337,24 +376,29 @@ def _precision_problem(config: RunConfig, device: DeviceRow, precision: Precisio
 def _unserved_precision(precision_name: str) -> str:
     return (
         f'mixed_precision="{precision_name}" is not supported in this version, which computes '
-        'nothing in it. Training would silently go on in float32. Give "bf16"; layers that your '
-        "function converts itself, with TransformerEngine or torchao, compute in 8 bits under it, "
-        f'and Accelerate\'s Accelerator can be given mixed_precision="{precision_name}" in the '
-        "function."
+        "nothing in it. Training would silently go on in float32. Give "
+        '"bf16" or "no".'
     )
 
 
 def _check_architecture(
-    precision: PrecisionRow, device_units: tuple[Gpu, ...], findings: _Findings
+    precision: PrecisionRow,
+    fp8_choice: Fp8Choice,
+    device_units: tuple[Gpu, ...],
+    findings: _Findings,
 ) -> None:
+    computing_row = fp8_choice.row or precision
     # (0, 0) stands for a device whose kind has no such number.
     known_gpus = [gpu for gpu in device_units if gpu.compute_capability > (0, 0)]
-    refused_gpus = [gpu for gpu in known_gpus if gpu.compute_capability < precision.refused_below]
+    refused_gpus = [
+        gpu for gpu in known_gpus if gpu.compute_capability < computing_row.refused_below
+    ]
     if refused_gpus:
+        emulation = '"native" as fp8 backend, which emulates it, ' if fp8_choice.row else ""
         findings.mistakes.append(
-            f'mixed_precision="{precision.name}" needs {precision.needs}: got '
+            f'mixed_precision="{precision.name}" needs {computing_row.needs}: got '
             f"{_describe_gpus(refused_gpus)}. "
-            'Training would fail in its first step. Give "bf16", "fp16" or "no".'
+            f'Training would fail in its first step. Give {emulation}"bf16", "fp16" or "no".'
         )
     imitating_gpus = [
         gpu for gpu in known_gpus if gpu.compute_capability < precision.imitated_below
@@ -367,7 +411,11 @@ def _check_architecture(
 
 
 def _choose_strategy(
-    config: RunConfig, device: Choice, count: Choice, findings: _Findings
+    config: RunConfig,
+    device: Choice,
+    count: Choice,
+    fp8_choice: Fp8Choice,
+    findings: _Findings,
 ) -> tuple[Wanted | None, tuple[Choice, ...]]:
     """The strategy of the training, where the configuration requests one."""
     try:
@@ -381,15 +429,17 @@ def _choose_strategy(
         strategy_row(requested_strategy.strategy),
         precision_row(config.mixed_precision),
     )
-    chosen_precision: PrecisionRow | Fp8Row = precision
-    if precision.has_backends:  # a missing one has been refused by now
-        backend_row, _ = fp8_backend("" if config.fp8 is None else config.fp8.backend)
-        chosen_precision = backend_row or precision
-    if getattr(chosen_precision, "path", "") and not strategy_fits(chosen_row, chosen_precision):
-        findings.mistakes.append(
-            f"{requested_strategy.what} is not supported with mixed_precision={precision.name!r}: "
+    chosen_precision = fp8_choice.row or precision
+    if chosen_precision.path and not strategy_fits(chosen_row, chosen_precision):
+        own_reason = fp8_choice.row and refused_strategy(config.fp8, fp8_choice.row, chosen_row)
+        backend_text = f" (backend {fp8_choice.row.name!r})" if fp8_choice.row else ""
+        reason = own_reason or (
             f"{chosen_row.headline or chosen_row.name} trains in "
-            f"{', '.join(chosen_row.precisions)} alone. Use 'bf16', or leave one of them out."
+            f"{', '.join(chosen_row.precisions)} alone."
+        )
+        findings.mistakes.append(
+            f"{requested_strategy.what} is not supported with mixed_precision={precision.name!r}"
+            f"{backend_text}: {reason} Use 'bf16', or leave one of them out."
         )
     chosen_device = device_row(str(device.value))
     if chosen_device.precisions and not strategy_fits(chosen_row, chosen_device):

@@ -14,17 +14,25 @@ from nbaccel.capabilities import (
     DEVICES,
     PRECISIONS,
     STRATEGIES,
+    DeviceRow,
+    Fp8Choice,
     Fp8Row,
     PrecisionRow,
     StrategyRow,
     computes_in,
     device_row,
-    fp8_backend,
     strategy_fits,
     strategy_row,
 )
 from nbaccel.config import Fp8Config
 from nbaccel.errors import ConfigError
+from nbaccel.plan.fp8_choice import (
+    choose_fp8,
+    fp8_choices,
+    fp8_mistakes,
+    fp8_warnings,
+    refused_strategy,
+)
 from nbaccel.plan.launch_plan import Choice, choices_table
 
 __all__ = ["ProcessFacts", "TrainingPlan", "TrainingRequest", "plan_training", "unfit_count"]
@@ -143,11 +151,13 @@ def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
             strategy does not fit the number of processes.
     """
     strategy_choice = _strategy_choice(asked.strategy, found)
+    fp8_choice = _fp8_choice(asked, found)
     all_choices = (
         Choice("device", found.device_name, _device_reason(asked, found)),
         Choice("num_processes", found.world_size, _count_reason(found)),
         strategy_choice,
         Choice("mixed_precision", asked.mixed_precision, _precision_reason(asked)),
+        *fp8_choices(asked.fp8, fp8_choice),
         Choice(
             "gradient_accumulation_steps",
             asked.accumulation_steps,
@@ -169,7 +179,7 @@ def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
         num_processes=found.world_size,
         choices=all_choices,
         warnings=(
-            *_judge_precision(asked, found, strategy_row(str(strategy_choice.value))),
+            *_judge_precision(asked, found, strategy_row(str(strategy_choice.value)), fp8_choice),
             *_effect_warnings(asked.strategy, found),
         ),
     )
@@ -259,8 +269,16 @@ def _source_text(value_source: Source, default_text: str) -> str:
     }[value_source]
 
 
+def _fp8_choice(asked: TrainingRequest, found: ProcessFacts) -> Fp8Choice:
+    """The library that computes; none where the precision is one of torch's own."""
+    row = {row.name: row for row in PRECISIONS}.get(asked.mixed_precision)
+    if row is None or not row.has_backends:
+        return Fp8Choice()
+    return choose_fp8(asked.fp8, device_row(found.device), found.compute_capability)
+
+
 def _judge_precision(
-    asked: TrainingRequest, found: ProcessFacts, strategy: StrategyRow
+    asked: TrainingRequest, found: ProcessFacts, strategy: StrategyRow, fp8: Fp8Choice
 ) -> Iterator[str]:
     """Refuse what is not supported; yield warnings."""
     precision_name = asked.mixed_precision
@@ -271,42 +289,63 @@ def _judge_precision(
             f"compute. Give one of {', '.join(rows_by_name)}."
         )
     device, precision_choice = device_row(found.device), rows_by_name[precision_name]
-    # Of a device that is no GPU nothing is refused by this number: it counts as the newest.
-    compute_capability = found.compute_capability or (99, 0)
-    computing_row = _computing_row(precision_choice, asked.fp8)
-    if (
-        not computes_in(device, computing_row)
-        or compute_capability < precision_choice.refused_below
-    ):
-        reason = dict(device.refused).get(precision_name, f"it needs {computing_row.needs}")
+    if fp8.problem:
         raise ConfigError(
-            f'mixed_precision="{precision_name}" is not supported on {found.device_name}: '
-            f'{reason}. Training would fail in its first step. Give "bf16" or "no".'
+            f'mixed_precision="{precision_name}" is not available: {fp8.problem}. Training would '
+            'fail before its first step. Install it, give fp8 another backend, or give "bf16".'
         )
+    computing_row = fp8.row or precision_choice
+    _refuse_device(precision_choice, computing_row, device, found)
     if not strategy_fits(strategy, computing_row):
+        own_reason = fp8.row and refused_strategy(asked.fp8, fp8.row, strategy)
         raise ConfigError(
             f'mixed_precision="{precision_name}" is not supported with the strategy '
-            f"{strategy.name!r}, which trains in {', '.join(strategy.precisions)}. Training would "
-            'fail in its first step. Give "bf16" or "no".'
+            f"{strategy.name!r}{_backend_text(fp8)}, which trains in "
+            f"{', '.join(strategy.precisions)}. {own_reason or _FAILS_EARLY} "
+            'Give "bf16" or "no".'
         )
+    if fp8.row is not None:
+        mistakes = fp8_mistakes(
+            asked.fp8, fp8.row, found.compute_capability, world_size=found.world_size
+        )
+        if all_mistakes := tuple(mistakes):
+            raise ConfigError(*all_mistakes)
+        yield from fp8_warnings(asked.fp8, fp8.row, device, found.compute_capability)
     slow_precisions = dict(device.slow)
     if precision_name in slow_precisions:
         yield (
             f'mixed_precision="{precision_name}" on {device.name} is slow: '
             f"{slow_precisions[precision_name]}."
         )
-    if compute_capability < precision_choice.imitated_below:
+    if (found.compute_capability or _NEWEST) < precision_choice.imitated_below:
         yield f'mixed_precision="{precision_name}" is only imitated by this GPU: it saves no time.'
 
 
-def _computing_row(precision: PrecisionRow, fp8: Fp8Config | None) -> PrecisionRow | Fp8Row:
-    """The row of what computes in a precision: its own, or that of a library."""
-    if not precision.has_backends:
-        return precision
-    backend_row, backend_problem = fp8_backend("" if fp8 is None else fp8.backend)
-    if backend_problem:
-        raise ConfigError(
-            f'mixed_precision="{precision.name}" is not available: {backend_problem}. Training '
-            'would fail before its first step. Install it, or give "bf16".'
-        )
-    return backend_row or precision
+_FAILS_EARLY = "Training would fail in its first step."
+_NEWEST = (99, 0)
+"""Of a device that is no GPU nothing is refused by its compute capability: it has none."""
+
+
+def _backend_text(fp8: Fp8Choice) -> str:
+    return f" by the backend {fp8.row.name!r}" if fp8.row is not None else ""
+
+
+def _refuse_device(
+    precision: PrecisionRow,
+    computing_row: PrecisionRow | Fp8Row,
+    device: DeviceRow,
+    found: ProcessFacts,
+) -> None:
+    is_too_old = (found.compute_capability or _NEWEST) < computing_row.refused_below
+    if computes_in(device, computing_row) and not is_too_old:
+        return
+    reason = dict(device.refused).get(precision.name, f"it needs {computing_row.needs}")
+    remedy = (
+        'Give fp8={"backend": "native"}, which emulates it, or "bf16".'
+        if isinstance(computing_row, Fp8Row)
+        else 'Give "bf16" or "no".'
+    )
+    raise ConfigError(
+        f'mixed_precision="{precision.name}" is not supported on {found.device_name}: '
+        f"{reason}. Training would fail in its first step. {remedy}"
+    )

@@ -87,7 +87,7 @@ class _AutocastPrecision(Precision):
     def wrap_forward(self, model: nn.Module) -> None:
         """See :meth:`Precision.wrap_forward`; replaces what an earlier precision put there."""
         # A second Accelerator would otherwise nest its autocast around the first one's.
-        self.unwrap_forward(model)
+        self.take_off_autocast(model)
         if self.dtype is None:
             return
         own_forward = model.forward
@@ -104,6 +104,10 @@ class _AutocastPrecision(Precision):
 
     def unwrap_forward(self, model: nn.Module) -> None:
         """See :meth:`Precision.unwrap_forward`; nothing happens to a model that is not wrapped."""
+        self.take_off_autocast(model)
+
+    def take_off_autocast(self, model: nn.Module) -> None:
+        """Give a model its own forward back; nothing happens to one that is not wrapped."""
         forward_wrapper = model.__dict__.get("forward")
         if not isinstance(forward_wrapper, AutocastForward):
             return

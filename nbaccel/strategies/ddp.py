@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from nbaccel.abc.place import Place
 from nbaccel.abc.strategy import Strategy
 from nbaccel.config.handlers import DDPCommunicationHookType, DistributedDataParallelKwargs
 from nbaccel.errors import ConfigError
+from nbaccel.fp8.gradient_exchange import fp8_compress_hook
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,6 +38,7 @@ _HOOKS: dict[DDPCommunicationHookType, _Hook] = {
     _Kind.NO: default_hooks.allreduce_hook,
     _Kind.FP16: default_hooks.fp16_compress_hook,
     _Kind.BF16: default_hooks.bf16_compress_hook,
+    _Kind.FP8: fp8_compress_hook,
     _Kind.POWER_SGD: powerSGD_hook.powerSGD_hook,
     _Kind.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
 }
@@ -53,6 +56,7 @@ class DdpStrategy(Strategy):
     Args:
         place: This process among the others; the default process group exists.
         settings: Arguments of ``DistributedDataParallel`` and of gradient compression.
+        precision: What layers compute in; it may average some gradients itself.
 
     Raises:
         ConfigError: The settings of gradient compression contradict each other.
@@ -60,17 +64,22 @@ class DdpStrategy(Strategy):
 
     name: ClassVar[str] = "ddp"
 
-    def __init__(self, place: Place, settings: DistributedDataParallelKwargs) -> None:
+    def __init__(
+        self, place: Place, settings: DistributedDataParallelKwargs, precision: Precision
+    ) -> None:
         super().__init__(place)
         _check(settings)
         self._settings = settings
+        self._precision = precision
+        # Of models that no DDP is around, because their precision averages all gradients.
+        self._synced: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
     @classmethod
     def build(
         cls, place: Place, settings: Any, *, precision: Precision, asked: TrainingRequest
     ) -> Self:
         """See :meth:`Strategy.build`."""
-        return cls(place, settings)
+        return cls(place, settings, precision)
 
     def wrap(self, bundle: Bundle) -> Bundle:
         """See :meth:`Strategy.wrap`; a collective.
@@ -92,11 +101,24 @@ class DdpStrategy(Strategy):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """See :meth:`Strategy.no_sync`; the forward belongs into the context, too."""
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+        if isinstance(model, DistributedDataParallel):
+            return model.no_sync()
+        return self._syncing(model, False) if model in self._synced else nullcontext()
 
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """See :meth:`Strategy.sync_in_backward`; for one backward."""
-        return _reducing(model) if isinstance(model, DistributedDataParallel) else nullcontext()
+        if isinstance(model, DistributedDataParallel):
+            return _reducing(model)
+        return self._syncing(model, True) if model in self._synced else nullcontext()
+
+    @contextmanager
+    def _syncing(self, model: nn.Module, is_synced: bool) -> Iterator[None]:
+        synced_before = self._synced[model]
+        self._synced[model] = is_synced
+        try:
+            yield
+        finally:
+            self._synced[model] = synced_before
 
     def join(self, models: Iterable[nn.Module], **options: Any) -> AbstractContextManager[None]:
         """See :meth:`Strategy.join`.
@@ -115,9 +137,15 @@ class DdpStrategy(Strategy):
     def _wrapped(self, model: nn.Module) -> nn.Module:
         if isinstance(model, DistributedDataParallel):
             return model
-        # DDP raises for a model that has none.
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            return model
+        own_names = self._precision.own_gradients(model)
+        # DDP raises for a model that has nothing for it to average.
+        if not any(
+            parameter.requires_grad and name not in own_names
+            for name, parameter in model.named_parameters()
+        ):
+            return self._averaged_alone(model) if own_names else model
+        if own_names:
+            torch_private.exclude_from_ddp(model, own_names)
         arguments = {
             name: value
             for name, value in self._settings.to_kwargs().items()
@@ -129,7 +157,32 @@ class DdpStrategy(Strategy):
             model, device_ids=None if device.type == "cpu" else [device], **arguments
         )
         self._compress(wrapped)
+        if own_names:
+            self._precision.average_gradients(
+                model, lambda: bool(wrapped.require_backward_grad_sync)
+            )
         return wrapped
+
+    def _averaged_alone(self, model: nn.Module) -> nn.Module:
+        """A model all of whose gradients its precision averages."""
+        if model not in self._synced:
+            self._synced[model] = True
+            self._precision.average_gradients(model, lambda: self._synced[model])
+        return model
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """See :meth:`Strategy.model_state`; a collective where the precision keeps more digits."""
+        inner_model = self.unwrap(model)
+        return self._precision.full_state(inner_model, dict(inner_model.state_dict()))
+
+    def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """See :meth:`Strategy.optimizer_state`; a collective where the state is divided."""
+        consolidate = getattr(optimizer, "consolidate_state_dict", None)
+        if consolidate is not None:
+            consolidate()
+            if not self.place.is_main:
+                return {}
+        return optimizer.state_dict()
 
     def _compress(self, model: DistributedDataParallel) -> None:
         kind, wrapper = _Kind(self._settings.comm_hook), _Kind(self._settings.comm_wrapper)

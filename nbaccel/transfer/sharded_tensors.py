@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nbaccel import _catalog, torch_private
 from nbaccel.abc.shards import ShardReader
-from nbaccel.capabilities import STRATEGIES
+from nbaccel.capabilities import FP8_BACKENDS, STRATEGIES
 
 __all__ = [
     "HeldParts",
@@ -283,7 +283,9 @@ def _reader_of(sharded_tensor: torch.Tensor) -> ShardReader | None:
 
 def shard_readers() -> Iterator[ShardReader]:
     """The readers of the libraries that have been imported."""
-    for strategy_row in STRATEGIES:
-        if strategy_row.shards and strategy_row.library in sys.modules:
+    readers = [(row.library, row.shards) for row in STRATEGIES]
+    readers += [(row.library, row.shards) for row in FP8_BACKENDS]
+    for library, reader_path in readers:
+        if reader_path and library in sys.modules:
             # A library that was not imported has partitioned nothing; importing it takes seconds.
-            yield _catalog.load_object(strategy_row.shards)
+            yield _catalog.load_object(reader_path)

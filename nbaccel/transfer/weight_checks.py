@@ -236,8 +236,9 @@ def describe_changes(
     replaced_names = []
     for _, arena_slot in arena_slots:
         compared_tensor = current_tensors[arena_slot.name]
-        # Engines shard and cast by design, so neither is worth a message.
-        if sharded_tensors.is_sharded(compared_tensor):
+        # Engines and FP8 shard and store by design, so neither is worth a message.
+        is_stored = type(compared_tensor).__name__ == "ScaledTensor"
+        if is_stored or sharded_tensors.is_sharded(compared_tensor):
             continue
         if compared_tensor.dtype != arena_slot.dtype:
             names_by_dtypes.setdefault((compared_tensor.dtype, arena_slot.dtype), []).append(

@@ -1,19 +1,80 @@
-"""Torchao: names of a part that is still to come."""
+"""torchao: what Accelerate has of it, for code that converts models itself."""
 
 from __future__ import annotations
 
-from nbaccel._later import FP8_TRAINING, missing_name_of
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from nbaccel.fp8.products import MULTIPLE
+from nbaccel.precision import torchao
 
 __all__ = [
     "convert_model_to_fp8_ao",
     "filter_first_and_last_linear_layers",
     "filter_linear_layers",
+    "find_first_last_linear_layers",
     "has_ao_layers",
 ]
 
-convert_model_to_fp8_ao = missing_name_of("convert_model_to_fp8_ao", FP8_TRAINING, __name__)
-filter_first_and_last_linear_layers = missing_name_of(
-    "filter_first_and_last_linear_layers", FP8_TRAINING, __name__
-)
-filter_linear_layers = missing_name_of("filter_linear_layers", FP8_TRAINING, __name__)
-has_ao_layers = missing_name_of("has_ao_layers", FP8_TRAINING, __name__)
+
+def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
+    """Names of the first and the last linear layer; None where there is none."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return (names[0], names[-1]) if names else (None, None)
+
+
+def filter_linear_layers(
+    module: nn.Module, fqn: str, layers_to_filter: Sequence[str | None]
+) -> bool:
+    """Whether a layer can be converted.
+
+    Args:
+        module: The layer.
+        fqn: Its name in the model.
+        layers_to_filter: Names of layers that are left as they are.
+    """
+    sizes = (module.in_features, module.out_features) if isinstance(module, nn.Linear) else ()
+    return fqn not in layers_to_filter and all(size % MULTIPLE == 0 for size in sizes)
+
+
+def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
+    """Whether a layer can be converted and is neither the first nor the last one in `module`."""
+    return filter_linear_layers(module, fqn, find_first_last_linear_layers(module))
+
+
+def has_ao_layers(model: nn.Module) -> bool:
+    """Whether a model has linear layers of torchao that compute in 8 bits.
+
+    Raises:
+        MissingBackend: torchao cannot be imported.
+    """
+    torchao.load_torchao()
+    return torchao.has_layers(model)
+
+
+def convert_model_to_fp8_ao(
+    model: nn.Module,
+    config: Any = None,
+    module_filter_func: Callable[[nn.Module, str], bool] | None = None,
+) -> None:
+    """Put torchao's layers in the place of a model's linear ones; in place.
+
+    Args:
+        model: The model, on its device.
+        config: A ``torchao.float8.Float8LinearConfig``; None takes torchao's defaults.
+        module_filter_func: Called with a layer and its name: whether it is converted. None: all but
+            the first and the last, where 16 divides their sizes.
+
+    Raises:
+        MissingBackend: torchao cannot be imported.
+    """
+    ends = find_first_last_linear_layers(model)
+
+    def is_chosen(module: nn.Module, fqn: str) -> bool:
+        return filter_linear_layers(module, fqn, ends)
+
+    torchao.load_torchao().convert_to_float8_training(
+        model, module_filter_fn=module_filter_func or is_chosen, config=config
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nbaccel import _catalog
-from nbaccel._later import FP8_TRAINING, MEGATRON_LM, QUANTIZED_LOADING, missing_name_of
+from nbaccel._later import MEGATRON_LM, QUANTIZED_LOADING, missing_name_of
 from nbaccel.config.enumerations import (
     ComputeEnvironment,
     CustomDtype,
@@ -16,6 +16,12 @@ from nbaccel.config.enumerations import (
     PrecisionType,
     RNGType,
     SageMakerDistributedType,
+)
+from nbaccel.config.fp8_handlers import (
+    AORecipeKwargs,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
 )
 from nbaccel.config.handlers import (
     AutocastKwargs,
@@ -80,9 +86,5 @@ __all__ = [
     "TorchTensorParallelPlugin",
 ]
 
-AORecipeKwargs = missing_name_of("AORecipeKwargs", FP8_TRAINING, __name__)
-FP8RecipeKwargs = missing_name_of("FP8RecipeKwargs", FP8_TRAINING, __name__)
-MSAMPRecipeKwargs = missing_name_of("MSAMPRecipeKwargs", FP8_TRAINING, __name__)
-TERecipeKwargs = missing_name_of("TERecipeKwargs", FP8_TRAINING, __name__)
 BnbQuantizationConfig = missing_name_of("BnbQuantizationConfig", QUANTIZED_LOADING, __name__)
 MegatronLMPlugin = missing_name_of("MegatronLMPlugin", MEGATRON_LM, __name__)

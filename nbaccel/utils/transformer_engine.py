@@ -1,8 +1,15 @@
-"""TransformerEngine: names of a part that is still to come."""
+"""TransformerEngine: what Accelerate has of it, for code that converts models itself."""
 
 from __future__ import annotations
 
-from nbaccel._later import FP8_TRAINING, missing_name_of
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from nbaccel.config.fp8_handlers import Fp8Handler, TERecipeKwargs
+from nbaccel.precision import transformer_engine as engine_layers
 
 __all__ = [
     "apply_fp8_autowrap",
@@ -11,9 +18,82 @@ __all__ = [
     "has_transformer_engine_layers",
 ]
 
-apply_fp8_autowrap = missing_name_of("apply_fp8_autowrap", FP8_TRAINING, __name__)
-contextual_fp8_autocast = missing_name_of("contextual_fp8_autocast", FP8_TRAINING, __name__)
-convert_model = missing_name_of("convert_model", FP8_TRAINING, __name__)
-has_transformer_engine_layers = missing_name_of(
-    "has_transformer_engine_layers", FP8_TRAINING, __name__
-)
+
+def convert_model(model: nn.Module, to_transformer_engine: bool = True) -> None:
+    """Put TransformerEngine's linear layers and LayerNorms in a model, or torch's back; in place.
+
+    Args:
+        model: The model; parameters stay the same objects.
+        to_transformer_engine: Whether its layers are put in, or taken out.
+
+    Raises:
+        MissingBackend: TransformerEngine cannot be imported.
+    """
+    library = engine_layers.load_transformer_engine()
+    if to_transformer_engine:
+        engine_layers.replace_layers(model, library)
+    else:
+        engine_layers.restore_layers(model)
+
+
+def has_transformer_engine_layers(model: nn.Module) -> bool:
+    """Whether a model has layers of TransformerEngine."""
+    return engine_layers.has_layers(model)
+
+
+def contextual_fp8_autocast(
+    model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
+) -> Callable[..., Any]:
+    """A forward under TransformerEngine's autocast, to be bound to a model.
+
+    Args:
+        model_forward: The model's own forward, bound to it.
+        fp8_recipe: An object of one of TransformerEngine's recipes.
+        use_during_eval: Whether evaluation computes in 8 bits, too.
+
+    Returns:
+        A function of the model and the forward's arguments.
+
+    Raises:
+        MissingBackend: TransformerEngine cannot be imported.
+    """
+    library = engine_layers.load_transformer_engine()
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        wrapped = engine_layers.TransformerEngineForward(
+            self, model_forward, library, fp8_recipe, in_evaluation=use_during_eval
+        )
+        return wrapped(*args, **kwargs)
+
+    forward.__wrapped__ = model_forward  # type: ignore[attr-defined]
+    return forward
+
+
+def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Fp8Handler | None) -> nn.Module:
+    """Let a model's forward run under TransformerEngine's autocast; in place.
+
+    Args:
+        model: The model.
+        fp8_recipe_handler: The recipe, as `TERecipeKwargs`; None takes the defaults.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: The installed version does not have the recipe.
+        MissingBackend: TransformerEngine cannot be imported.
+    """
+    library = engine_layers.load_transformer_engine()
+    settings = (fp8_recipe_handler or TERecipeKwargs()).to_config()
+    if settings.recipe == "auto":
+        settings = settings.changed(recipe="delayed")
+    recipes = importlib.import_module("transformer_engine.common.recipe")
+    recipe, _ = engine_layers.build_recipe(settings, recipes)
+    model.__dict__["forward"] = engine_layers.TransformerEngineForward(
+        model,
+        model.forward,
+        library,
+        recipe,
+        in_evaluation=settings.use_autocast_during_eval,
+    )
+    return model

@@ -45,13 +45,8 @@ class PickerState:
         backend_names = {backend_row.name for backend_row in FP8_BACKENDS}
         if chosen_backend in backend_names:
             return chosen_backend
-        backend_row, _ = fp8_backend(chosen_backend)
-        if backend_row is not None:
-            return backend_row.name
-        return next(
-            (backend_row.name for backend_row in FP8_BACKENDS if is_installed(backend_row.package)),
-            "",
-        )
+        backend_row = fp8_backend(chosen_backend).row
+        return "" if backend_row is None else backend_row.name
 
 
 def option_refusal(view: PickerState, setting: Setting, choice_option: ChoiceOption) -> str:
@@ -126,7 +121,7 @@ def _backend_refusal(backend_name: str) -> str:
     backend_row = {backend_row.name: backend_row for backend_row in FP8_BACKENDS}.get(backend_name)
     if backend_row is not None and not backend_row.path:
         return "nothing trains with it in this version"
-    if backend_row is None or is_installed(backend_row.package):
+    if backend_row is None or not backend_row.package or is_installed(backend_row.package):
         return ""
     return f"{backend_row.package} is not installed"
 

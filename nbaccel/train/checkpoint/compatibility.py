@@ -260,6 +260,7 @@ class CheckpointSources:
         sharded_optimizers: Optimizers with a folder of their own, by number.
         schedulers: In order.
         scaler: The state of fp16's loss scaler.
+        precision: The state of the precision; None where there is none, or the precision has none.
         custom: States of registered objects, in order.
         loaders: By number of the loader.
         gradients: Gradients of this process, within a group of batches.
@@ -275,6 +276,7 @@ class CheckpointSources:
     sharded_optimizers: Mapping[int, SourceShards]
     schedulers: tuple[Path, ...]
     scaler: Path | None
+    precision: Path | None
     custom: tuple[Path, ...]
     loaders: Mapping[int, Path]
     gradients: Path | None
@@ -310,7 +312,7 @@ class CheckpointSources:
             *self.optimizers.values(),
             *self.schedulers,
             *self.custom,
-            *(path for path in (self.scaler, self.first_generators) if path),
+            *(path for path in (self.scaler, self.precision, self.first_generators) if path),
             *(
                 path
                 for model_shards in all_shards
@@ -379,6 +381,10 @@ class _SourceFinder:
             sharded_optimizers=sharded_optimizers,
             schedulers=self._numbered_files(layout.SCHEDULER_FILE, len(parts.schedulers)),
             scaler=self._folder / layout.SCALER_FILE if parts.scaler is not None else None,
+            # A precision without it, or one saved under another, begins with no history.
+            precision=self._existing_file(layout.PRECISION_FILE)
+            if parts.precision_state()
+            else None,
             custom=tuple(
                 self._folder / layout.CUSTOM_OBJECT_FILE.format(number)
                 for number in range(len(parts.custom))

@@ -11,6 +11,7 @@ its documentation promises, is written here, too.
     sampler.bin, sampler_rank1.bin, …             where a loader is in its data, by rank
     dl_state_dict.bin, dl_state_dict_rank1.bin, … the same of torchdata's loaders
     scaler.pt                                     of fp16
+    fp8_scales.bin                                scales and histories of fp8's delayed scaling
     random_states_0.pkl, …                        generators by rank, and the accumulation step
     gradients_0.bin, …                            by rank, of a save within a group of batches
     custom_checkpoint_0.pkl, …                    registered objects
@@ -35,6 +36,7 @@ __all__ = [
 
 SAFE_WEIGHTS, PICKLED_WEIGHTS = "model.safetensors", "pytorch_model.bin"
 OPTIMIZER_FILE, SCHEDULER_FILE, SCALER_FILE = "optimizer.bin", "scheduler.bin", "scaler.pt"
+PRECISION_FILE = "fp8_scales.bin"
 SAMPLER_FILE, STATEFUL_LOADER_FILE = "sampler.bin", "dl_state_dict.bin"
 CUSTOM_OBJECT_FILE = "custom_checkpoint_{}.pkl"
 MANIFEST_FILE = "nbaccel_manifest.json"
@@ -49,7 +51,7 @@ SHARD_FOLDERS = {
 _CHECKPOINT_PART = re.compile(
     r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin"
     r"|(optimizer|scheduler)(_\d+)?\.bin|(sampler|dl_state_dict)(_\d+)?(_rank\d+)?\.bin"
-    r"|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
+    r"|scaler\.pt|fp8_scales\.bin|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
     r"|gradients_\d+\.bin|pytorch_model_fsdp_\d+|optimizer_\d+"
     # DeepSpeed writes `latest` and the scripts beside its shards.
     r"|pytorch_model(_\d+)?|latest|zero_to_(fp32|torch)\.py|nbaccel_manifest\.json)"

@@ -85,6 +85,7 @@ class LoadTrial:
     Attributes:
         schedulers: States by number.
         scaler: Its state, if there is one.
+        precision: The state of the precision; None where it has none.
         custom: States of registered objects by number; models and optimizers among them are read
             when they are loaded.
         loaders: States by number.
@@ -101,6 +102,7 @@ class LoadTrial:
         self._options = dict(options)
         self.schedulers: dict[int, Any] = {}
         self.scaler: Any = None
+        self.precision: Any = None
         self.custom: dict[int, Any] = {}
         self.loaders: dict[int, Any] = {}
         self.generators: Any = None
@@ -194,6 +196,8 @@ class LoadTrial:
         if self._sources.scaler is not None:
             self.scaler = read_torch_file(self._sources.scaler)
             _refuse_problem(self._sources.scaler, state_problem(self._parts.scaler, self.scaler))
+        if self._sources.precision is not None:
+            self.precision = read_torch_file(self._sources.precision)
 
     def _read_loaders(self) -> None:
         loaders = dict(self._parts.stateful_loaders())
@@ -515,6 +519,10 @@ class _StateLoader:
             self._load_undoable(parts.schedulers[object_number], saved_state)
         if parts.scaler is not None:
             self._load_undoable(parts.scaler, trial.scaler)
+        if trial.precision is not None:
+            previous_state = copy.deepcopy(parts.precision_state())
+            self._undo_steps.append(lambda: parts.load_precision_state(previous_state))
+            parts.load_precision_state(trial.precision)
         for object_number, saved_state in trial.custom.items():
             self._load_undoable(parts.custom[object_number], saved_state)
         self._load_loaders()

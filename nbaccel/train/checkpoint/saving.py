@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from nbaccel.abc.place import Place
+from nbaccel.abc.precision import Precision
 from nbaccel.abc.strategy import ShardedCheckpoints, Strategy
 from nbaccel.errors import ConfigError
 from nbaccel.train import rng
@@ -36,6 +37,7 @@ class CheckpointParts:
         schedulers: Objects with `state_dict` and `load_state_dict`.
         loaders: Data loaders; those without `state_dict` are passed over.
         scaler: The loss scaler of fp16, if there is one.
+        precision: What layers compute in; it may have a state of its own.
         custom: Registered objects.
         in_shards: Whether every process is to write its shards, if the strategy can.
         amid_group: Whether gradients of some batches wait for an optimizer step. They are saved,
@@ -48,6 +50,7 @@ class CheckpointParts:
     schedulers: Sequence[Any] = ()
     loaders: Sequence[Any] = ()
     scaler: torch.amp.GradScaler | None = None
+    precision: Precision | None = None
     custom: Sequence[Any] = ()
     in_shards: bool = False
     amid_group: bool = False
@@ -56,6 +59,18 @@ class CheckpointParts:
     def sharder(self) -> ShardedCheckpoints | None:
         """The strategy, if it can read and write shards."""
         return self.strategy if isinstance(self.strategy, ShardedCheckpoints) else None
+
+    def precision_state(self) -> dict[str, Any]:
+        """What the precision keeps beside weights and optimizers; empty where that is nothing."""
+        return {} if self.precision is None else self.precision.state_dict(self._own_models())
+
+    def load_precision_state(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`precision_state` gave."""
+        if self.precision is not None:
+            self.precision.load_state_dict(self._own_models(), state)
+
+    def _own_models(self) -> list[nn.Module]:
+        return [self.strategy.unwrap(model) for model in self.models]
 
     def plain_optimizers(self) -> list[tuple[torch.optim.Optimizer, nn.Module | None]]:
         """Torch's own optimizers, each with the model whose parameters it steps."""
@@ -348,6 +363,8 @@ class _StateWriter:
             )
         if self._parts.scaler is not None:
             self._write_state_of(self._parts.scaler, layout.SCALER_FILE)
+        if precision_state := self._parts.precision_state():
+            self._write_file(precision_state, layout.PRECISION_FILE)
         for object_number, custom_object in enumerate(self._parts.custom):
             self._write_state_of(custom_object, layout.CUSTOM_OBJECT_FILE.format(object_number))
 

@@ -1,0 +1,169 @@
+"""``MsAmpFp8``: MS-AMP's levels, by nbaccel or by the package itself.
+
+    level  weight        gradient  first, second moment   bytes per parameter with AdamW
+    O1     FP16, scaled  E4M3      float32, float32       2 + 1 + 4 + 4 = 11
+    O2     FP16, scaled  E4M3      E4M3, FP16             2 + 1 + 1 + 2 = 6
+    O3     E4M3          E4M3      as O2, divided         1 + 1 + (1 + 2 + 2) / processes
+
+FP8-LM (arXiv 2310.18313) describes them; O3 keeps an FP16 master of each weight where its moments
+are. They hold for the weights of linear layers; at O2 and O3 all moments are short. The package
+`msamp` cannot be installed beside a current torch, so it is used only where somebody has done it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from nbaccel._optional import is_installed, require
+from nbaccel.abc.bundle import Bundle
+from nbaccel.abc.precision import PrecisionSettings
+from nbaccel.errors import ConfigError
+from nbaccel.fp8.conversion import LayerSelection
+from nbaccel.fp8.formats import E4M3, FP16
+from nbaccel.fp8.gradient_exchange import AutomaticScaling, average
+from nbaccel.fp8.linear import Fp8Linear
+from nbaccel.fp8.scaled_adam import ScaledAdam, owners_of
+from nbaccel.fp8.scaled_gradients import ScaledGradients
+from nbaccel.fp8.scaled_tensor import ScaledTensor
+from nbaccel.precision.native_fp8 import NativeFp8
+
+__all__ = ["MsAmpFp8"]
+
+
+class MsAmpFp8(NativeFp8):
+    """Weights, gradients and moments in 8 and 16 bits.
+
+    Args:
+        settings: All that was said of it.
+    """
+
+    skips_ends_by_default = False
+
+    def __init__(self, settings: PrecisionSettings) -> None:
+        super().__init__(settings)
+        self._uses_package = not settings.emulates_fp8 and is_installed("msamp")
+        # Optimizers hold the parameters that models had before; some are prepared later.
+        self._became = WeakTensorKeyDictionary()
+        self._optimizers: list[ScaledAdam] = []
+        self._averaging: WeakKeyDictionary[nn.Module, ScaledGradients] = WeakKeyDictionary()
+
+    def convert(self, bundle: Bundle) -> Bundle:
+        """See :meth:`Precision.convert`.
+
+        Raises:
+            ConfigError: No layer of the models can compute in 8 bits, or the level does not have
+                an optimizer's state.
+        """
+        if self._uses_package:
+            return self._by_package(bundle)
+        bundle = super().convert(bundle)
+        return replace(bundle, optimizers=tuple(map(self._scaled_optimizer, bundle.optimizers)))
+
+    def own_gradients(self, model: nn.Module) -> list[str]:
+        """See :meth:`Precision.own_gradients`."""
+        return [name for name, weight in _scaled_weights(model) if weight.requires_grad]
+
+    def average_gradients(self, model: nn.Module, is_synced: Callable[[], bool]) -> None:
+        """See :meth:`Precision.average_gradients`."""
+        if model in self._averaging:
+            self._averaging[model].detach()
+        scaling = AutomaticScaling() if self.fp8.gradient_reduction == "sum" else None
+        weights = [weight for _, weight in _scaled_weights(model) if weight.requires_grad]
+        self._averaging[model] = ScaledGradients(
+            weights, self._weight_gradients(), average(scaling), is_synced
+        )
+
+    def full_state(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """See :meth:`Precision.full_state`: at O3 the masters' values."""
+        names_by_id: dict[int, list[str]] = {}
+        for name, weight in model.named_parameters(remove_duplicate=False):
+            names_by_id.setdefault(id(weight), []).append(name)
+        for optimizer in self._optimizers:
+            for parameter, values in optimizer.masters():
+                state |= dict.fromkeys(names_by_id.get(id(parameter), ()), values)
+        return state
+
+    def _description(self) -> str:
+        return f"MS-AMP's {self.fp8.opt_level}, {super()._description()}"
+
+    def _convert_model(self, model: nn.Module, selection: LayerSelection) -> None:
+        super()._convert_model(model, selection)
+        shared = _parameters_of_other_modules(model)
+        weight_format = E4M3 if self.fp8.opt_level == "O3" else FP16
+        for layer in selection.chosen.values():
+            weight = layer.weight
+            if not weight.requires_grad or id(weight) in shared:
+                continue
+            if weight not in self._became:
+                self._became[weight] = nn.Parameter(ScaledTensor.of(weight, weight_format))
+            layer.weight = self._became[weight]
+
+    def _scaled_optimizer(self, optimizer: Any) -> Any:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"fp8 with MS-AMP's levels got {type(optimizer).__name__}, which stands for an "
+                "optimizer of DeepSpeed: it would not know these weights. Give torch.optim.AdamW."
+            )
+        first_values = dict(self._replace_parameters(optimizer))
+        if self.fp8.opt_level == "O1":
+            return optimizer
+        owners: dict[int, int] = {}
+        if self.fp8.opt_level == "O3":
+            parameters = [item for group in optimizer.param_groups for item in group["params"]]
+            owners = owners_of(parameters, self.settings.world_size)
+        scaled_optimizer = ScaledAdam(optimizer, owners, first_values)
+        self._optimizers.append(scaled_optimizer)
+        return scaled_optimizer
+
+    def _replace_parameters(
+        self, optimizer: torch.optim.Optimizer
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Let an optimizer hold the new parameters; yields their ids, with the values before."""
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                replacement = self._became.get(parameter)  # type: ignore[no-untyped-call]
+                if replacement is None:
+                    continue
+                group["params"][index] = replacement
+                if parameter in optimizer.state:
+                    optimizer.state[replacement] = optimizer.state.pop(parameter)
+                yield id(replacement), parameter.detach()
+
+    def _by_package(self, bundle: Bundle) -> Bundle:
+        """Let the package `msamp` do all of it."""
+        if len(bundle.models) != 1 or len(bundle.optimizers) != 1 or self.fp8.opt_level == "O3":
+            raise ConfigError(
+                f"The package msamp prepares one model with one optimizer at O1 or O2; prepare got "
+                f"{len(bundle.models)} and {len(bundle.optimizers)} for {self.fp8.opt_level}. "
+                "Prepare them together, one pair at a time."
+            )
+        msamp = require("msamp", extra="", why="fp8 with the backend 'msamp'")
+        model, optimizer = msamp.initialize(
+            bundle.models[0], bundle.optimizers[0], opt_level=self.fp8.opt_level
+        )
+        return replace(bundle, models=(model,), optimizers=(optimizer,))
+
+
+def _scaled_weights(model: nn.Module) -> Iterator[tuple[str, ScaledTensor]]:
+    return (
+        (name, weight)
+        for name, weight in model.named_parameters()
+        if isinstance(weight, ScaledTensor)
+    )
+
+
+def _parameters_of_other_modules(model: nn.Module) -> set[int]:
+    """Parameters that modules other than converted layers hold, too: embeddings tied to a head."""
+    return {
+        id(parameter)
+        for module in model.modules()
+        if not isinstance(module, Fp8Linear)
+        for parameter in module.parameters(recurse=False)
+    }

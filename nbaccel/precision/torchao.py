@@ -1,0 +1,194 @@
+"""``TorchaoFp8``: torchao's linear layers, whose scales are found anew in each step.
+
+torchao puts layers of its own in the place of linear ones, and keeps the very parameters, so
+optimizers and shared memory need not know. Under FSDP it lets weights travel in 8 bits, too; their
+scales are then computed for all of them at once after each step.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from nbaccel._optional import require
+from nbaccel.abc.bundle import Bundle
+from nbaccel.config.fp8_handlers import AORecipeKwargs
+from nbaccel.fp8.conversion import LayerSelection, require_layers, select_layers
+from nbaccel.precision.fp8 import Fp8Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["TorchaoFp8", "has_layers", "load_torchao", "restore_layers"]
+
+_RECIPES = {"current": "tensorwise", "rowwise": "rowwise"}
+
+
+class TorchaoFp8(Fp8Precision):
+    """Linear layers of torchao.
+
+    Args:
+        settings: All that was said of it.
+    """
+
+    def convert(self, bundle: Bundle) -> Bundle:
+        """See :meth:`Precision.convert`.
+
+        Raises:
+            ConfigError: No layer of the models can compute in 8 bits.
+            MissingBackend: torchao cannot be imported.
+        """
+        float8 = load_torchao()
+        handler = self._handler()
+        configuration = handler.config or self._configuration(float8)
+        selections = [(model, self._select(model, handler)) for model in bundle.models]
+        if handler.module_filter_func is None:
+            require_layers(selections)
+        models = []
+        for model, selection in selections:
+            chosen = handler.module_filter_func or _among(selection)
+            with _quiet():
+                models.append(
+                    float8.convert_to_float8_training(
+                        model, module_filter_fn=chosen, config=configuration
+                    )
+                )
+            self.tell(model, selection, self._description())
+        if configuration.enable_fsdp_float8_all_gather:
+            for optimizer in bundle.optimizers:
+                self._refresh_scales_after(optimizer, float8, models)
+        return replace(bundle, models=tuple(models))
+
+    def unwrap_forward(self, model: nn.Module) -> None:
+        """See :meth:`Precision.unwrap_forward`; its layers are plain again, too."""
+        super().unwrap_forward(model)
+        restore_layers(model)
+
+    def _handler(self) -> AORecipeKwargs:
+        """What was given with torchao's own objects."""
+        given = (item for item in self.settings.handlers if isinstance(item, AORecipeKwargs))
+        return next(given, AORecipeKwargs())
+
+    def _select(self, model: nn.Module, handler: AORecipeKwargs) -> LayerSelection:
+        if handler.module_filter_func is None:
+            return select_layers(model, skip_first_and_last=self.skips_ends(True))
+        linear_layers = {
+            name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)
+        }
+        chosen = {
+            name: layer
+            for name, layer in linear_layers.items()
+            if handler.module_filter_func(layer, name)
+        }
+        left = {name: "module_filter_func" for name in linear_layers if name not in chosen}
+        return LayerSelection(chosen=chosen, left=left)
+
+    def _configuration(self, float8: Any) -> Any:
+        """The configuration of torchao for what was asked."""
+        configuration = float8.Float8LinearConfig.from_recipe_name(_RECIPES[self.fp8.recipe])
+        is_sharded = self.settings.strategy == "fsdp"
+        return replace(
+            configuration,
+            emulate=self.settings.emulates_fp8,
+            pad_inner_dim=self.fp8.pad_inner_dim,
+            enable_fsdp_float8_all_gather=(
+                is_sharded
+                and self.fp8.enable_fsdp_float8_all_gather
+                and self.fp8.recipe == "current"
+                # gloo has no 8-bit floats.
+                and self.settings.device.type != "cpu"
+            ),
+        )
+
+    def _description(self) -> str:
+        emulated = ", emulated" if self.settings.emulates_fp8 else ""
+        return f"torchao, {self.fp8.recipe} scaling{emulated}"
+
+    def _refresh_scales_after(self, optimizer: Any, float8: Any, models: list[nn.Module]) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            return
+
+        def after_step(*_: Any) -> None:
+            for model in models:
+                float8.precompute_float8_dynamic_scale_for_fsdp(model)
+
+        optimizer.register_step_post_hook(after_step)
+
+
+def load_torchao() -> Any:
+    """The module ``torchao.float8``, imported without what it prints about its CUDA extensions.
+
+    Raises:
+        MissingBackend: It is not installed, or is and fails to import.
+    """
+    with _quiet():
+        return require("torchao.float8", extra="fp8", why="fp8 with the backend 'ao'")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    # torchao tells on import which of its extensions, made for GPUs, cannot be loaded.
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _among(selection: LayerSelection) -> Callable[[nn.Module, str], bool]:
+    chosen_ids = {id(layer) for layer in selection.chosen.values()}
+    return lambda module, _: id(module) in chosen_ids
+
+
+def has_layers(model: nn.Module) -> bool:
+    """Whether a model has layers of torchao."""
+    layer_class = _layer_class()
+    return layer_class is not None and any(isinstance(m, layer_class) for m in model.modules())
+
+
+def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Put `nn.Linear` back in the place of torchao's layers, with the same parameters.
+
+    Args:
+        model: Any model.
+
+    Returns:
+        Parameters that were replaced: none.
+    """
+    layer_class = _layer_class()
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if layer_class is not None and isinstance(layer, layer_class):
+                setattr(parent, name, _plain_layer(layer))
+    return []
+
+
+def _layer_class() -> type[nn.Module] | None:
+    # Without torchao in this process there are no layers of it.
+    try:
+        module = importlib.import_module("torchao.float8.float8_linear")
+    except ImportError:
+        return None
+    layer_class: type[nn.Module] = module.Float8Linear
+    return layer_class
+
+
+def _plain_layer(layer: Any) -> nn.Linear:
+    with torch.device("meta"):
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+    plain.weight, plain.bias = layer.weight, layer.bias
+    return plain.train(layer.training)

@@ -1,0 +1,315 @@
+"""``TransformerEngineFp8``: TransformerEngine's layers under its autocast.
+
+Its linear layers and LayerNorms take the place of torch's, with the very parameters of these, so
+optimizers and shared memory need not know (Accelerate copies the weights). Largest magnitudes are
+reduced over all processes of the run.
+
+TransformerEngine loads on machines with CUDA alone, so everything here but :func:`build_recipe` has
+been run with stand-ins for its layers only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nbaccel._optional import require
+from nbaccel.abc.bundle import Bundle
+from nbaccel.abc.precision import PrecisionSettings
+from nbaccel.config import Fp8Config
+from nbaccel.errors import ConfigError, MissingBackend
+from nbaccel.fp8.conversion import require_layers, select_layers
+from nbaccel.precision.fp8 import Fp8Precision
+
+__all__ = [
+    "TransformerEngineForward",
+    "TransformerEngineFp8",
+    "build_recipe",
+    "has_layers",
+    "load_transformer_engine",
+    "replace_layers",
+    "restore_layers",
+]
+
+_RECIPE_CLASSES = {
+    "delayed": "DelayedScaling",
+    "current": "Float8CurrentScaling",
+    "block": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
+}
+_RECIPE_SETTINGS = (
+    "margin",
+    "interval",
+    "fp8_format",
+    "amax_history_len",
+    "amax_compute_algo",
+    "override_linear_precision",
+)
+
+
+class TransformerEngineFp8(Fp8Precision):
+    """Layers of TransformerEngine.
+
+    Args:
+        settings: All that was said of it.
+
+    Raises:
+        ConfigError: The installed version does not have the recipe.
+        MissingBackend: TransformerEngine cannot be imported.
+    """
+
+    def __init__(self, settings: PrecisionSettings) -> None:
+        super().__init__(settings)
+        self._library = load_transformer_engine()
+        recipes = importlib.import_module("transformer_engine.common.recipe")
+        self._recipe, ignored = build_recipe(self.fp8, recipes)
+        if ignored and settings.is_main:
+            sys.stderr.write(f"nbaccel: {_ignored_text(ignored)}\n")
+
+    def convert(self, bundle: Bundle) -> Bundle:
+        """See :meth:`Precision.convert`.
+
+        Raises:
+            ConfigError: No layer of the models can compute in 8 bits.
+        """
+        selections = [
+            (model, select_layers(model, skip_first_and_last=self.skips_ends(False)))
+            for model in bundle.models
+        ]
+        require_layers(selections)
+        for model, selection in selections:
+            replace_layers(model, self._library, linear_names=frozenset(selection.chosen))
+            self.tell(model, selection, f"TransformerEngine, {type(self._recipe).__name__}")
+        return bundle
+
+    def wrap_forward(self, model: nn.Module) -> None:
+        """See :meth:`Precision.wrap_forward`."""
+        self.take_off_autocast(model)
+        model.__dict__["forward"] = TransformerEngineForward(
+            model,
+            model.forward,
+            self._library,
+            self._recipe,
+            in_evaluation=self.fp8.use_autocast_during_eval,
+        )
+        super().wrap_forward(model)
+
+    def unwrap_forward(self, model: nn.Module) -> None:
+        """See :meth:`Precision.unwrap_forward`; its layers are torch's again, too."""
+        super().unwrap_forward(model)
+        restore_layers(model)
+
+    def take_off_autocast(self, model: nn.Module) -> None:
+        """Give a model its own forward back, from under both contexts."""
+        super().take_off_autocast(model)
+        own_forward = model.__dict__.get("forward")
+        if isinstance(own_forward, TransformerEngineForward):
+            own_forward.take_off(model)
+
+
+class TransformerEngineForward:
+    """A forward under TransformerEngine's autocast.
+
+    Args:
+        model: The model.
+        forward: Its own forward.
+        library: ``transformer_engine.pytorch``.
+        recipe: An object of one of its recipes.
+        in_evaluation: Whether evaluation computes in 8 bits, too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        library: Any,
+        recipe: Any,
+        *,
+        in_evaluation: bool,
+    ) -> None:
+        self.forward = forward
+        self.__wrapped__ = forward  # `inspect.signature` follows this to the model's own arguments
+        self._model = model
+        self._library = library
+        self._recipe = recipe
+        self._in_evaluation = in_evaluation
+        self._was_on_instance = "forward" in model.__dict__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward."""
+        enabled = self._in_evaluation or self._model.training
+        with _autocast(self._library, self._recipe, enabled=enabled):
+            return self.forward(*args, **kwargs)
+
+    def take_off(self, model: nn.Module) -> None:
+        """Give the model the forward back that it had."""
+        del model.__dict__["forward"]
+        if self._was_on_instance:
+            model.__dict__["forward"] = self.forward
+
+
+def _autocast(library: Any, recipe: Any, *, enabled: bool) -> Any:
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    # Before version 2.8 it has another name, and its arguments have.
+    if hasattr(library, "autocast"):
+        return library.autocast(enabled=enabled, recipe=recipe, amax_reduction_group=group)
+    return library.fp8_autocast(enabled=enabled, fp8_recipe=recipe, fp8_group=group)
+
+
+def load_transformer_engine() -> Any:
+    """The module ``transformer_engine.pytorch``.
+
+    Raises:
+        MissingBackend: It is not installed, or is and does not load on this machine.
+    """
+    try:
+        return require("transformer_engine.pytorch", extra="fp8", why="fp8 with the backend 'te'")
+    except MissingBackend:
+        raise
+    # Without CUDA, cuDNN or its compiled part it raises RuntimeError, OSError and others.
+    except Exception as error:
+        raise MissingBackend(
+            f"transformer_engine is installed and does not load: {error}. It needs CUDA, cuDNN and "
+            "its compiled part (pip install --no-build-isolation 'transformer_engine[pytorch]'). "
+            'Mend it, or give fp8={"backend": "native"}.',
+            name="transformer_engine",
+        ) from error
+
+
+def build_recipe(fp8: Fp8Config, recipes: Any) -> tuple[Any, dict[str, Any]]:
+    """A recipe object of what was asked.
+
+    Args:
+        fp8: What was asked; its recipe is not ``auto``.
+        recipes: The module ``transformer_engine.common.recipe``.
+
+    Returns:
+        The recipe, and the settings that differ from their defaults and that this version, or this
+        recipe, does not have: TransformerEngine itself swallows them.
+
+    Raises:
+        ConfigError: This version does not have the recipe.
+    """
+    class_name = _RECIPE_CLASSES[fp8.recipe]
+    recipe_class = getattr(recipes, class_name, None)
+    if recipe_class is None:
+        raise ConfigError(
+            f"fp8.recipe={fp8.recipe!r} is TransformerEngine's {class_name}, which the installed "
+            "version does not have. Update transformer_engine, or give another recipe."
+        )
+    known = {item.name for item in fields(recipe_class)}
+    said = {
+        name: getattr(fp8, name)
+        for name in _RECIPE_SETTINGS
+        if getattr(fp8, name) != Fp8Config.model_fields[name].default
+    }
+    arguments = {name: value for name, value in said.items() if name in known}
+    if "fp8_format" in arguments:
+        arguments["fp8_format"] = getattr(recipes.Format, arguments["fp8_format"])
+    ignored = {name: value for name, value in said.items() if name not in known}
+    return recipe_class(**arguments), ignored
+
+
+def _ignored_text(ignored: dict[str, Any]) -> str:
+    told = ", ".join(f"{name}={value!r}" for name, value in ignored.items())
+    return f"the installed TransformerEngine does not read {told} with this recipe: no effect."
+
+
+def replace_layers(
+    model: nn.Module, library: Any, linear_names: frozenset[str] | None = None
+) -> None:
+    """Put TransformerEngine's layers in the place of linear layers and LayerNorms; in place.
+
+    Args:
+        model: The model.
+        library: ``transformer_engine.pytorch``.
+        linear_names: The linear layers to be replaced; None for all of them.
+    """
+    for parent_name, parent in list(model.named_modules()):
+        for name, layer in list(parent.named_children()):
+            full_name = f"{parent_name}.{name}" if parent_name else name
+            if type(layer) is nn.Linear and (linear_names is None or full_name in linear_names):
+                setattr(parent, name, _engine_linear(layer, library))
+            # Its LayerNorm has one dimension, and always weight and bias.
+            elif type(layer) is nn.LayerNorm and _has_counterpart(layer):
+                setattr(parent, name, _engine_norm(layer, library))
+
+
+def _has_counterpart(layer: nn.LayerNorm) -> bool:
+    return len(layer.normalized_shape) == 1 and len(list(layer.parameters(recurse=False))) == 2
+
+
+def _engine_linear(layer: nn.Linear, library: Any) -> nn.Module:
+    engine_layer: nn.Module = library.Linear(
+        layer.in_features,
+        layer.out_features,
+        bias=layer.bias is not None,
+        params_dtype=layer.weight.dtype,
+        device="meta",
+    )
+    return _with_parameters_of(layer, engine_layer)
+
+
+def _engine_norm(layer: nn.LayerNorm, library: Any) -> nn.Module:
+    engine_layer: nn.Module = library.LayerNorm(
+        layer.normalized_shape[0], eps=layer.eps, dtype=layer.weight.dtype, device="meta"
+    )
+    return _with_parameters_of(layer, engine_layer)
+
+
+def _with_parameters_of(layer: nn.Module, engine_layer: nn.Module) -> nn.Module:
+    for name, parameter in layer.named_parameters(recurse=False):
+        setattr(engine_layer, name, parameter)
+    engine_layer.train(layer.training)
+    return engine_layer
+
+
+def has_layers(model: nn.Module) -> bool:
+    """Whether a model has layers of TransformerEngine."""
+    return any(_is_engine_layer(module) for module in model.modules())
+
+
+def _is_engine_layer(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("transformer_engine.")
+
+
+def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Put torch's layers back in the place of TransformerEngine's, with the same parameters.
+
+    Args:
+        model: Any model.
+
+    Returns:
+        Parameters that were replaced: none.
+    """
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            plain = _plain_layer(layer) if _is_engine_layer(layer) else None
+            if plain is not None:
+                setattr(parent, name, plain)
+    return []
+
+
+def _plain_layer(layer: Any) -> nn.Module | None:
+    class_name = type(layer).__name__
+    parameters = dict(layer.named_parameters(recurse=False))
+    has_bias = parameters.get("bias") is not None and parameters["bias"].numel() > 0
+    with torch.device("meta"):
+        plain: nn.Module
+        if class_name == "Linear":
+            plain = nn.Linear(layer.in_features, layer.out_features, bias=has_bias)
+        elif class_name == "LayerNorm":
+            plain = nn.LayerNorm(tuple(layer.weight.shape), eps=layer.eps)
+        else:
+            return None
+    for name in ("weight", *(("bias",) if has_bias else ())):
+        setattr(plain, name, parameters[name])
+    return plain.train(layer.training)
