@@ -6,6 +6,7 @@ import pytest
 
 from nbaccel import _catalog, capabilities
 from nbaccel.abc.device import Device
+from nbaccel.config import Fp8Config
 from nbaccel.errors import InternalError, PlatformUnsupported
 
 
@@ -20,9 +21,13 @@ def test_a_strategy_and_a_precision_come_by_name():
     assert _catalog.precision("bf16").name == "bf16"
 
 
-def test_fp8_says_that_it_is_not_there_yet_and_what_to_use():
-    with pytest.raises(PlatformUnsupported, match=r"'fp8'.*in this version.*Use one of no, fp16"):
-        _catalog.precision("fp8")
+def test_a_backend_of_fp8_comes_by_name_and_a_missing_one_is_told(monkeypatch):
+    assert _catalog.precision("fp8", Fp8Config(backend="native")).__name__ == "NativeFp8"
+    assert _catalog.precision("fp8", Fp8Config(backend="msamp")).__name__ == "MsAmpFp8"
+    monkeypatch.setattr(capabilities, "is_installed", lambda name: False)
+    assert _catalog.precision("fp8", device_name="cpu").__name__ == "NativeFp8"
+    with pytest.raises(PlatformUnsupported, match=r"'fp8'.*torchao, which is not installed.*bf16"):
+        _catalog.precision("fp8", Fp8Config(backend="ao"))
 
 
 def test_a_row_that_names_another_contract_is_a_bug(monkeypatch):

@@ -85,8 +85,7 @@ class Accelerator(RunDescription):
         project_config: More about that folder.
         gradient_accumulation_plugin: More about accumulation.
         step_scheduler_with_optimizer: Whether schedulers step only when optimizers do.
-        kwargs_handlers: Further settings, one object per class.
-        kwarg_handlers: The same, as some guides spell it.
+        kwargs_handlers: Further settings, one object per class; guides also write `kwarg_handlers`.
         deepspeed_plugins: By name, first one first; see ``state.select_deepspeed_plugin(name)``.
         dynamo_backend: Of ``torch.compile``; ``no``: none; None: ``ACCELERATE_DYNAMO_BACKEND``.
         dynamo_plugin: More about it.

@@ -174,8 +174,7 @@ def load_transformer_engine() -> Any:
         return require("transformer_engine.pytorch", extra="fp8", why="fp8 with the backend 'te'")
     except MissingBackend:
         raise
-    # Without CUDA, cuDNN or its compiled part it raises RuntimeError, OSError and others.
-    except Exception as error:
+    except Exception as error:  # any: it raises what CUDA and its compiled part lack
         raise MissingBackend(
             f"transformer_engine is installed and does not load: {error}. It needs CUDA, cuDNN and "
             "its compiled part (pip install --no-build-isolation 'transformer_engine[pytorch]'). "

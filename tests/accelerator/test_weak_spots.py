@@ -19,6 +19,7 @@ from nbaccel import (
     ProjectConfiguration,
 )
 from nbaccel.errors import ConfigError, NbaccelError
+from nbaccel.utils import TERecipeKwargs
 from tests.accelerator.loops import line, numbers, rows, sgd, together, told, weight
 
 
@@ -170,11 +171,14 @@ def test_what_the_call_says_beats_the_environment(monkeypatch: pytest.MonkeyPatc
 def test_a_failed_start_says_why_and_does_not_poison_the_next_one() -> None:
     for _ in range(2):
         with pytest.raises(NbaccelError, match="fp8"):
-            Accelerator(cpu=True, mixed_precision="fp8")
+            Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs()])
     assert Accelerator(cpu=True, mixed_precision="bf16").mixed_precision == "bf16"
 
     def body(accelerator: Accelerator) -> Any:
-        failed = told(lambda: Accelerator(cpu=True, mixed_precision="fp8"))
+        handlers = [TERecipeKwargs()]
+        failed = told(
+            lambda: Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=handlers)
+        )
         return failed, accelerator.gather(torch.tensor(accelerator.process_index)).tolist()
 
     for failed, gathered in together(body):
@@ -237,7 +241,6 @@ def test_a_second_accelerator_leaves_the_first_ones_steps_alone() -> None:
         "even_batches",
         "use_seedable_sampler",
         "logging_dir",
-        "kwarg_handlers",
     ],
 )
 def test_arguments_that_do_not_exist_are_refused(name: str) -> None:

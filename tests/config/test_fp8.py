@@ -34,7 +34,9 @@ def test_all_mistakes_are_told_with_what_to_do():
 
     text = "\n".join(caught.value.mistakes)
     assert "fp8.margin must be a whole number of at least 0: got -1" in text
-    assert "Did you mean 'ao'?" in text or "one of auto, te, msamp, ao: got 'torchoa'" in text
+    assert (
+        "Did you mean 'ao'?" in text or "one of auto, msamp, te, ao, native: got 'torchoa'" in text
+    )
     assert "Did you mean 'interval'?" in text
     assert "num_processes must be" in text
     assert len(caught.value.mistakes) == 4

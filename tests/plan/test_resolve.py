@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from nbaccel.capabilities import device_row, precision_row
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.plan import Gpu, Inventory, TpuHost, resolve
@@ -270,35 +269,89 @@ def test_bf16_on_an_old_gpu_is_imitated():
     assert plan_of(with_gpus(1, (8, 0)), mixed_precision="bf16").warnings == ()
 
 
-@needs.DEEPSPEED_ROW
-@pytest.mark.parametrize("machine", [CPU, with_gpus(1, (9, 0), "H200")], ids=["cpu", "H200"])
-@pytest.mark.parametrize("more", [{}, {"zero_stage": 2}, {"fp8": "te"}], ids=str)
-def test_fp8_is_refused_while_nothing_computes_in_it(machine, more):
-    (message,) = mistakes_of(machine, mixed_precision="fp8", **more)
-    assert 'mixed_precision="fp8" is not supported in this version' in message
-    assert "silently go on in float32" in message
-    assert 'Give "bf16"' in message
+def _fp8_of(plan):
+    return {c.name: c for c in plan.choices if c.name.startswith("fp8.")}
 
 
-@pytest.fixture
-def fp8_from_8_9(monkeypatch):
-    """As it will be when something computes in it, on GPUs of compute capability 8.9."""
-    rows = {"fp8": dataclasses.replace(precision_row("fp8"), path="some:Class", needs="a new GPU")}
-    cuda = dataclasses.replace(device_row("cuda"), precisions=("no", "fp8"))
-    module = sys.modules["nbaccel.plan.resolve"]
-    monkeypatch.setattr(module, "precision_row", lambda name: rows.get(name, precision_row(name)))
-    monkeypatch.setattr(
-        module, "device_row", lambda name: cuda if name == "cuda" else device_row(name)
-    )
+@pytest.mark.parametrize("machine", [CPU, with_gpus(1, (8, 0), "A100")], ids=["cpu", "A100"])
+def test_fp8_is_emulated_where_the_chip_has_none(machine):
+    plan = plan_of(machine, mixed_precision="fp8", fp8="native")
+    assert "fp8 is emulated on" in plan.warnings[0]
+    assert 'more slowly than in "bf16"' in plan.warnings[0]
+    assert _fp8_of(plan)["fp8.backend"].value == "native"
 
 
-@pytest.mark.usefixtures("fp8_from_8_9")
-def test_a_precision_needs_hardware():
-    (message,) = mistakes_of(mixed_precision="fp8")
-    assert "is not supported on cpu: it needs a new GPU" in message
-    (message,) = mistakes_of(with_gpus(2, (8, 6), "A10"), mixed_precision="fp8")
+def test_fp8_on_a_new_gpu_is_not():
+    assert plan_of(with_gpus(1, (8, 9)), mixed_precision="fp8", fp8="native").warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("installed", "machine", "backend", "reason"),
+    [
+        ((), CPU, "native", "not ao: torchao is not installed"),
+        (("torchao",), CPU, "ao", "torchao is installed"),
+        (("torchao", "transformer_engine"), CPU, "ao", "not te: it does not compute on cpu"),
+        (("torchao", "transformer_engine"), with_gpus(1, (9, 0)), "te", "transformer_engine is"),
+        (("torchao", "transformer_engine"), with_gpus(1, (8, 0)), "ao", "not te: it needs"),
+        (("transformer_engine", "msamp"), with_gpus(1, (9, 0)), "msamp", "msamp is installed"),
+    ],
+)
+def test_auto_takes_what_is_installed_and_says_why(
+    monkeypatch, installed, machine, backend, reason
+):
+    module = sys.modules["nbaccel.capabilities"]
+    monkeypatch.setattr(module, "is_installed", lambda name: name in installed)
+    choice = _fp8_of(plan_of(machine, mixed_precision="fp8"))["fp8.backend"]
+    assert choice.value == backend
+    assert reason in choice.reason
+
+
+def test_a_backend_that_is_missing_or_does_not_fit_is_refused(monkeypatch):
+    module = sys.modules["nbaccel.capabilities"]
+    monkeypatch.setattr(module, "is_installed", lambda name: False)
+    (message,) = mistakes_of(CPU, mixed_precision="fp8", fp8="te")
+    assert "'te' needs transformer_engine, which is not installed" in message
+    assert "another backend" in message
+    monkeypatch.setattr(module, "is_installed", lambda name: True)
+    (message,) = mistakes_of(CPU, mixed_precision="fp8", fp8="te")
+    assert "is not supported on cpu: it needs the package transformer-engine" in message
+    (message,) = mistakes_of(with_gpus(2, (8, 6), "A10"), mixed_precision="fp8", fp8="te")
     assert "GPU 0 (A10) of 8.6, GPU 1 (A10) of 8.6" in message
-    assert plan_of(with_gpus(1, (8, 9)), mixed_precision="fp8").warnings == ()
+    assert "native" in message
+
+
+@pytest.mark.parametrize(
+    ("fp8", "capability", "told"),
+    [
+        ({"backend": "native", "recipe": "mxfp8"}, (9, 0), "is not one that native has"),
+        ({"backend": "te", "recipe": "mxfp8"}, (9, 0), "10.0 or newer and below 12.0; this"),
+        ({"backend": "te", "recipe": "mxfp8"}, (12, 0), "this one has 12.0"),
+        ({"backend": "ao", "recipe": "rowwise"}, (8, 9), "9.0 or newer; this one has 8.9"),
+        ({"backend": "native", "fp8_format": "E5M2"}, (9, 0), "two bits of mantissa"),
+        ({"backend": "msamp", "opt_level": "O3"}, (9, 0), "this is one process"),
+    ],
+)
+def test_recipes_that_cannot_be_are_refused(monkeypatch, fp8, capability, told):
+    module = sys.modules["nbaccel.capabilities"]
+    monkeypatch.setattr(module, "is_installed", lambda name: True)
+    (message,) = mistakes_of(with_gpus(1, capability), mixed_precision="fp8", fp8=fp8)
+    assert told in message
+
+
+def test_settings_that_nobody_reads_are_told():
+    fp8 = {"backend": "native", "opt_level": "O1", "amax_history_len": 16}
+    warnings = plan_of(with_gpus(1, (9, 0)), mixed_precision="fp8", fp8=fp8).warnings
+    assert "fp8.opt_level='O1' has no effect: native does not read it." in warnings
+    assert any("amax_history_len=16 has no effect with recipe='current'" in w for w in warnings)
+
+
+@needs.DEEPSPEED_ROW
+def test_levels_of_msamp_are_refused_under_deepspeed_with_the_reason():
+    (message,) = mistakes_of(with_gpus(2, (9, 0)), mixed_precision="fp8", fp8="msamp", zero_stage=1)
+    assert "cuts weights into flat pieces" in message
+    assert "O3 without it divides" in message
+    plan = plan_of(with_gpus(2, (9, 0)), mixed_precision="fp8", fp8="native", zero_stage=1)
+    assert plan.strategy == "deepspeed"
 
 
 @needs.DEEPSPEED_ROW
@@ -311,25 +364,18 @@ def test_a_zero_stage_is_a_choice_with_its_reason(stage):
     assert f"ZeRO-{stage}" in plan.headline()
 
 
-@needs.DEEPSPEED_ROW
-@pytest.mark.usefixtures("fp8_from_8_9")
-def test_a_zero_stage_and_a_precision_that_deepspeed_has_not():
-    (message,) = mistakes_of(with_gpus(1, (8, 9)), zero_stage=2, mixed_precision="fp8")
-    assert "zero_stage=2 is not supported with mixed_precision='fp8'" in message
-
-
 @pytest.mark.parametrize("stage", [0, None])
 def test_no_zero_is_no_mistake(stage):
     assert plan_of(zero_stage=stage).config.zero_stage == stage
 
 
-@pytest.mark.usefixtures("fp8_from_8_9")
-def test_only_gpus_that_are_used_are_judged():
+def test_only_gpus_that_are_used_are_judged(monkeypatch):
+    monkeypatch.setattr(sys.modules["nbaccel.capabilities"], "is_installed", lambda name: True)
     mixed = dataclasses.replace(
         CPU, gpus=(*with_gpus(1).gpus, *with_gpus(2, (7, 5), "T4").gpus[1:]), torch_version="2.13"
     )
-    assert plan_of(mixed, num_processes=1, mixed_precision="fp8").num_processes == 1
-    (message,) = mistakes_of(mixed, num_processes=2, mixed_precision="fp8")
+    assert plan_of(mixed, num_processes=1, mixed_precision="fp8", fp8="te").num_processes == 1
+    (message,) = mistakes_of(mixed, num_processes=2, mixed_precision="fp8", fp8="te")
     assert "GPU 1 (T4)" in message
     assert "GPU 0" not in message
 
@@ -338,7 +384,8 @@ def test_all_mistakes_come_at_once():
     machine = dataclasses.replace(
         with_gpus(1, (7, 5)), torch_version="2.13.0+cpu", memfd_supported=False, platform="win32"
     )
-    found = mistakes_of(machine, device="cuda", mixed_precision="fp8", num_processes=2)
+    fp8 = {"backend": "native", "recipe": "block"}
+    found = mistakes_of(machine, device="cuda", mixed_precision="fp8", fp8=fp8, num_processes=2)
     assert len(found) == 3
 
 

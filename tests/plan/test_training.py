@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from nbaccel import _catalog
+from nbaccel import _catalog, capabilities
 from nbaccel.abc.asking import Said
-from nbaccel.config import RunConfig
+from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.fsdp_settings import FullyShardedDataParallelPlugin
 from nbaccel.errors import ConfigError
 from nbaccel.plan.training import ProcessFacts, TrainingRequest, plan_training
@@ -97,10 +97,19 @@ def test_the_explanation_is_a_table_with_warnings_under_it() -> None:
 def test_unknown_and_impossible_precisions_are_refused() -> None:
     with pytest.raises(ConfigError, match="mixed_precision='int4' is unknown"):
         plan_training(TrainingRequest(mixed_precision="int4"), CPU)
-    with pytest.raises(ConfigError, match="is not supported on cpu"):
-        plan_training(TrainingRequest(mixed_precision="fp8"), CPU)
-    with pytest.raises(ConfigError, match="is not supported on cuda:0"):
-        plan_training(TrainingRequest(mixed_precision="fp8"), gpu(8, 0))
+    with pytest.raises(ConfigError, match="'te' needs transformer_engine"):
+        plan_training(TrainingRequest(mixed_precision="fp8", fp8=Fp8Config(backend="te")), CPU)
+
+
+def test_a_library_of_fp8_that_a_chip_does_not_have_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(capabilities, "is_installed", lambda name: True)
+    request = TrainingRequest(mixed_precision="fp8", fp8=Fp8Config(backend="te"))
+    for found in (CPU, gpu(8, 0)):
+        with pytest.raises(ConfigError, match=r"is not supported on .*native.*emulates"):
+            plan_training(request, found)
+    assert "fp8.recipe" in plan_training(request, gpu(9, 0)).explain()
 
 
 def test_imitated_precisions_are_warned_of() -> None:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nbaccel import Accelerator, WorkerFailed, debug_launcher
 from nbaccel.abc.bundle import Bundle
 from nbaccel.abc.place import Place
+from nbaccel.abc.precision import Precision
 from nbaccel.config.handlers import DistributedDataParallelKwargs
 from nbaccel.errors import ConfigError
 from nbaccel.strategies.ddp import DdpStrategy
@@ -26,7 +27,9 @@ CPU = torch.device("cpu")
 
 
 def ddp(here: Place | None = None, **settings: Any) -> DdpStrategy:
-    return DdpStrategy(here or Place(device=CPU), DistributedDataParallelKwargs(**settings))
+    return DdpStrategy(
+        here or Place(device=CPU), DistributedDataParallelKwargs(**settings), Precision()
+    )
 
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

@@ -96,7 +96,7 @@ def strategy_of(recipe: Recipe, here: Place, precision: Precision) -> Strategy:
         settings = FullyShardedDataParallelPlugin(**recipe.settings)
         return FsdpStrategy(here, settings, precision)
     if recipe.strategy == "ddp":
-        return DdpStrategy(here, DistributedDataParallelKwargs(**recipe.settings))
+        return DdpStrategy(here, DistributedDataParallelKwargs(**recipe.settings), precision)
     return SingleStrategy(here)
 
 
