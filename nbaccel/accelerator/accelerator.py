@@ -23,6 +23,7 @@ from nbaccel.accelerator.run_description import RunDescription
 from nbaccel.accelerator.training_checkpoints import TrainingCheckpoints
 from nbaccel.accelerator.training_run import TrainingRun
 from nbaccel.config import Configured, RunConfig
+from nbaccel.config.call_arguments import explained_constructor
 from nbaccel.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -96,6 +97,7 @@ class Accelerator(RunDescription):
         PlatformUnsupported: An argument needs what this version does not support.
     """
 
+    @explained_constructor
     def __init__(
         self,
         device_placement: bool = True,
