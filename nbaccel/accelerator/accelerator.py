@@ -493,7 +493,8 @@ class Accelerator(RunDescription):
             output_dir: Folder of the checkpoint; None where checkpoints are numbered
                 (`ProjectConfiguration.automatic_checkpoint_naming`).
             safe_serialization: Weights as safetensors instead of a pickle.
-            exclude_frozen_parameters: DeepSpeed's, without effect: frozen weights are written, too.
+            exclude_frozen_parameters: Leave out parameters that are not trained, whatever the
+                strategy is. `load_state` then leaves those of the model as they are.
 
         Raises:
             ConfigError: There is nowhere to save to.

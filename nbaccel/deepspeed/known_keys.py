@@ -19,8 +19,8 @@ from nbaccel.deepspeed.zero_config import ZERO, ZERO_KEYS, ZeroConfig
 __all__ = ["misspelt_keys"]
 
 _NEAR_ENOUGH = 0.83
-"""`devise` is 0.833 like `device`; keys of DeepSpeed that are not known here are up to 0.828 like one
-that is."""
+"""`devise` is 0.833 like `device`; keys of DeepSpeed unknown here are up to 0.828 like a known
+one."""
 
 
 def misspelt_keys(
