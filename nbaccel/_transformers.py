@@ -7,14 +7,12 @@ in a worker for the first time, it gets one for the worker's place.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
 from nbaccel import _accelerate, env
+from nbaccel._import_patches import patch_module
 
 __all__ = ["adopt_trainers"]
 
@@ -24,28 +22,7 @@ _TRAINER_ENTRIES = ("train", "evaluate", "predict")
 
 def adopt_trainers() -> None:
     """Let trainers from the notebook work in this worker. Once per worker."""
-    if (trainer_module := sys.modules.get(_TRAINER_MODULE)) is not None:
-        _patch_trainer(trainer_module)
-    else:
-        sys.meta_path.insert(0, _TrainerPatcher())
-
-
-class _TrainerPatcher(MetaPathFinder):
-    """Patches the trainer when it is imported: unpickling a method looks it up at once."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        # PathFinder itself, because importlib.util.find_spec would call this finder again.
-        module_spec = PathFinder.find_spec(name, path) if name == _TRAINER_MODULE else None
-        if module_spec is None or module_spec.loader is None:
-            return None
-        load_module = module_spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            load_module(module)
-            _patch_trainer(module)
-
-        module_spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return module_spec
+    patch_module(_TRAINER_MODULE, _patch_trainer)
 
 
 def _patch_trainer(trainer_module: ModuleType) -> None:

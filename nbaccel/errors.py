@@ -5,7 +5,8 @@
     NbaccelError
     ├── UserMistake              what was asked cannot be done; ask differently
     │   ├── ConfigError          (ValueError)    settings, all mistakes listed together
-    │   │   └── CheckpointDamaged    files of a checkpoint are not what was saved
+    │   │   ├── CheckpointDamaged    files of a checkpoint are not what was saved
+    │   │   └── WrongArguments   (TypeError, too)    a call with arguments that there are not
     │   ├── ModelNotShareable    (ValueError)    a model that shared memory cannot hold
     │   ├── NotSendable          (TypeError)     something that cannot travel to a worker
     │   ├── PortTaken            (OSError)       the port belongs to another process
@@ -64,6 +65,7 @@ __all__ = [
     "UserMistake",
     "WorkerDied",
     "WorkerFailed",
+    "WrongArguments",
 ]
 
 
@@ -117,6 +119,13 @@ class CheckpointDamaged(ConfigError):
     """
 
     _what = "files of the checkpoint cannot be used"
+
+
+class WrongArguments(ConfigError, TypeError):
+    """A call of nbaccel, or of a function to be launched, whose arguments do not fit.
+
+    What Python itself would raise a ``TypeError`` for, with the argument that was probably meant.
+    """
 
 
 class ModelNotShareable(UserMistake, ValueError):

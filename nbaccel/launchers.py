@@ -106,7 +106,8 @@ def notebook_launcher(
         The functions' return values, by rank.
 
     Raises:
-        ConfigError: If the settings are wrong or do not fit this machine; all mistakes at once.
+        ConfigError: If the settings are wrong or do not fit this machine, all mistakes at once; or
+            the call cannot work in workers.
         ModelNotShareable, NotSendable, UnsafeFork, PortTaken: Before any process is started.
         WorkerFailed: If a worker failed. It is also of the type that the worker raised, and says
             which rank failed first and where. The notebook's model is as it was.

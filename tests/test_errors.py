@@ -11,6 +11,8 @@ from nbaccel import errors
 
 LEAVES = [
     (errors.ConfigError, ValueError),
+    (errors.WrongArguments, TypeError),
+    (errors.WrongArguments, errors.ConfigError),
     (errors.ModelNotShareable, ValueError),
     (errors.NotSendable, TypeError),
     (errors.PortTaken, OSError),

@@ -7,7 +7,7 @@ only what differs. None of them knows a device or a precision by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -184,7 +184,12 @@ class ShardedCheckpoints(Protocol):
         """
 
     def save_sharded(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        folder: str | Path,
+        *,
+        left_out: Collection[str] = (),
     ) -> None:
         """Write weights, and the optimizer's state if one is given; a collective.
 
@@ -192,14 +197,21 @@ class ShardedCheckpoints(Protocol):
             model: The model, as :meth:`Strategy.wrap` returned it.
             optimizer: The torch optimizer of its parameters.
             folder: A folder that all processes see.
+            left_out: Names of frozen parameters of the user's own module that are not written.
         """
 
     def check_sharded(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        folder: str | Path,
+        *,
+        left_out: Collection[str] = (),
     ) -> None:
         """Refuse a folder that :meth:`load_sharded` could not read into these; no collective.
 
         Nothing is changed. Sizes and checksums of whole files have been looked at before.
+        What was left out need not be there: it stays as it is in the model.
 
         Raises:
             CheckpointDamaged: Files are missing, or not what was saved.
@@ -207,6 +219,11 @@ class ShardedCheckpoints(Protocol):
         """
 
     def load_sharded(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        folder: str | Path,
+        *,
+        left_out: Collection[str] = (),
     ) -> None:
         """Read what :meth:`save_sharded` wrote, with any number of processes; a collective."""

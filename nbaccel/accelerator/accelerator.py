@@ -28,6 +28,7 @@ from nbaccel.accelerator.run_description import RunDescription
 from nbaccel.accelerator.training_checkpoints import TrainingCheckpoints
 from nbaccel.accelerator.training_run import TrainingRun
 from nbaccel.config import Configured, RunConfig
+from nbaccel.config.call_arguments import explained_constructor
 from nbaccel.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -101,6 +102,7 @@ class Accelerator(RunDescription):
         PlatformUnsupported: An argument needs what this version does not support.
     """
 
+    @explained_constructor
     def __init__(
         self,
         device_placement: bool = True,
@@ -497,7 +499,8 @@ class Accelerator(RunDescription):
             output_dir: Folder of the checkpoint; None where checkpoints are numbered
                 (`ProjectConfiguration.automatic_checkpoint_naming`).
             safe_serialization: Weights as safetensors instead of a pickle.
-            exclude_frozen_parameters: DeepSpeed's, without effect: frozen weights are written, too.
+            exclude_frozen_parameters: Leave out parameters that are not trained, whatever the
+                strategy is. `load_state` then leaves those of the model as they are.
 
         Raises:
             ConfigError: There is nowhere to save to.

@@ -50,14 +50,7 @@ class TrainingCheckpoints:
         self, folder: str | Path | None, *, safe_serialization: bool, exclude_frozen: bool
     ) -> Path:
         """Save everything that training needs to continue; see `Accelerator.save_state`."""
-        if exclude_frozen:
-            warnings.warn(
-                "save_state(exclude_frozen_parameters=True) writes frozen weights all the same: "
-                "load_state puts back a whole model. For what was trained alone use the model's "
-                "own save_pretrained, or accelerator.save(...) with a part of its state dict.",
-                stacklevel=3,
-            )
-        checkpoint_parts = self._checkpoint_parts()
+        checkpoint_parts = self._checkpoint_parts(leaves_out_frozen=exclude_frozen)
         step, num_steps = self._gradient_steps.step, self._gradient_state.num_steps
         # torch gives no access to gradients that `fully_shard` holds between steps.
         if checkpoint_parts.amid_group and checkpoint_parts.sharder is not None:
@@ -90,7 +83,7 @@ class TrainingCheckpoints:
         if saved_step is not None:
             self._gradient_steps.resume_at(saved_step)
 
-    def _checkpoint_parts(self) -> checkpoint.CheckpointParts:
+    def _checkpoint_parts(self, *, leaves_out_frozen: bool = False) -> checkpoint.CheckpointParts:
         return checkpoint.CheckpointParts(
             strategy=self._run.strategy,
             models=self._prepared.models,
@@ -102,6 +95,7 @@ class TrainingCheckpoints:
             custom=self._custom_objects,
             amid_group=not self._gradient_state.sync_gradients,
             in_shards=self._run.request.writes_shards,
+            leaves_out_frozen=leaves_out_frozen,
         )
 
     def register(self, *objects: Any) -> None:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from nbaccel.config.mistakes import closest, shown
 from nbaccel.config.run_config import RunConfig
-from nbaccel.errors import ConfigError
+from nbaccel.errors import WrongArguments
 
-__all__ = ["check_call", "explained"]
+__all__ = ["check_call", "explained", "explained_constructor"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Self = TypeVar("Self")
 
 _RANK_NAMES = ("rank", "local_rank", "global_rank", "gpu", "gpu_id", "process_index", "proc_id")
 """Usual names of the first parameter of a function for `torch.multiprocessing.spawn`."""
@@ -32,7 +33,7 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
         function: The launcher. Its first parameter is the function that it launches.
 
     Returns:
-        The same function, which raises a `ConfigError` in place of Python's TypeError.
+        The same function, which raises a `WrongArguments` in place of Python's TypeError.
     """
     call_signature = inspect.signature(function)
 
@@ -44,10 +45,44 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
             call_signature.bind(*args, **kwargs)
         except TypeError as error:
             call_mistakes = _unknown_keywords(function.__name__, call_signature, args, kwargs)
-            raise ConfigError(
+            raise WrongArguments(
                 *(call_mistakes or [_call_refusal(function.__name__, error)])
             ) from None  # the message has Python's text
         return function(*args, **kwargs)
+
+    return checked
+
+
+def explained_constructor(
+    constructor: Callable[Concatenate[Self, P], None],
+) -> Callable[Concatenate[Self, P], None]:
+    """Let a class explain how arguments that its `__init__` does not have should be written.
+
+    Args:
+        constructor: The `__init__`.
+
+    Returns:
+        The same, which raises a `WrongArguments` in place of Python's TypeError.
+    """
+    call_signature = inspect.signature(constructor)
+
+    @functools.wraps(constructor)
+    def checked(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        __tracebackhide__ = True
+        try:
+            call_signature.bind(self, *args, **kwargs)
+        except TypeError as error:
+            class_name = constructor.__qualname__.rpartition(".")[0]
+            # Without `self`, which is not the caller's to give.
+            public_signature = call_signature.replace(
+                parameters=list(call_signature.parameters.values())[1:]
+            )
+            call_mistakes = _unknown_keywords(class_name, public_signature, (), kwargs)
+            call_form = f"Name the arguments: {class_name}({', '.join(kwargs) or '…'}=…)."
+            raise WrongArguments(
+                *(call_mistakes or [f"{class_name}() cannot be called: {error}. {call_form}"])
+            ) from None  # the message has Python's text
+        constructor(self, *args, **kwargs)
 
     return checked
 
@@ -110,10 +145,10 @@ def check_call(called_function: Any, args: Any) -> None:
         args: Its arguments.
 
     Raises:
-        ConfigError: `function(*args)` would raise a TypeError in each worker.
+        WrongArguments: `function(*args)` would raise a TypeError in each worker.
     """
     if call_mistakes := _swapped_argument_mistakes(called_function, args):
-        raise ConfigError(*call_mistakes)
+        raise WrongArguments(*call_mistakes)
 
 
 def _swapped_argument_mistakes(called_function: Any, args: Any) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any
 from nbaccel.capabilities import device_row
 from nbaccel.errors import LaunchTimeout, StartupFailed, WorkerFailed
 from nbaccel.failures.process_death import uninterrupted
+from nbaccel.launch.built_trainers import refuse_built_trainers
 from nbaccel.launch.edited_sources import tell_of_edits
 from nbaccel.launch.launch_supervisor import LaunchSupervisor
 from nbaccel.launch.packing import PackedCall, pack_call
@@ -46,12 +47,14 @@ def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...])
     """Run `function(*args)` in the workers of a plan.
 
     Raises:
+        ConfigError: The function would call a trainer that cannot work in workers.
         PlatformUnsupported: This machine lacks something that several workers need.
         ModelNotShareable, NotSendable, UnsafeFork, PortTaken: Before any process is started.
         WorkerFailed: If a worker raised or died; of the worker's exception type too.
         KeyboardInterrupt: If the notebook was interrupted; all workers have ended.
     """
     plan = requirements.check_requirements(plan)
+    refuse_built_trainers(plan, function, args)
     with _one_at_a_time(), contextlib.ExitStack() as clean_up:
         if plan.start_method != "fork":
             # A fork has the notebook's modules and imports none anew.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbaccel.failures.process_death import uninterrupted
+from nbaccel.launch.built_trainers import refuse_built_trainers
 from nbaccel.launch.edited_sources import tell_of_edits
 from nbaccel.launch.packing import PackedCall, pack_for_the_living
 from nbaccel.launch.run import job_of
@@ -67,8 +68,10 @@ def prepare_call(
     """Share the modules and pack the call; afterwards everything opened for it is closed.
 
     Raises:
+        ConfigError: It would call a trainer that cannot work in workers.
         ModelNotShareable, NotSendable: Nothing has been sent.
     """
+    refuse_built_trainers(plan, function, args)
     tell_of_edits()
     sharing = arena.share_modules(find_modules(args))
     with contextlib.ExitStack() as clean_up:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -281,13 +281,23 @@ class FsdpStrategy(Strategy):
         return f"pytorch_model_fsdp_{number}"
 
     def save_sharded(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        folder: str | Path,
+        *,
+        left_out: Collection[str] = (),
     ) -> None:
         """See :meth:`ShardedCheckpoints.save_sharded`; files of torch.distributed.checkpoint."""
-        sharded_checkpoints.save_shards(model, optimizer, Path(folder))
+        sharded_checkpoints.save_shards(model, optimizer, Path(folder), left_out=left_out)
 
     def check_sharded(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        folder: str | Path,
+        *,
+        left_out: Collection[str] = (),
     ) -> None:
         """See :meth:`ShardedCheckpoints.check_sharded`; nothing in the files is run.
 
@@ -295,17 +305,24 @@ class FsdpStrategy(Strategy):
             CheckpointDamaged: Files are missing, damaged or hold code.
             ConfigError: It is of another model, or has no optimizer.
         """
-        sharded_checkpoints.check_shards(model, optimizer, Path(folder), self.place)
+        sharded_checkpoints.check_shards(
+            model, optimizer, Path(folder), self.place, left_out=left_out
+        )
 
     def load_sharded(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        folder: str | Path,
+        *,
+        left_out: Collection[str] = (),
     ) -> None:
         """See :meth:`ShardedCheckpoints.load_sharded`.
 
         Raises:
             ConfigError: An optimizer is given and the folder has no state of one.
         """
-        sharded_checkpoints.load_shards(model, optimizer, Path(folder))
+        sharded_checkpoints.load_shards(model, optimizer, Path(folder), left_out=left_out)
 
 
 def _precision_policies(

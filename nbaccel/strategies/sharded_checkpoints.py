@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,7 +26,11 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 from torch.optim import Optimizer
@@ -196,15 +200,18 @@ _STATE_PREFIX = "optimizer.state."
 _GROUPS_PREFIX = "optimizer.param_groups."
 
 
-def save_shards(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
+def save_shards(
+    model: nn.Module, optimizer: Optimizer | None, folder: Path, *, left_out: Collection[str] = ()
+) -> None:
     """Write a checkpoint; a collective.
 
     Args:
         model: A sharded model.
         optimizer: The optimizer of its parameters, if it is to be kept, too.
         folder: A folder that all processes see; made if it is not there.
+        left_out: Names of parameters that are not written.
     """
-    saved_content: dict[str, Any] = {"model": get_model_state_dict(model)}
+    saved_content: dict[str, Any] = {"model": _model_slots(model, left_out)}
     if optimizer is not None:
         optimizer_state = optimizer.state_dict()
         saved_content.update(
@@ -214,24 +221,39 @@ def save_shards(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> 
     write_shards(saved_content, checkpoint_id=folder)
 
 
-def load_shards(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
+def _model_slots(model: nn.Module, left_out: Collection[str]) -> dict[str, Any]:
+    """The model's tensors, sharded as they are, without some of them."""
+    # torch's function gives names without the prefixes of wrappers.
+    return {
+        tensor_name: tensor_value
+        for tensor_name, tensor_value in get_model_state_dict(model).items()
+        if tensor_name not in left_out
+    }
+
+
+def load_shards(
+    model: nn.Module, optimizer: Optimizer | None, folder: Path, *, left_out: Collection[str] = ()
+) -> None:
     """Read a checkpoint; a collective.
 
     Args:
         model: A sharded model, as the one that was saved.
         optimizer: The optimizer of its parameters, if its state is wanted, too.
         folder: Where :func:`save_shards` wrote.
+        left_out: Names of parameters that are not there, and stay as they are.
 
     Raises:
         ConfigError: An optimizer is given and the checkpoint has no state of one.
     """
-    loaded_content: dict[str, Any] = {"model": get_model_state_dict(model)}
+    loaded_content: dict[str, Any] = {"model": _model_slots(model, left_out)}
     if optimizer is not None:
         # DCP reads only into tensors that it is given, and an optimizer that has not stepped has
         # none.
         loaded_content.update(_optimizer_slots(optimizer, folder))
     read_shards(loaded_content, checkpoint_id=folder)
-    set_model_state_dict(model, loaded_content.pop("model"))
+    set_model_state_dict(
+        model, loaded_content.pop("model"), options=StateDictOptions(strict=not left_out)
+    )
     if optimizer is not None:
         param_groups = _nest_entries(_GROUPS_PREFIX, loaded_content)
         optimizer.load_state_dict(
@@ -244,7 +266,14 @@ def load_shards(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> 
         )
 
 
-def check_shards(model: nn.Module, optimizer: Optimizer | None, folder: Path, place: Place) -> None:
+def check_shards(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    folder: Path,
+    place: Place,
+    *,
+    left_out: Collection[str] = (),
+) -> None:
     """Refuse a checkpoint that :func:`load_shards` could not read; changes nothing, no collective.
 
     Args:
@@ -252,6 +281,7 @@ def check_shards(model: nn.Module, optimizer: Optimizer | None, folder: Path, pl
         optimizer: The optimizer, if its state is wanted, too.
         folder: Where :func:`save_shards` wrote.
         place: This process: files are shared out over those of a node.
+        left_out: Names of parameters that need not be there.
 
     Raises:
         CheckpointDamaged: Files are missing, damaged or hold code.
@@ -267,8 +297,7 @@ def check_shards(model: nn.Module, optimizer: Optimizer | None, folder: Path, pl
         for entry_key, entry_metadata in stored_metadata.items()
         if entry_key.startswith(_MODEL_PREFIX) and isinstance(entry_metadata, TensorStorageMetadata)
     }
-    # torch's function gives names as they were saved, without the prefixes of wrappers.
-    model_tensors = get_model_state_dict(model).items()
+    model_tensors = _model_slots(model, left_out).items()
     expected_shapes = {
         tensor_name: tuple(tensor_value.shape)
         for tensor_name, tensor_value in model_tensors

@@ -39,7 +39,7 @@ import cloudpickle
 import torch
 from torch import nn
 
-from nbaccel import _accelerate, _catalog, _transformers, env
+from nbaccel import _accelerate, _catalog, _lightning, _transformers, env
 from nbaccel.abc.device import Device
 from nbaccel.errors import InputRefused, InternalError
 from nbaccel.failures import failure, portable_exception
@@ -212,6 +212,7 @@ def settle_in_process(
     _refuse_questions(place.rank)
     send_notebook_classes()
     _transformers.adopt_trainers()
+    _lightning.guard_trainers()
     rendezvous_store = (
         rendezvous.serve_store(place, file_descriptors.pop())
         if worker_assignment.serves_store

@@ -21,7 +21,7 @@ from nbaccel import (
 )
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.utils import InitProcessGroupKwargs, LoggerType, TorchDynamoPlugin
-from tests.accelerator.loops import line, sgd, told
+from tests.accelerator.loops import line, told
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -123,15 +123,6 @@ def test_a_dynamo_plugin_says_how_models_are_compiled() -> None:
         Accelerator(cpu=True, dynamo_backend="eager", dynamo_plugin=regional)
     with pytest.raises(ConfigError, match=r"dynamo_plugin={'backend': 'eager'}\) is no"):
         Accelerator(cpu=True, dynamo_plugin={"backend": "eager"})
-
-
-def test_frozen_weights_are_saved_and_it_is_said(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True)
-    model = line()
-    accelerator.prepare(model, sgd(model))
-    with pytest.warns(UserWarning, match=r"exclude_frozen_parameters=True.*all the same"):
-        accelerator.save_state(tmp_path / "state", exclude_frozen_parameters=True)
-    assert (tmp_path / "state" / "model.safetensors").exists()
 
 
 def test_arguments_have_accelerates_names_order_and_defaults() -> None:

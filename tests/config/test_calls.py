@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from torch import nn
 
-from nbaccel import ConfigError, Pool, debug_launcher, notebook_launcher
+from nbaccel import Accelerator, ConfigError, Pool, debug_launcher, notebook_launcher
 from nbaccel.config.call_arguments import check_call
 
 
@@ -121,6 +122,41 @@ def decorated() -> Callable[..., Any]:
 )
 def test_calls_that_can_work_are_let_through(function: Any, args: Any) -> None:
     check_call(function, args)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "told"),
+    [
+        ({"mixed_precison": "bf16"}, "got mixed_precison='bf16'. Did you mean 'mixed_precision'?"),
+        ({"zero_stage": 2}, "a setting of RunConfig. Write config=RunConfig(zero_stage=…)."),
+        ({"colour": 2}, "The arguments are: device_placement, split_batches, mixed_precision"),
+        ({"log_wiht": "all", "cpus": True}, "2 settings are wrong"),
+    ],
+)
+def test_keywords_that_the_accelerator_does_not_have(keywords: dict[str, Any], told: str) -> None:
+    for accelerator_class in (Accelerator, MyAccelerator):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            accelerator_class(**keywords)
+
+
+class MyAccelerator(Accelerator):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+
+
+def test_arguments_of_an_accelerator_that_are_too_many_or_given_twice() -> None:
+    with pytest.raises(ConfigError, match=r"Accelerator\(\) cannot be called: too many positional"):
+        Accelerator(*range(40))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="multiple values for argument 'device_placement'"):
+        Accelerator(True, device_placement=True)  # type: ignore[misc]
+
+
+def test_the_signature_of_the_accelerator_is_what_tools_see() -> None:
+    names = [*inspect.signature(Accelerator).parameters]
+    assert names[:3] == ["device_placement", "split_batches", "mixed_precision"]
+    own = [*inspect.signature(Accelerator.__init__).parameters]
+    assert own == ["self", *names]
+    assert Accelerator.__init__.__annotations__["mixed_precision"] == "str | None"
 
 
 def test_the_signature_is_still_that_of_the_launcher() -> None:

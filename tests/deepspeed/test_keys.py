@@ -7,6 +7,9 @@ import pytest
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed.auto_values import resolve_auto
 from nbaccel.deepspeed.checking import check_config
+from nbaccel.deepspeed.known_keys import misspelt_keys
+from nbaccel.deepspeed.schema import deepspeed_schema
+from nbaccel.deepspeed.zero_config import old_forms
 from nbaccel.errors import ConfigError
 from tests.deepspeed import needs
 
@@ -137,3 +140,12 @@ def test_second_shards_must_come_out_even():
     check_config(settings, check_tools=False)
     with pytest.raises(ConfigError, match="does not divide 6"):
         check_config(settings, run=RunConfig(num_processes=6), check_tools=False, allow_auto=True)
+
+
+def test_no_key_of_deepspeed_is_taken_for_a_misspelt_one_where_it_is_not_installed():
+    for section_path, known_keys in deepspeed_schema().sections.items():
+        for key in known_keys:
+            nested = {key: True}
+            for step in reversed(section_path.split(".") if section_path else []):
+                nested = {step: nested}
+            assert list(misspelt_keys(old_forms(nested)[0])) == []

@@ -25,7 +25,8 @@ from nbaccel.deepspeed.form.key_refusals import (
     place_refusal,
 )
 from nbaccel.deepspeed.form.key_settings import COMMON, key_settings
-from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig
+from nbaccel.deepspeed.known_keys import misspelt_keys
+from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, old_forms
 from nbaccel.deepspeed.zero_memory import estimate_memory, nvme_folders
 from nbaccel.errors import ConfigError
 from nbaccel.memory.estimate import MemoryEstimate
@@ -238,9 +239,10 @@ class DeepSpeedForm(SettingsForm):
         """See :meth:`SettingsForm.read`."""
         if self.missing_library:
             form_remarks: tuple[str, ...] = (
-                "DeepSpeed is not installed: keys were not compared with those it knows.",
+                "DeepSpeed is not installed: keys were compared with those that nbaccel knows, "
+                "which are not all.",
             )
-            config_document = ZeroConfig.from_dict(settings).to_dict()
+            config_document = _checked_without_library(settings).to_dict()
         else:
             # Imported here, since a form is also used where DeepSpeed is not installed.
             from nbaccel.deepspeed.checking import check_config
@@ -254,6 +256,23 @@ class DeepSpeedForm(SettingsForm):
     def is_document(self, settings: Mapping[str, Any]) -> bool:
         """See :meth:`SettingsForm.is_document`."""
         return set(settings) == {"gradient_accumulation_steps"}
+
+
+def _checked_without_library(settings: Mapping[str, Any]) -> ZeroConfig:
+    """A configuration whose values are right, and whose keys are not nearly those known here.
+
+    Raises:
+        ConfigError: Mistakes, all of them.
+    """
+    todays_settings, _ = old_forms(settings)
+    key_mistakes = list(misspelt_keys(todays_settings))
+    try:
+        zero_config = ZeroConfig.from_dict(settings)
+    except ConfigError as error:
+        raise ConfigError(*key_mistakes, *error.args) from error
+    if key_mistakes:
+        raise ConfigError(*key_mistakes)
+    return zero_config
 
 
 def _with_step(

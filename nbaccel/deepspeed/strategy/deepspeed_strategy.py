@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -383,18 +383,38 @@ class DeepSpeedStrategy(Strategy):
         return f"pytorch_model_{number}" if number else "pytorch_model"
 
     def save_sharded(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        folder: str | Path,
+        *,
+        left_out: Collection[str] = (),
     ) -> None:
         """See :meth:`ShardedCheckpoints.save_sharded`; files of DeepSpeed."""
-        engine_drive = self._drives.get(id(model))
+        engine_drive = self._writing_drive(model)
         if engine_drive is not None:
             engine_drive.step()
-            engine_checkpoints.save(engine_drive.engine, Path(folder))
-        elif self.place.is_main:
-            engine_checkpoints.save_plain(model, Path(folder))
+            engine_checkpoints.save(engine_drive.engine, Path(folder), left_out=left_out)
+            return
+        # A collective where an engine has cut the weights up.
+        model_state = self.model_state(model) if id(model) in self._drives else model.state_dict()
+        if self.place.is_main:
+            engine_checkpoints.save_plain(model_state, Path(folder), left_out=left_out)
+
+    def _writing_drive(self, model: nn.Module) -> Drive | None:
+        """What drives the engine of a model, if that engine can write checkpoints."""
+        engine_drive = self._drives.get(id(model))
+        if engine_drive is None or not engine_checkpoints.can_write(engine_drive.engine):
+            return None
+        return engine_drive
 
     def check_sharded(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        folder: str | Path,
+        *,
+        left_out: Collection[str] = (),
     ) -> None:
         """See :meth:`ShardedCheckpoints.check_sharded`.
 
@@ -402,21 +422,27 @@ class DeepSpeedStrategy(Strategy):
             CheckpointDamaged: Files are missing, or hold something else.
             ConfigError: Another number of processes wrote it, or it is of another model.
         """
-        engine_drive = self._drives.get(id(model))
+        engine_drive = self._writing_drive(model)
         if engine_drive is not None:
             engine_checkpoints.check_checkpoint(engine_drive.engine, Path(folder))
         else:
             engine_checkpoints.check_plain(model, Path(folder))
 
     def load_sharded(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        folder: str | Path,
+        *,
+        left_out: Collection[str] = (),
     ) -> None:
         """See :meth:`ShardedCheckpoints.load_sharded`; as many processes as wrote."""
-        engine_drive = self._drives.get(id(model))
+        engine_drive = self._writing_drive(model)
         if engine_drive is not None:
-            engine_checkpoints.load(engine_drive.engine, Path(folder))
+            engine_checkpoints.load(engine_drive.engine, Path(folder), left_out=left_out)
         else:
-            engine_checkpoints.load_plain(model, Path(folder))
+            saved_weights = engine_checkpoints.read_plain(Path(folder), self.place.device)
+            self.load_model_state(model, saved_weights, strict=not left_out)
 
 
 def _end_drives(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +14,47 @@ from nbaccel.deepspeed import private_api
 from nbaccel.deepspeed.weights.torch_archive import is_readable, read_outline
 from nbaccel.errors import CheckpointDamaged, ConfigError
 
-__all__ = ["check_checkpoint", "check_plain", "load", "load_plain", "save", "save_plain"]
+__all__ = [
+    "can_write",
+    "check_checkpoint",
+    "check_plain",
+    "load",
+    "read_plain",
+    "save",
+    "save_plain",
+]
 
 
-def save(engine: Any, checkpoint_folder: Path) -> None:
+def save(engine: Any, checkpoint_folder: Path, *, left_out: Collection[str] = ()) -> None:
     """Write weights and the optimizer's state; a collective.
 
     Args:
         engine: The engine.
         checkpoint_folder: Where; its name is DeepSpeed's tag, and beside it lies ``latest``.
+        left_out: The frozen parameters, if they are not to be written: all of them, or none.
     """
-    engine.save_checkpoint(str(checkpoint_folder.parent), tag=checkpoint_folder.name)
+    engine.save_checkpoint(
+        str(checkpoint_folder.parent),
+        tag=checkpoint_folder.name,
+        exclude_frozen_parameters=bool(left_out),
+    )
 
 
-def load(engine: Any, checkpoint_folder: Path) -> None:
+def load(engine: Any, checkpoint_folder: Path, *, left_out: Collection[str] = ()) -> None:
     """Read what :func:`save` wrote; a collective.
 
     Args:
         engine: The engine, of as many processes as wrote.
         checkpoint_folder: Where; :func:`check_checkpoint` has found nothing wrong with it.
+        left_out: Frozen parameters that are not there, and stay as they are.
 
     Raises:
         ConfigError: DeepSpeed found nothing that it can read.
     """
     loaded_path, _ = engine.load_checkpoint(
-        str(checkpoint_folder.parent), tag=checkpoint_folder.name
+        str(checkpoint_folder.parent),
+        tag=checkpoint_folder.name,
+        load_module_strict=not left_out,
     )
     if loaded_path is None:
         raise ConfigError(
@@ -49,29 +65,50 @@ def load(engine: Any, checkpoint_folder: Path) -> None:
         )
 
 
-def save_plain(model: nn.Module, checkpoint_folder: Path) -> None:
-    """Write the weights of a model that has no engine, because it is not trained.
+def save_plain(
+    model_state: Mapping[str, Any], checkpoint_folder: Path, *, left_out: Collection[str] = ()
+) -> None:
+    """Write the weights of a model that has no engine, or one that cannot write them.
 
     Args:
-        model: The model.
+        model_state: The weights, whole.
         checkpoint_folder: Where.
+        left_out: Names of parameters that are not written.
     """
     checkpoint_folder.mkdir(parents=True, exist_ok=True)
-    torch.save(model.state_dict(), checkpoint_folder / _PLAIN_WEIGHTS_FILE)
+    written_state = {
+        tensor_name: tensor_value
+        for tensor_name, tensor_value in model_state.items()
+        if tensor_name not in left_out
+    }
+    torch.save(written_state, checkpoint_folder / _PLAIN_WEIGHTS_FILE)
 
 
-def load_plain(model: nn.Module, checkpoint_folder: Path) -> None:
+def read_plain(checkpoint_folder: Path, device: torch.device) -> dict[str, Any]:
     """Read what :func:`save_plain` wrote.
 
     Args:
-        model: The model.
         checkpoint_folder: Where.
+        device: The model's: a file of a GPU that is not here cannot be read otherwise.
+
+    Returns:
+        The weights by name.
     """
-    # Straight to the model's device: a file of a GPU that is not here cannot be loaded otherwise.
-    device = next(model.parameters()).device
-    model.load_state_dict(
+    return dict(
         torch.load(checkpoint_folder / _PLAIN_WEIGHTS_FILE, map_location=device, weights_only=True)
     )
+
+
+def can_write(engine: Any) -> bool:
+    """Whether an engine has what its `save_checkpoint` needs.
+
+    DeepSpeed gives none to an engine without an optimizer. Only process 0 would fail, and the
+    others would wait for it.
+
+    Args:
+        engine: The engine.
+    """
+    return getattr(engine, "checkpoint_engine", None) is not None
 
 
 def check_checkpoint(engine: Any, checkpoint_folder: Path) -> None:
@@ -106,7 +143,7 @@ def check_checkpoint(engine: Any, checkpoint_folder: Path) -> None:
 
 
 def check_plain(model: nn.Module, checkpoint_folder: Path) -> None:
-    """Refuse what :func:`load_plain` could not read.
+    """Refuse what :func:`read_plain` could not read.
 
     Raises:
         CheckpointDamaged: The file is missing.

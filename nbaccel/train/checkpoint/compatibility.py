@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from nbaccel import torch_private
 from nbaccel.abc.place import Place
 from nbaccel.intact import Recorded, file_problem
 from nbaccel.train.checkpoint import layout
+from nbaccel.train.checkpoint.left_out import read_left_out
 from nbaccel.train.checkpoint.saving import CheckpointParts
 
 __all__ = [
@@ -48,13 +49,20 @@ _PARAMETER_SHAPED_STATE = frozenset(
 )
 
 
-def model_problem(model: nn.Module, saved: _ShapesByName, *, strict: bool = True) -> str:
+def model_problem(
+    model: nn.Module,
+    saved: _ShapesByName,
+    *,
+    strict: bool = True,
+    left_out: Collection[str] = (),
+) -> str:
     """What keeps weights from being loaded into a model.
 
     Args:
         model: The user's own module.
         saved: Shapes of the weights by name, those of tied names included.
         strict: Whether every name must be on both sides.
+        left_out: Names that need not be saved.
 
     Returns:
         The rest of a sentence that begins with the file's name; empty if they fit.
@@ -82,7 +90,9 @@ def model_problem(model: nn.Module, saved: _ShapesByName, *, strict: bool = True
     missing_names = [
         tensor_name
         for tensor_name in model_shapes
-        if tensor_name not in saved_shapes and not tensor_name.endswith("num_batches_tracked")
+        if tensor_name not in saved_shapes
+        and tensor_name not in left_out
+        and not tensor_name.endswith("num_batches_tracked")
     ]
     unknown_names = [tensor_name for tensor_name in saved_shapes if tensor_name not in model_shapes]
     problems = []
@@ -240,11 +250,13 @@ class SourceShards:
         model: The model that it is read into.
         optimizer: The optimizer whose state is there, too.
         folder: The folder.
+        left_out: Names of the model's frozen parameters that are not in it.
     """
 
     model: nn.Module
     optimizer: Optimizer | None
     folder: Path
+    left_out: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,6 +278,7 @@ class CheckpointSources:
         gradients: Gradients of this process, within a group of batches.
         generators: Random states of this process.
         first_generators: Random states of process 0, with the step.
+        left_out: Names of frozen parameters that were not saved, by number of the model.
     """
 
     folder: Path
@@ -282,6 +295,7 @@ class CheckpointSources:
     gradients: Path | None
     generators: Path | None
     first_generators: Path | None
+    left_out: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
     def damaged(self, place: Place) -> list[str]:
         """Problems of files; each file is read by one process of a node.
@@ -368,6 +382,7 @@ class _SourceFinder:
         self._parts = parts
         self._place = place
         self._recorded = recorded
+        self._left_out = read_left_out(folder)
 
     def find_all(self) -> CheckpointSources:
         parts, sharded_models = self._parts, self._sharded_models()
@@ -396,6 +411,7 @@ class _SourceFinder:
             else self._existing_file(layout.gradients_file(self._place.rank)),
             generators=self._existing_file(layout.random_states_file(self._place.rank)),
             first_generators=self._existing_file(layout.random_states_file(0)),
+            left_out=self._left_out,
         )
 
     def _existing_file(self, *file_names: str) -> Path | None:
@@ -424,7 +440,10 @@ class _SourceFinder:
             if folder.is_dir():
                 own_optimizer = self._parts.optimizer_of(model)
                 sharded_models[number] = SourceShards(
-                    model=model, optimizer=own_optimizer, folder=folder
+                    model=model,
+                    optimizer=own_optimizer,
+                    folder=folder,
+                    left_out=self._left_out.get(number, frozenset()),
                 )
         return sharded_models
 
@@ -448,13 +467,20 @@ class _SourceFinder:
             file_name = layout.numbered_name(layout.OPTIMIZER_FILE, number)
             if model is not None and self._parts.sharder is not None and shard_folder.is_dir():
                 shard_folders[number] = SourceShards(
-                    model=model, optimizer=optimizer, folder=shard_folder
+                    model=model,
+                    optimizer=optimizer,
+                    folder=shard_folder,
+                    left_out=self._left_out_of(model),
                 )
             # Without a model the optimizer cannot be in shards: its file is listed even if it is
             # missing.
             elif model is None or self._existing_file(file_name) is not None:
                 optimizer_files[number] = self._folder / file_name
         return optimizer_files, shard_folders
+
+    def _left_out_of(self, model: nn.Module | None) -> frozenset[str]:
+        numbers = (number for number, each in enumerate(self._parts.models) if each is model)
+        return self._left_out.get(next(numbers, -1), frozenset())
 
     def _loader_files(self) -> dict[int, Path]:
         loader_files = {}

@@ -12,6 +12,7 @@ from typing import IO, Any, cast
 import numpy as np
 import torch
 from huggingface_hub import save_torch_state_dict
+from safetensors.torch import save_file
 
 from nbaccel import atomic
 from nbaccel.config.mistakes import shown
@@ -135,9 +136,13 @@ def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = Fals
     path = Path(path)
     with atomic.partial_folder(path.parent, path.name) as folder:
         if safe_serialization:
-            # The caller named one file, so the weights must not be split, whatever their size.
-            save_torch_state_dict(dict(obj), folder, max_shard_size=sys.maxsize)
             written_file = folder / "model.safetensors"
+            if obj:
+                # The caller named one file, so the weights must not be split, whatever their size.
+                save_torch_state_dict(dict(obj), folder, max_shard_size=sys.maxsize)
+            else:
+                # huggingface_hub writes no file where there are no tensors.
+                save_file({}, written_file, metadata={"format": "pt"})
         else:
             written_file = folder / "object"
             _pickle_to_file(obj, written_file)

@@ -15,6 +15,7 @@ its documentation promises, is written here, too.
     random_states_0.pkl, …                        generators by rank, and the accumulation step
     gradients_0.bin, …                            by rank, of a save within a group of batches
     custom_checkpoint_0.pkl, …                    registered objects
+    nbaccel_left_out.json                         names of frozen parameters that were not saved
     nbaccel_manifest.json                         sizes and checksums of all these, when saved
 """
 
@@ -40,6 +41,7 @@ PRECISION_FILE = "fp8_scales.bin"
 SAMPLER_FILE, STATEFUL_LOADER_FILE = "sampler.bin", "dl_state_dict.bin"
 CUSTOM_OBJECT_FILE = "custom_checkpoint_{}.pkl"
 MANIFEST_FILE = "nbaccel_manifest.json"
+LEFT_OUT_FILE = "nbaccel_left_out.json"
 OPTIMIZER_SHARDS = "optimizer_{}"
 SHARD_FOLDERS = {
     "fsdp": re.compile(r"pytorch_model_fsdp_(\d+)"),
@@ -54,7 +56,7 @@ _CHECKPOINT_PART = re.compile(
     r"|scaler\.pt|fp8_scales\.bin|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
     r"|gradients_\d+\.bin|pytorch_model_fsdp_\d+|optimizer_\d+"
     # DeepSpeed writes `latest` and the scripts beside its shards.
-    r"|pytorch_model(_\d+)?|latest|zero_to_(fp32|torch)\.py|nbaccel_manifest\.json)"
+    r"|pytorch_model(_\d+)?|latest|zero_to_(fp32|torch)\.py|nbaccel_(manifest|left_out)\.json)"
 )
 
 

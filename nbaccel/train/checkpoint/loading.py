@@ -28,6 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nbaccel.abc.place import Place
+from nbaccel.abc.strategy import ShardedCheckpoints
 from nbaccel.config.mistakes import shown
 from nbaccel.errors import CheckpointDamaged, ConfigError
 from nbaccel.intact import Recorded
@@ -37,12 +38,14 @@ from nbaccel.train.checkpoint import checkpoint_folder, layout
 from nbaccel.train.checkpoint.checkpoint_folder import all_succeed, find_checkpoint
 from nbaccel.train.checkpoint.compatibility import (
     CheckpointSources,
+    SourceShards,
     find_sources,
     model_problem,
     optimizer_problem,
     state_problem,
 )
 from nbaccel.train.checkpoint.files import read_torch_file, read_torch_outline
+from nbaccel.train.checkpoint.left_out import trained_problem
 from nbaccel.train.checkpoint.saving import CheckpointParts, check_contents
 from nbaccel.train.collectives import Collectives
 
@@ -123,7 +126,13 @@ class LoadTrial:
         if with_models:
             for object_number, path in self._sources.weights.items():
                 self._attempt_step(
-                    partial(self.check_weights, path, self._parts.models[object_number], strict)
+                    partial(
+                        self.check_weights,
+                        path,
+                        self._parts.models[object_number],
+                        strict,
+                        self._sources.left_out.get(object_number, frozenset()),
+                    )
                 )
         for object_number, path in self._sources.optimizers.items():
             self._attempt_step(partial(self._check_optimizer, path, object_number))
@@ -148,8 +157,16 @@ class LoadTrial:
 
     # --------------------------------------------------------------------- names and shapes
 
-    def check_weights(self, path: Path, model: nn.Module, strict: bool) -> None:
+    def check_weights(
+        self, path: Path, model: nn.Module, strict: bool, left_out: frozenset[str]
+    ) -> None:
         """Compare a file of weights with a model.
+
+        Args:
+            path: The file.
+            model: The model, as it was prepared.
+            strict: Whether both must have the same names.
+            left_out: Frozen parameters that were not saved.
 
         Raises:
             CheckpointDamaged: It cannot be read.
@@ -163,7 +180,9 @@ class LoadTrial:
         for tensor_name, tied_name in tied_tensor_names(model).items():
             if tensor_name not in saved_shapes and tied_name in saved_shapes:
                 saved_shapes[tensor_name] = saved_shapes[tied_name]
-        _refuse_problem(path, model_problem(model, saved_shapes, strict=strict))
+        if strict:
+            _refuse_problem(path, trained_problem(model, left_out))
+        _refuse_problem(path, model_problem(model, saved_shapes, strict=strict, left_out=left_out))
 
     def _check_optimizer(self, path: Path, optimizer_number: int) -> None:
         optimizer, _ = self._parts.plain_optimizers()[optimizer_number]
@@ -179,12 +198,17 @@ class LoadTrial:
                 *sources.sharded_models.values(),
                 *sources.sharded_optimizers.values(),
             ):
-                yield partial(
-                    sharder.check_sharded,
-                    source_shards.model,
-                    source_shards.optimizer,
-                    source_shards.folder,
-                )
+                yield partial(self._check_shards, sharder, source_shards)
+
+    def _check_shards(self, sharder: ShardedCheckpoints, source_shards: SourceShards) -> None:
+        model = self._parts.strategy.unwrap(source_shards.model)
+        _refuse_problem(source_shards.folder, trained_problem(model, source_shards.left_out))
+        sharder.check_sharded(
+            source_shards.model,
+            source_shards.optimizer,
+            source_shards.folder,
+            left_out=source_shards.left_out,
+        )
 
     # --------------------------------------------------------------------- what is small
 
@@ -493,7 +517,8 @@ class _StateLoader:
         for model_number in range(len(remaining_models) if hooks else 0):
             if model_number in self._sources.weights:
                 path = self._sources.weights[model_number]
-                self._trial.check_weights(path, remaining_models[model_number], strict)
+                left_out = self._sources.left_out.get(model_number, frozenset())
+                self._trial.check_weights(path, remaining_models[model_number], strict, left_out)
             elif model_number not in self._sources.sharded_models:
                 raise ConfigError(_missing_weights(self._sources.folder, model_number))
         return remaining_models
@@ -556,11 +581,16 @@ class _StateLoader:
             if model_shards is not None and self._parts.sharder is not None:
                 # The same choice as in saving: this optimizer's shards are in the model's folder.
                 own_optimizer = self._parts.optimizer_of(model)
-                self._parts.sharder.load_sharded(model, own_optimizer, model_shards.folder)
+                self._parts.sharder.load_sharded(
+                    model, own_optimizer, model_shards.folder, left_out=model_shards.left_out
+                )
             else:
                 path = sources.weights[model_number]
                 saved_weights = _read_weights(path, strategy.unwrap(model), device)
-                strategy.load_model_state(model, saved_weights, **options)
+                # Names have been compared: what is missing is frozen and stays as it is.
+                is_partial = bool(sources.left_out.get(model_number))
+                load_options = {**options, "strict": False} if is_partial else options
+                strategy.load_model_state(model, saved_weights, **load_options)
 
     def load_optimizers(self) -> None:
         """Optimizers' states."""
@@ -569,7 +599,12 @@ class _StateLoader:
             optimizer_shards = self._sources.sharded_optimizers.get(optimizer_number)
             path = self._sources.optimizers.get(optimizer_number)
             if optimizer_shards is not None and sharder is not None:
-                sharder.load_sharded(optimizer_shards.model, optimizer, optimizer_shards.folder)
+                sharder.load_sharded(
+                    optimizer_shards.model,
+                    optimizer,
+                    optimizer_shards.folder,
+                    left_out=optimizer_shards.left_out,
+                )
             elif path is not None and model is None:
                 optimizer.load_state_dict(read_torch_file(path, **self._read_options))
             elif path is not None and model is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbaccel import atomic
 from nbaccel.abc.place import Place
 from nbaccel.abc.precision import Precision
 from nbaccel.abc.strategy import ShardedCheckpoints, Strategy
@@ -20,6 +21,7 @@ from nbaccel.train.checkpoint import layout
 from nbaccel.train.checkpoint.checkpoint_folder import new_checkpoint
 from nbaccel.train.checkpoint.files import save
 from nbaccel.train.checkpoint.layout import CheckpointContents
+from nbaccel.train.checkpoint.left_out import frozen_names, left_out_text, without_names
 from nbaccel.train.collectives import Collectives
 from nbaccel.units import count_noun
 
@@ -42,6 +44,7 @@ class CheckpointParts:
         in_shards: Whether every process is to write its shards, if the strategy can.
         amid_group: Whether gradients of some batches wait for an optimizer step. They are saved,
             too, unless they are sharded: torch gives no access to those.
+        leaves_out_frozen: Whether parameters that are not trained are not saved.
     """
 
     strategy: Strategy
@@ -54,6 +57,7 @@ class CheckpointParts:
     custom: Sequence[Any] = ()
     in_shards: bool = False
     amid_group: bool = False
+    leaves_out_frozen: bool = False
 
     @property
     def sharder(self) -> ShardedCheckpoints | None:
@@ -296,11 +300,13 @@ class _StateWriter:
         self._sharder = parts.sharder if parts.in_shards else None
         self._writes_shared = writes
         self._met_errors: list[Exception] = []
+        self._left_out: dict[int, frozenset[str]] = {}
 
     def write_all(
         self, hooks: list[SaveHook], place: Place, step: int, use_safetensors: bool
     ) -> None:
         self._write_models(hooks, use_safetensors)
+        self._write_left_out()
         self._write_optimizers()
         self._write_loaders(place)
         self._write_small_states()
@@ -318,12 +324,19 @@ class _StateWriter:
 
     def _write_models(self, hooks: list[SaveHook], use_safetensors: bool) -> None:
         parts, model_states = self._parts, []
+        left_out_of_states: dict[int, frozenset[str]] = {}
         for model_number, model in enumerate(parts.models):
+            left_out = self._names_left_out(model)
             if self._sharder is None:
-                model_states.append(parts.strategy.model_state(model))
+                model_state = without_names(parts.strategy.model_state(model), left_out)
+                left_out_of_states[id(model_state)] = left_out
+                model_states.append(model_state)
             else:
                 folder = self._folder / self._sharder.shard_folder(model_number)
-                self._sharder.save_sharded(model, parts.optimizer_of(model), folder)
+                self._sharder.save_sharded(
+                    model, parts.optimizer_of(model), folder, left_out=left_out
+                )
+                self._left_out[model_number] = left_out
         # A copy, because hooks may remove models; the weights of all are gathered before they run.
         remaining_models = list(parts.models)
         for save_hook in hooks:
@@ -332,10 +345,23 @@ class _StateWriter:
             )
         # Numbered as the hooks left the list, which may have removed entries.
         for model_number, model_state in enumerate(model_states):
+            self._left_out[model_number] = left_out_of_states.get(id(model_state), frozenset())
             file_name = layout.numbered_name(
                 layout.SAFE_WEIGHTS if use_safetensors else layout.PICKLED_WEIGHTS, model_number
             )
             self._write_file(model_state, file_name, use_safetensors)
+
+    def _names_left_out(self, model: nn.Module) -> frozenset[str]:
+        if not self._parts.leaves_out_frozen:
+            return frozenset()
+        return frozen_names(self._parts.strategy.unwrap(model))
+
+    def _write_left_out(self) -> None:
+        if self._writes_shared and any(self._left_out.values()):
+            left_out_path = self._folder / layout.LEFT_OUT_FILE
+            self._attempt_step(
+                lambda: atomic.write_text(left_out_path, left_out_text(self._left_out))
+            )
 
     def _write_optimizers(self) -> None:
         for optimizer_number, (optimizer, model) in enumerate(self._parts.plain_optimizers()):
@@ -347,7 +373,9 @@ class _StateWriter:
             # The model's first optimizer has been written into the model's own shard folder.
             elif optimizer is not self._parts.optimizer_of(model):
                 folder = self._folder / layout.OPTIMIZER_SHARDS.format(optimizer_number)
-                self._sharder.save_sharded(model, optimizer, folder)
+                self._sharder.save_sharded(
+                    model, optimizer, folder, left_out=self._names_left_out(model)
+                )
 
     def _write_loaders(self, place: Place) -> None:
         for loader_number, loader in self._parts.stateful_loaders():

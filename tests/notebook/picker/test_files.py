@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -57,6 +58,52 @@ def test_all_mistakes_are_told_each_beside_its_choice(picker):
     assert any("Did you mean 'stage'?" in text for text in beside[""])
     assert any("Did you mean 'gradient_clipping'?" in text for text in beside[""])
     assert sum(map(len, beside.values())) == len(caught.value.mistakes)
+
+
+@pytest.fixture
+def without_deepspeed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # Python refuses its import
+
+
+@needs.DEEPSPEED_ROW
+@pytest.mark.usefixtures("without_deepspeed")
+def test_misspelt_keys_are_told_where_deepspeed_is_not_installed(picker):
+    wrong = {
+        "zero_optimization": {
+            "stge": 2,
+            "reduce_bucket_size": -1,
+            "offload_optimizer": {"devise": "cpu"},
+        },
+        "gradient_cliping": 1.0,
+        "activation_checkpointin": {"cpu_checkpointin": True},
+        "overlap_comm": True,
+    }
+    before = picker.config
+    with pytest.raises(ConfigError) as caught:
+        picker.load(wrong)
+    told = str(caught.value)
+    for given, meant in (
+        ("zero_optimization.stge=2", "'stage'"),
+        ("zero_optimization.offload_optimizer.devise='cpu'", "'device'"),
+        ("gradient_cliping=1.0", "'gradient_clipping'"),
+        ("activation_checkpointin={", "'activation_checkpointing'"),
+        ("activation_checkpointing.cpu_checkpointin=True", "'cpu_checkpointing'"),
+    ):
+        assert f"got {given}" in told
+        assert f"Did you mean {meant}?" in told
+    assert "overlap_comm is no key that nbaccel knows of DeepSpeed" in told
+    assert "It belongs in zero_optimization." in told
+    assert "got -1" in told
+    assert picker.config == before
+
+
+@needs.DEEPSPEED_ROW
+@pytest.mark.usefixtures("without_deepspeed")
+def test_keys_that_resemble_none_are_taken_where_deepspeed_is_not_installed(picker):
+    strange = {**FILE, "_comment": "mine", "zero_optimization": {"stage": 2, "zenflow": {"a": 1}}}
+    picker.load(strange)
+    assert picker.config.deepspeed["zero_optimization"]["zenflow"] == {"a": 1}
+    assert any("compared with those that nbaccel knows" in remark for remark in picker.remarks)
 
 
 @pytest.mark.parametrize(

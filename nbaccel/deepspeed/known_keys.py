@@ -1,0 +1,100 @@
+"""Misspelt keys found where DeepSpeed is not installed, by the keys that nbaccel itself knows.
+
+These are fewer than DeepSpeed reads. So a key is a mistake only where it is nearly one of them; a
+test compares that with every key of the installed DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+from nbaccel.config.field_rules import FieldMistake
+from nbaccel.config.mistakes import shown
+from nbaccel.deepspeed.field_types import Section, section_of
+from nbaccel.deepspeed.zero_config import ZERO, ZERO_KEYS, ZeroConfig
+
+__all__ = ["misspelt_keys"]
+
+_NEAR_ENOUGH = 0.83
+"""`devise` is 0.833 like `device`; keys of DeepSpeed unknown here are up to 0.828 like a known
+one."""
+
+
+def misspelt_keys(
+    config_settings: Mapping[str, Any], section_path: str = ""
+) -> Iterator[FieldMistake]:
+    """Look at every key of a configuration, section by section.
+
+    Args:
+        config_settings: The configuration in today's form, or a section of it.
+        section_path: The section that it is.
+
+    Yields:
+        A message about each key that is nearly a known one.
+    """
+    known_keys = _known_sections().get(section_path)
+    if known_keys is None:
+        return  # its keys are DeepSpeed's, or the user's own
+    path_prefix = f"{section_path}." if section_path else ""
+    for config_key, key_value in config_settings.items():
+        meant_key, advice = config_key, ""
+        if config_key not in known_keys:
+            meant_key, advice = _meant_key(str(config_key), section_path, known_keys)
+        if advice:
+            yield FieldMistake(
+                f"{path_prefix}{config_key} is no key that nbaccel knows of DeepSpeed: got "
+                f"{path_prefix}{config_key}={shown(key_value)}. It would have no effect. {advice}",
+                f"{path_prefix}{config_key}",
+            )
+        # Inside a misspelt section, too, so that its mistakes are reported at once.
+        if isinstance(key_value, Mapping):
+            yield from misspelt_keys(key_value, f"{path_prefix}{meant_key}")
+
+
+def _meant_key(config_key: str, section_path: str, known_keys: frozenset[str]) -> tuple[str, str]:
+    """The key that was probably meant, and the sentence that says so; empty where none is near."""
+    if not section_path and config_key in ZERO_KEYS:
+        return config_key, f"It belongs in {ZERO}."
+    near_keys = difflib.get_close_matches(
+        config_key.strip().lower(), known_keys, n=1, cutoff=_NEAR_ENOUGH
+    )
+    return (near_keys[0], f"Did you mean {near_keys[0]!r}?") if near_keys else (config_key, "")
+
+
+@lru_cache(maxsize=1)
+def _known_sections() -> dict[str, frozenset[str]]:
+    """Keys of each section by its path; the top level is the empty path."""
+    sections = dict(_sections_of(ZeroConfig, ""))
+    top_keys = sections[""]
+    # `ZeroConfig` has the keys of this section at the top level.
+    zero_sections = {
+        f"{ZERO}.{section_path}": known_keys
+        for section_path, known_keys in sections.items()
+        if section_path.partition(".")[0] in ZERO_KEYS
+    }
+    other_sections = {
+        section_path: known_keys
+        for section_path, known_keys in sections.items()
+        if section_path.partition(".")[0] not in ZERO_KEYS
+    }
+    return {
+        **other_sections,
+        **zero_sections,
+        ZERO: frozenset(ZERO_KEYS),
+        "": (top_keys - frozenset(ZERO_KEYS)) | {ZERO},
+    }
+
+
+def _sections_of(
+    section_class: type[Section], section_path: str
+) -> Iterator[tuple[str, frozenset[str]]]:
+    field_names = frozenset(section_class.model_fields) - {"extra"}
+    yield section_path, field_names
+    for field_name in field_names:
+        inner_class = section_of(section_class.model_fields[field_name])
+        if inner_class is not None:
+            inner_path = f"{section_path}.{field_name}" if section_path else field_name
+            yield from _sections_of(inner_class, inner_path)

@@ -1,0 +1,173 @@
+"""A Lightning `Trainer` that was built in the notebook is refused before a worker starts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nbaccel import ConfigError, Pool, notebook_launcher
+from tests.isolation import isolated
+
+pytestmark = [
+    # Lightning's own, of torch's pytree and of loaders without workers.
+    pytest.mark.filterwarnings("ignore::Warning:lightning"),
+    pytest.mark.filterwarnings("ignore::Warning:pytorch_lightning"),
+]
+
+QUIET = {
+    "max_steps": 3,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+}
+REMEDY = (
+    r'Build it in the function or cell that the workers run: Trainer\(devices=2, strategy="ddp"\)'
+)
+
+
+def build_model() -> Any:
+    import lightning
+
+    class Regression(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            features, labels = batch
+            return (self.layer(features) - labels).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def train_dataloader(self) -> Any:
+            torch.manual_seed(0)
+            data = [(torch.randn(2), torch.randn(1)) for _ in range(32)]
+            return torch.utils.data.DataLoader(data, batch_size=4)
+
+    return Regression()
+
+
+class Experiment:
+    """A user's own object that keeps one."""
+
+    def __init__(self, trainer: Any, model: nn.Module) -> None:
+        self.trainer, self.model = trainer, model
+
+    def run(self) -> None:
+        self.trainer.fit(self.model)
+
+
+def calls_of(trainer: Any, model: nn.Module) -> list[tuple[Any, tuple[Any, ...]]]:
+    def reaches_it() -> None:
+        print("training", trainer.max_steps)
+        trainer.fit(model)
+
+    def gets_it(its_trainer: Any, its_model: nn.Module) -> None:
+        note = "training"
+        its_trainer.fit(its_model)
+        print(note)
+
+    def within_a_function() -> None:
+        def inner() -> None:
+            trainer.fit(model)
+
+        inner()
+
+    return [
+        (trainer.fit, (model,)),
+        (functools.partial(trainer.fit, model), ()),
+        (reaches_it, ()),
+        (lambda: trainer.fit(model), ()),
+        (gets_it, (trainer, model)),
+        (functools.partial(gets_it, trainer), (model,)),
+        (within_a_function, ()),
+        (Experiment(trainer, model).run, ()),
+    ]
+
+
+@isolated(timeout_s=300)
+def test_it_is_refused_before_a_worker_starts() -> None:
+    import lightning
+
+    from nbaccel.workers import template_prestart
+
+    model = build_model()
+    for trainer, built_for in (
+        (lightning.Trainer(**QUIET, devices=1), r"one process \(SingleDeviceStrategy\)"),
+        (
+            lightning.Trainer(**QUIET, devices=2, strategy="ddp_notebook"),
+            r"2 processes of its own \(DDPStrategy\)",
+        ),
+    ):
+        for function, args in calls_of(trainer, model):
+            with pytest.raises(ConfigError, match=f"(?s){built_for}.*{REMEDY}"):
+                notebook_launcher(function, args, 2, timeout=60)
+    assert template_prestart.running() == []
+
+
+@isolated(timeout_s=300)
+def test_the_other_package_is_known_too() -> None:
+    import pytorch_lightning
+
+    trainer = pytorch_lightning.Trainer(**QUIET, devices=1)
+    with pytest.raises(ConfigError, match=r"trainer\.validate\(\) cannot be called in 2 workers"):
+        notebook_launcher(trainer.validate, (build_model(),), 2, timeout=60)
+
+
+@isolated(timeout_s=300)
+def test_one_worker_may_call_it_and_so_may_the_notebook() -> None:
+    import lightning
+
+    model = build_model()
+    before = model.layer.weight.detach().clone()
+    notebook_launcher(lightning.Trainer(**QUIET, devices=1).fit, (model,), 1)
+    inline = model.layer.weight.detach().clone()
+    notebook_launcher(
+        lightning.Trainer(**QUIET, devices=1).fit, (model,), 1, start_method="template", timeout=120
+    )
+    assert not torch.equal(before, inline)
+    assert not torch.equal(inline, model.layer.weight)
+
+
+def built_inside(model: Any, trainer: Any = None) -> tuple[int, int, float]:
+    """The remedy, with a variable that has the name of one in the notebook."""
+    import lightning
+
+    trainer = lightning.Trainer(**QUIET, devices=2, strategy="ddp")
+    trainer.fit(model)
+    return trainer.world_size, trainer.global_step, model.layer.weight.sum().item()
+
+
+@isolated(timeout_s=300)
+@pytest.mark.slow
+def test_what_is_built_in_the_workers_trains() -> None:
+    import lightning
+
+    for start_method in ("template", "fork"):
+        model = build_model()
+        # It holds the notebook's trainer from here on, which is no reason to refuse it.
+        lightning.Trainer(**QUIET, devices=1).fit(model)
+        found = notebook_launcher(built_inside, (model,), 2, start_method=start_method, timeout=200)
+        total = model.layer.weight.sum().item()
+        assert list(found) == [(2, 3, total), (2, 3, total)]
+
+
+@isolated(timeout_s=300)
+@pytest.mark.slow
+def test_a_live_cell_is_told_too() -> None:
+    import lightning
+
+    trainer, model = lightning.Trainer(**QUIET, devices=1), build_model()
+    with Pool(2, namespace={"trainer": trainer, "model": model}, timeout=200) as pool:
+        with pytest.raises(ConfigError, match=f"(?s)outside of them.*{REMEDY}"):
+            pool.call(trainer.fit, model)
+        with pytest.raises(ConfigError, match=f"(?s)outside of them.*{REMEDY}"):
+            pool.run("trainer.fit(model)")
+        assert pool.run("1 + 1").seconds < 100  # the workers live on
