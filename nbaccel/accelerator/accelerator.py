@@ -16,12 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from nbaccel.accelerator.arguments import (
-    Request,
-    dynamo_settings,
-    one_spelling,
-    refuse_unserved,
-)
+from nbaccel.accelerator.arguments import Request, dynamo_settings, refuse_unserved
 from nbaccel.accelerator.gradient_steps import GradientSteps
 from nbaccel.accelerator.preparer import PreparedObjects, PrepareOptions, Preparer
 from nbaccel.accelerator.run_description import RunDescription
@@ -146,7 +141,8 @@ class Accelerator(RunDescription):
                 "deepspeed_plugin": deepspeed_plugin,
                 "deepspeed_plugins": deepspeed_plugins,
             },
-            kwargs_handlers=one_spelling(kwargs_handlers, kwarg_handlers),
+            kwargs_handlers=kwargs_handlers,
+            kwarg_handlers=kwarg_handlers,
             config=config,
             downcast_bf16=downcast_bf16,
         )

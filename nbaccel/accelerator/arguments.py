@@ -31,7 +31,7 @@ from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.plan.training import TrainingRequest
 from nbaccel.train import distributed
 
-__all__ = ["Handlers", "Request", "dynamo_settings", "one_spelling", "refuse_unserved"]
+__all__ = ["Handlers", "Request", "dynamo_settings", "refuse_unserved"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,6 +184,7 @@ class Request:
         kwargs_handlers: Sequence[Handler] | None,
         config: RunConfig | Configured | None,
         downcast_bf16: bool = False,
+        kwarg_handlers: Sequence[Handler] | None = None,
     ) -> Request:
         """Merge what was given in several places.
 
@@ -200,12 +201,13 @@ class Request:
             kwargs_handlers: As in `Accelerator`.
             config: The same.
             downcast_bf16: The same.
+            kwarg_handlers: Another spelling of `kwargs_handlers`.
 
         Raises:
             ConfigError: Two of them contradict each other, or a value is wrong.
         """
         run_config = None if config is None else run_config_of(config)
-        handlers = Handlers.of(kwargs_handlers)
+        handlers = Handlers.of(_one_spelling(kwargs_handlers, kwarg_handlers))
         requested_strategy = _catalog.wanted_strategy(
             Said(run=run_config, arguments=plugins, handlers=handlers.given, has_environment=True)
         )
@@ -392,7 +394,7 @@ def _merge_precision(
     )
 
 
-def one_spelling(
+def _one_spelling(
     kwargs_handlers: Sequence[Handler] | None, kwarg_handlers: Sequence[Handler] | None
 ) -> Sequence[Handler] | None:
     """What was given under either name of the argument.
