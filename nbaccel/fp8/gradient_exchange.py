@@ -12,9 +12,9 @@ So a value is rounded twice, however many processes there are, and all processes
 same bits. It takes 2 (N - 1) / N bytes per value, half of what a ring in bfloat16 does.
 
 [Note: a sum in 8 bits] FP8-LM (arXiv 2310.18313), section 2.1, adds payloads in E4M3 under one
-scale for all processes, times a factor μ: where more than 0.001 % of the sum lie at the largest value, μ
-halves; otherwise it grows, to the double in 1000 steps. It is here for comparison: its error grows
-with the number of processes.
+scale for all processes, times a factor μ: where more than 0.001 % of the sum lie at the largest
+value, μ halves; otherwise it grows, to the double in 1000 steps. It is here for comparison: its
+error grows with the number of processes.
 """
 
 from __future__ import annotations

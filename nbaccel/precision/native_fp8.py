@@ -137,12 +137,17 @@ class NativeFp8(Fp8Precision):
                 f"{type(optimizer).__name__} has no steps that can be seen. Give "
                 'fp8={"recipe": "current"}, or an optimizer of torch.'
             )
+        # Asked now: a strategy that shards puts other parameters in models and optimizers.
         own_parameters = {id(item) for group in optimizer.param_groups for item in group["params"]}
+        followed = [
+            history
+            for model, history in self._histories.items()
+            if _steps_layers_of(model, own_parameters)
+        ] or list(self._histories.values())
 
         def before_step(*_: Any) -> None:
-            for model, history in self._histories.items():
-                if _steps_layers_of(model, own_parameters):
-                    history.update()
+            for history in followed:
+                history.update()
 
         optimizer.register_step_pre_hook(before_step)
 
