@@ -83,6 +83,7 @@ def _scaler() -> Any:
         (lambda: torch_private.requested_samples(object()), "_num_samples"),
         (lambda: torch_private.untyped_storage(object()), "_untyped_storage"),
         (lambda: torch_private.communication_hooks(object()), "_comm_hooks"),
+        (lambda: torch_private.non_persistent_buffers(object()), "_non_persistent_buffers_set"),  # type: ignore[arg-type]
     ],
 )
 def test_what_instances_lack_is_named(call, name):
@@ -148,6 +149,40 @@ def test_an_ipython_without_its_names_goes_without(capsys):
     assert vars(shell) == {}
     ipython_private.show_traceback_lines(shell, ValueError, ValueError(), ["one", "two"])
     assert capsys.readouterr().err == "one\ntwo\n"
+
+
+def _named(name: ipython_private.PrivateName) -> str:
+    return name.name
+
+
+def test_the_ipython_here_has_its_names():
+    import ipykernel.comm.comm
+    import IPython.core.completer
+
+    assert IPython.version_info >= (7, 34)
+    assert ipykernel.version_info >= (6, 17)
+    assert [name for name in ipython_private.PRIVATE_NAMES if name.is_missing()] == []
+
+
+@pytest.mark.parametrize("name", ipython_private.PRIVATE_NAMES, ids=_named)
+def test_an_ipython_that_has_dropped_a_name_is_told_of_when_it_is_looked_for(name, monkeypatch):
+    package_name = name.module.partition(".")[0]
+    package = types.ModuleType(package_name)
+    package.version_info, package.__version__ = (*name.first, 0), "made up"
+    module = types.ModuleType(name.module)
+    setattr(module, name.holder, type(name.holder, (), {}))
+    monkeypatch.setitem(sys.modules, package_name, package)
+    monkeypatch.setitem(sys.modules, name.module, module)
+    with pytest.warns(RuntimeWarning) as told:
+        ipython_private._check_names()
+    messages = [str(warning.message) for warning in told if name.name in str(warning.message)]
+    assert len(messages) == 1
+    assert f"lacks {name.holder}.{name.name}: {name.loss}" in messages[0]
+    assert "made up" in messages[0]
+    assert "install a version that has it" in messages[0]
+    # One that never had it does without it in silence.
+    package.version_info = (0, 0, 0)
+    assert not name.is_missing()
 
 
 def test_an_accelerate_without_its_names(monkeypatch):

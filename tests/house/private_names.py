@@ -63,9 +63,7 @@ def used(tree: ast.AST, inherited: frozenset[str]) -> list[tuple[int, str]]:
             parts = [node.slice.value] if isinstance(node.slice, ast.Constant) else []
         else:
             continue
-        found += [
-            (node.lineno, part) for part in parts if is_private(part) and part not in _PUBLIC
-        ]
+        found += [(node.lineno, part) for part in parts if is_private(part) and part not in _PUBLIC]
     return found
 
 

@@ -6,8 +6,8 @@
 A code line is one that is neither blank, nor a comment, nor part of a docstring. A name is what a
 module binds at its top level by `def`, `class` or assignment; the words of a name are its parts
 between underscores and capitals. Imports count on three levels: those that run with the module,
-those inside functions as well, and those for type checkers as well. A private name of another package is
-one with a leading underscore that no module of the package itself defines.
+those inside functions as well, and those for type checkers as well. A private name of another
+package is one with a leading underscore that no module of the package itself defines.
 """
 
 from __future__ import annotations
