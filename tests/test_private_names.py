@@ -213,6 +213,18 @@ def test_an_xla_that_may_not_be_imported_is_no_hazard(monkeypatch):
     assert TpuDevice().hazards() == ()
 
 
+def test_a_torch_tpu_without_its_names_is_told_of(monkeypatch):
+    from nbaccel.devices.tpu.torch_tpu_driver import TorchTpuDriver
+
+    monkeypatch.setitem(sys.modules, "torch_tpu", types.ModuleType("torch_tpu"))
+    monkeypatch.setattr(torch, "tpu", types.SimpleNamespace(), raising=False)
+    with pytest.warns(RuntimeWarning, match=r"no torch\.tpu\._get_cache_stats, .* not reported"):
+        assert TorchTpuDriver().compile_counts().programs == 0
+    monkeypatch.delattr(torch._C, "_get_privateuse1_backend_name")
+    with pytest.raises(PlatformUnsupported, match=r"_get_privateuse1_backend_name, which was seen"):
+        TorchTpuDriver().is_loaded()
+
+
 def test_a_tensorboard_writer_without_its_name(monkeypatch, tmp_path):
     pytest.importorskip("tensorboard")
     from torch.utils.tensorboard import SummaryWriter

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nbaccel import env
 from nbaccel.abc.device import CompileCounts
+from nbaccel.devices.tpu.chip_topology import torch_tpu_variables
 from nbaccel.devices.tpu.driver import TpuDriver
-from nbaccel.devices.tpu.topology import torch_tpu_variables
 from nbaccel.errors import PlatformUnsupported
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ class TorchTpuDriver(TpuDriver):
         if backend_name is None:
             raise PlatformUnsupported(
                 f"torch {sys.modules['torch'].__version__} has no "
-                "torch._C._get_privateuse1_backend_name, which was seen in torch 2.11 to 2.15: whether "
-                "torch_tpu has made its device cannot be told. Install one of these, or uninstall "
-                "torch_tpu."
+                "torch._C._get_privateuse1_backend_name, which was seen in torch 2.11 to 2.15: "
+                "whether torch_tpu has made its device cannot be told. Install one of these, or "
+                "uninstall torch_tpu."
             )
         return bool(backend_name() == self.torch_type)
 
