@@ -7,7 +7,7 @@
     │   ├── ConfigError          (ValueError)    settings, all mistakes listed together
     │   │   └── CheckpointDamaged    files of a checkpoint are not what was saved
     │   ├── ModelNotShareable    (ValueError)    a model that shared memory cannot hold
-    │   ├── NotSendable          (TypeError)     something that cannot travel to a worker
+    │   ├── NotSendable          (TypeError)     something that cannot be sent to a worker
     │   ├── PortTaken            (OSError)       the port belongs to another process
     │   └── InputRefused         (EOFError)      input() in a worker, which has no keyboard
     ├── MissingBackend           (ImportError)   an optional package is not there; install it

@@ -1,7 +1,7 @@
 """The worker process: forked from the template or from the notebook.
 
     channel ◄──► notebook     Job, Leave in; Alive, Started, Display, …, Returned | Failed out
-    stdout, stderr ──►        pipes from birth, so that C code and subprocesses are shown too
+    stdout, stderr ──►        pipes from its start, so that C code and subprocesses are shown too
     stack ──►                 faulthandler's dumps: on a crash, and on each STACK_SIGNAL
 
 It never returns into the code it was forked from: it leaves by `os._exit`, because an orderly
