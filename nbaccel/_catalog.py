@@ -156,7 +156,7 @@ _UNLISTED_ACCELERATORS = ("npu", "mlu", "musa", "sdaa")
 
 
 def awake_accelerators() -> Iterator[DeviceRuntime]:
-    """The accelerators in use by this process, with or without a row; asking wakes none.
+    """The accelerators in use by this process, with or without a row; asking initialises none.
 
     Torch must have been imported.
     """

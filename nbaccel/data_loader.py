@@ -240,7 +240,7 @@ def prepare_data_loader(
         MissingBackend: torchdata is asked for and not installed.
     """
     _refuse_mesh(prepare_data_loader, torch_device_mesh)
-    process_place = distributed.arrive()
+    process_place = distributed.init_process()
     sharing_place = Place(
         rank=process_place.rank if process_index is None else process_index,
         local_rank=process_place.local_rank,
@@ -298,7 +298,7 @@ def _place_settings(
         splits_batches: Whether process 0 splits batches for all, or joins them; None where it does
             neither.
     """
-    place = distributed.arrive()
+    place = distributed.init_process()
     batch_sampler = base_loader.batch_sampler
     # A loader with a batch sampler has no batch size itself, and not every sampler has one.
     batch_size = base_loader.batch_size or getattr(batch_sampler, "batch_size", None) or 0

@@ -8,7 +8,7 @@
     │   │   ├── CheckpointDamaged    files of a checkpoint are not what was saved
     │   │   └── WrongArguments   (TypeError, too)    a call with arguments that there are not
     │   ├── ModelNotShareable    (ValueError)    a model that shared memory cannot hold
-    │   ├── NotSendable          (TypeError)     something that cannot travel to a worker
+    │   ├── NotSendable          (TypeError)     something that cannot be sent to a worker
     │   ├── PortTaken            (OSError)       the port belongs to another process
     │   └── InputRefused         (EOFError)      input() in a worker, which has no keyboard
     ├── MissingBackend           (ImportError)   an optional package is not there; install it

@@ -1,8 +1,10 @@
 """The parts of IPython and ipykernel without a public name that nbaccel uses.
 
-Seen in IPython 7.34 to 9 and ipykernel 6.17 to 7. Each function takes the object that has the name,
-so nothing is imported here. Where a version lacks one, the function does without it as its
-docstring says. No other module uses private names of IPython; `tests/house` checks it.
+Seen in IPython 7.34 to 9.18 and ipykernel 6.17 to 7.4; `PRIVATE_NAMES` says in which of them each
+name was. When this module is imported, a warning names those that the loaded version should have
+and lacks, and what is lost. Each function takes the object that has the name, so nothing is
+imported here, and does without the name as its docstring says. No other module uses private names
+of IPython; `tests/house` checks it.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ import linecache
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
+    "PRIVATE_NAMES",
     "cell_numbers",
     "inspect_also",
     "keep_cell_lines",
@@ -24,6 +28,114 @@ __all__ = [
     "show_traceback_lines",
     "wrap_completions",
 ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrivateName:
+    """A private name that some versions of a package have.
+
+    Attributes:
+        module: The module with the class.
+        holder: The class.
+        name: The attribute.
+        first: The first version that has it.
+        last: The last version whose private name is used; None where later ones are expected to
+            have it, too.
+        loss: What does not work without it.
+    """
+
+    module: str
+    holder: str
+    name: str
+    first: tuple[int, int]
+    last: tuple[int, int] | None = None
+    loss: str
+
+    def is_missing(self) -> bool:
+        """Whether the loaded version should have it and lacks it; False where nothing is loaded."""
+        holder = getattr(sys.modules.get(self.module), self.holder, None)
+        version = tuple(getattr(self._package(), "version_info", ())[:2])
+        if holder is None or not self.first <= version <= (self.last or version):
+            return False
+        # Some are given to instances by the constructor: its code names them.
+        constructor_code = getattr(holder.__init__, "__code__", None)
+        return not hasattr(holder, self.name) and self.name not in getattr(
+            constructor_code, "co_names", ()
+        )
+
+    def message(self) -> str:
+        """What is missing, what is lost by it, and which versions have it."""
+        package_name = self.module.partition(".")[0]
+        version = getattr(self._package(), "__version__", "of unknown version")
+        first, last = (".".join(map(str, v)) for v in (self.first, self.last or self.first))
+        seen_in = f"{first} to {last}" if self.last else f"{first} and later"
+        return (
+            f"This {package_name} ({version}) lacks {self.holder}.{self.name}: {self.loss}. It was "
+            f"seen in {package_name} {seen_in}: install a version that has it, or a newer nbaccel."
+        )
+
+    def _package(self) -> Any:
+        return sys.modules.get(self.module.partition(".")[0])
+
+
+_INSPECT = PrivateName(
+    module="IPython.core.interactiveshell",
+    holder="InteractiveShell",
+    name="_inspect",
+    first=(7, 34),
+    loss="`name?` does not find names that only workers have",
+)
+_COMPLETE = PrivateName(
+    module="IPython.core.completer",
+    holder="IPCompleter",
+    name="_complete",
+    first=(7, 34),
+    # From 8.6 on there is a public way.
+    last=(8, 5),
+    loss="names that only workers have are not completed",
+)
+PRIVATE_NAMES = (
+    _INSPECT,
+    _COMPLETE,
+    PrivateName(
+        module="IPython.core.compilerop",
+        holder="CachingCompiler",
+        name="_filename_map",
+        first=(8, 0),
+        loss="lines of cells are shown without the cell's number",
+    ),
+    PrivateName(
+        module="IPython.core.interactiveshell",
+        holder="InteractiveShell",
+        name="_showtraceback",
+        first=(7, 34),
+        loss="the report of a failed launch is printed, and not shown as the cell's error",
+    ),
+    PrivateName(
+        module="IPython.core.interactiveshell",
+        holder="InteractiveShell",
+        name="_tee",
+        first=(9, 1),
+        loss="live workers keep all that cells print in memory",
+    ),
+    PrivateName(
+        module="ipykernel.comm.comm",
+        holder="BaseComm",
+        name="_reply_subshell_for",
+        first=(7, 4),
+        loss="the dashboard's Stop button acts only when the cell has ended",
+    ),
+)
+
+
+def _check_names() -> None:
+    for private_name in PRIVATE_NAMES:
+        if private_name.is_missing():
+            _warn(private_name)
+
+
+def _warn(private_name: PrivateName) -> None:
+    warnings.warn(private_name.message(), RuntimeWarning, stacklevel=3)
 
 
 def cell_numbers(compiler: Any) -> dict[str, int] | None:
@@ -72,7 +184,7 @@ def wrap_completions(
     """
     complete = getattr(shell_completer, "_complete", None)
     if complete is None:
-        _warn("IPCompleter._complete", "names that only workers have are not completed")
+        _warn(_COMPLETE)
         return lambda: None
     # In the instance, so that removing it brings the class's method back.
     vars(shell_completer)["_complete"] = wrapper(complete)
@@ -93,7 +205,7 @@ def inspect_also(
     """
     inspect = getattr(shell, "_inspect", None)
     if inspect is None:
-        _warn("InteractiveShell._inspect", "`name?` does not find names that only workers have")
+        _warn(_INSPECT)
         return lambda: None
     vars(shell)["_inspect"] = wrapper(inspect)
     return lambda: vars(shell).pop("_inspect", None)
@@ -127,5 +239,4 @@ def _as_sent(message_data: Any, subshell: str | None) -> str | None:
     return subshell
 
 
-def _warn(name: str, loss: str) -> None:
-    warnings.warn(f"This IPython lacks {name}: {loss}.", RuntimeWarning, stacklevel=3)
+_check_names()

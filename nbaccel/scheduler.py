@@ -49,6 +49,6 @@ class AcceleratedScheduler(PreparedScheduler, metaclass=_PreparedSchedulerType):
             scheduler,
             waited_optimizers,
             next((state for state in gradient_states if state is not None), GradientState()),
-            steps_per_call=1 if split_batches else distributed.arrive().world_size,
+            steps_per_call=1 if split_batches else distributed.init_process().world_size,
             with_optimizer=step_with_optimizer,
         )

@@ -101,7 +101,7 @@ class PartialState(ProcessInfo):
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         settings = InitProcessGroupKwargs(**kwargs)
-        place = distributed.arrive(cpu=cpu, settings=settings)
+        place = distributed.init_process(cpu=cpu, settings=settings)
         super().__init__(place, Collectives(place, distributed.timeout_s(settings)))
 
     @property

@@ -13,6 +13,7 @@ import functools
 import importlib
 import itertools
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,7 +22,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.rendezvous
 import torch.utils._python_dispatch
-import torch.utils._pytree
 from torch import nn
 
 from nbaccel.errors import PlatformUnsupported
@@ -35,7 +35,6 @@ __all__ = [
     "after_backward",
     "collectives_begun",
     "communication_hooks",
-    "count_as_stepped",
     "create_in_default_group",
     "default_store",
     "device_backends",
@@ -57,15 +56,18 @@ __all__ = [
     "keep_process_groups",
     "local_shape_and_offset",
     "make_wrapper_tensor",
-    "map_tree",
+    "mark_as_stepped",
     "module_tables",
     "multiply_scaled",
+    "non_persistent_buffers",
     "orthogonalizes_matrices",
     "process_group_names",
     "process_groups",
     "recompute_activations",
     "replace_in_place",
+    "replace_parameter_table",
     "replace_rendezvous_store",
+    "replace_tensors",
     "replace_wrapped",
     "requested_samples",
     "scale_tensor",
@@ -159,7 +161,8 @@ def _private(owner: Any, name: str, loss: str) -> Any:
     try:
         return getattr(owner, name)
     except AttributeError:
-        raise _unsupported((f"{type(owner).__name__}.{name}", loss)) from None
+        holder = owner.__name__ if isinstance(owner, types.ModuleType) else type(owner).__name__
+        raise _unsupported((f"{holder}.{name}", loss)) from None
 
 
 def _imported(module: str, name: str, loss: str) -> Any:
@@ -212,6 +215,9 @@ def device_backends(group: Any) -> list[Any]:
 
 def default_store() -> Any:
     """The store that the default process group uses.
+
+    nbaccel serves it in its own launches only; under torchrun, or where the user has created the
+    group, nothing but torch has it.
 
     Raises:
         ValueError: There is no default process group.
@@ -329,7 +335,8 @@ def replace_in_place(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
     """
     untyped: Any = tensor
     hooks = {name: getattr(untyped, name) for name in _HOOK_ATTRIBUTES}
-    torch._C._swap_tensor_impl(tensor, replacement)
+    swap = _private(torch._C, "_swap_tensor_impl", "parameters cannot be moved to a TPU in place")
+    swap(tensor, replacement)
     for name, value in hooks.items():
         if value:
             setattr(untyped, name, value)
@@ -393,12 +400,6 @@ def make_wrapper_tensor(
     )
 
 
-def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Lists, tuples and dictionaries with a function applied to each leaf."""
-    loss = "weights and moments in 8 bits (the levels of MS-AMP) are not available"
-    return _private(torch.utils._pytree, "tree_map", loss)(function, tree)
-
-
 def written_arguments(operation: Any) -> list[tuple[int, str]]:
     """Position and name of the arguments that an operation of torch writes to."""
     loss = "weights and moments in 8 bits (the levels of MS-AMP) are not available"
@@ -451,6 +452,21 @@ def after_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
+def replace_tensors(tree: Any, replacement: Callable[[torch.Tensor], Any]) -> Any:
+    """Replace all tensors that are nested in containers.
+
+    Args:
+        tree: Lists, tuples, mappings, and types that were registered with torch.
+        replacement: Given a tensor, returns what takes its place.
+
+    Returns:
+        Containers of the same types.
+    """
+    loss = "inputs of an engine cannot be cast to the type of its weights"
+    tree_map_only = _imported("torch.utils._pytree", "tree_map_only", loss)
+    return tree_map_only(torch.Tensor, replacement, tree)
+
+
 # ------------------------------------------------------------------------- modules
 
 
@@ -474,6 +490,18 @@ def module_tables(
 ) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, nn.Module | None]]:
     """A module's own parameters, buffers and submodules by name, tied ones under each name."""
     return module._parameters, module._buffers, module._modules
+
+
+def replace_parameter_table(module: nn.Module, table: dict[str, Any]) -> None:
+    """Let a module look its own parameters up in another dictionary."""
+    module._parameters = table
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers that its state dict leaves out."""
+    loss = "buffers that belong to a checkpoint cannot be told from others"
+    names: set[str] = _private(module, "_non_persistent_buffers_set", loss)
+    return names
 
 
 def state_readers(module: nn.Module) -> Iterator[Any]:
@@ -536,8 +564,8 @@ def has_step_hooks(optimizer: Any) -> bool:
     return getattr(optimizer, "_optimizer_step_post_hooks", None) is not None
 
 
-def count_as_stepped(optimizer: Any) -> None:
-    """Let learning-rate schedulers of an optimizer know that it has stepped, by way of another."""
+def mark_as_stepped(optimizer: Any) -> None:
+    """Let torch's schedules believe that an optimizer has stepped: else they warn."""
     optimizer._opt_called = True
 
 
@@ -553,6 +581,8 @@ def has_state_loading_hooks(optimizer: Any) -> bool:
 
 def _scaling_states(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
     loss = "fp16 gradients cannot be clipped, nor skipped steps noticed"
+    # `LossScaler` could count stages itself. Flags of infinite gradients, which a fused optimizer
+    # looks at on the device, are nowhere else; and a precision from outside may use torch's class.
     states: dict[int, dict[str, Any]] = _private(scaler, "_per_optimizer_states", loss)
     return states
 
@@ -594,6 +624,7 @@ def scale_tensor(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
 # ------------------------------------------------------------------------- loaders
 
 
+# torchdata's `StatefulDataLoader` has a public way, but a user's plain `DataLoader` is no such.
 _ORDER_LOSS = "the order of an interrupted epoch cannot be drawn again"
 
 

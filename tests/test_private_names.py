@@ -83,6 +83,7 @@ def _scaler() -> Any:
         (lambda: torch_private.requested_samples(object()), "_num_samples"),
         (lambda: torch_private.untyped_storage(object()), "_untyped_storage"),
         (lambda: torch_private.communication_hooks(object()), "_comm_hooks"),
+        (lambda: torch_private.non_persistent_buffers(object()), "_non_persistent_buffers_set"),  # type: ignore[arg-type]
     ],
 )
 def test_what_instances_lack_is_named(call, name):
@@ -150,6 +151,40 @@ def test_an_ipython_without_its_names_goes_without(capsys):
     assert capsys.readouterr().err == "one\ntwo\n"
 
 
+def _named(name: ipython_private.PrivateName) -> str:
+    return name.name
+
+
+def test_the_ipython_here_has_its_names():
+    import ipykernel.comm.comm
+    import IPython.core.completer
+
+    assert IPython.version_info >= (7, 34)
+    assert ipykernel.version_info >= (6, 17)
+    assert [name for name in ipython_private.PRIVATE_NAMES if name.is_missing()] == []
+
+
+@pytest.mark.parametrize("name", ipython_private.PRIVATE_NAMES, ids=_named)
+def test_an_ipython_that_has_dropped_a_name_is_told_of_when_it_is_looked_for(name, monkeypatch):
+    package_name = name.module.partition(".")[0]
+    package = types.ModuleType(package_name)
+    package.version_info, package.__version__ = (*name.first, 0), "made up"
+    module = types.ModuleType(name.module)
+    setattr(module, name.holder, type(name.holder, (), {}))
+    monkeypatch.setitem(sys.modules, package_name, package)
+    monkeypatch.setitem(sys.modules, name.module, module)
+    with pytest.warns(RuntimeWarning) as told:
+        ipython_private._check_names()
+    messages = [str(warning.message) for warning in told if name.name in str(warning.message)]
+    assert len(messages) == 1
+    assert f"lacks {name.holder}.{name.name}: {name.loss}" in messages[0]
+    assert "made up" in messages[0]
+    assert "install a version that has it" in messages[0]
+    # One that never had it does without it in silence.
+    package.version_info = (0, 0, 0)
+    assert not name.is_missing()
+
+
 def test_an_accelerate_without_its_names(monkeypatch):
     state = types.ModuleType("accelerate.state")
     monkeypatch.setitem(sys.modules, "accelerate.state", state)
@@ -176,6 +211,18 @@ def test_an_xla_that_may_not_be_imported_is_no_hazard(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "torch_xla", None)
     assert TpuDevice().hazards() == ()
+
+
+def test_a_torch_tpu_without_its_names_is_told_of(monkeypatch):
+    from nbaccel.devices.tpu.torch_tpu_driver import TorchTpuDriver
+
+    monkeypatch.setitem(sys.modules, "torch_tpu", types.ModuleType("torch_tpu"))
+    monkeypatch.setattr(torch, "tpu", types.SimpleNamespace(), raising=False)
+    with pytest.warns(RuntimeWarning, match=r"no torch\.tpu\._get_cache_stats, .* not reported"):
+        assert TorchTpuDriver().compile_counts().programs == 0
+    monkeypatch.delattr(torch._C, "_get_privateuse1_backend_name")
+    with pytest.raises(PlatformUnsupported, match=r"_get_privateuse1_backend_name, which was seen"):
+        TorchTpuDriver().is_loaded()
 
 
 def test_a_tensorboard_writer_without_its_name(monkeypatch, tmp_path):

@@ -76,7 +76,9 @@ class TrainingRun:
             expected_facts.compute_capability,
         )
         effect_note = _downcast(request, precision_class, device_backend)
-        place = distributed.arrive(device=device_backend.name, settings=handlers.process_group)
+        place = distributed.init_process(
+            device=device_backend.name, settings=handlers.process_group
+        )
         plan = plan_training(asked, _observed_facts(place))
         plan = replace(plan, warnings=(*plan.warnings, *effect_note))
         strategy_class = _catalog.strategy(plan.strategy)

@@ -45,9 +45,10 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
             call_signature.bind(*args, **kwargs)
         except TypeError as error:
             call_mistakes = _unknown_keywords(function.__name__, call_signature, args, kwargs)
-            raise WrongArguments(
-                *(call_mistakes or [_call_refusal(function.__name__, error)])
-            ) from None  # the message has Python's text
+            if not call_mistakes:
+                has_function = bool(args) or "function" in kwargs
+                call_mistakes = [_call_refusal(function.__name__, error, has_function)]
+            raise WrongArguments(*call_mistakes) from None  # the message has Python's text
         return function(*args, **kwargs)
 
     return checked
@@ -123,16 +124,15 @@ def _meant_keyword(
     return near_names or f"The arguments are: {', '.join(call_signature.parameters)}."
 
 
-def _call_refusal(function_name: str, error: TypeError) -> str:
-    error_text = str(error)
-    if "'function'" in error_text:
+def _call_refusal(function_name: str, error: TypeError, has_function: bool) -> str:
+    if not has_function:
         return (
             f"{function_name}() got no function: each worker calls one. Write "
             f"{function_name}(train, (model,)), with the function itself and a tuple of its "
             "arguments."
         )
     return (
-        f"{function_name}() cannot be called like this: {error_text}. Write {function_name}(train, "
+        f"{function_name}() cannot be called like this: {error}. Write {function_name}(train, "
         "(model,), num_processes=2), for example."
     )
 

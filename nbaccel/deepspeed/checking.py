@@ -93,7 +93,11 @@ def check_config(
     ]
     about_keys = [key_note.text for key_note in key_notes if key_note.is_mistake]
     warning_notes += tuple(key_note.text for key_note in key_notes if not key_note.is_mistake)
-    checked_config, wrong_values = _typed_config(config_settings)
+    if isinstance(config, ZeroConfig) and config.to_dict() == config_settings:
+        # Its values were checked when it was made.
+        checked_config, wrong_values = config, list[FieldMistake]()
+    else:
+        checked_config, wrong_values = _typed_config(config_settings)
     about_keys += wrong_values
     all_mistakes: list[str] = [
         *about_keys,

@@ -231,7 +231,7 @@ _UNSET_VARIABLES += ("LOCAL_SIZE",)
 
 
 class DeepSpeedEnvironment:
-    """What :func:`deepspeed_environment` gives: in force from birth until :meth:`close`.
+    """What :func:`deepspeed_environment` gives: in force from its creation until :meth:`close`.
 
     Attributes:
         device: What DeepSpeed computes on, as torch calls it: ``cpu``, ``cuda:0``.

@@ -163,7 +163,7 @@ def _end_groups() -> None:
         and distributed_module.is_initialized()
     ):
         # Held until last: their threads are joined without the GIL, see `_group_backends`.
-        group_backends = _group_backends(distributed_module)
+        group_backends = _group_backends()
         destroy_groups: Callable[[], None] = distributed_module.destroy_process_group
         if comm_module is not None and comm_module.cdb is not None:
             # DeepSpeed's function also forgets the groups that it made from the default one.
@@ -184,19 +184,20 @@ def forget_groups() -> None:
         private_api.forget_group_references(groups_module)
 
 
-def _group_backends(distributed_module: Any) -> list[Any]:
+def _group_backends() -> list[Any]:
     """The C++ side of all groups, as Python holds it.
 
     ~ProcessGroupGloo joins a thread that may be waiting for the GIL to drop a finished work. Run
     from the destructor of a ProcessGroup it holds the GIL itself: a deadlock. The handles given
     here release the GIL before they destruct, so they must be the last to go.
     """
-    process_groups = list(distributed_module.distributed_c10d._world.pg_map)  # noqa: SLF001 - torch has no list
+    # Where there is a group, torch is loaded; everywhere else this module does without it.
+    from nbaccel import torch_private
+
     return [
-        process_group._get_backend(device)  # noqa: SLF001 - no public way to it
-        for process_group in process_groups
-        if hasattr(process_group, "_device_types")
-        for device in process_group._device_types  # noqa: SLF001 - the same
+        backend
+        for process_group in torch_private.process_groups()
+        for backend in torch_private.device_backends(process_group)
     ]
 
 

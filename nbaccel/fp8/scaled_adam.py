@@ -108,7 +108,7 @@ class ScaledAdam(Optimizer):
                     self._step_one(parameter, group)
         if self._owners:
             self._send_weights()
-        torch_private.count_as_stepped(self.given)
+        torch_private.mark_as_stepped(self.given)
         return loss
 
     def _is_own(self, parameter: torch.Tensor) -> bool:

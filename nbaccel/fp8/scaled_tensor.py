@@ -153,8 +153,8 @@ class ScaledTensor(torch.Tensor):
 
 def _compute_in_float32(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operation on the values, and store what it has written."""
-    plain_args = torch_private.map_tree(_values_of, tuple(args))
-    plain_kwargs = torch_private.map_tree(_values_of, dict(kwargs))
+    plain_args = torch_private.replace_tensors(tuple(args), _values_of)
+    plain_kwargs = torch_private.replace_tensors(dict(kwargs), _values_of)
     result = func(*plain_args, **plain_kwargs)
     for position, name in torch_private.written_arguments(func):
         if position < len(args):

@@ -199,7 +199,7 @@ def _make_supervisor(worker_group: WorkerGroup) -> LaunchSupervisor:
 def _choose_starter(plan: Plan, packed_call: PackedCall) -> Starter:
     if packed_call.payload is not None:
         return TemplateStarter(plan.device)
-    return ForkStarter(worker.Inheritance(call=packed_call.call, arenas=packed_call.arenas))
+    return ForkStarter(worker.InheritedObjects(call=packed_call.call, arenas=packed_call.arenas))
 
 
 def job_of(

@@ -1,6 +1,6 @@
 """The pool: workers that live on between cells, with a namespace of their own.
 
-Its names are imported when they are first used: what only reads a cell's source wakes no torch.
+Its names are imported when they are first used: what only reads a cell's source imports no torch.
 """
 
 from __future__ import annotations

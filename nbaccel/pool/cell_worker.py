@@ -166,7 +166,7 @@ class _CellWorker:
         self._busy = True
         Work(self._channel, self._worker_context, current_task.job, file_descriptors, None).run()
 
-    def _take(self, current_task: messages.Take, file_descriptors: list[int]) -> None:
+    def _bind_names(self, current_task: messages.BindNames, file_descriptors: list[int]) -> None:
         self._names.take(current_task.update, file_descriptors, current_task.wanted)
 
     def _pull(self, current_task: messages.Pull, file_descriptors: list[int]) -> None:
@@ -282,7 +282,7 @@ _UNINTERRUPTED_MESSAGES = (messages.JoinGroup, messages.Settle)
 _TASK_METHODS: Mapping[type, Callable[[_CellWorker, Any, list[int]], Any]] = {
     messages.RunCell: _CellWorker._run_cell,
     messages.RunJob: _CellWorker._run_job,
-    messages.Take: _CellWorker._take,
+    messages.BindNames: _CellWorker._bind_names,
     messages.Pull: _CellWorker._pull,
     messages.WriteWeights: _CellWorker._write_weights,
     messages.Settle: _CellWorker._settle,

@@ -62,7 +62,7 @@ class LiveGroup(WorkerGroup):
             listen(plan.master_addr, plan.port) as store_listener,
         ):
             worker_starter: Starter = (
-                ForkStarter(worker.Inheritance())
+                ForkStarter(worker.InheritedObjects())
                 if plan.start_method == "fork"
                 else TemplateStarter(plan.device)
             )

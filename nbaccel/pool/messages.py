@@ -16,6 +16,7 @@ from nbaccel.pool.cell_source import CellSource
 from nbaccel.workers import messaging
 
 __all__ = [
+    "BindNames",
     "Complete",
     "GroupWanted",
     "Idle",
@@ -29,7 +30,6 @@ __all__ = [
     "RunJob",
     "Settle",
     "Staged",
-    "Take",
     "Task",
     "WriteWeights",
 ]
@@ -87,7 +87,7 @@ class RunCell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Take:
+class BindNames:
     """Bind names that the notebook has. Descriptors: those of `update`, a `NamespaceUpdate`."""
 
     update: Any

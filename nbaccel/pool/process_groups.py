@@ -138,8 +138,8 @@ class ProcessGroups:
             group_timeout = timedelta(seconds=timeout_seconds)
             group_settings = InitProcessGroupKwargs(backend=group_backend, timeout=group_timeout)
             if self._place.world_size > 1:
-                distributed.arrive(settings=group_settings)
-            # `arrive` makes no group for a single process, but a collective in a cell needs one.
+                distributed.init_process(settings=group_settings)
+            # `init_process` makes no group for one process, but a collective in a cell needs one.
             else:
                 dist.init_process_group(group_backend or "gloo", timeout=group_timeout)
 

@@ -1,6 +1,6 @@
 """`Pool`: workers that stay, and take code, names and calls from the notebook.
 
-    run ─► names the cell needs ─► Take ─► RunCell ─► weights back ─► results ─► out
+    run ─► names the cell needs ─► BindNames ─► RunCell ─► weights back ─► results ─► out
            (namespace_sync)                (task)     (WriteWeights, Settle)
 
 The pool decides what a task's end means: go on, leave the process groups, or start anew.
@@ -383,7 +383,7 @@ class Pool:
         with contextlib.closing(prepared_update):
             rank_tasks = {
                 rank: (
-                    messages.Take(update=prepared_update.message, wanted=wanted_names),
+                    messages.BindNames(update=prepared_update.message, wanted=wanted_names),
                     prepared_update.fds,
                 )
                 for rank, wanted_names in prepared_update.wanted.items()

@@ -113,7 +113,7 @@ class _ShutdownCourse:
 
     def take_next(self) -> tuple[ShutdownStep, float]:
         next_step, step_seconds = self.left.popleft()
-        is_listening = self.member.state is not HandleState.BORN
+        is_listening = self.member.state is not HandleState.FORKED
         while not is_listening and next_step in _MAKES_UNWIND:
             # An interrupt might even wake what hangs in it.
             next_step, step_seconds = self.left.popleft()

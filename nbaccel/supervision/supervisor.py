@@ -180,7 +180,9 @@ class Supervisor(WorkerListener):
         current_time = time.monotonic()
         # First: a worker that hangs in its fork would otherwise be reported as a timeout.
         self._stuck = tuple(
-            member for member in self._unborn() if current_time >= member.born + time_limits.BORN_S
+            member
+            for member in self._members_without_message()
+            if current_time >= member.forked_at + time_limits.FIRST_MESSAGE_S
         )
         if self._stuck:
             self.give_up()
@@ -190,8 +192,8 @@ class Supervisor(WorkerListener):
         else:
             self.on_clock()
 
-    def _unborn(self) -> Iterator[WorkerHandle]:
-        return (member for member in self.members if member.state is HandleState.BORN)
+    def _members_without_message(self) -> Iterator[WorkerHandle]:
+        return (member for member in self.members if member.state is HandleState.FORKED)
 
     def _alarms(self) -> Iterator[float]:
         if self._ladder is not None:
@@ -200,7 +202,10 @@ class Supervisor(WorkerListener):
             return
         if self._deadline is not None:
             yield self._deadline
-        yield from (member.born + time_limits.BORN_S for member in self._unborn())
+        yield from (
+            member.forked_at + time_limits.FIRST_MESSAGE_S
+            for member in self._members_without_message()
+        )
         yield from self.clocks()
 
     def _patience(self) -> float | None:

@@ -25,9 +25,9 @@ from nbaccel.topology import DEVICE_VARIABLE
 from nbaccel.train.collectives import DEFAULT_TIMEOUT_S, Collectives
 
 __all__ = [
-    "arrive",
     "can_meet",
     "find_device",
+    "init_process",
     "leave_process_group",
     "local_rank",
     "name_device",
@@ -41,7 +41,7 @@ __all__ = [
 _RENDEZVOUS_STORES: list[Any] = []
 
 
-def arrive(
+def init_process(
     *, cpu: bool = False, device: str = "", settings: InitProcessGroupKwargs | None = None
 ) -> Place:
     """Find this process's place, and initialise the process group if there are other processes.

@@ -63,7 +63,7 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 def _together() -> Collectives:
     # Not kept: the process group may have been left and joined anew since the last call.
-    place = distributed.arrive()
+    place = distributed.init_process()
     return Collectives(place)
 
 
@@ -116,7 +116,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     Raises:
         CollectiveMismatch: Not exactly one process gave a tensor.
     """
-    place = distributed.arrive()
+    place = distributed.init_process()
     collectives = Collectives(place)
     outlines = collectives.all_objects(
         None if tensor is None else (tuple(tensor.shape), tensor.dtype), "copy_tensor_to_devices"

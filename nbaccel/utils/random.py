@@ -31,4 +31,4 @@ def synchronize_rng_states(rng_types: list[str], generator: torch.Generator | No
         rng_types: Some of ``torch``, ``cuda``, ``generator``.
         generator: The one that ``generator`` means.
     """
-    rng.synchronize_rng_states(rng_types, generator, Collectives(distributed.arrive()))
+    rng.synchronize_rng_states(rng_types, generator, Collectives(distributed.init_process()))

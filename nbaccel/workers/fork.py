@@ -23,14 +23,14 @@ class ForkStarter:
     """Starts workers by forking this process. See `start_method.Starter`.
 
     Args:
-        inheritance: What each worker takes along.
+        inherited: What each worker takes along.
     """
 
     name = "fork"
     status: int | None = None
 
-    def __init__(self, inheritance: worker.Inheritance) -> None:
-        self._inheritance = inheritance
+    def __init__(self, inherited: worker.InheritedObjects) -> None:
+        self._inheritance = inherited
         self._children: dict[int, int] = {}
         self.ours: list[int] = []
         """The notebook's own ends of all connections: a child closes them."""

@@ -12,7 +12,7 @@ minute."""
 FORK_S = 20.0
 """For the template to fork a worker, which takes milliseconds where the machine does not swap."""
 
-BORN_S = 20.0
+FIRST_MESSAGE_S = 20.0
 """A forked process that has sent nothing for so long hangs. It sends its first message within a
 second even where the machine swaps; a shorter limit would end workers that only were slow."""
 

@@ -1,7 +1,7 @@
-"""The worker process: born by fork, from the template or from the notebook.
+"""The worker process: forked from the template or from the notebook.
 
     channel ◄──► notebook     Job, Leave in; Alive, Started, Display, …, Returned | Failed out
-    stdout, stderr ──►        pipes from birth, so that C code and subprocesses are shown too
+    stdout, stderr ──►        pipes from its start, so that C code and subprocesses are shown too
     stack ──►                 faulthandler's dumps: on a crash, and on each STACK_SIGNAL
 
 It never returns into the code it was forked from: it leaves by `os._exit`, because an orderly
@@ -83,7 +83,7 @@ class WorkerCall:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inheritance:
+class InheritedObjects:
     """What a worker forked from the notebook already has in memory."""
 
     call: WorkerCall | None = None
@@ -92,19 +92,19 @@ class Inheritance:
 
 
 def run_worker(
-    worker_ends: WorkerEnds, parent_id: int, inheritance: Inheritance | None = None
+    worker_ends: WorkerEnds, parent_id: int, inherited: InheritedObjects | None = None
 ) -> NoReturn:
     """Run one job and leave.
 
     Args:
         worker_ends: This worker's ends of its connections.
         parent_id: Process id of whoever forked it; the worker dies with it.
-        inheritance: What came with the fork, if it was from the notebook.
+        inherited: What came with the fork, if it was from the notebook.
     """
     exit_status = 1
     try:
         _settle_in(worker_ends, parent_id)
-        if inheritance is not None:
+        if inherited is not None:
             # Accelerate's forked state says that this process is the only one.
             _accelerate.forget()
         notebook_channel = messaging.Channel.from_fd(worker_ends.channel)
@@ -113,7 +113,7 @@ def run_worker(
         # By name, because this module must not import the pool, whose first message is another.
         named_module, _, function = message.handler.partition(":")
         getattr(importlib.import_module(named_module), function)(
-            notebook_channel, message, file_descriptors, inheritance
+            notebook_channel, message, file_descriptors, inherited
         )
         exit_status = 0
     # The notebook has ended this launch.
@@ -230,7 +230,7 @@ def serve_job(
     notebook_channel: messaging.Channel,
     job: messaging.Job,
     file_descriptors: list[int],
-    inheritance: Inheritance | None,
+    inherited: InheritedObjects | None,
 ) -> None:
     """Run one job as a launch's worker, and stay until the notebook lets it leave."""
     if job.assignment is None:
@@ -248,7 +248,7 @@ def serve_job(
     else:
         # After the set-up: an interrupt during it is a failure, and not the unwinding of user code.
         signal.signal(signal.SIGINT, _interrupt(notebook_channel))
-        Work(notebook_channel, worker_context, job, file_descriptors, inheritance).run()
+        Work(notebook_channel, worker_context, job, file_descriptors, inherited).run()
     # Waits for Leave: until then this worker may serve the store, which slower ranks need.
     notebook_channel.receive()
 
@@ -270,7 +270,7 @@ class Work:
         worker_context: Facts about this worker.
         job: What to call.
         file_descriptors: The job's descriptors, which stay the caller's.
-        inheritance: What came with the fork, if it was from the notebook.
+        inherited: What came with the fork, if it was from the notebook.
     """
 
     def __init__(
@@ -279,13 +279,13 @@ class Work:
         worker_context: WorkerContext,
         job: messaging.Job,
         file_descriptors: Sequence[int],
-        inheritance: Inheritance | None,
+        inherited: InheritedObjects | None,
     ) -> None:
         self._channel = notebook_channel
         self._job = job
         self._worker_context = worker_context
         self._rank = worker_context.place.rank
-        self._forked_here = inheritance is not None
+        self._forked_here = inherited is not None
         arena_keys = [arena_key for arena_key, _ in job.arenas]
         other_fds = list(file_descriptors)
         # The order of the descriptors is that of `messaging.Job`: arenas, staging files, payload.
@@ -294,7 +294,7 @@ class Work:
             other_fds[: len(arena_keys)],
             dict(zip(arena_keys, other_fds[len(arena_keys) :], strict=False)),
         )
-        self._inheritance = inheritance
+        self._inheritance = inherited
 
     def run(self) -> None:
         """Make the call and hand over what it returns or raises."""

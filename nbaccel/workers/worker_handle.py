@@ -23,7 +23,7 @@ _CRASH_HEADING = "Fatal Python error"  # how faulthandler begins a report of a c
 class HandleState(enum.Enum):
     """How far a worker has come. In a pool it goes back to RUNNING with each call."""
 
-    BORN = "forked; has not said a word"
+    FORKED = "forked; has sent no message yet"
     ALIVE = "runs Python and listens to signals; unpacks its job"
     RUNNING = "has called the user's function"
     RETURNED = "has handed over its result; its weights are in the staging files"
@@ -47,8 +47,8 @@ class WorkerHandle:
     """It handles `STACK_SIGNAL`; a process that does not would be killed by it."""
     control: messaging.Channel | None = None
     """A second channel, to a worker of a pool, whose second thread answers while a cell runs."""
-    state: HandleState = HandleState.BORN
-    born: float = field(default_factory=time.monotonic)
+    state: HandleState = HandleState.FORKED
+    forked_at: float = field(default_factory=time.monotonic)
     since: float = field(default_factory=time.monotonic)
     """When its latest call began, or ended."""
     returned: messaging.Returned | None = None
@@ -75,7 +75,7 @@ class WorkerHandle:
     @property
     def is_busy(self) -> bool:
         """Whether its function may still be running."""
-        return self.state in (HandleState.BORN, HandleState.ALIVE, HandleState.RUNNING)
+        return self.state in (HandleState.FORKED, HandleState.ALIVE, HandleState.RUNNING)
 
     @property
     def stack(self) -> tuple[frames.Frame, ...]:
@@ -131,8 +131,8 @@ class WorkerHandle:
     def begin_call(self) -> None:
         """It has a call."""
         self.since = time.monotonic()
-        # A worker that has not reported stays BORN, so the limit for its first message holds.
-        if self.state is not HandleState.BORN and not self.has_ended:
+        # A worker that has not reported stays FORKED, so the limit for its first message holds.
+        if self.state is not HandleState.FORKED and not self.has_ended:
             self.state = HandleState.RUNNING
 
     def take_result(self, message: messaging.Returned, file_descriptors: list[int]) -> None:
@@ -208,7 +208,7 @@ class WorkerHandle:
 
     def ask_where(self) -> bool:
         """Ask where it is; returns whether it can answer."""
-        if self.control is not None and self.state is not HandleState.BORN:
+        if self.control is not None and self.state is not HandleState.FORKED:
             self._tell(messaging.Look())
             return True
         return self.ask_stack()

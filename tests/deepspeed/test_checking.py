@@ -426,3 +426,12 @@ def test_without_deepspeed_the_remedy_is_one_line():
         check=True,
     )
     assert install_line("deepspeed") in done.stdout
+
+
+def test_a_zero_config_is_not_read_again(monkeypatch):
+    """Its values were checked when it was made; keys, sizes and combinations still are."""
+    config = ZeroConfig.from_dict({"zero_optimization": {"stage": 2}, "train_batch_size": 4})
+    monkeypatch.setattr(ZeroConfig, "from_dict", None)
+    assert check_config(config, check_tools=False).config is config
+    with pytest.raises(ConfigError, match="stage3_prefetch"):
+        check_config(ZeroConfig(train_batch_size=4, extra={"stage3_prefetch": 1}))

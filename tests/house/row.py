@@ -6,7 +6,8 @@
 A code line is one that is neither blank, nor a comment, nor part of a docstring. A name is what a
 module binds at its top level by `def`, `class` or assignment; the words of a name are its parts
 between underscores and capitals. Imports count on three levels: those that run with the module,
-those inside functions as well, and those for type checkers as well.
+those inside functions as well, and those for type checkers as well. A private name of another
+package is one with a leading underscore that no module of the package itself defines.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import networkx as nx
 
+from tests.house import private_names
 from tests.house.source import PACKAGE
 
 _WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z0-9]+|[A-Z]+")
@@ -210,6 +212,7 @@ def measure(modules: list[Module]) -> dict[str, str]:
     stems = Counter(m.name.rpartition(".")[2] for m in modules)
     counted = {name: len(words(name)) or 1 for name in names}
     given = sum(names.values())
+    private = private_names.used_in_package({module.name: module.tree for module in modules})
     return {
         "files": str(len(modules)),
         "code lines": f"{code:,}",
@@ -229,6 +232,7 @@ def measure(modules: list[Module]) -> dict[str, str]:
         f"{sum(counted[name] * count for name, count in names.items()) / given:.2f}",
         "names of one word": f"{100 * list(counted.values()).count(1) / len(counted):.0f} %",
         "comments per 100 code lines": f"{100 * sum(m.comments for m in modules) / code:.1f}",
+        "private names of other packages / uses": f"{len(set(private))} / {len(private)}",
     }
 
 

@@ -1,4 +1,4 @@
-"""Imports go down only, and the low floors stay light."""
+"""Imports go down only, and the low levels stay light."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.house.source import ROOT, package_files
 LINTER = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 
-def test_the_floors_hold():
+def test_the_levels_hold():
     linter = subprocess.run(
         [sys.executable, "-c", LINTER, "--no-cache", "--no-logo"],
         cwd=ROOT,

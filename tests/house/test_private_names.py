@@ -9,15 +9,22 @@ import sys
 
 import pytest
 
+from tests.house.private_names import defined, is_private, used, used_in_package
 from tests.house.source import package_files
 
 # Any private name of the packages that these wrap.
-_WRAPPERS = ("nbaccel/torch_private.py", "nbaccel/ipython_private.py", "nbaccel/deepspeed/")
+_WRAPPERS = (
+    "nbaccel/torch_private.py",
+    "nbaccel/ipython_private.py",
+    "nbaccel/deepspeed/private_api.py",
+)
 
 # Packages with one or two of them, in the file that handles the package.
 _ALLOWED = {
     "nbaccel/_accelerate.py": {"_shared_state", "_reset_state"},
     "nbaccel/_transformers.py": {"_move_model_to_device"},
+    "nbaccel/deepspeed/to_fp32_command.py": {"_SubParsersAction"},  # argparse's type, for mypy
+    "nbaccel/deepspeed/weights/torch_archive.py": {"_Unpickler"},  # pickle's, in Python
     "nbaccel/devices/tpu/torch_tpu_driver.py": {
         *("_C", "_get_privateuse1_backend_name", "_get_cache_stats")
     },
@@ -29,73 +36,10 @@ _ALLOWED = {
     "nbaccel/utils/imports.py": {"_get_device_type"},  # of habana_frameworks
 }
 
-# Documented, in spite of the underscore.
-_PUBLIC = {
-    *("_asdict", "_fields", "_make", "_replace"),  # named tuples
-    *("_current_frames", "_exit", "_getframe"),  # os and sys
-    "_render_traceback_",  # IPython's protocol for errors
-}
-_BY_NAME = {"getattr", "hasattr", "setattr", "delattr"}
-
-
-def _is_private(name: object) -> bool:
-    return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
-
-
-def _defined(tree: ast.AST) -> set[str]:
-    """The names that a module gives to its own functions, classes, fields and attributes."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
-                names.add(node.attr)
-        elif isinstance(node, ast.Tuple) and all(isinstance(e, ast.Constant) for e in node.elts):
-            names |= {e.value for e in node.elts if isinstance(e.value, str)}  # type: ignore[attr-defined]
-    return names
-
 
 @functools.cache
 def _defined_in_package() -> frozenset[str]:
-    return frozenset(name for file in package_files() for name in _defined(file.tree))
-
-
-def _used(tree: ast.AST, inherited: frozenset[str]) -> list[tuple[int, str]]:
-    """Line and name of each private name that is somebody else's.
-
-    Args:
-        tree: A module's.
-        inherited: What objects of the package may have from its other modules.
-    """
-    own = _defined(tree)
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("nbaccel"):
-            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-        elif isinstance(node, ast.Import):
-            parts = [
-                p for a in node.names if not a.name.startswith("nbaccel") for p in a.name.split(".")
-            ]
-        elif isinstance(node, ast.Attribute):
-            is_own = ast.unparse(node.value) in ("self", "cls", "super()")
-            parts = [] if node.attr in (own | inherited if is_own else own) else [node.attr]
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in _BY_NAME:
-            name = node.args[1]
-            parts = [name.value] if isinstance(name, ast.Constant) and name.value not in own else []
-        elif (
-            isinstance(node, ast.Subscript)
-            and getattr(getattr(node.value, "func", None), "id", "") == "vars"
-        ):
-            parts = [node.slice.value] if isinstance(node.slice, ast.Constant) else []
-        else:
-            continue
-        found += [
-            (node.lineno, part) for part in parts if _is_private(part) and part not in _PUBLIC
-        ]
-    return found
+    return frozenset(name for file in package_files() for name in defined(file.tree))
 
 
 def test_private_names_of_others_stand_in_their_files_only():
@@ -104,18 +48,18 @@ def test_private_names_of_others_stand_in_their_files_only():
         f"{file.name}:{line}: {name}"
         for file in package_files()
         if not file.name.startswith(_WRAPPERS)
-        for line, name in _used(file.tree, _defined_in_package())
+        for line, name in used(file.tree, _defined_in_package())
         if name not in _ALLOWED.get(file.name, set())
     ]
     assert elsewhere == []
 
 
-def test_what_is_allowed_is_used():
+def test_what_is_allowed_isused():
     files = {file.name: file for file in package_files()}
     unused = [
         f"{path}: {name}"
         for path, names in _ALLOWED.items()
-        for name in sorted(names - {found for _, found in _used(files[path].tree, frozenset())})
+        for name in sorted(names - {found for _, found in used(files[path].tree, frozenset())})
     ]
     assert unused == []
 
@@ -135,7 +79,7 @@ def _overridden(tree: ast.Module) -> list[str]:
             if module.split(".")[0] not in ("nbaccel", "deepspeed", *sys.stdlib_module_names):
                 base = getattr(importlib.import_module(module), name)
                 methods = (m.name for m in node.body if isinstance(m, ast.FunctionDef))  # type: ignore[attr-defined]
-                found += [m for m in methods if _is_private(m) and hasattr(base, m)]
+                found += [m for m in methods if is_private(m) and hasattr(base, m)]
     return found
 
 
@@ -165,9 +109,17 @@ def test_a_replaced_one_would_be_found():
     ],
 )
 def test_one_would_be_found(code):
-    assert len(_used(ast.parse(code), frozenset())) == 1
+    assert len(used(ast.parse(code), frozenset())) == 1
 
 
 def test_ones_own_are_not_found():
     code = "class A:\n    def f(self, other):\n        self._a = other._a\n    def _b(self): ..."
-    assert _used(ast.parse(f"{code}\nA(None)._b()"), frozenset()) == []
+    assert used(ast.parse(f"{code}\nA(None)._b()"), frozenset()) == []
+
+
+def test_uses_in_a_package_are_counted_without_its_own_names():
+    modules = {
+        "made._core": ast.parse("class A:\n    _a = 1"),
+        "made.b": ast.parse("from ._core import A\nimport torch._dynamo\nA._a\nA._b"),
+    }
+    assert sorted(used_in_package(modules)) == ["_b", "_dynamo"]

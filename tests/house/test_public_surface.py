@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
@@ -108,6 +109,24 @@ def test_a_public_name_resolves_and_is_listed(name):
 @pytest.mark.parametrize("name", sorted(PUBLIC - {"__version__"}))
 def test_a_public_name_is_documented(name):
     assert (getattr(nbaccel, name).__doc__ or "").strip(), f"nbaccel.{name} has no docstring"
+
+
+# Paths below the package that earlier papers, notebooks and messages showed to users.
+KNOWN_PATHS = (
+    "nbaccel.config.handlers: AutocastKwargs, DataLoaderConfiguration, GradScalerKwargs",
+    "nbaccel.deepspeed: ZeroConfig, check_config, deepspeed_table",
+    "nbaccel.errors: ConfigError, PlatformUnsupported",
+    "nbaccel.optimizer: AcceleratedOptimizer",
+    "nbaccel.scheduler: AcceleratedScheduler",
+    "nbaccel.train.checkpoint: load_state, save_model, save_state",
+    "nbaccel.utils: DataLoaderConfiguration, ProfileKwargs",
+)
+
+
+@pytest.mark.parametrize("known", KNOWN_PATHS)
+def test_a_path_that_users_know_still_works(known):
+    module, _, names = known.partition(": ")
+    assert [n for n in names.split(", ") if not hasattr(import_module(module), n)] == []
 
 
 def test_an_unknown_name_is_an_attribute_error_that_names_it():

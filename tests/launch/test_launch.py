@@ -1010,7 +1010,7 @@ def test_a_worker_that_hangs_at_its_birth_is_ended_and_shown_with_its_stack() ->
     from nbaccel.errors import StartupFailed
     from nbaccel.workers import time_limits
 
-    time_limits.BORN_S = 2.0  # seconds; twenty by default
+    time_limits.FIRST_MESSAGE_S = 2.0  # seconds; twenty by default
 
     def stay_in_the_child() -> None:
         time.sleep(600)

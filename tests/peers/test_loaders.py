@@ -17,7 +17,7 @@ from torch.utils.data import (
 from nbaccel import notebook_launcher
 from nbaccel.config.handlers import DataLoaderConfiguration
 from nbaccel.train.collectives import Collectives
-from nbaccel.train.distributed import arrive
+from nbaccel.train.distributed import init_process
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.prepare_loader import prepare_data_loader
 
@@ -98,7 +98,7 @@ def epochs(loader: Any, state: Any) -> list[Any]:
 
 
 def ours(cases: Any) -> list[Any]:
-    place = arrive(cpu=True)
+    place = init_process(cpu=True)
     found = []
     for kind, settings in cases:
         torch.manual_seed(7)
@@ -169,7 +169,7 @@ def test_one_process_sees_what_accelerates_sees() -> None:
 
 def seeded_apart() -> Any:
     """Ranks whose seeds differ, with the seedable sampler: which samples does this one see?"""
-    place = arrive(cpu=True)
+    place = init_process(cpu=True)
     torch.manual_seed(place.rank)
     settings = DataLoaderConfiguration(use_seedable_sampler=True)
     loader = prepare_data_loader(

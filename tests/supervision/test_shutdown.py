@@ -24,7 +24,7 @@ class Worker:
 
     def __init__(self, rank: int = 0, *, answers: bool = True, born: bool = True) -> None:
         self.rank = rank
-        self.state = HandleState.RUNNING if born else HandleState.BORN
+        self.state = HandleState.RUNNING if born else HandleState.FORKED
         self.answers = answers
         self.done: list[str] = []
 

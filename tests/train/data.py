@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from nbaccel.abc.place import Place
 from nbaccel.config.handlers import DataLoaderConfiguration
 from nbaccel.train.collectives import Collectives
-from nbaccel.train.distributed import arrive
+from nbaccel.train.distributed import init_process
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.loader import PreparedLoader
 from nbaccel.train.prepare_loader import prepare_data_loader
@@ -66,7 +66,7 @@ def prepare(
 
 def here(loader: DataLoader[Any], **settings: Any) -> PreparedLoader:
     """Prepared in a worker, for the place it is at."""
-    return prepare(loader, place=arrive(cpu=True), **settings)
+    return prepare(loader, place=init_process(cpu=True), **settings)
 
 
 def lists(loader: Any) -> list[Any]:

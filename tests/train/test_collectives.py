@@ -12,7 +12,7 @@ from nbaccel import WorkerFailed, notebook_launcher
 from nbaccel.abc.place import Place
 from nbaccel.errors import CollectiveMismatch, CollectiveTimeout, ConfigError
 from nbaccel.train.collectives import Collectives
-from nbaccel.train.distributed import arrive
+from nbaccel.train.distributed import init_process
 
 ALONE = Collectives(Place(device=torch.device("cpu")))
 
@@ -21,7 +21,7 @@ def together(body: Callable[[Collectives], Any], *, timeout_s: float = 30, n: in
     """What `body` returns on each of `n` processes."""
 
     def run() -> Any:
-        return body(Collectives(arrive(cpu=True), timeout_s))
+        return body(Collectives(init_process(cpu=True), timeout_s))
 
     return notebook_launcher(run, num_processes=n)
 
@@ -236,7 +236,7 @@ def test_collectives_of_a_second_group_on_the_same_store_start_afresh() -> None:
     def body(c: Collectives) -> Any:
         first = c.gather(torch.tensor([c.place.rank])).tolist()
         torch.distributed.destroy_process_group()
-        again = Collectives(arrive(cpu=True), 10)
+        again = Collectives(init_process(cpu=True), 10)
         return first, again.gather(torch.tensor([c.place.rank + 10])).tolist()
 
     assert list(together(body)) == [([0, 1], [10, 11])] * 2

@@ -8,7 +8,7 @@ from torch import nn
 
 from nbaccel import notebook_launcher
 from nbaccel.train.collectives import Collectives
-from nbaccel.train.distributed import arrive
+from nbaccel.train.distributed import init_process
 from nbaccel.train.in_sync import find_differences, parameter_facts, tensor_fingerprint
 from tests.train.data import ALONE
 
@@ -59,7 +59,7 @@ def test_models_are_told_apart_only_where_there_are_several() -> None:
 
 def test_differences_are_told_alike_everywhere_with_plain_values() -> None:
     def body() -> Any:
-        place = arrive(cpu=True)
+        place = init_process(cpu=True)
         facts: dict[str, Any] = {
             "same": 1,
             "rate": 0.1 * (1 + place.rank),

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 from nbaccel import notebook_launcher
 from nbaccel.config.handlers import DataLoaderConfiguration
 from nbaccel.train.collectives import Collectives
-from nbaccel.train.distributed import arrive
+from nbaccel.train.distributed import init_process
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.prepare_loader import prepare_data_loader
 from tests.train.data import Numbers, Stream, here, lists, prepare
@@ -216,7 +216,7 @@ def test_ranks_seeded_differently_draw_one_order():
 
 
 def drawn_after_sharing():
-    place = arrive(cpu=True)
+    place = init_process(cpu=True)
     torch.manual_seed(place.rank)
     loader = prepare_data_loader(
         DataLoader(Numbers(), batch_size=5, shuffle=True),

@@ -15,7 +15,7 @@ from nbaccel import ConfigError, notebook_launcher
 from nbaccel.abc.place import Place
 from nbaccel.train import rng
 from nbaccel.train.checkpoint import files
-from nbaccel.train.distributed import arrive
+from nbaccel.train.distributed import init_process
 from nbaccel.train.prepare_loader import skip_first_batches
 from tests.train.data import ALONE, Numbers, lists, prepare
 
@@ -237,7 +237,7 @@ def test_another_librarys_state_is_refused():
 
 
 def on_two(path: str, *, kind: str, **settings: Any) -> list[Any]:
-    place = arrive(cpu=True)
+    place = init_process(cpu=True)
     mine = f"{path}.{place.rank}"
     whole = Run(kind, place, seed=place.rank, **settings)
     unbroken(whole, 1, mine)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nbaccel import notebook_launcher
-from nbaccel.train.distributed import arrive
+from nbaccel.train.distributed import init_process
 from nbaccel.train.progress import Progress
 from tests.train.data import ALONE, Stream
 
@@ -57,7 +57,7 @@ def test_a_bar_is_closed_when_the_loop_is_left_or_fails() -> None:
 
 def test_process_zero_shows_everybodys_numbers_and_waits_for_nobody() -> None:
     def body() -> Any:
-        place = arrive(cpu=True)
+        place = init_process(cpu=True)
         found = []
         for bar in range(2):
             shown = Progress([torch.ones(2 + place.rank)] * 2, place)

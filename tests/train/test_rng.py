@@ -16,7 +16,7 @@ from nbaccel.abc.place import Place
 from nbaccel.errors import ConfigError
 from nbaccel.train import rng
 from nbaccel.train.collectives import Collectives
-from nbaccel.train.distributed import arrive
+from nbaccel.train.distributed import init_process
 
 CPU = Place(device=torch.device("cpu"))
 
@@ -125,7 +125,7 @@ def test_cuda_states_come_back():
 
 
 def draws_after_synchronizing(kinds: list[str]) -> list[tuple[float, ...]]:
-    collectives = Collectives(arrive())
+    collectives = Collectives(init_process())
     rng.set_seed(20, device_specific=True)
     generator = torch.Generator().manual_seed(torch.initial_seed())
     before = (*draw(), torch.rand((), generator=generator).item())

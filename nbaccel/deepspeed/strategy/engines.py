@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
+from nbaccel import torch_private
 from nbaccel.abc.standins import DummyOptim, DummyScheduler
 from nbaccel.deepspeed import library, private_api
 from nbaccel.deepspeed.strategy import nvme_swapping
@@ -173,7 +173,8 @@ def _for_offload(optimizer: Any, zero_config: ZeroConfig) -> Any:
     offload_optimizer = make_optimizer(
         optimizer.param_groups, **{**known_defaults, **more_arguments}
     )
-    optimizer._opt_called = True  # torch's schedules would warn that the old one never stepped
+    # Otherwise torch's schedules would warn that the old one never stepped.
+    torch_private.mark_as_stepped(optimizer)
     return offload_optimizer
 
 
@@ -218,7 +219,7 @@ def _convert_inputs(engine: Any) -> None:
 
     def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Inputs may be nested, such as a dictionary of tensors.
-        return tree_map_only(torch.Tensor, cast, (args, kwargs))
+        return torch_private.replace_tensors((args, kwargs), cast)
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor

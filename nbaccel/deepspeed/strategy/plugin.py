@@ -509,7 +509,7 @@ class Plugins:
         chosen_plugin = self.get(name)
         # Code written for Accelerate reads `selected` of each plugin.
         for known_plugin in self.by_name.values():
-            known_plugin._unselect()
+            known_plugin._unselect()  # noqa: SLF001 - one of the same module
         chosen_plugin.select(_from_accelerator_state=True)
         self._selected = name
 

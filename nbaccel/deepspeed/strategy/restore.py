@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nbaccel import torch_private
 from nbaccel.abc import shards
 from nbaccel.abc.shards import Remembered
 from nbaccel.deepspeed.private_api import ZERO3_MODULE_ATTRIBUTES
@@ -36,7 +37,8 @@ _HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "
 
 def inner_module(module: nn.Module) -> nn.Module | None:
     """See :meth:`ShardReader.inner_module`."""
-    inner_engine = module._modules.get("module")
+    _, _, submodules = torch_private.module_tables(module)
+    inner_engine = submodules.get("module")
     return inner_engine if _is_deepspeeds(type(module)) else None
 
 
@@ -48,7 +50,8 @@ def plain_state(module: nn.Module) -> dict[str, Any] | None:
         for attribute_name in _HOOK_TABLES
         for hook_handle in (module_state.get(attribute_name) or {}).values()
     ]
-    if not _is_deepspeeds(type(module._parameters)) and not any(map(_is_deepspeeds, module_hooks)):
+    parameter_table, _, _ = torch_private.module_tables(module)
+    if not _is_deepspeeds(type(parameter_table)) and not any(map(_is_deepspeeds, module_hooks)):
         return None
     # What is left of the instance's dictionary can be pickled; DeepSpeed's objects refer to engines
     # and process groups, which cannot.
@@ -64,8 +67,13 @@ def plain_state(module: nn.Module) -> dict[str, Any] | None:
         kept_state[attribute_name] = OrderedDict(
             table_item for table_item in hook_table.items() if not _is_deepspeeds(table_item[1])
         )
+    return kept_state | {"_parameters": _plain_table(parameter_table)}
+
+
+def _plain_table(parameter_table: Any) -> dict[str, Any]:
+    """A module's parameters by name, in a dictionary that is not DeepSpeed's."""
     # Through `dict.items`, since DeepSpeed's dictionary gathers what its `__getitem__` looks up.
-    return kept_state | {"_parameters": dict(dict.items(module._parameters))}
+    return dict(dict.items(parameter_table))
 
 
 def _is_deepspeeds(inspected_object: Any) -> bool:
@@ -191,7 +199,8 @@ def _restore_module(
             destroy(engine)
     for inner_submodule in user_module.modules():
         # DeepSpeed's dictionary gathers what is looked up, over a group that is gone by now.
-        inner_submodule._parameters = dict(dict.items(inner_submodule._parameters))
+        parameter_table, _, _ = torch_private.module_tables(inner_submodule)
+        torch_private.replace_parameter_table(inner_submodule, _plain_table(parameter_table))
     for tensor_name, tensor in (*user_module.named_parameters(), *user_module.named_buffers()):
         whole_tensor = whole_values.get(id(tensor), tensor.detach())
         dtype, own_attributes = state_before.tensors.get(

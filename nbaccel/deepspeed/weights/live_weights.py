@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nbaccel import torch_private
 from nbaccel.deepspeed import private_api
 from nbaccel.deepspeed.weights.converting import Shard, Written, plan, publishing, write_shard
 from nbaccel.deepspeed.weights.torch_archive import DTYPES, Weight
@@ -227,7 +228,7 @@ def _named_tensors(user_module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
             recurse=False, remove_duplicate=False
         ):
             yield name_prefix + weight_name, live_parameter
-        passing_buffers = module_part._non_persistent_buffers_set
+        passing_buffers = torch_private.non_persistent_buffers(module_part)
         for weight_name, named_buffer in module_part.named_buffers(
             recurse=False, remove_duplicate=False
         ):

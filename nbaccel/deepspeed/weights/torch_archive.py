@@ -374,7 +374,7 @@ class _DtypeName(NamedTuple):
     name: str
 
 
-class _OutlineUnpickler(pickle._Unpickler):
+class _OutlineUnpickler(pickle._Unpickler):  # noqa: SLF001 - it has no public name
     """Unpickles to notes.
 
     Python's implementation is used: the one in C reserves as much memory as numbers in the pickle
@@ -388,7 +388,7 @@ class _OutlineUnpickler(pickle._Unpickler):
     # Without the opcode that makes a bytearray of a size that the file names.
     dispatch: ClassVar[dict[int, Any]] = {
         code: step
-        for code, step in pickle._Unpickler.dispatch.items()
+        for code, step in pickle._Unpickler.dispatch.items()  # noqa: SLF001 - as above
         if code != pickle.BYTEARRAY8[0]
     }
 

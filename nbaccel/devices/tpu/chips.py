@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nbaccel.devices.tpu.chip_topology import BYTES_PER_CHIP, legal_counts, threads_per_process
 from nbaccel.devices.tpu.packages import find_packages
 from nbaccel.devices.tpu.surroundings import (
     environment_of,
@@ -22,7 +23,6 @@ from nbaccel.devices.tpu.surroundings import (
     mentions_tpu,
     notes_on,
 )
-from nbaccel.devices.tpu.topology import BYTES_PER_CHIP, legal_counts, threads_per_process
 from nbaccel.plan.inventory import TpuHost
 
 __all__ = ["count_chips", "holders_of", "inspect_host"]

@@ -19,9 +19,9 @@ from nbaccel import env
 from nbaccel.abc.device import CompileCounts, Device
 from nbaccel.capabilities import strategy_row
 from nbaccel.devices.tpu import chips, packages
+from nbaccel.devices.tpu.chip_topology import without_stale
 from nbaccel.devices.tpu.driver import TpuDriver, move_parameters
 from nbaccel.devices.tpu.drivers import DriverChoice, choose_driver
-from nbaccel.devices.tpu.topology import without_stale
 from nbaccel.devices.tpu.torch_tpu_driver import TorchTpuDriver
 from nbaccel.devices.tpu.torch_xla_driver import RUNTIME_VARIABLE, TorchXlaDriver
 from nbaccel.plan.inspecting import free_host_bytes

@@ -11,9 +11,9 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 
+from nbaccel.devices.tpu.chip_topology import BYTES_PER_CHIP
 from nbaccel.devices.tpu.drivers import many_hosts_refusal, torch_refusal
 from nbaccel.devices.tpu.packages import DriverPackages
-from nbaccel.devices.tpu.topology import BYTES_PER_CHIP
 from nbaccel.plan.inventory import TpuHost
 from nbaccel.processes import describe_process
 from nbaccel.units import count_noun, first_few, shorten_text

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nbaccel import env
 from nbaccel.abc.device import CompileCounts
+from nbaccel.devices.tpu.chip_topology import torch_tpu_variables
 from nbaccel.devices.tpu.driver import TpuDriver
-from nbaccel.devices.tpu.topology import torch_tpu_variables
+from nbaccel.errors import PlatformUnsupported
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +70,15 @@ class TorchTpuDriver(TpuDriver):
         torch_core: Any = getattr(sys.modules.get("torch"), "_C", None)
         if torch_core is None or "torch_tpu" not in sys.modules:
             return False
-        return bool(torch_core._get_privateuse1_backend_name() == self.torch_type)  # noqa: SLF001
+        backend_name = getattr(torch_core, "_get_privateuse1_backend_name", None)
+        if backend_name is None:
+            raise PlatformUnsupported(
+                f"torch {sys.modules['torch'].__version__} has no "
+                "torch._C._get_privateuse1_backend_name, which was seen in torch 2.11 to 2.15: "
+                "whether torch_tpu has made its device cannot be told. Install one of these, or "
+                "uninstall torch_tpu."
+            )
+        return bool(backend_name() == self.torch_type)
 
     def load(self) -> None:
         """See :meth:`TpuDriver.load`."""
@@ -139,7 +148,17 @@ class TorchTpuDriver(TpuDriver):
 
     def compile_counts(self) -> CompileCounts:
         """See :meth:`TpuDriver.compile_counts`."""
-        stats = _tpu_module()._get_cache_stats()  # noqa: SLF001 - there is no public name for it
+        # There is no public name for it.
+        read_stats = getattr(_tpu_module(), "_get_cache_stats", None)
+        if read_stats is None:
+            warnings.warn(
+                "torch_tpu has no torch.tpu._get_cache_stats, which was seen in 0.2: steps that "
+                "compile again are not reported. Install torch_tpu 0.2, or a newer nbaccel.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return _FIGURES.counts
+        stats = read_stats()
         programs = int(stats.num_compilations)
         # Asked in every step: the list of all programs is gone through only when it has grown.
         if programs != _FIGURES.counts.programs:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nbaccel import env
 from nbaccel.abc.device import CompileCounts
+from nbaccel.devices.tpu.chip_topology import torch_xla_variables
 from nbaccel.devices.tpu.driver import TpuDriver
-from nbaccel.devices.tpu.topology import torch_xla_variables
 from nbaccel.errors import ConfigError
 
 if TYPE_CHECKING:

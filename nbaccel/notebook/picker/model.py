@@ -469,7 +469,7 @@ class PickerModel:
             raise ConfigError(f"Nothing can be suggested for model={self._module}: give a model.")
         return Suggester(self._memory_model)
 
-    def rehearse(self) -> None:
+    def precompute(self) -> None:
         """Measure activations of all precisions now, so that no later choice waits for that.
 
         Each is a forward and backward pass without memory: seconds for a large model. A second

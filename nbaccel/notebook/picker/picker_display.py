@@ -99,7 +99,7 @@ class PickerDisplay:
             # One id in all cells that show this picker, so that an update reaches each of them.
             display(self._table(), raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
             # While the user reads the form; clicks wait for the lock.
-            self._model.rehearse()
+            self._model.precompute()
 
     def _live_view(self) -> PickerView:
         if self._view is None:

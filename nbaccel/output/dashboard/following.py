@@ -31,7 +31,7 @@ __all__ = ["DashboardUpdater", "MemoryMeter", "WaitingRanks", "WatchedCall", "re
 
 
 _STATE_WORDS = {
-    HandleState.BORN: "starting",
+    HandleState.FORKED: "starting",
     HandleState.ALIVE: "starting",
     HandleState.RUNNING: "running",
 }
@@ -144,7 +144,7 @@ class DashboardUpdater:
         return RankStatus(
             rank=member.rank,
             state=state_of(member),
-            seconds=time.monotonic() - member.born,
+            seconds=time.monotonic() - member.forked_at,
             # After its end the number may belong to another process.
             rss_bytes=0 if member.has_ended else resident(member.pid),
             device_bytes=device_bytes,

@@ -338,9 +338,9 @@ def test_a_rehearsal_measures_what_may_be_chosen(monkeypatch):
 
     model, batch = net(64), torch.randn(8, 64)
     picker = PickerModel(model=model, sample_batch=batch, inventory=WITHOUT_GPU)
-    picker.rehearse()
+    picker.precompute()
     monkeypatch.setattr(activations, "measure_activations", None)  # nobody measures any more
-    picker.rehearse()
+    picker.precompute()
     for precision in ("bf16", "fp16", "no"):
         picker.choose("mixed_precision", precision)
         assert picker.estimate.device.activations > 0

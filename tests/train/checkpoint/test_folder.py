@@ -18,7 +18,7 @@ from nbaccel.train.checkpoint.checkpoint_folder import (
     new_checkpoint,
 )
 from nbaccel.train.collectives import Collectives
-from nbaccel.train.distributed import arrive
+from nbaccel.train.distributed import init_process
 from tests.train.checkpoint.training import ALONE, Training, arrived
 
 COLLECTIVES = Collectives(ALONE)
@@ -261,7 +261,7 @@ def test_a_process_that_dies_leaves_the_old_checkpoint(tmp_path):
 
 def save_on_two_nodes(shared: str, own: list[str], each: bool) -> list[str]:
     """Two processes, each alone on its node; `own` are the nodes' disks."""
-    place = arrive(cpu=True)
+    place = init_process(cpu=True)
     place = replace(place, local_rank=0, local_world_size=1)
     training = Training(place)
     # A disk of one's own is a working folder of one's own: the name is the same everywhere.

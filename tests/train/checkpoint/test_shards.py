@@ -27,7 +27,7 @@ from nbaccel.precision.native import Fp32
 from nbaccel.strategies.fsdp import FsdpStrategy
 from nbaccel.strategies.sharded_checkpoints import read_metadata
 from nbaccel.train.checkpoint import load_state, save_state
-from nbaccel.train.distributed import arrive
+from nbaccel.train.distributed import init_process
 from tests import damage
 from tests.train.checkpoint.training import ALONE, Training
 
@@ -35,7 +35,7 @@ KINDS = pytest.mark.parametrize("in_shards", [True, False])
 
 
 def sharded(seed: int, *, in_shards: bool) -> Training:
-    training = Training(arrive(cpu=True), seed)
+    training = Training(init_process(cpu=True), seed)
     precision = Fp32(training.place.device, AutocastKwargs(), GradScalerKwargs())
     strategy = FsdpStrategy(training.place, FullyShardedDataParallelPlugin(), precision)
     bundle = strategy.wrap(Bundle(models=(training.model,), optimizers=(training.optimizer,)))

@@ -12,7 +12,7 @@ from nbaccel.abc.place import Place
 from nbaccel.strategies.single import SingleStrategy
 from nbaccel.train.checkpoint import CheckpointParts
 from nbaccel.train.collectives import Collectives
-from nbaccel.train.distributed import arrive
+from nbaccel.train.distributed import init_process
 
 ALONE = Place(device=torch.device("cpu"))
 
@@ -114,4 +114,4 @@ class Training:
 
 def arrived(seed: int = 0) -> Training:
     """The training of one process of a launch."""
-    return Training(arrive(cpu=True), seed)
+    return Training(init_process(cpu=True), seed)

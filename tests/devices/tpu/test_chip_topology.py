@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from nbaccel.devices.tpu.packages import find_packages
-from nbaccel.devices.tpu.topology import (
+from nbaccel.devices.tpu.chip_topology import (
     BYTES_PER_CHIP,
     STALE_VARIABLES,
     legal_counts,
@@ -18,6 +17,7 @@ from nbaccel.devices.tpu.topology import (
     torch_xla_variables,
     without_stale,
 )
+from nbaccel.devices.tpu.packages import find_packages
 from nbaccel.errors import ConfigError
 from tests.devices.tpu.hosts import HOSTS, PCI_ID, build_host
 

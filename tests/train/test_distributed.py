@@ -23,7 +23,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_that_is_alone_joins_nothing() -> None:
-    place = distributed.arrive(cpu=True)
+    place = distributed.init_process(cpu=True)
     assert (place.rank, place.world_size, place.is_alone, place.backend) == (0, 1, True, "")
     assert place.device == torch.device("cpu")
     assert not dist.is_initialized()
@@ -34,9 +34,9 @@ def test_processes_find_each_other_and_arriving_again_changes_nothing() -> None:
     def body() -> Any:
         before = dist.is_initialized()
         settings = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=40))
-        place = distributed.arrive(cpu=True, settings=settings)
+        place = distributed.init_process(cpu=True, settings=settings)
         group = dist.group.WORLD
-        again = distributed.arrive(cpu=True)
+        again = distributed.init_process(cpu=True)
         return before, place == again, group is dist.group.WORLD, place, distributed.rank()
 
     for rank, (before, same, kept, place, number) in enumerate(
@@ -55,7 +55,7 @@ def test_processes_find_each_other_and_arriving_again_changes_nothing() -> None:
 def test_a_group_of_the_users_own_is_used() -> None:
     def body() -> Any:
         dist.init_process_group("gloo", timeout=timedelta(seconds=50))
-        place = distributed.arrive(cpu=True)
+        place = distributed.init_process(cpu=True)
         return place.rank, place.world_size
 
     assert list(notebook_launcher(body, num_processes=2)) == [(0, 2), (1, 2)]
@@ -64,7 +64,7 @@ def test_a_group_of_the_users_own_is_used() -> None:
 def test_processes_may_meet_at_a_place_of_the_users_own(tmp_path: Any) -> None:
     def body() -> Any:
         settings = InitProcessGroupKwargs(init_method=f"file://{tmp_path}/meet")
-        place = distributed.arrive(cpu=True, settings=settings)
+        place = distributed.init_process(cpu=True, settings=settings)
         total = torch.ones(1)
         dist.all_reduce(total)
         return place.world_size, total.item()
@@ -87,7 +87,7 @@ def test_an_environment_that_contradicts_itself_is_refused(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    message = told(lambda: distributed.arrive(cpu=True))
+    message = told(lambda: distributed.init_process(cpu=True))
     assert message.startswith(ConfigError.__name__)
     assert words in message
     assert not dist.is_initialized()
@@ -96,7 +96,7 @@ def test_an_environment_that_contradicts_itself_is_refused(
 def test_empty_variables_count_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.setenv(name, "")
-    assert distributed.arrive(cpu=True).is_alone
+    assert distributed.init_process(cpu=True).is_alone
 
 
 def test_the_cpu_can_be_asked_for_by_argument_or_environment(

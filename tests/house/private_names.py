@@ -1,0 +1,79 @@
+"""Private names of other packages, found in the syntax tree of what uses them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+
+# Documented, in spite of the underscore.
+_PUBLIC = {
+    *("_asdict", "_fields", "_make", "_replace"),  # named tuples
+    *("_current_frames", "_exit", "_getframe"),  # os and sys
+    "_render_traceback_",  # IPython's protocol for errors
+}
+_BY_NAME = {"getattr", "hasattr", "setattr", "delattr"}
+
+
+def is_private(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
+
+
+def defined(tree: ast.AST) -> set[str]:
+    """The names that a module gives to its own functions, classes, fields and attributes."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                names.add(node.attr)
+        elif isinstance(node, ast.Tuple) and all(isinstance(e, ast.Constant) for e in node.elts):
+            names |= {e.value for e in node.elts if isinstance(e.value, str)}  # type: ignore[attr-defined]
+    return names
+
+
+def used(tree: ast.AST, inherited: frozenset[str]) -> list[tuple[int, str]]:
+    """Line and name of each private name that is somebody else's.
+
+    Args:
+        tree: A module's.
+        inherited: What objects of the package may have from its other modules.
+    """
+    own = defined(tree)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("nbaccel"):
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            parts = [
+                p for a in node.names if not a.name.startswith("nbaccel") for p in a.name.split(".")
+            ]
+        elif isinstance(node, ast.Attribute):
+            is_own = ast.unparse(node.value) in ("self", "cls", "super()")
+            parts = [] if node.attr in (own | inherited if is_own else own) else [node.attr]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in _BY_NAME:
+            name = node.args[1] if len(node.args) > 1 else None
+            parts = [name.value] if isinstance(name, ast.Constant) and name.value not in own else []
+        elif (
+            isinstance(node, ast.Subscript)
+            and getattr(getattr(node.value, "func", None), "id", "") == "vars"
+        ):
+            parts = [node.slice.value] if isinstance(node.slice, ast.Constant) else []
+        else:
+            continue
+        found += [(node.lineno, part) for part in parts if is_private(part) and part not in _PUBLIC]
+    return found
+
+
+def used_in_package(trees: Mapping[str, ast.Module]) -> list[str]:
+    """Each use of a private name that no module of the package defines.
+
+    Args:
+        trees: The modules of one package by their dotted names.
+    """
+    own = {part for name in trees for part in name.split(".")}
+    own |= {name for tree in trees.values() for name in defined(tree)}
+    uses = (name for tree in trees.values() for _, name in used(tree, frozenset(own)))
+    return [name for name in uses if name not in own]
