@@ -8,7 +8,7 @@ guides have.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from nbaccel.config.fp8 import Fp8Config
@@ -86,6 +86,7 @@ class TERecipeKwargs(Fp8Handler):
             in higher precision.
         use_mxfp8_block_scaling: ``recipe="mxfp8"``.
         recipe: ``delayed``, ``current``, ``block``, ``mxfp8`` or ``nvfp4``.
+        skip_first_and_last: Whether the first and the last linear layer stay in bfloat16.
     """
 
     BACKEND: ClassVar[str] = "te"
@@ -98,7 +99,8 @@ class TERecipeKwargs(Fp8Handler):
     amax_compute_algo: str | None = None
     override_linear_precision: tuple[bool, bool, bool] | None = None
     use_mxfp8_block_scaling: bool | None = None
-    recipe: str | None = None
+    recipe: str | None = field(default=None, kw_only=True)
+    skip_first_and_last: bool | None = field(default=None, kw_only=True)
 
 
 @dataclass
@@ -108,12 +110,16 @@ class MSAMPRecipeKwargs(Fp8Handler):
     Attributes:
         opt_level: ``O1``, ``O2`` (the default) or ``O3``.
         optimization_level: The same, as some guides spell it.
+        gradient_reduction: ``two_shot`` (the default) or ``sum``, as in the FP8-LM paper.
+        skip_first_and_last: Whether the first and the last linear layer stay in bfloat16.
     """
 
     BACKEND: ClassVar[str] = "msamp"
 
     opt_level: str | None = None
-    optimization_level: str | None = None
+    optimization_level: str | None = field(default=None, kw_only=True)
+    gradient_reduction: str | None = field(default=None, kw_only=True)
+    skip_first_and_last: bool | None = field(default=None, kw_only=True)
 
 
 @dataclass
@@ -126,6 +132,7 @@ class AORecipeKwargs(Fp8Handler):
         pad_inner_dim: Whether matrices are padded whose sizes 16 does not divide.
         enable_fsdp_float8_all_gather: Whether FSDP gathers weights in FP8.
         recipe: ``current`` or ``rowwise``.
+        skip_first_and_last: Whether the first and the last linear layer stay in bfloat16.
     """
 
     BACKEND: ClassVar[str] = "ao"
@@ -134,7 +141,8 @@ class AORecipeKwargs(Fp8Handler):
     module_filter_func: Callable[[Any, str], bool] | None = None
     pad_inner_dim: bool | None = None
     enable_fsdp_float8_all_gather: bool | None = None
-    recipe: str | None = None
+    recipe: str | None = field(default=None, kw_only=True)
+    skip_first_and_last: bool | None = field(default=None, kw_only=True)
 
 
 @dataclass

@@ -193,3 +193,7 @@ def fp8_compress_hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Ten
     averaged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     averaged.set_result(gradients.copy_(mean.view_as(gradients)))
     return averaged
+
+
+# torch compares annotations with its own classes, and these are texts here: it refuses the hook.
+fp8_compress_hook.__annotations__.clear()
