@@ -116,6 +116,7 @@ $(VENV)/.demo: pyproject.toml $(CONSTRAINTS) | $(VENV)/.created
 $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/.created
 	@echo "setting up $(VENV) for the tests (once; a few minutes where torch must be fetched)"
 	@$(INSTALL) --editable '.[dev]'
+	@$(INSTALL) --no-deps --upgrade --target $(VENV)/transformer-engine transformer-engine==2.20.2
 	@touch $@ $(VENV)/.demo
 
 $(VENV)/.docs: pyproject.toml $(CONSTRAINTS) | $(VENV)/.created

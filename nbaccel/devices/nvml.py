@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from nbaccel._optional import require
+from nbaccel.devices import gpu_probe
 from nbaccel.errors import MissingBackend
 from nbaccel.plan.inventory import Gpu
 from nbaccel.units import count_noun
@@ -234,6 +235,8 @@ def find_gpus(setting: str | None) -> tuple[tuple[Gpu, ...], str]:
         The GPUs by their CUDA number, and why there are none where something is known.
     """
     cards, note = find_cards()
+    if not cards and gpu_probe.is_worth_it():
+        return gpu_probe.probe_gpus()
     gpus = visible_gpus(cards, setting)
     return gpus, _hidden_note(len(cards), setting) if cards and not gpus else note
 

@@ -315,10 +315,17 @@ def _choose_fp8(
 
 def _lowest_capability(found: Inventory, device: Choice, count: Choice) -> tuple[int, int] | None:
     """That of the oldest GPU that gets a worker; None where no GPU does."""
-    device_units = _catalog.known_device(str(device.value)).units(found)[: int(count.value)]
+    device_units = _units_with_workers(found, device, count)
     # (0, 0) stands for a device whose kind has no such number.
     known = [unit.compute_capability for unit in device_units if unit.compute_capability > (0, 0)]
     return min(known, default=None)
+
+
+def _units_with_workers(found: Inventory, device: Choice, count: Choice) -> tuple[Gpu, ...]:
+    """The GPUs that will have a worker: an older one that stays idle does not matter."""
+    device_units = _catalog.known_device(str(device.value)).units(found)
+    # Which of them are the first is not known where CUDA may count in another order.
+    return device_units[: int(count.value)] if found.gpu_order_known else device_units
 
 
 def _choose_precision(
@@ -341,10 +348,8 @@ def _choose_precision(
             '"bf16" is faster there, "no" is exact.'
         )
     if not problem_text:
-        device_units = _catalog.known_device(chosen_row.name).units(found)
-        # Only the GPUs that will have a worker: an older one that stays idle does not matter.
         _check_architecture(
-            precision_choice, fp8_choice, device_units[: int(count.value)], findings
+            precision_choice, fp8_choice, _units_with_workers(found, device, count), findings
         )
     return Choice(
         setting_name,

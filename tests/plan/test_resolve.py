@@ -378,6 +378,10 @@ def test_only_gpus_that_are_used_are_judged(monkeypatch):
     (message,) = mistakes_of(mixed, num_processes=2, mixed_precision="fp8", fp8="te")
     assert "GPU 1 (T4)" in message
     assert "GPU 0" not in message
+    # In CUDA's own order the T4 may be the first.
+    unsure = dataclasses.replace(mixed, gpu_order_known=False)
+    (message,) = mistakes_of(unsure, num_processes=1, mixed_precision="fp8", fp8="te")
+    assert "GPU 1 (T4)" in message
 
 
 def test_all_mistakes_come_at_once():

@@ -1,0 +1,1 @@
+"""Stands for TransformerEngine where there is no GPU: names, and layers for CPUs."""
