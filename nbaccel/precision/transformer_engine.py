@@ -92,7 +92,8 @@ class TransformerEngineFp8(Fp8Precision):
 
     def wrap_forward(self, model: nn.Module) -> None:
         """See :meth:`Precision.wrap_forward`."""
-        self.take_off_autocast(model)
+        super().wrap_forward(model)
+        # Outside of torch's autocast, so that the class above takes its own off alone.
         model.__dict__["forward"] = TransformerEngineForward(
             model,
             model.forward,
@@ -100,7 +101,6 @@ class TransformerEngineFp8(Fp8Precision):
             self._recipe,
             in_evaluation=self.fp8.use_autocast_during_eval,
         )
-        super().wrap_forward(model)
 
     def unwrap_forward(self, model: nn.Module) -> None:
         """See :meth:`Precision.unwrap_forward`; its layers are torch's again, too."""
@@ -109,10 +109,10 @@ class TransformerEngineFp8(Fp8Precision):
 
     def take_off_autocast(self, model: nn.Module) -> None:
         """Give a model its own forward back, from under both contexts."""
+        outer_forward = model.__dict__.get("forward")
+        if isinstance(outer_forward, TransformerEngineForward):
+            outer_forward.take_off(model)
         super().take_off_autocast(model)
-        own_forward = model.__dict__.get("forward")
-        if isinstance(own_forward, TransformerEngineForward):
-            own_forward.take_off(model)
 
 
 class TransformerEngineForward:
