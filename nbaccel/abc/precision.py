@@ -37,7 +37,7 @@ class PrecisionSettings:
         world_size: Processes in total.
         is_main: Whether this is process 0, which speaks for all.
         accumulation_steps: Batches for one optimizer step.
-        strategy: The strategy by name.
+        is_sharded: Whether each process holds a part of each weight, as with `fully_shard`.
         handlers: What was given as ``kwargs_handlers``, for a library's own objects.
     """
 
@@ -49,7 +49,7 @@ class PrecisionSettings:
     world_size: int = 1
     is_main: bool = True
     accumulation_steps: int = 1
-    strategy: str = "single"
+    is_sharded: bool = False
     handlers: tuple[Any, ...] = ()
 
 

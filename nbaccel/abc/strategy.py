@@ -38,6 +38,7 @@ class Strategy(ABC):
     Attributes:
         name: As in its capability row.
         place: This process among the others.
+        shards_parameters: Whether `torch.distributed.fsdp` cuts weights up and gathers them.
         owns_precision: Whether models are cast, and the loss scaled, by the strategy's own engine.
         place_batch: Lays out one tensor of a batch, of shape ``[rows, ...]``, that has been put on
             the device; None leaves it as it is.
@@ -48,6 +49,7 @@ class Strategy(ABC):
 
     name: ClassVar[str]
     owns_precision: ClassVar[bool] = False
+    shards_parameters: ClassVar[bool] = False
     choices: tuple[Choice, ...] = ()
     place_batch: Callable[[torch.Tensor], None] | None = None
     before_placement: Callable[[Iterable[nn.Module]], None] | None = None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -336,9 +337,14 @@ def _restore_layers(bundle: Bundle) -> Bundle:
         for model in bundle.models:
             replaced = {id(old): new for old, new in restore_layers(model)}
             for optimizer in bundle.optimizers if replaced else ():
-                for group in getattr(optimizer, "param_groups", ()):
-                    group["params"] = [replaced.get(id(p), p) for p in group["params"]]
+                # Only when an FP8 library has been used: importing it earlier costs every start.
+                conversion = _catalog.load_object("nbaccel.fp8.conversion")
+                list(conversion.follow_parameters(optimizer, partial(_in_place_of, replaced)))
     return bundle
+
+
+def _in_place_of(replaced: Mapping[int, Any], parameter: torch.Tensor) -> Any:
+    return replaced.get(id(parameter))
 
 
 def _is_scheduler(given_object: Any) -> bool:

@@ -153,7 +153,7 @@ def _build_precision(
         world_size=place.world_size,
         is_main=place.is_main,
         accumulation_steps=plan.accumulation_steps,
-        strategy=plan.strategy,
+        is_sharded=_catalog.strategy(plan.strategy).shards_parameters,
         handlers=request.handlers.given,
     )
     precision_class = _catalog.precision(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import nn
 
 from nbaccel.errors import ConfigError
@@ -15,7 +16,13 @@ from nbaccel.fp8.scaled_adam import master_values
 from nbaccel.fp8.scaled_tensor import ScaledTensor
 from nbaccel.units import count_noun, first_few
 
-__all__ = ["LayerSelection", "require_layers", "restore_layers", "select_layers"]
+__all__ = [
+    "LayerSelection",
+    "follow_parameters",
+    "require_layers",
+    "restore_layers",
+    "select_layers",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +82,29 @@ def _odd_size(layer: nn.Linear) -> str:
         if size % MULTIPLE:
             return f"{size} {what} are not divisible by {MULTIPLE}"
     return ""
+
+
+def follow_parameters(
+    optimizer: Any, replacement_of: Callable[[Any], Any]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Let an optimizer hold the parameters that took the place of its own, with their state.
+
+    Args:
+        optimizer: The optimizer; stand-ins without groups hold none.
+        replacement_of: Given a parameter, the one in its place, or None.
+
+    Yields:
+        Each parameter that was replaced, and its replacement.
+    """
+    for group in getattr(optimizer, "param_groups", ()):
+        for index, parameter in enumerate(group["params"]):
+            replacement = replacement_of(parameter)
+            if replacement is None:
+                continue
+            group["params"][index] = replacement
+            if parameter in optimizer.state:
+                optimizer.state[replacement] = optimizer.state.pop(parameter)
+            yield parameter, replacement
 
 
 def require_layers(selections: Iterable[tuple[nn.Module, LayerSelection]]) -> None:

@@ -25,7 +25,7 @@ from nbaccel._optional import is_installed, require
 from nbaccel.abc.bundle import Bundle
 from nbaccel.abc.precision import PrecisionSettings
 from nbaccel.errors import ConfigError
-from nbaccel.fp8.conversion import LayerSelection
+from nbaccel.fp8.conversion import LayerSelection, follow_parameters
 from nbaccel.fp8.formats import E4M3, FP16
 from nbaccel.fp8.gradient_exchange import AutomaticScaling, average
 from nbaccel.fp8.linear import Fp8Linear
@@ -111,7 +111,10 @@ class MsAmpFp8(NativeFp8):
                 f"fp8 with MS-AMP's levels got {type(optimizer).__name__}, which stands for an "
                 "optimizer of DeepSpeed: it would not know these weights. Give torch.optim.AdamW."
             )
-        first_values = dict(self._replace_parameters(optimizer))
+        first_values = {
+            id(replacement): parameter.detach()
+            for parameter, replacement in follow_parameters(optimizer, self._became.get)
+        }
         if self.fp8.opt_level == "O1":
             return optimizer
         owners: dict[int, int] = {}
@@ -121,20 +124,6 @@ class MsAmpFp8(NativeFp8):
         scaled_optimizer = ScaledAdam(optimizer, owners, first_values)
         self._optimizers.append(scaled_optimizer)
         return scaled_optimizer
-
-    def _replace_parameters(
-        self, optimizer: torch.optim.Optimizer
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Let an optimizer hold the new parameters; yields their ids, with the values before."""
-        for group in optimizer.param_groups:
-            for index, parameter in enumerate(group["params"]):
-                replacement = self._became.get(parameter)  # type: ignore[no-untyped-call]
-                if replacement is None:
-                    continue
-                group["params"][index] = replacement
-                if parameter in optimizer.state:
-                    optimizer.state[replacement] = optimizer.state.pop(parameter)
-                yield id(replacement), parameter.detach()
 
     def _by_package(self, bundle: Bundle) -> Bundle:
         """Let the package `msamp` do all of it."""

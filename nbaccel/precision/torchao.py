@@ -10,18 +10,25 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbaccel._optional import require
 from nbaccel.abc.bundle import Bundle
+from nbaccel.abc.precision import PrecisionSettings
 from nbaccel.config.fp8_handlers import AORecipeKwargs
-from nbaccel.fp8.conversion import LayerSelection, require_layers, select_layers
+from nbaccel.fp8.conversion import (
+    LayerSelection,
+    follow_parameters,
+    require_layers,
+    select_layers,
+)
 from nbaccel.precision.fp8 import Fp8Precision
 
 if TYPE_CHECKING:
@@ -39,6 +46,11 @@ class TorchaoFp8(Fp8Precision):
         settings: All that was said of it.
     """
 
+    def __init__(self, settings: PrecisionSettings) -> None:
+        super().__init__(settings)
+        # Optimizers hold the parameters that models had before; some are prepared later.
+        self._became = WeakTensorKeyDictionary()
+
     def convert(self, bundle: Bundle) -> Bundle:
         """See :meth:`Precision.convert`.
 
@@ -55,17 +67,29 @@ class TorchaoFp8(Fp8Precision):
         models = []
         for model, selection in selections:
             chosen = handler.module_filter_func or _among(selection)
+            parameters_before = dict(model.named_parameters())
             with _quiet():
                 models.append(
                     float8.convert_to_float8_training(
                         model, module_filter_fn=chosen, config=configuration
                     )
                 )
+            self._note_replaced(parameters_before, models[-1])
             self.tell(model, selection, self._description())
+        for optimizer in bundle.optimizers:
+            list(follow_parameters(optimizer, self._became.get))
         if configuration.enable_fsdp_float8_all_gather:
             for optimizer in bundle.optimizers:
                 self._refresh_scales_after(optimizer, float8, models)
         return replace(bundle, models=tuple(models))
+
+    def _note_replaced(
+        self, parameters_before: Mapping[str, nn.Parameter], model: nn.Module
+    ) -> None:
+        # torchao wraps a weight that is to be gathered in 8 bits.
+        for name, parameter in model.named_parameters():
+            if parameter is not parameters_before[name]:
+                self._became[parameters_before[name]] = parameter
 
     def unwrap_forward(self, model: nn.Module) -> None:
         """See :meth:`Precision.unwrap_forward`; its layers are plain again, too."""
@@ -94,23 +118,25 @@ class TorchaoFp8(Fp8Precision):
     def _configuration(self, float8: Any) -> Any:
         """The configuration of torchao for what was asked."""
         configuration = float8.Float8LinearConfig.from_recipe_name(_RECIPES[self.fp8.recipe])
-        is_sharded = self.settings.strategy == "fsdp"
         return replace(
             configuration,
             emulate=self.settings.emulates_fp8,
             pad_inner_dim=self.fp8.pad_inner_dim,
-            enable_fsdp_float8_all_gather=(
-                is_sharded
-                and self.fp8.enable_fsdp_float8_all_gather
-                and self.fp8.recipe == "current"
-                # gloo has no 8-bit floats.
-                and self.settings.device.type != "cpu"
-            ),
+            enable_fsdp_float8_all_gather=self._gathers_in_fp8(),
+        )
+
+    def _gathers_in_fp8(self) -> bool:
+        # torchao has it for one scale per tensor; without FSDP nothing is gathered.
+        return (
+            self.settings.is_sharded
+            and self.fp8.enable_fsdp_float8_all_gather
+            and self.fp8.recipe == "current"
         )
 
     def _description(self) -> str:
         emulated = ", emulated" if self.settings.emulates_fp8 else ""
-        return f"torchao, {self.fp8.recipe} scaling{emulated}"
+        gathered = ", weights gathered in fp8" if self._gathers_in_fp8() else ""
+        return f"torchao, {self.fp8.recipe} scaling{gathered}{emulated}"
 
     def _refresh_scales_after(self, optimizer: Any, float8: Any, models: list[nn.Module]) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):

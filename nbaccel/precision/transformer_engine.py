@@ -223,7 +223,11 @@ def _ignored_text(ignored: dict[str, Any]) -> str:
 
 
 def replace_layers(
-    model: nn.Module, library: Any, linear_names: frozenset[str] | None = None
+    model: nn.Module,
+    library: Any,
+    linear_names: frozenset[str] | None = None,
+    *,
+    with_norms: bool = True,
 ) -> None:
     """Put TransformerEngine's layers in the place of linear layers and LayerNorms; in place.
 
@@ -231,6 +235,7 @@ def replace_layers(
         model: The model.
         library: ``transformer_engine.pytorch``.
         linear_names: The linear layers to be replaced; None for all of them.
+        with_norms: Whether LayerNorms are replaced, too.
     """
     for parent_name, parent in list(model.named_modules()):
         for name, layer in list(parent.named_children()):
@@ -238,7 +243,7 @@ def replace_layers(
             if type(layer) is nn.Linear and (linear_names is None or full_name in linear_names):
                 setattr(parent, name, _engine_linear(layer, library))
             # Its LayerNorm has one dimension, and always weight and bias.
-            elif type(layer) is nn.LayerNorm and _has_counterpart(layer):
+            elif with_norms and type(layer) is nn.LayerNorm and _has_counterpart(layer):
                 setattr(parent, name, _engine_norm(layer, library))
 
 

@@ -88,6 +88,7 @@ class FsdpStrategy(Strategy):
 
     name: ClassVar[str] = "fsdp"
     shard_kind: ClassVar[str] = "fsdp"
+    shards_parameters: ClassVar[bool] = True
 
     def __init__(
         self, place: Place, settings: FullyShardedDataParallelPlugin, precision: Precision

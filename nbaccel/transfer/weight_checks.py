@@ -18,6 +18,7 @@ import torch
 import xxhash
 from torch import nn
 
+from nbaccel.fp8.scaled_tensor import ScaledTensor
 from nbaccel.transfer import sharded_tensors, shared_memory
 from nbaccel.transfer.arena import Slot, is_in_arena, named_tensors
 from nbaccel.units import first_few
@@ -237,7 +238,7 @@ def describe_changes(
     for _, arena_slot in arena_slots:
         compared_tensor = current_tensors[arena_slot.name]
         # Engines and FP8 shard and store by design, so neither is worth a message.
-        is_stored = type(compared_tensor).__name__ == "ScaledTensor"
+        is_stored = isinstance(compared_tensor, ScaledTensor)
         if is_stored or sharded_tensors.is_sharded(compared_tensor):
             continue
         if compared_tensor.dtype != arena_slot.dtype:

@@ -19,19 +19,29 @@ __all__ = [
 ]
 
 
-def convert_model(model: nn.Module, to_transformer_engine: bool = True) -> None:
+def convert_model(
+    model: nn.Module,
+    to_transformer_engine: bool = True,
+    _convert_linear: bool = True,
+    _convert_ln: bool = True,
+) -> None:
     """Put TransformerEngine's linear layers and LayerNorms in a model, or torch's back; in place.
 
     Args:
         model: The model; parameters stay the same objects.
         to_transformer_engine: Whether its layers are put in, or taken out.
+        _convert_linear: Whether linear layers are put in.
+        _convert_ln: Whether LayerNorms are put in.
 
     Raises:
         MissingBackend: TransformerEngine cannot be imported.
     """
     library = engine_layers.load_transformer_engine()
     if to_transformer_engine:
-        engine_layers.replace_layers(model, library)
+        linear_names = None if _convert_linear else frozenset[str]()
+        engine_layers.replace_layers(
+            model, library, linear_names=linear_names, with_norms=_convert_ln
+        )
     else:
         engine_layers.restore_layers(model)
 

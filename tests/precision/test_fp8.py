@@ -446,6 +446,34 @@ def test_sharded_models_compute_in_8_bits(settings):
     assert found[0]["loss"] == pytest.approx(replicated[0]["loss"], rel=0.01)
 
 
+def gathered_in_fp8(model: nn.Module, gathers: bool) -> tuple[str, float, str]:
+    handler = AORecipeKwargs(enable_fsdp_float8_all_gather=gathers)
+    accelerator = Accelerator(
+        mixed_precision="fp8",
+        kwargs_handlers=[handler],
+        fsdp_plugin=FullyShardedDataParallelPlugin(),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    run = Run(accelerator, *accelerator.prepare(model, optimizer, batches()))
+    loss = run.train(epochs=2)
+    weight: Any = run.model[3].weight
+    return type(weight.to_local()).__name__, loss, accelerator.plan.explain()
+
+
+def test_fsdp_gathers_weights_in_8_bits_with_torchao():
+    pytest.importorskip("torchao")
+    model = network()
+    before = model[3].weight.detach().clone()
+    short = notebook_launcher(gathered_in_fp8, (model, True), num_processes=2)
+    plain = notebook_launcher(gathered_in_fp8, (network(), False), num_processes=2)
+    assert {kind for kind, _, _ in short} == {"WeightWithDynamicFloat8CastTensor"}
+    assert {kind for kind, _, _ in plain} == {"Tensor"}
+    assert "gathered in fp8" in " ".join(short[0][2].split())
+    assert short[0][1] == pytest.approx(plain[0][1], rel=0.02)
+    assert type(model[3].weight) is nn.Parameter
+    assert not torch.equal(model[3].weight, before)
+
+
 @DEEPSPEED
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
