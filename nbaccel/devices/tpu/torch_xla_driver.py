@@ -64,6 +64,10 @@ class TorchXlaDriver(TpuDriver):
         is_initialized = _runtime_question()
         return is_initialized is not None and bool(is_initialized())
 
+    def holds_chips(self) -> bool:
+        """See :meth:`TpuDriver.holds_chips`; the runtime of the processor has none."""
+        return self.is_awake() and self._computes_on_chips()
+
     def fork_problem(self) -> str:
         """See :meth:`TpuDriver.fork_problem`; also a backward pass, which only a trial shows.
 
