@@ -167,10 +167,14 @@ _COUNTED = ("tests", "failures", "errors", "skipped")
 
 def run_notebooks(environment: Environment, lane: Lane) -> bool:
     """Run the lane's notebooks from beginning to end."""
-    runner = ROOT / "notebooks" / "run.py"
+    runner: list[str | Path] = [ROOT / "notebooks" / "run.py"]
+    if lane.with_nbval:
+        runner = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.no_grammar"]
+        runner += ["--nbval-lax", "--nbval-current-env"]
     variables = _variables(lane, environment)
     done = [
-        environment.run(runner, ROOT / notebook, variables=variables) for notebook in lane.notebooks
+        environment.run(*runner, ROOT / notebook, variables=variables)
+        for notebook in lane.notebooks
     ]
     return not any(done)
 

@@ -45,6 +45,8 @@ _OF_TPUS = (
     "tests/tpu/test_compiles.py",
     "tests/tpu/test_placement.py",
     "tests/tpu/test_chips_only.py",
+    # The tables of topologies, against what the driver would set on the recorded hosts.
+    "tests/devices/tpu/test_topology.py",
 )
 # Libraries that compile start a thread for each core in every process.
 _FEW_THREADS = (("OMP_NUM_THREADS", "1"), ("TF_CPP_MIN_LOG_LEVEL", "2"))
@@ -62,6 +64,8 @@ class Lane:
         extras: Of nbaccel, with the checkout.
         tests: Files of tests.
         notebooks: Notebooks that are run from beginning to end.
+        with_nbval: Whether nbval runs its notebooks, as in `make test`: it compares outputs that
+            are marked for that.
         packages: What is installed beside nbaccel.
         operations: Whether DeepSpeed's C++ operations are built before.
         variables: Of the environment of its tests and notebooks.
@@ -78,6 +82,7 @@ class Lane:
     extras: str = "notebook"
     tests: tuple[str, ...] = ()
     notebooks: tuple[str, ...] = ()
+    with_nbval: bool = False
     packages: tuple[str, ...] = _TOOLS
     operations: bool = False
     variables: tuple[tuple[str, str], ...] = ()
@@ -152,7 +157,8 @@ LANES: dict[str, Lane] = {
         title="TPU: torch_tpu, on the processor",
         tests=(*_OF_TPUS, "tests/tpu/test_guide.py"),
         notebooks=("notebooks/08_tpu.ipynb",),
-        packages=(*_TOOLS, "ipywidgets", "psutil", "scikit-learn", "tqdm", "transformers"),
+        with_nbval=True,
+        packages=(*_TOOLS, "nbval", "ipywidgets", "psutil", "scikit-learn", "tqdm", "transformers"),
         # As in a notebook that has loaded nbaccel before torch.
         variables=(*_FEW_THREADS, ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")),
         pretends_tpu=True,

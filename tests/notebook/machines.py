@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from nbaccel.plan import Gpu, Inventory
+from dataclasses import replace
+
+from nbaccel.plan import Gpu, Inventory, TpuHost
 
 GIB = 2**30
 
@@ -34,3 +36,18 @@ WITHOUT_GPU = Inventory(
     host_available_bytes=12 * GIB,
     torch_version="2.13.0+cpu",
 )
+
+V5E_8 = replace(
+    WITHOUT_GPU,
+    tpu_chips=8,
+    tpu=TpuHost(
+        generation="v5e",
+        chips=8,
+        chips_on_bus=8,
+        torch_tpu_chips=8,
+        bytes_per_chip=16 * GIB,
+        process_counts=(1, 4, 8),
+        torch_tpu="0.2.0",
+    ),
+)
+"""Kaggle's TPU, with torch_tpu."""

@@ -272,6 +272,11 @@ def move_with_all_that_hangs_on_it() -> dict[str, bool]:
     return moved
 
 
+def where_it_is(model: nn.Module) -> str:
+    """The device of a model that was prepared."""
+    return str(next(Accelerator().prepare(model).parameters()).device)
+
+
 def place_in_turn(folder: str) -> tuple[float, float]:
     """Place a model where host memory is short; when the copying began and ended."""
     from nbaccel.devices.tpu import device as device_module
@@ -295,15 +300,35 @@ def place_in_turn(folder: str) -> tuple[float, float]:
     return began, ended
 
 
-def reduce_by_torch() -> str:
-    """What torch says to an all-reduce of a tensor on the chip, over gloo."""
+def try_collectives_of_torch(imported_by_notebook: Any) -> dict[str, str]:
+    """What torch says to collectives of tensors on the chip, over gloo; its `all_reduce` is given.
+
+    Each one would have to change what it is given, or fail on every rank.
+    """
+    from torch.distributed import distributed_c10d as torchs
+
     accelerator = Accelerator()
-    ones = torch.ones(2, device=accelerator.device)
-    try:
-        torch.distributed.all_reduce(ones)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return f"returned {ones.tolist()}"
+    twice = torch.zeros(RANKS * 2, device=accelerator.device)
+    collectives = {
+        "from the notebook": imported_by_notebook,
+        "all_reduce": torch.distributed.all_reduce,
+        "broadcast": lambda own: torchs.broadcast(own, 0),
+        "reduce": lambda own: torchs.reduce(own, 0),
+        "all_gather": lambda own: torchs.all_gather(list(twice.chunk(RANKS)), own),
+        "all_gather_into_tensor": lambda own: torchs.all_gather_into_tensor(twice, own),
+        "reduce_scatter_tensor": lambda own: torchs.reduce_scatter_tensor(own, twice),
+        "all_to_all_single": lambda own: torchs.all_to_all_single(torch.empty_like(own), own),
+    }
+    answers = {}
+    for name, collective in collectives.items():
+        own = torch.full((2,), accelerator.process_index + 1.0, device=accelerator.device)
+        try:
+            collective(own)
+        except Exception as error:
+            answers[name] = f"{type(error).__name__}: {error}"
+        else:
+            answers[name] = f"returned, with {own.tolist()}"
+    return answers
 
 
 def train_sharded(model: TiedNet) -> tuple[list[float], dict[str, str], list[int]]:

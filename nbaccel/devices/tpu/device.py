@@ -146,16 +146,16 @@ class TpuDevice(Device):
         return tuple(problem for driver in _all_drivers() if (problem := driver.fork_problem()))
 
     def busy_reason(self, plan: Plan) -> str:
-        """See :meth:`Device.busy_reason`; by who has the device files open."""
+        """See :meth:`Device.busy_reason`; by the runtime here, and who has the files open."""
         host = plan.inventory.tpu
         if host is None or not host.device_files:
             return ""
         # Looked up again: the plan may be from before the cell that took them.
         holders = chips.holders_of(host.device_files)
-        if not holders:
-            return ""
         files = ", ".join(host.device_files)
-        if os.getpid() in holders:
+        # A runtime may have opened the chips by another path than the files that are listed.
+        is_awake_here = any(driver.holds_chips() for driver in _all_drivers())
+        if is_awake_here or os.getpid() in holders:
             return (
                 f"The TPU chips ({files}) are held by this notebook's kernel, and no other process "
                 "can use them before it ends. With torch_tpu, torch.manual_seed or one backward "
@@ -163,6 +163,8 @@ class TpuDevice(Device):
                 "Restart the kernel, and run %load_ext nbaccel before torch is imported: it keeps "
                 "the runtime asleep there."
             )
+        if not holders:
+            return ""
         return (
             f"The TPU chips ({files}) are held by {', '.join(map(describe_process, holders))}: "
             "workers could not open them. End it; live workers of a notebook end with "

@@ -49,6 +49,10 @@ class TpuDriver(ABC):
     def is_awake(self) -> bool:
         """Whether its runtime is initialised in this process; asking does not initialise it."""
 
+    def holds_chips(self) -> bool:
+        """Whether this process has chips that no other can use before it ends."""
+        return self.is_awake()
+
     def fork_problem(self) -> str:
         """What this process has done with the library that a fork of it could not live with.
 

@@ -64,6 +64,10 @@ class TorchXlaDriver(TpuDriver):
         is_initialized = _runtime_question()
         return is_initialized is not None and bool(is_initialized())
 
+    def holds_chips(self) -> bool:
+        """See :meth:`TpuDriver.holds_chips`; the runtime of the processor has none."""
+        return self.is_awake() and self._computes_on_chips()
+
     def fork_problem(self) -> str:
         """See :meth:`TpuDriver.fork_problem`; also a backward pass, which only a trial shows.
 
@@ -85,7 +89,9 @@ class TorchXlaDriver(TpuDriver):
         env.update(
             {name: value for name, value in _IMPORT_VARIABLES.items() if env.read(name) is None}
         )
-        _refuse_gloo()
+        from nbaccel.devices.tpu.refused_collectives import refuse_collectives  # imports torch
+
+        refuse_collectives()
         if self._computes_on_chips():
             # It must come before the first computation. On the processor nothing that was written
             # can be read again (torch_xla 2.9).
@@ -225,40 +231,3 @@ def _try_backward(write_end: int) -> None:
     untyped.backward()
     if leaf.grad is not None and float(leaf.grad) == 2.0:
         os.write(write_end, b"1")
-
-
-def _refuse_gloo() -> None:
-    """Let collectives of torch refuse tensors on this device where gloo would have to do them.
-
-    gloo returns from ``all_reduce`` and ``broadcast`` of such tensors at once and changes nothing
-    (torch_xla 2.9): every rank would go on with its own values.
-    """
-    import torch.distributed as dist
-
-    for name in ("all_reduce", "broadcast", "reduce"):
-        given: Callable[..., Any] = getattr(dist, name)
-        if not hasattr(given, "refuses_xla"):
-            setattr(dist, name, _refusing(given, name))
-
-
-def _refusing(given: Callable[..., Any], name: str) -> Callable[..., Any]:
-    import functools
-
-    import torch.distributed as dist
-
-    @functools.wraps(given)
-    def collective(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        group = kwargs.get("group")
-        if getattr(getattr(tensor, "device", None), "type", "") == "xla" and "xla" not in str(
-            dist.get_backend_config(group)
-        ):
-            raise ConfigError(
-                f"torch.distributed.{name} got a tensor on {tensor.device}, and this process group "
-                "is gloo's, which would return at once and change nothing. Use "
-                f"accelerator.{'gather' if name == 'reduce' else 'reduce'}(tensor), or move it to "
-                "the host: tensor.cpu()."
-            )
-        return given(tensor, *args, **kwargs)
-
-    collective.refuses_xla = True  # type: ignore[attr-defined]
-    return collective

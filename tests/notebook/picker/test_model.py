@@ -12,7 +12,7 @@ from nbaccel.errors import ConfigError
 from nbaccel.notebook.picker.model import PickerModel
 from nbaccel.notebook.picker.picker_display import picker_html, picker_text
 from tests import needs
-from tests.notebook.machines import GIB, WITHOUT_GPU, with_gpus
+from tests.notebook.machines import GIB, V5E_8, WITHOUT_GPU, with_gpus
 
 OPTIMIZER_PLACE = "zero_optimization.offload_optimizer.device"
 PARAM_PLACE = "zero_optimization.offload_param.device"
@@ -208,6 +208,17 @@ def test_options_are_greyed_by_the_machine():
     assert "needs a GPU" in reasons(without, "device")["cuda"]
     assert reasons(new, "device")["cuda"] == ""
     assert "none was found" in reasons(new, "device")["tpu"]
+
+
+def test_a_tpu_is_offered_with_its_driver_its_precisions_and_its_memory():
+    chosen = PickerModel(RunConfig(device="tpu"), model=net(), inventory=V5E_8)
+    assert reasons(chosen, "device")["tpu"] == ""
+    assert "TPUs compute in bfloat16" in reasons(chosen, "mixed_precision")["fp16"]
+    assert reasons(chosen, "mixed_precision")["bf16"] == ""
+    assert chosen.plan.num_processes == 8
+    assert [bar.label for bar in chosen.need.bars][:2] == ["tpu:0 · TPU v5e", "tpu:1 · TPU v5e"]
+    assert chosen.is_shown("tpu_driver")
+    assert not PickerModel(inventory=with_gpus(1)).is_shown("tpu_driver")
 
 
 @needs.DEEPSPEED_ROW
