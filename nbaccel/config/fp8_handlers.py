@@ -151,8 +151,16 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 
     Attributes:
         backend: ``te``, ``msamp``, ``ao`` or ``native``; None takes what is installed.
+        skip_first_and_last: Whether the first and the last linear layer stay in bfloat16.
+        gradient_reduction: ``two_shot`` or ``sum``: how MS-AMP's levels average gradients.
+        pad_inner_dim: As for torchao.
+        enable_fsdp_float8_all_gather: As for torchao.
     """
 
     BACKEND: ClassVar[str] = "auto"
 
     backend: str | None = None
+    skip_first_and_last: bool | None = None
+    gradient_reduction: str | None = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None

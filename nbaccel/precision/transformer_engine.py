@@ -171,7 +171,7 @@ def load_transformer_engine() -> Any:
         MissingBackend: It is not installed, or is and does not load on this machine.
     """
     try:
-        return require("transformer_engine.pytorch", extra="fp8", why="fp8 with the backend 'te'")
+        return require("transformer_engine.pytorch", extra="te", why="fp8 with the backend 'te'")
     except MissingBackend:
         raise
     except Exception as error:  # any: it raises what CUDA and its compiled part lack
