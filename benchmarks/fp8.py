@@ -18,9 +18,9 @@ import sys
 # Before torch is imported: figures of one thread, whatever else the machine does.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from harness import fp8_training as training  # noqa: E402 - the line above must come first
-from harness.report import Report, verdict, versions  # noqa: E402
-from harness.samples import Results, say  # noqa: E402
+from harness import fp8_training as training
+from harness.report import Report, verdict, versions
+from harness.samples import Results, say
 
 SEEDS, STEPS = (0, 1, 2), 400
 QUICK_SEEDS, QUICK_STEPS = (0, 1), 10

@@ -50,7 +50,7 @@ WAYS = (
 
 
 def corpus() -> torch.Tensor:
-    """The first bytes of the standard library's modules, in order of their names: ``[n]``, uint8."""
+    """The first bytes of the standard library's modules, by name: ``[n]``, uint8."""
     folder = Path(sysconfig.get_path("stdlib"))
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     return torch.frombuffer(bytearray(text[:CORPUS_BYTES]), dtype=torch.uint8)
@@ -122,9 +122,7 @@ class Batches:
         """Batches that training has not seen, the same for all seeds."""
         generator = torch.Generator().manual_seed(0)
         size = (VALIDATION_BATCHES, BATCH)
-        starts = torch.randint(
-            self._end, len(self._text) - LENGTH - 1, size, generator=generator
-        )
+        starts = torch.randint(self._end, len(self._text) - LENGTH - 1, size, generator=generator)
         return [self._rows(row) for row in starts]
 
     def _rows(self, starts: torch.Tensor) -> torch.Tensor:

@@ -151,16 +151,12 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 
     Attributes:
         backend: ``te``, ``msamp``, ``ao`` or ``native``; None takes what is installed.
-        skip_first_and_last: Whether the first and the last linear layer stay in bfloat16.
-        gradient_reduction: ``two_shot`` or ``sum``: how MS-AMP's levels average gradients.
-        pad_inner_dim: As for torchao.
-        enable_fsdp_float8_all_gather: As for torchao.
+        pad_inner_dim: Whether torchao pads matrices whose sizes 16 does not divide.
+        enable_fsdp_float8_all_gather: Whether FSDP gathers weights in FP8, with torchao.
     """
 
     BACKEND: ClassVar[str] = "auto"
 
     backend: str | None = None
-    skip_first_and_last: bool | None = None
-    gradient_reduction: str | None = None
-    pad_inner_dim: bool | None = None
-    enable_fsdp_float8_all_gather: bool | None = None
+    pad_inner_dim: bool | None = field(default=None, kw_only=True)
+    enable_fsdp_float8_all_gather: bool | None = field(default=None, kw_only=True)
