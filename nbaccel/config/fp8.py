@@ -97,9 +97,8 @@ class Fp8Config(Plain):
     opt_level: Annotated[
         Literal["O1", "O2", "O3"],
         Field(
-            description="MS-AMP level: O1 keeps weights in scaled FP16, weight gradients and their "
-            "all-reduce in FP8, O2 also the optimizer's moments in FP8 and FP16, O3 weights in FP8 "
-            "and the optimizer's state divided over the processes."
+            description="MS-AMP level: O1 has weights in FP16 and gradients in FP8, O2 also "
+            "moments in FP8 and FP16, O3 weights in FP8 and moments divided over processes."
         ),
         FieldRule(
             read=_upper_case,

@@ -19,6 +19,7 @@ from nbaccel.config import Fp8Config
 from nbaccel.plan.launch_plan import Choice
 
 __all__ = [
+    "HISTORY_SETTINGS",
     "choose_fp8",
     "fp8_choices",
     "fp8_mistakes",
@@ -27,6 +28,10 @@ __all__ = [
     "recipe_of",
     "refused_strategy",
 ]
+
+
+HISTORY_SETTINGS = ("interval", "amax_history_len", "amax_compute_algo")
+"""Settings of ``Fp8Config`` that delayed scaling alone reads."""
 
 
 def choose_fp8(
@@ -130,9 +135,8 @@ def fp8_warnings(
         is_read = field_name == "backend" or field_name in row.settings
         if not is_read and value != field_info.default:
             yield f"fp8.{field_name}={value!r} has no effect: {row.name} does not read it."
-    delayed_only = ("interval", "amax_history_len", "amax_compute_algo")
     if "delayed" in row.recipes and recipe_of(settings, row) != "delayed":
-        for field_name in delayed_only:
+        for field_name in HISTORY_SETTINGS:
             value = getattr(settings, field_name)
             if value != Fp8Config.model_fields[field_name].default:
                 yield (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nbaccel._optional import is_installed
 from nbaccel._origin import install_line
+from nbaccel.capabilities import fp8_backend, precision_row, strategy_fits
 from nbaccel.config import RunConfig, nested_keys
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.form.key_settings import OPTIMIZER_PLACE, PARAM_PLACE
@@ -34,7 +35,13 @@ def engine_refusal(run_config: RunConfig) -> str:
     strategy_row = library.row()
     if not is_installed(strategy_row.library):
         return f"DeepSpeed is not installed: {install_line('deepspeed')}"
-    if run_config.mixed_precision not in strategy_row.precisions:
+    if precision_row(run_config.mixed_precision).has_backends:
+        asked_backend = "" if run_config.fp8 is None else run_config.fp8.backend
+        backend_row = fp8_backend(asked_backend).row
+        if backend_row is None or not strategy_fits(strategy_row, backend_row):
+            backend_name = "" if backend_row is None else f" by the backend {backend_row.name}"
+            return f"DeepSpeed's engine does not train in fp8{backend_name}"
+    elif run_config.mixed_precision not in strategy_row.precisions:
         return f"DeepSpeed's engine does not train in {run_config.mixed_precision}"
     return ""
 

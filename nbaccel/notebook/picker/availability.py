@@ -5,17 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from nbaccel import _catalog
 from nbaccel._optional import is_installed
-from nbaccel.capabilities import FP8_BACKENDS, fp8_backend, precision_row
+from nbaccel.capabilities import (
+    DEVICES,
+    FP8_BACKENDS,
+    Fp8Row,
+    device_row,
+    fp8_backend,
+    precision_row,
+)
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.errors import ConfigError, NbaccelError
 from nbaccel.notebook.picker.choices import ChoiceOption, Setting, form_of
 from nbaccel.notebook.picker.edits import value_of
 from nbaccel.plan import Inventory, resolve
+from nbaccel.plan.fp8_choice import HISTORY_SETTINGS, recipe_of
 
 __all__ = ["PickerState", "is_shown", "option_refusal", "problems_of", "setting_refusal"]
 
 
+_FP8 = "fp8."
 _MULTI_NODE_FIELDS = (
     "node_rank",
     "master_addr",
@@ -39,14 +49,19 @@ class PickerState:
     problems: tuple[str, ...] = ()
 
     @property
-    def fp8_backend(self) -> str:
-        """The backend that FP8 comes to: the one chosen, or the first that is installed."""
+    def fp8_row(self) -> Fp8Row | None:
+        """The backend that FP8 comes to: the one chosen, or the first that fits; None: none."""
         chosen_backend = (self.config.fp8 or Fp8Config()).backend
-        backend_names = {backend_row.name for backend_row in FP8_BACKENDS}
-        if chosen_backend in backend_names:
-            return chosen_backend
-        backend_row = fp8_backend(chosen_backend).row
-        return "" if backend_row is None else backend_row.name
+        named_rows = {backend_row.name: backend_row for backend_row in FP8_BACKENDS}
+        if chosen_backend in named_rows:
+            return named_rows[chosen_backend]
+        units = _catalog.usable_units(self.inventory)
+        device_name = self.config.device
+        if device_name == "auto":
+            device_name = units[0].kind if units else DEVICES[0].name
+        known = [unit.compute_capability for unit in units if unit.kind == device_name]
+        capability = min(known, default=None)
+        return fp8_backend(chosen_backend, device_row(device_name), capability).row
 
 
 def option_refusal(view: PickerState, setting: Setting, choice_option: ChoiceOption) -> str:
@@ -65,8 +80,10 @@ def option_refusal(view: PickerState, setting: Setting, choice_option: ChoiceOpt
     owning_form = form_of(setting.name)
     if owning_form is not None:
         return owning_form.option_refusal(view.config, setting, choice_option.value)
-    if setting.name == "fp8.backend":
-        return _backend_refusal(choice_option.value)
+    if setting.name == "fp8.backend" and (missing_package := _backend_refusal(choice_option.value)):
+        return missing_package
+    if setting.run_field.startswith(_FP8):
+        return _fp8_refusal(view, setting.run_field.removeprefix(_FP8), choice_option.value)
     if setting.run_field in RunConfig.model_fields and setting.run_field == setting.name:
         return _plan_refusal(view, setting.name, choice_option.value)
     return ""
@@ -100,21 +117,34 @@ def is_shown(view: PickerState, setting: Setting) -> bool:
         addresses where there is one machine, and drivers of chips that are not there.
     """
     setting_name = setting.name
-    if setting_name.startswith("fp8."):
+    if setting_name.startswith(_FP8):
         if not precision_row(view.config.mixed_precision).has_backends:
             return False
-        read_settings = {
-            backend_row.name: backend_row.settings for backend_row in FP8_BACKENDS
-        }.get(view.fp8_backend, ())
-        return (
-            setting_name == "fp8.backend" or setting.run_field.removeprefix("fp8.") in read_settings
-        )
+        return setting_name == "fp8.backend" or _is_read(view, setting.run_field.removeprefix(_FP8))
     owning_form = form_of(setting_name)
     if owning_form is not None:
         return owning_form.is_shown(view.config, setting)
     if setting_name == "tpu_driver":
         return view.inventory.tpu_chips > 0
     return setting_name not in _MULTI_NODE_FIELDS or view.config.num_nodes > 1
+
+
+def _is_read(view: PickerState, field_name: str) -> bool:
+    """Whether the FP8 backend, with its recipe, reads a setting."""
+    backend_row = view.fp8_row
+    if backend_row is None or field_name not in backend_row.settings:
+        return False
+    recipe = recipe_of(view.config.fp8 or Fp8Config(), backend_row)
+    return field_name not in HISTORY_SETTINGS or recipe == "delayed"
+
+
+def _fp8_refusal(view: PickerState, field_name: str, new_value: Any) -> str:
+    """The first problem of the plan with another setting of FP8."""
+    try:
+        fp8_config = (view.config.fp8 or Fp8Config()).changed(**{field_name: new_value})
+    except ConfigError as error:
+        return _first_clause(error.mistakes[0], field_name)
+    return _plan_refusal(view, "fp8", fp8_config, f"{_FP8}{field_name}")
 
 
 def _backend_refusal(backend_name: str) -> str:
@@ -136,7 +166,9 @@ def _switch_refusal(view: PickerState) -> str:
     return f"{type(view.module).__name__} has no gradient_checkpointing_enable()"
 
 
-def _plan_refusal(view: PickerState, setting_name: str, new_value: Any) -> str:
+def _plan_refusal(
+    view: PickerState, setting_name: str, new_value: Any, shown_name: str = ""
+) -> str:
     """The first problem that the plan would have with a new value and does not have now."""
     try:
         changed_config = view.config.changed(**{setting_name: new_value})
@@ -148,7 +180,7 @@ def _plan_refusal(view: PickerState, setting_name: str, new_value: Any) -> str:
         for problem_text in problems_of(changed_config, view.inventory)
         if problem_text not in view.problems
     ]
-    return _first_clause(new_problems[0], setting_name) if new_problems else ""
+    return _first_clause(new_problems[0], shown_name or setting_name) if new_problems else ""
 
 
 def problems_of(config: RunConfig, inventory: Inventory) -> tuple[str, ...]:

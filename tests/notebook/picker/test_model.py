@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests import needs
 from tests.notebook.machines import GIB, V5E_8, WITHOUT_GPU, with_gpus
 
 OPTIMIZER_PLACE = "zero_optimization.offload_optimizer.device"
+AVAILABILITY = "nbaccel.notebook.picker.availability"
 PARAM_PLACE = "zero_optimization.offload_param.device"
 
 BUCKET = "zero_optimization.reduce_bucket_size"
@@ -89,7 +91,7 @@ def test_what_is_chosen_again_is_no_change():
         ("num_processes", 0, "num_processes must be a whole number of at least 1"),
         (BUCKET, -3, "must be a whole number of at least 1: got -3"),
         ("gradient_clipping", "much", "gradient_clipping must be a number"),
-        ("mixed_precision", "fp8", "is not supported in this version"),
+        ("mixed_precision", "int4", "mixed_precision must be one of"),
         (PARAM_PLACE, "cpu", "needs ZeRO stage 3: the stage is 2"),
         ("num_proceses", 2, "Did you mean 'num_processes'?"),
     ],
@@ -177,21 +179,49 @@ def test_an_optimizer_of_deepspeed_needs_a_stand_in():
 def test_fp8_opens_its_recipe(monkeypatch):
     picker = PickerModel(inventory=with_gpus(1))
     assert not picker.is_shown("fp8.backend")
-    # A file may hold it: its recipe is shown beside the reason why it cannot be trained in.
-    picker = PickerModel(RunConfig(mixed_precision="fp8"), inventory=with_gpus(1))
+    picker.choose("mixed_precision", "fp8")
     assert picker.is_shown("fp8.backend")
+    # A file may hold a backend that is not installed: its recipe is shown beside the reason.
     picker.replace(picker.config.changed(fp8="te"))
     shown = {s.name for s in picker.settings("precision") if picker.is_shown(s.name)}
     assert {"fp8.fp8_format", "fp8.margin", "fp8.interval", "fp8.amax_history_len"} <= shown
     assert {"fp8.amax_compute_algo", "fp8.override_dgrad", "fp8.use_autocast_during_eval"} <= shown
     assert "fp8.opt_level" not in shown
+    picker.choose("fp8.backend", "native")
     picker.choose("fp8.margin", 2)
     picker.choose("fp8.override_dgrad", True)
     assert picker.config.fp8.margin == 2
     assert picker.config.fp8.override_linear_precision == (False, True, False)
-    picker.replace(picker.config.changed(fp8="msamp"))
+    assert not picker.is_shown("fp8.amax_history_len")  # its default has no history
+    picker.choose("fp8.recipe", "delayed")
+    assert picker.is_shown("fp8.amax_history_len")
+    assert not picker.is_shown("fp8.pad_inner_dim")
+    picker.choose("fp8.backend", "msamp")
     assert picker.is_shown("fp8.opt_level")
-    assert not picker.is_shown("fp8.margin")
+    assert picker.is_shown("fp8.gradient_reduction")
+    assert not picker.is_shown("fp8.fp8_format")
+
+
+def test_options_of_fp8_are_greyed_with_their_reasons(monkeypatch):
+    config = RunConfig(mixed_precision="fp8", fp8="native", num_processes=1)
+    picker = PickerModel(config, inventory=with_gpus(1))
+    backends = reasons(picker, "fp8.backend")
+    assert backends["te"] == "transformer_engine is not installed"
+    assert backends["native"] == backends["msamp"] == ""
+    recipes = reasons(picker, "fp8.recipe")
+    assert recipes["delayed"] == recipes["current"] == ""
+    assert recipes["mxfp8"] == "is not one that native has: scales would be found in another way"
+    assert "two bits of mantissa" in reasons(picker, "fp8.fp8_format")["E5M2"]
+    picker.choose("fp8.backend", "msamp")
+    assert "divides the optimizer's state" in reasons(picker, "fp8.opt_level")["O3"]
+    picker.choose("num_processes", 2)
+    assert reasons(picker, "fp8.opt_level")["O3"] == ""
+    monkeypatch.setattr(sys.modules["nbaccel.capabilities"], "is_installed", lambda name: True)
+    monkeypatch.setattr(sys.modules[AVAILABILITY], "is_installed", lambda name: True)
+    newer = PickerModel(config.changed(fp8="te"), inventory=with_gpus(1, capability=(10, 0)))
+    assert reasons(newer, "fp8.recipe")["mxfp8"] == ""
+    hopper = PickerModel(config.changed(fp8="te"), inventory=with_gpus(1, capability=(9, 0)))
+    assert "10.0 or newer and below 12.0" in reasons(hopper, "fp8.recipe")["mxfp8"]
 
 
 # ------------------------------------------------------------------------------ greying
@@ -203,8 +233,7 @@ def test_options_are_greyed_by_the_machine():
     )
     for picker in (without, old, new):
         found = reasons(picker, "mixed_precision")
-        assert "is not supported in this version" in found.pop("fp8")
-        assert found == {"fp32": "", "fp16": "", "bf16": ""}
+        assert found == {"fp32": "", "fp16": "", "bf16": "", "fp8": ""}
     assert "needs a GPU" in reasons(without, "device")["cuda"]
     assert reasons(new, "device")["cuda"] == ""
     assert "none was found" in reasons(new, "device")["tpu"]
@@ -238,8 +267,10 @@ def test_options_are_greyed_by_other_choices():
         "for stage 3 only: the stage is 2"
     )
     assert picker.refusal("aio.block_size") == "nothing is on NVMe"
-    picker = PickerModel(RunConfig(mixed_precision="fp8"), inventory=with_gpus(2))
-    assert "does not train in fp8" in reasons(picker, "zero_stage")["3"]
+    picker = PickerModel(RunConfig(mixed_precision="fp8", fp8="msamp"), inventory=with_gpus(2))
+    assert "does not train in fp8 by the backend msamp" in reasons(picker, "zero_stage")["3"]
+    picker.choose("fp8.backend", "native")
+    assert reasons(picker, "zero_stage")["3"] == ""
 
 
 def test_activation_checkpointing_needs_a_switch():
