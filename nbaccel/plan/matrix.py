@@ -13,6 +13,7 @@ from nbaccel.capabilities import (
     STRATEGIES,
     DeviceRow,
     PrecisionRow,
+    StrategyRow,
     computes_in,
     strategy_fits,
 )
@@ -51,8 +52,7 @@ def compatibility_tables() -> str:
                 for other_row in DEVICES
             ),
             *(
-                "yes" if strategy_fits(capability_row, other_row) else ""
-                for other_row in PRECISIONS
+                "yes" if _trains_in(capability_row, precision) else "" for precision in PRECISIONS
             ),
         ]
         for capability_row in STRATEGIES
@@ -86,8 +86,18 @@ def _code_names(names: Sequence[str]) -> list[str]:
     return [f"`{name}`" for name in names]
 
 
+def _trains_in(strategy: StrategyRow, precision: PrecisionRow) -> bool:
+    return strategy_fits(strategy, precision) or (
+        precision.has_backends and any(strategy_fits(strategy, row) for row in FP8_BACKENDS)
+    )
+
+
 def _precision_mark(device: DeviceRow, precision: PrecisionRow) -> str:
-    if not computes_in(device, precision):
+    backend_rows = [row for row in FP8_BACKENDS if computes_in(device, row)]
+    if precision.has_backends and backend_rows and not device.never_run:
+        # What a GPU does depends on its capability; what has none emulates.
+        return "yes" if any(row.refused_below for row in backend_rows) else "emulated"
+    if not (computes_in(device, precision) or (precision.has_backends and backend_rows)):
         return ""
     return "slow" if precision.name in dict(device.slow) else _device_mark(device)
 
