@@ -12,6 +12,7 @@ from nbaccel.capabilities import (
     START_METHODS,
     STRATEGIES,
     DeviceRow,
+    Fp8Row,
     PrecisionRow,
     StrategyRow,
     computes_in,
@@ -51,9 +52,7 @@ def compatibility_tables() -> str:
                 _device_mark(other_row) if strategy_fits(capability_row, other_row) else ""
                 for other_row in DEVICES
             ),
-            *(
-                "yes" if _trains_in(capability_row, precision) else "" for precision in PRECISIONS
-            ),
+            *("yes" if _trains_in(capability_row, precision) else "" for precision in PRECISIONS),
         ]
         for capability_row in STRATEGIES
     ]
@@ -93,13 +92,18 @@ def _trains_in(strategy: StrategyRow, precision: PrecisionRow) -> bool:
 
 
 def _precision_mark(device: DeviceRow, precision: PrecisionRow) -> str:
-    backend_rows = [row for row in FP8_BACKENDS if computes_in(device, row)]
-    if precision.has_backends and backend_rows and not device.never_run:
-        # What a GPU does depends on its capability; what has none emulates.
-        return "yes" if any(row.refused_below for row in backend_rows) else "emulated"
-    if not (computes_in(device, precision) or (precision.has_backends and backend_rows)):
+    computing = [
+        row
+        for row in (precision, *(FP8_BACKENDS if precision.has_backends else ()))
+        if computes_in(device, row)
+    ]
+    if not computing:
         return ""
-    return "slow" if precision.name in dict(device.slow) else _device_mark(device)
+    if precision.name in dict(device.slow):
+        return "slow"
+    # A device without a compute capability is below all of them.
+    is_emulated = all(isinstance(row, Fp8Row) and row.emulated_below > (0, 0) for row in computing)
+    return "emulated" if is_emulated and not device.never_run else _device_mark(device)
 
 
 def _device_mark(device: DeviceRow) -> str:
