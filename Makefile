@@ -70,6 +70,7 @@ gpu-test: $(GPU_READY)
 gpu-bench: $(GPU_READY)
 	@$(GPU_PYTHON) -m tests.gpu.lacking
 	@$(GPU_PYTHON) benchmarks/gpu.py
+	@$(GPU_PYTHON) benchmarks/fp8.py --sections gpu
 
 lane:  ## tests with the versions of LANE=colab, kaggle, oldest, newest; dist: as installed; binder; torch_tpu, torch_xla
 	@$(PYTHON) -m tests.lanes $(LANE)

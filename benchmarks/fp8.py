@@ -18,6 +18,7 @@ import sys
 # Before torch is imported: figures of one thread, whatever else the machine does.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from harness import fp8_gpu, fp8_memory
 from harness import fp8_training as training
 from harness.report import Report, verdict, versions
 from harness.samples import Results, say
@@ -78,11 +79,141 @@ def _cpu_ms(results: Results, name: str) -> float:
     return statistics.median(fact["cpu_ms"] for fact in results.of("loss", name).facts)
 
 
+# ------------------------------------------------------------------------- memory
+
+
+def memory(results: Results, *, quick: bool) -> None:
+    width = 256 if quick else fp8_memory.WIDTH
+    results.forget("memory")
+    for name in fp8_memory.LEVELS:
+        say(f"memory: {name}")
+        tensors, grown = fp8_memory.bytes_per_parameter(name, width)
+        results.of("memory in tensors", name).values.append(tensors)
+        results.of("memory of the process", name).values.append(grown)
+    results.note("memory", width=width, layers=fp8_memory.LAYERS)
+    results.save()
+
+
+def memory_table(results: Results) -> tuple[str, bool]:
+    facts = results.sections["memory"]
+    lines = [
+        "| bytes per parameter | by the formats | in the tensors | growth of the process | bar |",
+        "| --- | --: | --: | --: | --- |",
+    ]
+    holds = True
+    for name in fp8_memory.LEVELS:
+        wanted = fp8_memory.BYTES[name]
+        tensors = results.of("memory in tensors", name).values[0]
+        grown = results.of("memory of the process", name).values[0]
+        good = fp8_memory.is_close(tensors, wanted)
+        holds &= good
+        told = f"{name}, 2 processes, each" if name == "O3" else name
+        told = f"{told}, float32" if name == "AdamW" else told
+        lines.append(f"| {told} | {wanted:g} | {tensors:.2f} | {grown:.2f} | {verdict(good)} |")
+    lines += [
+        "",
+        f"Bar: within 2 % of the formats. {facts['layers']} linear layers of {facts['width']} x "
+        f"{facts['width']}, after two steps. {_taken(results, 'memory')}",
+    ]
+    return "\n".join(lines), holds
+
+
+# ------------------------------------------------------------------------- exchange
+
+REPLICA_STEPS = 200
+
+
+def exchange(results: Results, *, quick: bool) -> None:
+    from nbaccel import notebook_launcher
+
+    results.forget("exchange")
+    for kind, ranks in fp8_memory.rows():
+        for name, error in fp8_memory.errors(kind, ranks).items():
+            results.of(f"exchange {kind} {ranks}", name).values.append(error)
+    for count in (2, 3):
+        say(f"replicas in {count} processes")
+        steps = 5 if quick else REPLICA_STEPS
+        found = notebook_launcher(
+            fp8_memory.replicas, (steps,), count, start_method="template", timeout=1200
+        )
+        results.of("exchange replicas", str(count)).facts.append({"steps": steps, **found[0]})
+    results.note("exchange", values=fp8_memory.VALUES)
+    results.save()
+
+
+def exchange_table(results: Results) -> tuple[str, bool]:
+    ways = ("two shots", "a sum in E4M3", "a ring in bf16")
+    lines = [
+        f"| gradients | ranks | {' | '.join(ways)} | bar |",
+        "| --- | --: | --: | --: | --: | --- |",
+    ]
+    holds = True
+    for kind, ranks in fp8_memory.rows():
+        found = [results.of(f"exchange {kind} {ranks}", way).values[0] for way in ways]
+        good = found[0] <= 0.05
+        holds &= good
+        cells = " | ".join(f"{error:.3f}" for error in found)
+        lines.append(f"| {kind} | {ranks} | {cells} | {verdict(good)} |")
+    lines += ["", "| processes | steps | replicas equal after | bytes sent, to bf16 | bar |"]
+    lines.append("| --: | --: | --: | --: | --- |")
+    for count in ("2", "3"):
+        facts = results.of("exchange replicas", count).facts[0]
+        good = facts["equal"] == facts["steps"] and facts["sent to bf16"] < 0.55
+        holds &= good
+        lines.append(
+            f"| {count} | {facts['steps']} | {facts['equal']} | {facts['sent to bf16']:.2f}x | "
+            f"{verdict(good)} |"
+        )
+    lines += [
+        "",
+        "Bars: an error of at most 0.05 at any number of ranks; replicas equal after every step; "
+        f"at most 0.55 of the bytes. {_taken(results, 'exchange')}",
+    ]
+    return "\n".join(lines), holds
+
+
+# ------------------------------------------------------------------------- a GPU
+
+
+def gpu(results: Results, *, quick: bool) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        say("no GPU here: speed and memory beside bf16 are measured by `make gpu` on one")
+        return
+    results.forget("gpu")
+    for way in fp8_gpu.WAYS:
+        say(f"on the GPU: {way}")
+        found = fp8_gpu.measure_in_worker(way, quick=quick)
+        results.of("gpu tokens", way).values.append(found["tokens_per_s"])
+        results.of("gpu memory", way).values.append(found["peak_bytes"])
+    results.note("gpu", gpu=torch.cuda.get_device_name())
+    results.save()
+
+
+def gpu_table(results: Results) -> tuple[str, bool]:
+    reference = results.of("gpu tokens", "bf16").values[0]
+    memory_of_bf16 = results.of("gpu memory", "bf16").values[0]
+    lines = ["| | tokens/s, to bf16 | peak memory, to bf16 |", "| --- | --: | --: |"]
+    for way in fp8_gpu.WAYS:
+        tokens = results.of("gpu tokens", way).values[0] / reference
+        peak = results.of("gpu memory", way).values[0] / memory_of_bf16
+        lines.append(f"| {way} | {tokens:.2f}x | {peak:.2f}x |")
+    facts = results.sections["gpu"]
+    lines += ["", f"{facts['gpu']}. {_taken(results, 'gpu')}"]
+    return "\n".join(lines), True
+
+
 # ------------------------------------------------------------------------- all of it
 
 
-MEASURED = {"loss": losses}
-TABLES = {"loss": ("Losses", loss_table)}
+MEASURED = {"loss": losses, "memory": memory, "exchange": exchange, "gpu": gpu}
+TABLES = {
+    "loss": ("Losses", loss_table),
+    "memory": ("Memory", memory_table),
+    "exchange": ("Exchange of gradients", exchange_table),
+    "gpu": ("On a GPU", gpu_table),
+}
 
 
 def _taken(results: Results, section: str) -> str:

@@ -63,7 +63,9 @@ def launch_by_nbaccel(model: Any) -> None:
     import nbaccel
 
     config = nbaccel.RunConfig(device="tpu", num_processes=WORKERS)
-    nbaccel.notebook_launcher(move_by_nbaccel, (model,), config=config)
+    # As with the wrapper, no weights come home: that takes a tensor more for a moment, which some
+    # of the samples would catch and some not.
+    nbaccel.notebook_launcher(move_by_nbaccel, (model,), config=config, share_back=False)
 
 
 def move_by_wrapper(wrapper: Any, barrier: Any) -> None:

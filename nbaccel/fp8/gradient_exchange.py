@@ -39,7 +39,9 @@ __all__ = [
     "AutomaticScaling",
     "average",
     "fp8_compress_hook",
+    "message_bytes",
     "packed_blocks",
+    "sum_payloads",
     "summed_mean",
     "two_shot_mean",
     "unpacked_blocks",
@@ -157,13 +159,33 @@ def summed_mean(values: torch.Tensor, scaling: AutomaticScaling, number: int = 0
     all_payloads = torch.empty(num_ranks * sent.numel(), dtype=torch.uint8, device=sent.device)
     _gather_into(all_payloads, sent, scaling.group)
     payloads = all_payloads.to(values.device).view(E4M3.dtype).view(num_ranks, -1)
+    total, saturated_share = sum_payloads(payloads)
+    scaling.adapt(number, saturated_share)
+    return dequantize(total, scale.reciprocal() / num_ranks)
+
+
+def sum_payloads(payloads: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Payloads in E4M3, added in E4M3.
+
+    Args:
+        payloads: ``[ranks, n]``.
+
+    Returns:
+        Their sum, ``[n]``, and the share of it that lies at the largest value.
+    """
     total = payloads[0]
     # One after the other, each sum rounded, as a ring does; so all processes get the same.
     for payload in payloads[1:]:
-        total = E4M3.cast(total.float() + payload.float()).to(E4M3.dtype)
-    saturated = (total.float().abs() >= E4M3.maximum).float().mean().item()
-    scaling.adapt(number, saturated)
-    return dequantize(total, scale.reciprocal() / num_ranks)
+        total = E4M3.cast(total.float() + payload.float()).to(payloads.dtype)
+    return total, float((total.float().abs() >= E4M3.maximum).float().mean())
+
+
+def message_bytes(num_values: int, num_ranks: int) -> int:
+    """Bytes that a process sends for the mean of so many values by :func:`two_shot_mean`."""
+    chunk_size = -(-num_values // (num_ranks * BLOCK)) * BLOCK
+    chunk_bytes = chunk_size + chunk_size // BLOCK * _SCALE_BYTES
+    # A chunk to each of the others, and then the own mean to each of them.
+    return 2 * (num_ranks - 1) * chunk_bytes
 
 
 def average(scaling: AutomaticScaling | None) -> Callable[[torch.Tensor, int], torch.Tensor]:

@@ -46,7 +46,7 @@ _OF_TPUS = (
     "tests/tpu/test_placement.py",
     "tests/tpu/test_chips_only.py",
     # The tables of topologies, against what the driver would set on the recorded hosts.
-    "tests/devices/tpu/test_topology.py",
+    "tests/devices/tpu/test_chip_topology.py",
 )
 # Libraries that compile start a thread for each core in every process.
 _FEW_THREADS = (("OMP_NUM_THREADS", "1"), ("TF_CPP_MIN_LOG_LEVEL", "2"))

@@ -52,7 +52,7 @@ def refused(kernel: Kernel, code: str) -> str:
         ("%accelerate pull loss", ("cannot be pulled from workers: there are none",)),
         ("%accelerate push x", ("cannot be pushed to workers: there are none",)),
         ("%accelerate config -n 0", ("num_processes must be",)),
-        ("%accelerate config --zero 2 --precision fp8", ("is not supported",)),
+        ("%accelerate config --precision fp8 --fp8 te", ("'te' needs transformer_engine",)),
     ],
 )
 def test_a_refusal_shows_the_line_and_the_way_out(
