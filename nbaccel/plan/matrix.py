@@ -92,11 +92,10 @@ def _trains_in(strategy: StrategyRow, precision: PrecisionRow) -> bool:
 
 
 def _precision_mark(device: DeviceRow, precision: PrecisionRow) -> str:
-    computing = [
-        row
-        for row in (precision, *(FP8_BACKENDS if precision.has_backends else ()))
-        if computes_in(device, row)
-    ]
+    rows: list[PrecisionRow | Fp8Row] = [precision]
+    if precision.has_backends:
+        rows += FP8_BACKENDS
+    computing = [row for row in rows if computes_in(device, row)]
     if not computing:
         return ""
     if precision.name in dict(device.slow):
