@@ -79,9 +79,8 @@ def notebook_launcher(
         args: Its arguments. Modules may also be nested in lists, dicts and dataclasses.
         num_processes: Workers on this machine. None: one per GPU or TPU chip, or one. One worker
             runs right here, in the notebook's process.
-        mixed_precision: `"no"`, `"fp16"` or `"bf16"`, for whatever reads it (Accelerate, Trainer);
-            the first training step raises if nothing does. `"fp8"` is refused unless a package
-            adds a backend for it: nothing here computes in it yet.
+        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`, for whatever reads it (Accelerate,
+            Trainer); the first training step raises if nothing does.
         use_port: TCP port of the rendezvous store; None for a free one.
         master_addr: Address of the store; loopback unless several machines take part.
         node_rank: This machine's number among `num_nodes`.

@@ -12,7 +12,9 @@ from nbaccel.capabilities import (
     START_METHODS,
     STRATEGIES,
     DeviceRow,
+    Fp8Row,
     PrecisionRow,
+    StrategyRow,
     computes_in,
     strategy_fits,
 )
@@ -50,10 +52,7 @@ def compatibility_tables() -> str:
                 _device_mark(other_row) if strategy_fits(capability_row, other_row) else ""
                 for other_row in DEVICES
             ),
-            *(
-                "yes" if strategy_fits(capability_row, other_row) else ""
-                for other_row in PRECISIONS
-            ),
+            *("yes" if _trains_in(capability_row, precision) else "" for precision in PRECISIONS),
         ]
         for capability_row in STRATEGIES
     ]
@@ -86,10 +85,24 @@ def _code_names(names: Sequence[str]) -> list[str]:
     return [f"`{name}`" for name in names]
 
 
+def _trains_in(strategy: StrategyRow, precision: PrecisionRow) -> bool:
+    return strategy_fits(strategy, precision) or (
+        precision.has_backends and any(strategy_fits(strategy, row) for row in FP8_BACKENDS)
+    )
+
+
 def _precision_mark(device: DeviceRow, precision: PrecisionRow) -> str:
-    if not computes_in(device, precision):
+    rows: list[PrecisionRow | Fp8Row] = [precision]
+    if precision.has_backends:
+        rows += FP8_BACKENDS
+    computing = [row for row in rows if computes_in(device, row)]
+    if not computing:
         return ""
-    return "slow" if precision.name in dict(device.slow) else _device_mark(device)
+    if precision.name in dict(device.slow):
+        return "slow"
+    # A device without a compute capability is below all of them.
+    is_emulated = all(isinstance(row, Fp8Row) and row.emulated_below > (0, 0) for row in computing)
+    return "emulated" if is_emulated and not device.never_run else _device_mark(device)
 
 
 def _device_mark(device: DeviceRow) -> str:
