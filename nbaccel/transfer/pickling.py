@@ -10,6 +10,7 @@ import contextvars
 import gc
 import io
 import linecache
+import marshal
 import os
 import pickle
 import types
@@ -315,6 +316,7 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     ) -> None:
         # cloudpickle's table is a ChainMap: a look-up in Python for every object of the model.
         self.dispatch_table = dict(cloudpickle.Pickler.dispatch_table)
+        self.dispatch_table[types.CodeType] = _reduce_code
         # Earlier protocols have no blocks beside the pickle.
         super().__init__(pickle_file, protocol=5, buffer_callback=on_block)
         self._storages = _StorageReducer(pickle_sender)
@@ -380,9 +382,34 @@ class _PlainPickler(pickle.Pickler):
             return _local_class, (
                 id(pickled_object),
                 pickled_object.__qualname__,
-                cloudpickle.dumps(pickled_object),
+                dumps_with_lines(pickled_object),
             )
         return self._storages.reduce(pickled_object)
+
+
+def dumps_with_lines(pickled_object: Any) -> bytes:
+    """What cloudpickle writes of an object, with the files that its code comes from.
+
+    Args:
+        pickled_object: A function or class, most often.
+
+    Returns:
+        The pickle, for ``cloudpickle.loads``.
+    """
+    written = io.BytesIO()
+    _PicklerWithLines(written).dump(pickled_object)
+    return written.getvalue()
+
+
+def _reduce_code(code_object: types.CodeType) -> tuple[Any, ...]:
+    # From 3.1.3 on cloudpickle replaces the file's name, by which errors show the line of a cell.
+    # Both sides are one Python, as marshal demands; its format 2 gives equal bytes for equal code.
+    return marshal.loads, (marshal.dumps(code_object, 2),)
+
+
+class _PicklerWithLines(cloudpickle.Pickler):  # type: ignore[misc]
+    # Of the class: a pickler asks for it when it is made.
+    dispatch_table = {**cloudpickle.Pickler.dispatch_table, types.CodeType: _reduce_code}  # noqa: RUF012
 
 
 def note_source(cell_function: types.FunctionType, cell_sources: dict[str, list[str]]) -> None:

@@ -520,7 +520,7 @@ def _reduce(pickler: ForkingPickler, pickled_object: Any) -> Any:
         return NotImplemented
     # cloudpickle returns the same class if it has made it in this process or in the one it was
     # forked from, so `isinstance` holds on the other side.
-    return cloudpickle.loads, (cloudpickle.dumps(pickled_object),)
+    return cloudpickle.loads, (pickling.dumps_with_lines(pickled_object),)
 
 
 @contextlib.contextmanager
