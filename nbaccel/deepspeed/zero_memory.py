@@ -20,8 +20,9 @@ from nbaccel.deepspeed.memory_inputs import MemoryInputs, read_settings
 from nbaccel.deepspeed.training_facts import TrainingFacts, hidden_size
 from nbaccel.disk import free_bytes, nearest_folder
 from nbaccel.errors import ConfigError
-from nbaccel.memory.estimate import Bytes, MemoryEstimate, common_notes
+from nbaccel.memory.estimate import Bytes, MemoryEstimate, common_notes, replicated
 from nbaccel.memory.model_size import Shape, shape_of
+from nbaccel.memory.model_states import model_states, short_formats
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory
 
@@ -384,7 +385,8 @@ def estimate_memory(
         gradient_checkpointing: Whether it will be turned on; a model in which it is on already,
             or that calls ``torch.utils.checkpoint`` itself, is measured as it is.
         activation_bytes: What is needed for activations on a device, where that is known.
-        run: How it will be run; decides what is ``"auto"``.
+        run: How it will be run; decides what is ``"auto"``. Without a configuration, MS-AMP's
+            levels are counted where it asks for them (``mixed_precision="fp8"``).
         inventory: What the machine has; None looks at this one.
 
     Returns:
@@ -396,6 +398,19 @@ def estimate_memory(
     _check_arguments(model_or_shape, num_processes, num_nodes, sample_batch, activation_bytes)
     shape = shape_of(model_or_shape)
     world_size = num_processes * num_nodes
+    if config is None and short_formats(run) is not None:
+        return _in_short_formats(
+            model_or_shape,
+            run=run,
+            num_processes=num_processes,
+            num_nodes=num_nodes,
+            activation_bytes=_activation_bytes(
+                model_or_shape, sample_batch, "bf16", gradient_checkpointing
+            )
+            if sample_batch is not None
+            else activation_bytes,
+            inventory=inventory or inspect_machine(),
+        )
     config_part = decided(
         memory_part(config), model_or_shape, world_size=world_size, run_config=run
     )
@@ -426,6 +441,34 @@ def estimate_memory(
         nvme_free=free_on_disk(config_part) if nvme_bytes.total else None,
         nvme_folders=tuple(nvme_folders(config_part)),
         notes=_estimate_notes(memory_inputs, activation_bytes, on_cpu=not machine_gpus),
+    )
+
+
+def _in_short_formats(
+    model: Any,
+    *,
+    run: RunConfig | None,
+    num_processes: int,
+    num_nodes: int,
+    activation_bytes: int,
+    inventory: Inventory,
+) -> MemoryEstimate:
+    """The estimate for MS-AMP's levels, which train without DeepSpeed."""
+    formats = short_formats(run)
+    level = "" if formats is None else formats.level
+    if not callable(getattr(model, "modules", None)):
+        raise ConfigError(
+            f"The memory of MS-AMP's {level} cannot be estimated from {model!r}: it depends on "
+            "which weights belong to linear layers. Give the module (it may be on meta)."
+        )
+    return replicated(
+        shape_of(model),
+        states=model_states(model, world_size=num_processes * num_nodes, formats=formats),
+        num_processes=num_processes,
+        num_nodes=num_nodes,
+        activation_bytes=activation_bytes,
+        inventory=inventory,
+        level=level,
     )
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "require_layers",
     "restore_layers",
     "select_layers",
+    "unshared_weights",
 ]
 
 
@@ -74,6 +75,29 @@ def select_layers(model: nn.Module, *, skip_first_and_last: bool) -> LayerSelect
             left[name] = "the first layer" if name == ends[0] else "the last layer"
     chosen = {name: layer for name, layer in layers.items() if name not in left}
     return LayerSelection(chosen=chosen, left=left)
+
+
+def unshared_weights(model: nn.Module, selection: LayerSelection) -> Iterator[nn.Parameter]:
+    """The weights that MS-AMP's levels keep in short formats, each once for each of its layers.
+
+    Args:
+        model: The model.
+        selection: Its layers.
+
+    Yields:
+        Weights that are trained and that no other module holds, such as an embedding tied to a
+        head.
+    """
+    chosen_layers = {id(layer) for layer in selection.chosen.values()}
+    shared = {
+        id(parameter)
+        for module in model.modules()
+        if id(module) not in chosen_layers
+        for parameter in module.parameters(recurse=False)
+    }
+    for layer in selection.chosen.values():
+        if layer.weight.requires_grad and id(layer.weight) not in shared:
+            yield layer.weight
 
 
 def _odd_size(layer: nn.Linear) -> str:

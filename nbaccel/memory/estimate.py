@@ -187,45 +187,37 @@ class MemoryEstimate:
 def replicated(
     shape: Shape,
     *,
-    parameter_bytes: int,
-    trainable_bytes: int,
+    states: Bytes,
     num_processes: int,
     num_nodes: int,
     activation_bytes: int,
     inventory: Inventory,
+    level: str = "",
 ) -> MemoryEstimate:
-    """Data-parallel training: weights, gradients and Adam in the model's format in each process.
+    """Data-parallel training: weights, gradients and Adam in each process.
 
-    Among several processes DDP keeps gradients twice, the second time in the buckets that it
-    reduces (torch's documentation of ``gradient_as_bucket_view``). Mixed precision changes what
-    activations need, and leaves weights in their own format.
+    Mixed precision changes what activations need, and leaves weights in their own format, but for
+    MS-AMP's levels.
 
     Args:
         shape: The model's sizes.
-        parameter_bytes: Bytes of its parameters in their own format.
-        trainable_bytes: Bytes of those that are trained.
+        states: What a process keeps for it, of `model_states`.
         num_processes: Processes on each host.
         num_nodes: Hosts.
         activation_bytes: Bytes of activations on a device.
         inventory: The machine.
+        level: MS-AMP's level; empty where there is none.
 
     Returns:
         The estimate.
     """
     gpus = (inventory.gpus or _catalog.usable_units(inventory))[:num_processes]
     return MemoryEstimate(
-        device=Bytes(
-            parameters=parameter_bytes,
-            gradients=trainable_bytes,
-            # Adam's two moments.
-            optimizer=2 * trainable_bytes,
-            buckets=trainable_bytes if num_processes * num_nodes > 1 else 0,
-            activations=activation_bytes,
-        ),
+        device=states + Bytes(activations=activation_bytes),
         host=Bytes(),
         nvme=Bytes(),
         shape=shape,
-        strategy="data parallel",
+        strategy=f"data parallel, fp8 at MS-AMP's {level}" if level else "data parallel",
         settings=None,
         num_processes=num_processes,
         num_nodes=num_nodes,

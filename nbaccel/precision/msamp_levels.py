@@ -25,10 +25,9 @@ from nbaccel._optional import is_installed, require
 from nbaccel.abc.bundle import Bundle
 from nbaccel.abc.precision import PrecisionSettings
 from nbaccel.errors import ConfigError
-from nbaccel.fp8.conversion import LayerSelection, follow_parameters
+from nbaccel.fp8.conversion import LayerSelection, follow_parameters, unshared_weights
 from nbaccel.fp8.formats import E4M3, FP16
 from nbaccel.fp8.gradient_exchange import AutomaticScaling, average
-from nbaccel.fp8.linear import Fp8Linear
 from nbaccel.fp8.scaled_adam import ScaledAdam, owners_of
 from nbaccel.fp8.scaled_gradients import ScaledGradients
 from nbaccel.fp8.scaled_tensor import ScaledTensor
@@ -95,11 +94,11 @@ class MsAmpFp8(NativeFp8):
 
     def _convert_model(self, model: nn.Module, selection: LayerSelection) -> None:
         super()._convert_model(model, selection)
-        shared = _parameters_of_other_modules(model)
         weight_format = E4M3 if self.fp8.opt_level == "O3" else FP16
+        short_weights = {id(weight): weight for weight in unshared_weights(model, selection)}
         for layer in selection.chosen.values():
             weight = layer.weight
-            if not weight.requires_grad or id(weight) in shared:
+            if id(weight) not in short_weights:
                 continue
             if weight not in self._became:
                 self._became[weight] = nn.Parameter(ScaledTensor.of(weight, weight_format))
@@ -146,13 +145,3 @@ def _scaled_weights(model: nn.Module) -> Iterator[tuple[str, ScaledTensor]]:
         for name, weight in model.named_parameters()
         if isinstance(weight, ScaledTensor)
     )
-
-
-def _parameters_of_other_modules(model: nn.Module) -> set[int]:
-    """Parameters that modules other than converted layers hold, too: embeddings tied to a head."""
-    return {
-        id(parameter)
-        for module in model.modules()
-        if not isinstance(module, Fp8Linear)
-        for parameter in module.parameters(recurse=False)
-    }

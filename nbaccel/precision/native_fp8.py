@@ -23,14 +23,11 @@ from nbaccel.fp8.conversion import (
     select_layers,
 )
 from nbaccel.fp8.delayed_scaling import AmaxHistory
-from nbaccel.fp8.formats import BF16, E4M3, E5M2, NumberFormat
+from nbaccel.fp8.formats import E4M3, E5M2, NumberFormat, accumulation_format
 from nbaccel.fp8.linear import Fp8Linear, LayerRecipe, convert_layer
 from nbaccel.precision.fp8 import Fp8Precision
 
 __all__ = ["NativeFp8"]
-
-# Rounding again and again adds up: 16 % after 64 additions in E4M3 (facts of the benchmark fp8.py).
-_MOST_FP8_ADDITIONS = 8
 
 
 class NativeFp8(Fp8Precision):
@@ -115,7 +112,7 @@ class NativeFp8(Fp8Precision):
             convert_layer(layer, recipe)
 
     def _weight_gradients(self) -> NumberFormat:
-        return E4M3 if self.settings.accumulation_steps <= _MOST_FP8_ADDITIONS else BF16
+        return accumulation_format(self.settings.accumulation_steps)
 
     def _new_history(self, selection: LayerSelection, gradient_format: NumberFormat) -> AmaxHistory:
         first_layer = next(iter(selection.chosen.values()))

@@ -14,6 +14,7 @@ from nbaccel.config import RunConfig
 from nbaccel.disk import nearest_folder
 from nbaccel.memory.estimate import Bytes, MemoryEstimate, replicated
 from nbaccel.memory.model_size import Shape, measure
+from nbaccel.memory.model_states import ShortFormats, model_states, short_formats
 from nbaccel.plan import Inventory, Plan
 from nbaccel.strategies.settings_form import SettingsForm
 from nbaccel.units import format_bytes
@@ -120,7 +121,7 @@ class MemoryModel:
     inventory: Inventory
     _activations: dict[tuple[int, str, bool], int] = field(default_factory=dict)
     _shape: Shape | None = None
-    _bytes: tuple[int, int] | None = None
+    _states: dict[tuple[int, ShortFormats | None], Bytes] = field(default_factory=dict)
 
     def need(
         self,
@@ -160,34 +161,23 @@ class MemoryModel:
                 self._shape, strategy_document, **estimate_inputs
             )
         else:
-            parameter_bytes, trainable_bytes = self._own_bytes()
+            formats = short_formats(config, plan.device)
             memory_estimate = replicated(
                 self._shape,
-                parameter_bytes=parameter_bytes,
-                trainable_bytes=trainable_bytes,
+                states=self._states_at(plan.num_processes * config.num_nodes, formats),
+                level="" if formats is None else formats.level,
                 **estimate_inputs,
             )
         return MemoryNeed(estimate=memory_estimate, bars=bars_of(memory_estimate, machine))
 
-    def _own_bytes(self) -> tuple[int, int]:
-        """Bytes of all parameters in their present format, and of those that are trained."""
-        if self._bytes is None:
-            sizes_and_trained = [
-                (
-                    model_parameter.numel() * model_parameter.element_size(),
-                    model_parameter.requires_grad,
-                )
-                for model_parameter in self.model.parameters()
-            ]
-            self._bytes = (
-                sum(parameter_bytes for parameter_bytes, _ in sizes_and_trained),
-                sum(
-                    parameter_bytes
-                    for parameter_bytes, is_trained in sizes_and_trained
-                    if is_trained
-                ),
+    def _states_at(self, world_size: int, formats: ShortFormats | None) -> Bytes:
+        """Parameters, gradients and optimizer: counted once for each level."""
+        state_key = (world_size, formats)
+        if state_key not in self._states:
+            self._states[state_key] = model_states(
+                self.model, world_size=world_size, formats=formats
             )
-        return self._bytes
+        return self._states[state_key]
 
     def activation_bytes(self, config: RunConfig, batch_size: int | None) -> int:
         """What activations need on a device: measured once for each batch and precision.

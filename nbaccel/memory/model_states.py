@@ -1,0 +1,129 @@
+"""What parameters, gradients and optimizer states take in data-parallel training.
+
+Weights, gradients and moments have the format of their parameter, whatever the precision. MS-AMP's
+levels are the exception: see the table in `nbaccel.precision.msamp_levels`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nbaccel.capabilities import device_row, fp8_backend, precision_row
+from nbaccel.config import Fp8Config, RunConfig
+from nbaccel.memory.estimate import Bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["ShortFormats", "model_states", "short_formats"]
+
+_FLOAT32_BYTES = 4
+_COPIES_IN_STEP = {"O1": 3, "O2": 5, "O3": 5}
+"""float32 copies of one parameter while Adam steps: at O1 of weight, gradient and divisor, at O2
+and O3 also of both moments."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShortFormats:
+    """Which of MS-AMP's levels a run trains at.
+
+    Attributes:
+        level: ``O1``, ``O2`` or ``O3``.
+        skip_first_and_last: Whether the first and the last linear layer are left as they are.
+        accumulation_steps: Gradients that are added up before a step.
+    """
+
+    level: str
+    skip_first_and_last: bool
+    accumulation_steps: int
+
+
+def short_formats(run: RunConfig | None, device: str = "") -> ShortFormats | None:
+    """The level that a run asks for.
+
+    Args:
+        run: Its settings.
+        device: What it computes on; empty where that does not matter.
+
+    Returns:
+        The level; None where all keeps the format of its parameter.
+    """
+    if run is None or not precision_row(run.mixed_precision).has_backends:
+        return None
+    fp8 = run.fp8 or Fp8Config()
+    row = fp8_backend(fp8.backend, device_row(device) if device else None).row
+    if row is None or "opt_level" not in row.settings:
+        return None
+    return ShortFormats(
+        level=fp8.opt_level,
+        # Levels convert all layers unless they are told otherwise.
+        skip_first_and_last=bool(fp8.skip_first_and_last),
+        accumulation_steps=run.gradient_accumulation_steps or 1,
+    )
+
+
+def model_states(
+    model: nn.Module, *, world_size: int = 1, formats: ShortFormats | None = None
+) -> Bytes:
+    """What one process keeps with Adam, without activations.
+
+    Among several processes DDP keeps gradients twice, the second time in the buckets that it
+    reduces (torch's documentation of ``gradient_as_bucket_view``). Gradients in 8 bits have no
+    such buckets.
+
+    Args:
+        model: Any module; it may be on ``meta``.
+        world_size: Processes in total.
+        formats: The level of MS-AMP; None: everything has the format of its parameter.
+
+    Returns:
+        Bytes on the process that has most.
+    """
+    if formats is not None:
+        return _short_states(model, world_size, formats)
+    sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
+    trained_bytes = sum(size for size, is_trained in sizes if is_trained)
+    return Bytes(
+        parameters=sum(size for size, _ in sizes),
+        gradients=trained_bytes,
+        optimizer=2 * trained_bytes,  # Adam's two moments
+        buckets=trained_bytes if world_size > 1 else 0,
+    )
+
+
+def _short_states(model: nn.Module, world_size: int, formats: ShortFormats) -> Bytes:
+    # Not at the top: they import torch, which an estimate from plain numbers need not wait for.
+    from nbaccel.fp8.conversion import select_layers, unshared_weights
+    from nbaccel.fp8.formats import E4M3, FP16, accumulation_format
+    from nbaccel.fp8.scaled_adam import owners_of
+
+    selection = select_layers(model, skip_first_and_last=formats.skip_first_and_last)
+    short_weights = {id(weight) for weight in unshared_weights(model, selection)}
+    is_divided = formats.level == "O3"
+    weight_bytes = (E4M3 if is_divided else FP16).dtype.itemsize
+    gradient_bytes = accumulation_format(formats.accumulation_steps).dtype.itemsize
+    moment_bytes = E4M3.dtype.itemsize + FP16.dtype.itemsize
+    parameters = list(model.parameters())
+    owners = owners_of(parameters, world_size) if is_divided else {}
+    kept, gradients, buckets, optimizer = 0, 0, 0, [0] * world_size
+    for parameter in parameters:
+        count, is_short = parameter.numel(), id(parameter) in short_weights
+        own_bytes = count * parameter.element_size()
+        kept += weight_bytes * count if is_short else own_bytes
+        if not parameter.requires_grad:
+            continue
+        gradients += gradient_bytes * count if is_short else own_bytes
+        buckets += 0 if is_short else own_bytes
+        state_bytes = 2 * own_bytes if formats.level == "O1" else moment_bytes * count
+        # The owner's master.
+        state_bytes += FP16.dtype.itemsize * count if is_divided and is_short else 0
+        optimizer[owners.get(id(parameter), 0)] += state_bytes
+    largest = max((item.numel() for item in parameters if item.requires_grad), default=0)
+    return Bytes(
+        parameters=kept,
+        gradients=gradients,
+        optimizer=max(optimizer),
+        buckets=buckets if world_size > 1 else 0,
+        in_step=_FLOAT32_BYTES * _COPIES_IN_STEP[formats.level] * largest,
+    )
