@@ -77,7 +77,7 @@ def select_layers(model: nn.Module, *, skip_first_and_last: bool) -> LayerSelect
     return LayerSelection(chosen=chosen, left=left)
 
 
-def unshared_weights(model: nn.Module, selection: LayerSelection) -> Iterator[nn.Parameter]:
+def unshared_weights(model: nn.Module, selection: LayerSelection) -> Iterator[torch.Tensor]:
     """The weights that MS-AMP's levels keep in short formats, each once for each of its layers.
 
     Args:
