@@ -393,7 +393,8 @@ class DeepSpeedPlugin(Filling, Settings):
             raise PlatformUnsupported(
                 f"DeepSpeedPlugin(enable_msamp={self.enable_msamp}) needs MS-AMP's patches of "
                 "DeepSpeed, which fit no release that Python 3.10 or newer can install. Training "
-                "would run without FP8. Leave it out, and use mixed_precision='bf16'."
+                "would run without FP8. Leave it out, and use Accelerator(mixed_precision='fp8'), "
+                "which multiplies in FP8 under ZeRO too."
             )
 
     def _read_variables(self) -> None:
