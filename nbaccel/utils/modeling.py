@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,7 +10,13 @@ from torch import nn
 
 from nbaccel import torch_private
 from nbaccel._later import BIG_MODEL_INFERENCE, missing_name_of
-from nbaccel.config.enumerations import CustomDtype
+from nbaccel.bigmodel.module_tensors import (
+    dtype_byte_size,
+    find_tied_parameters,
+    get_non_persistent_buffers,
+    id_tensor_storage,
+    named_module_tensors,
+)
 from nbaccel.state import PartialState
 from nbaccel.units import parse_bytes
 from nbaccel.utils.environment import parse_choice_from_env
@@ -31,6 +36,7 @@ __all__ = [
     "get_max_layer_size",
     "get_max_memory",
     "get_mixed_precision_context_manager",
+    "get_non_persistent_buffers",
     "has_offloaded_params",
     "id_tensor_storage",
     "infer_auto_device_map",
@@ -42,8 +48,6 @@ __all__ = [
     "retie_parameters",
     "set_module_tensor_to_device",
 ]
-
-_BYTES = {CustomDtype.INT2: 1 / 4, CustomDtype.INT4: 1 / 2, CustomDtype.FP8: 1}
 
 align_module_device = missing_name_of("align_module_device", BIG_MODEL_INFERENCE, __name__)
 calculate_maximum_sizes = missing_name_of("calculate_maximum_sizes", BIG_MODEL_INFERENCE, __name__)
@@ -73,52 +77,6 @@ set_module_tensor_to_device = missing_name_of(
 def convert_file_size_to_int(size: int | str) -> int:
     """Read a size: ``"5GB"`` is five billion bytes, ``"5GiB"`` counts in 1024."""
     return parse_bytes(size)
-
-
-def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
-    """Bytes of one number of a format; those of ``torch.bool`` count as one bit."""
-    if isinstance(dtype, CustomDtype):
-        return _BYTES[dtype]
-    return 1 / 8 if dtype is torch.bool else dtype.itemsize
-
-
-def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Equal for two tensors if, and only if, they are views of the same memory."""
-    storage = tensor.untyped_storage()
-    return tensor.device, storage.data_ptr(), storage.nbytes()
-
-
-def named_module_tensors(
-    module: nn.Module,
-    include_buffers: bool = True,
-    recurse: bool = False,
-    remove_non_persistent: bool = False,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers by name.
-
-    Args:
-        module: Whose.
-        include_buffers: Whether buffers, too.
-        recurse: Whether those of submodules, too.
-        remove_non_persistent: Whether to leave out buffers that are not in the state dict.
-
-    Yields:
-        Names and tensors.
-    """
-    yield from module.named_parameters(recurse=recurse)
-    if include_buffers:
-        kept = module.state_dict(keep_vars=True) if remove_non_persistent else None
-        for name, buffer in module.named_buffers(recurse=recurse):
-            if kept is None or name in kept:
-                yield name, buffer
-
-
-def find_tied_parameters(model: nn.Module) -> list[list[str]]:
-    """Names of parameters that are one tensor, together; sorted."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return sorted(sorted(group) for group in names.values() if len(group) > 1)
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
