@@ -85,7 +85,11 @@ def pack_for_the_living(
         NotSendable: If something cannot be pickled.
     """
     try:
-        return _pickle_call(function, args, module_sharing, None)
+        packed_call = _pickle_call(function, args, module_sharing, None)
+        for used_arena in packed_call.arenas.values():
+            # Live workers keep it, and follow what is written to it.
+            used_arena.leave_file()
+        return packed_call
     except Exception as pickling_error:  # pickling runs user code: it may raise anything
         culprit_path = pickling.find_culprit(function, args)
         raise NotSendable(
@@ -120,6 +124,9 @@ def _pickle_call(
             function, args, module_sharing, limit_bytes
         )
     packed_object, payload_fd = prepared_object.write()
+    # After pickling, which finds tensors in further arenas.
+    for used_arena in pickle_sender.arenas.values():
+        used_arena.settle()
     return PackedCall(
         call=worker_call,
         sharing=module_sharing,
@@ -198,6 +205,8 @@ def _inherited_call(
         f"arena{position}": shared_arena
         for position, shared_arena in enumerate(module_sharing.arenas())
     }
+    for used_arena in call_arenas.values():
+        used_arena.settle()
     arena_keys = {id(shared_arena): arena_key for arena_key, shared_arena in call_arenas.items()}
     worker_call = _worker_call(function, args, module_sharing, arena_keys)
     return PackedCall(

@@ -3,7 +3,9 @@
 [Note: the same start] torch's `fully_shard` lets every process cut its shard out of its own copy of
 the model. Processes that built it from different seeds would train a mixture of models, so process
 0 then sends every process its shard. (Broadcasting the whole model, as DDP does, would have every
-process write all of it, whose pages it shares with the others until then.)
+process write all of it, whose pages it shares with the others until then.) Where all processes see
+the same bytes of the same files, such as weights that were loaded from a checkpoint and not changed
+since, nothing is sent: each has read its own shard, and gives back the pages of the rest.
 
 [Note: who is whose] `fully_shard` puts new parameters into the model, while optimizers hold the old
 ones and would train tensors that the model does not use. A table from old to new, keyed weakly by
@@ -39,7 +41,7 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nbaccel import torch_private
+from nbaccel import mapped_files, torch_private
 from nbaccel.abc.asking import SaidBySettings
 from nbaccel.abc.bundle import Bundle
 from nbaccel.abc.place import Place
@@ -157,11 +159,17 @@ class FsdpStrategy(Strategy):
         ignored_set = ignored_parameters(model, self._settings)
         chosen_modules = choose_modules(model, self._settings, ignored_set)
         old_parameters = dict(model.named_parameters(remove_duplicate=False))
+        # Before `fully_shard`, after which the old parameters have no memory.
+        old_spans = {id(parameter): _span_of(parameter) for parameter in model.parameters()}
+        starts_equal = self._starts_equal(old_spans.values())
         # Innermost first: an outer `fully_shard` takes only the parameters that no inner one holds.
         for module in chosen_modules:
             if self._settings.activation_checkpointing:
                 torch_private.recompute_activations(module)
+            own_spans = [old_spans.get(id(parameter)) for parameter in module.parameters()]
             fully_shard(module, mp_policy=self._inner, **self._arguments(ignored_set))
+            if starts_equal:
+                _give_back(own_spans)
         fully_shard(model, mp_policy=self._root, **self._arguments(ignored_set))
         new_parameters = dict(model.named_parameters(remove_duplicate=False))
         for parameter_name, old_parameter in old_parameters.items():
@@ -171,11 +179,21 @@ class FsdpStrategy(Strategy):
                 and old_parameter not in self._became
             ):
                 self._became[old_parameter] = new_parameters[parameter_name]
-                optimizer_shards.refill_parameter(new_parameters[parameter_name], old_parameter)
+                if not starts_equal:
+                    optimizer_shards.refill_parameter(new_parameters[parameter_name], old_parameter)
+                _give_back([old_spans[id(old_parameter)]])
         # In the model's order: a set has another one in every process.
         unsharded = [parameter for parameter in model.parameters() if parameter in ignored_set]
         for tensor in (*unsharded, *model.buffers()):
             dist.broadcast(tensor.detach(), 0)
+
+    def _starts_equal(self, old_spans: Iterable[tuple[int, int]]) -> bool:
+        """Whether all processes see the same bytes of the same files; a collective."""
+        own_places = mapped_files.same_bytes(span for span in old_spans if span[1])
+        all_places: list[Any] = [None] * self.place.world_size
+        # Where the nodes of a run differ, so do the numbers of their files, and process 0 sends.
+        dist.all_gather_object(all_places, own_places)
+        return own_places is not None and all(places == own_places for places in all_places)
 
     def _arguments(self, ignored_set: frozenset[nn.Parameter]) -> dict[str, Any]:
         offloads_to_host = self._settings.cpu_offload and self.place.device.type != "cpu"
@@ -326,6 +344,20 @@ class FsdpStrategy(Strategy):
         sharded_checkpoints.load_shards(model, optimizer, Path(folder), left_out=left_out)
 
 
+def _span_of(parameter: torch.Tensor) -> tuple[int, int]:
+    """Address and number of bytes of a tensor in host memory; (0, 0) for any other."""
+    if parameter.device.type != "cpu" or not parameter.is_contiguous():
+        return 0, 0
+    return parameter.data_ptr(), parameter.nbytes
+
+
+def _give_back(spans: Iterable[tuple[int, int] | None]) -> None:
+    """Let go of what was read of weights that have become shards."""
+    for span in spans:
+        if span is not None and span[1]:
+            mapped_files.drop_pages(*span)
+
+
 def _precision_policies(
     given_policy: Any, dtype: torch.dtype | None
 ) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
@@ -375,8 +407,9 @@ def _refuse_meta_tensors(model: nn.Module) -> None:
         if tensor.is_meta:
             raise ConfigError(
                 f"{type(model).__name__}.{tensor_name} is on the meta device: it has no values "
-                "to shard. Load the weights first (workers share one copy of a model passed to "
-                "the launch)."
+                "to shard. Load the weights first: load_checkpoint_in_model(model, path) maps "
+                "them, and each process reads its own shard. (Workers share one copy of a model "
+                "that is passed to the launch.)"
             )
 
 

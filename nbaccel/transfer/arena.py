@@ -14,6 +14,7 @@ the first move is a view taken earlier (`w = model.weight.data[0]`): it keeps th
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import sys
 import threading
@@ -43,11 +44,21 @@ class Arena(shared_memory.Mapping):
     It stays as long as one of its tensors does. Its `key` names no other arena of this process.
     """
 
-    def __init__(self, file_descriptor: int, num_bytes: int) -> None:
+    def __init__(self, file_descriptor: int, num_bytes: int, *, is_private: bool = False) -> None:
         self.fd = file_descriptor
         self.key = f"arena{next(_ARENA_NUMBERS)}"
-        super().__init__(file_descriptor, num_bytes, is_private=False)
+        super().__init__(file_descriptor, num_bytes, is_private=is_private)
         _LIVING_ARENAS.add(self)
+
+    def settle(self) -> None:
+        """Make the file show what this process sees; called before it is sent to workers."""
+
+    def leave_file(self) -> None:
+        """Move to memory of its own; called before it is written to. Addresses stay."""
+
+    def make_private(self) -> None:
+        """Let what this process writes from now on stay its own."""
+        self.replace(self.fd, is_private=True)
 
     def __del__(self) -> None:
         super().__del__()
@@ -103,7 +114,7 @@ def make_arenas_private() -> None:
     an imported module; and what it sends carries values instead of references to these arenas.
     """
     for arena in tuple(_LIVING_ARENAS):
-        arena.replace(arena.fd, is_private=True)
+        arena.make_private()
     _LIVING_ARENAS.clear()
 
 
@@ -118,6 +129,35 @@ def storage_at(
         mapping.bytes(), dtype=torch.uint8, count=num_bytes, offset=first_byte
     )
     return raw_bytes.untyped_storage()
+
+
+def empty_tensors(
+    layouts: Sequence[tuple[tuple[int, ...], torch.dtype]],
+) -> list[torch.Tensor]:
+    """Tensors with memory of their own that workers can be handed without a copy.
+
+    Args:
+        layouts: Shape and dtype of each.
+
+    Returns:
+        Tensors of zeros, in one new arena; where there are no memory files, in plain memory.
+    """
+    if not hasattr(os, "memfd_create"):
+        return [torch.zeros(shape, dtype=dtype) for shape, dtype in layouts]
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layouts]
+    starts = list(
+        itertools.accumulate(
+            (-(-size // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT for size in sizes), initial=0
+        )
+    )
+    if not starts[-1]:
+        return [torch.empty(shape, dtype=dtype) for shape, dtype in layouts]
+    arena = Arena(shared_memory.create_file("arena", starts[-1]), starts[-1])
+    # `starts` has the end of all as its last entry.
+    return [
+        torch.empty(0, dtype=dtype).set_(storage_at(arena, first_byte, size)).view(shape)
+        for (shape, dtype), size, first_byte in zip(layouts, sizes, starts, strict=False)
+    ]
 
 
 class Slot(NamedTuple):

@@ -289,6 +289,8 @@ class _UpdatePacking:
             )
         }
         for found in reversed(new_arenas.values()):
+            # Live workers follow what cells write to it, so it cannot be a checkpoint's file.
+            found.leave_file()
             # A copy, because it is closed after sending. In front: arenas come before the parts.
             self._fds.insert(0, os.dup(found.fd))
         for variable_name in {

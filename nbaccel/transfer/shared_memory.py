@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from nbaccel import mapped_files
+
 PAGE_BYTES = mmap.PAGESIZE
 _READ_WRITE = 0x1 | 0x2  # read, write; the mmap module has no such names on Windows
 _MAP_FIXED = 0x10  # <asm-generic/mman-common.h>; the mmap module does not export it
@@ -106,6 +108,9 @@ class Mapping:
         self.nbytes = num_bytes
         self.address = 0  # so that __del__ has it to look at when the next line raises
         self.address = _map_file(file_descriptor, num_bytes, _mapping_flags(is_private))
+        self.identity = _file_identity(file_descriptor)
+        if is_private:
+            mapped_files.register(self)
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -133,6 +138,26 @@ class Mapping:
         _map_file(
             file_descriptor, self.nbytes, _mapping_flags(is_private) | _MAP_FIXED, self.address
         )
+        self.identity = _file_identity(file_descriptor)
+        (mapped_files.register if is_private else mapped_files.forget_mapping)(self)
+
+    def advise(self, first_byte: int, end_byte: int, advice: int) -> None:
+        """Tell the system what is about to happen to these bytes (``madvise(2)``).
+
+        Args:
+            first_byte: First byte; the page that it is in counts as a whole.
+            end_byte: One past the last byte.
+            advice: Such as ``mmap.MADV_WILLNEED``.
+
+        Raises:
+            OSError: The system does not know the advice, or could not read the file.
+        """
+        first_byte -= first_byte % PAGE_BYTES
+        if _c_library().madvise(self.address + first_byte, end_byte - first_byte, advice):
+            error_code = ctypes.get_errno()
+            raise OSError(
+                error_code, f"bytes {first_byte} to {end_byte}: {os.strerror(error_code)}"
+            )
 
     def contains(self, start_address: int, num_bytes: int) -> bool:
         """Whether `num_bytes` bytes at `start_address` lie inside this mapping."""
@@ -167,6 +192,11 @@ class Mapping:
     def __del__(self) -> None:
         if self.address:
             _c_library().munmap(self.address, self.nbytes)
+
+
+def _file_identity(file_descriptor: int) -> tuple[int, int]:
+    file_status = os.fstat(file_descriptor)
+    return file_status.st_dev, file_status.st_ino
 
 
 def _mapping_flags(is_private: bool) -> int:

@@ -582,6 +582,8 @@ class WeightReceiver:
     ) -> None:
         whole_range = [(0, arena.nbytes)]
         written_ranges = shared_memory.merge_ranges(merged_report.written.get(arena_key, []))
+        if whole_file is not None or arena_key in merged_report.complete or written_ranges:
+            arena.leave_file()
         if whole_file is not None:
             # First, because departed and sharded tensors are in the staging file, which is read
             # after it.

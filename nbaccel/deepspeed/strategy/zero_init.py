@@ -11,15 +11,26 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+
+from nbaccel import mapped_files
 from nbaccel._optional import is_installed
 from nbaccel.deepspeed import private_api
 from nbaccel.deepspeed.field_types import AUTO
+from nbaccel.deepspeed.strategy import local_shards
 from nbaccel.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["announced_config", "applied_config", "fetch_together"]
+_DTYPES_BY_SECTION = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
+
+__all__ = ["announced_config", "applied_config", "fetch_together", "shard_in_turn"]
 
 
 def announced_config(zero_settings: Mapping[str, Any], world_size: int = 1) -> Any:
@@ -85,6 +96,70 @@ def _without_auto(zero_settings: Mapping[str, Any], world_size: int) -> dict[str
             "gradient_accumulation_steps", 1
         )
     return concrete_settings
+
+
+def shard_in_turn(model: nn.Module, zero_settings: Mapping[str, Any]) -> None:
+    """Cut a model into shards, one parameter after the other; a collective.
+
+    An engine would first cast the whole model in every process, and only then cut it. Nothing
+    happens to a model whose weights are not mapped from files, or that is cut already.
+
+    Args:
+        model: The model, in host memory; changed in place.
+        zero_settings: A DeepSpeed configuration of stage 3, without "auto".
+    """
+    parameters = [p for p in model.parameters() if not local_shards.is_partitioned(p)]
+    # The same parameters on all processes, or none: cutting one is a collective.
+    is_mapped = [all(map(_lies_in_file, parameters)) and bool(parameters)]
+    all_mapped: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_mapped, is_mapped)
+    if not all(answer[0] for answer in all_mapped):
+        return
+    compute_dtype = _compute_dtype(zero_settings)
+    for buffer in model.buffers():
+        # As the engine does with the buffers of a model that it casts itself.
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(compute_dtype)
+    for parameter in parameters:
+        mapped_values = parameter.data
+        # A copy even in the same format: process 0's values are received into it.
+        parameter.data = mapped_values.to(compute_dtype, copy=True)
+        mapped_files.drop_pages(mapped_values.data_ptr(), mapped_values.nbytes)
+        _cut(parameter, parameters[0], zero_settings, compute_dtype)
+
+
+def _lies_in_file(parameter: torch.Tensor) -> bool:
+    is_plain = parameter.device.type == "cpu" and parameter.is_contiguous()
+    return is_plain and (
+        not parameter.nbytes
+        or mapped_files.find_mapping(parameter.data_ptr(), parameter.nbytes) is not None
+    )
+
+
+def _compute_dtype(zero_settings: Mapping[str, Any]) -> torch.dtype:
+    for section_name, dtype in _DTYPES_BY_SECTION.items():
+        if (zero_settings.get(section_name) or {}).get("enabled"):
+            return dtype
+    return torch.float32
+
+
+def _cut(
+    parameter: Any, first_parameter: Any, zero_settings: Mapping[str, Any], dtype: torch.dtype
+) -> None:
+    if parameter is not first_parameter:
+        first_parameter.convert_to_zero_parameters(param_list=[parameter])
+        return
+    from deepspeed import zero
+    from torch import nn
+
+    # A module of its own, because the rest of the model is to be cut later.
+    holder = nn.Module()
+    holder.register_parameter("weight", parameter)
+    zero.Init(
+        module=holder,
+        config_dict_or_path=_without_auto(zero_settings, dist.get_world_size()),
+        dtype=dtype,
+    )
 
 
 def fetch_together(model: nn.Module, class_names: str) -> None:

@@ -1,0 +1,321 @@
+"""What a checkpoint's files hold, from their headers alone: no weight is read.
+
+A checkpoint is a safetensors file, a file of `torch.save`, a folder with one of them, or a folder
+(or an index) of several. Nothing in it is run: pickles are opened with ``weights_only=True``, and
+an index may name files of its own folder only.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from nbaccel.errors import CheckpointDamaged, ConfigError
+from nbaccel.intact import OLD_TORCH_FORMAT
+from nbaccel.units import first_few
+
+__all__ = ["CheckpointContent", "StoredTensor", "read_checkpoint"]
+
+SAFE_FILE, TORCH_FILE, INDEX_SUFFIX = "model.safetensors", "pytorch_model.bin", ".index.json"
+_SAFE_SUFFIX = ".safetensors"
+_HEADER_LENGTH_BYTES = 8
+_REMEDY = "Nothing has been changed. Copy or save the checkpoint again."
+
+# By the names of https://github.com/huggingface/safetensors#format; not every torch has them all.
+_DTYPE_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "U16": "uint16",
+    "I16": "int16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "U32": "uint32",
+    "I32": "int32",
+    "F32": "float32",
+    "C64": "complex64",
+    "U64": "uint64",
+    "I64": "int64",
+    "F64": "float64",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """One tensor of a checkpoint.
+
+    Attributes:
+        name: As in the state dict.
+        path: The file.
+        dtype: Its format there.
+        shape: Its shape.
+        first_byte: Where it begins in a safetensors file, whose elements are not packed otherwise.
+        opened: The tensor, of a file of torch.
+        is_mapped: Whether the bytes stay in the file until they are used; not so in files of torch
+            before 1.6, which are read as a whole.
+    """
+
+    name: str
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    first_byte: int = 0
+    opened: torch.Tensor | None = None
+    is_mapped: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of it in the file."""
+        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+
+    @property
+    def is_mappable(self) -> bool:
+        """Whether it lies in a file as it would in memory, at an address that its dtype allows."""
+        return self.opened is None and self.first_byte % self.dtype.itemsize == 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointContent:
+    """The tensors of a checkpoint, by name.
+
+    Attributes:
+        source: What the user named.
+        tensors: All of them.
+    """
+
+    source: Path
+    tensors: Mapping[str, StoredTensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(stored.num_bytes for stored in self.tensors.values())
+
+
+def read_checkpoint(checkpoint: str | Path) -> CheckpointContent:
+    """Read the headers of a checkpoint.
+
+    Args:
+        checkpoint: A file of weights, an ``*.index.json``, or a folder that holds one of them. Of a
+            folder with several kinds, ``pytorch_model.bin`` comes first, then
+            ``model.safetensors``, then an index, as in Accelerate.
+
+    Returns:
+        What is in it.
+
+    Raises:
+        ConfigError: There is no checkpoint, or a folder holds several indexes.
+        CheckpointDamaged: Files are missing, truncated or damaged, hold code, or do not hold what
+            the index says; all of them are listed.
+    """
+    source = Path(checkpoint)
+    file_paths, weight_map = _locate_files(source)
+    stored_tensors: dict[str, StoredTensor] = {}
+    problems: list[str] = []
+    for path in file_paths:
+        try:
+            stored_tensors |= {stored.name: stored for stored in _read_file(path)}
+        except CheckpointDamaged as damage:
+            problems += damage.mistakes
+    if not problems and weight_map is not None:
+        problems += _index_problems(source, weight_map, stored_tensors)
+    if problems:
+        raise CheckpointDamaged(*problems)
+    if weight_map is not None:
+        # A file may hold more than the index names; the index says what belongs to the model.
+        stored_tensors = {name: stored_tensors[name] for name in weight_map}
+    return CheckpointContent(source=source, tensors=stored_tensors)
+
+
+# ------------------------------------------------------------------------------ which files
+def _locate_files(source: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """The files, and by which name of a file each tensor is listed where there is an index."""
+    if source.is_file():
+        return _indexed_files(source) if source.suffix == ".json" else ([source], None)
+    if not source.is_dir():
+        raise ConfigError(
+            f"checkpoint={str(source)!r} is no file and no folder: there are no weights to load. "
+            "Give a .safetensors or .bin file, an *.index.json, or the folder that holds them. "
+            "(A name on a model hub must be downloaded first: "
+            "huggingface_hub.snapshot_download gives the folder.)"
+        )
+    for file_name in (TORCH_FILE, SAFE_FILE):
+        if (source / file_name).is_file():
+            return [source / file_name], None
+    index_paths = sorted(source.glob(f"*{INDEX_SUFFIX}"))
+    if len(index_paths) == 1:
+        return _indexed_files(index_paths[0])
+    if index_paths:
+        index_names = ", ".join(path.name for path in index_paths)
+        raise ConfigError(
+            f"{source} holds {len(index_paths)} indexes ({index_names}): each describes other "
+            "weights. Give the path of one of them."
+        )
+    found_names = sorted(path.name for path in source.iterdir())
+    raise ConfigError(
+        f"{source} holds no {SAFE_FILE}, no {TORCH_FILE} and no *{INDEX_SUFFIX}: there are no "
+        f"weights to load. It has {first_few(found_names, 5) or 'no files'}. Give the file itself."
+    )
+
+
+def _indexed_files(index_path: Path) -> tuple[list[Path], dict[str, str]]:
+    try:
+        index = json.loads(index_path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointDamaged(
+            f"{index_path} cannot be read as JSON ({error}): it says in which files the weights "
+            f"are. {_REMEDY}"
+        ) from error
+    weight_map: Any = index.get("weight_map", index) if isinstance(index, dict) else None
+    if weight_map is None or not _is_weight_map(weight_map):
+        raise CheckpointDamaged(
+            f"{index_path} is no index: it must map names of tensors to names of files, under "
+            f'"weight_map". {_REMEDY}'
+        )
+    file_names = sorted(set(weight_map.values()))
+    # A crafted index could otherwise make this process open files anywhere.
+    outside = [name for name in file_names if Path(name).name != name or name in ("", ".", "..")]
+    if outside:
+        raise CheckpointDamaged(
+            f"{index_path} names files outside of its folder ({first_few(outside, 3)}): a "
+            f"checkpoint's files are in one folder. {_REMEDY}"
+        )
+    missing = [name for name in file_names if not (index_path.parent / name).is_file()]
+    if missing:
+        raise CheckpointDamaged(
+            f"{index_path.parent} lacks {len(missing)} of the {len(file_names)} files that "
+            f"{index_path.name} names: {first_few(missing, 3)}. {_REMEDY}"
+        )
+    return [index_path.parent / name for name in file_names], weight_map
+
+
+def _is_weight_map(weight_map: Any) -> bool:
+    return (
+        isinstance(weight_map, dict)
+        and bool(weight_map)
+        and all(isinstance(file_name, str) for file_name in weight_map.values())
+    )
+
+
+def _index_problems(
+    source: Path, weight_map: Mapping[str, str], stored_tensors: Mapping[str, StoredTensor]
+) -> list[str]:
+    absent = [
+        f"{name} in {file_name}"
+        for name, file_name in weight_map.items()
+        if name not in stored_tensors or stored_tensors[name].path.name != file_name
+    ]
+    if not absent:
+        return []
+    return [
+        f"The index of {source} promises {len(absent)} tensors that are not in the files it names: "
+        f"{first_few(absent, 3)}. {_REMEDY}"
+    ]
+
+
+# ------------------------------------------------------------------------------ what is in one
+def _read_file(path: Path) -> Iterator[StoredTensor]:
+    return iter(_read_safetensors(path) if path.suffix == _SAFE_SUFFIX else _read_torch(path))
+
+
+def _read_safetensors(path: Path) -> list[StoredTensor]:
+    try:
+        # The library compares the header with itself and with the file's size.
+        with safe_open(path, "numpy") as opened_file:
+            file_format = (opened_file.metadata() or {}).get("format", "pt")
+        header, data_start = _safetensors_header(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointDamaged(
+            f"{path} is truncated, or no safetensors file ({error}). {_REMEDY}"
+        ) from error
+    if file_format not in ("pt", "np", "numpy", "mlx"):
+        raise CheckpointDamaged(
+            f"{path} was saved in the format {file_format!r}, whose layers lay weights out in "
+            "another way than torch's. Convert it: from_pretrained(from_tf=True, from_flax=True)."
+        )
+    return [_stored_entry(path, name, entry, data_start) for name, entry in header.items()]
+
+
+def _safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The table of tensors, and the byte from which their offsets count."""
+    with path.open("rb") as file:
+        num_bytes = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
+        header: dict[str, Any] = json.loads(file.read(num_bytes))
+    header.pop("__metadata__", None)
+    return header, _HEADER_LENGTH_BYTES + num_bytes
+
+
+def _stored_entry(
+    path: Path, name: str, header_entry: Mapping[str, Any], data_start: int
+) -> StoredTensor:
+    dtype = getattr(torch, _DTYPE_NAMES.get(header_entry["dtype"], ""), None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointDamaged(
+            f"{path} holds {name} as {header_entry['dtype']}, a format that torch "
+            f"{torch.__version__} does not have. Save it in another one, or update torch."
+        )
+    return StoredTensor(
+        name=name,
+        path=path,
+        dtype=dtype,
+        shape=tuple(header_entry["shape"]),
+        first_byte=data_start + int(header_entry["data_offsets"][0]),
+    )
+
+
+def _read_torch(path: Path) -> list[StoredTensor]:
+    state, is_mapped = _open_torch_file(path)
+    if not isinstance(state, Mapping):
+        raise CheckpointDamaged(
+            f"{path} holds a {type(state).__name__}, no state dict: it is unclear which tensor is "
+            "which. Save model.state_dict()."
+        )
+    nested = [str(name) for name, value in state.items() if isinstance(value, Mapping)]
+    if nested:
+        raise CheckpointDamaged(
+            f"{path} holds mappings inside of its state dict ({first_few(nested, 3)}): it is a "
+            "checkpoint of a training, not of one model's weights. Save model.state_dict() alone."
+        )
+    return [
+        StoredTensor(
+            name=str(name),
+            path=path,
+            dtype=value.dtype,
+            shape=tuple(value.shape),
+            opened=value.detach(),
+            is_mapped=is_mapped,
+        )
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def _open_torch_file(path: Path) -> tuple[Any, bool]:
+    """What a pickle holds, and whether its tensors are mapped from the file."""
+    try:
+        with path.open("rb") as file:
+            # What torch wrote before version 1.6 cannot be mapped.
+            is_mapped = file.read(len(OLD_TORCH_FORMAT)) != OLD_TORCH_FORMAT
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
+    except pickle.UnpicklingError as error:
+        raise CheckpointDamaged(
+            f"{path} holds more than tensors and plain data, or is damaged: opening it could run "
+            f"code ({str(error).splitlines()[0]}). Nothing has been run or changed. Convert it to "
+            "safetensors where it can be trusted."
+        ) from error
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+        raise CheckpointDamaged(
+            f"{path} cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}): it is "
+            f"truncated, damaged, or no file of weights. {_REMEDY}"
+        ) from error
+    return state, is_mapped

@@ -1,0 +1,239 @@
+"""Which stored tensor goes where in a model, decided and checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbaccel import torch_private
+from nbaccel.bigmodel.checkpoint_files import CheckpointContent, StoredTensor
+from nbaccel.bigmodel.module_tensors import get_non_persistent_buffers
+from nbaccel.errors import ConfigError
+from nbaccel.log import get_logger
+from nbaccel.transfer.arena import named_tensors
+from nbaccel.transfer.sharded_tensors import full_shape, module_inside
+from nbaccel.units import first_few
+
+__all__ = ["DISK", "HOST", "LoadPlan", "Placement", "inner_model", "plan_loading", "tier_of"]
+
+_log = get_logger(__name__)
+
+HOST, DISK = "cpu", "disk"
+"""The tiers of a device map that are no accelerators."""
+
+_MOST_LISTED = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """One tensor of the model, and what it is filled from.
+
+    Attributes:
+        names: Its names in the model; several where it is tied.
+        tensor: The tensor as it is now.
+        stored: What it is filled from.
+        tier: What the device map says of it; None where there is no map.
+        dtype: Its dtype afterwards.
+    """
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+    stored: StoredTensor
+    tier: Any
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of it in memory, in its dtype."""
+        return int(torch.Size(self.stored.shape).numel()) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadPlan:
+    """What a load will do.
+
+    Attributes:
+        model: The user's own module, inside wrappers.
+        placements: In the order of the files, so that these are read from begin to end.
+    """
+
+    model: nn.Module
+    placements: tuple[Placement, ...]
+
+    def on_tier(self, *tiers: Any) -> tuple[Placement, ...]:
+        """Those of some tiers."""
+        return tuple(placement for placement in self.placements if placement.tier in tiers)
+
+
+def plan_loading(
+    model: nn.Module,
+    content: CheckpointContent,
+    *,
+    device_map: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    fp32_modules: Collection[str] = (),
+    offload_buffers: bool = False,
+    strict: bool = False,
+) -> LoadPlan:
+    """Compare a checkpoint's headers with a model.
+
+    Args:
+        model: The model; its tensors may be on ``meta``, or shards.
+        content: The headers.
+        device_map: Where each module goes; None: each tensor stays where it is.
+        dtype: Format of floating-point weights; None: that of the model's tensors.
+        fp32_modules: Names of modules whose weights become float32 where ``dtype`` is float16.
+        offload_buffers: Whether buffers on the ``disk`` tier stay there, too.
+        strict: Whether weights that are missing or left over are mistakes.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ConfigError: Weights are missing or have other shapes, or the map leaves some out; all
+            mistakes are listed.
+    """
+    model = inner_model(model)
+    groups = _tensor_groups(model)
+    buffer_names = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    mistakes: list[str] = []
+    placements: list[Placement] = []
+    for names, tensor in groups:
+        stored = next((content.tensors[name] for name in names if name in content.tensors), None)
+        if stored is None:
+            continue
+        if stored.shape != full_shape(tensor):
+            mistakes.append(
+                f"{names[0]} has shape {list(full_shape(tensor))} in the model and "
+                f"{list(stored.shape)} in {stored.path.name}"
+            )
+            continue
+        tier = None if device_map is None else tier_of(names[0], device_map)
+        if tier == "":
+            mistakes.append(f"{names[0]} has no device in device_map")
+        if tier == DISK and not offload_buffers and buffer_names.issuperset(names):
+            tier = HOST
+        placements.append(
+            Placement(
+                names=names,
+                tensor=tensor,
+                stored=stored,
+                tier=tier,
+                dtype=_target_dtype(names[0], tensor, dtype, fp32_modules),
+            )
+        )
+    mistakes += _coverage_mistakes(groups, content, strict=strict)
+    if mistakes:
+        raise _mismatch_error(model, content, mistakes)
+    placements.sort(key=lambda p: (str(p.stored.path), p.stored.first_byte))
+    return LoadPlan(model=model, placements=tuple(placements))
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """The user's own module inside wrappers of DDP, of a compiler or of an engine."""
+    model = torch_private.uncompiled(model)
+    engine_module = module_inside(model)
+    if engine_module is not None:
+        return engine_module
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def tier_of(tensor_name: str, device_map: Mapping[str, Any]) -> Any:
+    """What a device map says of a tensor: the entry of the nearest module around it.
+
+    Returns:
+        The entry; an empty text where there is none.
+    """
+    module_name = tensor_name
+    while module_name and module_name not in device_map:
+        module_name = module_name.rpartition(".")[0]
+    tier = device_map.get(module_name, "")
+    return HOST if isinstance(tier, torch.device) and tier.type == "cpu" else tier
+
+
+def _tensor_groups(model: nn.Module) -> list[tuple[tuple[str, ...], torch.Tensor]]:
+    """Each tensor of the state dict once, with all its names."""
+    unsaved_names = get_non_persistent_buffers(model, recurse=True, fqns=True)
+    names_by_id: dict[int, list[str]] = {}
+    tensors_by_id: dict[int, torch.Tensor] = {}
+    for name, tensor in named_tensors(model):
+        if name not in unsaved_names:
+            names_by_id.setdefault(id(tensor), []).append(name)
+            tensors_by_id[id(tensor)] = tensor
+    return [(tuple(names), tensors_by_id[key]) for key, names in names_by_id.items()]
+
+
+def _target_dtype(
+    tensor_name: str,
+    tensor: torch.Tensor,
+    dtype: torch.dtype | None,
+    fp32_modules: Collection[str],
+) -> torch.dtype:
+    if dtype is None or not tensor.dtype.is_floating_point:
+        return tensor.dtype
+    parts = tensor_name.split(".")
+    if dtype is torch.float16 and any(name in parts for name in fp32_modules):
+        return torch.float32
+    return dtype
+
+
+def _coverage_mistakes(
+    groups: list[tuple[tuple[str, ...], torch.Tensor]],
+    content: CheckpointContent,
+    *,
+    strict: bool,
+) -> Iterator[str]:
+    """Weights without a value, and values without a weight."""
+    all_names = {name for names, _ in groups for name in names}
+    unused_names = sorted(content.tensors.keys() - all_names)
+    missing = [
+        (names[0], tensor)
+        for names, tensor in groups
+        if not any(name in content.tensors for name in names)
+    ]
+    without_values = [name for name, tensor in missing if strict or tensor.is_meta]
+    if without_values:
+        yield (
+            f"{len(without_values)} weights are not in the checkpoint, and have no values in the "
+            f"model either: {first_few(without_values, _MOST_LISTED)}"
+            if not strict
+            else f"{len(without_values)} weights are not in the checkpoint (strict=True): "
+            f"{first_few(without_values, _MOST_LISTED)}"
+        )
+    elif missing:
+        _log.warning(
+            "%d weights of %s are not in %s and keep their values: %s",
+            len(missing),
+            "the model",
+            content.source,
+            first_few([name for name, _ in missing], _MOST_LISTED),
+        )
+    if unused_names and strict:
+        yield (
+            f"{len(unused_names)} tensors of the checkpoint are not in the model (strict=True): "
+            f"{first_few(unused_names, _MOST_LISTED)}"
+        )
+    elif unused_names:
+        _log.warning(
+            "%d tensors of %s are not in the model and are not used: %s",
+            len(unused_names),
+            content.source,
+            first_few(unused_names, _MOST_LISTED),
+        )
+
+
+def _mismatch_error(
+    model: nn.Module, content: CheckpointContent, mistakes: list[str]
+) -> ConfigError:
+    shown = "".join(f"\n  {mistake}" for mistake in mistakes[:_MOST_LISTED])
+    rest = len(mistakes) - _MOST_LISTED
+    more_text = f"\n  and {rest} more" if rest > 0 else ""
+    return ConfigError(
+        f"{content.source} does not fit {type(model).__name__}:{shown}{more_text}\n"
+        "Nothing has been loaded. Build the model from the configuration that the checkpoint was "
+        "saved with, or give the checkpoint of this model."
+    )

@@ -1,0 +1,158 @@
+"""Tensors that view a checkpoint's files: mapped when asked for, read ahead, and let go again.
+
+The system reads a mapped file's pages when they are used, keeps them once for all processes, and
+takes them back where memory is short. So a weight on the "disk" tier is never copied: it is
+mapped for the time of a forward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from nbaccel import mapped_files
+from nbaccel.bigmodel.checkpoint_files import StoredTensor
+from nbaccel.transfer import arena
+from nbaccel.transfer.file_arena import FileArena
+
+__all__ = ["StoredWeights", "WeightFiles"]
+
+_MADV_POPULATE_READ = 22  # <asm-generic/mman-common.h>, Linux 5.14; the mmap module lacks it
+_PORTION_BYTES = 64 << 20  # read at a time, so that a bar moves and an interrupt gets through
+
+
+class WeightFiles:
+    """Files of a checkpoint, each mapped once, when the first of its tensors is asked for."""
+
+    def __init__(self) -> None:
+        self._arenas: dict[Path, FileArena] = {}
+
+    def view(self, stored: StoredTensor) -> torch.Tensor:
+        """A tensor over the file's bytes, of the file's dtype.
+
+        What is written to it stays in this process. Where the file cannot be viewed (its bytes
+        are not aligned, or the system has no such mappings), the tensor is a copy or is mapped by
+        torch.
+        """
+        if stored.opened is not None:
+            return stored.opened
+        if not stored.num_bytes:
+            return torch.empty(stored.shape, dtype=stored.dtype)
+        raw_bytes = self._raw_bytes(stored)
+        if not stored.is_mappable:
+            raw_bytes = raw_bytes.clone()
+        return raw_bytes.view(stored.dtype).view(stored.shape)
+
+    def _raw_bytes(self, stored: StoredTensor) -> torch.Tensor:
+        """The bytes of a tensor, of shape ``[num_bytes]`` and dtype uint8."""
+        if not hasattr(os, "memfd_create"):
+            end_byte = stored.first_byte + stored.num_bytes
+            whole_file = torch.from_file(str(stored.path), False, end_byte, dtype=torch.uint8)
+            return whole_file[stored.first_byte :]
+        # A storage of its own for each tensor, as launches share storages.
+        tensor_storage = arena.storage_at(
+            self._arena_of(stored.path), stored.first_byte, stored.num_bytes
+        )
+        return torch.empty(0, dtype=torch.uint8).set_(tensor_storage)
+
+    def _arena_of(self, path: Path) -> FileArena:
+        if path not in self._arenas:
+            self._arenas[path] = FileArena(path)
+        return self._arenas[path]
+
+    def read_ahead(self, stored: StoredTensor) -> None:
+        """Ask the system to read a tensor's bytes soon; returns at once."""
+        mapped = self._span_of(stored)
+        # Only advice: a file system that cannot follow it reads the bytes when they are used.
+        with contextlib.suppress(OSError):
+            if mapped is not None:
+                file_arena, first_byte, end_byte = mapped
+                file_arena.advise(first_byte, end_byte, mmap.MADV_WILLNEED)
+
+    def bring_in(self, stored: StoredTensor, when_read: Callable[[int], object]) -> None:
+        """Read a tensor's bytes into memory now.
+
+        Args:
+            stored: The tensor.
+            when_read: Called with the number of bytes of each portion that was read.
+
+        Raises:
+            OSError: The file could not be read.
+        """
+        mapped = self._span_of(stored)
+        if mapped is None:
+            when_read(stored.num_bytes)
+            return
+        file_arena, first_byte, end_byte = mapped
+        for portion_start in range(first_byte, end_byte, _PORTION_BYTES):
+            portion_end = min(portion_start + _PORTION_BYTES, end_byte)
+            try:
+                file_arena.advise(portion_start, portion_end, _MADV_POPULATE_READ)
+            except OSError as error:
+                # An older Linux: then the bytes are read when they are used.
+                if error.errno != errno.EINVAL:
+                    raise
+            when_read(portion_end - portion_start)
+
+    def release(self, stored: StoredTensor) -> None:
+        """Let go of the memory of a tensor that is not used for now; the file's bytes stay."""
+        mapped = self._span_of(stored)
+        if mapped is not None:
+            file_arena, first_byte, end_byte = mapped
+            mapped_files.drop_pages(file_arena.address + first_byte, end_byte - first_byte)
+
+    def _span_of(self, stored: StoredTensor) -> tuple[FileArena, int, int] | None:
+        file_arena = self._arenas.get(stored.path)
+        if file_arena is None or stored.opened is not None or not stored.num_bytes:
+            return None
+        return file_arena, stored.first_byte, stored.first_byte + stored.num_bytes
+
+
+class StoredWeights(Mapping[str, torch.Tensor]):
+    """Weights by name, of which some stay in a checkpoint's files until they are asked for.
+
+    Args:
+        files: Where the files are mapped.
+        stored: What is in the files, by name.
+        held: What is in memory, by name.
+    """
+
+    def __init__(
+        self,
+        files: WeightFiles,
+        stored: Mapping[str, StoredTensor],
+        held: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self._files = files
+        self._stored = dict(stored)
+        self._held = dict(held or {})
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self._held:
+            return self._held[name]
+        return self._files.view(self._stored[name])
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._held
+        yield from (name for name in self._stored if name not in self._held)
+
+    def __len__(self) -> int:
+        return len(self._held.keys() | self._stored.keys())
+
+    def prefetch(self, names: Sequence[str]) -> None:
+        """See :class:`~nbaccel.bigmodel.weight_source.WeightSource`."""
+        for name in names:
+            if name in self._stored:
+                self._files.read_ahead(self._stored[name])
+
+    def release(self, names: Sequence[str]) -> None:
+        """See :class:`~nbaccel.bigmodel.weight_source.WeightSource`."""
+        for name in names:
+            if name in self._stored:
+                self._files.release(self._stored[name])

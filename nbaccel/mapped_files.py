@@ -1,0 +1,104 @@
+"""Files that this process has mapped copy-on-write: which bytes it sees, and pages given back.
+
+A tensor in such a mapping costs memory only for pages that were read, which all processes share,
+and for pages that were written, which are this process's own. Whoever makes a mapping registers it;
+strategies that cut a tensor into shards then drop the pages that they have read.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable
+from typing import Protocol
+from weakref import WeakSet
+
+__all__ = ["FileMapping", "drop_pages", "find_mapping", "forget_mapping", "register", "same_bytes"]
+
+_PAGE_BYTES = mmap.PAGESIZE
+
+
+class FileMapping(Protocol):
+    """A private mapping of a whole file."""
+
+    @property
+    def address(self) -> int:
+        """Its first byte in this process."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes are mapped."""
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """The file: its device and its inode."""
+
+    def written(self) -> list[tuple[int, int]]:
+        """Bytes, in whole pages, that this process has written to."""
+
+    def give_back(self, first_byte: int, end_byte: int) -> None:
+        """Drop whole pages: they show the file's bytes again when they are next read."""
+
+
+# An address belongs to one mapping in the life of a process's memory; weak, so that a mapping ends
+# with its last tensor.
+_LIVING_MAPPINGS: WeakSet[FileMapping] = WeakSet()
+
+
+def register(mapping: FileMapping) -> None:
+    """Let :func:`find_mapping` know a mapping for as long as it lives."""
+    _LIVING_MAPPINGS.add(mapping)
+
+
+def forget_mapping(mapping: FileMapping) -> None:
+    """Take a mapping off the list, because it shows another kind of file now."""
+    _LIVING_MAPPINGS.discard(mapping)
+
+
+def find_mapping(address: int, num_bytes: int) -> FileMapping | None:
+    """The private mapping that holds these bytes, if any."""
+    # A copy, because another thread may add one while the loop runs.
+    for mapping in tuple(_LIVING_MAPPINGS):
+        first_address = mapping.address
+        if first_address <= address and address + num_bytes <= first_address + mapping.nbytes:
+            return mapping
+    return None
+
+
+def drop_pages(address: int, num_bytes: int) -> None:
+    """Give back the pages that lie wholly within these bytes, if they are in a private mapping.
+
+    What was written there is lost; pages that other tensors have a part in are kept.
+
+    Args:
+        address: The first byte.
+        num_bytes: How many bytes.
+    """
+    mapping = find_mapping(address, num_bytes)
+    if mapping is None:
+        return
+    first_byte = -(-(address - mapping.address) // _PAGE_BYTES) * _PAGE_BYTES
+    end_byte = (address - mapping.address + num_bytes) // _PAGE_BYTES * _PAGE_BYTES
+    if first_byte < end_byte:
+        mapping.give_back(first_byte, end_byte)
+
+
+def same_bytes(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...] | None:
+    """What tells that another process sees the same bytes of the same files.
+
+    Args:
+        spans: Address and number of bytes, for each tensor.
+
+    Returns:
+        For each its file and place, equal in two processes of one machine if they see the same
+        bytes; None where some lie elsewhere, or in a mapping that was written to.
+    """
+    is_written: dict[int, bool] = {}
+    found_places = []
+    for address, num_bytes in spans:
+        mapping = find_mapping(address, num_bytes)
+        if mapping is None:
+            return None
+        if is_written.setdefault(id(mapping), bool(mapping.written())):
+            return None
+        found_places.append((*mapping.identity, address - mapping.address, num_bytes))
+    return tuple(found_places)
