@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from nbaccel import _catalog, torch_private
 from nbaccel.abc.bundle import Bundle
 from nbaccel.abc.standins import DummyOptim, DummyScheduler
+from nbaccel.accelerator.missing_values import refuse_missing_values
 from nbaccel.accelerator.training_run import TrainingRun
 from nbaccel.errors import ConfigError
 from nbaccel.strategies.compiling import compile_regions
@@ -199,7 +200,9 @@ class Preparer:
             # earlier.
             loaders=tuple(self._prepared.loaders),
         )
-        for bundle_step in self._bundle_steps([placements[index] for index in model_indices]):
+        model_placements = [placements[index] for index in model_indices]
+        refuse_missing_values(bundle, model_placements)
+        for bundle_step in self._bundle_steps(model_placements):
             bundle = bundle_step(bundle)
         for numbers, ready_objects in (
             (model_indices, bundle.models),
@@ -273,7 +276,9 @@ class Preparer:
                     f"{self._run.place.world_size} processes would each need all of them. Load it "
                     "without device_map, or train in one process."
                 )
-            if to_device and len(set(device_map.values())) <= 1:
+            # Of a model that a device map has spread, each module is moved by its own hook.
+            is_spread = len(set(device_map.values())) > 1 or any(map(_is_empty, model.parameters()))
+            if to_device and not is_spread:
                 device = _catalog.device(self._run.place.device_name)
                 device.place_module(model, self._run.place.device)  # PreparedOptimizer follows
         return bundle
@@ -329,6 +334,10 @@ class Preparer:
         # DDP and its model refer to each other; only freed tensors' memory leaves the cache.
         gc.collect()
         _catalog.device(self._run.place.device_name).empty_cache()
+
+
+def _is_empty(parameter: torch.Tensor) -> bool:
+    return parameter.is_meta
 
 
 def _restore_layers(bundle: Bundle) -> Bundle:

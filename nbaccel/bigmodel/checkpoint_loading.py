@@ -29,13 +29,20 @@ from nbaccel.bigmodel.load_plan import (
     inner_model,
     plan_loading,
 )
+from nbaccel.bigmodel.offload_folder import offload_weight, save_offload_index
 from nbaccel.bigmodel.stored_weights import StoredWeights, WeightFiles
 from nbaccel.errors import ConfigError
 from nbaccel.strategies import optimizer_shards
 from nbaccel.transfer import arena
 from nbaccel.transfer.sharded_tensors import fill_local_part, is_dtensor, is_sharded
 
-__all__ = ["LoadedWeights", "fill_model", "load_checkpoint_in_model", "parse_dtype"]
+__all__ = [
+    "LoadedWeights",
+    "fill_model",
+    "load_checkpoint_in_model",
+    "parse_dtype",
+    "write_offload_index",
+]
 
 _BAR_DELAY_S = 0.5  # a load that is over by then needs no bar
 
@@ -118,7 +125,7 @@ def load_checkpoint_in_model(
         needs_mapping=False,
     )
     if offload_folder is not None and loaded.stored:
-        _write_index(Path(offload_folder), loaded)
+        write_offload_index(offload_folder, loaded)
 
 
 def fill_model(
@@ -381,10 +388,14 @@ def _receive(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
 
 
 # ------------------------------------------------------------------------------ index of a folder
-def _write_index(folder: Path, loaded: LoadedWeights) -> None:
-    """Say in a folder where the weights are, as Accelerate does."""
-    from nbaccel.bigmodel.offload_folder import offload_weight, save_offload_index
+def write_offload_index(offload_folder: str | Path, loaded: LoadedWeights) -> None:
+    """Say in a folder where the weights on disk are, in Accelerate's format.
 
+    Args:
+        offload_folder: The folder; made if it is not there.
+        loaded: The weights that stayed in files.
+    """
+    folder = Path(offload_folder)
     folder.mkdir(parents=True, exist_ok=True)
     index: dict[str, Any] = {}
     for name, stored in loaded.stored.items():

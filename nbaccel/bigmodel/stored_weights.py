@@ -145,6 +145,10 @@ class StoredWeights(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._held.keys() | self._stored.keys())
 
+    def holding(self, held: Mapping[str, torch.Tensor]) -> StoredWeights:
+        """The same with further weights, which are in memory."""
+        return StoredWeights(self._files, self._stored, {**self._held, **held})
+
     def prefetch(self, names: Sequence[str]) -> None:
         """See :class:`~nbaccel.bigmodel.weight_source.WeightSource`."""
         for name in names:

@@ -11,7 +11,7 @@ from torch import nn
 from nbaccel.config.handlers import FullyShardedDataParallelPlugin
 from nbaccel.errors import ConfigError
 
-__all__ = ["choose_modules", "ignored_parameters"]
+__all__ = ["choose_modules", "ignored_parameters", "own_block_classes"]
 
 _ENOUGH_PARAMETERS = 100_000_000  # as torch's own size-based policy
 
@@ -89,7 +89,7 @@ def _choose(model: nn.Module, settings: FullyShardedDataParallelPlugin) -> set[i
         return {id(module) for module in model.modules() if policy(module)}
     named = settings.transformer_cls_names_to_wrap
     if policy is None:
-        classes = [named] if isinstance(named, str) else named or _own_blocks(model)
+        classes = [named] if isinstance(named, str) else named or own_block_classes(model)
         # What transformers names by default need not be there; what the user names must.
         return _of_classes(model, classes, strict=bool(named))
     policy_name = policy.lower()
@@ -99,7 +99,7 @@ def _choose(model: nn.Module, settings: FullyShardedDataParallelPlugin) -> set[i
         return large_modules
     if policy_name == "no_wrap":
         return set()
-    classes = [named] if isinstance(named, str) else named or _own_blocks(model)
+    classes = [named] if isinstance(named, str) else named or own_block_classes(model)
     if not classes:
         raise ConfigError(
             f"auto_wrap_policy={policy!r} needs the class names of the blocks: "
@@ -109,8 +109,15 @@ def _choose(model: nn.Module, settings: FullyShardedDataParallelPlugin) -> set[i
     return _of_classes(model, classes, strict=True)
 
 
-def _own_blocks(model: nn.Module) -> Sequence[str]:
-    """The blocks that models of transformers name; most name some they do not have."""
+def own_block_classes(model: nn.Module) -> Sequence[str]:
+    """The blocks that models of transformers name; most name some they do not have.
+
+    Args:
+        model: Any model.
+
+    Returns:
+        Names of classes that the model has, sorted.
+    """
     named: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
     present_classes = {type(module).__name__ for module in model.modules()}
     return sorted(present_classes.intersection(named))

@@ -84,7 +84,7 @@ def test_models_move_only_where_they_are_to() -> None:
         away = nn.Linear(2, 2)
     assert accelerator.prepare(away, device_placement=[False]).weight.is_meta
     assert Accelerator(cpu=True, device_placement=False).prepare(away).weight.is_meta
-    with pytest.raises(NotImplementedError):  # torch's: a meta tensor has nothing to move
+    with pytest.raises(ConfigError, match=r"2 weights of Linear .* load_checkpoint_in_model"):
         Accelerator(cpu=True).prepare(away)
 
 

@@ -1,0 +1,503 @@
+"""``dispatch_model`` and what builds on it: a model whose weights lie on several tiers runs.
+
+Modules on accelerators stay there; weights in host memory or on disk are brought in before a
+module's forward and let go after it. Where the host itself computes, weights in host memory stay
+where they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbaccel.bigmodel.align_hooks import (
+    AlignDevicesHook,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+)
+from nbaccel.bigmodel.checkpoint_loading import (
+    fill_model,
+    load_checkpoint_in_model,
+    parse_dtype,
+    write_offload_index,
+)
+from nbaccel.bigmodel.device_map import check_device_map, infer_auto_device_map
+from nbaccel.bigmodel.device_memory import get_balanced_memory
+from nbaccel.bigmodel.load_plan import DISK, HOST
+from nbaccel.bigmodel.model_hooks import (
+    CpuOffload,
+    UserCpuOffloadHook,
+    add_hook_to_module,
+)
+from nbaccel.bigmodel.module_tensors import find_tied_parameters
+from nbaccel.bigmodel.offload_folder import (
+    OffloadedWeightsLoader,
+    extract_submodules_state_dict,
+    offload_state_dict,
+)
+from nbaccel.bigmodel.tensor_placing import retie_parameters
+from nbaccel.errors import ConfigError, UnsafeMoment
+from nbaccel.strategies.choosing import own_block_classes
+from nbaccel.units import first_few
+
+__all__ = [
+    "cpu_offload",
+    "cpu_offload_with_hook",
+    "disk_offload",
+    "dispatch_model",
+    "load_checkpoint_and_dispatch",
+]
+
+_MAP_WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: str | Path,
+    device_map: str | Mapping[str, Any] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | None = None,
+    offload_folder: str | Path | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+    *,
+    prefetch: bool = True,
+) -> nn.Module:
+    """Load a checkpoint, each weight on the tier where it fits, and make the model run there.
+
+    Weights on disk are read from the checkpoint's own files whenever a module needs them, while
+    the module before it computes.
+
+    Args:
+        model: The model; best built under :func:`init_empty_weights`.
+        checkpoint: A file of weights, an ``*.index.json``, or a folder with one of them.
+        device_map: ``"auto"`` and ``"balanced"`` (spread evenly over accelerators),
+            ``"balanced_low_0"`` (the first one kept freer), ``"sequential"`` (one filled after the
+            other), or module's name → accelerator, ``"cpu"`` or ``"disk"``. None: weights stay
+            where the model is; see :func:`load_checkpoint_in_model`.
+        max_memory: Bytes, or texts such as ``"10GiB"``, by tier; None: what is free.
+        no_split_module_classes: Classes whose modules stay whole; None: those that a model of
+            transformers names itself.
+        offload_folder: Not needed. Where it is given, an index of the weights on disk is written
+            there, which :func:`dispatch_model` can read later.
+        offload_buffers: Whether buffers are moved as parameters are.
+        dtype: Format of floating-point weights; None: that of the model.
+        offload_state_dict: Not needed: no file is ever held beside the model.
+        skip_keys: Arguments of `forward` that are not moved between devices.
+        preload_module_classes: Classes whose submodules' weights are brought in together.
+        force_hooks: Whether a model on a single device gets hooks, too.
+        strict: Whether missing and left-over weights are errors.
+        full_state_dict: See :func:`load_checkpoint_in_model`.
+        broadcast_from_rank0: The same.
+        prefetch: Whether the next weights are fetched while a module computes.
+
+    Returns:
+        The model.
+
+    Raises:
+        CheckpointDamaged: Files are missing, truncated, damaged or hold code.
+        ConfigError: The checkpoint does not fit the model, it does not fit into `max_memory`, or
+            there is no such device. Nothing has been changed in either case.
+    """
+    if device_map is None:
+        load_checkpoint_in_model(
+            model,
+            checkpoint,
+            dtype=dtype,
+            strict=strict,
+            full_state_dict=full_state_dict,
+            broadcast_from_rank0=broadcast_from_rank0,
+        )
+        return model
+    del offload_state_dict
+    tiers = _map_of(
+        model,
+        device_map,
+        max_memory=max_memory,
+        no_split_module_classes=no_split_module_classes,
+        dtype=dtype,
+        offload_buffers=offload_buffers,
+    )
+    loaded = fill_model(
+        model,
+        checkpoint,
+        device_map=tiers,
+        dtype=parse_dtype(dtype),
+        offload_buffers=offload_buffers,
+        strict=strict,
+    )
+    if offload_folder is not None and loaded.stored:
+        write_offload_index(offload_folder, loaded)
+    return _dispatch(
+        model,
+        tiers,
+        loaded.weights.holding,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        offload_buffers=offload_buffers,
+        force_hooks=force_hooks,
+        prefetch=prefetch,
+    )
+
+
+def _map_of(
+    model: nn.Module,
+    device_map: str | Mapping[str, Any],
+    *,
+    max_memory: Mapping[int | str, int | str] | None,
+    no_split_module_classes: Sequence[str] | None,
+    dtype: str | torch.dtype | None,
+    offload_buffers: bool,
+) -> Mapping[str, Any]:
+    if not isinstance(device_map, str):
+        check_device_map(model, dict(device_map))
+        return device_map
+    if device_map not in _MAP_WORDS:
+        raise ConfigError(
+            f"device_map={device_map!r} is no way to place a model: nothing would be loaded. Give "
+            f"one of {', '.join(map(repr, _MAP_WORDS))}, or a mapping such as {{'': 'cpu'}}."
+        )
+    whole_classes = (
+        own_block_classes(model) if no_split_module_classes is None else no_split_module_classes
+    )
+    budgets = max_memory
+    if device_map != "sequential":
+        budgets = get_balanced_memory(
+            model,
+            max_memory=max_memory,
+            no_split_module_classes=whole_classes,
+            dtype=dtype,
+            low_zero=device_map == "balanced_low_0",
+        )
+    return infer_auto_device_map(
+        model,
+        max_memory=budgets,
+        no_split_module_classes=whole_classes,
+        dtype=dtype,
+        offload_buffers=offload_buffers,
+    )
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, Any],
+    main_device: torch.device | str | int | None = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    offload_dir: str | Path | None = None,
+    offload_index: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    *,
+    prefetch: bool = True,
+) -> nn.Module:
+    """Put a model's modules where a map says, and make it run there.
+
+    Args:
+        model: The model.
+        device_map: Module's name → accelerator, ``"cpu"`` or ``"disk"``.
+        main_device: Where weights in host memory or on disk compute; None: the first accelerator
+            of the map, or the host.
+        state_dict: Weights of the modules in host memory; None: the model's own.
+        offload_dir: Folder of the weights on disk. They are written there unless it holds an
+            ``index.json`` already.
+        offload_index: What such an index says, instead of one in the folder.
+        offload_buffers: Whether buffers are moved as parameters are.
+        skip_keys: Arguments of `forward` that are not moved between devices.
+        preload_module_classes: Classes whose submodules' weights are brought in together.
+        force_hooks: Whether a model on a single device gets hooks, too.
+        prefetch: Whether the next weights are fetched while a module computes.
+
+    Returns:
+        The model, with the map as ``hf_device_map``.
+
+    Raises:
+        ConfigError: The map leaves parameters out, or weights belong on disk and it is not said
+            where.
+    """
+    check_device_map(model, dict(device_map))
+    disk_modules = [name for name, tier in device_map.items() if tier == DISK]
+    if disk_modules:
+        if offload_dir is None and offload_index is None:
+            raise ConfigError(
+                f"device_map keeps {first_few(disk_modules, 3)} on disk, and no offload_dir was "
+                "given: there is nowhere to read them from. Give a folder, or load the model with "
+                "load_checkpoint_and_dispatch, which reads the checkpoint's own files."
+            )
+        if offload_index is None and not _has_index(offload_dir):
+            offload_state_dict(
+                offload_dir, extract_submodules_state_dict(model.state_dict(), disk_modules)
+            )
+
+    def weights_with(held: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        held = {**held, **(state_dict or {})}
+        if not disk_modules:
+            return held
+        return OffloadedWeightsLoader(
+            state_dict=held or None, save_folder=offload_dir, index=offload_index
+        )
+
+    return _dispatch(
+        model,
+        device_map,
+        weights_with,
+        main_device=main_device,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        offload_buffers=offload_buffers,
+        force_hooks=force_hooks,
+        prefetch=prefetch,
+    )
+
+
+def _has_index(folder: str | Path | None) -> bool:
+    return folder is not None and (Path(folder) / "index.json").is_file()
+
+
+def _dispatch(
+    model: nn.Module,
+    device_map: Mapping[str, Any],
+    weights_with: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]],
+    *,
+    main_device: torch.device | str | int | None = None,
+    skip_keys: str | Sequence[str] | None,
+    preload_module_classes: Sequence[str] | None,
+    offload_buffers: bool,
+    force_hooks: bool,
+    prefetch: bool,
+) -> nn.Module:
+    tiers = set(device_map.values())
+    # A quantized model's layers move in their own way, which `Module.to` does not know.
+    force_hooks = force_hooks or bool(getattr(model, "is_quantized", False))
+    if len(tiers) > 1 or DISK in tiers or force_hooks:
+        _attach(
+            model,
+            device_map,
+            weights_with,
+            _main_device(device_map) if main_device is None else main_device,
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+            offload_buffers=offload_buffers,
+            prefetch=prefetch,
+        )
+    else:
+        (only_tier,) = tiers
+        model.to(only_tier)
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    return model
+
+
+def _main_device(device_map: Mapping[str, Any]) -> Any:
+    return next((tier for tier in device_map.values() if tier not in (HOST, DISK)), HOST)
+
+
+def _attach(
+    model: nn.Module,
+    device_map: Mapping[str, Any],
+    weights_with: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]],
+    main_device: Any,
+    *,
+    skip_keys: str | Sequence[str] | None,
+    preload_module_classes: Sequence[str] | None,
+    offload_buffers: bool,
+    prefetch: bool,
+) -> None:
+    """Give each block of the map the hook that its tier needs."""
+    computes_on_host = torch.device(main_device).type == "cpu"
+    held: dict[str, torch.Tensor] = {}
+    if not computes_on_host:
+        host_modules = [name for name, tier in device_map.items() if tier == HOST]
+        held = extract_submodules_state_dict(model.state_dict(), host_modules)
+    moved_tiers = (DISK,) if computes_on_host else (HOST, DISK)
+    execution_devices = {
+        name: main_device if tier in (HOST, DISK) else tier for name, tier in device_map.items()
+    }
+    tied_parameters = find_tied_parameters(model)
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device={**execution_devices, "": main_device},
+        offload={name: tier in moved_tiers for name, tier in device_map.items()},
+        offload_buffers=offload_buffers,
+        weights_map=weights_with(held),
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        tied_params_map=_tied_storages(model, tied_parameters),
+        prefetch=prefetch,
+    )
+    # A hook replaces the parameters of its module, and with them one end of a tie.
+    retie_parameters(model, tied_parameters)
+    for method_name in ("to", "cuda"):
+        setattr(model, method_name, _guarded(model, method_name))
+
+
+def _tied_storages(
+    model: nn.Module, tied_parameters: Sequence[Sequence[str]]
+) -> dict[int, dict[torch.device, torch.Tensor]]:
+    """Where copies of a tied parameter on each device are noted, by its address."""
+    first_names = (names[0] for names in tied_parameters)
+    tensors = (model.get_parameter(name) for name in first_names)
+    # On `meta` all addresses are 0: such a tie is found again by `retie_parameters` alone.
+    return {tensor.data_ptr(): {} for tensor in tensors if not tensor.is_meta}
+
+
+def _guarded(model: nn.Module, method_name: str) -> Callable[..., nn.Module]:
+    """A method that moves the model, with a warning; refused while weights are elsewhere."""
+    move: Callable[..., nn.Module] = getattr(model, method_name)
+
+    @functools.wraps(move)
+    def guarded(*args: Any, **kwargs: Any) -> nn.Module:
+        moved_out = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+        if moved_out:
+            raise UnsafeMoment(
+                f"{type(model).__name__}.{method_name}{args} cannot move the model: "
+                f"{len(moved_out)} of its weights ({first_few(moved_out, 2)}) are in host memory "
+                "or on disk, and only brought in when they are used. Load it with another "
+                "device_map, or call remove_hook_from_submodules(model) first."
+            )
+        warnings.warn(
+            f"{type(model).__name__} was placed by a device_map: after .{method_name}{args} its "
+            "hooks still send inputs to the devices of the map. Load it with another device_map "
+            "instead.",
+            stacklevel=2,
+        )
+        return move(*args, **kwargs)
+
+    return guarded
+
+
+# ------------------------------------------------------------------------------ whole models
+def cpu_offload(
+    model: nn.Module,
+    execution_device: torch.device | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    *,
+    prefetch: bool = True,
+) -> nn.Module:
+    """Keep a model's weights in host memory, and bring each module's in for its forward.
+
+    Args:
+        model: The model.
+        execution_device: Where it computes; None: where its first parameter is.
+        offload_buffers: Whether buffers are moved, too.
+        state_dict: The weights; None: the model's own.
+        preload_module_classes: Classes whose submodules' weights are brought in together.
+        prefetch: Whether the next weights are fetched while a module computes.
+
+    Returns:
+        The model, with its parameters on ``meta``.
+    """
+    device = _first_device(model) if execution_device is None else execution_device
+    weights = (
+        {name: tensor.to(HOST) for name, tensor in model.state_dict().items()}
+        if state_dict is None
+        else state_dict
+    )
+    return _offload_all(
+        model, device, weights, offload_buffers, preload_module_classes, prefetch=prefetch
+    )
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: str | Path,
+    execution_device: torch.device | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Sequence[str] | None = None,
+    *,
+    prefetch: bool = True,
+) -> nn.Module:
+    """Write a model's weights to a folder, and bring each module's in for its forward.
+
+    Args:
+        model: The model.
+        offload_dir: The folder; weights are not written where it has an ``index.json`` already.
+        execution_device: Where the model computes; None: where its first parameter is.
+        offload_buffers: Whether buffers are moved, too.
+        preload_module_classes: Classes whose submodules' weights are brought in together.
+        prefetch: Whether the next weights are fetched while a module computes.
+
+    Returns:
+        The model, with its parameters on ``meta``.
+    """
+    device = _first_device(model) if execution_device is None else execution_device
+    if not _has_index(offload_dir):
+        offload_state_dict(offload_dir, model.state_dict())
+    return _offload_all(
+        model,
+        device,
+        OffloadedWeightsLoader(save_folder=offload_dir),
+        offload_buffers,
+        preload_module_classes,
+        prefetch=prefetch,
+    )
+
+
+def cpu_offload_with_hook(
+    model: nn.Module,
+    execution_device: int | str | torch.device | None = None,
+    prev_module_hook: UserCpuOffloadHook | None = None,
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keep a whole model in host memory until it is called; then it stays on the device.
+
+    For pipelines of several models, of which one at a time is on the device.
+
+    Args:
+        model: The model.
+        execution_device: Where it computes; None: the first accelerator, or the host.
+        prev_module_hook: The hook of the model that is called before this one: it is moved out
+            when this one is called.
+
+    Returns:
+        The model, and a hook whose ``offload()`` moves it out and whose ``remove()`` ends all this.
+    """
+    hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+def _first_device(model: nn.Module) -> torch.device:
+    return next((tensor.device for tensor in model.parameters()), torch.device(HOST))
+
+
+def _offload_all(
+    model: nn.Module,
+    execution_device: torch.device,
+    weights: Mapping[str, torch.Tensor],
+    offload_buffers: bool,
+    preload_module_classes: Sequence[str] | None,
+    *,
+    prefetch: bool,
+) -> nn.Module:
+    if execution_device.type == "meta":
+        raise ConfigError(
+            f"{type(model).__name__} is on meta, so it is not known where it computes. Give "
+            "execution_device, for example torch.device('cpu')."
+        )
+    # Outermost, so that outputs return to where the inputs were.
+    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
+    attach_align_device_hook(
+        model,
+        execution_device=execution_device,
+        offload=True,
+        offload_buffers=offload_buffers,
+        weights_map=weights,
+        preload_module_classes=preload_module_classes,
+        prefetch=prefetch,
+    )
+    return model
