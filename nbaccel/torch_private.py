@@ -73,6 +73,7 @@ __all__ = [
     "scale_tensor",
     "scales_gradients_itself",
     "state_readers",
+    "store_own_tensor",
     "storage_id",
     "storage_use_count",
     "tensor_version",
@@ -490,6 +491,12 @@ def module_tables(
 ) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, nn.Module | None]]:
     """A module's own parameters, buffers and submodules by name, tied ones under each name."""
     return module._parameters, module._buffers, module._modules
+
+
+def store_own_tensor(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+    """Replace a module's own parameter or buffer, past what registering a new one would do."""
+    table: Any = module._parameters if name in module._parameters else module._buffers
+    table[name] = tensor
 
 
 def replace_parameter_table(module: nn.Module, table: dict[str, Any]) -> None:

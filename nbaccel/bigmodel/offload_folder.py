@@ -1,0 +1,432 @@
+"""Weights in a folder: one file of plain numbers each, and an index of their formats and shapes.
+
+The layout is Accelerate's: ``<name>.dat`` and ``index.json``. Nothing here decides which weights
+belong there; files are trusted for their numbers only, never for where they are or how large.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from nbaccel import atomic
+from nbaccel.bigmodel.tensor_placing import set_module_tensor_to_device, usable_device
+from nbaccel.bigmodel.weight_source import prefetch_weights, release_weights
+from nbaccel.errors import CheckpointDamaged, ConfigError
+
+__all__ = [
+    "OffloadedWeightsLoader",
+    "PrefixedDataset",
+    "extract_submodules_state_dict",
+    "load_offload_index",
+    "load_offloaded_weight",
+    "load_offloaded_weights",
+    "offload_state_dict",
+    "offload_weight",
+    "save_offload_index",
+]
+
+INDEX_NAME = "index.json"
+_HIDDEN_NAME = "weights"
+_8_BIT_STATISTICS = "SCB"
+_MOST_NUMBERS = 2**59
+
+
+# ------------------------------------------------------------------------- writing
+
+
+def offload_weight(
+    weight: torch.Tensor,
+    weight_name: str,
+    offload_folder: str | os.PathLike[str],
+    index: dict[str, Any] | None = None,
+) -> dict[str, Any] | None:
+    """Write one tensor to a folder.
+
+    Args:
+        weight: The tensor, on any device.
+        weight_name: What it is called.
+        offload_folder: The folder, which exists.
+        index: Where its format and shape are noted.
+
+    Returns:
+        `index`.
+
+    Raises:
+        ConfigError: The name would lead out of the folder, or the tensor has no values to write.
+        OSError: It cannot be written; a file of that name is as it was.
+    """
+    _check_weight(weight_name, weight)
+    folder = Path(offload_folder)
+    with atomic.partial_folder(folder, _HIDDEN_NAME) as hidden_folder:
+        _write_weight(hidden_folder, weight_name, weight)
+        _publish_file(hidden_folder, folder, _file_name(weight_name))
+    if index is not None:
+        index[weight_name] = _weight_info(weight)
+    return index
+
+
+def offload_state_dict(
+    save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]
+) -> None:
+    """Write tensors to a folder, which is made if need be, and add them to its index.
+
+    Args:
+        save_dir: The folder.
+        state_dict: The tensors by name.
+
+    Raises:
+        ConfigError: A name would lead out of the folder, or a tensor has no values to write;
+            nothing has been written then.
+        OSError: One cannot be written; the files that are there are whole.
+    """
+    for weight_name, weight in state_dict.items():
+        _check_weight(weight_name, weight)
+    folder = Path(save_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic.partial_folder(folder, _HIDDEN_NAME) as hidden_folder:
+        for weight_name, weight in state_dict.items():
+            _write_weight(hidden_folder, weight_name, weight)
+            _publish_file(hidden_folder, folder, _file_name(weight_name))
+    save_offload_index({name: _weight_info(weight) for name, weight in state_dict.items()}, folder)
+
+
+def save_offload_index(
+    index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
+) -> None:
+    """Add entries to a folder's index; without any, nothing is written.
+
+    Args:
+        index: Formats and shapes by name.
+        offload_folder: The folder.
+
+    Raises:
+        CheckpointDamaged: The index that is there cannot be read.
+        OSError: It cannot be written; the one that is there is as it was.
+    """
+    if index:
+        index_path = Path(offload_folder, INDEX_NAME)
+        entries = load_offload_index(offload_folder) if index_path.is_file() else {}
+        atomic.write_text(index_path, json.dumps({**entries, **index}, indent=2))
+
+
+def _file_name(weight_name: Any) -> str:
+    """The file of a weight.
+
+    Raises:
+        ConfigError: The name would lead elsewhere.
+    """
+    is_plain = isinstance(weight_name, str) and weight_name and "\0" not in weight_name
+    if not is_plain or {"/", "\\"} & set(weight_name):
+        raise ConfigError(
+            f"{weight_name!r} cannot be the name of a weight: its file would lie outside of the "
+            "folder of offloaded weights, where it could overwrite something else. Rename it to "
+            "letters, digits and dots, or use an index of your own making only."
+        )
+    return f"{weight_name}.dat"
+
+
+def _check_weight(weight_name: str, weight: Any) -> None:
+    _file_name(weight_name)
+    is_plain = isinstance(weight, torch.Tensor) and weight.layout is torch.strided
+    if not is_plain or weight.is_meta or weight.is_quantized:
+        found = (
+            f"a tensor on {weight.device} of layout {weight.layout} and {weight.dtype}"
+            if isinstance(weight, torch.Tensor)
+            else f"{type(weight).__name__}"
+        )
+        raise ConfigError(
+            f"{weight_name!r} is {found}: it has no plain numbers that could be written to a file. "
+            "Load its values first, or leave it in memory."
+        )
+
+
+def _weight_info(weight: torch.Tensor) -> dict[str, Any]:
+    return {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
+
+
+def _write_weight(folder: Path, weight_name: str, weight: torch.Tensor) -> None:
+    values = weight.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # As bytes: numpy lacks some of torch's formats.
+    content = values.reshape(-1).view(torch.uint8).numpy()
+    with Path(folder, _file_name(weight_name)).open("wb") as file:
+        file.write(content.data)
+
+
+def _publish_file(hidden_folder: Path, folder: Path, file_name: str) -> None:
+    # Not synced to the disk, which takes long for large models: after a power failure a file may
+    # be short, which is noticed by its size when it is read.
+    Path(hidden_folder, file_name).replace(folder / file_name)
+
+
+# ------------------------------------------------------------------------- reading
+
+
+def load_offload_index(offload_folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a folder's index.
+
+    Args:
+        offload_folder: The folder.
+
+    Returns:
+        What is known of each weight, by name.
+
+    Raises:
+        CheckpointDamaged: There is none, or it cannot be read.
+    """
+    index_path = Path(offload_folder, INDEX_NAME)
+    try:
+        index = json.loads(index_path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointDamaged(
+            f"{index_path} cannot be read ({type(error).__name__}: {error}): it has the formats "
+            "and shapes of the weights in this folder. Offload the model again, to a new folder."
+        ) from None
+    if not isinstance(index, dict):
+        raise CheckpointDamaged(
+            f"{index_path} holds a {type(index).__name__}, not weights by their names: nothing in "
+            "this folder can be read by it. Offload the model again, to a new folder."
+        )
+    return index
+
+
+def load_offloaded_weight(
+    weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]
+) -> torch.Tensor:
+    """A weight as a tensor over its file: read when it is used, and the file is never changed.
+
+    Args:
+        weight_file: The file.
+        weight_info: Its entry of the index: ``dtype`` and ``shape``.
+
+    Returns:
+        The tensor, in host memory. What is written to it stays in this process's memory.
+
+    Raises:
+        CheckpointDamaged: The entry makes no sense, or the file has not the size that it tells.
+    """
+    path = Path(weight_file)
+    dtype, shape = _stored_dtype(path, weight_info), _stored_shape(path, weight_info)
+    expected_bytes = math.prod(shape) * dtype.itemsize
+    _check_size(path, expected_bytes, dtype, shape)
+    if expected_bytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    # Copy on write: pages that are only read are the file's own, and cost no memory of the process.
+    mapped = np.memmap(path, dtype=np.uint8, mode="c", shape=(expected_bytes,))
+    return torch.from_numpy(mapped).view(dtype).reshape(shape)
+
+
+def _stored_dtype(path: Path, weight_info: Any) -> torch.dtype:
+    dtype_name = weight_info.get("dtype") if isinstance(weight_info, Mapping) else None
+    dtype = getattr(torch, dtype_name, None) if isinstance(dtype_name, str) else None
+    # Numbers that need a scale beside them are not stored like this.
+    is_plain = isinstance(dtype, torch.dtype) and not str(dtype_name).startswith(("q", "bits"))
+    if not isinstance(dtype, torch.dtype) or not is_plain:
+        raise CheckpointDamaged(
+            f"The index entry of {path} is {weight_info!r}: its dtype is no format of torch "
+            f"{torch.__version__}, so the file cannot be read. Offload the model again."
+        )
+    return dtype
+
+
+def _stored_shape(path: Path, weight_info: Mapping[str, Any]) -> tuple[int, ...]:
+    shape = weight_info.get("shape")
+    sizes = shape if isinstance(shape, (list, tuple)) else (shape,)
+    # A truth value counts as a number for Python. An empty tensor's other sizes have no file to
+    # be compared with, and torch multiplies them.
+    is_usable = shape is sizes and all(type(size) is int and size >= 0 for size in sizes)
+    if not is_usable or math.prod(size or 1 for size in sizes) >= _MOST_NUMBERS:
+        raise CheckpointDamaged(
+            f"The index entry of {path} has the shape {shape!r}, which is no list of sizes that "
+            "a tensor can have, so the file cannot be read. Offload the model again."
+        )
+    return tuple(sizes)
+
+
+def _check_size(
+    path: Path, expected_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    try:
+        found_bytes = path.stat().st_size
+    except OSError as error:
+        raise CheckpointDamaged(
+            f"{path} cannot be read ({type(error).__name__}: {error.strerror}), though the index "
+            f"tells of {expected_bytes} bytes there. Offload the model again, or copy the whole "
+            "folder."
+        ) from None
+    if found_bytes != expected_bytes:
+        raise CheckpointDamaged(
+            f"{path} has {found_bytes} bytes; by the index ({dtype}, shape {list(shape)}) it must "
+            f"have {expected_bytes}: it is truncated, or belongs to another model. Offload the "
+            "model again, to a new folder."
+        )
+
+
+def load_offloaded_weights(
+    model: nn.Module,
+    index: Mapping[str, Any] | None,
+    offload_folder: str | os.PathLike[str],
+) -> None:
+    """Give a model the weights of a folder, in host memory.
+
+    Args:
+        model: The model.
+        index: The entries of the weights; without any, nothing is done.
+        offload_folder: Where their files are.
+
+    Raises:
+        CheckpointDamaged: A file or its entry is not usable; no weight has been set then.
+        ConfigError: The model has no tensor of a name or shape, or weights are of 8 bits.
+    """
+    _refuse_8_bits(index or {})
+    loader = OffloadedWeightsLoader(save_folder=offload_folder, index=index or {})
+    weights = dict(loader.items())
+    for weight_name, weight in weights.items():
+        set_module_tensor_to_device(model, weight_name, "cpu", value=weight)
+
+
+def _refuse_8_bits(index: Mapping[str, Any]) -> None:
+    statistics = [name for name in index if _8_BIT_STATISTICS in name.split(".")]
+    if statistics:
+        raise ConfigError(
+            f"{statistics[0]!r} belongs to 8-bit weights of bitsandbytes, which nbaccel does not "
+            "load from a folder. Offload the model without quantization."
+        )
+
+
+# ------------------------------------------------------------------------- maps of weights
+
+
+class PrefixedDataset(Mapping[str, Any]):
+    """The part of a map whose keys begin with a prefix, without it.
+
+    Args:
+        dataset: The map.
+        prefix: The prefix, such as ``layers.0.``.
+    """
+
+    def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> Any:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __contains__(self, key: object) -> bool:
+        # Not by reading, as Mapping does.
+        return f"{self.prefix}{key}" in self.dataset
+
+    def __iter__(self) -> Iterator[str]:
+        return (key[len(self.prefix) :] for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def prefetch(self, names: Sequence[str]) -> None:
+        """Pass names on to a map that reads ahead; see `WeightSource`."""
+        prefetch_weights(self.dataset, [f"{self.prefix}{name}" for name in names])
+
+    def release(self, names: Sequence[str]) -> None:
+        """Pass names on to a map that reads ahead; see `WeightSource`."""
+        release_weights(self.dataset, [f"{self.prefix}{name}" for name in names])
+
+
+class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
+    """Weights by name: from memory first, else from a folder or from files of safetensors.
+
+    Args:
+        state_dict: Weights in memory.
+        save_folder: A folder that `offload_state_dict` wrote.
+        index: What is known of the weights that are not in memory: ``dtype`` and ``shape`` of
+            those in `save_folder`; ``safetensors_file``, and if they differ ``weight_name`` and
+            ``dtype``, of others. None: the index of the folder.
+        device: Where weights from safetensors go; None: host memory.
+
+    Raises:
+        ConfigError: Nothing is given.
+        CheckpointDamaged: The folder's index cannot be read.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        save_folder: str | os.PathLike[str] | None = None,
+        index: Mapping[str, Any] | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ConfigError(
+                f"state_dict={state_dict}, save_folder={save_folder} and index={index}: there is "
+                "nothing to load weights from. Give one of them."
+            )
+        if index is None and save_folder is not None:
+            index = load_offload_index(save_folder)
+        self.state_dict = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        self.index = {} if index is None else index
+        self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
+        self.device = device
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        weight_info = self.index[key]
+        if isinstance(weight_info, Mapping) and weight_info.get("safetensors_file") is not None:
+            return self._from_safetensors(key, weight_info)
+        if self.save_folder is None:
+            raise ConfigError(
+                f"{key!r} is in the index ({weight_info!r}) without a safetensors_file, so its "
+                "file must lie in a folder. Pass save_folder."
+            )
+        return load_offloaded_weight(Path(self.save_folder, _file_name(key)), weight_info)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.state_dict or key in self.index
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+    def _from_safetensors(self, key: str, weight_info: Mapping[str, Any]) -> torch.Tensor:
+        path = Path(weight_info["safetensors_file"])
+        dtype = _stored_dtype(path, weight_info) if "dtype" in weight_info else None
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                tensor: torch.Tensor = file.get_tensor(weight_info.get("weight_name", key))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointDamaged(
+                f"{path} cannot give the weight {key!r} ({type(error).__name__}: {error}). "
+                "Download or save the checkpoint again."
+            ) from None
+        return tensor.to(usable_device("cpu" if self.device is None else self.device), dtype)
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, torch.Tensor], submodule_names: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """The entries of a state dict that belong to some submodules.
+
+    Args:
+        state_dict: The whole.
+        submodule_names: Names of submodules, or of single tensors.
+
+    Returns:
+        The entries, with their whole names.
+    """
+    return {
+        key: tensor
+        for name in submodule_names
+        for key, tensor in state_dict.items()
+        if key == name or key.startswith(f"{name}.")
+    }
