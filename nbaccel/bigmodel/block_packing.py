@@ -1,0 +1,455 @@
+"""Blocks of a model packed onto devices, in the model's order and within budgets.
+
+Plain numbers and names: nothing here knows torch, modules or what a device is, but that some tiers
+are slower than others.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+__all__ = ["Block", "BlockForest", "Packing", "Refusal", "Tier", "find_block", "pack_blocks"]
+
+DecisionText = tuple[str, tuple[object, ...]]
+"""A message with its arguments, as loggers take them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a model that goes to one device, or is split into the blocks inside of it.
+
+    Attributes:
+        name: Dotted, unique.
+        size: Bytes of all in it; what is tied counts at its first name only.
+        inside: The name of the block that it is a part of; None at the top. A block that must not
+            be split is listed without parts.
+        is_layer: Whether it is brought onto a device whole when it is used.
+    """
+
+    name: str
+    size: float
+    inside: str | None = None
+    is_layer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A device that blocks can lie on.
+
+    Attributes:
+        device: Its name or number.
+        budget: Bytes that it may hold; None where there is no limit.
+        level: 0 where blocks are computed, higher where they are kept and brought back from.
+        keeps_room: Whether room is kept for the largest layer that lies on a slower tier.
+    """
+
+    device: int | str
+    budget: int | None
+    level: int = 0
+    keeps_room: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The block for which a tier had no room, so that the next tier was taken.
+
+    Attributes:
+        block: Its name.
+        size: Bytes of it and of what must share its device.
+        room_kept: Bytes that were kept free for a layer of a slower tier.
+    """
+
+    block: str
+    size: float
+    room_kept: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packing:
+    """Where the blocks went.
+
+    Attributes:
+        tiers: In the order in which they were filled.
+        devices: The device of each block by name, in the order of placing.
+        held: Bytes on each device.
+        refusals: By device, for those that were left.
+        decisions: What was decided, and why.
+        is_complete: Whether all blocks have a place.
+        largest_kept_away: Bytes of the largest layer on a tier that is not computed on.
+    """
+
+    tiers: tuple[Tier, ...]
+    devices: dict[str, int | str]
+    held: dict[int | str, float]
+    refusals: dict[int | str, Refusal]
+    decisions: tuple[DecisionText, ...]
+    is_complete: bool
+    largest_kept_away: float
+
+    def bytes_below(self, level: int) -> float:
+        """Bytes on tiers that are slower than a level."""
+        return sum(self.held[tier.device] for tier in self.tiers if tier.level > level)
+
+    def is_better(self, other: Packing) -> bool:
+        """Whether it holds less on some slow tiers, and nowhere more on slower ones."""
+        if self.is_complete != other.is_complete:
+            return self.is_complete
+        levels = sorted({tier.level for tier in self.tiers})
+        own_bytes = [self.bytes_below(level) for level in levels]
+        other_bytes = [other.bytes_below(level) for level in levels]
+        return own_bytes != other_bytes and all(
+            own <= others for own, others in zip(own_bytes, other_bytes, strict=True)
+        )
+
+
+# ------------------------------------------------------------------------------- blocks
+class BlockForest:
+    """Blocks by number: those inside of a block follow it, so that it is a range of numbers.
+
+    Args:
+        blocks: Each before those inside of it, and these before the next.
+        tied_groups: Names of tensors that are one; each lies in the innermost block whose name
+            begins its own, and what lies in none is left out.
+
+    Attributes:
+        blocks: The blocks.
+        parents: The block that each is a part of; -1 at the top.
+        roots: The blocks at the top.
+        children: The parts of each.
+        ends: For each the number behind the last block inside of it.
+        layers: The blocks that are layers, the largest first.
+    """
+
+    def __init__(self, blocks: Sequence[Block], tied_groups: Iterable[Iterable[str]] = ()) -> None:
+        self.blocks = tuple(blocks)
+        self._numbers = {block.name: number for number, block in enumerate(self.blocks)}
+        self.parents = [self._numbers.get(block.inside, -1) for block in self.blocks]  # type: ignore[arg-type]
+        self.roots = [number for number, parent in enumerate(self.parents) if parent < 0]
+        self.children: list[list[int]] = [[] for _ in self.blocks]
+        self.ends = [number + 1 for number in range(len(self.blocks))]
+        for number, parent in enumerate(self.parents):
+            if parent >= 0:
+                self.children[parent].append(number)
+        for number, parent in reversed([*enumerate(self.parents)]):
+            if parent >= 0:
+                self.ends[parent] = max(self.ends[parent], self.ends[number])
+        self._holders: list[tuple[int, ...]] = []
+        self._ties: dict[int, list[int]] = {}
+        for tied_names in tied_groups:
+            self._add_ties(tied_names)
+        self.layers = sorted(
+            (number for number, block in enumerate(self.blocks) if block.is_layer),
+            key=lambda number: (-self.blocks[number].size, number),
+        )
+
+    def size_of(self, numbers: Iterable[int]) -> float:
+        """Bytes of several blocks."""
+        return sum(self.blocks[number].size for number in numbers)
+
+    def around(self, number: int) -> Iterable[int]:
+        """A block and all that it is part of, from the inside out."""
+        while number >= 0:
+            yield number
+            number = self.parents[number]
+
+    def together(self, number: int, waiting: Container[int]) -> list[int]:
+        """A block and all that must share its device, because tensors of them are tied.
+
+        Args:
+            number: The block.
+            waiting: The blocks that have no place yet, with the block itself.
+
+        Returns:
+            The block first. With it come those tied to it, those tied to these, and so on.
+        """
+        found = {number: None}
+        members = [number]
+        for member in members:
+            for group_number in self._ties.get(member, ()):
+                for holder in self._holders[group_number]:
+                    block = next((outer for outer in self.around(holder) if outer in waiting), None)
+                    if block is not None and block not in found:
+                        found[block] = None
+                        members.append(block)
+        return members
+
+    def _add_ties(self, tied_names: Iterable[str]) -> None:
+        """Note the group at each block that holds some of it, and not all."""
+        found_holders = (self._innermost(tied_name) for tied_name in tied_names)
+        holders = tuple(dict.fromkeys(number for number in found_holders if number >= 0))
+        counts: dict[int, int] = {}
+        for holder in holders:
+            for number in self.around(holder):
+                counts[number] = counts.get(number, 0) + 1
+        for number, count in counts.items():
+            if count < len(holders):
+                self._ties.setdefault(number, []).append(len(self._holders))
+        self._holders.append(holders)
+
+    def _innermost(self, tensor_name: str) -> int:
+        while tensor_name and tensor_name not in self._numbers:
+            tensor_name = tensor_name.rpartition(".")[0]
+        return self._numbers.get(tensor_name, -1)
+
+
+def find_block(
+    forest: BlockForest,
+    waiting: Iterable[int],
+    fits: Callable[[list[int], float], bool],
+    skipped: int = -1,
+) -> list[int]:
+    """The first block, in the model's order and from the outside in, that fits somewhere.
+
+    Args:
+        forest: All blocks.
+        waiting: Those that may be taken, or split.
+        fits: Asked with blocks that must stay together, and their bytes.
+        skipped: One that is not looked at.
+
+    Returns:
+        The block first, and what comes with it; empty where none fits.
+    """
+    known = set(waiting)
+    stack = sorted(known - {skipped}, reverse=True)
+    while stack:
+        number = stack.pop()
+        members = forest.together(number, known)
+        if fits(members, forest.size_of(members)):
+            return members
+        if forest.children[number]:
+            known.remove(number)
+            known.update(forest.children[number])
+            stack += reversed(forest.children[number])
+    return []
+
+
+# ------------------------------------------------------------------------------- packing
+def pack_blocks(
+    forest: BlockForest, tiers: Sequence[Tier], *, may_skip_ahead: bool = False
+) -> Packing:
+    """Pack all blocks, tier by tier, and leave as little as possible to the slow ones.
+
+    The first packing keeps room for the largest layer that has no place yet, as Accelerate's does;
+    it stands unless another is better (`Packing.is_better`). A model that is computed on several
+    devices needs no such room where nothing is kept away from them, and otherwise only as much as
+    what is kept away.
+
+    Args:
+        forest: The blocks.
+        tiers: The fastest first; layers are brought back to the first.
+        may_skip_ahead: Whether a tier that would stay empty takes a later block that fits.
+
+    Returns:
+        The packing; it is not complete where the budgets are too small.
+    """
+    first_packing = _BlockPacker(forest, tiers, may_skip_ahead).pack()
+    computing = [tier for tier in tiers if tier.level == tiers[0].level]
+    is_done = first_packing.is_complete and not first_packing.bytes_below(tiers[0].level)
+    if is_done or len(computing) < 2:
+        return first_packing
+    packings = [first_packing]
+    for room_kept in (0.0, first_packing.largest_kept_away):
+        packings.append(_BlockPacker(forest, tiers, may_skip_ahead, room_kept).pack())
+    if not _has_room(first_packing):
+        # Layers are brought back to the first device in use. Accelerate keeps room on the one that
+        # stays empty, and fills this one.
+        next_tier = Tier(computing[1].device, computing[1].budget, computing[1].level, True)
+        later_tiers = [next_tier, *(tier for tier in tiers if tier not in computing[:2])]
+        packings.append(pack_blocks(forest, later_tiers, may_skip_ahead=may_skip_ahead))
+    return _best_packing([packing for packing in packings if _has_room(packing)] or packings[:1])
+
+
+def _best_packing(packings: Sequence[Packing]) -> Packing:
+    best = packings[0]
+    for packing in packings[1:]:
+        best = packing if packing.is_better(best) else best
+    return best
+
+
+def _has_room(packing: Packing) -> bool:
+    """Whether the first device in use can take the largest layer that is brought back to it."""
+    used_devices = set(packing.devices.values())
+    used_tiers = (tier for tier in packing.tiers if tier.device in used_devices)
+    used = next(used_tiers, packing.tiers[0])
+    if used.level > packing.tiers[0].level or used.budget is None:
+        return True
+    return packing.held[used.device] + packing.largest_kept_away <= used.budget
+
+
+class _BlockPacker:
+    """One way through the blocks.
+
+    Args:
+        forest: The blocks.
+        tiers: The tiers.
+        may_skip_ahead: As in `pack_blocks`.
+        room_kept: Bytes kept free on the first tier; None keeps as many as the largest layer that
+            has no place yet.
+    """
+
+    def __init__(
+        self,
+        forest: BlockForest,
+        tiers: Sequence[Tier],
+        may_skip_ahead: bool,
+        room_kept: float | None = None,
+    ) -> None:
+        self._forest, self._tiers = forest, tuple(tiers)
+        self._may_skip_ahead, self._room_kept = may_skip_ahead, room_kept
+        self._waiting = set(forest.roots)
+        # In ascending order, it is a heap.
+        self._queue = list(forest.roots)
+        self._levels: list[int | None] = [None] * len(forest.blocks)
+        self._num_passed = 0
+        self._current = 0
+        self._devices: dict[str, int | str] = {}
+        self._held: dict[int | str, float] = {tier.device: 0 for tier in tiers}
+        self._refusals: dict[int | str, Refusal] = {}
+        self._decisions: list[DecisionText] = []
+
+    def pack(self) -> Packing:
+        """Place all blocks that can be placed."""
+        while self._queue and self._current < len(self._tiers):
+            number = heapq.heappop(self._queue)
+            # What came with another block is still in the queue.
+            if number in self._waiting:
+                self._settle(number)
+        return Packing(
+            tiers=self._tiers,
+            devices=self._devices,
+            held=self._held,
+            refusals=self._refusals,
+            decisions=tuple(self._decisions),
+            is_complete=not self._waiting,
+            largest_kept_away=self._largest_kept_away(),
+        )
+
+    def _settle(self, number: int) -> None:
+        """Place a block, split it or what comes with it, or go on to the next tier."""
+        members = self._forest.together(number, self._waiting)
+        size = self._forest.size_of(members)
+        if self._fits(members, size):
+            self._place(members, size)
+            return
+        # From here on the block itself is looked at again.
+        heapq.heappush(self._queue, number)
+        divisible = self._divisible(number, members)
+        if divisible is not None:
+            self._split(divisible, size)
+        elif not (self._may_skip_ahead and self._place_later_block(number)):
+            self._leave_tier(number, members, size)
+
+    def _divisible(self, number: int, members: Sequence[int]) -> int | None:
+        """What is to be split: a block tied to one that would fit alone, or the block itself."""
+        children = self._forest.children
+        if len(members) > 1 and self._fits([number], self._forest.blocks[number].size):
+            for member in members[1:]:
+                if children[member]:
+                    return member
+        # Accelerate leaves the tier where a block would fit without what is tied to it, and that
+        # cannot be split. Here parts of the block that are not tied still get their chance.
+        return number if children[number] else None
+
+    # ------------------------------------------------------------------- room
+    def _fits(self, members: Sequence[int], size: float) -> bool:
+        tier = self._tiers[self._current]
+        if tier.budget is None:
+            return True
+        room = tier.budget - self._held[tier.device] - size
+        return room >= 0 and room >= self._room_beside(members)
+
+    def _room_beside(self, members: Iterable[int]) -> float:
+        """Bytes to be kept free on the current tier when these blocks are placed."""
+        if not self._tiers[self._current].keeps_room:
+            return 0
+        if self._room_kept is not None and self._current == 0:
+            return self._room_kept
+        return self._largest_waiting(sorted(members))
+
+    def _largest_waiting(self, members: list[int]) -> float:
+        """Bytes of the largest layer without a place that is in none of these blocks."""
+        layers = self._forest.layers
+        while self._num_passed < len(layers) and self._levels[layers[self._num_passed]] is not None:
+            self._num_passed += 1
+        for layer in islice(layers, self._num_passed, None):
+            before = bisect_right(members, layer) - 1
+            is_inside = before >= 0 and layer < self._forest.ends[members[before]]
+            if self._levels[layer] is None and not is_inside:
+                return self._forest.blocks[layer].size
+        return 0
+
+    def _largest_kept_away(self) -> float:
+        first_level = self._tiers[0].level
+        away = (layer for layer in self._forest.layers if self._levels[layer] != first_level)
+        return self._forest.size_of(islice(away, 1))
+
+    # ------------------------------------------------------------------- what is done
+    def _place(self, members: Sequence[int], size: float) -> None:
+        tier = self._tiers[self._current]
+        names = [self._forest.blocks[member].name for member in members]
+        self._held[tier.device] += size
+        for name, member in zip(names, members, strict=True):
+            self._devices[name] = tier.device
+            self._waiting.remove(member)
+            inner = slice(member, self._forest.ends[member])
+            self._levels[inner] = [tier.level] * (inner.stop - inner.start)
+        limit = "without limit" if tier.budget is None else tier.budget
+        self._decide(
+            "%s: put on %s, %s bytes; it holds %s of %s",
+            *(" with ".join(names), tier.device, size, self._held[tier.device], limit),
+        )
+
+    def _split(self, number: int, size: float) -> None:
+        self._waiting.remove(number)
+        self._waiting.update(self._forest.children[number])
+        for child in self._forest.children[number]:
+            heapq.heappush(self._queue, child)
+        tier = self._tiers[self._current]
+        self._decide(
+            "%s: split into %d parts, because %s bytes do not fit on %s, which holds %s of %s and "
+            "keeps %s free for layers of slower tiers",
+            *(self._forest.blocks[number].name, len(self._forest.children[number]), size),
+            *(tier.device, self._held[tier.device], tier.budget, self._room_beside([number])),
+        )
+
+    def _leave_tier(self, number: int, members: Sequence[int], size: float) -> None:
+        tier, name = self._tiers[self._current], self._forest.blocks[number].name
+        room_kept = self._room_beside(members)
+        self._refusals[tier.device] = Refusal(name, size, room_kept)
+        self._decide(
+            "%s: cannot be split, and its %s bytes do not fit on %s, which holds %s of %s and keeps "
+            "%s free for layers of slower tiers: nothing more is put there",
+            *(name, size, tier.device, self._held[tier.device], tier.budget, room_kept),
+        )
+        self._current += 1
+
+    def _decide(self, text: str, *arguments: object) -> None:
+        self._decisions.append((text, arguments))
+
+    def _place_later_block(self, number: int) -> bool:
+        tier = self._tiers[self._current]
+        if self._held[tier.device] or self._current == len(self._tiers) - 1:
+            return False
+        # Blocks without tensors would fit anywhere, and fill nothing.
+        members = find_block(
+            self._forest,
+            self._waiting,
+            lambda found, size: size > 0 and self._fits(found, size),
+            skipped=number,
+        )
+        size = self._forest.size_of(members)
+        for member in members:
+            self._uncover(member, size)
+        if members:
+            self._place(members, size)
+        return bool(members)
+
+    def _uncover(self, number: int, size: float) -> None:
+        """Split what is around a block until the block itself is waiting."""
+        while number not in self._waiting:
+            outer = next(outer for outer in self._forest.around(number) if outer in self._waiting)
+            self._split(outer, size)

@@ -1,0 +1,371 @@
+"""Which device each block of a model goes to; it only decides, and moves nothing."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbaccel.bigmodel.block_packing import (
+    Block,
+    BlockForest,
+    Packing,
+    Tier,
+    find_block,
+    pack_blocks,
+)
+from nbaccel.bigmodel.device_memory import (
+    DISK,
+    HOST,
+    DeviceKey,
+    get_max_memory,
+    is_accelerator,
+)
+from nbaccel.bigmodel.module_sizes import (
+    NamedPart,
+    NumberFormat,
+    check_tied_parameters_in_config,
+    class_names,
+    compute_module_sizes,
+    names_upwards,
+)
+from nbaccel.bigmodel.module_tensors import find_tied_parameters
+from nbaccel.errors import ConfigError
+from nbaccel.log import get_logger
+from nbaccel.plan.inventory import Inventory
+from nbaccel.torch_private import module_tables
+from nbaccel.units import first_few, format_bytes, parse_bytes
+
+__all__ = ["check_device_map", "clean_device_map", "fallback_allocate", "infer_auto_device_map"]
+
+DeviceOfMap = int | str | torch.device
+
+_log = get_logger(__name__)
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: Mapping[DeviceKey, int | float | str] | None = None,
+    no_split_module_classes: str | Iterable[str] | None = None,
+    dtype: NumberFormat | None = None,
+    special_dtypes: Mapping[str, NumberFormat] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+    *,
+    inventory: Inventory | None = None,
+) -> OrderedDict[str, DeviceKey]:
+    """Decide where each block of a model goes: accelerators first, then host memory, then the disk.
+
+    Devices are filled in order with blocks in order, so that a forward pass goes from each device
+    to the next once. A block that does not fit is split into its parts, as far as it may be. Where
+    something is left to the host or the disk, the first accelerator in use keeps room for the
+    largest layer that is brought back to it, and the host for the largest on the disk. Tied weights
+    share one device. The same input gives the same map.
+
+    No map is worse than Accelerate's: in a few cases it leaves less to slower devices, or keeps a
+    rule that Accelerate's breaks (`block_packing` says where).
+
+    Args:
+        model: The module; its tensors may be on ``meta``.
+        max_memory: Budgets by device, as in :func:`get_max_memory`. The disk is unlimited where it
+            has no budget.
+        no_split_module_classes: Names of the classes of blocks that must not be split, such as
+            those with a residual connection.
+        dtype: The format in which weights will be loaded, as in :func:`compute_module_sizes`.
+        special_dtypes: Formats of single tensors, as in :func:`compute_module_sizes`.
+        verbose: Whether each decision is logged, with its reason, at level INFO.
+        clean_result: Whether modules whose parts all lie on one device are named as a whole.
+        offload_buffers: Whether buffers of blocks on the host or the disk stay there, too; if not,
+            they lie on an accelerator, and a warning says where that has no room for them.
+        fallback_allocation: Whether a device that would stay empty takes a later block that fits.
+        inventory: The machine; this one where it is None.
+
+    Returns:
+        Devices by the names of modules and tensors.
+
+    Raises:
+        ConfigError: The disk has a budget, and the model does not fit. A table says what each
+            device holds and what it had no room for.
+    """
+    budgets = get_max_memory(max_memory, inventory=inventory)
+    module_sizes = compute_module_sizes(model, dtype, special_dtypes)
+    tied_groups = find_tied_parameters(model)
+    if not tied_groups and check_tied_parameters_in_config(model):
+        _log.warning(
+            "The configuration of %s ties weights, and none of its weights are tied: each would "
+            "get room of its own. Call model.tie_weights() before.",
+            type(model).__name__,
+        )
+    blocks = _list_blocks(_parts_of_model(model, no_split_module_classes), module_sizes)
+    packing = pack_blocks(
+        BlockForest(blocks, tied_groups), _tiers_of(budgets), may_skip_ahead=fallback_allocation
+    )
+    if verbose:
+        for decision_text, decision_arguments in packing.decisions:
+            _log.info(decision_text, *decision_arguments)
+    if not packing.is_complete:
+        raise ConfigError(_too_small_text(packing))
+    _report_empty_devices(packing)
+    if not offload_buffers:
+        buffer_sizes = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
+        _check_room_for_buffers(packing, buffer_sizes)
+    device_map = OrderedDict(packing.devices)
+    return clean_device_map(device_map) if clean_result else device_map
+
+
+# ------------------------------------------------------------------------------- blocks
+def _parts_of_model(
+    model: nn.Module, no_split_module_classes: str | Iterable[str] | None
+) -> tuple[list[NamedPart], frozenset[str]]:
+    """What the model is made of at the top, and the classes that are not split."""
+    whole_classes = class_names(no_split_module_classes)
+    # Accelerate splits the model itself, also where its class must not be split.
+    is_whole = type(model).__name__ in whole_classes
+    return [("", model)] if is_whole else list(_direct_parts("", model)), whole_classes
+
+
+def _direct_parts(module_name: str, module: nn.Module) -> Iterator[NamedPart]:
+    """Parameters, submodules and buffers, those that stand there twice under both names.
+
+    Accelerate leaves buffers out of all modules but the model itself, and second names of
+    submodules and parameters, too: its map has no device for them.
+    """
+    parameters, buffers, submodules = module_tables(module)
+    prefix = f"{module_name}." if module_name else ""
+    for part_table in (parameters, submodules, buffers):
+        for part_name, part in part_table.items():
+            if part is not None:
+                yield prefix + part_name, part
+
+
+def _list_blocks(
+    parts_and_classes: tuple[Iterable[NamedPart], frozenset[str]],
+    module_sizes: Mapping[str, float],
+) -> list[Block]:
+    """All blocks that may be placed alone, each before those inside of it."""
+    parts, whole_classes = parts_and_classes
+    blocks: list[Block] = []
+    stack: list[tuple[str, Any, str | None]] = [
+        (part_name, part, None) for part_name, part in reversed([*parts])
+    ]
+    while stack:
+        part_name, part, outer_name = stack.pop()
+        inner_parts = _divided(part_name, part, whole_classes)
+        block_bytes = module_sizes.get(part_name, 0)
+        blocks.append(Block(part_name, block_bytes, outer_name, is_layer=not inner_parts))
+        stack += [(name, inner_part, part_name) for name, inner_part in reversed(inner_parts)]
+    return blocks
+
+
+def _divided(part_name: str, part: Any, whole_classes: frozenset[str]) -> list[NamedPart]:
+    """What a part is split into; nothing where it is a tensor or a layer."""
+    if not isinstance(part, nn.Module) or type(part).__name__ in whole_classes:
+        return []
+    _, _, submodules = module_tables(part)
+    has_submodules = any(submodule is not None for submodule in submodules.values())
+    return list(_direct_parts(part_name, part)) if has_submodules else []
+
+
+def _tiers_of(budgets: Mapping[DeviceKey, int]) -> list[Tier]:
+    accelerators = [device for device in budgets if is_accelerator(device)]
+    # An accelerator without a number shares the host's memory: what lies on the disk goes to it.
+    host_keeps_room = all(isinstance(device, int) for device in accelerators)
+    main_device = accelerators[-1 if not host_keeps_room else 0] if accelerators else None
+    tiers = [
+        Tier(device, budgets[device], level=0, keeps_room=device == main_device)
+        for device in accelerators
+    ]
+    if HOST in budgets:
+        tiers.append(Tier(HOST, budgets[HOST], level=1, keeps_room=host_keeps_room))
+    return [*tiers, Tier(DISK, budgets.get(DISK), level=2)]
+
+
+# ------------------------------------------------------------------------------- reports
+def _too_small_text(packing: Packing) -> str:
+    table_rows = [("device", "budget", "placed", "wanted next", "its size")]
+    for tier in packing.tiers:
+        refusal = packing.refusals.get(tier.device)
+        table_rows.append(
+            (
+                str(tier.device),
+                "unlimited" if tier.budget is None else format_bytes(tier.budget),
+                format_bytes(round(packing.held[tier.device])),
+                "" if refusal is None else refusal.block,
+                "" if refusal is None else format_bytes(round(refusal.size)),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*table_rows, strict=True)]
+    table_lines = [
+        "  " + "  ".join(map(str.ljust, table_row, widths)).rstrip() for table_row in table_rows
+    ]
+    last_refusal = packing.refusals[packing.tiers[-1].device]
+    return "\n".join(
+        [
+            f"The model does not fit into max_memory: {last_refusal.block!r} and what comes after "
+            "it have no place on any device.",
+            *table_lines,
+            "What is wanted next counts with what is tied to it; the first accelerator and the cpu "
+            "also keep room for the largest layer of a slower device. Give larger budgets, leave "
+            "'disk' out (it is unlimited then), or let more classes be split.",
+        ]
+    )
+
+
+def _report_empty_devices(packing: Packing) -> None:
+    needs = {
+        device: refusal.size + refusal.room_kept
+        for device, refusal in packing.refusals.items()
+        if not packing.held[device]
+    }
+    if needs:
+        _log.info(
+            "Nothing was put on %s, because of insufficient memory for the block whose turn it "
+            "was. Bytes that would have been enough for it: %s",
+            ", ".join(str(device) for device in needs),
+            needs,
+        )
+
+
+def _check_room_for_buffers(packing: Packing, buffer_sizes: Mapping[str, float]) -> None:
+    buffer_bytes = sum(
+        buffer_sizes.get(block_name, 0)
+        for block_name, device in packing.devices.items()
+        if not is_accelerator(device)
+    )
+    spare_bytes = [
+        tier.budget - packing.held[tier.device] - packing.largest_kept_away * tier.keeps_room
+        for tier in packing.tiers
+        if is_accelerator(tier.device) and tier.budget is not None
+    ]
+    if buffer_bytes and spare_bytes and max(spare_bytes) < buffer_bytes:
+        warnings.warn(
+            f"Buffers of layers on the cpu or the disk take {format_bytes(round(buffer_bytes))} of "
+            f"an accelerator, and the most that is left on one is "
+            f"{format_bytes(round(max(spare_bytes)))}: it may run out of memory. Give "
+            "offload_buffers=True to keep them with their layers.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+# ------------------------------------------------------------------------------- maps
+def clean_device_map(
+    device_map: MutableMapping[str, Any], module_name: str = ""
+) -> OrderedDict[str, Any]:
+    """Name a module as a whole where several names of a map lie inside it, all on one device.
+
+    Args:
+        device_map: Devices by name; it is changed.
+        module_name: The module whose names are put together; all of them where it is empty.
+
+    Returns:
+        The same map. Each module stands where the first name inside of it stood.
+    """
+    devices_below: dict[str, list[Any]] = {}
+    names_below: dict[str, int] = {}
+    for name, device in device_map.items():
+        for outer_name in names_upwards(name):
+            devices = devices_below.setdefault(outer_name, [])
+            if device not in devices:
+                devices.append(device)
+            names_below[outer_name] = names_below.get(outer_name, 0) + (outer_name != name)
+    cleaned_map: dict[str, Any] = {}
+    for name, device in device_map.items():
+        wholes = [
+            outer_name
+            for outer_name in names_upwards(name)
+            if _is_within(outer_name, module_name)
+            and len(devices_below[outer_name]) == 1
+            and names_below[outer_name] > 1
+        ]
+        cleaned_map[wholes[-1] if wholes else name] = device
+    device_map.clear()
+    device_map.update(cleaned_map)
+    return device_map  # type: ignore[return-value]  # it is the caller's own mapping
+
+
+def _is_within(name: str, module_name: str) -> bool:
+    return not module_name or name == module_name or name.startswith(f"{module_name}.")
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, DeviceOfMap]) -> None:
+    """Refuse a map that has no device for some of a model's weights.
+
+    Names that the model does not have are warned of.
+
+    Args:
+        model: The module.
+        device_map: Devices by the names of modules and tensors.
+
+    Raises:
+        ConfigError: Parameters and saved buffers without a device, all of them.
+    """
+    known_names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    known_names.update(name for name, _ in model.named_parameters(remove_duplicate=False))
+    known_names.update(name for name, _ in model.named_buffers(remove_duplicate=False))
+    unknown_names = [name for name in device_map if name not in known_names]
+    if unknown_names:
+        warnings.warn(
+            f"These device_map keys do not match any submodules or tensors of "
+            f"{type(model).__name__}: {unknown_names}. They place nothing; check their spelling.",
+            UserWarning,
+            stacklevel=2,
+        )
+    homeless_names = [
+        tensor_name
+        for tensor_name in model.state_dict(keep_vars=True)
+        if not any(name in device_map for name in names_upwards(tensor_name))
+    ]
+    if homeless_names:
+        raise ConfigError(
+            f"The device_map has no device for {len(homeless_names)} tensors of "
+            f"{type(model).__name__}: {', '.join(homeless_names)}. They could not be loaded or "
+            "computed with. Add them or the modules that hold them, or give '' for all others."
+        )
+
+
+def fallback_allocate(
+    modules: Sequence[NamedPart],
+    module_sizes: Mapping[str, int],
+    size_limit: int | str,
+    no_split_module_classes: str | Iterable[str] | None = None,
+    tied_parameters: Iterable[Iterable[str]] | None = None,
+) -> tuple[str | None, Any, list[NamedPart]]:
+    """Find the first block that fits into a limit, and take it out of a list of modules.
+
+    Args:
+        modules: Modules and tensors with their names.
+        module_sizes: Sizes by name, as of :func:`compute_module_sizes`.
+        size_limit: Bytes, or a text such as ``"2GiB"``. Nothing fits below 0.
+        no_split_module_classes: Names of the classes of blocks that must not be split.
+        tied_parameters: Groups of tied parameters. A block counts with the blocks that hold
+            what is tied to it.
+
+    Returns:
+        The block's name, the block, and what is left of the modules: those around the block are
+        split into their parts. None twice, and all modules, where nothing fits.
+
+    Raises:
+        ConfigError: The limit is no size.
+    """
+    whole_classes = class_names(no_split_module_classes)
+    is_below_zero = not isinstance(size_limit, str) and size_limit < 0
+    limit_bytes = -1 if is_below_zero else parse_bytes(size_limit)
+    forest = BlockForest(_list_blocks((modules, whole_classes), module_sizes), tied_parameters or ())
+    members = find_block(forest, forest.roots, lambda found, size: size <= limit_bytes)
+    if not members:
+        return None, None, list(modules)
+    found_name = forest.blocks[members[0]].name
+    remaining, found_part = list(modules), None
+    for block_name in reversed([forest.blocks[n].name for n in forest.around(members[0])]):
+        place = next(i for i, (name, _) in enumerate(remaining) if name == block_name)
+        _, found_part = remaining[place]
+        is_found = block_name == found_name
+        remaining[place : place + 1] = [] if is_found else _direct_parts(block_name, found_part)
+    return found_name, found_part, remaining

@@ -1,0 +1,322 @@
+"""Bytes of a model's modules, of its layers and of what is tied across them.
+
+Sizes are computed from shapes and formats, so that tensors on ``meta`` count with what they will
+take; nothing is measured, and nothing is moved.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbaccel.bigmodel.module_tensors import dtype_byte_size, named_module_tensors
+from nbaccel.config.enumerations import CustomDtype
+from nbaccel.errors import ConfigError
+from nbaccel.log import get_logger
+
+__all__ = [
+    "calculate_maximum_sizes",
+    "check_tied_parameters_in_config",
+    "check_tied_parameters_on_same_device",
+    "class_names",
+    "compute_module_sizes",
+    "compute_module_total_buffer_size",
+    "get_max_layer_size",
+    "get_module_leaves",
+    "get_module_size_with_ties",
+    "names_upwards",
+]
+
+NumberFormat = str | torch.dtype | CustomDtype
+NamedPart = tuple[str, Any]
+"""A module, a parameter or a buffer, with its name in front."""
+
+_log = get_logger(__name__)
+
+
+# ------------------------------------------------------------------------------- names
+def names_upwards(tensor_name: str) -> Iterator[str]:
+    """A name and those of all modules around it, from the inside out; the model's is empty.
+
+    Args:
+        tensor_name: Dotted: ``encoder.0.weight``.
+
+    Yields:
+        ``encoder.0.weight``, ``encoder.0``, ``encoder`` and the empty name.
+    """
+    while tensor_name:
+        yield tensor_name
+        tensor_name = tensor_name.rpartition(".")[0]
+    yield ""
+
+
+def class_names(no_split_module_classes: str | Iterable[str] | None) -> frozenset[str]:
+    """Names of classes, however they were given.
+
+    Args:
+        no_split_module_classes: One name, several, or None.
+    """
+    if isinstance(no_split_module_classes, str):
+        return frozenset({no_split_module_classes})
+    return frozenset(no_split_module_classes or ())
+
+
+# ------------------------------------------------------------------------------- sizes
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: NumberFormat | None = None,
+    special_dtypes: Mapping[str, NumberFormat] | None = None,
+    buffers_only: bool = False,
+) -> dict[str, int]:
+    """Bytes of each tensor and of each module of a model.
+
+    A parameter or buffer that stands in several places counts at the first of them.
+
+    Args:
+        model: The module; its tensors may be on ``meta``.
+        dtype: The format in which weights will be loaded. It makes floating-point tensors smaller,
+            never larger; integers and booleans stay as they are.
+        special_dtypes: Formats of single tensors by name, which are taken as they are said.
+        buffers_only: Whether parameters are left out.
+
+    Returns:
+        Sizes by dotted name; the whole model's under the empty name. Names without a size of their
+        own (of tied weights but the first, of modules without tensors) answer 0.
+
+    Raises:
+        ConfigError: A format is none.
+    """
+    number_bytes = None if dtype is None else dtype_byte_size(_read_format(dtype))
+    special_bytes = {
+        tensor_name: dtype_byte_size(_read_format(special_format))
+        for tensor_name, special_format in (special_dtypes or {}).items()
+    }
+    named_tensors = (
+        model.named_buffers(recurse=True)
+        if buffers_only
+        else named_module_tensors(model, recurse=True)
+    )
+    module_sizes: dict[str, int] = defaultdict(int)
+    for tensor_name, tensor in named_tensors:
+        bytes_each = special_bytes.get(tensor_name)
+        if bytes_each is None:
+            bytes_each = _loaded_bytes(tensor.dtype, number_bytes)
+        tensor_bytes = tensor.numel() * bytes_each
+        for module_name in names_upwards(tensor_name):
+            # Formats below a byte make fractions; whole numbers stay whole.
+            module_sizes[module_name] += tensor_bytes  # type: ignore[assignment]
+    return module_sizes
+
+
+def _loaded_bytes(own_dtype: torch.dtype, number_bytes: float | None) -> float:
+    own_bytes = dtype_byte_size(own_dtype)
+    # Loading converts floating-point (and complex) numbers only.
+    is_converted = own_dtype.is_floating_point or own_dtype.is_complex
+    return own_bytes if number_bytes is None or not is_converted else min(number_bytes, own_bytes)
+
+
+def _read_format(number_format: NumberFormat) -> torch.dtype | CustomDtype:
+    if isinstance(number_format, (torch.dtype, CustomDtype)):
+        return number_format
+    format_name = str(number_format).removeprefix("torch.")
+    # Before torch's names: its `int4` is a name without arithmetic that counts a whole byte.
+    if format_name in {custom_dtype.value for custom_dtype in CustomDtype}:
+        return CustomDtype(format_name)
+    torch_dtype = getattr(torch, format_name, None)
+    if isinstance(torch_dtype, torch.dtype):
+        return torch_dtype
+    raise ConfigError(
+        f"dtype={number_format!r} names no format of numbers, so sizes cannot be told. "
+        'Give one of torch, such as torch.bfloat16 or "bfloat16", or a CustomDtype.'
+    )
+
+
+def compute_module_total_buffer_size(
+    model: nn.Module,
+    dtype: NumberFormat | None = None,
+    special_dtypes: Mapping[str, NumberFormat] | None = None,
+) -> int:
+    """Bytes of all buffers of a model.
+
+    Args:
+        model: The module.
+        dtype: As in :func:`compute_module_sizes`.
+        special_dtypes: As in :func:`compute_module_sizes`.
+    """
+    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
+
+
+def get_max_layer_size(
+    modules: Sequence[NamedPart],
+    module_sizes: Mapping[str, int],
+    no_split_module_classes: str | Iterable[str] | None,
+) -> tuple[int, list[str]]:
+    """The largest layer: what has to fit on a device at once for the model to run at all.
+
+    A layer is a module without submodules, one whose class must not be split, or a tensor among
+    ``modules``.
+
+    Args:
+        modules: Modules and tensors with their names.
+        module_sizes: Sizes by name, as of :func:`compute_module_sizes`.
+        no_split_module_classes: Names of the classes that must not be split.
+
+    Returns:
+        Its bytes, and the names of all layers of this size.
+    """
+    whole_classes = class_names(no_split_module_classes)
+    largest_bytes, largest_names = 0, list[str]()
+    waiting_parts = list(reversed(modules))
+    while waiting_parts:
+        part_name, part = waiting_parts.pop()
+        children = list(part.named_children()) if isinstance(part, nn.Module) else []
+        if children and type(part).__name__ not in whole_classes:
+            waiting_parts += [
+                (f"{part_name}.{child_name}" if part_name else child_name, child)
+                for child_name, child in reversed(children)
+            ]
+            continue
+        layer_bytes = module_sizes.get(part_name, 0)
+        if layer_bytes > largest_bytes:
+            largest_bytes, largest_names = layer_bytes, []
+        if layer_bytes == largest_bytes:
+            largest_names.append(part_name)
+    return largest_bytes, largest_names
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """Bytes of a model, and of its largest layer.
+
+    Args:
+        model: The module; one of transformers says itself which of its classes are not split.
+
+    Returns:
+        The whole; the largest layer's bytes with the names of all layers of that size.
+    """
+    module_sizes = compute_module_sizes(model)
+    whole_classes = getattr(model, "_no_split_modules", None)
+    own_parts: list[NamedPart] = [
+        *model.named_parameters(recurse=False),
+        *model.named_children(),
+        *model.named_buffers(recurse=False),
+    ]
+    return module_sizes[""], get_max_layer_size(own_parts, module_sizes, whole_classes)
+
+
+def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
+    """Names with no other name of the same mapping below them.
+
+    Args:
+        module_sizes: Sizes by name; with those of tensors in it, leaves are tensors.
+
+    Returns:
+        The names in their order.
+    """
+    parent_names = {name.rpartition(".")[0] for name in module_sizes}
+    return [name for name in module_sizes if name and name not in parent_names]
+
+
+# ------------------------------------------------------------------------------- ties
+def get_module_size_with_ties(
+    tied_params: Sequence[str],
+    module_size: int,
+    module_sizes: Mapping[str, int],
+    modules_to_treat: Sequence[NamedPart],
+) -> tuple[int, list[str], list[Any]]:
+    """Bytes of a module together with all modules that hold a parameter tied to one of its own.
+
+    Args:
+        tied_params: Names of those parameters, which lie outside of the module.
+        module_size: Its own bytes.
+        module_sizes: Sizes by name. The tied parameters' are taken off, because the memory is the
+            module's own.
+        modules_to_treat: The modules and tensors among which the others are looked for.
+
+    Returns:
+        The bytes in all, and for each tied parameter the name and the module that holds it.
+
+    Raises:
+        ConfigError: A tied parameter is in none of them.
+    """
+    parts_by_name = dict(modules_to_treat)
+    holder_names = [_holder_name(tied_param, parts_by_name) for tied_param in tied_params]
+    # A module with two tied parameters comes along once.
+    bytes_around = sum(module_sizes[name] for name in dict.fromkeys(holder_names))
+    tied_bytes = sum(module_sizes[tied_param] for tied_param in tied_params)
+    return (
+        module_size + bytes_around - tied_bytes,
+        holder_names,
+        [parts_by_name[holder_name] for holder_name in holder_names],
+    )
+
+
+def _holder_name(tied_param: str, parts_by_name: Mapping[str, Any]) -> str:
+    for part_name in names_upwards(tied_param):
+        if part_name in parts_by_name:
+            return part_name
+    raise ConfigError(
+        f"The tied parameter {tied_param!r} is in none of {list(parts_by_name)[:8]}: what has to "
+        "share its device is not known. Give the modules that are still to be placed, all of them."
+    )
+
+
+def check_tied_parameters_in_config(model: nn.Module) -> bool:
+    """Whether a model of transformers says that some of its weights are to be tied.
+
+    Args:
+        model: The module; any other than a model of transformers says nothing.
+    """
+    if "PreTrainedModel" not in {base_class.__name__ for base_class in type(model).__mro__}:
+        return False
+    model_config: Any = getattr(model, "config", None)
+    read_text_config = getattr(model_config, "get_text_config", None)
+    text_config = model_config if read_text_config is None else read_text_config(decoder=True)
+    ties_words = getattr(text_config, "tie_word_embeddings", False) and _has_word_output(model)
+    ties_halves = getattr(model_config, "is_encoder_decoder", False) and getattr(
+        model_config, "tie_encoder_decoder", False
+    )
+    return bool(ties_words or ties_halves or any(map(_ties_its_own, model.modules())))
+
+
+def _has_word_output(model: Any) -> bool:
+    return model.get_output_embeddings() is not None
+
+
+def _ties_its_own(module: nn.Module) -> bool:
+    return hasattr(module, "_tie_weights")
+
+
+def check_tied_parameters_on_same_device(
+    tied_params: Iterable[Collection[str]], device_map: Mapping[str, Any]
+) -> None:
+    """Warn, in the log, of tied parameters that a map puts on different devices.
+
+    Args:
+        tied_params: Groups of names, as of ``find_tied_parameters``.
+        device_map: Devices by the names of modules and tensors.
+
+    Raises:
+        ConfigError: The map has no device for one of them.
+    """
+    for tied_names in tied_params:
+        devices = {name: _device_of(name, device_map) for name in tied_names}
+        if len(set(devices.values())) > 1:
+            _log.warning(
+                "Tied parameters are mapped to different devices: %s. Each device would get its "
+                'own copy, and they are one weight no more. Change the map, or take "auto".',
+                devices,
+            )
+
+
+def _device_of(tensor_name: str, device_map: Mapping[str, Any]) -> Any:
+    for module_name in names_upwards(tensor_name):
+        if module_name in device_map:
+            return device_map[module_name]
+    raise ConfigError(
+        f"The device_map has no device for {tensor_name!r}: it names {list(device_map)[:8]}. "
+        "The tensor would stay where it is. Add the tensor, or a module that holds it."
+    )
