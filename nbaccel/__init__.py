@@ -25,10 +25,13 @@ if TYPE_CHECKING:
         cpu_offload_with_hook,
         disk_offload,
         dispatch_model,
+        infer_auto_device_map,
         init_empty_weights,
         init_on_device,
         load_checkpoint_and_dispatch,
+        load_checkpoint_in_model,
     )
+    from nbaccel.bigmodel.device_map_display import show_device_map
     from nbaccel.config import (
         Fp8Config,
         RunConfig,
@@ -99,9 +102,7 @@ if TYPE_CHECKING:
     from nbaccel.train.prepare_loader import skip_first_batches
     from nbaccel.utils import (
         find_executable_batch_size,
-        infer_auto_device_map,
         is_rich_available,
-        load_checkpoint_in_model,
         set_seed,
         synchronize_rng_states,
     )
@@ -172,6 +173,7 @@ __all__ = [
     "resolve",
     "save_16bit_weights",
     "set_seed",
+    "show_device_map",
     "shutdown",
     "skip_first_batches",
     "synchronize_rng_states",
@@ -186,10 +188,13 @@ _HOMES = {
         "cpu_offload_with_hook",
         "disk_offload",
         "dispatch_model",
+        "infer_auto_device_map",
         "init_empty_weights",
         "init_on_device",
         "load_checkpoint_and_dispatch",
+        "load_checkpoint_in_model",
     ),
+    "nbaccel.bigmodel.device_map_display": ("show_device_map",),
     "nbaccel.config": ("Fp8Config", "RunConfig"),
     "nbaccel.config.handlers": (
         "AutocastKwargs",
@@ -250,9 +255,7 @@ _HOMES = {
     "nbaccel.train.prepare_loader": ("skip_first_batches",),
     "nbaccel.utils": (
         "find_executable_batch_size",
-        "infer_auto_device_map",
         "is_rich_available",
-        "load_checkpoint_in_model",
         "set_seed",
         "synchronize_rng_states",
     ),

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 from nbaccel.errors import PlatformUnsupported
 
 __all__ = [
-    "BIG_MODEL_INFERENCE",
     "DEEPSPEED_INTERNALS",
     "FSDP_INTERNALS",
     "LAUNCH_COMMANDS",
@@ -40,12 +39,6 @@ class LaterPart:
     instead: str
 
 
-BIG_MODEL_INFERENCE = LaterPart(
-    "spreading one model over devices, host memory and disk",
-    "Build the model in a cell outside of the launch: all workers share one copy of its weights. "
-    "For a model too big for one device give Accelerator a fsdp_plugin, or a deepspeed_plugin with "
-    "stage 3; for inference alone, from_pretrained(device_map=...) of transformers works",
-)
 PIPELINE_PARALLELISM = LaterPart(
     "pipeline parallelism for inference",
     "Run the model whole in every process (split_between_processes shares the inputs out), or use "

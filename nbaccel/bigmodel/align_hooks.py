@@ -73,7 +73,7 @@ class AlignDevicesHook(ModelHook):
         weights_map: Mapping[str, Any] | None = None,
         offload_buffers: bool = False,
         place_submodules: bool = False,
-        skip_keys: str | list[str] | None = None,
+        skip_keys: str | Sequence[str] | None = None,
         tied_params_map: _TiedMap | None = None,
         *,
         execution_order: ExecutionOrder | None = None,
@@ -338,7 +338,7 @@ class _Attaching:
 
     weights_map: Mapping[str, Any] | None
     offload_buffers: bool
-    skip_keys: str | list[str] | None
+    skip_keys: str | Sequence[str] | None
     preload_module_classes: Sequence[str]
     tied_params_map: _TiedMap | None
     order: ExecutionOrder
@@ -429,7 +429,7 @@ def _named_children(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Modu
 def attach_execution_device_hook(
     module: nn.Module,
     execution_device: _Device,
-    skip_keys: str | list[str] | None = None,
+    skip_keys: str | Sequence[str] | None = None,
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: _TiedMap | None = None,
     *,
@@ -463,7 +463,7 @@ def attach_align_device_hook(
     weights_map: Mapping[str, Any] | None = None,
     offload_buffers: bool = False,
     module_name: str = "",
-    skip_keys: str | list[str] | None = None,
+    skip_keys: str | Sequence[str] | None = None,
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: _TiedMap | None = None,
     *,
@@ -505,7 +505,7 @@ def attach_align_device_hook_on_blocks(
     weights_map: Mapping[str, Any] | None = None,
     offload_buffers: bool = False,
     module_name: str = "",
-    skip_keys: str | list[str] | None = None,
+    skip_keys: str | Sequence[str] | None = None,
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: _TiedMap | None = None,
     *,

@@ -21,13 +21,13 @@ from torch import nn
 
 from nbaccel.bars import Bar
 from nbaccel.bigmodel.checkpoint_files import StoredTensor, read_checkpoint
+from nbaccel.bigmodel.device_memory import DISK, HOST
 from nbaccel.bigmodel.load_plan import (
-    DISK,
-    HOST,
     LoadPlan,
     Placement,
     inner_model,
     plan_loading,
+    tier_of,
 )
 from nbaccel.bigmodel.offload_folder import offload_weight, save_offload_index
 from nbaccel.bigmodel.stored_weights import StoredWeights, WeightFiles
@@ -40,6 +40,7 @@ __all__ = [
     "LoadedWeights",
     "fill_model",
     "load_checkpoint_in_model",
+    "load_state_dict",
     "parse_dtype",
     "write_offload_index",
 ]
@@ -175,6 +176,29 @@ def fill_model(
     _fill(plan, files)
     stored = {name: placement.stored for placement in on_disk for name in placement.names}
     return LoadedWeights(weights=StoredWeights(files, stored), stored=stored)
+
+
+def load_state_dict(
+    checkpoint_file: str | Path, device_map: Mapping[str, Any] | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors of a file, by name; those in host memory are views of it, which cost nothing.
+
+    Args:
+        checkpoint_file: A file of weights.
+        device_map: Module's name → accelerator, ``"cpu"`` or ``"disk"``; what is not in it, or on
+            disk, stays in host memory.
+
+    Raises:
+        CheckpointDamaged: The file is truncated, damaged or holds code.
+        ConfigError: There is no such file.
+    """
+    files = WeightFiles()
+    state = {}
+    for name, stored in read_checkpoint(checkpoint_file).tensors.items():
+        tier = HOST if device_map is None else tier_of(name, device_map)
+        values = files.view(stored)
+        state[name] = values if tier in ("", HOST, DISK) else values.to(tier)
+    return state
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -400,7 +424,7 @@ def write_offload_index(offload_folder: str | Path, loaded: LoadedWeights) -> No
     index: dict[str, Any] = {}
     for name, stored in loaded.stored.items():
         if stored.opened is not None:
-            index = offload_weight(stored.opened, name, folder, index)
+            offload_weight(stored.opened, name, folder, index)
             continue
         index[name] = {
             "safetensors_file": str(stored.path.absolute()),

@@ -28,8 +28,7 @@ from nbaccel.bigmodel.checkpoint_loading import (
     write_offload_index,
 )
 from nbaccel.bigmodel.device_map import check_device_map, infer_auto_device_map
-from nbaccel.bigmodel.device_memory import get_balanced_memory
-from nbaccel.bigmodel.load_plan import DISK, HOST
+from nbaccel.bigmodel.device_memory import DISK, HOST, get_balanced_memory
 from nbaccel.bigmodel.model_hooks import (
     CpuOffload,
     UserCpuOffloadHook,
@@ -41,7 +40,7 @@ from nbaccel.bigmodel.offload_folder import (
     extract_submodules_state_dict,
     offload_state_dict,
 )
-from nbaccel.bigmodel.tensor_placing import retie_parameters
+from nbaccel.bigmodel.tensor_placing import PlacedTensors, retie_parameters
 from nbaccel.errors import ConfigError, UnsafeMoment
 from nbaccel.strategies.choosing import own_block_classes
 from nbaccel.units import first_few
@@ -238,7 +237,7 @@ def dispatch_model(
                 "given: there is nowhere to read them from. Give a folder, or load the model with "
                 "load_checkpoint_and_dispatch, which reads the checkpoint's own files."
             )
-        if offload_index is None and not _has_index(offload_dir):
+        if offload_dir is not None and offload_index is None and not _has_index(offload_dir):
             offload_state_dict(
                 offload_dir, extract_submodules_state_dict(model.state_dict(), disk_modules)
             )
@@ -264,8 +263,8 @@ def dispatch_model(
     )
 
 
-def _has_index(folder: str | Path | None) -> bool:
-    return folder is not None and (Path(folder) / "index.json").is_file()
+def _has_index(folder: str | Path) -> bool:
+    return (Path(folder) / "index.json").is_file()
 
 
 def _dispatch(
@@ -346,7 +345,7 @@ def _attach(
 
 def _tied_storages(
     model: nn.Module, tied_parameters: Sequence[Sequence[str]]
-) -> dict[int, dict[torch.device, torch.Tensor]]:
+) -> dict[int, PlacedTensors]:
     """Where copies of a tied parameter on each device are noted, by its address."""
     first_names = (names[0] for names in tied_parameters)
     tensors = (model.get_parameter(name) for name in first_names)

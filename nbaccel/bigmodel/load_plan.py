@@ -11,6 +11,7 @@ from torch import nn
 
 from nbaccel import torch_private
 from nbaccel.bigmodel.checkpoint_files import CheckpointContent, StoredTensor
+from nbaccel.bigmodel.device_memory import DISK, HOST
 from nbaccel.bigmodel.module_tensors import get_non_persistent_buffers
 from nbaccel.errors import ConfigError
 from nbaccel.log import get_logger
@@ -18,12 +19,9 @@ from nbaccel.transfer.arena import named_tensors
 from nbaccel.transfer.sharded_tensors import full_shape, module_inside
 from nbaccel.units import first_few
 
-__all__ = ["DISK", "HOST", "LoadPlan", "Placement", "inner_model", "plan_loading", "tier_of"]
+__all__ = ["LoadPlan", "Placement", "inner_model", "plan_loading", "tier_of"]
 
 _log = get_logger(__name__)
-
-HOST, DISK = "cpu", "disk"
-"""The tiers of a device map that are no accelerators."""
 
 _MOST_LISTED = 10
 

@@ -1,4 +1,4 @@
-"""Facts about modules and weights; what spreads a model over devices is still to come."""
+"""Facts about modules and weights, and what spreads a model over devices."""
 
 from __future__ import annotations
 
@@ -9,13 +9,42 @@ import torch
 from torch import nn
 
 from nbaccel import torch_private
-from nbaccel._later import BIG_MODEL_INFERENCE, missing_name_of
+from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model, load_state_dict
+from nbaccel.bigmodel.device_map import (
+    check_device_map,
+    clean_device_map,
+    fallback_allocate,
+    infer_auto_device_map,
+)
+from nbaccel.bigmodel.device_memory import get_balanced_memory, get_max_memory
+from nbaccel.bigmodel.module_sizes import (
+    calculate_maximum_sizes,
+    check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device,
+    compute_module_sizes,
+    compute_module_total_buffer_size,
+    get_max_layer_size,
+    get_module_leaves,
+    get_module_size_with_ties,
+)
 from nbaccel.bigmodel.module_tensors import (
     dtype_byte_size,
     find_tied_parameters,
     get_non_persistent_buffers,
     id_tensor_storage,
     named_module_tensors,
+)
+from nbaccel.bigmodel.offload_folder import load_offloaded_weights
+from nbaccel.bigmodel.offloaded_state import (
+    align_module_device,
+    get_state_dict_from_offload,
+    get_state_dict_offloaded_model,
+    has_offloaded_params,
+)
+from nbaccel.bigmodel.tensor_placing import (
+    check_device_same,
+    retie_parameters,
+    set_module_tensor_to_device,
 )
 from nbaccel.state import PartialState
 from nbaccel.units import parse_bytes
@@ -25,18 +54,26 @@ __all__ = [
     "align_module_device",
     "calculate_maximum_sizes",
     "check_device_map",
+    "check_device_same",
     "check_tied_parameters_in_config",
     "check_tied_parameters_on_same_device",
+    "clean_device_map",
     "compute_module_sizes",
+    "compute_module_total_buffer_size",
     "convert_file_size_to_int",
     "dtype_byte_size",
+    "fallback_allocate",
     "find_tied_parameters",
     "get_balanced_memory",
     "get_grad_scaler",
     "get_max_layer_size",
     "get_max_memory",
     "get_mixed_precision_context_manager",
+    "get_module_leaves",
+    "get_module_size_with_ties",
     "get_non_persistent_buffers",
+    "get_state_dict_from_offload",
+    "get_state_dict_offloaded_model",
     "has_offloaded_params",
     "id_tensor_storage",
     "infer_auto_device_map",
@@ -49,39 +86,10 @@ __all__ = [
     "set_module_tensor_to_device",
 ]
 
-align_module_device = missing_name_of("align_module_device", BIG_MODEL_INFERENCE, __name__)
-calculate_maximum_sizes = missing_name_of("calculate_maximum_sizes", BIG_MODEL_INFERENCE, __name__)
-check_device_map = missing_name_of("check_device_map", BIG_MODEL_INFERENCE, __name__)
-check_tied_parameters_in_config = missing_name_of(
-    "check_tied_parameters_in_config", BIG_MODEL_INFERENCE, __name__
-)
-check_tied_parameters_on_same_device = missing_name_of(
-    "check_tied_parameters_on_same_device", BIG_MODEL_INFERENCE, __name__
-)
-compute_module_sizes = missing_name_of("compute_module_sizes", BIG_MODEL_INFERENCE, __name__)
-get_balanced_memory = missing_name_of("get_balanced_memory", BIG_MODEL_INFERENCE, __name__)
-get_max_layer_size = missing_name_of("get_max_layer_size", BIG_MODEL_INFERENCE, __name__)
-get_max_memory = missing_name_of("get_max_memory", BIG_MODEL_INFERENCE, __name__)
-infer_auto_device_map = missing_name_of("infer_auto_device_map", BIG_MODEL_INFERENCE, __name__)
-load_checkpoint_in_model = missing_name_of(
-    "load_checkpoint_in_model", BIG_MODEL_INFERENCE, __name__
-)
-load_offloaded_weights = missing_name_of("load_offloaded_weights", BIG_MODEL_INFERENCE, __name__)
-load_state_dict = missing_name_of("load_state_dict", BIG_MODEL_INFERENCE, __name__)
-retie_parameters = missing_name_of("retie_parameters", BIG_MODEL_INFERENCE, __name__)
-set_module_tensor_to_device = missing_name_of(
-    "set_module_tensor_to_device", BIG_MODEL_INFERENCE, __name__
-)
-
 
 def convert_file_size_to_int(size: int | str) -> int:
     """Read a size: ``"5GB"`` is five billion bytes, ``"5GiB"`` counts in 1024."""
     return parse_bytes(size)
-
-
-def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether parameters are kept elsewhere while they are not used: never, in this version."""
-    return False
 
 
 def is_peft_model(model: nn.Module) -> bool:

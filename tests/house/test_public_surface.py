@@ -76,6 +76,7 @@ PUBLIC = {
     "resolve",
     "save_16bit_weights",
     "set_seed",
+    "show_device_map",
     "shutdown",
     "skip_first_batches",
     "synchronize_rng_states",
