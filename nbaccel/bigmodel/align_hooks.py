@@ -56,7 +56,7 @@ class AlignDevicesHook(ModelHook):
         offload: Whether the module's weights are on ``meta`` between calls.
         io_same_device: Whether outputs go to the device of the first tensor among the arguments.
         weights_map: Where offloaded weights come from, by their names in the module; it may be a
-            `WeightSource`. None: they are kept in host memory.
+            `PrefetchingWeights`. None: they are kept in host memory.
         offload_buffers: Whether buffers are offloaded, too.
         place_submodules: Whether the tensors of submodules count as the module's own.
         skip_keys: Keyword arguments, and keys of mappings in them and in outputs, that are not

@@ -19,7 +19,7 @@ from nbaccel.log import get_logger
 
 __all__ = ["CopiesUnderWay", "start_copies"]
 
-logger = get_logger(__name__)
+_copy_log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def start_copies(
         return _copy_on(stream, host_weights)
     # No room, in pinned memory or on the device: when the weight is needed there may be.
     except RuntimeError as error:
-        logger.debug("Weights are not copied to %s ahead of time: %s", device, error)
+        _copy_log.debug("Weights are not copied to %s ahead of time: %s", device, error)
         return None
 
 
@@ -112,7 +112,7 @@ def _side_stream(device: torch.device) -> torch.Stream | None:
     try:
         return torch.Stream(device=device)
     except (RuntimeError, NotImplementedError) as error:
-        logger.debug("%s has no streams, so nothing is copied beside: %s", device, error)
+        _copy_log.debug("%s has no streams, so nothing is copied beside: %s", device, error)
         return None
 
 

@@ -31,6 +31,9 @@ _INCLUDE_BUFFERS_VARIABLE = "ACCELERATE_INIT_INCLUDE_BUFFERS"
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
     """Build models whose parameters have shapes and no memory: they are on ``meta``.
 
+    One parameter at a time is allocated before it moves there, without being written to; with
+    `include_buffers` none is.
+
     Args:
         include_buffers: Whether buffers, too, and everything else that the block makes with
             functions such as ``torch.zeros``. None: what the environment variable

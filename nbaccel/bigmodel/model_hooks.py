@@ -50,7 +50,7 @@ _CAST_LAYERS = (
 )
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
-logger = get_logger(__name__)
+_hook_log = get_logger(__name__)
 
 
 def outside_compiled_code(method: _Method) -> _Method:
@@ -62,13 +62,17 @@ def outside_compiled_code(method: _Method) -> _Method:
     Args:
         method: The function.
     """
+    untraced: list[_Method] = []
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             return method(*args, **kwargs)
-        disable: Callable[[_Method], _Method] = torch.compiler.disable
-        return disable(method)(*args, **kwargs)
+        if not untraced:
+            # Once: another function each time would be compiled around again each time.
+            disable: Callable[[_Method], _Method] = torch.compiler.disable
+            untraced.append(disable(method))
+        return untraced[0](*args, **kwargs)
 
     return call  # type: ignore[return-value]
 
@@ -255,7 +259,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         getattr(module, HOOK_ATTRIBUTE).detach_hook(module)
         delattr(module, HOOK_ATTRIBUTE)
     if hasattr(module, _FORWARD_ATTRIBUTE):
-        _restore_forward(module, getattr(module, _FORWARD_ATTRIBUTE))
+        _give_forward_back(module, getattr(module, _FORWARD_ATTRIBUTE))
         delattr(module, _FORWARD_ATTRIBUTE)
     for method_name in _GUARDED_METHODS:
         vars(module).pop(method_name, None)
@@ -265,7 +269,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     return module
 
 
-def _restore_forward(module: nn.Module, inner_forward: Callable[..., Any]) -> None:
+def _give_forward_back(module: nn.Module, inner_forward: Callable[..., Any]) -> None:
     function = getattr(inner_forward, "__func__", None)
     is_its_own = function is not None and getattr(inner_forward, "__self__", None) is module
     if _is_graph_module(module):
@@ -432,7 +436,7 @@ def attach_layerwise_casting_hooks(
     texts = (skip_modules_pattern,) if is_one else tuple(skip_modules_pattern or ())
     patterns = [_read_pattern(text) for text in texts]
     for name, layer in _layers_to_cast(module, "", patterns, tuple(skip_modules_classes or ())):
-        logger.debug("Weights of %r are kept in %s", name, storage_dtype)
+        _hook_log.debug("Weights of %r are kept in %s", name, storage_dtype)
         hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
         add_hook_to_module(layer, hook, append=True)
 

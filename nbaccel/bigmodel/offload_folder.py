@@ -68,7 +68,7 @@ def offload_weight(
     _check_weight(weight_name, weight)
     folder = Path(offload_folder)
     with atomic.partial_folder(folder, _HIDDEN_NAME) as hidden_folder:
-        _write_weight(hidden_folder, weight_name, weight)
+        _write_numbers(hidden_folder, weight_name, weight)
         _publish_file(hidden_folder, folder, _file_name(weight_name))
     if index is not None:
         index[weight_name] = _weight_info(weight)
@@ -95,7 +95,7 @@ def offload_state_dict(
     folder.mkdir(parents=True, exist_ok=True)
     with atomic.partial_folder(folder, _HIDDEN_NAME) as hidden_folder:
         for weight_name, weight in state_dict.items():
-            _write_weight(hidden_folder, weight_name, weight)
+            _write_numbers(hidden_folder, weight_name, weight)
             _publish_file(hidden_folder, folder, _file_name(weight_name))
     save_offload_index({name: _weight_info(weight) for name, weight in state_dict.items()}, folder)
 
@@ -154,7 +154,7 @@ def _weight_info(weight: torch.Tensor) -> dict[str, Any]:
     return {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
 
 
-def _write_weight(folder: Path, weight_name: str, weight: torch.Tensor) -> None:
+def _write_numbers(folder: Path, weight_name: str, weight: torch.Tensor) -> None:
     values = weight.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # As bytes: numpy lacks some of torch's formats.
     content = values.reshape(-1).view(torch.uint8).numpy()
@@ -332,11 +332,11 @@ class PrefixedDataset(Mapping[str, Any]):
         return sum(1 for _ in self)
 
     def prefetch(self, names: Sequence[str]) -> None:
-        """Pass names on to a map that reads ahead; see `WeightSource`."""
+        """Pass names on to a map that reads ahead; see `PrefetchingWeights`."""
         prefetch_weights(self.dataset, [f"{self.prefix}{name}" for name in names])
 
     def release(self, names: Sequence[str]) -> None:
-        """Pass names on to a map that reads ahead; see `WeightSource`."""
+        """Pass names on to a map that reads ahead; see `PrefetchingWeights`."""
         release_weights(self.dataset, [f"{self.prefix}{name}" for name in names])
 
 

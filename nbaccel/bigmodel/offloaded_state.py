@@ -26,7 +26,7 @@ __all__ = [
 
 _MOST_NAMES_TOLD = 5
 
-logger = get_logger(__name__)
+_state_log = get_logger(__name__)
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
@@ -112,7 +112,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
             state |= {name: value for name, value in own_state.items() if _has_values(value)}
     lacking = [name for name, value in state.items() if getattr(value, "is_meta", False)]
     if lacking:
-        logger.warning(
+        _state_log.warning(
             "%d tensors are on meta and nothing has their values, so they are not in the state "
             "dict: %s",
             len(lacking),

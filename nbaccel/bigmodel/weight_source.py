@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["WeightSource", "prefetch_weights", "release_weights"]
+__all__ = ["PrefetchingWeights", "prefetch_weights", "release_weights"]
 
 
 @runtime_checkable
-class WeightSource(Protocol):
+class PrefetchingWeights(Protocol):
     """A map of weights that reads ahead."""
 
     def prefetch(self, names: Sequence[str]) -> None:
@@ -35,18 +35,18 @@ def prefetch_weights(weights_map: Any, names: Sequence[str]) -> None:
 
     Args:
         weights_map: Any map.
-        names: See :meth:`WeightSource.prefetch`.
+        names: See :meth:`PrefetchingWeights.prefetch`.
     """
-    if names and isinstance(weights_map, WeightSource):
+    if names and isinstance(weights_map, PrefetchingWeights):
         weights_map.prefetch(names)
 
 
 def release_weights(weights_map: Any, names: Sequence[str]) -> None:
-    """The same of :meth:`WeightSource.release`.
+    """The same of :meth:`PrefetchingWeights.release`.
 
     Args:
         weights_map: Any map.
         names: The weights that are not used for now.
     """
-    if names and isinstance(weights_map, WeightSource):
+    if names and isinstance(weights_map, PrefetchingWeights):
         weights_map.release(names)

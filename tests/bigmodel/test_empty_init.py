@@ -1,0 +1,259 @@
+"""Models that are built on a device, be it one without memory."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import nbaccel
+from nbaccel.bigmodel.empty_init import init_empty_weights, init_on_device
+from nbaccel.bigmodel.module_tensors import find_tied_parameters
+from nbaccel.errors import ConfigError
+
+REGISTERING = (nn.Module.register_parameter, nn.Module.register_buffer)
+
+
+@pytest.fixture(autouse=True)
+def _torch_is_as_before():
+    yield
+    assert (nn.Module.register_parameter, nn.Module.register_buffer) == REGISTERING
+    assert torch.empty(0).device.type == "cpu"
+
+
+class Tagged(nn.Parameter):
+    """A parameter whose constructor asks for more."""
+
+    def __new__(cls, data, tag):
+        made = nn.Parameter.__new__(cls, data, False)
+        made.tag = tag
+        return made
+
+
+def test_parameters_have_no_memory_and_buffers_do():
+    with init_empty_weights():
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert {b.device.type for b in model.buffers()} == {"cpu"}
+    assert model[0].weight.shape == (4, 3)
+    assert model[0].weight.is_leaf
+    assert model[0].weight.requires_grad
+
+
+def test_a_model_larger_than_any_memory_is_built():
+    with init_empty_weights():
+        model = nn.Sequential(*(nn.Linear(5_000, 5_000) for _ in range(1_000)))
+    assert sum(p.nbytes for p in model.parameters()) > 10**11
+
+
+def test_with_buffers_everything_is_made_without_memory():
+    with init_empty_weights(include_buffers=True):
+        model = nn.BatchNorm1d(4)
+        model.register_buffer("from_numbers", torch.frombuffer(bytearray(8), dtype=torch.float32))
+        loose = torch.zeros(2), torch.ones(2), torch.arange(3)
+    assert {t.device.type for t in [*model.parameters(), *model.buffers(), *loose]} == {"meta"}
+
+
+@pytest.mark.parametrize(("text", "kind"), [("1", "meta"), ("no", "cpu"), ("", "cpu")])
+def test_the_environment_may_include_buffers(monkeypatch, text, kind):
+    monkeypatch.setenv("ACCELERATE_INIT_INCLUDE_BUFFERS", text)
+    with init_empty_weights():
+        assert nn.BatchNorm1d(2).running_mean.device.type == kind
+    with init_empty_weights(include_buffers=False):
+        assert nn.BatchNorm1d(2).running_mean.device.type == "cpu"
+
+
+def test_class_attributes_and_requires_grad_are_kept():
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tagged = Tagged(torch.ones(2), tag="mine")
+            self.frozen = nn.Parameter(torch.ones(2, dtype=torch.float16), requires_grad=False)
+            plain = nn.Parameter(torch.ones(2))
+            plain.weight_loader = "by rows"
+            self.plain = plain
+            self.absent = None
+            self.register_parameter("also_absent", None)
+
+    with init_empty_weights():
+        holder = Holder()
+    assert type(holder.tagged) is Tagged
+    assert holder.tagged.tag == "mine"
+    assert [holder.tagged.requires_grad, holder.frozen.requires_grad] == [False, False]
+    assert holder.frozen.dtype is torch.float16
+    assert holder.plain.weight_loader == "by rows"
+    assert holder.plain.requires_grad
+    assert holder.also_absent is None
+    assert {p.device.type for p in holder.parameters()} == {"meta"}
+
+
+def test_what_is_tied_stays_tied():
+    with init_empty_weights():
+        model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+        model["b"].weight = model["a"].weight
+        made_before = nn.Parameter(torch.ones(2))
+        one, two = nn.Module(), nn.Module()
+        one.shared, two.shared = made_before, made_before
+    assert model["a"].weight is model["b"].weight
+    assert one.shared is two.shared
+    assert one.shared.is_meta
+    assert not made_before.is_meta
+
+
+def test_a_parameter_that_is_there_already_stays_the_same():
+    there = nn.Parameter(torch.ones(2))
+    with init_on_device("cpu"):
+        module = nn.Module()
+        module.there = there
+    assert module.there is there
+
+
+def test_the_innermost_block_counts():
+    with init_empty_weights():
+        outer = nn.Linear(2, 2)
+        with init_on_device("cpu"):
+            inner = nn.Linear(2, 2)
+        outer_again = nn.Linear(2, 2)
+    assert outer.weight.is_meta
+    assert outer_again.weight.is_meta
+    assert not inner.weight.is_meta
+    assert inner.weight.abs().sum() > 0
+
+
+def test_an_inner_block_cannot_move_what_has_no_values():
+    with (
+        init_empty_weights(include_buffers=True),
+        init_on_device("cpu", include_buffers=False),
+        pytest.raises(ConfigError, match=r"'weight' of Linear was made on meta.*include_buffers"),
+    ):
+        nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("include_buffers", [False, True])
+def test_an_exception_leaves_torch_as_it_was(include_buffers):
+    with pytest.raises(ZeroDivisionError), init_empty_weights(include_buffers):
+        nn.Linear(2, 2 // 0)
+    assert not nn.BatchNorm1d(2).weight.is_meta
+
+
+def test_lazy_modules_are_built_and_become_real():
+    with init_empty_weights():
+        lazy = nn.LazyLinear(3)
+    lazy(torch.empty(2, 5, device="meta"))
+    assert lazy.weight.shape == (3, 5)
+    assert lazy.weight.is_meta
+
+
+def test_other_threads_build_with_memory():
+    found: dict[str, str] = {}
+    is_open, is_built = threading.Event(), threading.Event()
+
+    def build_empty():
+        with init_empty_weights(include_buffers=True):
+            is_open.set()
+            is_built.wait(10)
+            found["empty"] = nn.BatchNorm1d(2).weight.device.type
+
+    thread = threading.Thread(target=build_empty)
+    thread.start()
+    is_open.wait(10)
+    found["plain"] = nn.BatchNorm1d(2).weight.device.type
+    with init_on_device("cpu"):
+        found["on cpu"] = nn.Linear(2, 2).weight.device.type
+        is_built.set()
+        thread.join()
+        # The other thread's end must not end this thread's block.
+        with pytest.raises(ConfigError, match="made on meta"):
+            nn.Linear(2, 2, device="meta")
+    assert found == {"plain": "cpu", "empty": "meta", "on cpu": "cpu"}
+
+
+def test_blocks_of_threads_may_overlap_in_any_order():
+    first_open, second_open, first_closed = (threading.Event() for _ in range(3))
+    kinds: list[str] = []
+
+    def first():
+        with init_empty_weights():
+            first_open.set()
+            second_open.wait(10)
+        first_closed.set()
+
+    def second():
+        first_open.wait(10)
+        with init_empty_weights():
+            second_open.set()
+            first_closed.wait(10)
+            kinds.append(nn.Linear(2, 2).weight.device.type)
+
+    threads = [threading.Thread(target=work) for work in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert kinds == ["meta"]
+
+
+@pytest.mark.parametrize("device", ["disk", "nope:3", None, 2.5])
+def test_what_is_no_device_is_refused(device):
+    with pytest.raises(ConfigError, match="no device of this machine"), init_on_device(device):
+        nn.Linear(2, 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match="'cuda'"), init_on_device("cuda"):
+        nn.Linear(2, 2)
+
+
+def test_a_block_can_be_used_as_a_decorator():
+    @init_empty_weights()
+    def build():
+        return nn.Linear(2, 2)
+
+    assert build().weight.is_meta
+    assert build().weight.is_meta
+
+
+@pytest.fixture
+def gpt2_config():
+    transformers = pytest.importorskip("transformers")
+    return transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=16)
+
+
+@pytest.mark.parametrize("include_buffers", [False, True])
+def test_models_of_transformers_are_built_empty(gpt2_config, include_buffers):
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_config(gpt2_config)
+    with init_empty_weights(include_buffers):
+        model = AutoModelForCausalLM.from_config(gpt2_config)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert find_tied_parameters(model) == find_tied_parameters(plain) != []
+    found = {name: (p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()}
+    assert found == {n: (p.shape, p.dtype, p.requires_grad) for n, p in plain.named_parameters()}
+
+
+def test_an_empty_model_can_be_planned_with(gpt2_config):
+    """Estimates, the picker and the advice need shapes only."""
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(gpt2_config)
+    real = AutoModelForCausalLM.from_config(gpt2_config)
+    empty_estimate, real_estimate = nbaccel.estimate_memory(model), nbaccel.estimate_memory(real)
+    assert replace(empty_estimate, host_free=0) == replace(real_estimate, host_free=0)
+    advice = nbaccel.advise(model, try_it=False, device_memory="8GiB", num_processes=1)
+    assert (
+        advice.config
+        == nbaccel.advise(real, try_it=False, device_memory="8GiB", num_processes=1).config
+    )
+
+
+def test_the_picker_takes_an_empty_model():
+    pytest.importorskip("ipywidgets")
+    with init_empty_weights():
+        model = nn.Linear(64, 64)
+    assert nbaccel.configure(model).config is not None
