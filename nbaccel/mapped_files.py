@@ -7,10 +7,16 @@ strategies that cut a tensor into shards then drop the pages that they have read
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import mmap
+import platform
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Protocol
 from weakref import WeakSet
+
+_BOOT_NUMBER = Path("/proc/sys/kernel/random/boot_id")  # drawn anew by each start of a system
 
 __all__ = ["FileMapping", "drop_pages", "find_mapping", "forget_mapping", "register", "same_bytes"]
 
@@ -32,8 +38,8 @@ class FileMapping(Protocol):
     def identity(self) -> tuple[int, int]:
         """The file: its device and its inode."""
 
-    def written(self) -> list[tuple[int, int]]:
-        """Bytes, in whole pages, that this process has written to."""
+    def written(self, first_byte: int = 0, end_byte: int | None = None) -> list[tuple[int, int]]:
+        """Bytes, in whole pages, that this process has written to; of a part, or of all."""
 
     def give_back(self, first_byte: int, end_byte: int) -> None:
         """Drop whole pages: they show the file's bytes again when they are next read."""
@@ -64,7 +70,7 @@ def find_mapping(address: int, num_bytes: int) -> FileMapping | None:
     return None
 
 
-def drop_pages(address: int, num_bytes: int) -> None:
+def drop_pages(address: int, num_bytes: int, *, keep_written: bool = False) -> None:
     """Give back the pages that lie wholly within these bytes, if they are in a private mapping.
 
     What was written there is lost; pages that other tensors have a part in are kept.
@@ -72,29 +78,38 @@ def drop_pages(address: int, num_bytes: int) -> None:
     Args:
         address: The first byte.
         num_bytes: How many bytes.
+        keep_written: Keep pages that were written to, because other tensors may view these bytes.
     """
     mapping = find_mapping(address, num_bytes)
     if mapping is None:
         return
     first_byte = -(-(address - mapping.address) // _PAGE_BYTES) * _PAGE_BYTES
     end_byte = (address - mapping.address + num_bytes) // _PAGE_BYTES * _PAGE_BYTES
-    if first_byte < end_byte:
-        mapping.give_back(first_byte, end_byte)
+    if first_byte >= end_byte:
+        return
+    written_ranges = mapping.written(first_byte, end_byte) if keep_written else []
+    for written_start, written_end in [*written_ranges, (end_byte, end_byte)]:
+        if first_byte < written_start:
+            mapping.give_back(first_byte, written_start)
+        first_byte = written_end
 
 
-def same_bytes(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...] | None:
+def same_bytes(spans: Iterable[tuple[int, int] | None]) -> tuple[object, ...] | None:
     """What tells that another process sees the same bytes of the same files.
 
     Args:
-        spans: Address and number of bytes, for each tensor.
+        spans: Address and number of bytes, for each tensor; None for one that has no address.
 
     Returns:
-        For each its file and place, equal in two processes of one machine if they see the same
-        bytes; None where some lie elsewhere, or in a mapping that was written to.
+        The machine, and for each tensor its file and place: equal in two processes only if they
+        see the same bytes. None where some lie elsewhere, or in a mapping that was written to.
     """
     is_written: dict[int, bool] = {}
-    found_places = []
-    for address, num_bytes in spans:
+    found_places: list[object] = [_machine_identity()]
+    for span in spans:
+        if span is None:
+            return None
+        address, num_bytes = span
         mapping = find_mapping(address, num_bytes)
         if mapping is None:
             return None
@@ -102,3 +117,12 @@ def same_bytes(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...] 
             return None
         found_places.append((*mapping.identity, address - mapping.address, num_bytes))
     return tuple(found_places)
+
+
+@functools.cache
+def _machine_identity() -> tuple[str, str]:
+    """What no two nodes of a run share: the numbers of devices and inodes may well be equal."""
+    boot_number = ""
+    with contextlib.suppress(OSError):  # not Linux, or a sandbox without it
+        boot_number = _BOOT_NUMBER.read_text(encoding="ascii").strip()
+    return platform.node(), boot_number

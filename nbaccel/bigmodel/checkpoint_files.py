@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator, Mapping
+import re
+import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nbaccel.errors import CheckpointDamaged, ConfigError
-from nbaccel.intact import OLD_TORCH_FORMAT
 from nbaccel.units import first_few
 
 __all__ = ["CheckpointContent", "StoredTensor", "read_checkpoint"]
@@ -26,6 +27,7 @@ __all__ = ["CheckpointContent", "StoredTensor", "read_checkpoint"]
 SAFE_FILE, TORCH_FILE, INDEX_SUFFIX = "model.safetensors", "pytorch_model.bin", ".index.json"
 _SAFE_SUFFIX = ".safetensors"
 _HEADER_LENGTH_BYTES = 8
+_POINTER_START, _ARCHIVE_START = b"version https://git-lfs", b"PK\x03\x04"
 _REMEDY = "Nothing has been changed. Copy or save the checkpoint again."
 
 # By the names of https://github.com/huggingface/safetensors#format; not every torch has them all.
@@ -120,29 +122,32 @@ def read_checkpoint(checkpoint: str | Path) -> CheckpointContent:
     """
     source = Path(checkpoint)
     file_paths, weight_map = _locate_files(source)
-    stored_tensors: dict[str, StoredTensor] = {}
+    tensors_by_file: dict[str, dict[str, StoredTensor]] = {}
     problems: list[str] = []
     for path in file_paths:
         try:
-            stored_tensors |= {stored.name: stored for stored in _read_file(path)}
+            tensors_by_file[path.name] = {stored.name: stored for stored in _read_file(path)}
         except CheckpointDamaged as damage:
             problems += damage.mistakes
     if not problems and weight_map is not None:
-        problems += _index_problems(source, weight_map, stored_tensors)
+        problems += _index_problems(source, weight_map, tensors_by_file)
     if problems:
         raise CheckpointDamaged(*problems)
-    if weight_map is not None:
-        # A file may hold more than the index names; the index says what belongs to the model.
-        stored_tensors = {name: stored_tensors[name] for name in weight_map}
+    if weight_map is None:
+        return CheckpointContent(source=source, tensors=tensors_by_file[file_paths[0].name])
+    # Files may hold more than the index names, and a name twice; the index says which one counts.
+    stored_tensors = {
+        name: tensors_by_file[file_name][name] for name, file_name in weight_map.items()
+    }
     return CheckpointContent(source=source, tensors=stored_tensors)
 
 
 # ------------------------------------------------------------------------------ which files
 def _locate_files(source: Path) -> tuple[list[Path], dict[str, str] | None]:
     """The files, and by which name of a file each tensor is listed where there is an index."""
-    if source.is_file():
+    if _is_readable_file(source):
         return _indexed_files(source) if source.suffix == ".json" else ([source], None)
-    if not source.is_dir():
+    if not _names_folder(source):
         raise ConfigError(
             f"checkpoint={str(source)!r} is no file and no folder: there are no weights to load. "
             "Give a .safetensors or .bin file, an *.index.json, or the folder that holds them. "
@@ -150,7 +155,7 @@ def _locate_files(source: Path) -> tuple[list[Path], dict[str, str] | None]:
             "huggingface_hub.snapshot_download gives the folder.)"
         )
     for file_name in (TORCH_FILE, SAFE_FILE):
-        if (source / file_name).is_file():
+        if _is_readable_file(source / file_name):
             return [source / file_name], None
     index_paths = sorted(source.glob(f"*{INDEX_SUFFIX}"))
     if len(index_paths) == 1:
@@ -161,17 +166,40 @@ def _locate_files(source: Path) -> tuple[list[Path], dict[str, str] | None]:
             f"{source} holds {len(index_paths)} indexes ({index_names}): each describes other "
             "weights. Give the path of one of them."
         )
-    found_names = sorted(path.name for path in source.iterdir())
     raise ConfigError(
         f"{source} holds no {SAFE_FILE}, no {TORCH_FILE} and no *{INDEX_SUFFIX}: there are no "
-        f"weights to load. It has {first_few(found_names, 5) or 'no files'}. Give the file itself."
+        f"weights to load. It {_folder_listing(source)}. Give the file itself."
     )
+
+
+def _is_readable_file(path: Path) -> bool:
+    # An impossible name (too long, a folder that is not ours) is an OSError in some Pythons.
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _names_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def _folder_listing(folder: Path) -> str:
+    try:
+        found_names = sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        return f"cannot be listed ({error.strerror})"
+    return f"has {first_few(found_names, 5) or 'no files'}"
 
 
 def _indexed_files(index_path: Path) -> tuple[list[Path], dict[str, str]]:
     try:
         index = json.loads(index_path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    # A deeply nested text is a RecursionError.
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointDamaged(
             f"{index_path} cannot be read as JSON ({error}): it says in which files the weights "
             f"are. {_REMEDY}"
@@ -190,7 +218,7 @@ def _indexed_files(index_path: Path) -> tuple[list[Path], dict[str, str]]:
             f"{index_path} names files outside of its folder ({first_few(outside, 3)}): a "
             f"checkpoint's files are in one folder. {_REMEDY}"
         )
-    missing = [name for name in file_names if not (index_path.parent / name).is_file()]
+    missing = [name for name in file_names if not _is_readable_file(index_path.parent / name)]
     if missing:
         raise CheckpointDamaged(
             f"{index_path.parent} lacks {len(missing)} of the {len(file_names)} files that "
@@ -208,12 +236,14 @@ def _is_weight_map(weight_map: Any) -> bool:
 
 
 def _index_problems(
-    source: Path, weight_map: Mapping[str, str], stored_tensors: Mapping[str, StoredTensor]
+    source: Path,
+    weight_map: Mapping[str, str],
+    tensors_by_file: Mapping[str, Mapping[str, StoredTensor]],
 ) -> list[str]:
     absent = [
         f"{name} in {file_name}"
         for name, file_name in weight_map.items()
-        if name not in stored_tensors or stored_tensors[name].path.name != file_name
+        if name not in tensors_by_file[file_name]
     ]
     if not absent:
         return []
@@ -224,8 +254,26 @@ def _index_problems(
 
 
 # ------------------------------------------------------------------------------ what is in one
-def _read_file(path: Path) -> Iterator[StoredTensor]:
-    return iter(_read_safetensors(path) if path.suffix == _SAFE_SUFFIX else _read_torch(path))
+def _read_file(path: Path) -> list[StoredTensor]:
+    _refuse_pointer(path)
+    return _read_safetensors(path) if path.suffix == _SAFE_SUFFIX else _read_torch(path)
+
+
+def _refuse_pointer(path: Path) -> None:
+    """Say what a file of Git LFS is, which a clone without it leaves where weights should be."""
+    try:
+        with path.open("rb") as file:
+            first_bytes = file.read(len(_POINTER_START))
+    except OSError as error:
+        raise CheckpointDamaged(
+            f"{path} cannot be opened ({error.strerror or error}): there is nothing to load from "
+            f"it. {_REMEDY}"
+        ) from error
+    if first_bytes == _POINTER_START:
+        raise CheckpointDamaged(
+            f"{path} is a pointer of Git LFS, and the weights themselves were not downloaded. "
+            "Nothing has been changed. Run `git lfs pull` in its folder, or download it again."
+        )
 
 
 def _read_safetensors(path: Path) -> list[StoredTensor]:
@@ -286,6 +334,13 @@ def _read_torch(path: Path) -> list[StoredTensor]:
             f"{path} holds mappings inside of its state dict ({first_few(nested, 3)}): it is a "
             "checkpoint of a training, not of one model's weights. Save model.state_dict() alone."
         )
+    problems = [
+        f"{path} holds {name} as {form}. Save a dense tensor with values, or leave it out."
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and (form := _unusable_form(value))
+    ]
+    if problems:
+        raise CheckpointDamaged(*problems)
     return [
         StoredTensor(
             name=str(name),
@@ -300,22 +355,59 @@ def _read_torch(path: Path) -> list[StoredTensor]:
     ]
 
 
+def _unusable_form(tensor: torch.Tensor) -> str:
+    """Why a tensor's values cannot be copied into a parameter; empty if they can."""
+    if tensor.is_meta:
+        return "a tensor on meta, which has no values"
+    if tensor.is_quantized or tensor.is_nested or tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout} and {tensor.dtype}, not one block of numbers"
+    return ""
+
+
 def _open_torch_file(path: Path) -> tuple[Any, bool]:
     """What a pickle holds, and whether its tensors are mapped from the file."""
     try:
-        with path.open("rb") as file:
-            # What torch wrote before version 1.6 cannot be mapped.
-            is_mapped = file.read(len(OLD_TORCH_FORMAT)) != OLD_TORCH_FORMAT
+        # What torch wrote before version 1.6 is no archive, and cannot be mapped.
+        is_mapped = _is_plain_archive(path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except pickle.UnpicklingError as error:
         raise CheckpointDamaged(
-            f"{path} holds more than tensors and plain data, or is damaged: opening it could run "
-            f"code ({str(error).splitlines()[0]}). Nothing has been run or changed. Convert it to "
-            "safetensors where it can be trusted."
+            f"{path} holds {_refused_name(error)}: opening it could run code. Nothing has been "
+            "run or changed. Copy it again, or convert it to safetensors where it can be trusted."
         ) from error
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # the bytes of a damaged pickle are a program that may raise anything
         raise CheckpointDamaged(
-            f"{path} cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}): it is "
+            f"{path} cannot be read ({type(error).__name__}: {_first_line(error)}): it is "
             f"truncated, damaged, or no file of weights. {_REMEDY}"
         ) from error
     return state, is_mapped
+
+
+def _is_plain_archive(path: Path) -> bool:
+    """Whether a file is an archive whose records can be used where they lie.
+
+    Raises:
+        ValueError: It is one, and its records are compressed or end beyond the file.
+    """
+    with path.open("rb") as file:
+        if file.read(len(_ARCHIVE_START)) != _ARCHIVE_START:
+            return False
+    num_bytes = path.stat().st_size
+    with zipfile.ZipFile(path) as archive:
+        for record in archive.infolist():
+            is_stored = record.compress_type == zipfile.ZIP_STORED
+            if not is_stored or record.header_offset + record.file_size > num_bytes:
+                raise ValueError(f"its record {record.filename} is compressed or incomplete")
+    return True
+
+
+def _refused_name(error: pickle.UnpicklingError) -> str:
+    # torch's text has several paragraphs, and recommends to read the file without any check.
+    refused = re.search(r"GLOBAL (\S+)", str(error))
+    if refused is None:
+        return "more than tensors and plain data, or is damaged"
+    return f"{refused[1]}, which is more than tensors and plain data"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or ["no message"])[0]

@@ -34,7 +34,13 @@ from nbaccel.bigmodel.stored_weights import StoredWeights, WeightFiles
 from nbaccel.errors import ConfigError
 from nbaccel.strategies import optimizer_shards
 from nbaccel.transfer import arena
-from nbaccel.transfer.sharded_tensors import fill_local_part, is_dtensor, is_sharded
+from nbaccel.transfer.sharded_tensors import (
+    fill_local_part,
+    full_shape,
+    is_dtensor,
+    is_sharded,
+)
+from nbaccel.units import first_few
 
 __all__ = [
     "LoadedWeights",
@@ -106,6 +112,7 @@ def load_checkpoint_in_model(
     """
     del offload_state_dict
     _refuse_other_formats(offload_8bit_bnb, full_state_dict=full_state_dict, model=model)
+    _refuse_map(device_map, model)
     if device_map is not None and DISK in device_map.values() and offload_folder is None:
         raise ConfigError(
             f"device_map={_shorten_map(device_map)} leaves weights on disk, and no offload_folder "
@@ -172,7 +179,9 @@ def fill_model(
     _check_tiers(plan)
     if needs_mapping:
         _refuse_unmapped(on_disk)
+    _refuse_empty_shards(plan)
     files = WeightFiles()
+    files.map_files(placement.stored for placement in plan.placements)
     _fill(plan, files)
     stored = {name: placement.stored for placement in on_disk for name in placement.names}
     return LoadedWeights(weights=StoredWeights(files, stored), stored=stored)
@@ -228,12 +237,31 @@ def _refuse_other_formats(
             "version does not make. Load with from_pretrained(quantization_config=...) of "
             "transformers."
         )
-    has_shards = any(is_dtensor(tensor) for _, tensor in arena.named_tensors(inner_model(model)))
+    has_shards = any(is_sharded(tensor) for _, tensor in arena.named_tensors(inner_model(model)))
     if has_shards and not full_state_dict:
         raise ConfigError(
             f"full_state_dict={full_state_dict!r} was given for a sharded model: the files that "
             "are read here hold whole tensors. Leave it out, or load a sharded checkpoint with "
             "Accelerator.load_state."
+        )
+
+
+def _refuse_map(device_map: Any, model: nn.Module) -> None:
+    if device_map is None:
+        return
+    if not isinstance(device_map, Mapping):
+        raise ConfigError(
+            f"device_map={device_map!r} says of no module where it goes: this function needs a "
+            "mapping from modules' names to devices. Give infer_auto_device_map(model), or call "
+            "load_checkpoint_and_dispatch, which also takes a name."
+        )
+    cut_name = next(
+        (name for name, t in arena.named_tensors(inner_model(model)) if is_sharded(t)), None
+    )
+    if cut_name is not None:
+        raise ConfigError(
+            f"device_map={_shorten_map(device_map)} was given for a model whose {cut_name} is cut "
+            "into shards: its processes hold it where the strategy put it. Leave device_map out."
         )
 
 
@@ -255,6 +283,16 @@ def _check_tiers(plan: LoadPlan) -> None:
         raise ConfigError(*problems)
 
 
+def _refuse_empty_shards(plan: LoadPlan) -> None:
+    empty_names = [p.names[0] for p in plan.placements if p.tensor.is_meta and is_sharded(p.tensor)]
+    if empty_names:
+        raise ConfigError(
+            f"{len(empty_names)} sharded weights are on meta ({first_few(empty_names, 3)}), without "
+            "memory for their values. Nothing has been loaded. Call "
+            'model.to_empty(device="cpu") (or another device) before, or load before sharding.'
+        )
+
+
 def _refuse_unmapped(on_disk: Iterable[Placement]) -> None:
     unmapped = sorted({str(p.stored.path) for p in on_disk if not p.stored.is_mapped})
     if unmapped:
@@ -273,7 +311,7 @@ def _shorten_map(device_map: Mapping[str, Any]) -> str:
 # ------------------------------------------------------------------------------ filling
 def _fill(plan: LoadPlan, files: WeightFiles) -> None:
     converted = _host_memory(plan)
-    total_bytes = sum(p.stored.num_bytes for p in plan.placements if p.tier not in (None, DISK))
+    total_bytes = sum(p.stored.num_bytes for p in plan.placements if _is_read_now(p))
     with (
         torch.no_grad(),
         Bar(
@@ -307,6 +345,14 @@ def _goes_to_host(placement: Placement) -> bool:
     )
 
 
+def _is_read_now(placement: Placement) -> bool:
+    """Whether its bytes are read, not only mapped."""
+    is_converted = placement.dtype != placement.stored.dtype
+    return placement.tier != DISK and (
+        placement.tier is not None or is_converted or not _goes_to_host(placement)
+    )
+
+
 def _fill_one(
     model: nn.Module,
     placement: Placement,
@@ -320,7 +366,7 @@ def _fill_one(
         return
     values = files.view(stored)
     if _goes_to_host(placement) and id(placement.tensor) not in converted:
-        if placement.tier is not None:
+        if _is_read_now(placement):
             files.bring_in(stored, bar.update)
         _put(model, placement, values)
         return
@@ -354,13 +400,33 @@ def _put(model: nn.Module, placement: Placement, values: torch.Tensor) -> None:
     if isinstance(old_tensor, nn.Parameter):
         can_train = values.dtype.is_floating_point or values.dtype.is_complex
         new_tensor = nn.Parameter(values, requires_grad=old_tensor.requires_grad and can_train)
-        # The same object with other values, so that an optimizer made before still steps it.
-        with contextlib.suppress(RuntimeError):  # something has a weak reference to it
-            torch.utils.swap_tensors(old_tensor, new_tensor)  # type: ignore[no-untyped-call]
+        if _replace_values(old_tensor, new_tensor):
             return
     for name in placement.names:
         owner_name, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner_name), own_name, new_tensor)
+
+
+def _replace_values(old_parameter: nn.Parameter, new_parameter: nn.Parameter) -> bool:
+    """Let the same object have other values, so that an optimizer made before still steps it.
+
+    Returns:
+        Whether it was possible.
+    """
+    if old_parameter.requires_grad == new_parameter.requires_grad:
+        with contextlib.suppress(RuntimeError):  # one of the two is on meta
+            old_parameter.data = new_parameter.data
+            if old_parameter.grad is not None and old_parameter.grad.dtype != old_parameter.dtype:
+                old_parameter.grad = None
+            return True
+    own_class, own_attributes = type(old_parameter), dict(vars(old_parameter))
+    with contextlib.suppress(RuntimeError):  # something else refers to its values
+        torch.utils.swap_tensors(old_parameter, new_parameter)  # type: ignore[no-untyped-call]
+        # Marks that libraries put on parameters, and their own classes of them.
+        old_parameter.__class__ = own_class
+        vars(old_parameter).update(own_attributes)
+        return True
+    return False
 
 
 # ------------------------------------------------------------------------------ several ranks
@@ -370,45 +436,70 @@ def _is_one_of_several() -> bool:
 
 def _load_from_first_rank(model: nn.Module, checkpoint: str | Path, *, strict: bool) -> None:
     """Process 0 reads, the others get their part of each tensor from it; a collective."""
-    is_first = dist.get_rank() == 0
     files, plan = WeightFiles(), None
     outcome: list[Any] = [None, ()]
-    if is_first:
+    if dist.get_rank() == 0:
         # An error of process 0 is raised on all, so that none waits for it.
         try:
             plan = plan_loading(model, read_checkpoint(checkpoint), strict=strict)
-            outcome = ["", [placement.names for placement in plan.placements]]
+            files.map_files(placement.stored for placement in plan.placements)
+            outcome = [None, [(p.names[0], p.stored.shape) for p in plan.placements]]
         except ConfigError as error:
-            outcome = [str(error), ()]
+            outcome = [error, ()]
     dist.broadcast_object_list(outcome, 0)
-    problem, all_names = outcome
-    if problem:
-        raise ConfigError(problem)
+    problem, expected = outcome
+    if problem is not None:
+        raise problem
     tensors = dict(arena.named_tensors(inner_model(model)))
+    _agree_on_receiving(tensors, expected)
     placements = iter(plan.placements if plan is not None else ())
     with torch.no_grad():
-        for names in all_names:
+        for name, _ in expected:
             placement = next(placements, None)
             values = files.view(placement.stored) if placement is not None else None
-            _receive(tensors[names[0]], values)
+            _receive(tensors[name], values)
             if placement is not None:
                 files.release(placement.stored)
 
 
+def _agree_on_receiving(
+    tensors: Mapping[str, torch.Tensor], expected: Iterable[tuple[str, tuple[int, ...]]]
+) -> None:
+    """Raise on all processes if one could not take part; a collective."""
+    own_problems = []
+    for name, shape in expected:
+        tensor = tensors.get(name)
+        if tensor is None or full_shape(tensor) != shape:
+            own_problems.append(f"{name} of shape {list(shape)} is not in the model")
+        elif tensor.is_meta:
+            own_problems.append(f"{name} is on meta, without memory that values could be sent to")
+    all_problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_problems, own_problems)
+    for rank, problems in enumerate(all_problems):
+        if problems:
+            raise ConfigError(
+                f"broadcast_from_rank0={True} cannot send {len(problems)} weights to process "
+                f"{rank}: {first_few(problems, 3)}. Nothing has been loaded. Build the same model "
+                "in all processes and prepare it first, or leave broadcast_from_rank0 out: then "
+                "each process reads its part from the file."
+            )
+
+
 def _receive(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
-    if tensor.is_meta:
-        raise ConfigError(
-            f"broadcast_from_rank0 sends values into tensors, and one of shape "
-            f"{list(tensor.shape)} is on meta, without memory. Prepare the model first, or leave "
-            "broadcast_from_rank0 out: then each process reads its part from the file."
-        )
     whole = (
-        torch.empty(tensor.shape, dtype=tensor.dtype) if values is None else values.to(tensor.dtype)
+        torch.empty(full_shape(tensor), dtype=tensor.dtype)
+        if values is None
+        else values.to(tensor.dtype)
     )
     if is_dtensor(tensor):
         optimizer_shards.refill_parameter(tensor, whole)
+        return
+    # Sent where the process group's backend works: on the device of the model.
+    received = optimizer_shards.place_like(whole, tensor)
+    if is_sharded(tensor):
+        fill_local_part(tensor, received)
     else:
-        tensor.copy_(optimizer_shards.place_like(whole, tensor))
+        tensor.detach().copy_(received)
 
 
 # ------------------------------------------------------------------------------ index of a folder

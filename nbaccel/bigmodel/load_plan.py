@@ -133,11 +133,13 @@ def plan_loading(
 
 def inner_model(model: nn.Module) -> nn.Module:
     """The user's own module inside wrappers of DDP, of a compiler or of an engine."""
-    model = torch_private.uncompiled(model)
-    engine_module = module_inside(model)
-    if engine_module is not None:
-        return engine_module
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    while True:
+        outer_model, model = model, torch_private.uncompiled(model)
+        model = module_inside(model) or model
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        if model is outer_model:
+            return model
 
 
 def tier_of(tensor_name: str, device_map: Mapping[str, Any]) -> Any:

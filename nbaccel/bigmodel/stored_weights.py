@@ -11,18 +11,20 @@ import contextlib
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from nbaccel import mapped_files
 from nbaccel.bigmodel.checkpoint_files import StoredTensor
+from nbaccel.errors import CheckpointDamaged
 from nbaccel.transfer import arena
 from nbaccel.transfer.file_arena import FileArena
 
 __all__ = ["StoredWeights", "WeightFiles"]
 
+_HAS_MEMORY_FILES = hasattr(os, "memfd_create")  # Linux
 _MADV_POPULATE_READ = 22  # <asm-generic/mman-common.h>, Linux 5.14; the mmap module lacks it
 _PORTION_BYTES = 64 << 20  # read at a time, so that a bar moves and an interrupt gets through
 
@@ -32,6 +34,38 @@ class WeightFiles:
 
     def __init__(self) -> None:
         self._arenas: dict[Path, FileArena] = {}
+        # Whose view has which memory of a file of torch, in which names may share theirs.
+        self._owners: dict[int, str] = {}
+
+    def map_files(self, stored_tensors: Iterable[StoredTensor]) -> None:
+        """Map the files of these tensors now, so that later nothing can be missing.
+
+        Raises:
+            CheckpointDamaged: Files are gone, cannot be mapped, or are shorter than their header
+                said a moment ago.
+        """
+        problems = {}
+        for stored in stored_tensors:
+            if stored.opened is not None or not stored.num_bytes or stored.path in problems:
+                continue
+            try:
+                num_bytes = self._bytes_in(stored.path)
+            except OSError as error:
+                problems[stored.path] = f"{stored.path} cannot be mapped ({error.strerror or error})"
+                continue
+            if num_bytes < stored.first_byte + stored.num_bytes:
+                problems[stored.path] = f"{stored.path} has become shorter, and lacks {stored.name}"
+        if problems:
+            raise CheckpointDamaged(
+                *(
+                    f"{problem}: another program may be writing it. Nothing has been changed. "
+                    "Load it when it is complete."
+                    for problem in problems.values()
+                )
+            )
+
+    def _bytes_in(self, path: Path) -> int:
+        return self._arena_of(path).nbytes if _HAS_MEMORY_FILES else path.stat().st_size
 
     def view(self, stored: StoredTensor) -> torch.Tensor:
         """A tensor over the file's bytes, of the file's dtype.
@@ -41,7 +75,7 @@ class WeightFiles:
         torch.
         """
         if stored.opened is not None:
-            return stored.opened
+            return self._own_view(stored.name, stored.opened)
         if not stored.num_bytes:
             return torch.empty(stored.shape, dtype=stored.dtype)
         raw_bytes = self._raw_bytes(stored)
@@ -49,9 +83,15 @@ class WeightFiles:
             raw_bytes = raw_bytes.clone()
         return raw_bytes.view(stored.dtype).view(stored.shape)
 
+    def _own_view(self, name: str, opened: torch.Tensor) -> torch.Tensor:
+        """A tensor of a file of torch, with memory that no other name's view has."""
+        address = opened.untyped_storage().data_ptr()
+        is_owner = not address or self._owners.setdefault(address, name) == name
+        return opened if is_owner and opened.is_contiguous() else opened.contiguous().clone()
+
     def _raw_bytes(self, stored: StoredTensor) -> torch.Tensor:
         """The bytes of a tensor, of shape ``[num_bytes]`` and dtype uint8."""
-        if not hasattr(os, "memfd_create"):
+        if not _HAS_MEMORY_FILES:
             end_byte = stored.first_byte + stored.num_bytes
             whole_file = torch.from_file(str(stored.path), False, end_byte, dtype=torch.uint8)
             return whole_file[stored.first_byte :]

@@ -60,6 +60,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FsdpStrategy"]
 
+# By exact type: a subclass such as a DTensor may have no memory of its own.
+_WITH_ADDRESS = (torch.Tensor, nn.Parameter)
+
 # Both spellings, because Accelerate accepts its own short names and torch's.
 _DTYPES_BY_NAME = {
     "no": None,
@@ -187,11 +190,11 @@ class FsdpStrategy(Strategy):
         for tensor in (*unsharded, *model.buffers()):
             dist.broadcast(tensor.detach(), 0)
 
-    def _starts_equal(self, old_spans: Iterable[tuple[int, int]]) -> bool:
+    def _starts_equal(self, old_spans: Iterable[tuple[int, int] | None]) -> bool:
         """Whether all processes see the same bytes of the same files; a collective."""
-        own_places = mapped_files.same_bytes(span for span in old_spans if span[1])
+        own_places = mapped_files.same_bytes(span for span in old_spans if span != (0, 0))
         all_places: list[Any] = [None] * self.place.world_size
-        # Where the nodes of a run differ, so do the numbers of their files, and process 0 sends.
+        # Never equal on two nodes, whose files may differ: then process 0 sends.
         dist.all_gather_object(all_places, own_places)
         return own_places is not None and all(places == own_places for places in all_places)
 
@@ -344,18 +347,21 @@ class FsdpStrategy(Strategy):
         sharded_checkpoints.load_shards(model, optimizer, Path(folder), left_out=left_out)
 
 
-def _span_of(parameter: torch.Tensor) -> tuple[int, int]:
-    """Address and number of bytes of a tensor in host memory; (0, 0) for any other."""
-    if parameter.device.type != "cpu" or not parameter.is_contiguous():
+def _span_of(parameter: torch.Tensor) -> tuple[int, int] | None:
+    """Address and number of bytes of a tensor in host memory, zeros for an empty one; else None."""
+    if not parameter.numel():
         return 0, 0
-    return parameter.data_ptr(), parameter.nbytes
+    if parameter.device.type != "cpu" or type(parameter) not in _WITH_ADDRESS:
+        return None
+    return (parameter.data_ptr(), parameter.nbytes) if parameter.is_contiguous() else None
 
 
 def _give_back(spans: Iterable[tuple[int, int] | None]) -> None:
     """Let go of what was read of weights that have become shards."""
     for span in spans:
         if span is not None and span[1]:
-            mapped_files.drop_pages(*span)
+            # A parameter may share its memory with another that is not sharded.
+            mapped_files.drop_pages(*span, keep_written=True)
 
 
 def _precision_policies(

@@ -63,7 +63,8 @@ class Arena(shared_memory.Mapping):
     def __del__(self) -> None:
         super().__del__()
         # Open until here because workers are sent copies of it; the mapping itself needs none.
-        os.close(self.fd)
+        if hasattr(self, "fd"):  # a file of a checkpoint may not have opened
+            os.close(self.fd)
 
 
 # The number of an address would name two arenas in the life of a process; a count does not.

@@ -166,11 +166,17 @@ class Mapping:
             and start_address + num_bytes <= self.address + self.nbytes
         )
 
-    def written(self) -> list[ByteRange]:
-        """Which bytes of a private mapping were written since it was made, in whole pages."""
+    def written(self, first_byte: int = 0, end_byte: int | None = None) -> list[ByteRange]:
+        """Which bytes of a private mapping were written since it was made, in whole pages.
+
+        Args:
+            first_byte: Where to begin; the start of a page.
+            end_byte: Where to end; None: the end of the mapping.
+        """
+        end_byte = self.nbytes if end_byte is None else end_byte
         return [
-            (first_byte, min(end_byte, self.nbytes))
-            for first_byte, end_byte in _own_pages(self.address, self.nbytes)
+            (first_byte + own_start, min(first_byte + own_end, end_byte))
+            for own_start, own_end in _own_pages(self.address + first_byte, end_byte - first_byte)
         ]
 
     def give_back(self, first_byte: int, end_byte: int) -> None:
@@ -190,7 +196,8 @@ class Mapping:
             )
 
     def __del__(self) -> None:
-        if self.address:
+        # Not there where a subclass failed before it got this far.
+        if getattr(self, "address", 0):
             _c_library().munmap(self.address, self.nbytes)
 
 

@@ -123,8 +123,12 @@ def shard_in_turn(model: nn.Module, zero_settings: Mapping[str, Any]) -> None:
     for parameter in parameters:
         mapped_values = parameter.data
         # A copy even in the same format: process 0's values are received into it.
-        parameter.data = mapped_values.to(compute_dtype, copy=True)
-        mapped_files.drop_pages(mapped_values.data_ptr(), mapped_values.nbytes)
+        own_dtype = compute_dtype if mapped_values.is_floating_point() else mapped_values.dtype
+        parameter.data = mapped_values.to(own_dtype, copy=True)
+        # What was written is kept, because another parameter may view the same memory.
+        mapped_files.drop_pages(
+            mapped_values.data_ptr(), mapped_values.nbytes, keep_written=True
+        )
         _cut(parameter, parameters[0], zero_settings, compute_dtype)
 
 
