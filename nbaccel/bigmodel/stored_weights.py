@@ -7,11 +7,10 @@ mapped for the time of a forward pass.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -51,7 +50,9 @@ class WeightFiles:
             try:
                 num_bytes = self._bytes_in(stored.path)
             except OSError as error:
-                problems[stored.path] = f"{stored.path} cannot be mapped ({error.strerror or error})"
+                problems[stored.path] = (
+                    f"{stored.path} cannot be mapped ({error.strerror or error})"
+                )
                 continue
             if num_bytes < stored.first_byte + stored.num_bytes:
                 problems[stored.path] = f"{stored.path} has become shorter, and lacks {stored.name}"
@@ -106,16 +107,9 @@ class WeightFiles:
             self._arenas[path] = FileArena(path)
         return self._arenas[path]
 
-    def read_ahead(self, stored: StoredTensor) -> None:
-        """Ask the system to read a tensor's bytes soon; returns at once."""
-        mapped = self._span_of(stored)
-        # Only advice: a file system that cannot follow it reads the bytes when they are used.
-        with contextlib.suppress(OSError):
-            if mapped is not None:
-                file_arena, first_byte, end_byte = mapped
-                file_arena.advise(first_byte, end_byte, mmap.MADV_WILLNEED)
-
-    def bring_in(self, stored: StoredTensor, when_read: Callable[[int], object]) -> None:
+    def bring_in(
+        self, stored: StoredTensor, when_read: Callable[[int], object] | None = None
+    ) -> None:
         """Read a tensor's bytes into memory now.
 
         Args:
@@ -125,9 +119,10 @@ class WeightFiles:
         Raises:
             OSError: The file could not be read.
         """
+        count_bytes = when_read or _count_nothing
         mapped = self._span_of(stored)
         if mapped is None:
-            when_read(stored.num_bytes)
+            count_bytes(stored.num_bytes)
             return
         file_arena, first_byte, end_byte = mapped
         for portion_start in range(first_byte, end_byte, _PORTION_BYTES):
@@ -138,7 +133,7 @@ class WeightFiles:
                 # An older Linux: then the bytes are read when they are used.
                 if error.errno != errno.EINVAL:
                     raise
-            when_read(portion_end - portion_start)
+            count_bytes(portion_end - portion_start)
 
     def release(self, stored: StoredTensor) -> None:
         """Let go of the memory of a tensor that is not used for now; the file's bytes stay."""
@@ -152,6 +147,10 @@ class WeightFiles:
         if file_arena is None or stored.opened is not None or not stored.num_bytes:
             return None
         return file_arena, stored.first_byte, stored.first_byte + stored.num_bytes
+
+
+def _count_nothing(num_bytes: int) -> None:
+    """A progress bar that is none."""
 
 
 class StoredWeights(Mapping[str, torch.Tensor]):
@@ -172,10 +171,15 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         self._files = files
         self._stored = dict(stored)
         self._held = dict(held or {})
+        self._reads: dict[str, Future[None]] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name in self._held:
             return self._held[name]
+        read = self._reads.pop(name, None)
+        if read is not None:
+            # Touching the pages meanwhile would read them a second time, in small pieces.
+            read.result()
         return self._files.view(self._stored[name])
 
     def __iter__(self) -> Iterator[str]:
@@ -191,12 +195,21 @@ class StoredWeights(Mapping[str, torch.Tensor]):
 
     def prefetch(self, names: Sequence[str]) -> None:
         """See :class:`~nbaccel.bigmodel.weight_source.WeightSource`."""
-        for name in names:
-            if name in self._stored:
-                self._files.read_ahead(self._stored[name])
+        new_names = [name for name in names if name in self._stored and name not in self._reads]
+        if not new_names:
+            return
+        # A thread for each call, which ends when it has read: one that stayed would be in the way
+        # of a fork. Reading waits for the disk without the interpreter's lock.
+        reader = ThreadPoolExecutor(1, thread_name_prefix="nbaccel-read-ahead")
+        self._reads |= {
+            name: reader.submit(self._files.bring_in, self._stored[name]) for name in new_names
+        }
+        reader.shutdown(wait=False)
 
     def release(self, names: Sequence[str]) -> None:
         """See :class:`~nbaccel.bigmodel.weight_source.WeightSource`."""
         for name in names:
             if name in self._stored:
-                self._files.release(self._stored[name])
+                read = self._reads.pop(name, None)
+                if read is None or read.cancel() or read.done():
+                    self._files.release(self._stored[name])
