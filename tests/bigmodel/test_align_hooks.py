@@ -1,0 +1,511 @@
+"""Weights that come for a module's ``forward`` and go after it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+
+from nbaccel.bigmodel.align_hooks import (
+    AlignDevicesHook,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+    attach_execution_device_hook,
+)
+from nbaccel.bigmodel.execution_order import ExecutionOrder
+from nbaccel.bigmodel.model_hooks import add_hook_to_module, remove_hook_from_submodules
+from nbaccel.bigmodel.offload_folder import OffloadedWeightsLoader, offload_state_dict
+from nbaccel.bigmodel.offloaded_state import align_module_device
+from nbaccel.errors import ConfigError
+
+X = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
+
+
+def make_model(number_of_layers: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(number_of_layers))).eval()
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def look_inside(layer: nn.Module, look) -> None:
+    """Call a function in the layer's `forward`: torch's own hooks run after those with weights."""
+    inner_forward = layer.forward
+
+    def forward(*args, **kwargs):
+        look()
+        return inner_forward(*args, **kwargs)
+
+    layer.forward = forward
+
+
+class RecordingSource(Mapping):
+    """A map that reads ahead, and remembers everything that it is asked."""
+
+    def __init__(self, weights):
+        self.weights = weights
+        self.told: list[tuple[str, str]] = []
+
+    def __getitem__(self, name):
+        self.told.append(("read", name))
+        return self.weights[name]
+
+    def __iter__(self):
+        return iter(self.weights)
+
+    def __len__(self):
+        return len(self.weights)
+
+    def prefetch(self, names):
+        self.told += [("prefetch", name) for name in names]
+
+    def release(self, names):
+        self.told += [("release", name) for name in names]
+
+    def take(self, kind: str) -> list[str]:
+        return [name for told_kind, name in self.told if told_kind == kind]
+
+
+def layer_numbers(names: list[str]) -> list[int]:
+    """The layers that names belong to, each once in a row."""
+    numbers = [int(name.partition(".")[0]) for name in names]
+    return [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n]
+
+
+# ------------------------------------------------------------------------- in and out
+
+
+@pytest.mark.parametrize("where", ["memory", "folder", "nothing given"])
+def test_weights_are_there_for_the_forward_only(tmp_path, where):
+    model = make_model()
+    expected, state = model(X), state_of(model)
+    weights = {"memory": state, "nothing given": None}.get(where)
+    if where == "folder":
+        offload_state_dict(tmp_path, state)
+        weights = OffloadedWeightsLoader(save_folder=tmp_path)
+    attach_align_device_hook(model, "cpu", offload=True, weights_map=weights)
+    for _ in range(3):
+        assert {p.device.type for p in model.parameters()} == {"meta"}
+        assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in model.parameters())
+        assert torch.equal(model(X), expected)
+    remove_hook_from_submodules(model)
+    assert all(torch.equal(p, state[name]) for name, p in model.named_parameters())
+    assert torch.equal(model(X), expected)
+
+
+def test_only_what_runs_is_in_memory():
+    model, there = make_model(), []
+    for layer in model:
+        look_inside(layer, lambda: there.append([not part.weight.is_meta for part in model]))
+    attach_align_device_hook(model, "cpu", offload=True)
+    model(X)
+    assert there == [[True, False, False], [False, True, False], [False, False, True]]
+
+
+@pytest.mark.parametrize("offload_buffers", [False, True])
+def test_buffers_go_if_asked(offload_buffers):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    model[1].register_buffer("fleeting", torch.ones(1), persistent=False)
+    model[1].running_mean += 3
+    expected = model(X)
+    attach_align_device_hook(model, "cpu", offload=True, offload_buffers=offload_buffers)
+    assert model[1].running_mean.is_meta is offload_buffers
+    assert not model[1].fleeting.is_meta
+    assert torch.equal(model(X), expected)
+    assert model[1].running_mean.is_meta is offload_buffers
+    remove_hook_from_submodules(model)
+    assert torch.equal(model(X), expected)
+
+
+class ReadsInner(nn.Module):
+    """Uses the weights of a submodule without calling it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, rows):
+        return nn.functional.linear(rows, self.inner.weight, self.inner.bias)
+
+
+def test_a_class_may_get_the_weights_of_its_submodules_at_once():
+    model = nn.Sequential(ReadsInner(), nn.Linear(4, 4))
+    expected = model(X)
+    attach_align_device_hook(model, "cpu", offload=True, preload_module_classes=["ReadsInner"])
+    assert model[0].inner.weight.is_meta
+    assert not hasattr(model[0].inner, "_hf_hook")
+    assert torch.equal(model(X), expected)
+    assert model[0].inner.weight.is_meta
+
+
+class TakesMapping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, rows, *, cache=None, mask=None):
+        return {"rows": rows.device.type, "cache": cache["k"].device.type, "mask": mask.device.type}
+
+
+def test_arguments_are_moved_but_those_to_skip():
+    module = TakesMapping()
+    add_hook_to_module(module, AlignDevicesHook("meta", skip_keys="cache"))
+    found = module(X, cache={"k": X}, mask=X)
+    assert found == {"rows": "meta", "cache": "cpu", "mask": "meta"}
+
+
+def test_outputs_go_to_where_the_input_was():
+    module = nn.Linear(4, 4)
+    add_hook_to_module(module, AlignDevicesHook("cpu", io_same_device=True))
+    assert module(X).device.type == "cpu"
+    meta_module = nn.Linear(4, 4)
+    add_hook_to_module(meta_module, AlignDevicesHook("meta"))
+    assert meta_module.weight.is_meta
+    assert meta_module(X).is_meta
+
+
+def test_a_failing_forward_is_followed_by_a_good_one():
+    model = make_model()
+    expected = model(X)
+    attach_align_device_hook(model, "cpu", offload=True)
+    with pytest.raises(RuntimeError, match="shape"):
+        model(torch.ones(2, 3))
+    assert torch.equal(model(X), expected)
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_a_weight_that_the_map_lacks_is_named():
+    model = make_model()
+    attach_align_device_hook(model, "cpu", offload=True, weights_map={"0.weight": torch.ones(4, 4)})
+    with pytest.raises(ConfigError, match=r"'0\.bias' is offloaded.*lacks"):
+        model(X)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_offloaded_models_run_in_every_mode(mode):
+    model = make_model()
+    expected = model(X)
+    attach_align_device_hook(model, "cpu", offload=True)
+    for _ in range(2):
+        with mode():
+            assert torch.equal(model(X), expected)
+    assert torch.equal(model(X), expected)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_of_an_offloaded_model_runs_by_itself(duplicate):
+    model = make_model()
+    expected = model(X)
+    attach_align_device_hook(model, "cpu", offload=True)
+    model(X)
+    copied = duplicate(model)
+    orders = {id(part._hf_hook.execution_order) for part in copied}
+    assert len(orders) == 1
+    assert orders.isdisjoint({id(part._hf_hook.execution_order) for part in model})
+    for _ in range(2):
+        assert torch.equal(copied(X), expected)
+        assert torch.equal(model(X), expected)
+
+
+# ------------------------------------------------------------------------- parts and ties
+
+
+def test_parts_compute_on_devices_of_their_own():
+    model = make_model()
+    expected, state = model(X), state_of(model)
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device={"": "cpu", "0": "cpu", "1": "cpu", "2": "cpu"},
+        offload={"0": False, "1": True, "2": False},
+        weights_map=state,
+    )
+    assert [part.weight.device.type for part in model] == ["cpu", "meta", "cpu"]
+    assert model._hf_hook.io_same_device
+    assert torch.equal(model(X), expected)
+    assert [part.weight.device.type for part in model] == ["cpu", "meta", "cpu"]
+
+
+@pytest.mark.parametrize("devices", ["cpu", {"0": "cpu", "1": "cpu", "2": "cpu"}])
+@pytest.mark.parametrize("offload", [True, False, {"0": True, "1": False, "2": True}])
+def test_one_setting_may_hold_for_all_parts(devices, offload):
+    model = make_model()
+    expected = model(X)
+    attach_align_device_hook_on_blocks(model, devices, offload, weights_map=state_of(model))
+    assert torch.equal(model(X), expected)
+    offloads = offload if isinstance(offload, dict) else dict.fromkeys("012", offload)
+    assert [part.weight.is_meta for part in model] == list(offloads.values())
+
+
+def test_submodules_without_hooks_get_one_that_moves_arguments():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4)))
+    attach_execution_device_hook(model, "meta")
+    hooked = [name for name, module in model.named_modules() if hasattr(module, "_hf_hook")]
+    assert hooked == ["", "0", "2", "2.0"]
+    assert model(X).is_meta
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.middle = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.middle(self.embed(tokens)))
+
+
+def test_tied_weights_share_what_is_placed():
+    model, tokens = Tied(), torch.tensor([[1, 2]])
+    expected, state = model(tokens), state_of(model)
+    places = {model.embed.weight.data_ptr(): {}}
+    seen = []
+    look_inside(model.head, lambda: seen.append(model.head.weight))
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device={"": "cpu", "embed": "cpu", "middle": "cpu", "head": "cpu"},
+        offload={"embed": False, "middle": True, "head": True},
+        weights_map=RecordingSource(state),
+        tied_params_map=places,
+    )
+    assert torch.equal(model(tokens), expected)
+    assert seen[0] is model.embed.weight
+    assert "head.weight" not in model.head._hf_hook.weights_map.dataset.take("read")
+    assert model.head.weight.is_meta
+
+
+def test_tied_weights_that_are_both_offloaded_leave_nothing_behind(tmp_path):
+    model, tokens = Tied(), torch.tensor([[1, 2]])
+    expected = model(tokens)
+    offload_state_dict(tmp_path, model.state_dict())
+    group = {}
+    attach_align_device_hook(
+        model,
+        "cpu",
+        offload=True,
+        weights_map=OffloadedWeightsLoader(save_folder=tmp_path),
+        tied_params_map={model.embed.weight.data_ptr(): group},
+    )
+    group.clear()  # what placing on meta noted
+    assert model.head._hf_hook.tied_params_names == {"weight"}
+    for _ in range(2):
+        assert torch.equal(model(tokens), expected)
+        assert group == {}
+    with pytest.raises(IndexError):
+        model(torch.tensor([99]))
+    assert torch.equal(model(tokens), expected)
+    assert group == {}
+
+
+# ------------------------------------------------------------------------- training
+
+
+def test_a_gradient_that_would_be_lost_is_refused():
+    model = make_model()
+    attach_align_device_hook(model, "cpu", offload=True, weights_map=state_of(model))
+    loss = model(X).sum()
+    with pytest.raises(ConfigError, match=r"'2\.(weight|bias)'.*would be lost.*max_memory.*FSDP"):
+        loss.backward()
+
+
+def test_what_is_in_memory_is_trained_beside_frozen_offloaded_weights():
+    model = make_model(2)
+    reference = copy.deepcopy(model)
+    for part in (model[1], reference[1]):
+        part.requires_grad_(False)
+    add_layers = {"0": False, "1": True}
+    attach_align_device_hook_on_blocks(
+        model, {"": "cpu", "0": "cpu", "1": "cpu"}, add_layers, weights_map=state_of(model)
+    )
+    model(X).sum().backward()
+    reference(X).sum().backward()
+    assert torch.equal(model[0].weight.grad, reference[0].weight.grad)
+    assert not model[0].weight.is_meta
+    assert model[1].weight.is_meta
+
+
+def test_a_tied_weight_that_stays_in_memory_is_trained():
+    model, tokens = Tied(), torch.tensor([[1, 2]])
+    reference = copy.deepcopy(model)
+    for one in (model, reference):
+        one.middle.requires_grad_(False)
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device={"": "cpu", "embed": "cpu", "middle": "cpu", "head": "cpu"},
+        offload={"embed": False, "middle": True, "head": True},
+        weights_map=state_of(model),
+        tied_params_map={model.embed.weight.data_ptr(): {}},
+    )
+    model(tokens).sum().backward()
+    reference(tokens).sum().backward()
+    assert torch.equal(model.embed.weight.grad, reference.embed.weight.grad)
+
+
+# ------------------------------------------------------------------------- ahead of time
+
+
+def attach_recorded(model: nn.Module, **settings) -> RecordingSource:
+    source = RecordingSource(state_of(model))
+    attach_align_device_hook(model, "cpu", offload=True, weights_map=source, **settings)
+    return source
+
+
+def test_every_weight_is_asked_for_once_in_each_pass_before_it_is_read():
+    model = make_model(5)
+    expected = model(X)
+    source = attach_recorded(model, order=ExecutionOrder(window_bytes=100))
+    names = sorted(source.weights)
+    assert torch.equal(model(X), expected)
+    assert sorted(source.take("prefetch")) == names
+    assert source.take("read") == source.take("prefetch")
+    assert layer_numbers(source.take("prefetch")) == [0, 1, 2, 3, 4]
+    for _ in range(2):
+        source.told.clear()
+        model(X)
+        # The first ones of this pass were asked for at the end of the last one.
+        assert sorted(source.take("read")) == sorted(source.take("release")) == names
+    assert sorted(source.take("prefetch")) == names
+
+
+def test_the_next_block_is_asked_for_before_this_one_is_read():
+    model = make_model(4)
+    source = attach_recorded(model, order=ExecutionOrder(window_bytes=1))
+    model(X)
+    told = [(kind, int(name[0])) for kind, name in source.told if name.endswith("weight")]
+    assert told == [
+        *(("prefetch", 0), ("prefetch", 1), ("read", 0), ("release", 0)),
+        *(("prefetch", 2), ("read", 1), ("release", 1)),
+        *(("prefetch", 3), ("read", 2), ("release", 2)),
+        *(("read", 3), ("release", 3)),
+    ]
+
+
+def test_no_more_than_the_window_is_near():
+    model = make_model(8)
+    layer_bytes = sum(p.nbytes for p in model[0].parameters())
+    source = attach_recorded(model, order=ExecutionOrder(window_bytes=3 * layer_bytes))
+    model(X)
+    near, most = set(), 0
+    for kind, name in source.told:
+        if kind == "prefetch":
+            near.add(name)
+        elif kind == "release":
+            near.discard(name)
+        most = max(most, len(near))
+    assert most == 2 * (3 + 1), "three layers ahead, and the one that runs"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"prefetch": False}, {"order": ExecutionOrder(prefetch=False)}]
+)
+def test_asking_ahead_can_be_switched_off(settings):
+    model = make_model()
+    expected = model(X)
+    source = attach_recorded(model, **settings)
+    assert torch.equal(model(X), expected)
+    assert source.take("prefetch") == []
+    assert len(source.take("read")) == 6
+
+
+class Backwards(nn.Module):
+    """Runs its layers in an order that is not that of their registration."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, rows, numbers=(3, 2, 1, 0)):
+        for number in numbers:
+            rows = self.layers[number](rows)
+        return rows
+
+
+def attach_backwards(window_bytes: int = 1) -> tuple[Backwards, RecordingSource]:
+    model = Backwards()
+    source = attach_recorded(model, order=ExecutionOrder(window_bytes))
+    source.weights = {name.removeprefix("layers."): w for name, w in source.weights.items()}
+    for layer_number, layer in enumerate(model.layers):
+        layer._hf_hook.weights_map.prefix = f"{layer_number}."
+    return model, source
+
+
+def test_the_order_is_learnt_from_the_last_pass():
+    model, source = attach_backwards()
+    model(X)
+    for _ in range(2):
+        source.told.clear()
+        model(X)
+    assert layer_numbers(source.take("prefetch")) == [2, 1, 0, 3]
+    assert source.take("read")[:2] == ["3.weight", "3.bias"]
+    assert sorted(source.take("prefetch")) == sorted(source.weights)
+
+
+def test_what_was_asked_for_in_vain_is_given_back():
+    model, source = attach_backwards()
+    for _ in range(2):
+        model(X)
+    source.told.clear()
+    model(X, (3, 0))
+    assert "2.weight" in source.take("prefetch")
+    assert "2.weight" not in source.take("read")
+    assert "2.weight" in source.take("release")
+
+
+@pytest.mark.parametrize(
+    "numbers", [(3, 3, 3, 1), (3, 0, 3, 0, 2), (1,), (0, 0, 0), (2, 1, 1, 1, 0)]
+)
+def test_layers_that_run_several_times_are_right(numbers):
+    model, source = attach_backwards(window_bytes=10**6)
+    plain = Backwards()
+    for _ in range(3):
+        source.told.clear()
+        assert torch.equal(model(X, numbers), plain(X, numbers))
+        assert len(source.take("read")) == 2 * len(numbers)
+    asked = layer_numbers(source.take("prefetch"))
+    assert set(asked) <= set(numbers)
+    # A pass ends where its first layer comes again, so some orders are not learnt as a whole.
+    assert len(asked) <= 2 * len(numbers)
+
+
+def test_a_part_that_runs_alone_for_long_keeps_no_endless_record():
+    model, source = attach_backwards()
+    order = model.layers[0]._hf_hook.execution_order
+    model(X)
+    for _ in range(50):
+        model(X, (1, 2))
+    assert len(order._this_pass) <= 4 * 4 + 1
+    source.told.clear()
+    model(X, (1, 2))
+    assert set(layer_numbers(source.take("prefetch"))) <= {1, 2}
+
+
+def test_looking_into_a_module_does_not_change_the_order():
+    model, source = attach_backwards()
+    for _ in range(2):
+        model(X)
+    source.told.clear()
+    with align_module_device(model.layers[1]):
+        assert not model.layers[1].weight.is_meta
+    assert source.take("prefetch") == []
+    model(X)
+    assert layer_numbers(source.take("prefetch")) == [2, 1, 0, 3]
+
+
+def test_a_hook_that_is_removed_is_not_asked_for():
+    model = make_model(3)
+    source = attach_recorded(model)
+    model(X)
+    remove_hook_from_submodules(model[1])
+    source.told.clear()
+    for _ in range(2):
+        model(X)
+    assert 1 not in layer_numbers(source.take("prefetch"))
+    assert not model[1].weight.is_meta

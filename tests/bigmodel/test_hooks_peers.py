@@ -1,0 +1,307 @@
+"""The same actions with Accelerate and with nbaccel: equal outputs, devices and hooks."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nbaccel.bigmodel import (
+    align_hooks,
+    empty_init,
+    model_hooks,
+    offload_folder,
+    offloaded_state,
+    tensor_placing,
+)
+
+accelerate = pytest.importorskip("accelerate")
+peer_hooks = pytest.importorskip("accelerate.hooks")
+peer_modeling = pytest.importorskip("accelerate.utils.modeling")
+peer_offload = pytest.importorskip("accelerate.utils.offload")
+peer_big = pytest.importorskip("accelerate.big_modeling")
+
+HOOK_NAMES = [
+    *("ModelHook", "SequentialHook", "CpuOffload", "UserCpuOffloadHook", "LayerwiseCastingHook"),
+    *("add_hook_to_module", "remove_hook_from_module", "remove_hook_from_submodules"),
+]
+ALIGN_NAMES = [
+    *("AlignDevicesHook", "attach_execution_device_hook"),
+    *("attach_align_device_hook", "attach_align_device_hook_on_blocks"),
+]
+PAIRS = [
+    *((model_hooks, peer_hooks, name) for name in HOOK_NAMES),
+    *((align_hooks, peer_hooks, name) for name in ALIGN_NAMES),
+    (model_hooks, peer_big, "attach_layerwise_casting_hooks"),
+    *((empty_init, peer_big, name) for name in ("init_empty_weights", "init_on_device")),
+    *(
+        (tensor_placing, peer_modeling, name)
+        for name in ("set_module_tensor_to_device", "retie_parameters", "check_device_same")
+    ),
+    *(
+        (offloaded_state, peer_modeling, name)
+        for name in (
+            *("align_module_device", "has_offloaded_params"),
+            *("get_state_dict_offloaded_model", "get_state_dict_from_offload"),
+        )
+    ),
+    (offload_folder, peer_modeling, "load_offloaded_weights"),
+    *(
+        (offload_folder, peer_offload, name)
+        for name in (
+            *("offload_weight", "load_offloaded_weight", "save_offload_index"),
+            *("offload_state_dict", "PrefixedDataset", "OffloadedWeightsLoader"),
+            "extract_submodules_state_dict",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "name"), PAIRS, ids=[pair[2] for pair in PAIRS])
+def test_calls_are_the_same(ours, theirs, name):
+    """Names, order and defaults; what is only here is by keyword."""
+
+    def arguments(module: Any) -> list[tuple[str, Any]]:
+        signature = inspect.signature(getattr(module, name))
+        kinds = (inspect.Parameter.KEYWORD_ONLY,)
+        return [(p.name, p.default) for p in signature.parameters.values() if p.kind not in kinds]
+
+    assert arguments(ours) == arguments(theirs)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 2)))
+    return model.eval()
+
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+HOOK_ATTRIBUTES = (
+    *("execution_device", "offload", "io_same_device", "offload_buffers"),
+    *("place_submodules", "skip_keys", "original_devices"),
+)
+
+
+def facts(model: nn.Module) -> dict[str, Any]:
+    """All that transformers or a user could see of a hooked model."""
+    return {
+        "devices": {
+            n: t.device.type for n, t in [*model.named_parameters(), *model.named_buffers()]
+        },
+        "state": list(model.state_dict()),
+        "grad": {n: p.requires_grad for n, p in model.named_parameters()},
+        "hooks": {
+            name: [
+                (
+                    type(hook).__name__,
+                    *(getattr(hook, a, None) for a in HOOK_ATTRIBUTES if hook.offload),
+                )
+                for hook in getattr(module._hf_hook, "hooks", [module._hf_hook])
+            ]
+            for name, module in model.named_modules()
+            if hasattr(module, "_hf_hook")
+        },
+        "forwards": [n for n, module in model.named_modules() if hasattr(module, "_old_forward")],
+    }
+
+
+def story(hooks: Any, attach: Any, model: nn.Module, x: Any) -> list[Any]:
+    """Attach, run twice, remove; what is seen after each step."""
+    attach(hooks, model)
+    seen: list[Any] = [facts(model)]
+    for _ in range(2):
+        seen += [model(x), facts(model)]
+    hooks.remove_hook_from_submodules(model)
+    return [*seen, {name: t.clone() for name, t in model.state_dict().items() if not t.is_meta}]
+
+
+def alike(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.device == other.device and (one.is_meta or torch.equal(one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other)
+
+
+def state_copy(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+PARTS = {"": "cpu", "0": "cpu", "1": "cpu", "2": "cpu"}
+WAYS = {
+    "offloaded": lambda h, m: h.attach_align_device_hook(
+        m, "cpu", offload=True, weights_map=state_copy(m)
+    ),
+    "without a map": lambda h, m: h.attach_align_device_hook(m, "cpu", offload=True),
+    "with buffers": lambda h, m: h.attach_align_device_hook(
+        m, "cpu", offload=True, offload_buffers=True, weights_map=state_copy(m)
+    ),
+    "preloaded": lambda h, m: h.attach_align_device_hook(
+        m, "cpu", offload=True, preload_module_classes=["Sequential"], weights_map=state_copy(m)
+    ),
+    "aligned": lambda h, m: h.attach_align_device_hook(m, "cpu"),
+    "execution device": lambda h, m: h.attach_execution_device_hook(m, "cpu"),
+    "blocks": lambda h, m: h.attach_align_device_hook_on_blocks(
+        m,
+        execution_device=PARTS,
+        offload={"0": True, "1": False, "2": True},
+        weights_map=state_copy(m),
+    ),
+    "blocks, one device": lambda h, m: h.attach_align_device_hook_on_blocks(
+        m, "cpu", offload={"0": True, "1": False, "2": True}, weights_map=state_copy(m)
+    ),
+    "one block": lambda h, m: h.attach_align_device_hook_on_blocks(
+        m, "cpu", offload=True, weights_map=state_copy(m)
+    ),
+    "all blocks stay": lambda h, m: h.attach_align_device_hook_on_blocks(m, PARTS, offload=False),
+    "appended": lambda h, m: (
+        h.add_hook_to_module(m[0], h.AlignDevicesHook(io_same_device=True), append=True),
+        h.attach_align_device_hook(m, "cpu", offload=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_hooks_do_the_same(way):
+    ours = story(_our_hooks(), WAYS[way], make_model(), X)
+    theirs = story(peer_hooks, WAYS[way], make_model(), X)
+    assert len(ours) == len(theirs)
+    for step, (own, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert alike(own, other), (step, own, other)
+
+
+def _our_hooks() -> Any:
+    both = {**vars(model_hooks), **vars(align_hooks)}
+    return type("Hooks", (), {n: staticmethod(both[n]) for n in (*HOOK_NAMES, *ALIGN_NAMES)})
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_models_of_transformers_give_the_same(name):
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "gpt2": {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 16},
+        "llama": {
+            "num_hidden_layers": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+        },
+        "t5": {"num_layers": 2, "d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16},
+    }[name]
+    config = transformers.AutoConfig.for_model(name, vocab_size=64, **sizes)
+    encoder_decoder = name == "t5"
+    auto = (
+        transformers.AutoModelForSeq2SeqLM if encoder_decoder else transformers.AutoModelForCausalLM
+    )
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    inputs = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if encoder_decoder else {})
+    torch.manual_seed(0)
+    plain = auto.from_config(config).eval()
+    state = state_copy(plain)
+    found = {}
+    for hooks in (_our_hooks(), peer_hooks):
+        with empty_init.init_empty_weights():
+            model = auto.from_config(config).eval()
+        model.load_state_dict(state, assign=True)
+        hooks.attach_align_device_hook(model, "cpu", offload=True, weights_map=dict(state))
+        with torch.no_grad():
+            found[hooks] = model(**inputs).logits, facts(model)["devices"]
+    with torch.no_grad():
+        expected = plain(**inputs).logits
+    (our_logits, our_devices), (their_logits, their_devices) = found.values()
+    assert torch.equal(our_logits, expected)
+    assert torch.equal(their_logits, expected)
+    assert our_devices == their_devices
+
+
+WEIGHTS = {
+    "a": torch.randn(2, 3),
+    "b": torch.randn(3).bfloat16(),
+    "c": torch.tensor(2.5),
+    "d": torch.tensor([True, False]),
+    "e": torch.arange(4, dtype=torch.int64),
+    "f": torch.randn(4).to(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("reader", [offload_folder, peer_offload])
+@pytest.mark.parametrize("writer", [offload_folder, peer_offload])
+def test_each_reads_the_folders_of_the_other(tmp_path, writer, reader):
+    writer.offload_state_dict(tmp_path, WEIGHTS)
+    loader = reader.OffloadedWeightsLoader(save_folder=tmp_path)
+    assert list(loader) == list(WEIGHTS)
+    for name, weight in WEIGHTS.items():
+        assert loader[name].dtype == weight.dtype
+        assert torch.equal(loader[name].float(), weight.float())
+
+
+def test_folders_are_the_same(tmp_path):
+    for module, folder in ((offload_folder, "ours"), (peer_offload, "theirs")):
+        module.offload_state_dict(tmp_path / folder, WEIGHTS)
+    ours, theirs = (
+        {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
+        for folder in ("ours", "theirs")
+    )
+    assert ours == theirs
+
+
+PLACINGS = [
+    {"device": "meta"},
+    {"device": "cpu"},
+    {"device": "cpu", "value": torch.ones(4, 4)},
+    {"device": "cpu", "value": torch.ones(4, 4).half()},
+    {"device": "cpu", "value": torch.ones(4, 4), "dtype": torch.float16},
+    {"device": "cpu", "value": torch.ones(4, 4).double(), "dtype": torch.bfloat16},
+    {"device": "meta", "dtype": torch.float16},
+    {"device": "meta", "value": torch.ones(4, 4)},
+]
+
+
+@pytest.mark.parametrize("arguments", PLACINGS, ids=str)
+def test_tensors_are_placed_the_same(arguments):
+    found = []
+    for module in (tensor_placing, peer_modeling):
+        model = make_model()
+        module.set_module_tensor_to_device(model, "0.weight", **arguments)
+        weight = model[0].weight
+        found.append((type(weight), weight.dtype, weight.requires_grad, weight))
+    assert alike(found[0], found[1])
+
+
+def test_states_of_offloaded_models_are_the_same():
+    found = []
+    for hooks, module in ((_our_hooks(), offloaded_state), (peer_hooks, peer_modeling)):
+        model = make_model()
+        WAYS["offloaded"](hooks, model)
+        found.append(module.get_state_dict_offloaded_model(model))
+    assert list(found[0]) == list(found[1])
+    assert alike(found[0], found[1])
+
+
+def test_hooks_of_accelerate_are_understood():
+    """Transformers attaches them when it loads a model with a device map."""
+    model = make_model()
+    WAYS["offloaded"](peer_hooks, model)
+    assert offloaded_state.has_offloaded_params(model[0])
+    with offloaded_state.align_module_device(model[0]):
+        assert torch.equal(model[0].weight, make_model()[0].weight)
+    assert model[0].weight.is_meta
+    assert alike(offloaded_state.get_state_dict_offloaded_model(model), make_model().state_dict())
+
+
+@pytest.mark.parametrize("include_buffers", [False, True])
+def test_modules_are_built_empty_in_the_same_way(include_buffers):
+    devices = []
+    for module in (empty_init, peer_big):
+        with module.init_empty_weights(include_buffers):
+            model = make_model()
+            loose = torch.zeros(1).device.type
+        devices.append((loose, facts(model)))
+    assert devices[0] == devices[1]
