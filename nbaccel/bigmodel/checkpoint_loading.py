@@ -267,9 +267,10 @@ def _refuse_map(device_map: Any, model: nn.Module) -> None:
 
 def _check_tiers(plan: LoadPlan) -> None:
     """Try each device before anything is changed."""
-    tiers = {placement.tier for placement in plan.placements} - {None, HOST, DISK}
+    # By their texts, since what a user gives need not be hashable.
+    tiers = {repr(p.tier): p.tier for p in plan.placements if p.tier not in (None, HOST, DISK)}
     problems = []
-    for tier in sorted(tiers, key=str):
+    for _, tier in sorted(tiers.items()):
         try:
             torch.empty(0, device=tier)
         # torch built without a device raises an AssertionError for it.

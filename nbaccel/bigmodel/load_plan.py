@@ -110,8 +110,12 @@ def plan_loading(
                 f"{list(stored.shape)} in {stored.path.name}"
             )
             continue
+        if stored.dtype.is_complex and not tensor.dtype.is_complex:
+            mistakes.append(
+                f"{names[0]} is real in the model and {stored.dtype} in {stored.path.name}"
+            )
         tier = None if device_map is None else tier_of(names[0], device_map)
-        if tier == "":
+        if device_map is not None and (tier is None or tier == ""):
             mistakes.append(f"{names[0]} has no device in device_map")
         if tier == DISK and not offload_buffers and buffer_names.issuperset(names):
             tier = HOST
@@ -127,6 +131,7 @@ def plan_loading(
     mistakes += _coverage_mistakes(groups, content, strict=strict)
     if mistakes:
         raise _mismatch_error(model, content, mistakes)
+    _warn_of_empty_buffers(model)
     placements.sort(key=lambda p: (str(p.stored.path), p.stored.first_byte))
     return LoadPlan(model=model, placements=tuple(placements))
 
@@ -223,6 +228,22 @@ def _coverage_mistakes(
             len(unused_names),
             content.source,
             first_few(unused_names, _MOST_LISTED),
+        )
+
+
+def _warn_of_empty_buffers(model: nn.Module) -> None:
+    """Name buffers that no checkpoint holds, and that have no values: a pass would fail at them."""
+    unsaved_names = get_non_persistent_buffers(model, recurse=True, fqns=True)
+    empty_names = [
+        name for name, buffer in model.named_buffers() if name in unsaved_names and buffer.is_meta
+    ]
+    if empty_names:
+        _log.warning(
+            "%d buffers of %s are on meta and in no checkpoint, because they are not persistent: "
+            "%s. Build the model under init_empty_weights(include_buffers=False), or set them.",
+            len(empty_names),
+            type(model).__name__,
+            first_few(empty_names, _MOST_LISTED),
         )
 
 

@@ -1,0 +1,609 @@
+"""`load_checkpoint_in_model`: what lands where, what is refused, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from nbaccel.bigmodel.checkpoint_files import read_checkpoint
+from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
+from nbaccel.errors import CheckpointDamaged, ConfigError
+from nbaccel.transfer.arena import named_tensors
+
+
+class Net(nn.Module):
+    """Tied weights, buffers of both kinds, a scalar, integers, an empty and an odd tensor."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.inner = nn.Sequential(nn.Linear(width, 5), nn.Linear(5, width))
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.levels = nn.Parameter(torch.arange(6, dtype=torch.int8), requires_grad=False)
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("positions", torch.arange(4.0), persistent=False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(self.norm(self.embed(words)))) * self.gain
+
+
+WORDS = torch.arange(11)
+
+
+def build(seed: int = 0, width: int = 8) -> Net:
+    torch.manual_seed(seed)
+    model = Net(width)
+    for tensor in model.buffers():
+        if tensor.is_floating_point():
+            tensor.copy_(torch.randn_like(tensor).abs())
+    return model
+
+
+def on_meta(width: int = 8) -> Net:
+    with torch.device("meta"):
+        return Net(width)
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in named_tensors(model)}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].device == tensor.device, name
+        assert tensor.is_meta or torch.equal(found[name], tensor), name
+
+
+def write(model: nn.Module, path: Path, **changes: Any) -> Path:
+    """Save a state dict; of tied weights one name in safetensors, as `save_pretrained` does."""
+    state = model.state_dict() | changes
+    state = {name: value for name, value in state.items() if value is not None}
+    if path.suffix == ".safetensors":
+        if changes.get("head.weight") is None:
+            state.pop("head.weight", None)
+        save_file(state, path)
+    else:
+        torch.save(state, path)
+    return path
+
+
+@pytest.fixture(params=["model.safetensors", "pytorch_model.bin"])
+def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Net, Path]:
+    model = build()
+    return model, write(model, tmp_path / request.param)
+
+
+def without_positions(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name != "positions"}
+
+
+# ------------------------------------------------------------------------------ what lands where
+
+
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"": torch.device("cpu")}])
+@pytest.mark.parametrize("make", [on_meta, lambda: build(1)], ids=["meta", "real"])
+def test_every_tensor_has_the_values_of_the_file(saved, make, device_map):
+    source, path = saved
+    model = make()
+    objects = dict(named_tensors(model))
+    load_checkpoint_in_model(model, path, device_map)
+    assert_same(without_positions(values(model)), without_positions(values(source)))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert parameter is objects[name], "an optimizer made before still has it"
+        assert type(parameter) is nn.Parameter
+        assert parameter.requires_grad == (name != "levels")
+    assert model.head.weight is model.embed.weight
+    assert model.state_dict().keys() == source.state_dict().keys()
+    assert "positions" not in model.state_dict()
+
+
+def test_a_model_that_is_partly_on_meta_is_filled_where_it_is(saved):
+    source, path = saved
+    model = build(1)
+    model.inner.to("meta")
+    address = model.embed.weight.data_ptr()
+    load_checkpoint_in_model(model, path)
+    assert_same(without_positions(values(model)), without_positions(values(source)))
+    assert model.embed.weight.data_ptr() == address
+    torch.testing.assert_close(model.eval()(WORDS), source.eval()(WORDS))
+
+
+def test_an_index_and_a_folder_of_several_files_are_loaded(tmp_path):
+    source = build()
+    state = {n: t for n, t in source.state_dict().items() if n != "head.weight"}
+    weight_map = {name: f"{number % 3}.safetensors" for number, name in enumerate(state)}
+    for file_name in set(weight_map.values()):
+        part = {name: state[name] for name in state if weight_map[name] == file_name}
+        save_file(part, tmp_path / file_name)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for checkpoint in (tmp_path, str(tmp_path / "model.safetensors.index.json")):
+        model = on_meta()
+        load_checkpoint_in_model(model, checkpoint, strict=True)
+        assert_same(without_positions(values(model)), without_positions(values(source)))
+
+
+@pytest.mark.parametrize("stored_name", ["embed.weight", "head.weight"])
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}])
+def test_tied_weights_are_loaded_under_whichever_name_is_stored(tmp_path, stored_name, device_map):
+    source = build()
+    state = source.state_dict()
+    state.pop({"embed.weight": "head.weight", "head.weight": "embed.weight"}[stored_name])
+    save_file(state, tmp_path / "model.safetensors")
+    for model in (on_meta(), build(1)):
+        load_checkpoint_in_model(model, tmp_path, device_map, strict=True)
+        assert model.head.weight is model.embed.weight
+        assert torch.equal(model.head.weight, source.embed.weight)
+
+
+def test_weights_that_were_tied_only_when_they_were_saved_do_not_become_one(tmp_path):
+    path = write(build(), tmp_path / "pytorch_model.bin")
+    model = on_meta()
+    model.head.weight = nn.Parameter(torch.empty(11, 8, device="meta"))
+    load_checkpoint_in_model(model, path)
+    assert torch.equal(model.head.weight, model.embed.weight)
+    with torch.no_grad():
+        model.head.weight.fill_(0)
+    assert not (model.embed.weight == 0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "float16", "torch.float64"])
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}])
+@pytest.mark.parametrize("make", [on_meta, lambda: build(1)], ids=["meta", "real"])
+def test_floating_point_weights_become_the_format_that_is_asked_for(
+    saved, make, device_map, dtype
+):
+    source, path = saved
+    wanted = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype.split(".")[-1])
+    model = make()
+    objects = dict(model.named_parameters())
+    load_checkpoint_in_model(model, path, device_map, dtype=dtype)
+    for name, tensor in without_positions(values(source)).items():
+        found = dict(named_tensors(model))[name]
+        expected = tensor.to(wanted) if tensor.is_floating_point() else tensor
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected), name
+    assert all(parameter is objects[name] for name, parameter in model.named_parameters())
+
+
+def test_modules_kept_in_float32_are(saved):
+    _, path = saved
+    model = on_meta()
+    load_checkpoint_in_model(
+        model, path, {"": "cpu"}, dtype=torch.float16, keep_in_fp32_modules=["norm"]
+    )
+    assert model.norm.weight.dtype == model.norm.running_mean.dtype == torch.float32
+    assert model.inner[0].weight.dtype == torch.float16
+    other = on_meta()
+    load_checkpoint_in_model(other, path, dtype="bfloat16", keep_in_fp32_modules=["norm"])
+    assert other.norm.weight.dtype == torch.bfloat16
+
+
+def test_a_checkpoint_in_bf16_or_fp8_fills_a_float32_model(tmp_path):
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float16, torch.float64):
+        source = build().to(dtype)
+        path = write(source, tmp_path / "model.safetensors")
+        for model in (on_meta(), build(1)):
+            load_checkpoint_in_model(model, path)
+            assert model.embed.weight.dtype == torch.float32
+            assert torch.equal(model.embed.weight, source.embed.weight.float())
+
+
+def test_an_optimizer_made_before_the_load_steps_the_loaded_weights(saved):
+    source, path = saved
+    model = on_meta()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.1)
+    load_checkpoint_in_model(model, path)
+    model(WORDS).pow(2).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.inner[0].weight, source.inner[0].weight)
+    assert trained[0] is model.gain
+
+
+def test_gradients_hooks_and_marks_of_parameters_stay(saved):
+    _, path = saved
+    for device_map in (None, {"": "cpu"}):
+        model, meta = build(1), on_meta()
+        for some in (model, meta):
+            some.gain.mark = "kept"
+        calls: list[Any] = []
+        model.gain.register_hook(calls.append)
+        model(WORDS).sum().backward()
+        gradient = model.gain.grad
+        for some in (model, meta):
+            load_checkpoint_in_model(some, path, device_map)
+            assert some.gain.mark == "kept"
+        assert model.gain.grad is gradient
+        model.zero_grad()
+        model(WORDS).sum().backward()
+        assert len(calls) == 2
+
+
+def test_a_parameter_of_a_class_of_its_own_keeps_it(saved):
+    class Marked(nn.Parameter):
+        """A subclass as libraries have for their layers."""
+
+    _, path = saved
+    model = on_meta()
+    model.gain = Marked(torch.empty((), device="meta"))
+    load_checkpoint_in_model(model, path)
+    assert type(model.gain) is Marked
+    assert model.gain.item() == 1.5
+
+
+def test_frozen_parameters_stay_frozen(saved):
+    _, path = saved
+    for model in (on_meta(), build(1)):
+        model.inner.requires_grad_(False)
+        for device_map in (None, {"": "cpu"}):
+            load_checkpoint_in_model(model, path, device_map)
+            assert not model.inner[0].weight.requires_grad
+            assert model.embed.weight.requires_grad
+
+
+def test_a_model_somebody_holds_weak_references_to_is_filled(saved):
+    import weakref
+
+    source, path = saved
+    model = on_meta()
+    kept = weakref.ref(model.inner[0].weight)
+    load_checkpoint_in_model(model, path)
+    assert kept is not None
+    assert torch.equal(model.inner[0].weight, source.inner[0].weight)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_wrapped_and_compiled_models_are_filled(saved):
+    source, path = saved
+    expected = without_positions(values(source))
+    compiled = torch.compile(build(1), backend="eager")
+    load_checkpoint_in_model(compiled, path)
+    assert_same(without_positions(values(compiled._orig_mod)), expected)
+    load_checkpoint_in_model(torch.compile(on_meta(), backend="eager"), path, strict=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_wrapped_by_ddp_is_filled(saved):
+    source, path = saved
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        for wrap in (lambda m: m, lambda m: torch.compile(m, backend="eager")):
+            inner = build(1)
+            wrapped = nn.parallel.DistributedDataParallel(wrap(inner))
+            load_checkpoint_in_model(wrapped, path, strict=True)
+            assert_same(without_positions(values(inner)), without_positions(values(source)))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------ the file afterwards
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_training_changes_no_byte_of_the_file(saved):
+    source, path = saved
+    before = digest(path)
+    model = on_meta()
+    load_checkpoint_in_model(model, path)
+    with torch.no_grad():
+        model.positions = torch.arange(4.0)
+        for tensor in model.state_dict().values():
+            tensor.fill_(1)
+    assert digest(path) == before
+    again = on_meta()
+    load_checkpoint_in_model(again, path)
+    assert torch.equal(again.embed.weight, source.embed.weight)
+
+
+@pytest.mark.parametrize("fate", ["deleted", "replaced", "renamed"])
+def test_what_becomes_of_the_file_later_does_not_matter(saved, fate):
+    source, path = saved
+    model = on_meta()
+    load_checkpoint_in_model(model, path)
+    if fate == "deleted":
+        path.unlink()
+    elif fate == "renamed":
+        path.rename(path.with_name("elsewhere"))
+    else:
+        os.replace(write(build(5), path.with_name(f"new{path.suffix}")), path)
+    assert_same(without_positions(values(model)), without_positions(values(source)))
+
+
+def test_a_model_can_be_saved_over_the_file_it_was_loaded_from(tmp_path):
+    """As `save_pretrained` and `Accelerator.save_model` write: a new file, then a rename."""
+    source = build()
+    path = write(source, tmp_path / "model.safetensors")
+    model = on_meta()
+    load_checkpoint_in_model(model, path)
+    state = {name: t for name, t in model.state_dict().items() if name != "head.weight"}
+    save_file(state, tmp_path / "next")
+    os.replace(tmp_path / "next", path)
+    again = on_meta()
+    load_checkpoint_in_model(again, path)
+    assert_same(without_positions(values(again)), without_positions(values(source)))
+
+
+# ------------------------------------------------------------------------------ refusals
+
+
+def refused(model: nn.Module, *args: Any, **options: Any) -> str:
+    """What a load is refused with; the model is as it was."""
+    before, objects = values(model), dict(named_tensors(model))
+    with pytest.raises(ConfigError) as caught:
+        load_checkpoint_in_model(model, *args, **options)
+    assert_same(values(model), before)
+    assert all(tensor is objects[name] for name, tensor in named_tensors(model))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("make", [on_meta, build], ids=["meta", "real"])
+def test_every_weight_of_another_shape_is_listed(saved, make):
+    _, path = saved
+    text = refused(make(width=9), path)
+    for name, ours, theirs in [
+        ("embed.weight", [11, 9], [11, 8]),
+        ("norm.running_mean", [9], [8]),
+        ("inner.1.bias", [9], [8]),
+    ]:
+        assert f"{name} has shape {ours} in the model and {theirs} in {path.name}" in text
+
+
+def test_weights_without_a_value_are_refused_on_meta_and_kept_elsewhere(tmp_path, caplog):
+    path = write(build(), tmp_path / "model.safetensors", **{"inner.0.bias": None, "gain": None})
+    text = refused(on_meta(), path)
+    assert "2 weights are not in the checkpoint" in text
+    assert "gain" in text
+    assert "inner.0.bias" in text
+    model = build(1)
+    kept = model.inner[0].bias.detach().clone()
+    with caplog.at_level(logging.WARNING, "nbaccel"):
+        load_checkpoint_in_model(model, path)
+    assert torch.equal(model.inner[0].bias, kept)
+    assert "inner.0.bias" in caplog.text
+    assert "strict=True" in refused(build(1), path, strict=True)
+
+
+def test_values_without_a_weight_are_told_or_refused(tmp_path, caplog):
+    path = write(build(), tmp_path / "model.safetensors", extra=torch.ones(2))
+    model = build(1)
+    with caplog.at_level(logging.WARNING, "nbaccel"):
+        load_checkpoint_in_model(model, path)
+    assert "extra" in caplog.text
+    text = refused(build(1), path, strict=True)
+    assert "1 tensors of the checkpoint are not in the model" in text
+
+
+def test_all_mistakes_are_listed_together(tmp_path):
+    path = write(
+        build(),
+        tmp_path / "model.safetensors",
+        **{"gain": None, "extra": torch.ones(2), "inner.0.bias": torch.ones(7)},
+    )
+    text = refused(build(1), path, strict=True)
+    for part in ("inner.0.bias has shape", "gain", "extra"):
+        assert part in text
+
+
+def test_complex_values_are_not_put_into_real_weights(tmp_path):
+    values_there = torch.ones(5, dtype=torch.complex64)
+    path = write(build(), tmp_path / "model.safetensors", **{"inner.0.bias": values_there})
+    for model in (on_meta(), build(1)):
+        assert "inner.0.bias" in refused(model, path)
+
+
+def test_a_buffer_that_stays_without_values_is_told(saved, caplog):
+    _, path = saved
+    with caplog.at_level(logging.WARNING, "nbaccel"):
+        load_checkpoint_in_model(on_meta(), path)
+    assert "positions" in caplog.text
+
+
+@pytest.mark.parametrize("device", ["cuda:7", 7, "nonsense", -1, 3.5, [0], "xla:99"])
+def test_a_device_that_is_not_there_is_refused(saved, device):
+    _, path = saved
+    if device == 7 and torch.accelerator.device_count() > 7:
+        pytest.skip("this machine has it")
+    for model in (on_meta(), build(1)):
+        text = refused(model, path, {"inner": device, "": "cpu"})
+        assert "inner.0" in text
+        assert repr(device) in text
+
+
+def test_several_devices_that_are_not_there_are_named_together(saved):
+    _, path = saved
+    text = refused(on_meta(), path, {"inner": "cuda:70", "norm": "cuda:71", "": "cpu"})
+    assert "cuda:70" in text
+    assert "cuda:71" in text
+
+
+def test_a_map_that_leaves_modules_out_is_refused(saved):
+    _, path = saved
+    text = refused(on_meta(), path, {"inner.0": "cpu", "embed": "cpu", "norm": None})
+    for name in ("inner.1.weight", "norm.bias", "gain"):
+        assert f"{name} has no device" in text
+    assert "inner.0" not in text
+
+
+def test_a_name_of_a_map_is_refused_with_what_takes_it(saved):
+    _, path = saved
+    assert "load_checkpoint_and_dispatch" in refused(on_meta(), path, "auto")
+
+
+def test_weights_on_disk_need_a_folder(saved):
+    _, path = saved
+    assert "offload_folder" in refused(on_meta(), path, {"": "disk"})
+
+
+@pytest.mark.parametrize("dtype", ["int17", "float", 16, "Tensor", "torch"])
+def test_a_format_that_there_is_not_is_refused(saved, dtype):
+    _, path = saved
+    if isinstance(getattr(torch, str(dtype), None), torch.dtype):
+        load_checkpoint_in_model(on_meta(), path, dtype=dtype)
+        return
+    assert repr(dtype) in refused(on_meta(), path, dtype=dtype)
+
+
+def test_weights_of_bitsandbytes_are_refused(saved):
+    _, path = saved
+    assert "bitsandbytes" in refused(build(1), path, offload_8bit_bnb=True)
+
+
+def test_a_damaged_file_among_several_leaves_the_model_as_it_was(tmp_path):
+    source = build()
+    state = {n: t for n, t in source.state_dict().items() if n != "head.weight"}
+    weight_map = {}
+    for number, (name, tensor) in enumerate(state.items()):
+        save_file({name: tensor}, tmp_path / f"{number}.safetensors")
+        weight_map[name] = f"{number}.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    os.truncate(tmp_path / f"{number}.safetensors", 20)
+    for model in (build(1), on_meta()):
+        assert f"{number}.safetensors" in refused(model, tmp_path)
+
+
+def test_a_file_that_shrinks_between_its_header_and_its_weights_is_refused(tmp_path, monkeypatch):
+    from nbaccel.bigmodel import checkpoint_loading
+
+    path = write(build(), tmp_path / "model.safetensors")
+    read = checkpoint_loading.read_checkpoint
+
+    def read_and_cut(checkpoint: Path) -> Any:
+        content = read(checkpoint)
+        os.truncate(path, 900)
+        return content
+
+    monkeypatch.setattr(checkpoint_loading, "read_checkpoint", read_and_cut)
+    before = values(model := build(1))
+    with pytest.raises(CheckpointDamaged, match="has become shorter"):
+        load_checkpoint_in_model(model, path)
+    assert_same(values(model), before)
+
+
+# ------------------------------------------------------------------------------ the bar
+
+
+def test_a_short_load_shows_no_bar_and_leaves_no_thread(saved, capfd):
+    _, path = saved
+    threads = set(threading.enumerate())
+    for device_map in (None, {"": "cpu"}):
+        load_checkpoint_in_model(on_meta(), path, device_map)
+        load_checkpoint_in_model(build(1), path, device_map)
+    assert capfd.readouterr() == ("", "")
+    assert set(threading.enumerate()) == threads
+
+
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}])
+def test_a_bar_counts_every_byte_that_is_read(saved, capfd, monkeypatch, device_map):
+    _, path = saved
+    monkeypatch.setattr("nbaccel.bigmodel.checkpoint_loading._BAR_DELAY_S", 0)
+    seen = []
+    from nbaccel.bars import Bar
+
+    class Watched(Bar):
+        def close(self) -> None:
+            if not self.disable and not seen[-1:] == [(self.n, self.total)]:
+                seen.append((self.n, self.total))
+            super().close()
+
+    monkeypatch.setattr("nbaccel.bigmodel.checkpoint_loading.Bar", Watched)
+    threads = set(threading.enumerate())
+    for options in ({}, {"dtype": torch.bfloat16}):
+        seen.clear()
+        load_checkpoint_in_model(build(1), path, device_map, **options)
+        assert seen
+        assert seen[0][0] == seen[0][1] > 0
+    assert "loading weights" in capfd.readouterr().err
+    assert set(threading.enumerate()) == threads
+
+
+# ------------------------------------------------------------------------------ peers
+
+
+def families() -> dict[str, Callable[[], nn.Module]]:
+    transformers = pytest.importorskip("transformers")
+    small: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    return {
+        "gpt2": lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=99)
+        ),
+        "llama": lambda: transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                **small, intermediate_size=48, vocab_size=99, num_key_value_heads=2
+            )
+        ),
+        "bert": lambda: transformers.BertForMaskedLM(
+            transformers.BertConfig(**small, intermediate_size=48, vocab_size=99)
+        ),
+        "t5": lambda: transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=99
+            )
+        ),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("max_shard_size", ["10GB", "20KB"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5"])
+def test_models_of_transformers_are_loaded_as_they_were_saved(tmp_path, family, max_shard_size):
+    torch.manual_seed(0)
+    make = families()[family]
+    source = make()
+    source.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    with torch.device("meta"):
+        empty = make()
+    empty.tie_weights()
+    for model in (empty, make()):
+        load_checkpoint_in_model(model, tmp_path)
+        for name, tensor in source.state_dict().items():
+            assert torch.equal(model.state_dict()[name], tensor), name
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_safe", [True, False])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5"])
+def test_what_is_loaded_is_what_accelerate_loads(tmp_path, family, is_safe):
+    accelerate = pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    make = families()[family]
+    source = make()
+    if is_safe:
+        source.save_pretrained(tmp_path)
+    else:
+        torch.save(source.state_dict(), tmp_path / "pytorch_model.bin")
+    stored_names = set(read_checkpoint(tmp_path).tensors)
+    for device_map, dtype in [(None, None), ({"": "cpu"}, None), ({"": "cpu"}, torch.bfloat16)]:
+        torch.manual_seed(1)
+        ours, theirs = make(), make()
+        load_checkpoint_in_model(ours, tmp_path, device_map, dtype=dtype)
+        accelerate.load_checkpoint_in_model(theirs, tmp_path, device_map, dtype=dtype)
+        tied = {name for names in accelerate.utils.find_tied_parameters(make()) for name in names}
+        for name in stored_names:
+            found, tensor = ours.state_dict()[name], theirs.state_dict()[name]
+            if device_map and is_safe and name in tied:
+                # Accelerate ties such a model anew, to the weight that the file does not name.
+                tensor = source.state_dict()[name].to(found.dtype)
+            assert found.dtype == tensor.dtype, name
+            assert torch.equal(found, tensor), name

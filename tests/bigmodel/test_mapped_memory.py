@@ -1,0 +1,407 @@
+"""What mapped checkpoints cost in memory, and that letting go of pages takes nobody's values."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+from nbaccel import mapped_files
+from nbaccel.bigmodel.checkpoint_files import read_checkpoint
+from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
+from nbaccel.bigmodel.stored_weights import StoredWeights, WeightFiles
+from nbaccel.transfer import arena, shared_memory
+from nbaccel.transfer.file_arena import FileArena
+from tests.isolation import isolated
+from tests.process import descriptors, memory_files
+
+pytestmark = [
+    pytest.mark.no_memfd_growth,
+    pytest.mark.skipif(sys.platform != "linux", reason="the figures are those of Linux"),
+]
+
+MIB = 1 << 20
+LAYERS, LAYER_BYTES = 12, 4 * MIB
+PAGE = shared_memory.PAGE_BYTES
+
+
+def figures() -> dict[str, int]:
+    """Bytes of memory of this process, by kind: Anon, File, Shmem."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return {
+        line[3:].partition(":")[0]: int(line.split()[1]) * 1024
+        for line in lines
+        if line.startswith("Rss")
+    }
+
+
+class Peak:
+    """The largest sum of some kinds of memory while it watches, beyond what there was before."""
+
+    def __init__(self, *kinds: str) -> None:
+        self._kinds, self.bytes, self._done = kinds, 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def _now(self) -> int:
+        now = figures()
+        return sum(now[kind] for kind in self._kinds)
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.001):
+            self.bytes = max(self.bytes, self._now() - self._before)
+
+    def __enter__(self) -> Peak:
+        gc.collect()
+        self._before = self._now()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bytes = max(self.bytes, self._now() - self._before)
+        self._done.set()
+        self._thread.join()
+
+
+def tower(dtype: torch.dtype = torch.float32, device: str = "meta") -> nn.Sequential:
+    """Layers of 4 MiB each in float32."""
+    layers = (nn.Linear(1024, 1024, bias=False, device=device) for _ in range(LAYERS))
+    return nn.Sequential(*layers).to(dtype)
+
+
+def warm_up() -> None:
+    """Start torch's threads, and read the code of the operations."""
+    layer = torch.randn(1024, 1024)
+    layer.to(torch.bfloat16).copy_(layer).max()
+    layer.max()
+
+
+@pytest.fixture(scope="module")
+def saved_tower(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tower")
+    state = {f"{n}.weight": torch.randn(1024, 1024) for n in range(LAYERS)}
+    save_file(state, folder / "model.safetensors")
+    return folder
+
+
+# ------------------------------------------------------------------------------ peaks
+
+
+@isolated(timeout_s=120)
+def test_a_mapped_model_costs_no_anonymous_memory_and_is_usable(saved_tower):
+    model = tower()
+    warm_up()
+    with Peak("Anon", "Shmem") as loading:
+        load_checkpoint_in_model(model, saved_tower)
+    with Peak("Anon", "Shmem") as using:
+        total = sum(float(p.detach().max()) for p in model.parameters())
+    assert total > 0
+    assert loading.bytes < LAYER_BYTES
+    assert using.bytes < LAYER_BYTES
+    with Peak("Anon") as mapped:
+        load_checkpoint_in_model(tower(), saved_tower, {"": "cpu"})
+    assert mapped.bytes < LAYER_BYTES
+
+
+@isolated(timeout_s=120)
+def test_a_conversion_needs_the_new_format_and_one_tensor(saved_tower):
+    model = tower()
+    warm_up()
+    with Peak("Anon", "Shmem", "File") as peak:
+        load_checkpoint_in_model(model, saved_tower, dtype=torch.bfloat16)
+    assert peak.bytes < LAYERS * LAYER_BYTES // 2 + 2 * LAYER_BYTES
+    assert peak.bytes > LAYERS * LAYER_BYTES // 2 - LAYER_BYTES
+
+
+@isolated(timeout_s=120)
+def test_a_load_into_a_real_model_needs_one_tensor_beside_it(saved_tower):
+    model = tower(device="cpu")
+    warm_up()
+    with Peak("Anon", "Shmem", "File") as peak:
+        load_checkpoint_in_model(model, saved_tower)
+    assert peak.bytes < 3 * LAYER_BYTES
+
+
+@isolated(timeout_s=120)
+def test_weights_brought_in_are_read_and_those_released_are_let_go(saved_tower):
+    stored = read_checkpoint(saved_tower).tensors
+    files = WeightFiles()
+    views = {name: files.view(each) for name, each in stored.items()}
+    before = figures()["File"]
+    portions: list[int] = []
+    for each in stored.values():
+        files.read_ahead(each)
+        files.bring_in(each, portions.append)
+    assert sum(portions) == LAYERS * LAYER_BYTES
+    total = sum(float(view.sum()) for view in views.values())
+    assert figures()["File"] - before > LAYERS * LAYER_BYTES * 0.9
+    for each in stored.values():
+        files.release(each)
+    assert figures()["File"] - before < LAYERS * LAYER_BYTES * 0.1
+    assert total == sum(float(view.sum()) for view in views.values())
+
+
+@isolated(timeout_s=120)
+def test_weights_by_name_stay_in_the_file_between_uses(saved_tower):
+    stored = read_checkpoint(saved_tower).tensors
+    weights = StoredWeights(WeightFiles(), stored, {"held": torch.ones(3)})
+    assert len(weights) == LAYERS + 1
+    assert set(weights) == {*stored, "held"}
+    warm_up()
+    with Peak("Anon", "File") as peak:
+        for name in stored:
+            weights.prefetch([name, "held"])
+            assert float(weights[name].max()) > 0
+            weights.release([name, "held"])
+    assert peak.bytes < 4 * LAYER_BYTES, peak.bytes / LAYER_BYTES
+    with pytest.raises(KeyError):
+        weights["nowhere"]
+
+
+# ------------------------------------------------------------------------------ pages let go
+
+
+@contextmanager
+def file_of(content: bytes) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "file")
+        path.write_bytes(content)
+        yield path
+
+
+def bytes_of(mapping: shared_memory.Mapping) -> bytes:
+    return bytes(mapping.view(0, mapping.nbytes))
+
+
+NUM_BYTES = 5 * PAGE + 123
+PLACES = st.integers(0, NUM_BYTES)
+
+
+@given(st.lists(PLACES, max_size=6), PLACES, PLACES, st.booleans())
+def test_only_whole_pages_inside_are_dropped_and_no_written_byte_outside(
+    written, one, other, keep
+):
+    start, end = sorted((one, other))
+    content = bytes(range(251)) * (NUM_BYTES // 251 + 1)
+    with file_of(content[:NUM_BYTES]) as path:
+        mapping = FileArena(path)
+        expected = bytearray(content[:NUM_BYTES])
+        for place in written:
+            if place < NUM_BYTES:
+                mapping.view(place, place + 1)[0] = expected[place] = 0xFF
+        mapped_files.drop_pages(mapping.address + start, end - start, keep_written=keep)
+        if not keep:
+            first_page, last_page = -(-start // PAGE) * PAGE, end // PAGE * PAGE
+            if first_page < last_page:
+                expected[first_page:last_page] = content[first_page:last_page]
+        assert bytes_of(mapping) == bytes(expected)
+        assert path.read_bytes() == content[:NUM_BYTES]
+
+
+def test_pages_elsewhere_are_not_touched(tmp_path):
+    mapped_files.drop_pages(0, 1 << 40)
+    heap = torch.ones(PAGE * 4)
+    mapped_files.drop_pages(heap.data_ptr(), heap.nbytes)
+    assert heap.sum() == PAGE * 4
+    shared = arena.empty_tensors([((PAGE,), torch.float32)])[0].fill_(1)
+    mapped_files.drop_pages(shared.data_ptr(), shared.nbytes)
+    assert shared.sum() == PAGE
+    del shared
+
+
+def test_what_is_written_is_told_of_a_part_alone(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(8 * PAGE))
+    mapping = FileArena(tmp_path / "file")
+    mapping.view(3 * PAGE + 5, 3 * PAGE + 6)[0] = 1
+    mapping.view(6 * PAGE, 6 * PAGE + 1)[0] = 1
+    assert mapping.written() == [(3 * PAGE, 4 * PAGE), (6 * PAGE, 7 * PAGE)]
+    assert mapping.written(0, 3 * PAGE) == []
+    assert mapping.written(2 * PAGE, 5 * PAGE) == [(3 * PAGE, 4 * PAGE)]
+    assert mapping.written(6 * PAGE, 8 * PAGE) == [(6 * PAGE, 7 * PAGE)]
+
+
+def span(mapping: shared_memory.Mapping, first: int, end: int) -> tuple[int, int]:
+    return mapping.address + first, end - first
+
+
+def test_processes_see_the_same_bytes_only_of_files_that_nobody_wrote_to(tmp_path):
+    (tmp_path / "one").write_bytes(bytes(3 * PAGE))
+    (tmp_path / "two").write_bytes(bytes(3 * PAGE))
+    one, again, two = (FileArena(tmp_path / name) for name in ("one", "one", "two"))
+    places = mapped_files.same_bytes([span(one, 0, 8), span(one, 64, 80)])
+    assert places is not None
+    assert places == mapped_files.same_bytes([span(again, 0, 8), span(again, 64, 80)])
+    assert places != mapped_files.same_bytes([span(two, 0, 8), span(two, 64, 80)])
+    assert places != mapped_files.same_bytes([span(one, 0, 8), span(one, 68, 84)])
+    assert mapped_files.same_bytes([span(one, 0, 8), None]) is None
+    heap = torch.ones(2)
+    assert mapped_files.same_bytes([span(one, 0, 8), (heap.data_ptr(), 8)]) is None
+    one.view(2 * PAGE, 2 * PAGE + 1)[0] = 1
+    assert mapped_files.same_bytes([span(one, 0, 8)]) is None
+    assert mapped_files.same_bytes([span(again, 0, 8)]) is not None
+
+
+def test_two_machines_never_see_the_same_bytes(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(bytes(PAGE))
+    mapping = FileArena(tmp_path / "file")
+    here = mapped_files.same_bytes([span(mapping, 0, 8)])
+    for name, value in [("_BOOT_NUMBER", tmp_path / "none"), ("platform", _Elsewhere)]:
+        mapped_files._machine_identity.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(mapped_files, name, value)
+            assert mapped_files.same_bytes([span(mapping, 0, 8)]) != here
+        mapped_files._machine_identity.cache_clear()
+    assert mapped_files.same_bytes([span(mapping, 0, 8)]) == here
+
+
+class _Elsewhere:
+    @staticmethod
+    def node() -> str:
+        return "another-node"
+
+
+# ------------------------------------------------------------------------------ arenas
+
+
+def checkpoint_arena(tmp_path: Path) -> tuple[FileArena, torch.Tensor, Path]:
+    path = tmp_path / "file"
+    path.write_bytes(torch.arange(4 * PAGE // 4, dtype=torch.float32).numpy().tobytes())
+    mapping = FileArena(path)
+    storage = arena.storage_at(mapping, 0, mapping.nbytes)
+    return mapping, torch.empty(0).set_(storage), path
+
+
+def is_file(mapping: arena.Arena) -> bool:
+    return "memfd" not in os.readlink(f"/proc/self/fd/{mapping.fd}")
+
+
+@pytest.mark.parametrize("how", ["settle", "leave_file"])
+def test_an_arena_that_leaves_its_file_keeps_addresses_and_values(tmp_path, how):
+    mapping, tensor, path = checkpoint_arena(tmp_path)
+    before, address = path.read_bytes(), tensor.data_ptr()
+    tensor[5] = -1
+    expected = tensor.clone()
+    getattr(mapping, how)()
+    assert not is_file(mapping)
+    assert tensor.data_ptr() == address == mapping.address
+    assert torch.equal(tensor, expected)
+    tensor[6] = -2
+    assert os.pread(mapping.fd, 4, 24) == torch.tensor(-2.0).numpy().tobytes()
+    mapping.leave_file()
+    mapping.settle()
+    assert tensor[5:7].tolist() == [-1, -2]
+    assert path.read_bytes() == before
+    assert mapped_files.find_mapping(address, 8) is None
+    assert arena.find_arena(address, 8) is mapping
+    del tensor, mapping
+
+
+def test_an_arena_that_nobody_wrote_to_stays_in_its_file(tmp_path):
+    mapping, tensor, _ = checkpoint_arena(tmp_path)
+    assert tensor.sum() > 0
+    mapping.settle()
+    assert is_file(mapping)
+
+
+def test_a_file_that_was_cut_off_cannot_be_left_and_nothing_changes(tmp_path):
+    mapping, tensor, path = checkpoint_arena(tmp_path)
+    open_files = len(descriptors())
+    os.truncate(path, PAGE)
+    with pytest.raises(OSError, match=r"."):
+        mapping.leave_file()
+    assert is_file(mapping)
+    assert len(descriptors()) == open_files
+    assert tensor[:4].tolist() == [0, 1, 2, 3]
+
+
+def test_an_arena_costs_one_descriptor_which_no_other_program_inherits(tmp_path):
+    before, memfds = len(descriptors()), memory_files()
+    mapping, tensor, path = checkpoint_arena(tmp_path)
+    for moves in (False, True):
+        if moves:
+            mapping.leave_file()
+        assert len(descriptors()) == before + 1
+        assert not os.get_inheritable(mapping.fd)
+    del mapping
+    gc.collect()
+    assert tensor[3] == 3, "the tensor keeps it"
+    del tensor
+    gc.collect()
+    assert len(descriptors()) == before
+    assert memory_files() == memfds
+    for missing in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(OSError, match=r"."):
+            FileArena(missing)
+    (tmp_path / "empty").touch()
+    with pytest.raises(OSError, match=r"."):
+        FileArena(tmp_path / "empty")
+    gc.collect()
+    assert len(descriptors()) == before
+    assert path.exists()
+
+
+def test_a_forked_child_sees_and_changes_only_its_own(tmp_path):
+    mapping, tensor, path = checkpoint_arena(tmp_path)
+    before = path.read_bytes()
+    tensor[1] = 77
+    for leaves in (False, True):
+        if leaves:
+            mapping.leave_file()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                arena.make_arenas_private()
+                seen = tensor[:3].tolist()
+                tensor[2] = 99
+                status = 0 if seen == [0, 77, 2] and tensor[2] == 99 else 2
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert tensor[:3].tolist() == [0, 77, 2]
+    assert path.read_bytes() == before
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 5), max_size=3).map(tuple),
+            st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.bool]),
+        ),
+        max_size=6,
+    )
+)
+def test_empty_tensors_are_zeros_that_do_not_overlap(layouts):
+    tensors = arena.empty_tensors(layouts)
+    assert [(tuple(t.shape), t.dtype) for t in tensors] == layouts
+    for number, tensor in enumerate(tensors):
+        assert not tensor.any()
+        assert all(not t.any() for t in tensors[number:])
+        tensor.fill_(1)
+    homes = {id(arena.find_arena(t.data_ptr(), t.nbytes)) for t in tensors if t.numel()}
+    assert len(homes) <= 1
+
+
+def test_a_converted_model_is_handed_to_workers_without_a_copy(tmp_path):
+    save_file({"weight": torch.randn(64, 64), "bias": torch.randn(64)}, tmp_path / "m.safetensors")
+    for options in ({"dtype": torch.bfloat16}, {}):
+        model: Any = nn.Linear(64, 64, device="meta")
+        load_checkpoint_in_model(model, tmp_path / "m.safetensors", **options)
+        address, memfds = model.weight.data_ptr(), memory_files()
+        sharing = arena.share_modules([("model", model)])
+        assert model.weight.data_ptr() == address
+        assert memory_files() == memfds
+        assert len(sharing.arenas()) == 1
+        del model, sharing

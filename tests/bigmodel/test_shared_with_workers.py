@@ -1,0 +1,255 @@
+"""Models loaded in a notebook, in launches and live workers: shared, trained, and brought home."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from nbaccel import Pool, notebook_launcher
+from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
+from nbaccel.transfer import arena
+from tests.bigmodel.launched import (
+    add_one,
+    load_side_by_side,
+    look_at,
+    only_look,
+    smaps,
+    sums,
+    tower,
+)
+from tests.isolation import isolated
+from tests.worker_functions import train
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="workers share memory files of Linux"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+MIB = 1 << 20
+METHODS = ["template", "fork"]
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path / "model.safetensors"
+    save_file(tower(3, 64, "cpu").state_dict(), path)
+    return path
+
+
+@pytest.fixture
+def model(checkpoint: Path) -> Iterator[nn.Module]:
+    found = tower(3, 64)
+    before = digest(checkpoint)
+    load_checkpoint_in_model(found, checkpoint)
+    yield found
+    assert digest(checkpoint) == before, "the file was written to"
+
+
+def lies_in_file(model: nn.Module) -> bool:
+    weight = model[0].weight
+    home = arena.find_arena(weight.data_ptr(), weight.nbytes)
+    return home is not None and bool(getattr(home, "_is_file", False))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_trained_weights_come_home_and_a_second_launch_sees_them(model, method):
+    weights = dict(model.named_parameters())
+    for number in range(3):
+        before = sums(model)
+        seen = notebook_launcher(add_one, (model,), num_processes=2, start_method=method)
+        assert list(seen) == [before, before], number
+        assert sums(model)[0] == pytest.approx(before[0] + 64 * 64, rel=1e-6)
+    assert dict(model.named_parameters()) == weights, "the same objects"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_launch_that_only_reads_leaves_the_weights_in_the_file(model, method):
+    before = sums(model)
+    for _ in range(2):
+        seen = notebook_launcher(only_look, (model,), num_processes=2, start_method=method)
+        assert list(seen) == [before, before]
+        assert lies_in_file(model)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_weights_changed_in_the_notebook_before_the_launch_arrive(model, method):
+    with torch.no_grad():
+        model[1].weight[3, 5] = 1234.0
+        model[3].running_mean.fill_(9)
+    before = sums(model)
+    seen = notebook_launcher(only_look, (model,), num_processes=2, start_method=method)
+    assert list(seen) == [before, before]
+    with torch.no_grad():
+        model[0].weight[0, 0] = -77.0
+    before = sums(model)
+    seen = notebook_launcher(add_one, (model,), num_processes=2, start_method=method)
+    assert list(seen) == [before, before]
+    assert model[0].weight[0, 0] == -76
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_is_that_of_a_model_that_was_read(tmp_path, checkpoint, method):
+    torch.manual_seed(1)
+    from tests.worker_functions import Net
+
+    source = Net()
+    state = {name: t for name, t in source.state_dict().items() if name != "tied"}
+    save_file(state, checkpoint)
+    with torch.device("meta"):
+        loaded = Net()
+    load_checkpoint_in_model(loaded, checkpoint, strict=True)
+    results = [
+        notebook_launcher(train, (net, "AdamW"), num_processes=2, start_method=method)[0]
+        for net in (source, loaded)
+    ]
+    for name, tensor in results[0].items():
+        assert torch.equal(results[1][name], tensor), name
+        assert torch.equal(loaded.state_dict()[name], source.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_in_a_closure_is_seen_and_brought_home(model, method):
+    def trains() -> list[float]:
+        from tests.bigmodel.launched import add_one
+
+        return add_one(model)
+
+    for _ in range(2):
+        before = sums(model)
+        seen = notebook_launcher(trains, num_processes=2, start_method=method)
+        assert list(seen) == [before, before]
+        assert sums(model)[0] == pytest.approx(before[0] + 64 * 64, rel=1e-6)
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_single_tensors_of_a_checkpoint_arrive(model, is_changed):
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    if is_changed:
+        tensors["2.weight"][7] = 5
+    expected = {name: float(tensor.double().sum()) for name, tensor in tensors.items()}
+    seen = notebook_launcher(look_at, (tensors,), num_processes=2, start_method="template")
+    assert list(seen) == [expected, expected]
+
+
+def test_weights_of_torch_files_and_converted_ones_come_home_too(tmp_path):
+    source = tower(2, 16, "cpu")
+    torch.save(source.state_dict(), tmp_path / "pytorch_model.bin")
+    before = digest(tmp_path / "pytorch_model.bin")
+    for dtype in (None, torch.bfloat16):
+        model = tower(2, 16)
+        load_checkpoint_in_model(model, tmp_path, dtype=dtype)
+        seen = sums(model)
+        results = notebook_launcher(add_one, (model,), num_processes=2, start_method="template")
+        assert list(results) == [seen, seen]
+        expected = source[0].weight.to(model[0].weight.dtype) + 1
+        assert torch.equal(model[0].weight, expected)
+    assert digest(tmp_path / "pytorch_model.bin") == before
+
+
+def test_a_launch_after_the_file_is_gone_or_another(model, checkpoint):
+    before, content = sums(model), checkpoint.read_bytes()
+    checkpoint.unlink()
+    checkpoint.write_bytes(b"something else")
+    seen = notebook_launcher(add_one, (model,), num_processes=2, start_method="template")
+    assert list(seen) == [before, before]
+    assert checkpoint.read_bytes() == b"something else"
+    checkpoint.write_bytes(content)
+
+
+# ------------------------------------------------------------------------------ live workers
+
+TRAIN_IN_CELL = """
+import torch
+seen = [float(t.detach().double().sum()) for t in model.state_dict().values()]
+with torch.no_grad():
+    for p in model.parameters(): p.add_(1)
+"""
+
+
+def test_cells_train_the_model_of_the_notebook_again_and_again(model, checkpoint):
+    names: dict[str, Any] = {"model": model}
+    with Pool(2, namespace=names) as pool:
+        for number in range(3):
+            before = sums(model)
+            pool.run(TRAIN_IN_CELL)
+            assert sums(model)[0] == pytest.approx(before[0] + 64 * 64, rel=1e-6), number
+            if number == 1:
+                with torch.no_grad():
+                    model[1].weight[0] = 50
+        before = sums(model)
+        pool.run("import torch\nseen = [float(t.detach().double().sum()) for t in "
+                 "model.state_dict().values()]\nassert seen == " + repr(before))
+        again = tower(3, 64)
+        load_checkpoint_in_model(again, checkpoint)
+        names["again"] = again
+        before = sums(again)
+        pool.run("import torch\nwith torch.no_grad():\n  for p in again.parameters(): p.add_(1)")
+        assert sums(again)[0] == pytest.approx(before[0] + 64 * 64, rel=1e-6)
+        names.clear()
+
+
+def test_launches_into_live_workers_train_it(model):
+    with Pool(2, namespace={}) as pool:
+        for number in range(2):
+            before = sums(model)
+            seen = notebook_launcher(add_one, (model,), pool=pool)
+            assert list(seen) == [before, before], number
+            assert sums(model)[0] == pytest.approx(before[0] + 64 * 64, rel=1e-6)
+
+
+# ------------------------------------------------------------------------------ memory
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """64 MiB of weights."""
+    path = tmp_path_factory.mktemp("large") / "model.safetensors"
+    save_file(tower(16, 1024, "cpu").state_dict(), path)
+    return str(path)
+
+
+def test_two_workers_that_load_the_same_file_share_its_pages(large):
+    for grown in notebook_launcher(
+        load_side_by_side, (large, 16, 1024), num_processes=2, start_method="template"
+    ):
+        assert grown["Rss"] > 55 * MIB
+        assert grown["Pss"] < 45 * MIB, "each page counts half"
+        assert grown["Anonymous"] < 8 * MIB
+
+
+@isolated(timeout_s=200)
+def test_a_notebook_does_not_copy_the_model_that_it_launches(large):
+    model = tower(16, 1024)
+    load_checkpoint_in_model(model, large)
+    launch(only_look, tower(1, 8, "cpu"))
+    before, memory = smaps(), shmem()
+    launch(only_look, model)
+    assert smaps()["Anonymous"] - before["Anonymous"] < 16 * MIB
+    assert shmem() - memory < 16 * MIB
+    assert lies_in_file(model)
+    launch(add_one, model)
+    # The trained weights: once in this process, and not beside what was read.
+    assert smaps()["Anonymous"] - before["Anonymous"] < 16 * MIB
+    assert not lies_in_file(model)
+
+
+def launch(function: Callable[..., Any], model: nn.Module) -> None:
+    notebook_launcher(function, (model,), num_processes=2, start_method="template")
+
+
+def shmem() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssShmem:")[2].split()[0]) * 1024
