@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 __all__ = ["Block", "BlockForest", "Packing", "Refusal", "Tier", "find_block", "pack_blocks"]
@@ -146,6 +146,11 @@ class BlockForest:
             key=lambda number: (-self.blocks[number].size, number),
         )
 
+    @property
+    def has_ties(self) -> bool:
+        """Whether blocks share tensors."""
+        return bool(self._ties)
+
     def size_of(self, numbers: Iterable[int]) -> float:
         """Bytes of several blocks."""
         return sum(self.blocks[number].size for number in numbers)
@@ -236,7 +241,7 @@ def pack_blocks(
     The first packing keeps room for the largest layer that has no place yet, as Accelerate's does;
     it stands unless another is better (`Packing.is_better`). A model that is computed on several
     devices needs no such room where nothing is kept away from them, and otherwise only as much as
-    what is kept away.
+    what is kept away; and what comes along with a block, being tied to it, needs none.
 
     Args:
         forest: The blocks.
@@ -246,18 +251,23 @@ def pack_blocks(
     Returns:
         The packing; it is not complete where the budgets are too small.
     """
-    first_packing = _BlockPacker(forest, tiers, may_skip_ahead).pack()
-    computing = [tier for tier in tiers if tier.level == tiers[0].level]
-    is_done = first_packing.is_complete and not first_packing.bytes_below(tiers[0].level)
-    if is_done or len(computing) < 2:
+    rules = _Rules(may_skip_ahead=may_skip_ahead)
+    first_packing = _BlockPacker(forest, tiers, rules).pack()
+    if first_packing.is_complete and not first_packing.bytes_below(tiers[0].level):
         return first_packing
-    packings = [first_packing]
-    for room_kept in (0.0, first_packing.largest_kept_away):
-        packings.append(_BlockPacker(forest, tiers, may_skip_ahead, room_kept).pack())
+    others = [replace(rules, counts_members=True)] if forest.has_ties else []
+    others += [replace(rules, stays_far_below=False)] if may_skip_ahead else []
+    computing = [tier for tier in tiers if tier.level == tiers[0].level]
+    if len(computing) > 1:
+        others += [
+            replace(rules, room_kept=bytes_kept)
+            for bytes_kept in (0.0, first_packing.largest_kept_away)
+        ]
+    packings = [first_packing, *(_BlockPacker(forest, tiers, other).pack() for other in others)]
     if not _has_room(first_packing):
         # Layers are brought back to the first device in use. Accelerate keeps room on the one that
         # stays empty, and fills this one.
-        next_tier = Tier(computing[1].device, computing[1].budget, computing[1].level, True)
+        next_tier = replace(computing[1], keeps_room=True)
         later_tiers = [next_tier, *(tier for tier in tiers if tier not in computing[:2])]
         packings.append(pack_blocks(forest, later_tiers, may_skip_ahead=may_skip_ahead))
     return _best_packing([packing for packing in packings if _has_room(packing)] or packings[:1])
@@ -280,26 +290,37 @@ def _has_room(packing: Packing) -> bool:
     return packing.held[used.device] + packing.largest_kept_away <= used.budget
 
 
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """What ways through the blocks differ in.
+
+    Attributes:
+        may_skip_ahead: As in `pack_blocks`.
+        counts_members: Whether blocks that come along with another are known not to be brought
+            back, when room is kept.
+        room_kept: Bytes kept free on the first tier; None keeps as many as the largest layer that
+            has no place yet.
+        stays_far_below: Whether a block that is placed before its turn leaves room for the block
+            whose turn it was, on any tier, as Accelerate's does.
+    """
+
+    may_skip_ahead: bool
+    stays_far_below: bool = True
+    counts_members: bool = False
+    room_kept: float | None = None
+
+
 class _BlockPacker:
     """One way through the blocks.
 
     Args:
         forest: The blocks.
         tiers: The tiers.
-        may_skip_ahead: As in `pack_blocks`.
-        room_kept: Bytes kept free on the first tier; None keeps as many as the largest layer that
-            has no place yet.
+        rules: The way.
     """
 
-    def __init__(
-        self,
-        forest: BlockForest,
-        tiers: Sequence[Tier],
-        may_skip_ahead: bool,
-        room_kept: float | None = None,
-    ) -> None:
-        self._forest, self._tiers = forest, tuple(tiers)
-        self._may_skip_ahead, self._room_kept = may_skip_ahead, room_kept
+    def __init__(self, forest: BlockForest, tiers: Sequence[Tier], rules: _Rules) -> None:
+        self._forest, self._tiers, self._rules = forest, tuple(tiers), rules
         self._waiting = set(forest.roots)
         # In ascending order, it is a heap.
         self._queue = list(forest.roots)
@@ -340,7 +361,7 @@ class _BlockPacker:
         divisible = self._divisible(number, members)
         if divisible is not None:
             self._split(divisible, size)
-        elif not (self._may_skip_ahead and self._place_later_block(number)):
+        elif not (self._rules.may_skip_ahead and self._place_later_block(number)):
             self._leave_tier(number, members, size)
 
     def _divisible(self, number: int, members: Sequence[int]) -> int | None:
@@ -362,13 +383,14 @@ class _BlockPacker:
         room = tier.budget - self._held[tier.device] - size
         return room >= 0 and room >= self._room_beside(members)
 
-    def _room_beside(self, members: Iterable[int]) -> float:
+    def _room_beside(self, members: Sequence[int]) -> float:
         """Bytes to be kept free on the current tier when these blocks are placed."""
         if not self._tiers[self._current].keeps_room:
             return 0
-        if self._room_kept is not None and self._current == 0:
-            return self._room_kept
-        return self._largest_waiting(sorted(members))
+        if self._rules.room_kept is not None and self._current == 0:
+            return self._rules.room_kept
+        known_members = members if self._rules.counts_members else members[:1]
+        return self._largest_waiting(sorted(known_members))
 
     def _largest_waiting(self, members: list[int]) -> float:
         """Bytes of the largest layer without a place that is in none of these blocks."""
@@ -434,19 +456,33 @@ class _BlockPacker:
         tier = self._tiers[self._current]
         if self._held[tier.device] or self._current == len(self._tiers) - 1:
             return False
-        # Blocks without tensors would fit anywhere, and fill nothing.
-        members = find_block(
-            self._forest,
-            self._waiting,
-            lambda found, size: size > 0 and self._fits(found, size),
-            skipped=number,
-        )
+        members = self._find_later(number, lambda found: not self._is_lone_buffer(found[0]))
+        # A buffer alone is taken only where no layer could be, and nothing is split for it.
+        members = members or self._find_later(number, lambda found: found[0] in self._waiting)
         size = self._forest.size_of(members)
         for member in members:
             self._uncover(member, size)
         if members:
             self._place(members, size)
         return bool(members)
+
+    def _find_later(self, number: int, is_wanted: Callable[[list[int]], bool]) -> list[int]:
+        limit: float | None = None
+        if self._rules.stays_far_below:
+            own_members = self._forest.together(number, self._waiting)
+            beside = max(self._largest_waiting([number]), self._forest.size_of(own_members))
+            limit = (self._tiers[self._current].budget or 0) - beside
+        return find_block(
+            self._forest,
+            self._waiting,
+            lambda found, size: (
+                (limit is None or size <= limit) and self._fits(found, size) and is_wanted(found)
+            ),
+            skipped=number,
+        )
+
+    def _is_lone_buffer(self, number: int) -> bool:
+        return not (self._forest.children[number] or self._forest.blocks[number].is_layer)
 
     def _uncover(self, number: int, size: float) -> None:
         """Split what is around a block until the block itself is waiting."""

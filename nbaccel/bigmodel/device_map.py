@@ -157,8 +157,9 @@ def _list_blocks(
     while stack:
         part_name, part, outer_name = stack.pop()
         inner_parts = _divided(part_name, part, whole_classes)
-        block_bytes = module_sizes.get(part_name, 0)
-        blocks.append(Block(part_name, block_bytes, outer_name, is_layer=not inner_parts))
+        # Buffers that stand alone are not brought back and forth.
+        is_layer = not inner_parts and isinstance(part, (nn.Module, nn.Parameter))
+        blocks.append(Block(part_name, module_sizes.get(part_name, 0), outer_name, is_layer))
         stack += [(name, inner_part, part_name) for name, inner_part in reversed(inner_parts)]
     return blocks
 
