@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nbaccel import mapped_files
 from nbaccel.bars import Bar
 from nbaccel.bigmodel.checkpoint_files import StoredTensor, read_checkpoint
 from nbaccel.bigmodel.device_memory import DISK, HOST
@@ -51,6 +52,7 @@ __all__ = [
     "write_offload_index",
 ]
 
+_PORTION_BYTES = 16 << 20  # copied at a time
 _BAR_DELAY_S = 0.5  # a load that is over by then needs no bar
 
 
@@ -373,7 +375,7 @@ def _fill_one(
         return
     if _goes_to_host(placement):
         target = converted[id(placement.tensor)]
-        target.copy_(values)
+        _copy_in_portions(target, values)
         _put(model, placement, target)
     elif placement.tier is None:
         _fill_in_place(placement, values)
@@ -389,9 +391,25 @@ def _fill_in_place(placement: Placement, values: torch.Tensor) -> None:
     if is_sharded(tensor):
         fill_local_part(tensor, values)
     elif placement.dtype == tensor.dtype:
-        tensor.detach().copy_(values)
+        _copy_in_portions(tensor.detach(), values)
     else:
         tensor.data = values.to(tensor.device, placement.dtype)
+
+
+def _copy_in_portions(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy, with cast; pages of a file are let go as they have been read.
+
+    A single tensor may be a tenth of a model: read as a whole it would be in memory twice.
+    """
+    if not (target.is_contiguous() and values.is_contiguous()):
+        target.copy_(values)
+        return
+    flat_target, flat_values = target.view(-1), values.view(-1)
+    num_elements = max(1, _PORTION_BYTES // values.element_size())
+    for first_element in range(0, values.numel(), num_elements):
+        portion = flat_values[first_element : first_element + num_elements]
+        flat_target[first_element : first_element + num_elements].copy_(portion)
+        mapped_files.drop_pages(portion.data_ptr(), portion.nbytes)
 
 
 def _put(model: nn.Module, placement: Placement, values: torch.Tensor) -> None:
