@@ -246,7 +246,9 @@ class AlignDevicesHook(ModelHook):
 
     def _weight(self, name: str) -> torch.Tensor:
         try:
-            weight: torch.Tensor = (self.weights_map or {})[name]
+            # Not by its truth value, for which a map counts all its weights.
+            known_weights = {} if self.weights_map is None else self.weights_map
+            weight: torch.Tensor = known_weights[name]
         except KeyError:
             raise ConfigError(
                 f"{self._full_name(name)!r} is offloaded, and the map of offloaded weights lacks "

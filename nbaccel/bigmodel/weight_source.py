@@ -6,12 +6,11 @@ It is a contract only; a plain dictionary of tensors, which lacks it, is a map o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 __all__ = ["PrefetchingWeights", "prefetch_weights", "release_weights"]
 
 
-@runtime_checkable
 class PrefetchingWeights(Protocol):
     """A map of weights that reads ahead."""
 
@@ -37,8 +36,10 @@ def prefetch_weights(weights_map: Any, names: Sequence[str]) -> None:
         weights_map: Any map.
         names: See :meth:`PrefetchingWeights.prefetch`.
     """
-    if names and isinstance(weights_map, PrefetchingWeights):
-        weights_map.prefetch(names)
+    # Not by isinstance, which takes long for a protocol, and this runs for every module.
+    prefetch = getattr(weights_map, "prefetch", None)
+    if names and prefetch is not None:
+        prefetch(names)
 
 
 def release_weights(weights_map: Any, names: Sequence[str]) -> None:
@@ -48,5 +49,6 @@ def release_weights(weights_map: Any, names: Sequence[str]) -> None:
         weights_map: Any map.
         names: The weights that are not used for now.
     """
-    if names and isinstance(weights_map, PrefetchingWeights):
-        weights_map.release(names)
+    release = getattr(weights_map, "release", None)
+    if names and release is not None:
+        release(names)
