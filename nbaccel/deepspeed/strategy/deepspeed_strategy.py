@@ -217,8 +217,6 @@ class DeepSpeedStrategy(Strategy):
         states_before, made_as = remember(model), made_in(model)
         own_config, claimed_folders = nvme_swapping.claim(resolved_config.config, self.place.rank)
         try:
-            if own_config.zero_stage == 3 and not self.place.is_alone:
-                zero_init.shard_in_turn(model, own_config.to_dict())
             engine = make_engine(
                 model,
                 optimizer,
