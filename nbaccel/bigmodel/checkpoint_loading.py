@@ -21,7 +21,7 @@ from torch import nn
 
 from nbaccel import mapped_files
 from nbaccel.bars import Bar
-from nbaccel.bigmodel.checkpoint_files import FileTensor, read_checkpoint
+from nbaccel.bigmodel.checkpoint_files import CheckpointTensor, read_checkpoint
 from nbaccel.bigmodel.device_memory import DISK, HOST
 from nbaccel.bigmodel.load_plan import (
     LoadPlan,
@@ -66,7 +66,7 @@ class LoadedWeights:
     """
 
     weights: StoredWeights
-    stored: Mapping[str, FileTensor]
+    stored: Mapping[str, CheckpointTensor]
 
 
 def load_checkpoint_in_model(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nbaccel import torch_private
-from nbaccel.bigmodel.checkpoint_files import CheckpointContent, FileTensor
+from nbaccel.bigmodel.checkpoint_files import CheckpointContent, CheckpointTensor
 from nbaccel.bigmodel.device_memory import DISK, HOST
 from nbaccel.bigmodel.module_tensors import get_non_persistent_buffers
 from nbaccel.errors import ConfigError
@@ -40,7 +40,7 @@ class Placement:
 
     names: tuple[str, ...]
     tensor: torch.Tensor
-    stored: FileTensor
+    stored: CheckpointTensor
     tier: Any
     dtype: torch.dtype
 
