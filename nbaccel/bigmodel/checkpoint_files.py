@@ -375,7 +375,9 @@ def _open_torch_file(path: Path) -> tuple[Any, bool]:
             f"{path} holds {_refused_name(error)}: opening it could run code. Nothing has been "
             "run or changed. Copy it again, or convert it to safetensors where it can be trusted."
         ) from error
-    except Exception as error:  # the bytes of a damaged pickle are a program that may raise anything
+    except (
+        Exception
+    ) as error:  # the bytes of a damaged pickle are a program that may raise anything
         raise CheckpointDamaged(
             f"{path} cannot be read ({type(error).__name__}: {_first_line(error)}): it is "
             f"truncated, damaged, or no file of weights. {_REMEDY}"

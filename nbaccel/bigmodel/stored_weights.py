@@ -51,7 +51,9 @@ class WeightFiles:
             try:
                 num_bytes = self._bytes_in(stored.path)
             except OSError as error:
-                problems[stored.path] = f"{stored.path} cannot be mapped ({error.strerror or error})"
+                problems[stored.path] = (
+                    f"{stored.path} cannot be mapped ({error.strerror or error})"
+                )
                 continue
             if num_bytes < stored.first_byte + stored.num_bytes:
                 problems[stored.path] = f"{stored.path} has become shorter, and lacks {stored.name}"

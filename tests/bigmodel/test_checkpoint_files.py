@@ -296,9 +296,7 @@ def test_a_name_that_comes_twice_in_a_header_never_reads_other_bytes(tmp_path):
 
 
 def test_a_format_that_this_torch_lacks_is_named(tmp_path):
-    path = write_safetensors(
-        tmp_path / "model.safetensors", {"w": entry(0, 1, [2], "F4")}, b"\0"
-    )
+    path = write_safetensors(tmp_path / "model.safetensors", {"w": entry(0, 1, [2], "F4")}, b"\0")
     assert "F4" in refused(path)
 
 

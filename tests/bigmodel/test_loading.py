@@ -166,9 +166,7 @@ def test_weights_that_were_tied_only_when_they_were_saved_do_not_become_one(tmp_
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "float16", "torch.float64"])
 @pytest.mark.parametrize("device_map", [None, {"": "cpu"}])
 @pytest.mark.parametrize("make", [on_meta, lambda: build(1)], ids=["meta", "real"])
-def test_floating_point_weights_become_the_format_that_is_asked_for(
-    saved, make, device_map, dtype
-):
+def test_floating_point_weights_become_the_format_that_is_asked_for(saved, make, device_map, dtype):
     source, path = saved
     wanted = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype.split(".")[-1])
     model = make()
@@ -523,7 +521,7 @@ def test_a_bar_counts_every_byte_that_is_read(saved, capfd, monkeypatch, device_
 
     class Watched(Bar):
         def close(self) -> None:
-            if not self.disable and not seen[-1:] == [(self.n, self.total)]:
+            if not self.disable and seen[-1:] != [(self.n, self.total)]:
                 seen.append((self.n, self.total))
             super().close()
 

@@ -190,9 +190,7 @@ PLACES = st.integers(0, NUM_BYTES)
 
 
 @given(st.lists(PLACES, max_size=6), PLACES, PLACES, st.booleans())
-def test_only_whole_pages_inside_are_dropped_and_no_written_byte_outside(
-    written, one, other, keep
-):
+def test_only_whole_pages_inside_are_dropped_and_no_written_byte_outside(written, one, other, keep):
     start, end = sorted((one, other))
     content = bytes(range(251)) * (NUM_BYTES // 251 + 1)
     with file_of(content[:NUM_BYTES]) as path:

@@ -126,9 +126,7 @@ def shard_in_turn(model: nn.Module, zero_settings: Mapping[str, Any]) -> None:
         own_dtype = compute_dtype if mapped_values.is_floating_point() else mapped_values.dtype
         parameter.data = mapped_values.to(own_dtype, copy=True)
         # What was written is kept, because another parameter may view the same memory.
-        mapped_files.drop_pages(
-            mapped_values.data_ptr(), mapped_values.nbytes, keep_written=True
-        )
+        mapped_files.drop_pages(mapped_values.data_ptr(), mapped_values.nbytes, keep_written=True)
         _cut(parameter, parameters[0], zero_settings, compute_dtype)
 
 
