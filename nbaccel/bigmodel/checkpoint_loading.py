@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbaccel.bars import Bar
-from nbaccel.bigmodel.checkpoint_files import StoredTensor, read_checkpoint
+from nbaccel.bigmodel.checkpoint_files import CheckpointTensor, read_checkpoint
 from nbaccel.bigmodel.load_plan import (
     DISK,
     HOST,
@@ -56,7 +56,7 @@ class LoadedWeights:
     """
 
     weights: StoredWeights
-    stored: Mapping[str, StoredTensor]
+    stored: Mapping[str, CheckpointTensor]
 
 
 def load_checkpoint_in_model(
@@ -257,8 +257,8 @@ def _refuse_empty_shards(plan: LoadPlan) -> None:
     empty_names = [p.names[0] for p in plan.placements if p.tensor.is_meta and is_sharded(p.tensor)]
     if empty_names:
         raise ConfigError(
-            f"{len(empty_names)} sharded weights are on meta ({first_few(empty_names, 3)}), without "
-            "memory for their values. Nothing has been loaded. Call "
+            f"{len(empty_names)} sharded weights are on meta ({first_few(empty_names, 3)}), "
+            "without memory for their values. Nothing has been loaded. Call "
             'model.to_empty(device="cpu") (or another device) before, or load before sharding.'
         )
 
@@ -481,7 +481,7 @@ def _write_index(folder: Path, loaded: LoadedWeights) -> None:
     index: dict[str, Any] = {}
     for name, stored in loaded.stored.items():
         if stored.opened is not None:
-            index = offload_weight(stored.opened, name, folder, index)
+            index = offload_weight(stored.opened, name, folder, index) or index
             continue
         index[name] = {
             "safetensors_file": str(stored.path.absolute()),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nbaccel import torch_private
-from nbaccel.bigmodel.checkpoint_files import CheckpointContent, StoredTensor
+from nbaccel.bigmodel.checkpoint_files import CheckpointContent, CheckpointTensor
 from nbaccel.bigmodel.module_tensors import get_non_persistent_buffers
 from nbaccel.errors import ConfigError
 from nbaccel.log import get_logger
@@ -42,7 +42,7 @@ class Placement:
 
     names: tuple[str, ...]
     tensor: torch.Tensor
-    stored: StoredTensor
+    stored: CheckpointTensor
     tier: Any
     dtype: torch.dtype
 

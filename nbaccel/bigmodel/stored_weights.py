@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from nbaccel import mapped_files
-from nbaccel.bigmodel.checkpoint_files import StoredTensor
+from nbaccel.bigmodel.checkpoint_files import CheckpointTensor
 from nbaccel.errors import CheckpointDamaged
 from nbaccel.transfer import arena
 from nbaccel.transfer.file_arena import FileArena
@@ -37,7 +37,7 @@ class WeightFiles:
         # Whose view has which memory of a file of torch, in which names may share theirs.
         self._owners: dict[int, str] = {}
 
-    def map_files(self, stored_tensors: Iterable[StoredTensor]) -> None:
+    def map_files(self, stored_tensors: Iterable[CheckpointTensor]) -> None:
         """Map the files of these tensors now, so that later nothing can be missing.
 
         Raises:
@@ -69,7 +69,7 @@ class WeightFiles:
     def _bytes_in(self, path: Path) -> int:
         return self._arena_of(path).nbytes if _HAS_MEMORY_FILES else path.stat().st_size
 
-    def view(self, stored: StoredTensor) -> torch.Tensor:
+    def view(self, stored: CheckpointTensor) -> torch.Tensor:
         """A tensor over the file's bytes, of the file's dtype.
 
         What is written to it stays in this process. Where the file cannot be viewed (its bytes
@@ -91,7 +91,7 @@ class WeightFiles:
         is_owner = not address or self._owners.setdefault(address, name) == name
         return opened if is_owner and opened.is_contiguous() else opened.contiguous().clone()
 
-    def _raw_bytes(self, stored: StoredTensor) -> torch.Tensor:
+    def _raw_bytes(self, stored: CheckpointTensor) -> torch.Tensor:
         """The bytes of a tensor, of shape ``[num_bytes]`` and dtype uint8."""
         if not _HAS_MEMORY_FILES:
             end_byte = stored.first_byte + stored.num_bytes
@@ -108,7 +108,7 @@ class WeightFiles:
             self._arenas[path] = FileArena(path)
         return self._arenas[path]
 
-    def read_ahead(self, stored: StoredTensor) -> None:
+    def read_ahead(self, stored: CheckpointTensor) -> None:
         """Ask the system to read a tensor's bytes soon; returns at once."""
         mapped = self._span_of(stored)
         # Only advice: a file system that cannot follow it reads the bytes when they are used.
@@ -117,7 +117,7 @@ class WeightFiles:
                 file_arena, first_byte, end_byte = mapped
                 file_arena.advise(first_byte, end_byte, mmap.MADV_WILLNEED)
 
-    def bring_in(self, stored: StoredTensor, when_read: Callable[[int], object]) -> None:
+    def bring_in(self, stored: CheckpointTensor, when_read: Callable[[int], object]) -> None:
         """Read a tensor's bytes into memory now.
 
         Args:
@@ -142,14 +142,14 @@ class WeightFiles:
                     raise
             when_read(portion_end - portion_start)
 
-    def release(self, stored: StoredTensor) -> None:
+    def release(self, stored: CheckpointTensor) -> None:
         """Let go of the memory of a tensor that is not used for now; the file's bytes stay."""
         mapped = self._span_of(stored)
         if mapped is not None:
             file_arena, first_byte, end_byte = mapped
             mapped_files.drop_pages(file_arena.address + first_byte, end_byte - first_byte)
 
-    def _span_of(self, stored: StoredTensor) -> tuple[FileArena, int, int] | None:
+    def _span_of(self, stored: CheckpointTensor) -> tuple[FileArena, int, int] | None:
         file_arena = self._arenas.get(stored.path)
         if file_arena is None or stored.opened is not None or not stored.num_bytes:
             return None
@@ -168,7 +168,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
     def __init__(
         self,
         files: WeightFiles,
-        stored: Mapping[str, StoredTensor],
+        stored: Mapping[str, CheckpointTensor],
         held: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._files = files
