@@ -20,6 +20,7 @@ from nbaccel.bigmodel.checkpoint_files import read_checkpoint
 from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
 from nbaccel.errors import CheckpointDamaged, ConfigError
 from nbaccel.transfer.arena import named_tensors
+from tests.isolation import isolated
 
 
 class Net(nn.Module):
@@ -341,6 +342,21 @@ def test_a_model_can_be_saved_over_the_file_it_was_loaded_from(tmp_path):
     again = on_meta()
     load_checkpoint_in_model(again, path)
     assert_same(without_positions(values(again)), without_positions(values(source)))
+
+
+@isolated(timeout_s=60)
+def test_a_model_can_be_saved_in_place_over_the_file_it_was_loaded_from(tmp_path):
+    """As a loop does that keeps its best weights under one name."""
+    source = nn.Linear(512, 512, bias=False)
+    expected = source.weight.detach().clone()
+    for name, save in [("m.safetensors", save_file), ("m.bin", torch.save)]:
+        path = tmp_path / name
+        save(source.state_dict(), path)
+        for device_map in (None, {"": "cpu"}):
+            model = nn.Linear(512, 512, bias=False, device="meta")
+            load_checkpoint_in_model(model, path, device_map)
+            save(model.state_dict(), path)
+            assert torch.equal(model.weight, expected)
 
 
 # ------------------------------------------------------------------------------ refusals
