@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
+from typing_extensions import Self
 
 from nbaccel import mapped_files
 from nbaccel.bigmodel.checkpoint_files import read_checkpoint
@@ -63,7 +64,7 @@ class Peak:
         while not self._done.wait(0.001):
             self.bytes = max(self.bytes, self._now() - self._before)
 
-    def __enter__(self) -> Peak:
+    def __enter__(self) -> Self:
         gc.collect()
         self._before = self._now()
         self._thread.start()

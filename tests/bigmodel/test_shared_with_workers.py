@@ -29,6 +29,7 @@ from tests.isolation import isolated
 from tests.worker_functions import train
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="workers share memory files of Linux"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]

@@ -184,12 +184,7 @@ class DeepSpeedStrategy(Strategy):
         active_plugin: DeepSpeedPlugin,
         given_settings: dict[str, Any],
     ) -> Drive | None:
-        own_schedulers = [
-            lr_scheduler
-            for lr_scheduler in training_bundle.schedulers
-            if _is_of(lr_scheduler, optimizer) and is_engines(lr_scheduler)
-        ]
-        scheduler = own_schedulers[0] if own_schedulers else None
+        scheduler = _engine_scheduler(training_bundle, optimizer)
         is_training = optimizer is not None or _is_trained_by_file(
             model, given_settings, training_bundle
         )
@@ -516,6 +511,16 @@ def _parameters_of_optimizer(optimizer: Any) -> Iterable[torch.Tensor]:
     # A DummyOptim takes what torch's optimizers take: groups, or parameters themselves.
     for param_group in param_groups:
         yield from param_group["params"] if isinstance(param_group, dict) else [param_group]
+
+
+def _engine_scheduler(training_bundle: Bundle, optimizer: Any) -> Any:
+    """The first of an optimizer's schedulers that the engine is to step; None if there is none."""
+    own_schedulers = (
+        lr_scheduler
+        for lr_scheduler in training_bundle.schedulers
+        if _is_of(lr_scheduler, optimizer) and is_engines(lr_scheduler)
+    )
+    return next(own_schedulers, None)
 
 
 def _is_of(scheduler: Any, optimizer: Any) -> bool:
