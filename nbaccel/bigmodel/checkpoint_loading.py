@@ -3,7 +3,7 @@
 Where the dtypes agree, a tensor in host memory is a copy-on-write view of the safetensors file:
 nothing is copied, several processes share what was read, and a strategy that cuts the model into
 shards reads its own part only. Everything else is copied tensor by tensor, and what was read is let
-go at once, so that memory never holds more than the model and one tensor. The headers are compared with the
+go at once: memory holds the model and one portion. The headers are compared with the
 model first (`nbaccel.bigmodel.load_plan`).
 """
 

@@ -143,7 +143,7 @@ def test_weights_brought_in_are_read_and_those_released_are_let_go(saved_tower):
     before = figures()["File"]
     portions: list[int] = []
     for each in stored.values():
-        files.read_ahead(each)
+        files.bring_in(each)
         files.bring_in(each, portions.append)
     assert sum(portions) == LAYERS * LAYER_BYTES
     total = sum(float(view.sum()) for view in views.values())
