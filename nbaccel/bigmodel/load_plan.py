@@ -256,13 +256,14 @@ def _mismatch_error(
     return ConfigError(
         f"{content.source} does not fit {type(model).__name__}:{shown}{more_text}\n"
         "Nothing has been loaded. Build the model from the configuration that the checkpoint was "
-        f"saved with, or give the checkpoint of this model.{_conversion_hint(model)}"
+        f"saved with, or give the checkpoint of this model.{_conversion_hint(model, mistakes)}"
     )
 
 
-def _conversion_hint(model: nn.Module) -> str:
+def _conversion_hint(model: nn.Module, mistakes: list[str]) -> str:
     """Of models of transformers, whose published files may have the names of an older version."""
-    if not callable(getattr(model, "save_pretrained", None)):
+    has_other_names = any("not in the checkpoint" in mistake for mistake in mistakes)
+    if not has_other_names or not callable(getattr(model, "save_pretrained", None)):
         return ""
     return (
         " Or do the names differ because the files are older than this version of transformers? "
