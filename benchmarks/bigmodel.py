@@ -69,7 +69,7 @@ def render(results: Results) -> tuple[str, bool]:
             f"{verdict(good) if row.has_bar else ''} |"
         )
     facts = results.sections["bigmodel"]
-    bars = "; ".join(row.told for row in bigmodel.ROWS if row.has_bar)
+    bars = "; ".join(row.told for row in bigmodel.ROWS if row.told)
     lines += [
         "",
         f"Bars: {bars}. Medians of {facts['rounds']} rounds, each in fresh processes; a checkpoint "

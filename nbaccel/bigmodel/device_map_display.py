@@ -84,7 +84,8 @@ _STYLE = """
 .nbaccel-map .nbaccel-scroll { max-height: 340px; overflow: auto; }
 .nbaccel-map table { border-collapse: collapse; font-size: 12px; width: 100%; margin: 4px 0; }
 .nbaccel-map th, .nbaccel-map td {
-  text-align: left !important; vertical-align: top; padding: 2px 10px 2px 0; background: transparent;
+  text-align: left !important; vertical-align: top; padding: 2px 10px 2px 0;
+  background: transparent;
   border-bottom: 1px solid var(--nb-line); overflow-wrap: anywhere; color: inherit;
 }
 .nbaccel-map td.nbaccel-size, .nbaccel-map th.nbaccel-size {

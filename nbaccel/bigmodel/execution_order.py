@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from nbaccel.plan.inspecting import free_host_bytes
+
 __all__ = ["PREFETCH_WINDOW_BYTES", "ExecutionOrder", "OffloadedBlock"]
 
 PREFETCH_WINDOW_BYTES = 256 * 1024**2
 """How many bytes of weights are asked for ahead of time."""
+
+_FREE_PARTS = 8
 
 # A pass that does not come back to where it began ends after so many times its blocks.
 _LONGEST_PASS = 4
@@ -47,12 +51,14 @@ class ExecutionOrder:
 
     Args:
         window_bytes: How many bytes of weights are asked for before they are needed; at least
-            those of the next block are.
+            those of the next block are, and in each pass at most an eighth of the host memory that
+            is free when it begins: what is read early must not drive out what is in use.
         prefetch: Whether anything is asked for at all.
     """
 
     def __init__(self, window_bytes: int = PREFETCH_WINDOW_BYTES, prefetch: bool = True) -> None:
         self.window_bytes = window_bytes
+        self._pass_window_bytes = window_bytes
         self.prefetch = prefetch
         self._registered: dict[OffloadedBlock, None] = {}
         self._last_pass: list[OffloadedBlock] = []
@@ -130,6 +136,7 @@ class ExecutionOrder:
         if is_back or len(current) > _LONGEST_PASS * len(self._registered):
             self._last_pass, self._this_pass = current, []
             self._position = 0
+            self._pass_window_bytes = min(self.window_bytes, free_host_bytes() // _FREE_PARTS)
         # One that runs several times in a row, as shared layers do, is one step.
         if not self._this_pass or self._this_pass[-1] is not block:
             self._this_pass.append(block)
@@ -145,7 +152,7 @@ class ExecutionOrder:
             coming_blocks += self._order[: self._position]
         num_bytes = 0
         for coming in dict.fromkeys(coming_blocks):
-            if coming is self._order[self._position] or num_bytes >= self.window_bytes:
+            if coming is self._order[self._position] or num_bytes >= self._pass_window_bytes:
                 return
             num_bytes += coming.weight_bytes
             yield coming

@@ -23,6 +23,11 @@ _CORE = (
     "tests/strategies/test_fsdp.py",
     "tests/kernel/test_cells.py",
 )
+_OF_BIG_MODELS = (
+    "tests/bigmodel/test_dispatching.py",
+    "tests/bigmodel/test_loading.py",
+    "tests/bigmodel/test_align_hooks.py",
+)
 _IN_NOTEBOOKS = (
     "tests/notebook/test_extension.py",
     "tests/notebook/test_magics.py",
@@ -117,7 +122,7 @@ LANES: dict[str, Lane] = {
     "oldest": Lane(
         python="3.10",
         title="oldest of all",
-        tests=(*_CORE, "tests/strategies/test_fsdp_on_cpu.py", *_OF_DEEPSPEED),
+        tests=(*_CORE, "tests/strategies/test_fsdp_on_cpu.py", *_OF_BIG_MODELS, *_OF_DEEPSPEED),
         extras="notebook,deepspeed",
         packages=(*_TOOLS, *_OF_NOTEBOOKS, "transformers<5", "accelerate", "safetensors"),
         operations=True,
@@ -129,7 +134,7 @@ LANES: dict[str, Lane] = {
     "newest": Lane(
         python="3.13",
         title="newest torch, newest Python",
-        tests=_CORE,
+        tests=(*_CORE, *_OF_BIG_MODELS),
         packages=(*_TOOLS, "ipywidgets", "matplotlib", "tqdm"),
     ),
     "dist": Lane(
