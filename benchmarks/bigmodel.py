@@ -22,7 +22,7 @@ from harness.report import Report, verdict, versions  # noqa: E402
 from harness.samples import Results, say  # noqa: E402
 
 OURS, PEER = bigmodel.OURS, bigmodel.PEER
-ROUNDS = 5
+ROUNDS = 3
 GIB = 2**30
 
 

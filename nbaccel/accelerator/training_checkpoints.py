@@ -110,6 +110,11 @@ class TrainingCheckpoints:
         inner_model = torch_private.uncompiled(model)
         if not unwrap and inner_model is model and not strategy.owns_precision:
             return dict(model.state_dict())
+        if any(parameter.is_meta for parameter in inner_model.parameters()):
+            # Only here: a model that lies in memory needs nothing of it.
+            from nbaccel.bigmodel.offloaded_state import get_state_dict_offloaded_model
+
+            return get_state_dict_offloaded_model(strategy.unwrap(inner_model))
         model_state = strategy.model_state(inner_model)
         # A submodule compiled before `prepare` adds a prefix to the names of its tensors.
         return {

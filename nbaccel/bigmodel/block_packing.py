@@ -264,7 +264,7 @@ def pack_blocks(
             for bytes_kept in (0.0, first_packing.largest_kept_away)
         ]
     packings = [first_packing, *(_BlockPacker(forest, tiers, other).pack() for other in others)]
-    if not _has_room(first_packing):
+    if len(computing) > 1 and not _has_room(first_packing):
         # Layers are brought back to the first device in use. Accelerate keeps room on the one that
         # stays empty, and fills this one.
         next_tier = replace(computing[1], keeps_room=True)
@@ -284,8 +284,8 @@ def _has_room(packing: Packing) -> bool:
     """Whether the first device in use can take the largest layer that is brought back to it."""
     used_devices = set(packing.devices.values())
     used_tiers = (tier for tier in packing.tiers if tier.device in used_devices)
-    used = next(used_tiers, packing.tiers[0])
-    if used.level > packing.tiers[0].level or used.budget is None:
+    used = next(used_tiers, None)
+    if used is None or used.level > packing.tiers[0].level or used.budget is None:
         return True
     return packing.held[used.device] + packing.largest_kept_away <= used.budget
 
@@ -443,8 +443,8 @@ class _BlockPacker:
         room_kept = self._room_beside(members)
         self._refusals[tier.device] = Refusal(name, size, room_kept)
         self._decide(
-            "%s: cannot be split, and its %s bytes do not fit on %s, which holds %s of %s and keeps "
-            "%s free for layers of slower tiers: nothing more is put there",
+            "%s: cannot be split, and its %s bytes do not fit on %s, which holds %s of %s and "
+            "keeps %s free for layers of slower tiers: nothing more is put there",
             *(name, size, tier.device, self._held[tier.device], tier.budget, room_kept),
         )
         self._current += 1

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from nbaccel.errors import CheckpointDamaged, ConfigError
 from nbaccel.units import first_few
 
-__all__ = ["CheckpointContent", "StoredTensor", "read_checkpoint"]
+__all__ = ["CheckpointContent", "CheckpointTensor", "read_checkpoint"]
 
 SAFE_FILE, TORCH_FILE, INDEX_SUFFIX = "model.safetensors", "pytorch_model.bin", ".index.json"
 _SAFE_SUFFIX = ".safetensors"
@@ -53,7 +53,7 @@ _DTYPE_NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StoredTensor:
+class CheckpointTensor:
     """One tensor of a checkpoint.
 
     Attributes:
@@ -96,7 +96,7 @@ class CheckpointContent:
     """
 
     source: Path
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, CheckpointTensor]
 
     @property
     def num_bytes(self) -> int:
@@ -122,7 +122,7 @@ def read_checkpoint(checkpoint: str | Path) -> CheckpointContent:
     """
     source = Path(checkpoint)
     file_paths, weight_map = _locate_files(source)
-    tensors_by_file: dict[str, dict[str, StoredTensor]] = {}
+    tensors_by_file: dict[str, dict[str, CheckpointTensor]] = {}
     problems: list[str] = []
     for path in file_paths:
         try:
@@ -238,7 +238,7 @@ def _is_weight_map(weight_map: Any) -> bool:
 def _index_problems(
     source: Path,
     weight_map: Mapping[str, str],
-    tensors_by_file: Mapping[str, Mapping[str, StoredTensor]],
+    tensors_by_file: Mapping[str, Mapping[str, CheckpointTensor]],
 ) -> list[str]:
     absent = [
         f"{name} in {file_name}"
@@ -254,7 +254,7 @@ def _index_problems(
 
 
 # ------------------------------------------------------------------------------ what is in one
-def _read_file(path: Path) -> list[StoredTensor]:
+def _read_file(path: Path) -> list[CheckpointTensor]:
     _refuse_pointer(path)
     return _read_safetensors(path) if path.suffix == _SAFE_SUFFIX else _read_torch(path)
 
@@ -276,7 +276,7 @@ def _refuse_pointer(path: Path) -> None:
         )
 
 
-def _read_safetensors(path: Path) -> list[StoredTensor]:
+def _read_safetensors(path: Path) -> list[CheckpointTensor]:
     try:
         # The library compares the header with itself and with the file's size.
         with safe_open(path, "numpy") as opened_file:
@@ -305,14 +305,14 @@ def _safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
 
 def _stored_entry(
     path: Path, name: str, header_entry: Mapping[str, Any], data_start: int
-) -> StoredTensor:
+) -> CheckpointTensor:
     dtype = getattr(torch, _DTYPE_NAMES.get(header_entry["dtype"], ""), None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointDamaged(
             f"{path} holds {name} as {header_entry['dtype']}, a format that torch "
             f"{torch.__version__} does not have. Save it in another one, or update torch."
         )
-    return StoredTensor(
+    return CheckpointTensor(
         name=name,
         path=path,
         dtype=dtype,
@@ -321,7 +321,7 @@ def _stored_entry(
     )
 
 
-def _read_torch(path: Path) -> list[StoredTensor]:
+def _read_torch(path: Path) -> list[CheckpointTensor]:
     state, is_mapped = _open_torch_file(path)
     if not isinstance(state, Mapping):
         raise CheckpointDamaged(
@@ -342,7 +342,7 @@ def _read_torch(path: Path) -> list[StoredTensor]:
     if problems:
         raise CheckpointDamaged(*problems)
     return [
-        StoredTensor(
+        CheckpointTensor(
             name=str(name),
             path=path,
             dtype=value.dtype,
@@ -375,9 +375,7 @@ def _open_torch_file(path: Path) -> tuple[Any, bool]:
             f"{path} holds {_refused_name(error)}: opening it could run code. Nothing has been "
             "run or changed. Copy it again, or convert it to safetensors where it can be trusted."
         ) from error
-    except (
-        Exception
-    ) as error:  # the bytes of a damaged pickle are a program that may raise anything
+    except Exception as error:  # a damaged pickle is a program that may raise anything
         raise CheckpointDamaged(
             f"{path} cannot be read ({type(error).__name__}: {_first_line(error)}): it is "
             f"truncated, damaged, or no file of weights. {_REMEDY}"

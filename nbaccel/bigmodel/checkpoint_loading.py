@@ -1,9 +1,9 @@
 """``load_checkpoint_in_model``: a model filled from a checkpoint's files.
 
-Where the dtypes agree, a tensor in host memory is a copy-on-write view of the file: nothing is
-copied, several processes share what was read, and a strategy that cuts the model into shards reads
-its own part only. Everything else is copied tensor by tensor, and what was read is let go at once,
-so that memory never holds more than the model and one tensor. The headers are compared with the
+Where the dtypes agree, a tensor in host memory is a copy-on-write view of the safetensors file:
+nothing is copied, several processes share what was read, and a strategy that cuts the model into
+shards reads its own part only. Everything else is copied tensor by tensor, and what was read is let
+go at once: memory holds the model and one portion. The headers are compared with the
 model first (`nbaccel.bigmodel.load_plan`).
 """
 
@@ -21,7 +21,7 @@ from torch import nn
 
 from nbaccel import mapped_files
 from nbaccel.bars import Bar
-from nbaccel.bigmodel.checkpoint_files import StoredTensor, read_checkpoint
+from nbaccel.bigmodel.checkpoint_files import CheckpointTensor, read_checkpoint
 from nbaccel.bigmodel.device_memory import DISK, HOST
 from nbaccel.bigmodel.load_plan import (
     LoadPlan,
@@ -66,7 +66,7 @@ class LoadedWeights:
     """
 
     weights: StoredWeights
-    stored: Mapping[str, StoredTensor]
+    stored: Mapping[str, CheckpointTensor]
 
 
 def load_checkpoint_in_model(
@@ -86,9 +86,11 @@ def load_checkpoint_in_model(
     """Fill a model from a checkpoint.
 
     Without `device_map` each tensor is filled where it is. One on ``meta`` becomes a view of the
-    checkpoint's file in host memory, which takes memory only once it is used: loaded so, and then
+    safetensors file in host memory, which takes memory only once it is used: loaded so, and then
     given to `Accelerator.prepare` with FSDP or ZeRO-3, no process ever holds the whole model. Of a
-    model that is sharded already each process fills its own part.
+    model that is sharded already each process fills its own part. The file may be deleted or
+    replaced afterwards, but must not be overwritten in place while the model lives, as ``cp`` onto
+    it does, and safetensors before 0.8. Weights in files of `torch.save` are copied.
 
     Args:
         model: The model; best built under :func:`init_empty_weights`.
@@ -290,8 +292,8 @@ def _refuse_empty_shards(plan: LoadPlan) -> None:
     empty_names = [p.names[0] for p in plan.placements if p.tensor.is_meta and is_sharded(p.tensor)]
     if empty_names:
         raise ConfigError(
-            f"{len(empty_names)} sharded weights are on meta ({first_few(empty_names, 3)}), without "
-            "memory for their values. Nothing has been loaded. Call "
+            f"{len(empty_names)} sharded weights are on meta ({first_few(empty_names, 3)}), "
+            "without memory for their values. Nothing has been loaded. Call "
             'model.to_empty(device="cpu") (or another device) before, or load before sharding.'
         )
 
@@ -332,11 +334,11 @@ def _fill(plan: LoadPlan, files: WeightFiles) -> None:
 
 
 def _host_memory(plan: LoadPlan) -> dict[int, torch.Tensor]:
-    """Memory for tensors that come to the host in another dtype than the file's, by `id`."""
+    """Memory for tensors that come to the host and cannot be views of the file, by `id`."""
     wanted = [
         placement
         for placement in plan.placements
-        if _goes_to_host(placement) and placement.dtype != placement.stored.dtype
+        if _goes_to_host(placement) and _must_be_copied(placement)
     ]
     tensors = arena.empty_tensors([(p.stored.shape, p.dtype) for p in wanted])
     return {id(p.tensor): tensor for p, tensor in zip(wanted, tensors, strict=True)}
@@ -348,11 +350,17 @@ def _goes_to_host(placement: Placement) -> bool:
     )
 
 
+def _must_be_copied(placement: Placement) -> bool:
+    # torch.save empties a file that it writes over, which takes the pages from a model that was
+    # loaded from it, and ends the process. safetensors collects the bytes first.
+    is_torch_mapping = placement.stored.opened is not None and placement.stored.is_mapped
+    return is_torch_mapping or placement.dtype != placement.stored.dtype
+
+
 def _is_read_now(placement: Placement) -> bool:
     """Whether its bytes are read, not only mapped."""
-    is_converted = placement.dtype != placement.stored.dtype
     return placement.tier != DISK and (
-        placement.tier is not None or is_converted or not _goes_to_host(placement)
+        placement.tier is not None or _must_be_copied(placement) or not _goes_to_host(placement)
     )
 
 

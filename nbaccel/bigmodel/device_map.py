@@ -27,7 +27,7 @@ from nbaccel.bigmodel.device_memory import (
 )
 from nbaccel.bigmodel.module_sizes import (
     NamedPart,
-    NumberFormat,
+    WeightFormat,
     check_tied_parameters_in_config,
     class_names,
     compute_module_sizes,
@@ -51,8 +51,8 @@ def infer_auto_device_map(
     model: nn.Module,
     max_memory: Mapping[DeviceKey, int | float | str] | None = None,
     no_split_module_classes: str | Iterable[str] | None = None,
-    dtype: NumberFormat | None = None,
-    special_dtypes: Mapping[str, NumberFormat] | None = None,
+    dtype: WeightFormat | None = None,
+    special_dtypes: Mapping[str, WeightFormat] | None = None,
     verbose: bool = False,
     clean_result: bool = True,
     offload_buffers: bool = False,
@@ -358,10 +358,9 @@ def fallback_allocate(
     whole_classes = class_names(no_split_module_classes)
     is_below_zero = not isinstance(size_limit, str) and size_limit < 0
     limit_bytes = -1 if is_below_zero else parse_bytes(size_limit)
-    forest = BlockForest(
-        _list_blocks((modules, whole_classes), module_sizes), tied_parameters or ()
-    )
-    members = find_block(forest, forest.roots, lambda found, size: size <= limit_bytes)
+    blocks = _list_blocks((modules, whole_classes), module_sizes)
+    forest = BlockForest(blocks, tied_parameters or ())
+    members = find_block(forest, forest.roots, lambda _, size: size <= limit_bytes)
     if not members:
         return None, None, list(modules)
     found_name = forest.blocks[members[0]].name

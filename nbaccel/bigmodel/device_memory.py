@@ -14,7 +14,7 @@ from torch import nn
 
 from nbaccel import _catalog
 from nbaccel.bigmodel.module_sizes import (
-    NumberFormat,
+    WeightFormat,
     class_names,
     compute_module_sizes,
     get_module_leaves,
@@ -25,13 +25,21 @@ from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory
 from nbaccel.units import parse_bytes
 
-__all__ = ["DISK", "HOST", "DeviceKey", "get_balanced_memory", "get_max_memory", "is_accelerator"]
+__all__ = [
+    "DISK",
+    "HOST",
+    "NAMED_TIERS",
+    "DeviceKey",
+    "get_balanced_memory",
+    "get_max_memory",
+    "is_accelerator",
+]
 
 DeviceKey = int | str
 """A tier of a device map: an accelerator's number, ``mps``, ``cpu`` or ``disk``."""
 
 HOST, DISK = "cpu", "disk"
-_NAMED_TIERS = ("mps", HOST, DISK)
+NAMED_TIERS = ("mps", HOST, DISK)
 """Tiers with a name, the fastest first; ``mps`` is an accelerator that has no number."""
 
 _USED_WHEN_ALONE = 0.9
@@ -88,14 +96,14 @@ def get_max_memory(
 
 def _tier_order(device: Any) -> tuple[int, int]:
     is_number = isinstance(device, int)
-    place = _NAMED_TIERS.index(device) if device in _NAMED_TIERS else len(_NAMED_TIERS)
+    place = NAMED_TIERS.index(device) if device in NAMED_TIERS else len(NAMED_TIERS)
     return (0, device) if is_number else (1, place)
 
 
 def _mistaken_devices(max_memory: Iterable[Any]) -> Iterator[str]:
     for device in max_memory:
         is_number = isinstance(device, int) and not isinstance(device, bool) and device >= 0
-        if not is_number and device not in _NAMED_TIERS:
+        if not is_number and device not in NAMED_TIERS:
             yield (
                 f"max_memory has a budget for {device!r}, which is no device: nothing could be put "
                 "there. Name accelerators by their numbers (0, 1, ...), and the others 'mps', "
@@ -131,7 +139,7 @@ def _free_memory(machine: Inventory) -> Iterator[tuple[DeviceKey, int]]:
 
 def _accelerator_memory(machine: Inventory) -> Iterator[tuple[DeviceKey, int]]:
     for unit in _catalog.usable_units(machine):
-        if unit.kind in _NAMED_TIERS:
+        if unit.kind in NAMED_TIERS:
             # Its memory is the host's, and its driver counts nothing of its own.
             yield unit.kind, unit.free_bytes or machine.host_available_bytes
         else:
@@ -155,8 +163,8 @@ def get_balanced_memory(
     model: nn.Module,
     max_memory: Mapping[DeviceKey, int | float | str] | None = None,
     no_split_module_classes: str | Iterable[str] | None = None,
-    dtype: NumberFormat | None = None,
-    special_dtypes: Mapping[str, NumberFormat] | None = None,
+    dtype: WeightFormat | None = None,
+    special_dtypes: Mapping[str, WeightFormat] | None = None,
     low_zero: bool = False,
     *,
     inventory: Inventory | None = None,

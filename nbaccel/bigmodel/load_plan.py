@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nbaccel import torch_private
-from nbaccel.bigmodel.checkpoint_files import CheckpointContent, StoredTensor
+from nbaccel.bigmodel.checkpoint_files import CheckpointContent, CheckpointTensor
 from nbaccel.bigmodel.device_memory import DISK, HOST
 from nbaccel.bigmodel.module_tensors import get_non_persistent_buffers
 from nbaccel.errors import ConfigError
@@ -40,7 +40,7 @@ class Placement:
 
     names: tuple[str, ...]
     tensor: torch.Tensor
-    stored: StoredTensor
+    stored: CheckpointTensor
     tier: Any
     dtype: torch.dtype
 
@@ -256,5 +256,17 @@ def _mismatch_error(
     return ConfigError(
         f"{content.source} does not fit {type(model).__name__}:{shown}{more_text}\n"
         "Nothing has been loaded. Build the model from the configuration that the checkpoint was "
-        "saved with, or give the checkpoint of this model."
+        f"saved with, or give the checkpoint of this model.{_conversion_hint(model, mistakes)}"
+    )
+
+
+def _conversion_hint(model: nn.Module, mistakes: list[str]) -> str:
+    """Of models of transformers, whose published files may have the names of an older version."""
+    has_other_names = any("not in the checkpoint" in mistake for mistake in mistakes)
+    if not has_other_names or not callable(getattr(model, "save_pretrained", None)):
+        return ""
+    return (
+        " Or do the names differ because the files are older than this version of transformers? "
+        "Its from_pretrained converts them: save the model again with "
+        "save_pretrained(folder, save_original_format=False)."
     )

@@ -31,7 +31,7 @@ __all__ = [
     "names_upwards",
 ]
 
-NumberFormat = str | torch.dtype | CustomDtype
+WeightFormat = str | torch.dtype | CustomDtype
 NamedPart = tuple[str, Any]
 """A module, a parameter or a buffer, with its name in front."""
 
@@ -68,8 +68,8 @@ def class_names(no_split_module_classes: str | Iterable[str] | None) -> frozense
 # ------------------------------------------------------------------------------- sizes
 def compute_module_sizes(
     model: nn.Module,
-    dtype: NumberFormat | None = None,
-    special_dtypes: Mapping[str, NumberFormat] | None = None,
+    dtype: WeightFormat | None = None,
+    special_dtypes: Mapping[str, WeightFormat] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
     """Bytes of each tensor and of each module of a model.
@@ -119,7 +119,7 @@ def _loaded_bytes(own_dtype: torch.dtype, number_bytes: float | None) -> float:
     return own_bytes if number_bytes is None or not is_converted else min(number_bytes, own_bytes)
 
 
-def _read_format(number_format: NumberFormat) -> torch.dtype | CustomDtype:
+def _read_format(number_format: WeightFormat) -> torch.dtype | CustomDtype:
     if isinstance(number_format, (torch.dtype, CustomDtype)):
         return number_format
     format_name = str(number_format).removeprefix("torch.")
@@ -137,8 +137,8 @@ def _read_format(number_format: NumberFormat) -> torch.dtype | CustomDtype:
 
 def compute_module_total_buffer_size(
     model: nn.Module,
-    dtype: NumberFormat | None = None,
-    special_dtypes: Mapping[str, NumberFormat] | None = None,
+    dtype: WeightFormat | None = None,
+    special_dtypes: Mapping[str, WeightFormat] | None = None,
 ) -> int:
     """Bytes of all buffers of a model.
 

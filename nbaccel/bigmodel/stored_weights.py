@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from nbaccel import mapped_files
-from nbaccel.bigmodel.checkpoint_files import StoredTensor
+from nbaccel.bigmodel.checkpoint_files import CheckpointTensor
 from nbaccel.errors import CheckpointDamaged
 from nbaccel.transfer import arena
 from nbaccel.transfer.file_arena import FileArena
@@ -36,7 +36,7 @@ class WeightFiles:
         # Whose view has which memory of a file of torch, in which names may share theirs.
         self._owners: dict[int, str] = {}
 
-    def map_files(self, stored_tensors: Iterable[StoredTensor]) -> None:
+    def map_files(self, stored_tensors: Iterable[CheckpointTensor]) -> None:
         """Map the files of these tensors now, so that later nothing can be missing.
 
         Raises:
@@ -68,7 +68,7 @@ class WeightFiles:
     def _bytes_in(self, path: Path) -> int:
         return self._arena_of(path).nbytes if _HAS_MEMORY_FILES else path.stat().st_size
 
-    def view(self, stored: StoredTensor) -> torch.Tensor:
+    def view(self, stored: CheckpointTensor) -> torch.Tensor:
         """A tensor over the file's bytes, of the file's dtype.
 
         What is written to it stays in this process. Where the file cannot be viewed (its bytes
@@ -90,7 +90,7 @@ class WeightFiles:
         is_owner = not address or self._owners.setdefault(address, name) == name
         return opened if is_owner and opened.is_contiguous() else opened.contiguous().clone()
 
-    def _raw_bytes(self, stored: StoredTensor) -> torch.Tensor:
+    def _raw_bytes(self, stored: CheckpointTensor) -> torch.Tensor:
         """The bytes of a tensor, of shape ``[num_bytes]`` and dtype uint8."""
         if not _HAS_MEMORY_FILES:
             end_byte = stored.first_byte + stored.num_bytes
@@ -108,7 +108,7 @@ class WeightFiles:
         return self._arenas[path]
 
     def bring_in(
-        self, stored: StoredTensor, when_read: Callable[[int], object] | None = None
+        self, stored: CheckpointTensor, when_read: Callable[[int], object] | None = None
     ) -> None:
         """Read a tensor's bytes into memory now.
 
@@ -135,14 +135,14 @@ class WeightFiles:
                     raise
             count_bytes(portion_end - portion_start)
 
-    def release(self, stored: StoredTensor) -> None:
+    def release(self, stored: CheckpointTensor) -> None:
         """Let go of the memory of a tensor that is not used for now; the file's bytes stay."""
         mapped = self._span_of(stored)
         if mapped is not None:
             file_arena, first_byte, end_byte = mapped
             mapped_files.drop_pages(file_arena.address + first_byte, end_byte - first_byte)
 
-    def _span_of(self, stored: StoredTensor) -> tuple[FileArena, int, int] | None:
+    def _span_of(self, stored: CheckpointTensor) -> tuple[FileArena, int, int] | None:
         file_arena = self._arenas.get(stored.path)
         if file_arena is None or stored.opened is not None or not stored.num_bytes:
             return None
@@ -165,7 +165,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
     def __init__(
         self,
         files: WeightFiles,
-        stored: Mapping[str, StoredTensor],
+        stored: Mapping[str, CheckpointTensor],
         held: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._files = files

@@ -56,13 +56,13 @@ def slow_bytes(model: nn.Module, device_map: Mapping[str, Any]) -> tuple[int, in
     return bytes_on["cpu"] + bytes_on["disk"], bytes_on["disk"]
 
 
-def layers(model: nn.Module, whole: frozenset[str], prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Names and bytes of what is brought to a device at once."""
+def layers(model: nn.Module, whole: frozenset[str], prefix: str = "") -> Iterator[str]:
+    """Names of what is brought to a device at once."""
     for name, child in model._modules.items():
         if child is None:
             continue
         if not any(True for _ in child.children()) or type(child).__name__ in whole:
-            yield prefix + name, 0
+            yield prefix + name
         else:
             yield from layers(child, whole, f"{prefix}{name}.")
 
@@ -89,7 +89,7 @@ def rules_broken(
     wrong += [f"ties apart: {devices}" for devices in places.values() if len(devices) > 1]
     for name, module in model.named_modules(remove_duplicate=False):
         if type(module).__name__ in whole:
-            inside = [key for key in device_map if key.startswith(f"{name}.") or not name and key]
+            inside = [key for key in device_map if key.startswith(f"{name}.") or (not name and key)]
             wrong += [f"split: {name} into {inside}"] if inside else []
     return wrong + list(lack_of_room(model, device_map, budgets, whole))
 
@@ -112,7 +112,7 @@ def lack_of_room(
 
 
 def layer_sizes(model: nn.Module, whole: frozenset[str]) -> dict[str, int]:
-    names = [name for name, _ in layers(model, whole)]
+    names = list(layers(model, whole))
     sizes: Counter = Counter()
     seen: set[int] = set()
     for name, tensor in all_tensors(model).items():

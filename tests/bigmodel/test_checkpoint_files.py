@@ -9,7 +9,8 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,16 @@ def refused(path: Path) -> str:
     text = str(caught.value)
     assert len(text) > 60, "it says what is wrong and what to do"
     return text
+
+
+@contextmanager
+def may_be_refused(path: Path) -> Iterator[None]:
+    """Let a refusal pass that names the file, and nothing else."""
+    try:
+        yield
+    except CheckpointDamaged as error:
+        if str(path) not in str(error):
+            raise
 
 
 def write_safetensors(path: Path, header: Any, data: bytes = b"") -> Path:
@@ -231,22 +242,16 @@ def test_a_header_with_any_byte_changed_is_refused_or_describes_the_same_bytes(t
             changed = bytearray(whole)
             changed[position] ^= flip
             path.write_bytes(changed)
-            try:
-                found = read_all(path)
-            except ConfigError as error:
-                assert str(path) in str(error)
-            else:
-                assert sum(t.nbytes for t in found.values()) <= len(whole)
+            with may_be_refused(path):
+                assert sum(t.nbytes for t in read_all(path).values()) <= len(whole)
 
 
 @given(st.binary(max_size=200))
 def test_a_header_of_any_bytes_is_refused_by_name(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "any.safetensors"
     write_safetensors(path, text)
-    try:
+    with may_be_refused(path):
         assert not read_checkpoint(path).tensors
-    except CheckpointDamaged as error:
-        assert str(path) in str(error)
 
 
 @pytest.mark.parametrize(
@@ -296,9 +301,7 @@ def test_a_name_that_comes_twice_in_a_header_never_reads_other_bytes(tmp_path):
 
 
 def test_a_format_that_this_torch_lacks_is_named(tmp_path):
-    path = write_safetensors(
-        tmp_path / "model.safetensors", {"w": entry(0, 1, [2], "F4")}, b"\0"
-    )
+    path = write_safetensors(tmp_path / "model.safetensors", {"w": entry(0, 1, [2], "F4")}, b"\0")
     assert "F4" in refused(path)
 
 
@@ -324,11 +327,9 @@ def test_a_torch_file_with_any_byte_changed_is_refused_or_read(tmp_path, is_new)
         changed = bytearray(whole)
         changed[position] ^= 0x21
         path.write_bytes(changed)
-        try:
+        with may_be_refused(path):
             for tensor in read_all(path).values():
                 raw(tensor)
-        except ConfigError as error:
-            assert str(path) in str(error)
 
 
 @given(st.binary(max_size=60))

@@ -1,4 +1,4 @@
-"""`load_checkpoint_in_model`: what lands where, what is refused, and that a refusal changes nothing."""
+"""`load_checkpoint_in_model`: what lands where, and that a refusal changes nothing."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from nbaccel.bigmodel.checkpoint_files import read_checkpoint
 from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
 from nbaccel.errors import CheckpointDamaged, ConfigError
 from nbaccel.transfer.arena import named_tensors
+from tests.isolation import isolated
 
 
 class Net(nn.Module):
@@ -166,9 +167,7 @@ def test_weights_that_were_tied_only_when_they_were_saved_do_not_become_one(tmp_
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "float16", "torch.float64"])
 @pytest.mark.parametrize("device_map", [None, {"": "cpu"}])
 @pytest.mark.parametrize("make", [on_meta, lambda: build(1)], ids=["meta", "real"])
-def test_floating_point_weights_become_the_format_that_is_asked_for(
-    saved, make, device_map, dtype
-):
+def test_floating_point_weights_become_the_format_that_is_asked_for(saved, make, device_map, dtype):
     source, path = saved
     wanted = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype.split(".")[-1])
     model = make()
@@ -327,7 +326,7 @@ def test_what_becomes_of_the_file_later_does_not_matter(saved, fate):
     elif fate == "renamed":
         path.rename(path.with_name("elsewhere"))
     else:
-        os.replace(write(build(5), path.with_name(f"new{path.suffix}")), path)
+        write(build(5), path.with_name(f"new{path.suffix}")).replace(path)
     assert_same(without_positions(values(model)), without_positions(values(source)))
 
 
@@ -339,10 +338,25 @@ def test_a_model_can_be_saved_over_the_file_it_was_loaded_from(tmp_path):
     load_checkpoint_in_model(model, path)
     state = {name: t for name, t in model.state_dict().items() if name != "head.weight"}
     save_file(state, tmp_path / "next")
-    os.replace(tmp_path / "next", path)
+    (tmp_path / "next").replace(path)
     again = on_meta()
     load_checkpoint_in_model(again, path)
     assert_same(without_positions(values(again)), without_positions(values(source)))
+
+
+@isolated(timeout_s=60)
+def test_a_model_can_be_saved_in_place_over_the_file_it_was_loaded_from(tmp_path):
+    """As a loop does that keeps its best weights under one name."""
+    source = nn.Linear(512, 512, bias=False)
+    expected = source.weight.detach().clone()
+    for name, save in [("m.safetensors", save_file), ("m.bin", torch.save)]:
+        path = tmp_path / name
+        save(source.state_dict(), path)
+        for device_map in (None, {"": "cpu"}):
+            model = nn.Linear(512, 512, bias=False, device="meta")
+            load_checkpoint_in_model(model, path, device_map)
+            save(model.state_dict(), path)
+            assert torch.equal(model.weight, expected)
 
 
 # ------------------------------------------------------------------------------ refusals
@@ -523,7 +537,7 @@ def test_a_bar_counts_every_byte_that_is_read(saved, capfd, monkeypatch, device_
 
     class Watched(Bar):
         def close(self) -> None:
-            if not self.disable and not seen[-1:] == [(self.n, self.total)]:
+            if not self.disable and seen[-1:] != [(self.n, self.total)]:
                 seen.append((self.n, self.total))
             super().close()
 

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
+from typing_extensions import Self
 
 from nbaccel import mapped_files
 from nbaccel.bigmodel.checkpoint_files import read_checkpoint
@@ -63,7 +64,7 @@ class Peak:
         while not self._done.wait(0.001):
             self.bytes = max(self.bytes, self._now() - self._before)
 
-    def __enter__(self) -> Peak:
+    def __enter__(self) -> Self:
         gc.collect()
         self._before = self._now()
         self._thread.start()
@@ -142,7 +143,7 @@ def test_weights_brought_in_are_read_and_those_released_are_let_go(saved_tower):
     before = figures()["File"]
     portions: list[int] = []
     for each in stored.values():
-        files.read_ahead(each)
+        files.bring_in(each)
         files.bring_in(each, portions.append)
     assert sum(portions) == LAYERS * LAYER_BYTES
     total = sum(float(view.sum()) for view in views.values())
@@ -190,9 +191,7 @@ PLACES = st.integers(0, NUM_BYTES)
 
 
 @given(st.lists(PLACES, max_size=6), PLACES, PLACES, st.booleans())
-def test_only_whole_pages_inside_are_dropped_and_no_written_byte_outside(
-    written, one, other, keep
-):
+def test_only_whole_pages_inside_are_dropped_and_no_written_byte_outside(written, one, other, keep):
     start, end = sorted((one, other))
     content = bytes(range(251)) * (NUM_BYTES // 251 + 1)
     with file_of(content[:NUM_BYTES]) as path:

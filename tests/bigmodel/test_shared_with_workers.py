@@ -29,6 +29,7 @@ from tests.isolation import isolated
 from tests.worker_functions import train
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="workers share memory files of Linux"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
@@ -190,8 +191,10 @@ def test_cells_train_the_model_of_the_notebook_again_and_again(model, checkpoint
                 with torch.no_grad():
                     model[1].weight[0] = 50
         before = sums(model)
-        pool.run("import torch\nseen = [float(t.detach().double().sum()) for t in "
-                 "model.state_dict().values()]\nassert seen == " + repr(before))
+        pool.run(
+            "import torch\nseen = [float(t.detach().double().sum()) for t in "
+            "model.state_dict().values()]\nassert seen == " + repr(before)
+        )
         again = tower(3, 64)
         load_checkpoint_in_model(again, checkpoint)
         names["again"] = again

@@ -23,6 +23,8 @@ _WRAPPERS = (
 _ALLOWED = {
     "nbaccel/_accelerate.py": {"_shared_state", "_reset_state"},
     "nbaccel/_transformers.py": {"_move_model_to_device"},
+    # Models of transformers say by these what must not be split, and that they tie weights.
+    "nbaccel/bigmodel/module_sizes.py": {"_no_split_modules", "_tie_weights"},
     "nbaccel/deepspeed/to_fp32_command.py": {"_SubParsersAction"},  # argparse's type, for mypy
     "nbaccel/deepspeed/weights/torch_archive.py": {"_Unpickler"},  # pickle's, in Python
     "nbaccel/devices/tpu/torch_tpu_driver.py": {

@@ -20,7 +20,9 @@ accelerate = pytest.importorskip("accelerate")
 
 MODULES = (
     "",
+    "big_modeling",
     "data_loader",
+    "hooks",
     "launchers",
     "local_sgd",
     "logging",
@@ -29,6 +31,8 @@ MODULES = (
     "state",
     "tracking",
     "utils",
+    "utils.modeling",
+    "utils.offload",
 )
 NO_NAME = "a run may go without a name"
 

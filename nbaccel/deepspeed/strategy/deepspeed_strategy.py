@@ -184,12 +184,7 @@ class DeepSpeedStrategy(Strategy):
         active_plugin: DeepSpeedPlugin,
         given_settings: dict[str, Any],
     ) -> Drive | None:
-        own_schedulers = [
-            lr_scheduler
-            for lr_scheduler in training_bundle.schedulers
-            if _is_of(lr_scheduler, optimizer) and is_engines(lr_scheduler)
-        ]
-        scheduler = own_schedulers[0] if own_schedulers else None
+        scheduler = _engine_scheduler(training_bundle, optimizer)
         is_training = optimizer is not None or _is_trained_by_file(
             model, given_settings, training_bundle
         )
@@ -217,8 +212,6 @@ class DeepSpeedStrategy(Strategy):
         states_before, made_as = remember(model), made_in(model)
         own_config, claimed_folders = nvme_swapping.claim(resolved_config.config, self.place.rank)
         try:
-            if own_config.zero_stage == 3 and not self.place.is_alone:
-                zero_init.shard_in_turn(model, own_config.to_dict())
             engine = make_engine(
                 model,
                 optimizer,
@@ -518,6 +511,16 @@ def _parameters_of_optimizer(optimizer: Any) -> Iterable[torch.Tensor]:
     # A DummyOptim takes what torch's optimizers take: groups, or parameters themselves.
     for param_group in param_groups:
         yield from param_group["params"] if isinstance(param_group, dict) else [param_group]
+
+
+def _engine_scheduler(training_bundle: Bundle, optimizer: Any) -> Any:
+    """The first of an optimizer's schedulers that the engine is to step; None if there is none."""
+    own_schedulers = (
+        lr_scheduler
+        for lr_scheduler in training_bundle.schedulers
+        if _is_of(lr_scheduler, optimizer) and is_engines(lr_scheduler)
+    )
+    return next(own_schedulers, None)
 
 
 def _is_of(scheduler: Any, optimizer: Any) -> bool:

@@ -30,7 +30,7 @@ from nbaccel import torch_private
 from nbaccel.abc.standins import DummyOptim, DummyScheduler
 from nbaccel.deepspeed import library, private_api
 from nbaccel.deepspeed.strategy import nvme_swapping
-from nbaccel.deepspeed.strategy.zero_init import fetch_together
+from nbaccel.deepspeed.strategy.zero_init import fetch_together, shard_in_turn
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.errors import ConfigError
 from nbaccel.precision.native import as_float32
@@ -121,6 +121,8 @@ def make_engine(
         engine_arguments["lr_scheduler"] = scheduler
     if moe_layers and zero_config.zero_stage == 3:
         fetch_together(model, moe_layers)
+    if has_several and zero_config.zero_stage == 3:
+        shard_in_turn(model, config_settings)
     with _quiet_logger(zero_config):
         engine, *_ = deepspeed.initialize(**engine_arguments)
     _convert_inputs(engine)

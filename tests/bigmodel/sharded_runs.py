@@ -1,0 +1,271 @@
+"""What launches of sharded models run in their workers."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import nn
+from typing_extensions import Self
+
+from nbaccel import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
+from nbaccel.errors import ConfigError
+from nbaccel.strategies import optimizer_shards
+
+WORDS, WIDTH = 11, 7
+
+
+class Block(nn.Module):
+    """Sizes that two processes cannot halve, and a norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.down(torch.relu(self.up(x))))
+
+
+class Odd(nn.Module):
+    """A language model with tied ends, frozen parts, a one-element parameter and buffers."""
+
+    _no_split_modules = ["Block"]  # noqa: RUF012 - as transformers has it
+
+    def __init__(self, width: int = WIDTH, blocks: int = 3, freezes: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.gain = nn.Parameter(torch.ones(1))
+        if freezes:
+            self.blocks[0].requires_grad_(False)
+        self.register_buffer("temperature", torch.ones(()))
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embed(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.gain / self.temperature
+
+
+def build(seed: int = 0, **sizes: Any) -> Odd:
+    torch.manual_seed(seed)
+    model = Odd(**sizes)
+    model.temperature.fill_(1.5 + seed)
+    return model
+
+
+def on_meta(**sizes: Any) -> Odd:
+    with torch.device("meta"):
+        return Odd(**sizes)
+
+
+def accelerator_of(kind: str, precision: str = "no") -> Accelerator:
+    if kind == "fsdp":
+        plugin = FullyShardedDataParallelPlugin(
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Block"],
+        )
+        return Accelerator(fsdp_plugin=plugin, mixed_precision=precision, cpu=True)
+    if kind == "zero":
+        settings = {
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "train_micro_batch_size_per_gpu": 4,
+        }
+        plugin = DeepSpeedPlugin(hf_ds_config=settings)
+        return Accelerator(deepspeed_plugin=plugin, mixed_precision=precision, cpu=True)
+    return Accelerator(mixed_precision=precision, cpu=True)
+
+
+def state_of(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: t.detach().clone() for name, t in accelerator.get_state_dict(model).items()}
+
+
+def load(model: nn.Module, path: str, how: str) -> None:
+    """Give the model its weights before it is prepared, in one of several ways."""
+    if how == "mapped":
+        load_checkpoint_in_model(model, path, strict=True)
+    elif how == "read":
+        from safetensors.torch import load_file
+
+        model.load_state_dict(load_file(path), strict=False)
+    elif how == "changed by each":
+        load_checkpoint_in_model(model, path, strict=True)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(dist.get_rank())
+
+
+@contextlib.contextmanager
+def counted_refills() -> Iterator[list[int]]:
+    """Count what process 0 sends of weights that become shards."""
+    sent: list[int] = []
+    send = optimizer_shards.refill_parameter
+
+    def counting(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+        sent.append(whole.numel())
+        send(parameter, whole)
+
+    optimizer_shards.refill_parameter = counting
+    try:
+        yield sent
+    finally:
+        optimizer_shards.refill_parameter = send
+
+
+def train(
+    model: nn.Module | None, path: str, kind: str, how: str, precision: str = "no"
+) -> dict[str, Any]:
+    """Load, prepare and train; what came of it."""
+    accelerator = accelerator_of(kind, precision)
+    if model is None:
+        model = on_meta() if how != "read" else build(seed=5 + accelerator.process_index)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.05)
+    load(model, path, how)
+    with counted_refills() as sent:
+        prepared, optimizer = accelerator.prepare(model, optimizer)
+    start = state_of(accelerator, prepared)
+    losses = []
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + accelerator.process_index)
+        words = torch.randint(0, WORDS, (4, 5), generator=generator)
+        logits = prepared(words).float()
+        loss = F.cross_entropy(logits.flatten(0, 1), words.roll(1).flatten())
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return {
+        "losses": losses,
+        "sent": sent,
+        "start": start,
+        "end": state_of(accelerator, prepared),
+        "first": tuple(next(prepared.parameters()).shape),
+    }
+
+
+def load_after(path: str, kind: str, broadcast: bool, wrong_path: str) -> dict[str, Any]:
+    """Load into a model that is prepared already; a mistake first."""
+    accelerator = accelerator_of(kind)
+    model = build(seed=3)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=0.05))
+    before = state_of(accelerator, prepared)
+    refused = []
+    bad = [(wrong_path, {}), (path + ".none", {}), (path, {"device_map": {"": "cpu"}})]
+    for wrong, options in bad[: 2 if broadcast else 3]:
+        try:
+            load_checkpoint_in_model(prepared, wrong, broadcast_from_rank0=broadcast, **options)
+            refused.append("")
+        except ConfigError as error:
+            refused.append(str(error))
+    unchanged = state_of(accelerator, prepared)
+    # Of process 0 alone, where it sends.
+    own = path if not broadcast or accelerator.is_main_process else "nowhere"
+    load_checkpoint_in_model(prepared, own, strict=True, broadcast_from_rank0=broadcast)
+    loaded = state_of(accelerator, prepared)
+    words = torch.arange(8).view(2, 4)
+    loss = F.cross_entropy(prepared(words).flatten(0, 1), words.flatten())
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {
+        "refused": refused,
+        "before": before,
+        "unchanged": unchanged,
+        "loaded": loaded,
+        "stepped": state_of(accelerator, prepared),
+        "loss": accelerator.reduce(loss.detach(), "mean").item(),
+    }
+
+
+def receive_plainly(path: str) -> tuple[dict[str, torch.Tensor], str]:
+    """A model that is not sharded, filled by process 0; then one on meta."""
+    dist.init_process_group("gloo")
+    model = build(seed=dist.get_rank())
+    own = path if dist.get_rank() == 0 else "nowhere"
+    load_checkpoint_in_model(model, own, broadcast_from_rank0=True)
+    second = build() if dist.get_rank() == 0 else on_meta()
+    try:
+        load_checkpoint_in_model(second, own, broadcast_from_rank0=True)
+    except ConfigError as error:
+        return model.state_dict(), str(error)
+    return model.state_dict(), ""
+
+
+def shard_aliases(
+    path: str, kind: str, sizes: dict[str, int], is_written: bool
+) -> dict[str, torch.Tensor]:
+    """Two parameters over the same memory of a checkpoint, sharded."""
+    accelerator = accelerator_of(kind)
+    model = on_meta(**sizes, freezes=False)
+    load_checkpoint_in_model(model, path, strict=True)
+    model.twin = nn.Parameter(model.blocks[0].up.weight.data)
+    if is_written:
+        with torch.no_grad():
+            model.twin.add_(1)
+    return state_of(accelerator, accelerator.prepare(model))
+
+
+# ------------------------------------------------------------------------------ memory
+
+
+class AnonymousPeak:
+    """The most anonymous memory of this process while it watches, beyond what there was."""
+
+    def __enter__(self) -> Self:
+        gc.collect()
+        self.bytes, self._before, self._done = 0, anonymous(), threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.002):
+            self.bytes = max(self.bytes, anonymous() - self._before)
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self.bytes = max(self.bytes, anonymous() - self._before)
+
+
+def anonymous() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+def measure(
+    path: str, kind: str, sizes: dict[str, int], precision: str, how: str, trains: bool
+) -> dict[str, int]:
+    """Most anonymous memory while a large model is loaded and prepared."""
+    accelerator = accelerator_of(kind, precision)
+    # What a first engine costs in any case: threads, code, buffers of gloo.
+    small = build()
+    accelerator.prepare(small, torch.optim.SGD(small.parameters(), lr=0.1))
+    accelerator.free_memory()
+    del small
+    gc.collect()
+    dist.barrier()
+    with AnonymousPeak() as peak:
+        model = on_meta(**sizes, freezes=False) if how == "mapped" else Odd(**sizes, freezes=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        load(model, path, how)
+        loaded = peak.bytes
+        prepared = accelerator.prepare(model, *([optimizer] if trains else []))
+        dist.barrier()
+        assert prepared
+    return {"loaded": loaded, "peak": peak.bytes, "kept": anonymous() - peak._before}

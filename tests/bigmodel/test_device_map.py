@@ -1,0 +1,407 @@
+"""Which device each block goes to: single cases, and rules that hold for all."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+import warnings
+from collections import OrderedDict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from nbaccel.bigmodel.block_packing import Block as PackedBlock
+from nbaccel.bigmodel.block_packing import BlockForest, Tier, pack_blocks
+from nbaccel.bigmodel.device_map import (
+    check_device_map,
+    clean_device_map,
+    fallback_allocate,
+    infer_auto_device_map,
+)
+from nbaccel.bigmodel.module_sizes import compute_module_sizes
+from nbaccel.errors import ConfigError
+from nbaccel.plan.inventory import Gpu, Inventory
+from tests.bigmodel import map_rules
+from tests.bigmodel.map_rules import Block, Stack, device_of, rules_broken
+
+TWO_GPUS = Inventory(
+    cpu_cores=4,
+    host_total_bytes=1 << 30,
+    host_available_bytes=1 << 20,
+    gpus=(Gpu(index=0, name="A", free_bytes=250), Gpu(index=1, name="B", free_bytes=300)),
+    torch_version="2.13.0+cu130",
+)
+
+
+def linear() -> nn.Module:
+    """100 bytes."""
+    return nn.Linear(5, 5, bias=False)
+
+
+def row(*modules: nn.Module, kind=Stack) -> nn.Module:
+    return kind({f"m{number}": module for number, module in enumerate(modules)})
+
+
+def infer(model, max_memory=None, *args, inventory=TWO_GPUS, **options):
+    return dict(infer_auto_device_map(model, max_memory, *args, inventory=inventory, **options))
+
+
+# ------------------------------------------------------------------------------- one by one
+def test_what_fits_goes_to_the_first_device_as_a_whole():
+    assert infer(row(linear(), linear()), {0: 200, "cpu": 1000}) == {"": 0}
+
+
+def test_room_is_kept_for_the_largest_layer_that_is_brought_back():
+    model = row(linear(), linear(), linear())
+    assert infer(model, {0: 299, "cpu": 1000}) == {"m0": 0, "m1": "cpu", "m2": "cpu"}
+    assert infer(model, {0: 300, "cpu": 1000}) == {"": 0}
+
+
+def test_the_host_keeps_room_for_what_is_on_the_disk():
+    model = row(linear(), linear(), linear())
+    assert infer(model, {"cpu": 150, "disk": 1000}) == {"": "disk"}
+    assert infer(model, {"cpu": 200}) == {"m0": "cpu", "m1": "disk", "m2": "disk"}
+
+
+def test_no_room_is_kept_where_nothing_is_brought_back():
+    """Accelerate keeps room on 0 for what lies on 1, and puts the last layer on the host."""
+    model = row(*(linear() for _ in range(4)))
+    device_map = infer(model, {0: 250, 1: 250, "cpu": 1000})
+    assert device_map == {"m0": 0, "m1": 0, "m2": 1, "m3": 1}
+
+
+def test_room_is_kept_for_layers_of_slow_devices_only():
+    """The large layer goes to device 1, so that device 0 need not have room for it."""
+    large = nn.Linear(10, 10, bias=False)
+    model = row(linear(), linear(), large, linear(), linear())
+    device_map = infer(model, {0: 300, 1: 400, "cpu": 1000})
+    assert device_map == {"m0": 0, "m1": 0, "m2": 1, "m3": "cpu", "m4": "cpu"}
+
+
+def test_a_device_that_stays_empty_is_not_the_one_that_layers_are_brought_back_to():
+    """Device 1 is the first in use, and must have room for what is on the host."""
+    model = row(*(linear() for _ in range(4)))
+    device_map = infer(model, {0: 0, 1: 300, "cpu": 1000})
+    assert device_map == {"m0": 1, "m1": 1, "m2": "cpu", "m3": "cpu"}
+
+
+def test_the_machine_is_the_budget_where_none_is_given():
+    model = row(*(linear() for _ in range(6)))
+    device_map = infer(model)
+    assert device_map == {"m0": 0, "m1": 1, "m2": 1, "m3": 1, "m4": "cpu", "m5": "cpu"}
+
+
+def test_blocks_are_split_unless_their_class_forbids_it():
+    model = row(row(linear(), linear()), row(linear(), linear(), kind=Block), linear())
+    budgets = {0: 400, "cpu": 1000}
+    assert infer(model, budgets) == {"m0": 0, "m1.m0": 0, "m1.m1": "cpu", "m2": "cpu"}
+    assert infer(model, budgets, ["Block"]) == {"m0": 0, "m1": "cpu", "m2": "cpu"}
+    assert infer(model, budgets, "Block") == infer(model, budgets, {"Block"})
+
+
+def test_the_model_itself_is_not_split_where_its_class_forbids_it():
+    model = row(linear(), linear(), kind=Block)
+    assert infer(model, {0: 150, "cpu": 1000}, ["Block"]) == {"": "cpu"}
+
+
+def test_tied_weights_share_a_device():
+    model = row(linear(), linear(), linear(), linear())
+    model.m3.weight = model.m0.weight
+    device_map = infer(model, {0: 200, "cpu": 1000})
+    assert device_map == {"m0": 0, "m3": 0, "m1": "cpu", "m2": "cpu"}
+
+
+def test_ties_of_ties_share_a_device_too():
+    """m0 is tied to m1, and m1 to m2: Accelerate raises an IndexError here."""
+    parts = [nn.Module() for _ in range(3)]
+    first, second = nn.Parameter(torch.zeros(25)), nn.Parameter(torch.zeros(25))
+    parts[0].a, parts[1].a, parts[1].b, parts[2].b = first, first, second, second
+    model = row(*parts, linear(), linear())
+    device_map = infer(model, {0: 300, "cpu": 1000})
+    assert device_map == {"m0": 0, "m1": 0, "m2": 0, "m3": "cpu", "m4": "cpu"}
+
+
+def test_a_module_in_two_places_is_placed_in_both():
+    shared = linear()
+    model = row(shared, linear(), shared)
+    device_map = infer(model, {0: 200, "cpu": 1000}, clean_result=False)
+    assert device_map == {"m0": 0, "m2": 0, "m1": 0}
+    check_device_map(model, device_map)
+
+
+def test_tensors_beside_submodules_have_devices_too():
+    model = row(row(linear(), linear()))
+    model.m0.register_buffer("mask", torch.zeros(5))
+    model.m0.scale = nn.Parameter(torch.zeros(5))
+    model.last = nn.Parameter(torch.zeros(5))
+    with pytest.warns(UserWarning, match="offload_buffers"):
+        device_map = infer(model, {0: 245, "cpu": 1000}, clean_result=False)
+    assert device_map == {
+        "last": 0,
+        "m0.scale": 0,
+        "m0.m0": 0,
+        "m0.m1": 0,
+        "m0.mask": "cpu",
+    }
+
+
+def test_a_model_without_submodules():
+    assert infer(linear(), {0: 100}) == {"weight": 0}
+    assert infer(nn.Linear(5, 5), {0: 120, "cpu": 1000}) == {"": 0}
+    assert infer(nn.Module(), {0: 100}) == {}
+
+
+def test_a_dtype_makes_room():
+    model = row(linear(), linear())
+    assert infer(model, {0: 100, "cpu": 1000}, dtype="float16") == {"": 0}
+    special = {"m0.weight": torch.int8, "m1.weight": "float16"}
+    assert infer(model, {0: 75, "cpu": 1000}, special_dtypes=special) == {"": 0}
+
+
+def test_a_result_that_is_not_cleaned_has_all_blocks():
+    model = row(linear(), linear())
+    device_map = infer_auto_device_map(model, {0: 200}, clean_result=False, inventory=TWO_GPUS)
+    assert device_map == OrderedDict(m0=0, m1=0)
+    assert isinstance(device_map, OrderedDict)
+
+
+def test_a_device_that_would_stay_empty_takes_a_later_block():
+    model = row(nn.Linear(20, 5), linear(), nn.Linear(20, 5, bias=False))
+    budgets = {0: 520, "cpu": 1000}
+    assert infer(model, budgets) == {"": "cpu"}
+    device_map = infer(model, budgets, fallback_allocation=True)
+    assert device_map == {"m1": 0, "m0": "cpu", "m2": "cpu"}
+
+
+def test_a_later_block_is_taken_out_of_the_block_around_it():
+    model = row(nn.Linear(20, 5), row(nn.Linear(20, 5), linear()))
+    device_map = infer(model, {0: 520, "cpu": 2000}, fallback_allocation=True)
+    assert device_map == {"m1.m1": 0, "m0": "cpu", "m1.m0": "cpu"}
+
+
+def test_absent_devices_are_used_and_warned_of(caplog):
+    with caplog.at_level(logging.WARNING, "nbaccel"):
+        assert infer(row(linear(), linear()), {3: 500}) == {"": 3}
+    assert [r for r in caplog.records if "not available: [3]" in r.getMessage()]
+
+
+def test_decisions_are_logged_with_their_reasons(caplog):
+    model = row(linear(), linear())
+    with caplog.at_level(logging.INFO, "nbaccel"):
+        infer(model, {0: 100, "cpu": 1000}, verbose=False)
+        assert "split" not in caplog.text
+        infer(model, {0: 100, "cpu": 1000}, verbose=True)
+    assert "m0: cannot be split, and its 100 bytes do not fit on 0" in caplog.text
+    assert "keeps 100 free" in caplog.text
+    assert "m1: put on cpu, 100 bytes; it holds 200 of 1000" in caplog.text
+
+
+def test_a_device_that_stays_empty_is_reported_with_what_it_lacked(caplog):
+    with caplog.at_level(logging.INFO, "nbaccel"):
+        infer(row(linear(), linear()), {0: 100, "cpu": 1000})
+    assert "insufficient memory" in caplog.text
+    assert "{0: 200}" in caplog.text
+
+
+def test_weights_that_should_be_tied_and_are_not_are_warned_of(caplog):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 8}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=1)
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+        model.lm_head.weight = nn.Parameter(torch.zeros(16, 8))
+    with caplog.at_level(logging.WARNING, "nbaccel"):
+        infer(model, {0: 10**6})
+    assert "tie_weights" in caplog.text
+
+
+# ------------------------------------------------------------------------------- buffers
+def with_buffers() -> nn.Module:
+    model = row(linear(), linear(), linear())
+    for name in ("m1", "m2"):
+        getattr(model, name).register_buffer("mask", torch.zeros(25))
+    return model
+
+
+def test_buffers_of_offloaded_layers_without_room_are_warned_of():
+    with pytest.warns(UserWarning, match="200 B.*offload_buffers=True"):
+        assert infer(with_buffers(), {0: 350, "cpu": 1000}) == {"m0": 0, "m1": "cpu", "m2": "cpu"}
+
+
+def test_buffers_with_room_or_offloaded_are_not_warned_of():
+    small = row(linear(), linear(), linear())
+    small.m1.register_buffer("mask", torch.zeros(5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        infer(with_buffers(), {0: 350, "cpu": 1000}, offload_buffers=True)
+        infer(with_buffers(), {"cpu": 300, "disk": 1000})
+        assert infer(small, {0: 319, "cpu": 1000}) == {"m0": 0, "m1": "cpu", "m2": "cpu"}
+
+
+# ------------------------------------------------------------------------------- too small
+def test_what_does_not_fit_is_refused_with_a_table():
+    model = row(linear(), linear(), linear(), linear())
+    with pytest.raises(ConfigError) as caught:
+        infer(model, {0: 200, "cpu": 0, "disk": 250})
+    lines = [line.split() for line in str(caught.value).splitlines()]
+    assert ["0", "200", "B", "100", "B", "m1", "100", "B"] in lines
+    assert ["cpu", "0", "B", "0", "B", "m1", "100", "B"] in lines
+    assert ["disk", "250", "B", "200", "B", "m3", "100", "B"] in lines
+
+
+def test_a_block_that_must_not_be_split_and_fits_nowhere_is_named():
+    model = row(row(linear(), linear(), kind=Block))
+    with pytest.raises(ConfigError, match="'m0'"):
+        infer(model, {0: 150, "cpu": 150, "disk": 150}, ["Block"])
+
+
+def test_a_disk_without_a_budget_takes_everything():
+    assert infer(row(linear()), {0: 10, "cpu": 10}) == {"m0": "disk"}
+
+
+# ------------------------------------------------------------------------------- maps
+def test_cleaning_names_modules_whose_parts_lie_together():
+    assert clean_device_map({"a": 0, "b": 0}) == {"": 0}
+    assert clean_device_map({"a.x": 0, "a.y": 0, "b.x": 1, "b.y": 0}) == {
+        "a": 0,
+        "b.x": 1,
+        "b.y": 0,
+    }
+    assert clean_device_map({"a.b.x": 0, "a.b.y": 0, "a.c": 1}) == {"a.b": 0, "a.c": 1}
+    assert clean_device_map({"a.b": 0}) == {"a.b": 0}
+    assert clean_device_map({}) == {}
+
+
+def test_cleaning_changes_the_map_it_is_given_and_keeps_the_order():
+    device_map = OrderedDict([("a.x", 1), ("b", 0), ("a.y", 1)])
+    assert clean_device_map(device_map) is device_map
+    assert list(device_map.items()) == [("a", 1), ("b", 0)]
+
+
+def test_cleaning_below_a_module_leaves_the_others():
+    device_map = {"a.x": 0, "a.y": 0, "ab.x": 0, "ab.y": 0}
+    assert clean_device_map(device_map, "a") == {"a": 0, "ab.x": 0, "ab.y": 0}
+
+
+def test_cleaning_does_not_override_a_modules_own_device():
+    device_map = {"a": 1, "a.x": 0, "a.y": 0, "b": 1}
+    assert clean_device_map(dict(device_map)) == device_map
+
+
+def test_a_map_without_devices_for_some_weights_is_refused():
+    model = row(linear(), nn.BatchNorm1d(2))
+    with pytest.raises(ConfigError, match=r"m1\.weight, m1\.bias, m1\.running_mean") as caught:
+        check_device_map(model, {"m0": 0})
+    assert isinstance(caught.value, ValueError)
+    assert "m0" not in str(caught.value)
+    check_device_map(model, {"m0": 0, "m1": "cpu"})
+    check_device_map(model, {"": "cpu"})
+
+
+def test_a_name_is_not_covered_by_one_that_only_begins_like_it():
+    model = nn.ModuleDict({"layer": linear(), "layer1": linear()})
+    with pytest.raises(ConfigError, match=r"layer1\.weight"):
+        check_device_map(model, {"layer": 0})
+
+
+def test_names_that_the_model_lacks_are_warned_of():
+    model = row(linear(), linear())
+    with pytest.warns(UserWarning, match=r"do not match any submodules.*\['m7'\]"):
+        check_device_map(model, {"m0.weight": 0, "m1": 0, "m7": 1})
+
+
+def test_a_block_is_found_and_taken_out():
+    model = row(nn.Linear(20, 5), row(nn.Linear(20, 5), linear()), linear())
+    parts, sizes = list(model.named_children()), compute_module_sizes(model)
+    name, found, rest = fallback_allocate(parts, sizes, 150)
+    assert (name, found) == ("m1.m1", model.m1.m1)
+    assert [part_name for part_name, _ in rest] == ["m0", "m1.m0", "m2"]
+    name, found, rest = fallback_allocate(parts, sizes, "150B", ["Stack"])
+    assert (name, [part_name for part_name, _ in rest]) == ("m2", ["m0", "m1"])
+    assert fallback_allocate(parts, sizes, 99) == (None, None, parts)
+    assert fallback_allocate(parts, sizes, -1) == (None, None, parts)
+
+
+def test_a_block_counts_with_what_it_is_tied_to():
+    model = row(linear(), row(linear(), linear()), linear())
+    model.m1.m0.weight = model.m0.weight
+    parts, sizes = list(model.named_children()), compute_module_sizes(model)
+    ties = [["m0.weight", "m1.m0.weight"]]
+    name, _, rest = fallback_allocate(parts, sizes, 100, ["Stack"], ties)
+    assert (name, [part_name for part_name, _ in rest]) == ("m2", ["m0", "m1"])
+    name, _, _ = fallback_allocate(parts, sizes, 200, ["Stack"], ties)
+    assert name == "m0"
+
+
+# ------------------------------------------------------------------------------- all of them
+@settings(max_examples=300)
+@given(seed=st.integers(0, 2**32), fallback=st.booleans(), whole=st.booleans())
+def test_no_map_breaks_a_rule(seed, fallback, whole):
+    chance = random.Random(seed)
+    model = map_rules.random_model(chance)
+    budgets = map_rules.random_budgets(model, chance)
+    classes = frozenset({"Block"} if whole else ())
+    options = {"fallback_allocation": fallback, "offload_buffers": True}
+    full = infer(model, budgets, classes, clean_result=False, **options)
+    assert rules_broken(model, full, budgets, classes) == []
+    assert infer(model, budgets, classes, clean_result=False, **options) == full
+    cleaned = infer(model, budgets, classes, **options)
+    assert all(
+        device_of(name, full) == device_of(name, cleaned) for name in map_rules.all_tensors(model)
+    )
+    check_device_map(model, cleaned)
+
+
+@settings(max_examples=100)
+@given(seed=st.integers(0, 2**32))
+def test_a_disk_with_a_budget_holds_no_more_or_the_map_is_refused(seed):
+    chance = random.Random(seed)
+    model = map_rules.random_model(chance)
+    budgets = map_rules.random_budgets(model, chance)
+    budgets["disk"] = chance.randint(0, 600)
+    try:
+        device_map = infer(model, budgets, offload_buffers=True)
+    except ConfigError:
+        # Nothing less than all but what is kept free would have been enough.
+        most = sum(map_rules.held(model, {"": 0}).values())
+        assert most > min(budgets.values())
+    else:
+        assert rules_broken(model, device_map, budgets) == []
+
+
+@settings(max_examples=100)
+@given(
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=12),
+    budgets=st.lists(st.integers(0, 200), min_size=1, max_size=4),
+)
+def test_what_fits_on_accelerators_one_after_the_other_is_not_left_to_the_disk(sizes, budgets):
+    """Filling them without a break needs no torch to be checked."""
+    blocks = [PackedBlock(f"b{i}", size, is_layer=True) for i, size in enumerate(sizes)]
+    tiers = [Tier(i, budget, keeps_room=i == 0) for i, budget in enumerate(budgets)]
+    packing = pack_blocks(BlockForest(blocks), [*tiers, Tier("disk", None, level=2)])
+    filled, free = 0, list(budgets)
+    for size in sizes:
+        while filled < len(free) and free[filled] < size:
+            filled += 1
+        if filled < len(free):
+            free[filled] -= size
+    assert packing.is_complete
+    assert filled == len(free) or packing.held["disk"] == 0
+
+
+def test_a_thousand_layers_take_less_than_a_second():
+    def block() -> nn.Module:
+        return row(linear(), linear(), row(linear(), nn.GELU(), linear()), kind=Block)
+
+    with torch.device("meta"):
+        model = row(linear(), row(*(block() for _ in range(1000))), linear())
+    model.m2.weight = model.m0.weight
+    budgets = {**dict.fromkeys(range(8), 40_000), "cpu": 50_000}
+    for options in ({"no_split_module_classes": ["Block"]}, {"fallback_allocation": True}):
+        start = time.process_time()
+        infer(model, budgets, **options)
+        assert time.process_time() - start < 1

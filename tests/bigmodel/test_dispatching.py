@@ -1,0 +1,332 @@
+"""Models that run from several tiers: loaded by a map, dispatched, offloaded as a whole."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from nbaccel import (
+    Accelerator,
+    ConfigError,
+    cpu_offload,
+    cpu_offload_with_hook,
+    disk_offload,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+)
+from nbaccel.bigmodel.checkpoint_files import read_checkpoint
+from nbaccel.bigmodel.stored_weights import StoredWeights, WeightFiles
+from nbaccel.errors import UnsafeMoment
+from nbaccel.hooks import remove_hook_from_submodules
+
+
+class Tower(nn.Module):
+    """Layers, a buffer that is saved and one that is not, and a tie."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.norm = nn.BatchNorm1d(width)
+        self.register_buffer("scale", torch.full((width,), 2.0), persistent=False)
+        self.head = nn.Linear(width, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = torch.relu(layer(hidden))
+        return self.head(self.norm(hidden) * self.scale)
+
+
+TOKENS = torch.arange(10)
+MIXED = {
+    "embed": "cpu",
+    "layers.0": "cpu",
+    "layers.1": "disk",
+    "layers.2": "disk",
+    "layers.3": "cpu",
+    "norm": "disk",
+    "scale": "cpu",
+    "head": "cpu",
+}
+
+
+@pytest.fixture
+def tower() -> Tower:
+    torch.manual_seed(0)
+    tower = Tower()
+    tower(TOKENS)  # running statistics that are not those of a new model
+    return tower.eval()
+
+
+@pytest.fixture
+def checkpoint(tower: Tower, tmp_path: Path) -> Path:
+    state = {name: tensor for name, tensor in tower.state_dict().items() if name != "head.weight"}
+    save_file(state, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def empty() -> Tower:
+    with init_empty_weights():
+        return Tower().eval()
+
+
+def on_meta(model: nn.Module) -> set[str]:
+    return {name for name, tensor in model.named_parameters() if tensor.is_meta}
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, {"": "disk"}, MIXED])
+def test_a_model_gives_the_same_numbers_from_any_tier(
+    tower: Tower, checkpoint: Path, device_map: dict[str, str], prefetch: bool
+) -> None:
+    model = load_checkpoint_and_dispatch(
+        empty(), checkpoint, device_map=device_map, prefetch=prefetch
+    )
+    assert model.hf_device_map == device_map
+    disk_names = on_meta(model)
+    assert bool(disk_names) == ("disk" in device_map.values())
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(model(TOKENS), tower(TOKENS))
+            assert on_meta(model) == disk_names, "what came for the pass went after it"
+    reading = [thread.name for thread in threading.enumerate() if "read-ahead" in thread.name]
+    assert not reading or prefetch
+
+
+def test_nothing_is_copied_for_the_disk_tier(checkpoint: Path) -> None:
+    before = sorted(checkpoint.parent.iterdir())
+    load_checkpoint_and_dispatch(empty(), checkpoint, device_map={"": "disk"})(TOKENS)
+    assert sorted(checkpoint.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize("words", ["auto", "balanced", "balanced_low_0", "sequential"])
+def test_a_map_is_made_of_a_word_and_budgets(tower: Tower, checkpoint: Path, words: str) -> None:
+    model = load_checkpoint_and_dispatch(
+        empty(), checkpoint, device_map=words, max_memory={"cpu": 4500}
+    )
+    assert {*model.hf_device_map.values()} == {"cpu", "disk"}
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), tower(TOKENS))
+
+
+def test_a_word_that_is_no_map_is_refused_before_anything_is_loaded(checkpoint: Path) -> None:
+    model = empty()
+    with pytest.raises(ConfigError, match=r"device_map='fastest' is no way.*'balanced_low_0'"):
+        load_checkpoint_and_dispatch(model, checkpoint, device_map="fastest")
+    with pytest.raises(ConfigError, match=r"layers\.3\.weight"):
+        load_checkpoint_and_dispatch(
+            model, checkpoint, device_map={"embed": "cpu", "head": "cpu", "norm": "cpu"}
+        )
+    assert len(on_meta(model)) == len(dict(model.named_parameters()))
+
+
+def test_an_index_of_the_weights_on_disk_is_enough_to_dispatch_later(
+    tower: Tower, checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "offload"
+    model = empty()
+    with pytest.raises(ConfigError, match="no offload_folder was given"):
+        load_checkpoint_in_model(model, checkpoint, device_map=MIXED)
+    load_checkpoint_in_model(model, checkpoint, device_map=MIXED, offload_folder=folder)
+    assert [path.name for path in folder.iterdir()] == ["index.json"], "no second copy"
+    model = dispatch_model(model, MIXED, offload_dir=folder)
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), tower(TOKENS))
+
+
+def test_a_model_in_memory_is_written_to_the_folder_that_it_is_dispatched_with(
+    tower: Tower, tmp_path: Path
+) -> None:
+    with torch.no_grad():
+        expected = tower(TOKENS)
+        with pytest.raises(ConfigError, match=r"keeps layers\.1, layers\.2, norm on disk"):
+            dispatch_model(tower, MIXED)
+        model = dispatch_model(tower, MIXED, offload_dir=tmp_path)
+        assert (tmp_path / "layers.1.weight.dat").is_file()
+        assert torch.equal(model(TOKENS), expected)
+
+
+@pytest.mark.parametrize("offload_buffers", [True, False])
+def test_whole_models_are_offloaded_to_the_host_or_the_disk(
+    tower: Tower, tmp_path: Path, offload_buffers: bool
+) -> None:
+    with torch.no_grad():
+        expected = tower(TOKENS)
+        state = {name: tensor.clone() for name, tensor in tower.state_dict().items()}
+        for offload in (
+            lambda model: cpu_offload(model, offload_buffers=offload_buffers),
+            lambda model: disk_offload(model, tmp_path, offload_buffers=offload_buffers),
+        ):
+            model = Tower().eval()
+            model.load_state_dict(state)
+            model = offload(model)
+            assert len(on_meta(model)) == len(dict(model.named_parameters()))
+            assert torch.equal(model(TOKENS), expected)
+            assert torch.equal(model(TOKENS), expected)
+            remove_hook_from_submodules(model)
+            assert not on_meta(model)
+            assert torch.equal(model(TOKENS), expected)
+
+
+def test_a_model_that_waits_in_host_memory_makes_room_for_the_next(tower: Tower) -> None:
+    first, first_hook = cpu_offload_with_hook(nn.Linear(4, 4), torch.device("cpu"))
+    second, second_hook = cpu_offload_with_hook(
+        nn.Linear(4, 4), torch.device("cpu"), prev_module_hook=first_hook
+    )
+    assert second(first(torch.ones(1, 4))).shape == (1, 4)
+    second_hook.offload()
+    second_hook.remove()
+    first_hook.remove()
+    assert not hasattr(second, "_hf_hook")
+
+
+# ------------------------------------------------------------------------------ refusals
+def test_a_model_with_weights_elsewhere_is_not_moved(checkpoint: Path) -> None:
+    model = load_checkpoint_and_dispatch(empty(), checkpoint, device_map=MIXED)
+    with pytest.raises(UnsafeMoment, match=r"cannot move the model: \d+ of its weights"):
+        model.to("cpu")
+    whole = load_checkpoint_and_dispatch(
+        empty(), checkpoint, device_map={"": "cpu"}, force_hooks=True
+    )
+    with pytest.warns(UserWarning, match="was placed by a device_map"):
+        whole.to("cpu")
+
+
+def test_weights_on_disk_are_not_trained(checkpoint: Path) -> None:
+    model = load_checkpoint_and_dispatch(empty(), checkpoint, device_map=MIXED)
+    with pytest.raises(ConfigError, match=r"gradient of 'norm\.weight'.*would be lost"):
+        model(TOKENS).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"kept in host memory or on disk.*fsdp_plugin"):
+        Accelerator(cpu=True).prepare(model, optimizer)
+    prepared = Accelerator(cpu=True).prepare(model)
+    with torch.no_grad():
+        assert prepared(TOKENS).shape == (10, 10)
+
+
+def test_weights_in_host_memory_are_trained(tower: Tower, checkpoint: Path) -> None:
+    content = checkpoint.read_bytes()
+    model = load_checkpoint_and_dispatch(empty(), checkpoint, device_map={"": "cpu"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = Accelerator(cpu=True).prepare(model, optimizer)
+    model(TOKENS).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.layers[0].weight, tower.layers[0].weight)
+    assert checkpoint.read_bytes() == content, "what is written stays in this process"
+
+
+def test_the_whole_state_is_saved_wherever_weights_are(
+    tower: Tower, checkpoint: Path, tmp_path: Path
+) -> None:
+    model = load_checkpoint_and_dispatch(empty(), checkpoint, device_map=MIXED)
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_model(accelerator.prepare(model), tmp_path / "saved")
+    loaded = empty()
+    load_checkpoint_in_model(loaded, tmp_path / "saved")
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS), tower(TOKENS))
+
+
+# ------------------------------------------------------------------------------ reading ahead
+def test_weights_that_were_asked_for_are_read_once_and_let_go(checkpoint: Path) -> None:
+    stored = read_checkpoint(checkpoint).tensors
+    weights = StoredWeights(WeightFiles(), stored)
+    weights.prefetch(list(stored))
+    weights.prefetch(list(stored))
+    for name, entry in stored.items():
+        assert weights[name].shape == entry.shape
+    weights.release(list(stored))
+    weights.prefetch(["layers.0.weight", "no such weight"])
+    weights.release(["layers.0.weight", "no such weight"])
+    assert len(weights) == len(stored) == len(list(weights))
+
+
+def test_a_read_that_fails_is_an_error_where_the_weight_is_needed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, stored = WeightFiles(), read_checkpoint(checkpoint).tensors
+    weights = StoredWeights(files, stored)
+
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(files, "bring_in", fail)
+    weights.prefetch(["norm.weight"])
+    with pytest.raises(OSError, match="Input/output error"):
+        weights["norm.weight"]
+
+
+# ------------------------------------------------------------------------------ beside Accelerate
+FAMILIES = ("gpt2", "llama", "t5", "bert")
+
+
+def family(name: str) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    """A configuration, the class of models that it is for, and what they are called with."""
+    transformers = pytest.importorskip("transformers")
+    tokens = torch.arange(3, 11).unsqueeze(0)
+    common: dict[str, Any] = {"vocab_size": 40}
+    if name == "gpt2":
+        config = transformers.GPT2Config(n_layer=3, n_embd=16, n_head=2, n_positions=16, **common)
+        return config, transformers.AutoModelForCausalLM, {"input_ids": tokens}
+    if name == "t5":
+        config = transformers.T5Config(
+            d_model=16, d_ff=32, d_kv=8, num_layers=2, num_heads=2, **common
+        )
+        both = {"input_ids": tokens, "decoder_input_ids": tokens}
+        return config, transformers.AutoModelForSeq2SeqLM, both
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    kind = transformers.LlamaConfig if name == "llama" else transformers.BertConfig
+    config = kind(num_hidden_layers=3, **sizes, **common)
+    auto = (
+        transformers.AutoModelForCausalLM if name == "llama" else transformers.AutoModelForMaskedLM
+    )
+    return config, auto, {"input_ids": tokens}
+
+
+@pytest.mark.parametrize("share", [2.0, 0.7, 0.0])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_of_transformers_give_accelerates_numbers(
+    name: str, share: float, tmp_path: Path
+) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    import nbaccel
+
+    config, auto, inputs = family(name)
+    torch.manual_seed(0)
+    whole = auto.from_config(config).eval()
+    whole.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    budget = {"cpu": int(share * sum(tensor.nbytes for tensor in whole.parameters()))}
+    logits = []
+    for library in (nbaccel, accelerate):
+        with library.init_empty_weights():
+            model = auto.from_config(config)
+        model.tie_weights()
+        try:
+            model = library.load_checkpoint_and_dispatch(
+                model,
+                str(tmp_path / "model"),
+                device_map="auto",
+                max_memory=budget,
+                no_split_module_classes=model._no_split_modules,
+                offload_folder=str(tmp_path / library.__name__),
+            ).eval()
+        except Exception as error:
+            # Accelerate asks safetensors for the device "disk" where all is to stay there.
+            assert library is accelerate
+            assert "disk" in str(error)  # noqa: PT017
+            continue
+        with torch.no_grad():
+            logits.append(model(**inputs).logits)
+    with torch.no_grad():
+        expected = whole(**inputs).logits
+    assert all(torch.equal(found, expected) for found in logits)

@@ -1,0 +1,183 @@
+"""Sizes of modules, layers and ties, in bytes."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from nbaccel.bigmodel.module_sizes import (
+    calculate_maximum_sizes,
+    check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device,
+    compute_module_sizes,
+    compute_module_total_buffer_size,
+    get_max_layer_size,
+    get_module_leaves,
+    get_module_size_with_ties,
+)
+from nbaccel.config.enumerations import CustomDtype
+from nbaccel.errors import ConfigError
+
+
+def encoder() -> nn.Module:
+    """Bytes: embed 320, body.0 144 (weights 128 and 16), body.1 72, head 320 (the embed's)."""
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(20, 4),
+            "body": nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(4)),
+            "head": nn.Linear(4, 20, bias=False),
+        }
+    )
+    model["head"].weight = model["embed"].weight
+    return model
+
+
+def test_sizes_add_up_to_those_of_the_modules_around():
+    assert compute_module_sizes(encoder()) == {
+        "": 320 + 128 + 72,
+        "embed": 320,
+        "embed.weight": 320,
+        "body": 200,
+        "body.0": 128,
+        "body.0.weight": 128,
+        "body.1": 72,
+        "body.1.weight": 16,
+        "body.1.bias": 16,
+        "body.1.running_mean": 16,
+        "body.1.running_var": 16,
+        "body.1.num_batches_tracked": 8,
+    }
+
+
+def test_a_tied_weight_counts_at_its_first_name_and_the_others_answer_zero():
+    sizes = compute_module_sizes(encoder())
+    assert sizes["embed"] == 320
+    assert sizes["head"] == sizes["head.weight"] == 0
+
+
+def test_tensors_on_meta_count_with_what_they_will_take():
+    with torch.device("meta"):
+        empty = encoder()
+        empty["head"].weight = empty["embed"].weight
+    assert compute_module_sizes(empty) == compute_module_sizes(encoder())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, "float16", "torch.float16"])
+def test_a_dtype_makes_floats_smaller_and_leaves_integers(dtype):
+    sizes = compute_module_sizes(encoder(), dtype=dtype)
+    assert sizes["embed"] == 160
+    assert sizes["body.1.num_batches_tracked"] == 8
+
+
+def test_a_dtype_never_makes_a_tensor_larger():
+    assert compute_module_sizes(encoder().half(), dtype="float32")["embed"] == 160
+
+
+@pytest.mark.parametrize("dtype", [CustomDtype.INT4, "int4"])
+def test_formats_below_a_byte_count_by_their_bits(dtype):
+    assert compute_module_sizes(encoder(), dtype=dtype)["embed"] == 40
+
+
+def test_a_special_dtype_wins_over_the_dtype_and_over_the_tensors_own():
+    sizes = compute_module_sizes(
+        encoder(), dtype="float16", special_dtypes={"embed.weight": torch.float64}
+    )
+    assert sizes["embed"] == 640
+    assert sizes["body.0"] == 64
+
+
+@pytest.mark.parametrize("dtype", ["half-precision", "nn", "torch.linear"])
+def test_what_is_no_format_is_refused_with_its_name(dtype):
+    with pytest.raises(ConfigError, match=dtype):
+        compute_module_sizes(encoder(), dtype=dtype)
+
+
+def test_buffers_alone():
+    model = encoder()
+    model.register_buffer("mask", torch.zeros(10))
+    assert compute_module_sizes(model, buffers_only=True)["body.1"] == 40
+    assert compute_module_total_buffer_size(model) == 80
+    assert compute_module_total_buffer_size(model, dtype="float16") == 44
+    assert compute_module_total_buffer_size(nn.Linear(2, 2)) == 0
+
+
+def test_the_largest_layer_and_all_of_its_size():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    sizes = compute_module_sizes(model)
+    parts = list(model.named_children())
+    assert get_max_layer_size(parts, sizes, []) == (80, ["0", "1.0"])
+    assert get_max_layer_size(parts, sizes, "Sequential") == (80, ["0", "1"])
+
+
+def test_a_block_that_is_not_split_is_a_layer():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    sizes = compute_module_sizes(model)
+    layer = get_max_layer_size(list(model.named_children()), sizes, ["Sequential"])
+    assert layer == (160, ["1"])
+
+
+def test_maximum_sizes_know_what_a_model_says_of_its_blocks():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    assert calculate_maximum_sizes(model) == (240, (80, ["0", "1.0", "1.1"]))
+    model._no_split_modules = ["Sequential"]
+    assert calculate_maximum_sizes(model) == (240, (160, ["1"]))
+
+
+def test_leaves_have_nothing_below_them():
+    assert get_module_leaves({"": 3, "a": 2, "a.b": 1, "a.c": 1, "ab": 1}) == ["a.b", "a.c", "ab"]
+
+
+def test_a_size_with_ties_counts_what_is_tied_once():
+    sizes = {"a": 30, "a.weight": 20, "b": 25, "b.weight": 20, "c": 20}
+    parts = [("b", nn.Linear(1, 1)), ("c", nn.Parameter(torch.zeros(5)))]
+    size, names, found = get_module_size_with_ties(["b.weight", "c"], 30, sizes, parts)
+    assert (size, names) == (30 + 5, ["b", "c"])
+    assert found == [parts[0][1], parts[1][1]]
+    assert get_module_size_with_ties([], 30, sizes, parts) == (30, [], [])
+
+
+def test_a_module_with_two_tied_weights_comes_along_once():
+    sizes = {"b": 50, "b.x": 20, "b.y": 10}
+    size, _, _ = get_module_size_with_ties(["b.x", "b.y"], 30, sizes, [("b", nn.Identity())])
+    assert size == 30 + 50 - 20 - 10
+
+
+def test_a_tied_weight_that_is_nowhere_is_named():
+    with pytest.raises(ConfigError, match=r"head\.weight"):
+        get_module_size_with_ties(["head.weight"], 1, {"head.weight": 1}, [("he", None)])
+
+
+def test_ties_on_different_devices_are_warned_of(caplog):
+    device_map = {"embed": 0, "decoder": 1, "decoder.first": 0}
+    check_tied_parameters_on_same_device([["embed.weight", "decoder.first.weight"]], device_map)
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING, "nbaccel"):
+        check_tied_parameters_on_same_device([["embed.weight", "decoder.last.weight"]], device_map)
+    assert "'decoder.last.weight': 1" in caplog.text
+
+
+def test_a_tied_weight_without_a_device_is_refused():
+    with pytest.raises(ConfigError, match=r"head\.weight"):
+        check_tied_parameters_on_same_device([["head.weight"]], {"embed": 0})
+
+
+def test_only_models_of_transformers_say_that_they_tie():
+    transformers = pytest.importorskip("transformers")
+    assert not check_tied_parameters_in_config(encoder())
+    for ties in (True, False):
+        settings = transformers.GPT2Config(
+            n_layer=1,
+            n_embd=8,
+            n_head=2,
+            vocab_size=16,
+            n_positions=8,
+            tie_word_embeddings=ties,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+        with torch.device("meta"):
+            model = transformers.GPT2LMHeadModel(settings)
+        assert check_tied_parameters_in_config(model) == ties

@@ -1,0 +1,182 @@
+"""Checkpoints loaded for FSDP and ZeRO-3: equal to reading them, with a share of the memory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from nbaccel import notebook_launcher
+from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
+from nbaccel.strategies.fsdp import _span_of as span_of
+from tests.bigmodel.sharded_runs import (
+    build,
+    load_after,
+    measure,
+    on_meta,
+    receive_plainly,
+    shard_aliases,
+    train,
+)
+from tests.needs import DEEPSPEED
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="gloo and shared memory of Linux"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+MIB = 1 << 20
+KINDS = ["fsdp", pytest.param("zero", marks=DEEPSPEED)]
+SIZES = {"width": 700, "blocks": 8}  # 60 MiB in float32
+
+
+def launch(function: Any, *args: Any) -> Any:
+    return notebook_launcher(function, args, num_processes=2, start_method="template", timeout=240)
+
+
+def save(model: torch.nn.Module, path: Path) -> str:
+    state = {name: t for name, t in model.state_dict().items() if name != "head.weight"}
+    save_file(state, path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(build(seed=1), tmp_path_factory.mktemp("ckpt") / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("large") / "model.safetensors"
+    return save(build(seed=1, **SIZES), path)
+
+
+def assert_close(found: Any, expected: Any, tolerance: float = 0.0) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        difference = (found[name].double() - tensor.double()).abs().max()
+        assert float(difference) <= tolerance, name
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_is_that_of_weights_that_every_process_read(checkpoint, kind, precision):
+    mapped = launch(train, None, checkpoint, kind, "mapped", precision)
+    read = launch(train, None, checkpoint, kind, "read", precision)
+    assert mapped[0]["losses"] == mapped[1]["losses"] == read[0]["losses"]
+    assert_close(mapped[0]["start"], read[0]["start"])
+    assert_close(mapped[0]["end"], read[0]["end"])
+    assert mapped[0]["losses"][0] != mapped[0]["losses"][-1]
+    saved = build(seed=1).state_dict()
+    tolerance = 0.0 if precision == "no" or kind == "fsdp" else 0.01
+    assert_close(mapped[0]["start"], saved, tolerance)
+    assert mapped[0]["first"] == ((0,) if kind == "zero" else (1,))
+    if kind == "fsdp":
+        assert not mapped[0]["sent"]
+        assert not mapped[1]["sent"]
+        assert read[0]["sent"], "weights in plain memory may differ"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_processes_that_changed_weights_differently_start_from_those_of_the_first(checkpoint, kind):
+    results = launch(train, None, checkpoint, kind, "changed by each")
+    saved = build(seed=1).state_dict()
+    assert_close(results[0]["start"], saved)
+    assert results[0]["losses"] == results[1]["losses"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("changes", [False, True])
+def test_weights_of_a_model_of_the_notebook_come_home(checkpoint, kind, changes):
+    content = Path(checkpoint).read_bytes()
+    model = on_meta()
+    load_checkpoint_in_model(model, checkpoint, strict=True)
+    if changes:
+        with torch.no_grad():
+            model.embed.weight[2] = 0.25
+    expected = {name: t.clone() for name, t in model.state_dict().items()}
+    for _ in range(2):
+        results = launch(train, model, checkpoint, kind, "as it is")
+        assert_close(results[0]["start"], expected)
+        expected = {name: t.clone() for name, t in model.state_dict().items()}
+        assert_close(expected, results[0]["end"], 1e-7)
+        assert not torch.equal(results[0]["start"]["gain"], expected["gain"])
+        assert model.head.weight is model.embed.weight
+    assert Path(checkpoint).read_bytes() == content
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prepared_model_is_filled_and_a_mistake_stops_all(checkpoint, tmp_path, kind, broadcast):
+    wrong = save(build(seed=1, width=9), tmp_path / "wrong.safetensors")
+    results = launch(load_after, checkpoint, kind, broadcast, wrong)
+    saved = build(seed=1).state_dict()
+    first = results[0]
+    assert_close(first["unchanged"], first["before"])
+    assert_close(first["loaded"], saved)
+    assert results[1]["refused"] == first["refused"]
+    assert "embed.weight has shape [11, 7] in the model and [11, 9]" in first["refused"][0]
+    assert "is no file" in first["refused"][1]
+    assert first["refused"][2:] == [] or "shards" in first["refused"][2]
+    model = build(seed=1)
+    words = torch.arange(8).view(2, 4)
+    loss = torch.nn.functional.cross_entropy(model(words).flatten(0, 1), words.flatten())
+    assert first["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert not torch.equal(first["stepped"]["gain"], saved["gain"])
+    # One step of AdamW changes no weight by more than its rate.
+    for name, tensor in first["stepped"].items():
+        assert float((tensor.double() - saved[name].double()).abs().max()) < 0.06, name
+
+
+def test_models_that_are_not_sharded_are_filled_from_the_first_process(checkpoint):
+    results = launch(receive_plainly, checkpoint)
+    for state, refused in results:
+        assert_close(state, build(seed=1).state_dict())
+        assert "to process 1" in refused
+        assert "on meta" in refused
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_written", [False, True])
+def test_parameters_that_view_the_same_memory_keep_their_values(large, kind, is_written):
+    for state in launch(shard_aliases, large, kind, SIZES, is_written):
+        weight = build(seed=1, **SIZES).blocks[0].up.weight.detach() + (1 if is_written else 0)
+        if state:
+            assert torch.equal(state["blocks.0.up.weight"], weight)
+            assert torch.equal(state["twin"], weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "trains", "share"),
+    [
+        ("fsdp", "no", False, 0.75),
+        ("fsdp", "bf16", True, 0.75),
+        # An engine that trains needs memory for its optimizer, which is no matter of loading.
+        pytest.param("zero", "no", False, 0.9, marks=DEEPSPEED),
+        pytest.param("zero", "bf16", False, 0.65, marks=DEEPSPEED),
+    ],
+)
+def test_no_process_ever_holds_the_whole_model(large, kind, precision, trains, share):
+    whole = sum(p.nbytes for p in build(**SIZES).parameters())
+    for figures in launch(measure, large, kind, SIZES, precision, "mapped", trains):
+        assert figures["loaded"] < 0.1 * whole, (figures, whole)
+        assert figures["peak"] < share * whole, (figures, whole)
+
+
+def test_a_tensor_without_an_address_in_host_memory_is_never_taken_for_equal():
+    """As one on an accelerator: its values may differ from process to process."""
+    assert span_of(torch.empty(3, device="meta")) is None
+    assert span_of(torch.ones(2, 3).t()) is None
+    assert span_of(torch.ones(3).as_subclass(Subclass)) is None
+    assert span_of(torch.ones(0)) == (0, 0)
+    tensor = torch.nn.Parameter(torch.ones(3))
+    assert span_of(tensor) == (tensor.data_ptr(), 12)
+
+
+class Subclass(torch.Tensor):
+    """Its memory may be elsewhere."""
