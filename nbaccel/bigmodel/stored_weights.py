@@ -194,7 +194,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         return StoredWeights(self._files, self._stored, {**self._held, **held})
 
     def prefetch(self, names: Sequence[str]) -> None:
-        """See :class:`~nbaccel.bigmodel.weight_source.WeightSource`."""
+        """See :class:`~nbaccel.bigmodel.weight_source.PrefetchingWeights`."""
         new_names = [name for name in names if name in self._stored and name not in self._reads]
         if not new_names:
             return
@@ -207,7 +207,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         reader.shutdown(wait=False)
 
     def release(self, names: Sequence[str]) -> None:
-        """See :class:`~nbaccel.bigmodel.weight_source.WeightSource`."""
+        """See :class:`~nbaccel.bigmodel.weight_source.PrefetchingWeights`."""
         for name in names:
             if name in self._stored:
                 read = self._reads.pop(name, None)
