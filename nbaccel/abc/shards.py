@@ -7,6 +7,7 @@ that trained weights are copied back from wherever they are.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -85,6 +86,9 @@ class ShardReader(Protocol):
         Returns:
             Whether it had been taken apart.
         """
+
+    def building_whole(self) -> AbstractContextManager[None]:
+        """A block in which the library does not cut models while they are built."""
 
     def leave(self) -> None:
         """Remove what the library keeps on disk for this process, which ends."""

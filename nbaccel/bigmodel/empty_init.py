@@ -21,6 +21,7 @@ from nbaccel import env
 from nbaccel.bigmodel.tensor_placing import check_device_same, parameter_like, usable_device
 from nbaccel.errors import ConfigError
 from nbaccel.torch_private import module_tables, store_own_tensor
+from nbaccel.transfer.sharded_tensors import shard_readers
 
 __all__ = ["init_empty_weights", "init_on_device"]
 
@@ -76,6 +77,10 @@ def init_on_device(
     with contextlib.ExitStack() as stack:
         if include_buffers:
             stack.enter_context(target)
+        if target.type == "meta":
+            # There are no values yet that could be cut into shards.
+            for shard_reader in shard_readers():
+                stack.enter_context(shard_reader.building_whole())
         stack.enter_context(_registration_patch)
         _open_blocks.stack.append(_Block(target, include_buffers))
         stack.callback(_open_blocks.stack.pop)

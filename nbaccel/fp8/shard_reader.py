@@ -6,6 +6,7 @@ it is what is copied back to the notebook.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from nbaccel.fp8.scaled_tensor import ScaledTensor
 
 __all__ = [
     "assign",
+    "building_whole",
     "check_whole",
     "forget_groups",
     "hold",
@@ -33,6 +35,11 @@ __all__ = [
 ]
 
 remember = shards.remember
+
+
+def building_whole() -> contextlib.AbstractContextManager[None]:
+    """See :meth:`ShardReader.building_whole`; weights become short when they are prepared."""
+    return contextlib.nullcontext()
 
 
 def is_cut(tensor: torch.Tensor) -> bool:

@@ -195,7 +195,8 @@ class FsdpStrategy(Strategy):
         own_places = mapped_files.same_bytes(span for span in old_spans if span != (0, 0))
         all_places: list[Any] = [None] * self.place.world_size
         # Never equal on two nodes, whose files may differ: then process 0 sends.
-        dist.all_gather_object(all_places, own_places)
+        # The mesh's group: in one process without a launcher it is the mesh that creates one.
+        dist.all_gather_object(all_places, own_places, group=self._mesh.get_group())
         return own_places is not None and all(places == own_places for places in all_places)
 
     def _arguments(self, ignored_set: frozenset[nn.Parameter]) -> dict[str, Any]:

@@ -30,7 +30,13 @@ _DTYPES_BY_SECTION = {
     "bfloat16": torch.bfloat16,
 }
 
-__all__ = ["announced_config", "applied_config", "fetch_together", "shard_in_turn"]
+__all__ = [
+    "announced_config",
+    "applied_config",
+    "building_whole",
+    "fetch_together",
+    "shard_in_turn",
+]
 
 
 def announced_config(zero_settings: Mapping[str, Any], world_size: int = 1) -> Any:
@@ -74,6 +80,11 @@ def applied_config(zero_settings: Mapping[str, Any] | None) -> Iterator[None]:
     finally:
         del kept_config
         private_api.keep_hf_config_reference(reference_before)
+
+
+def building_whole() -> contextlib.AbstractContextManager[None]:
+    """See :meth:`ShardReader.building_whole`: transformers does not use ``zero.Init`` meanwhile."""
+    return applied_config(None)
 
 
 def _without_auto(zero_settings: Mapping[str, Any], world_size: int) -> dict[str, Any]:
