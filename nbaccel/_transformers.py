@@ -1,4 +1,4 @@
-"""A `Trainer` of transformers that was built in the notebook, in a worker.
+"""What transformers does by itself: a `Trainer` of the notebook in a worker, models in shards.
 
 Its accelerator was made for the notebook's single process. Before it trains, evaluates or predicts
 in a worker for the first time, it gets one for the worker's place.
@@ -7,6 +7,7 @@ in a worker for the first time, it gets one for the worker's place.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -14,10 +15,17 @@ from typing import Any
 from nbaccel import _accelerate, env
 from nbaccel._import_patches import patch_module
 
-__all__ = ["adopt_trainers"]
+__all__ = ["adopt_trainers", "is_sharding_new_models"]
 
 _TRAINER_MODULE = "transformers.trainer"
+_DEEPSPEED_MODULE = "transformers.integrations.deepspeed"
 _TRAINER_ENTRIES = ("train", "evaluate", "predict")
+
+
+def is_sharding_new_models() -> bool:
+    """Whether transformers now cuts models while it builds them (ZeRO-3)."""
+    integration_module = sys.modules.get(_DEEPSPEED_MODULE)
+    return integration_module is not None and bool(integration_module.is_deepspeed_zero3_enabled())
 
 
 def adopt_trainers() -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbaccel import env
+from nbaccel._transformers import is_sharding_new_models
 from nbaccel.bigmodel.tensor_placing import check_device_same, parameter_like, usable_device
 from nbaccel.errors import ConfigError
 from nbaccel.torch_private import module_tables, store_own_tensor
@@ -77,9 +78,9 @@ def init_on_device(
     with contextlib.ExitStack() as stack:
         if include_buffers:
             stack.enter_context(target)
-        if target.type == "meta":
+        if target.type == "meta" and is_sharding_new_models():
             # There are no values yet that could be cut into shards.
-            for shard_reader in shard_readers():
+            for shard_reader in shard_readers(loaded_only=False):
                 stack.enter_context(shard_reader.building_whole())
         stack.enter_context(_registration_patch)
         _open_blocks.stack.append(_Block(target, include_buffers))

@@ -281,11 +281,16 @@ def _reader_of(sharded_tensor: torch.Tensor) -> ShardReader | None:
     )
 
 
-def shard_readers() -> Iterator[ShardReader]:
-    """The readers of the libraries that have been imported."""
+def shard_readers(*, loaded_only: bool = True) -> Iterator[ShardReader]:
+    """The readers of libraries that shard models.
+
+    Args:
+        loaded_only: Leave out libraries that have not been imported: they have partitioned nothing
+            yet.
+    """
     readers = [(row.library, row.shards) for row in STRATEGIES]
     readers += [(row.library, row.shards) for row in FP8_BACKENDS]
     for library, reader_path in readers:
-        if reader_path and library in sys.modules:
-            # A library that was not imported has partitioned nothing; importing it takes seconds.
+        # Reading the shards of a library imports it, which takes seconds.
+        if reader_path and (library in sys.modules or not loaded_only):
             yield _catalog.load_object(reader_path)

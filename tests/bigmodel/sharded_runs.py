@@ -269,3 +269,24 @@ def measure(
         dist.barrier()
         assert prepared
     return {"loaded": loaded, "peak": peak.bytes, "kept": anonymous() - peak._before}
+
+
+def train_empty_transformers_model(folder: str) -> dict[str, Any]:
+    """As the guide has it: built empty, although transformers is to build models in shards."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from nbaccel import init_empty_weights
+
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    built_empty = all(parameter.is_meta for parameter in model.parameters())
+    # Outside of the block transformers still cuts what it builds.
+    sharded = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    is_cut = all(hasattr(parameter, "ds_id") for parameter in sharded.parameters())
+    del sharded
+    load_checkpoint_in_model(model, folder)
+    model = accelerator.prepare(model.train())
+    words = torch.arange(8)[None]
+    loss = model(words, labels=words).loss
+    return {"built empty": built_empty, "cut outside": is_cut, "loss": loss.item()}

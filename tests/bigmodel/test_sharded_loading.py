@@ -21,6 +21,7 @@ from tests.bigmodel.sharded_runs import (
     receive_plainly,
     shard_aliases,
     train,
+    train_empty_transformers_model,
 )
 from tests.needs import DEEPSPEED
 
@@ -166,6 +167,27 @@ def test_no_process_ever_holds_the_whole_model(large, kind, precision, trains, s
     for figures in launch(measure, large, kind, SIZES, precision, "mapped", trains):
         assert figures["loaded"] < 0.1 * whole, (figures, whole)
         assert figures["peak"] < share * whole, (figures, whole)
+
+
+@DEEPSPEED
+def test_an_empty_model_of_transformers_is_loaded_although_zero_3_cuts_what_it_builds(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        **{"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 16},
+        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    torch.manual_seed(5)
+    model = GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path)
+    words = torch.arange(8)[None]
+    expected = model(words, labels=words).loss.item()
+    for figures in launch(train_empty_transformers_model, str(tmp_path)):
+        assert figures["built empty"]
+        assert figures["cut outside"]
+        assert figures["loss"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_tensor_without_an_address_in_host_memory_is_never_taken_for_equal():
