@@ -174,8 +174,14 @@ def test_an_empty_model_of_transformers_is_loaded_although_zero_3_cuts_what_it_b
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        **{"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 16},
-        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        n_layer=2,
+        n_embd=16,
+        n_head=2,
+        vocab_size=32,
+        n_positions=16,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
         bos_token_id=0,
         eos_token_id=0,
     )
