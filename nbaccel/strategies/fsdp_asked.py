@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nbaccel.abc.asking import Said, Wanted
-from nbaccel.config.fsdp_settings import FullyShardedDataParallelPlugin
+from nbaccel.config.plugin_settings import fsdp_from_environment
 
 __all__ = ["fsdp_request"]
 
@@ -34,6 +34,6 @@ def fsdp_request(said: Said) -> Wanted | None:
         strategy=_FSDP_NAME,
         source=request_source,
         what='strategy="fsdp"' if request_source == "config" else "ACCELERATE_USE_FSDP",
-        reason="torch's fully_shard was asked for, with its defaults",
-        settings=FullyShardedDataParallelPlugin,
+        reason="torch's fully_shard was asked for",
+        settings=fsdp_from_environment,
     )
