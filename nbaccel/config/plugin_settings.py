@@ -177,7 +177,9 @@ FsdpSettings = Annotated[
 ]
 DynamoSettings = Annotated[
     dict[str, JsonValue] | None,
-    Field(description="Settings of torch.compile: a backend's name, or those of TorchDynamoPlugin."),
+    Field(
+        description="Settings of torch.compile: a backend's name, or those of TorchDynamoPlugin."
+    ),
     FieldRule(
         read=_read_dynamo,
         must="a backend of torch.compile, a dictionary of settings of TorchDynamoPlugin, or None",
@@ -251,9 +253,7 @@ def fsdp_from_environment() -> FullyShardedDataParallelPlugin:
         for name, variable in FSDP_VARIABLES.items()
         if (text := (env.read(variable) or "").strip()) and text.lower() != "none"
     }
-    settings: dict[str, Any] = {
-        name: _setting_of(name, text) for name, text in named_texts.items()
-    }
+    settings: dict[str, Any] = {name: _setting_of(name, text) for name, text in named_texts.items()}
     # `accelerate launch` sets both, each with a default; the version says which one counts.
     if (env.read("FSDP_VERSION") or "").strip() == "2":
         settings.pop("sharding_strategy", None)
