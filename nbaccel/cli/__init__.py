@@ -12,15 +12,27 @@ from typer.main import get_command
 
 from nbaccel import __version__
 from nbaccel.capabilities import STRATEGIES
-from nbaccel.errors import InternalError, NbaccelError
+from nbaccel.errors import (
+    InternalError,
+    MissingBackend,
+    NbaccelError,
+    PlatformUnsupported,
+    UserMistake,
+)
 
 __all__ = ["build_app", "main"]
 
+_FAILED = 1
 _MISTAKE = 2  # as typer exits where an option is wrong
 _INTERRUPTED = 130  # the shell's status for SIGINT
 _WIDTH = 100
 
-_COMMANDS: tuple[str, ...] = ()
+_COMMANDS: tuple[str, ...] = (
+    "nbaccel.cli.config_command:add_to",
+    "nbaccel.cli.env_command:add_to",
+    "nbaccel.cli.estimate_command:add_to",
+    "nbaccel.cli.merge_command:add_to",
+)
 """Functions that add a subcommand to the app, as `module:function`, in the order of `--help`.
 
 Their modules import nothing heavy: `nbaccel --help` answers without torch and pydantic.
@@ -34,26 +46,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What comes after ``nbaccel``; None for those of this process.
 
     Returns:
-        The exit status: 0, 2 for what the user can correct, 130 after an interrupt, and what a
-        launched script exits with.
+        The exit status: 0, 1 for a failure, 2 for what the user can correct, 130 after an
+        interrupt, and what a launched script exits with.
     """
     command = get_command(build_app())
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         # `standalone_mode` prints usage errors itself, and raises SystemExit for them.
-        status = command.main(args=given, prog_name="nbaccel", standalone_mode=True)
+        command.main(args=given, prog_name="nbaccel", standalone_mode=True)
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        # Typer ends so after an interrupt, without a word.
+        return _tell_interrupt() if status == _INTERRUPTED else status
     except InternalError:
         # A bug of nbaccel needs its traceback.
         raise
     except NbaccelError as error:
         print(_paragraph("nbaccel", str(error)), file=sys.stderr)
-        return _MISTAKE
+        is_correctable = isinstance(error, (UserMistake, MissingBackend, PlatformUnsupported))
+        return _MISTAKE if is_correctable else _FAILED
     except KeyboardInterrupt:
-        print("nbaccel: interrupted", file=sys.stderr)
-        return _INTERRUPTED
-    return int(status or 0)
+        return _tell_interrupt()
+    return 0
 
 
 def build_app() -> typer.Typer:
@@ -64,13 +78,22 @@ def build_app() -> typer.Typer:
         no_args_is_help=True,
         # Errors of the user's code and ours have their own reports.
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={
+            "help_option_names": ["-h", "--help"],
+            # Accelerate's users write --config_file and --num-processes alike.
+            "token_normalize_func": lambda token: token.replace("_", "-"),
+        },
     )
     app.callback()(_options)
     strategy_commands = [row.command for row in STRATEGIES if row.command]
     for add_command in (*_COMMANDS, *strategy_commands):
         pkgutil.resolve_name(add_command)(app)
     return app
+
+
+def _tell_interrupt() -> int:
+    print("nbaccel: interrupted", file=sys.stderr)
+    return _INTERRUPTED
 
 
 def _version(is_asked: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nbaccel.capability_rows import Fp8Row
@@ -266,29 +266,28 @@ def read_fp8(reading: FileReading, key: str, value: Any, rows: Sequence[Fp8Row])
         return
     settings: dict[str, Any] = {}
     for entry_key, entry_value in reading.mapping(key, value).items():
-        name = entry_key.removeprefix("fp8_") if entry_key != "fp8_format" else entry_key
-        setting_name = _FP8_NAMES.get(name, name)
         dotted_key = f"{key}.{entry_key}"
-        if setting_name == "use_mxfp8_block_scaling":
-            setting_name, entry_value = _mxfp8_recipe(reading, dotted_key, entry_value)
+        setting_name, setting_value = _fp8_setting(reading, dotted_key, entry_value, rows)
         if setting_name not in Fp8Config.model_fields:
             _refuse_unknown(reading, dotted_key, entry_value, Fp8Config.model_fields)
             continue
-        readers: Mapping[str, Callable[[Any], Any]] = {
-            "backend": lambda word: _fp8_backend(word, rows),
-            "override_linear_precision": _truth_values,
-        }
-        settings[setting_name] = readers.get(setting_name, _same_value)(entry_value)
-        reading.use(dotted_key, entry_value, f"fp8: {setting_name}={settings[setting_name]}")
+        settings[setting_name] = setting_value
+        reading.use(dotted_key, entry_value, f"fp8: {setting_name}={setting_value}")
     reading.settings["fp8"] = settings
 
 
-def _same_value(value: Any) -> Any:
-    return value
-
-
-def _mxfp8_recipe(reading: FileReading, dotted_key: str, value: Any) -> tuple[str, str]:
-    return "recipe", "mxfp8" if reading.truth(dotted_key, value) else "auto"
+def _fp8_setting(
+    reading: FileReading, dotted_key: str, value: Any, rows: Sequence[Fp8Row]
+) -> tuple[str, Any]:
+    entry_key = dotted_key.rpartition(".")[2]
+    setting_name = _FP8_NAMES.get(entry_key, entry_key)
+    if setting_name == "use_mxfp8_block_scaling":
+        return "recipe", "mxfp8" if reading.truth(dotted_key, value) else "auto"
+    if setting_name == "backend":
+        return setting_name, _fp8_backend(value, rows)
+    if setting_name == "override_linear_precision":
+        return setting_name, _truth_values(value)
+    return setting_name, value
 
 
 def _fp8_backend(word: Any, rows: Sequence[Fp8Row]) -> Any:

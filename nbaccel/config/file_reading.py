@@ -97,7 +97,7 @@ class FileReading:
 
     def origin_of(self, mistake: str) -> str:
         """Where in the file a setting comes from that has another name there."""
-        setting_name = mistake.split("=")[0].split()[0].rstrip(":")
+        setting_name = mistake.partition(" ")[0].partition("=")[0].rstrip(":")
         file_key = self.origins.get(setting_name, setting_name)
         return f" In this file it is {file_key}." if file_key != setting_name else ""
 
