@@ -95,9 +95,11 @@ def _default(
 
     console = _console()
     # Resolved first: a precision that this machine lacks is refused before anything is written.
-    plan = resolve(RunConfig(mixed_precision=mixed_precision))
+    plan = resolve(RunConfig(mixed_precision=mixed_precision or "no"))
     config = RunConfig(
-        num_processes=plan.num_processes, device=plan.device, mixed_precision=mixed_precision
+        num_processes=plan.num_processes,
+        device=plan.device,
+        mixed_precision=plan.config.mixed_precision,
     )
     _save(console, config, _file_path(config_file), overwrite=overwrite)
 
@@ -195,11 +197,8 @@ def _save(console: Console, config: RunConfig, path: Path, *, overwrite: bool) -
     if old_text == new_text:
         console.print(f"{path} says this already; nothing was changed.", soft_wrap=True)
         return
-    if (
-        old_text is not None
-        and not overwrite
-        and not _is_confirmed(console, path, old_text, new_text)
-    ):
+    is_asked = old_text is not None and not overwrite
+    if is_asked and not _is_confirmed(console, path, old_text or "", new_text):
         console.print("Nothing was written.")
         raise typer.Exit(1)
     write_config_file(config, path)

@@ -81,15 +81,17 @@ def _show_plan(console: Console, config: RunConfig, inventory: Inventory) -> Non
         headline = resolve(config, inventory).headline()
     except UserMistake as mistake:
         # The file may be meant for another machine, so that it is written all the same.
-        console.print(
-            f"[yellow]On this machine it would be refused:[/yellow] {escape(str(mistake))}"
-        )
+        refusal = escape(str(mistake))
+        console.print(f"[yellow]On this machine it would be refused:[/yellow] {refusal}")
         return
     console.print(f"\n[bold]{escape(headline)}[/bold]\n")
 
 
 class _Question(PromptBase[Any]):
     """Asks until the answer can be read."""
+
+    # Questions end with a question mark.
+    prompt_suffix = " "
 
     def __init__(self, text: str, *, console: Console, reader: Callable[[str], Any]) -> None:
         super().__init__(text, console=console)
@@ -105,6 +107,12 @@ class _Question(PromptBase[Any]):
             return self._reader(value.strip())
         except ConfigError as error:
             raise InvalidResponse(f"[red]{escape(str(error))}[/red]") from error
+
+
+class _YesOrNo(Confirm):
+    """Asks for yes or no."""
+
+    prompt_suffix = " "
 
 
 class _Questions:
@@ -291,9 +299,13 @@ class _Questions:
         return value
 
     def _text(self, question: str, default: Any, reader: Callable[[str], Any]) -> Any:
-        prompt = _Question(f"{question}", console=self._console, reader=reader)
-        answer = prompt(default=default)
-        return reader(answer) if isinstance(answer, str) and answer == default else answer
+        # As text, which is what rich shows in parentheses.
+        shown_default = default if default is ... else str(default)
+        prompt = _Question(question, console=self._console, reader=reader)
+        answer = prompt(default=shown_default)
+        # An empty line gives the default as it stands, unread.
+        is_unread = isinstance(answer, str) and answer == shown_default
+        return reader(str(answer)) if is_unread else answer
 
     def _choice(
         self, setting_name: str, question: str, words: Sequence[str], default: str = ""
@@ -309,7 +321,7 @@ class _Questions:
         return answer
 
     def _confirm(self, question: str, *, default: bool) -> bool:
-        return Confirm.ask(question, console=self._console, default=default)
+        return _YesOrNo.ask(question, console=self._console, default=default)
 
     def _default_count(self) -> int:
         device = self.settings.get("device", "auto")

@@ -43,7 +43,7 @@ _SHOWN_NAMES = frozenset(
 )
 _SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|SIGNATURE", re.IGNORECASE)
 _SECRET_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_SECRET_MARK = "(set; not shown)"
+_HIDDEN_VALUE = "(set; not shown)"
 _TORCH_BUILD = re.compile(r"^(cuda|hip|debug|git_version)\b.*?=\s*(.+)$", re.MULTILINE)
 
 
@@ -145,7 +145,7 @@ def _machine_facts(inventory: Inventory) -> dict[str, Any]:
         "CPU cores": inventory.cpu_cores,
         "CPU": platform.processor() or platform.machine(),
         "memory": memory_text,
-        "/dev/shm": format_bytes(inventory.shm_bytes) if inventory.shm_bytes else "none",
+        "shared memory": format_bytes(inventory.shm_bytes) if inventory.shm_bytes else "none",
         "fork": inventory.fork_supported,
         "memfd": inventory.memfd_supported,
     }
@@ -201,7 +201,7 @@ def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
         Values by name; those of names that speak of a secret are left out.
     """
     return {
-        name: _SECRET_MARK if _SECRET_NAME.search(name) else _SECRET_IN_URL.sub("...", value)
+        name: _HIDDEN_VALUE if _SECRET_NAME.search(name) else _SECRET_IN_URL.sub("...", value)
         for name, value in sorted(environment.items())
         if name in _SHOWN_NAMES or name.startswith(_SHOWN_PREFIXES)
     }
@@ -223,5 +223,5 @@ def _without_secrets(file_text: str) -> str:
     for line in file_text.splitlines():
         name, separator, _ = line.partition(":")
         is_secret = separator and _SECRET_NAME.search(name)
-        lines.append(f"{name}: {_SECRET_MARK}" if is_secret else _SECRET_IN_URL.sub("...", line))
+        lines.append(f"{name}: {_HIDDEN_VALUE}" if is_secret else _SECRET_IN_URL.sub("...", line))
     return "\n".join(lines)

@@ -26,10 +26,13 @@ def add_to(app: typer.Typer) -> None:
         "estimate-memory",
         help=_COMMAND_DESCRIPTION,
         short_help="what a model takes, loaded and trained",
+        # Accelerate takes several words after --dtypes.
+        context_settings={"allow_extra_args": True},
     )(_estimate)
 
 
 def _estimate(
+    context: typer.Context,
     model_path: Annotated[
         str,
         typer.Argument(metavar="MODEL", help="Folder or file of a model."),
@@ -39,8 +42,7 @@ def _estimate(
         typer.Option(
             "--dtypes",
             metavar="WORDS",
-            help="Formats of the first table, with commas: float32, float16, bfloat16, fp8, int8, "
-            "int4.",
+            help="Formats of the first table: float32, float16, bfloat16, fp8, int8, int4.",
         ),
     ] = "float32,bfloat16,int8,int4",
     num_gpus: Annotated[
@@ -68,7 +70,7 @@ def _estimate(
 
     tables = estimate_model(
         model_path,
-        dtypes=dtypes.replace(",", " ").split(),
+        dtypes=[*dtypes.replace(",", " ").split(), *context.args],
         num_gpus=num_gpus,
         num_nodes=num_nodes,
         mixed_precision=mixed_precision,

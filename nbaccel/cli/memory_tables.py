@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import JsonValue
 
 from nbaccel import _catalog
 from nbaccel.cli.model_sizes import ModelSizes, read_model
-from nbaccel.config import RunConfig
+from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.engine import engine_config
 from nbaccel.config.mistakes import closest
 from nbaccel.errors import ConfigError
@@ -25,9 +27,10 @@ _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "fp8": 8, "int8": 8, "int
 _TRAINED_FORMATS = ("float32", "float16", "bfloat16")
 _ADAM_COPIES = 4
 """Weights, gradients and two moments."""
-_LEVELS = ("O1", "O2", "O3")
+_Level = Literal["O1", "O2", "O3"]
+_LEVELS: tuple[_Level, ...] = ("O1", "O2", "O3")
 _ZERO = "zero_optimization"
-_ON_CPU = {"device": "cpu"}
+_ON_CPU: dict[str, JsonValue] = {"device": "cpu"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,8 +218,8 @@ class _Ways:
             buckets=weight_bytes if self._num_devices > 1 else 0,
         )
 
-    def _at_level(self, level: str) -> MemoryEstimate:
-        run = RunConfig(mixed_precision="fp8", fp8={"backend": "msamp", "opt_level": level})
+    def _at_level(self, level: _Level) -> MemoryEstimate:
+        run = RunConfig(mixed_precision="fp8", fp8=Fp8Config(backend="msamp", opt_level=level))
         formats = short_formats(run)
         states = model_states(self._sizes.module, world_size=self._num_devices, formats=formats)
         return self._replicated(states, level)
@@ -227,12 +230,14 @@ class _Ways:
             run = RunConfig(zero_stage=stage, deepspeed={}, mixed_precision=precision)
             yield f"ZeRO-{stage}, {precision}", run
             if stage >= 1:
-                offloaded = {_ZERO: {"offload_optimizer": _ON_CPU}}
+                offloaded_optimizer = {_ZERO: {"offload_optimizer": _ON_CPU}}
                 yield (
                     f"ZeRO-{stage}, {precision}, optimizer on cpu",
-                    run.changed(deepspeed=offloaded),
+                    run.changed(deepspeed=offloaded_optimizer),
                 )
-        offloaded = {_ZERO: {"offload_optimizer": _ON_CPU, "offload_param": _ON_CPU}}
+        offloaded: dict[str, JsonValue] = {
+            _ZERO: {"offload_optimizer": _ON_CPU, "offload_param": _ON_CPU}
+        }
         run = RunConfig(zero_stage=3, deepspeed=offloaded, mixed_precision=precision)
         yield f"ZeRO-3, {precision}, optimizer and parameters on cpu", run
 
