@@ -89,7 +89,10 @@ def _read_fsdp(given_value: Any) -> Any:
     with warnings.catch_warnings():
         # The plugin is built for its checks alone; the worker's says what it does otherwise.
         warnings.simplefilter("ignore")
-        _built_from(FullyShardedDataParallelPlugin, read_settings)
+        plugin = _built_from(FullyShardedDataParallelPlugin, read_settings)
+    if "min_num_params" in read_settings:
+        # It may have been text; others are kept as given, since the plugin translates FSDP1's.
+        read_settings["min_num_params"] = plugin.min_num_params
     return read_settings
 
 
@@ -131,9 +134,9 @@ def _checked_names(
     return {name: value for name, value in plain_settings.items() if value is not None}
 
 
-def _built_from(plugin_class: Callable[..., Any], read_settings: Mapping[str, Any]) -> None:
+def _built_from(plugin_class: Callable[..., Any], read_settings: Mapping[str, Any]) -> Any:
     try:
-        plugin_class(**read_settings)
+        return plugin_class(**read_settings)
     except ConfigError as error:
         # Without their paths, since the messages name the class that was called.
         raise ConfigError(*map(FieldMistake, error.mistakes)) from error

@@ -185,7 +185,10 @@ def test_all_mistakes_of_a_file_are_told_at_once():
     [
         ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO\n", "Amazon SageMaker"),
         ("distributed_type: MULTI_NPU\n", "MULTI_NPU.* is not supported"),
-        ("distributed_type: FSDP\nfsdp_config:\n  fsdp_state_dict_typ: A\n", "fsdp_state_dict_type"),
+        (
+            "distributed_type: FSDP\nfsdp_config:\n  fsdp_state_dict_typ: A\n",
+            "Did you mean 'fsdp_state_dict_type'",
+        ),
         (
             "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n",
             "sharding_strategy='HYBRID_SHARD'.* is not supported",

@@ -12,7 +12,6 @@ from nbaccel.capabilities import device_row, precision_row
 from nbaccel.config import RunConfig, nested_keys
 from nbaccel.config.engine import BATCH_SIZES, engine_config
 from nbaccel.deepspeed import library
-from nbaccel.deepspeed.advisor.advise import advise
 from nbaccel.deepspeed.advisor.ladder import LadderStep, ladder
 from nbaccel.deepspeed.combinations import combination_mistakes
 from nbaccel.deepspeed.form.auto_filling import filled_in
@@ -184,6 +183,9 @@ class DeepSpeedForm(SettingsForm):
         """See :meth:`SettingsForm.advised`."""
         if self.missing_library:
             return None
+        # Not at the top: it imports torch, and an estimate from plain numbers need not wait for it.
+        from nbaccel.deepspeed.advisor.advise import advise
+
         memory_advice = advise(
             model,
             sample_batch,

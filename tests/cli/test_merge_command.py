@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_saver import save as write_shards
+
+from nbaccel.cli import main
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint as `save_state` lays it out, with shards of one model."""
+    weights = {"a": torch.rand(3, 4), "b": torch.arange(5), "c": torch.rand(2).bfloat16()}
+    folder = tmp_path / "state/pytorch_model_fsdp_0"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write_shards({"model": weights}, checkpoint_id=folder, no_dist=True)
+    return tmp_path / "state", weights
+
+
+def test_shards_become_one_file(saved, tmp_path, capsys):
+    state, weights = saved
+    assert main(["merge-weights", str(state), str(tmp_path / "out")]) == 0
+    merged = load_file(tmp_path / "out/model.safetensors")
+    assert {name: tensor.dtype for name, tensor in merged.items()} == {
+        name: tensor.dtype for name, tensor in weights.items()
+    }
+    assert all(torch.equal(merged[name], weights[name]) for name in weights)
+    assert "model.safetensors: " in capsys.readouterr().out
+    assert (state / "pytorch_model_fsdp_0").exists()
+
+
+def test_options_of_accelerate_are_followed(saved, tmp_path, capsys):
+    state, weights = saved
+    options = ["--unsafe_serialization", "--remove_checkpoint_dir"]
+    assert main(["merge-weights", str(state), str(tmp_path / "out"), *options]) == 0
+    merged = torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True)
+    assert all(torch.equal(merged[name], weights[name]) for name in weights)
+    assert not (state / "pytorch_model_fsdp_0").exists()
+    assert "deleted" in capsys.readouterr().out
+
+
+def test_damaged_shards_leave_nothing_and_stay(saved, tmp_path, capsys):
+    state, _ = saved
+    shard = next((state / "pytorch_model_fsdp_0").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    out = tmp_path / "out"
+    assert main(["merge-weights", str(state), str(out), "--remove-checkpoint-dir"]) == 2
+    assert not out.exists()
+    assert shard.exists()
+    assert shard.name in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_folder_without_shards_is_told(tmp_path, capsys):
+    assert main(["merge-weights", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "has no shards of one model" in " ".join(capsys.readouterr().err.split())
+
+
+def test_accelerate_merges_the_same(saved, tmp_path):
+    merging = pytest.importorskip("accelerate.utils").merge_fsdp_weights
+    state, _ = saved
+    assert main(["merge-weights", str(state), str(tmp_path / "ours")]) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        merging(str(state / "pytorch_model_fsdp_0"), str(tmp_path / "theirs"))
+    theirs = load_file(tmp_path / "theirs/model.safetensors")
+    ours = load_file(tmp_path / "ours/model.safetensors")
+    assert {name: ours[name].tolist() for name in ours} == {
+        name: theirs[name].tolist() for name in theirs
+    }
