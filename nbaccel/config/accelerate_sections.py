@@ -280,7 +280,9 @@ def _fp8_setting(
     reading: FileReading, dotted_key: str, value: Any, rows: Sequence[Fp8Row]
 ) -> tuple[str, Any]:
     entry_key = dotted_key.rpartition(".")[2]
-    setting_name = _FP8_NAMES.get(entry_key, entry_key)
+    # Accelerate takes `fp8_backend`, too.
+    entry_name = entry_key if entry_key == "fp8_format" else entry_key.removeprefix("fp8_")
+    setting_name = _FP8_NAMES.get(entry_name, entry_name)
     if setting_name == "use_mxfp8_block_scaling":
         return "recipe", "mxfp8" if reading.truth(dotted_key, value) else "auto"
     if setting_name == "backend":

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -73,3 +76,53 @@ def test_accelerate_merges_the_same(saved, tmp_path):
     assert {name: ours[name].tolist() for name in ours} == {
         name: theirs[name].tolist() for name in theirs
     }
+
+
+def test_memory_holds_a_tensor_at_a_time(tmp_path):
+    """The whole has 256 MiB; what the process may take of its own is far less."""
+    code = (
+        "import resource, sys, warnings, torch\n"
+        "from nbaccel.cli import main\n"
+        "import nbaccel.utils.fsdp_utils, torch.distributed.checkpoint.state_dict_loader\n"
+        "taken = dict(line.split(':') for line in open('/proc/self/status'))['VmData']\n"
+        "limit = int(taken.split()[0]) * 1024 + 150 * 2**20\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    weights = {f"layer{number}": torch.full((2**22,), float(number)) for number in range(16)}
+    folder = tmp_path / "pytorch_model_fsdp_0"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write_shards({"model": weights}, checkpoint_id=folder, no_dist=True)
+    arguments = ["merge-weights", str(folder), str(tmp_path / "out")]
+    limited = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        check=False,
+        env=limited,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    merged = load_file(tmp_path / "out/model.safetensors")
+    assert {name: tensor[[0, -1]].tolist() for name, tensor in merged.items()} == {
+        f"layer{number}": [float(number)] * 2 for number in range(16)
+    }
+    # Without a file's pages it would not have fitted.
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            code,
+            *arguments[:2],
+            str(tmp_path / "b2"),
+            "--unsafe-serialization",
+        ],
+        check=False,
+        env=limited,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode != 0
