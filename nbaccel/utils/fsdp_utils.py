@@ -10,10 +10,10 @@ import torch
 
 from nbaccel import env
 from nbaccel._later import FSDP_INTERNALS, missing_name_of
+from nbaccel.bigmodel.shard_merging import read_shards_into, write_merged_file
 from nbaccel.errors import CheckpointDamaged, ConfigError
 from nbaccel.state import PartialState
 from nbaccel.train import checkpoint
-from nbaccel.train.checkpoint.merging import read_shards_into, write_merged_file
 
 __all__ = [
     "disable_fsdp_ram_efficient_loading",

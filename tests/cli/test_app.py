@@ -68,7 +68,7 @@ def test_the_version_is_told(capsys):
     assert capsys.readouterr().out == f"nbaccel {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["confg"], ["env", "--jsn"], ["to-fp32"], []])
+@pytest.mark.parametrize("arguments", [["confi"], ["env", "--jsn"], ["to-fp32"], []])
 def test_a_wrong_command_line_is_told_with_the_usage(arguments, capsys):
     assert main(arguments) == 2
     told = capsys.readouterr()
