@@ -55,8 +55,9 @@ def ask_config(
         questions.ask_compilation()
     except EOFError as error:
         raise ConfigError(
-            "The questions of nbaccel config were not answered: the input has ended. Nothing was "
-            "written. Run it in a terminal, or use nbaccel config default."
+            f"The input has ended with questions left; {len(questions.settings)} settings were "
+            "answered. Nothing was written. Run nbaccel config in a terminal, or use nbaccel "
+            "config default."
         ) from error
     config = RunConfig(**questions.settings)
     _show_plan(console, config, inventory)
@@ -402,5 +403,7 @@ def _names(answer: str) -> list[str]:
 
 def _any_text(answer: str) -> str:
     if not answer:
-        raise ConfigError("An empty answer names nothing.")
+        raise ConfigError(
+            f"{answer!r} names no folder. Nothing could be kept there. Give its path."
+        )
     return answer

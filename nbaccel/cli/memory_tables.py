@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import JsonValue
 
 from nbaccel import _catalog
+from nbaccel.capabilities import PRECISIONS
 from nbaccel.cli.model_sizes import ModelSizes, read_model
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.engine import engine_config
@@ -120,7 +121,7 @@ def estimate_model(
         for dtype in dtypes
         if dtype not in _BITS
     ]
-    if mixed_precision not in ("no", "fp16", "bf16"):
+    if mixed_precision not in [row.name for row in PRECISIONS if not row.has_backends]:
         mistakes.append(
             f"--mixed-precision={mixed_precision!r} is none of ZeRO's: it trains in no, fp16 or "
             "bf16, and FP8 has rows of its own. Give one of them."

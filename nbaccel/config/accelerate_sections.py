@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nbaccel.capabilities import PRECISIONS
 from nbaccel.capability_rows import Fp8Row
 from nbaccel.config.file_reading import FileReading
 from nbaccel.config.fp8 import Fp8Config
@@ -19,6 +20,7 @@ _NOT_ASKED = "distributed_type does not use it"
 
 # ---------------------------------------------------------------------------- DeepSpeed
 _DOCUMENT_KEY = "deepspeed_config_file"
+_NO_DOCUMENT = (None, "", "none")
 _DEFAULT_STAGE = 2
 _ZERO = "zero_optimization"
 _DOCUMENT_KEYS = {
@@ -63,7 +65,7 @@ def read_deepspeed(reading: FileReading, key: str, value: Any) -> None:
         return
     section = reading.mapping(key, value)
     document = section.get(_DOCUMENT_KEY)
-    if document not in (None, "", "none"):
+    if document not in _NO_DOCUMENT:
         reading.settings["deepspeed"] = _document_path(reading, str(document))
         reading.use(f"{key}.{_DOCUMENT_KEY}", document, "deepspeed: the file's content")
     else:
@@ -81,7 +83,7 @@ def _document_path(reading: FileReading, document: str) -> str:
 
 def _read_engine_key(reading: FileReading, key: str, entry_key: str, value: Any) -> None:
     dotted_key = f"{key}.{entry_key}"
-    has_document = "deepspeed" in reading.settings and bool(reading.given[key].get(_DOCUMENT_KEY))
+    has_document = reading.given[key].get(_DOCUMENT_KEY) not in _NO_DOCUMENT
     is_decided = has_document and entry_key in {**_ENGINE_SETTINGS, **_DOCUMENT_KEYS}
     if entry_key not in _DEEPSPEED_KEYS:
         _refuse_unknown(reading, dotted_key, value, _DEEPSPEED_KEYS)
@@ -261,7 +263,8 @@ def read_fp8(reading: FileReading, key: str, value: Any, rows: Sequence[Fp8Row])
         value: The section.
         rows: The libraries that compute in 8 bits.
     """
-    if str(reading.given.get("mixed_precision")).lower() != "fp8":
+    backed_precisions = [row.name for row in PRECISIONS if row.has_backends]
+    if str(reading.given.get("mixed_precision")).lower() not in backed_precisions:
         _leave_all(reading, key, value, "mixed_precision is not fp8")
         return
     settings: dict[str, Any] = {}

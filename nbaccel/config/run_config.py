@@ -602,7 +602,8 @@ def _etcd_needs_an_endpoint(run_config: RunConfig) -> str:
 
 
 def _fsdp_by_its_strategy(run_config: RunConfig) -> str:
-    if run_config.fsdp is None or run_config.strategy == "fsdp":
+    sharding_names = [row.name for row in STRATEGIES if row.argument == "fsdp_plugin"]
+    if run_config.fsdp is None or run_config.strategy in sharding_names:
         return ""
     return (
         f"fsdp cannot go with strategy={run_config.strategy!r}: its settings would have no effect. "

@@ -183,10 +183,7 @@ class DeepSpeedForm(SettingsForm):
         """See :meth:`SettingsForm.advised`."""
         if self.missing_library:
             return None
-        # Not at the top: it imports torch, and an estimate from plain numbers need not wait for it.
-        from nbaccel.deepspeed.advisor.advise import advise
-
-        memory_advice = advise(
+        memory_advice = _load_advisor()(
             model,
             sample_batch,
             config=_base_settings(config) or None,
@@ -320,6 +317,13 @@ def _base_settings(run_config: RunConfig) -> dict[str, Any]:
     for section_name in ("offload_optimizer", "offload_param"):
         nested_keys.drop_at(config_settings, f"{ZERO}.{section_name}")
     return config_settings
+
+
+def _load_advisor() -> Any:
+    """The function `advise`: it imports torch, which an estimate from plain numbers spares."""
+    from nbaccel.deepspeed.advisor.advise import advise
+
+    return advise
 
 
 def _nvme_folder(run_config: RunConfig) -> str | None:
