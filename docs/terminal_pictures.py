@@ -57,7 +57,7 @@ def main() -> None:
         (folder / "gpt2-xl").mkdir()
         (folder / "gpt2-xl/config.json").write_text(json.dumps(_SMALL_MODEL), encoding="utf-8")
         (folder / "theirs.yaml").write_text(_THEIRS, encoding="utf-8")
-        save("cli_config", folder, "nbaccel config", "", "", "2", "", "bf16", "deepspeed", "", "2")
+        save("cli_config", folder, "nbaccel config", "", "", "2", "", "bf16", "deepspeed", "", "2", "", "", "cpu", "n")
         save("cli_import", folder, "nbaccel config import theirs.yaml --config_file run.yaml")
         save("cli_estimate_memory", folder, "nbaccel estimate-memory gpt2-xl --num-gpus 8 2> log")
 
@@ -92,11 +92,11 @@ def save(name: str, folder: Path, command: str, *answers: str) -> None:
 
 
 def wait_until_still() -> None:
-    """Wait until the terminal has not changed for a while."""
+    """Wait until the terminal shows a prompt or a question, and has not changed for a while."""
     seen, since, deadline = "", time.monotonic(), time.monotonic() + 60
     while time.monotonic() < deadline and time.monotonic() - since < 1.5:
         shown = tmux("capture-pane", "-t", _SESSION, "-p")
-        if shown != seen:
+        if shown != seen or not shown.rstrip().endswith(("$", ")")):
             seen, since = shown, time.monotonic()
         time.sleep(0.1)
 

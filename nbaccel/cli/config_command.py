@@ -216,7 +216,7 @@ def _is_confirmed(console: Console, path: Path, old_text: str, new_text: str) ->
         old_text.splitlines(), new_text.splitlines(), "as it is", "as it would be", lineterm=""
     )
     console.print(f"[yellow]{path} is there already. It would change:[/yellow]", soft_wrap=True)
-    console.print(Syntax("\n".join(changes), "diff", background_color="default"))
+    console.print(Syntax("\n".join(changes), "diff", theme="ansi_dark", background_color="default"))
     try:
         return Confirm.ask("Replace it?", console=console, default=False)
     except EOFError as error:
@@ -236,7 +236,9 @@ def _console() -> Console:
 def _show_yaml(console: Console, yaml_text: str) -> None:
     from rich.syntax import Syntax
 
-    console.print(Syntax(yaml_text.rstrip() or "{}", "yaml", background_color="default"))
+    console.print(
+        Syntax(yaml_text.rstrip() or "{}", "yaml", theme="ansi_dark", background_color="default")
+    )
 
 
 def _show_mapped(console: Console, loaded: LoadedConfig) -> None:

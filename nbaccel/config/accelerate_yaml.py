@@ -113,7 +113,7 @@ def _read_settings(
 # ------------------------------------------------------------------------- where it runs
 def _read_environment(reading: FileReading, key: str, value: Any) -> None:
     if str(value) == "LOCAL_MACHINE":
-        reading.leave(key, value, "the only one there is: machines that you start it on")
+        reading.leave(key, value, "the default")
         return
     reading.refuse(
         key,
