@@ -57,7 +57,23 @@ def main() -> None:
         (folder / "gpt2-xl").mkdir()
         (folder / "gpt2-xl/config.json").write_text(json.dumps(_SMALL_MODEL), encoding="utf-8")
         (folder / "theirs.yaml").write_text(_THEIRS, encoding="utf-8")
-        save("cli_config", folder, "nbaccel config", "", "", "2", "", "bf16", "deepspeed", "", "2", "", "", "cpu", "n")
+        save(
+            "cli_config",
+            folder,
+            "nbaccel config",
+            "",
+            "",
+            "2",
+            "",
+            "bf16",
+            "deepspeed",
+            "",
+            "2",
+            "",
+            "",
+            "cpu",
+            "n",
+        )
         save("cli_import", folder, "nbaccel config import theirs.yaml --config_file run.yaml")
         save("cli_estimate_memory", folder, "nbaccel estimate-memory gpt2-xl --num-gpus 8 2> log")
 

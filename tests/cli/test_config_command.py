@@ -165,7 +165,9 @@ def test_ctrl_c_writes_nothing(tmp_path):
     )
     shown = b""
     while b"several machines" not in shown:
-        shown += asked.stdout.read(1)
+        next_byte = asked.stdout.read(1)
+        assert next_byte, "it has ended without a question"
+        shown += next_byte
     asked.send_signal(signal.SIGINT)
     _, errors = asked.communicate(timeout=60)
     assert (asked.returncode, errors) == (130, b"nbaccel: interrupted\n")
