@@ -137,6 +137,8 @@ class _Questions:
         """How many machines take part, and where they meet."""
         if not self._confirm("Do several machines take part?", default=False):
             return
+        if "engine" in RunConfig.model_fields and not self._ask_engine():
+            return
         self._setting("num_nodes", "How many machines?", 2)
         self._setting("node_rank", "Which of them is this, from 0?", 0)
         # Until then every address would be refused for the number that is missing.
@@ -144,8 +146,6 @@ class _Questions:
         self._setting("rdzv_backend", "How do they find each other (static, c10d)?", "static")
         self._setting("master_addr", "Address of machine 0, as the others reach it?", ...)
         self._setting("use_port", "Port there?", 29500)
-        if "engine" in RunConfig.model_fields:
-            self._choice("engine", "What starts the workers?", _words_of("engine"))
 
     def ask_device(self) -> None:
         """What workers compute on, and how many there are."""
@@ -206,6 +206,22 @@ class _Questions:
             if self._confirm(question, default=False):
                 settings[name] = True
         self.settings["dynamo"] = settings
+
+    def _ask_engine(self) -> bool:
+        """What brings the workers together; whether every machine has a command of its own."""
+        words = rule_of(RunConfig.model_fields["engine"]).allowed
+        engine = self._choice("engine", "What brings their workers together?", words)
+        # Asked of the rules, which know the engines; with "auto" a file of hosts decides.
+        if engine != words[0] and self._accepts(hostfile="hosts"):
+            self._setting("hostfile", "File of the hosts (- for none)?", _NO_ANSWER)
+        return self._accepts(num_nodes=2, num_processes=1, master_addr="10.0.0.1")
+
+    def _accepts(self, **settings: Any) -> bool:
+        try:
+            RunConfig(**{**self.settings, **settings})
+        except ConfigError:
+            return False
+        return True
 
     # ------------------------------------------------------------- groups of a strategy
     def _ask_accumulation(self) -> None:
@@ -338,11 +354,6 @@ class _Questions:
 
 def _host_names() -> list[str]:
     return [row.name for row in DEVICES if row.in_host_memory]
-
-
-def _words_of(setting_name: str) -> list[str]:
-    rule = rule_of(RunConfig.model_fields[setting_name])
-    return list(rule.allowed)
 
 
 # ------------------------------------------------------------------------------ readers

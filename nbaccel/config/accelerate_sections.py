@@ -12,6 +12,7 @@ from nbaccel.config.fp8 import Fp8Config
 from nbaccel.config.mistakes import closest, shown
 from nbaccel.config.nested_keys import put_at
 from nbaccel.config.plugin_settings import sharding_word
+from nbaccel.config.run_config import RunConfig
 
 __all__ = ["read_deepspeed", "read_dynamo", "read_fp8", "read_fsdp"]
 
@@ -22,6 +23,8 @@ _NOT_ASKED = "distributed_type does not use it"
 _DOCUMENT_KEY = "deepspeed_config_file"
 _NO_DOCUMENT = (None, "", "none")
 _DEFAULT_STAGE = 2
+_STARTED_ON_EACH = ("standard", "nossh")
+"""Launchers of DeepSpeed that do not reach other machines."""
 _ZERO = "zero_optimization"
 _DOCUMENT_KEYS = {
     "gradient_clipping": "gradient_clipping",
@@ -64,6 +67,7 @@ def read_deepspeed(reading: FileReading, key: str, value: Any) -> None:
         _leave_all(reading, key, value)
         return
     section = reading.mapping(key, value)
+    _read_hostfile(reading, key, section)
     document = section.get(_DOCUMENT_KEY)
     if document not in _NO_DOCUMENT:
         reading.settings["deepspeed"] = _document_path(reading, str(document))
@@ -73,6 +77,18 @@ def read_deepspeed(reading: FileReading, key: str, value: Any) -> None:
     for entry_key, entry_value in section.items():
         if entry_key != _DOCUMENT_KEY:
             _read_engine_key(reading, key, entry_key, entry_value)
+
+
+def _read_hostfile(reading: FileReading, key: str, section: dict[str, Any]) -> None:
+    """A file of hosts, with a launcher that is started on one machine for all of them."""
+    hostfile = section.get("deepspeed_hostfile")
+    is_used = "hostfile" in RunConfig.model_fields and hostfile not in _NO_DOCUMENT
+    launcher = str(section.get("deepspeed_multinode_launcher", "pdsh"))
+    if not is_used or launcher in _STARTED_ON_EACH:
+        return
+    del section["deepspeed_hostfile"]
+    reading.settings["hostfile"] = hostfile
+    reading.use(f"{key}.deepspeed_hostfile", hostfile, f"hostfile={hostfile}")
 
 
 def _document_path(reading: FileReading, document: str) -> str:

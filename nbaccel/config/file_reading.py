@@ -93,7 +93,14 @@ class FileReading:
     def complete_settings(self) -> dict[str, Any]:
         """The settings for `RunConfig`, variables included."""
         found_variables = {"variables": self.variables} if self.variables else {}
-        return {**self.settings, **found_variables}
+        settings = {**self.settings, **found_variables}
+        if "hostfile" in settings:
+            # One command starts the workers on all hosts, and counts them together.
+            num_nodes = settings.pop("num_nodes", 1)
+            settings.pop("node_rank", None)
+            if isinstance(settings.get("num_processes"), int):
+                settings["num_processes"] *= num_nodes
+        return settings
 
     def origin_of(self, mistake: str) -> str:
         """Where in the file a setting comes from that has another name there."""

@@ -15,6 +15,7 @@ from nbaccel.cli import main
 from nbaccel.config import RunConfig, load_config_file
 from tests.needs import DEEPSPEED_ROW
 
+HAS_ENGINES = "engine" in RunConfig.model_fields
 FILES = Path(__file__).parents[1] / "config/accelerate_yaml"
 
 
@@ -77,8 +78,9 @@ def test_empty_lines_take_the_defaults(file, answer):
 def test_several_machines_are_checked_against_each_other(file, answer):
     status, told = answer(
         ["config"],
-        *("y", "2", "2", "1", "3", "static", "localhost", "10.0.0.7", "29400"),
-        *("local",) * ("engine" in RunConfig.model_fields),
+        "y",
+        *("auto",) * HAS_ENGINES,
+        *("2", "2", "1", "3", "static", "localhost", "10.0.0.7", "29400"),
         *("cpu", "-", "no", "auto", "", "n"),
     )
     assert status == 0, told
@@ -87,6 +89,16 @@ def test_several_machines_are_checked_against_each_other(file, answer):
     config = config_of(file)
     assert (config.num_nodes, config.node_rank, config.num_processes) == (2, 1, 3)
     assert (config.master_addr, config.use_port) == ("10.0.0.7", 29400)
+
+
+@pytest.mark.skipif(not HAS_ENGINES, reason="this version has no engines for several machines")
+def test_an_engine_that_starts_all_machines_is_not_asked_for_addresses(file, answer):
+    lines = ("y", "deepspeed", "hosts.txt", "cpu", "4", "-", "no", "auto", "", "n")
+    status, told = answer(["config"], *lines)
+    assert status == 0, told
+    config = config_of(file)
+    assert (config.engine, config.hostfile) == ("deepspeed", "hosts.txt")
+    assert (config.num_nodes, config.num_processes) == (1, 4)
 
 
 @DEEPSPEED_ROW

@@ -229,6 +229,22 @@ def test_what_has_no_effect_is_told_with_its_reason():
     assert all(len(reason) > 5 for _, reason in told.values())
 
 
+@DEEPSPEED_ROW
+@pytest.mark.skipif(
+    "hostfile" not in RunConfig.model_fields,
+    reason="this version has no engines for several machines",
+)
+@pytest.mark.parametrize("launcher", ["pdsh", "standard"])
+def test_a_file_of_hosts_counts_the_workers_of_all(launcher):
+    config = read(
+        "distributed_type: DEEPSPEED\nnum_machines: 2\nnum_processes: 8\nmachine_rank: 0\n"
+        "main_process_ip: 10.0.0.1\ndeepspeed_config:\n  zero_stage: 2\n"
+        f"  deepspeed_hostfile: hosts.txt\n  deepspeed_multinode_launcher: {launcher}\n"
+    ).config
+    found = (config.hostfile, config.num_nodes, config.num_processes)
+    assert found == (("hosts.txt", 1, 8) if launcher == "pdsh" else (None, 2, 4))
+
+
 def test_no_sharding_is_data_parallel():
     file = read("distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: NO_SHARD\n")
     assert (file.config.strategy, file.config.fsdp) == ("auto", None)
