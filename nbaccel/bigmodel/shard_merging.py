@@ -6,6 +6,7 @@ time, and the system writes the rest out where it needs room.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import warnings
@@ -54,6 +55,7 @@ def write_merged_file(
             f"disk has {format_bytes(free_bytes(output_folder))} free. Make room, or give a folder "
             "on another disk."
         )
+    is_made_here = not output_folder.exists()
     output_folder.mkdir(parents=True, exist_ok=True)
     try:
         with atomic.partial_folder(output_folder, "model") as workshop:
@@ -64,7 +66,13 @@ def write_merged_file(
             }
             read_shards_into(views, folder)
             atomic.publish_weights(workshop, output_folder, "model{suffix}.safetensors")
-    except OSError as error:
+    except BaseException as error:  # an interrupt, too, leaves nothing behind
+        if is_made_here:
+            # Only an empty one: another process may have written there meanwhile.
+            with contextlib.suppress(OSError):
+                output_folder.rmdir()
+        if not isinstance(error, OSError):
+            raise
         raise CheckpointFailed(
             f"Writing weights to {output_folder} failed: {error}. What was there before is as it "
             "was. Remove the cause, or give a folder on another disk."

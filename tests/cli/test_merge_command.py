@@ -126,3 +126,54 @@ def test_memory_holds_a_tensor_at_a_time(tmp_path):
         timeout=300,
     )
     assert done.returncode != 0
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a disk of one MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("only root can mount a small disk")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_without_room_keeps_what_is_there(tmp_path, small_disk, capsys):
+    (small_disk / "model.safetensors").write_bytes(b"old")
+    shards = tmp_path / "pytorch_model_fsdp_0"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write_shards({"model": {"a": torch.zeros(2**19)}}, checkpoint_id=shards, no_dist=True)
+    assert main(["merge-weights", str(shards), str(small_disk)]) == 2
+    assert "2.0 MiB of weights are to be written" in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in small_disk.iterdir()] == ["model.safetensors"]
+    assert main(["merge-weights", str(shards), str(small_disk / "model.safetensors")]) == 2
+    assert "is a file" in " ".join(capsys.readouterr().err.split())
+    assert (small_disk / "model.safetensors").read_bytes() == b"old"
+
+
+def test_a_limit_of_the_system_leaves_nothing(tmp_path):
+    """The disk has room, and the write fails all the same: as with a quota."""
+    shards = tmp_path / "pytorch_model_fsdp_0"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write_shards({"model": {"a": torch.zeros(2**19)}}, checkpoint_id=shards, no_dist=True)
+    code = (
+        "import resource, signal, sys\nfrom nbaccel.cli import main\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    arguments = ["merge-weights", str(shards), str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert "What was there before is as it was" in " ".join(done.stderr.split())
+    assert not (tmp_path / "out").exists()
