@@ -143,12 +143,20 @@ def _machine_facts(inventory: Inventory) -> dict[str, Any]:
         "system": platform.platform(),
         "surroundings": _surroundings(),
         "CPU cores": inventory.cpu_cores,
-        "CPU": platform.processor() or platform.machine(),
+        "CPU": _processor_name(),
         "memory": memory_text,
         "shared memory": format_bytes(inventory.shm_bytes) if inventory.shm_bytes else "none",
         "fork": inventory.fork_supported,
         "memfd": inventory.memfd_supported,
     }
+
+
+def _processor_name() -> str:
+    """The product's name; on Linux `platform` has none."""
+    cpu_info = Path("/proc/cpuinfo")
+    lines = cpu_info.read_text(encoding="utf-8").splitlines() if cpu_info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _surroundings() -> str:
