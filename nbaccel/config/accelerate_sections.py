@@ -9,9 +9,9 @@ from nbaccel.capabilities import PRECISIONS
 from nbaccel.capability_rows import Fp8Row
 from nbaccel.config.file_reading import FileReading
 from nbaccel.config.fp8 import Fp8Config
+from nbaccel.config.fsdp_settings import sharding_word
 from nbaccel.config.mistakes import closest, shown
 from nbaccel.config.nested_keys import put_at
-from nbaccel.config.plugin_settings import sharding_word
 from nbaccel.config.run_config import RunConfig
 
 __all__ = ["read_deepspeed", "read_dynamo", "read_fp8", "read_fsdp"]

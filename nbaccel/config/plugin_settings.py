@@ -13,42 +13,26 @@ from typing import Annotated, Any
 
 from pydantic import Field, JsonValue
 
-from nbaccel import env
 from nbaccel.config.exchange import json_like
 from nbaccel.config.field_rules import FieldMistake, FieldRule
-from nbaccel.config.fsdp_settings import FullyShardedDataParallelPlugin
+from nbaccel.config.fsdp_settings import (
+    FSDP_VARIABLES,
+    FullyShardedDataParallelPlugin,
+    split_names,
+)
 from nbaccel.config.handlers import TorchDynamoPlugin
 from nbaccel.config.mistakes import closest, shown
 from nbaccel.errors import ConfigError
 
 __all__ = [
     "DYNAMO_VARIABLES",
-    "FSDP_VARIABLES",
     "DynamoSettings",
     "FsdpSettings",
     "WorkerVariables",
     "dynamo_variables",
-    "fsdp_from_environment",
     "fsdp_variables",
-    "sharding_word",
 ]
 
-FSDP_VARIABLES: Mapping[str, str] = {
-    "sharding_strategy": "FSDP_SHARDING_STRATEGY",
-    "reshard_after_forward": "FSDP_RESHARD_AFTER_FORWARD",
-    "auto_wrap_policy": "FSDP_AUTO_WRAP_POLICY",
-    "transformer_cls_names_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
-    "min_num_params": "FSDP_MIN_NUM_PARAMS",
-    "cpu_offload": "FSDP_OFFLOAD_PARAMS",
-    "ignored_modules": "FSDP_IGNORED_MODULES",
-    "state_dict_type": "FSDP_STATE_DICT_TYPE",
-    "activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
-    "cpu_ram_efficient_loading": "FSDP_CPU_RAM_EFFICIENT_LOADING",
-}
-"""Settings of ``FullyShardedDataParallelPlugin`` that can be text, and their variables.
-
-FSDP1's settings without effect are not among them.
-"""
 DYNAMO_VARIABLES: Mapping[str, str] = {
     "backend": "ACCELERATE_DYNAMO_BACKEND",
     "mode": "ACCELERATE_DYNAMO_MODE",
@@ -61,23 +45,10 @@ _TRUTH_SETTINGS = (
     *("reshard_after_forward", "cpu_offload", "activation_checkpointing"),
     *("cpu_ram_efficient_loading", "fullgraph", "dynamic", "use_regional_compilation"),
 )
-_SHARDING_WORDS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _PLACE_VARIABLES = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"}
     | {"MASTER_ADDR", "MASTER_PORT"}
 )
-
-
-def sharding_word(given_value: Any) -> Any:
-    """FSDP1's sharding strategy by its word; torch and older files number them from 1.
-
-    Args:
-        given_value: ``1``, ``"1"`` or ``"FULL_SHARD"``.
-    """
-    number_text = str(given_value).strip()
-    if number_text.isdecimal() and 1 <= int(number_text) <= len(_SHARDING_WORDS):
-        return _SHARDING_WORDS[int(number_text) - 1]
-    return given_value
 
 
 def _read_fsdp(given_value: Any) -> Any:
@@ -85,7 +56,7 @@ def _read_fsdp(given_value: Any) -> Any:
         return given_value
     read_settings = _checked_names(given_value, FSDP_VARIABLES)
     if isinstance(class_names := read_settings.get("transformer_cls_names_to_wrap"), str):
-        read_settings["transformer_cls_names_to_wrap"] = _split_names(class_names)
+        read_settings["transformer_cls_names_to_wrap"] = split_names(class_names)
     with warnings.catch_warnings():
         # The plugin is built for its checks alone; the worker's says what it does otherwise.
         warnings.simplefilter("ignore")
@@ -240,43 +211,3 @@ def _variable_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def fsdp_from_environment() -> FullyShardedDataParallelPlugin:
-    """FSDP's settings as a launcher passed them to this process.
-
-    Returns:
-        The plugin; its defaults where no variable says anything.
-
-    Raises:
-        ConfigError: A variable has a wrong value.
-    """
-    named_texts = {
-        name: text
-        for name, variable in FSDP_VARIABLES.items()
-        if (text := (env.read(variable) or "").strip()) and text.lower() != "none"
-    }
-    settings: dict[str, Any] = {name: _setting_of(name, text) for name, text in named_texts.items()}
-    # `accelerate launch` sets both, each with a default; the version says which one counts.
-    if (env.read("FSDP_VERSION") or "").strip() == "2":
-        settings.pop("sharding_strategy", None)
-    return FullyShardedDataParallelPlugin(**settings)
-
-
-def _setting_of(name: str, text: str) -> Any:
-    if name == "sharding_strategy":
-        return sharding_word(text)
-    if name == "transformer_cls_names_to_wrap":
-        return _split_names(text)
-    if name == "auto_wrap_policy":
-        return text.lower()
-    # FSDP1's words for resharding, which the plugin knows, are no truth values.
-    is_truth = name in _TRUTH_SETTINGS and text.upper() not in _SHARDING_WORDS
-    # Accelerate's launcher passes 0 for "not given".
-    if name == "min_num_params":
-        return None if text == "0" else text
-    return env.flag(FSDP_VARIABLES[name]) if is_truth else text
-
-
-def _split_names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]

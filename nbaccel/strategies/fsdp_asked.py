@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nbaccel.abc.asking import Said, Wanted
-from nbaccel.config.plugin_settings import fsdp_from_environment
+from nbaccel.config.fsdp_settings import FullyShardedDataParallelPlugin
 
 __all__ = ["fsdp_request"]
 
@@ -35,5 +35,5 @@ def fsdp_request(said: Said) -> Wanted | None:
         source=request_source,
         what='strategy="fsdp"' if request_source == "config" else "ACCELERATE_USE_FSDP",
         reason="torch's fully_shard was asked for",
-        settings=fsdp_from_environment,
+        settings=FullyShardedDataParallelPlugin,
     )

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from nbaccel.config import RunConfig
+from nbaccel.config.fsdp_settings import FullyShardedDataParallelPlugin
 from nbaccel.config.handlers import TorchDynamoPlugin
-from nbaccel.config.plugin_settings import fsdp_from_environment
 from nbaccel.config.variables import run_variables
 from nbaccel.errors import ConfigError
 
@@ -24,7 +24,7 @@ def test_fsdps_settings_arrive_as_they_were_given(monkeypatch):
         "activation_checkpointing": True,
     }
     set_all(monkeypatch, run_variables(RunConfig(strategy="fsdp", fsdp=settings)))
-    plugin = fsdp_from_environment()
+    plugin = FullyShardedDataParallelPlugin()
     assert {name: getattr(plugin, name) for name in settings} == settings
 
 
@@ -39,20 +39,27 @@ def test_what_accelerates_launcher_sets_is_read(monkeypatch):
         "FSDP_VERSION": "1",
     }
     set_all(monkeypatch, launched)
-    plugin = fsdp_from_environment()
+    plugin = FullyShardedDataParallelPlugin()
     assert (plugin.reshard_after_forward, plugin.min_num_params) == (False, None)
     assert plugin.auto_wrap_policy == "no_wrap"
     monkeypatch.setenv("FSDP_VERSION", "2")
-    assert fsdp_from_environment().reshard_after_forward is True
+    assert FullyShardedDataParallelPlugin().reshard_after_forward is True
     monkeypatch.setenv("FSDP_VERSION", "1")
     monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "1")
-    assert fsdp_from_environment().reshard_after_forward is True
+    assert FullyShardedDataParallelPlugin().reshard_after_forward is True
+
+
+def test_an_argument_wins_over_a_variable(monkeypatch):
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    plugin = FullyShardedDataParallelPlugin(reshard_after_forward=False, cpu_offload=False)
+    assert (plugin.reshard_after_forward, plugin.cpu_offload) == (False, False)
 
 
 def test_a_wrong_variable_is_named(monkeypatch):
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "perhaps")
     with pytest.raises(ConfigError, match=r"FSDP_OFFLOAD_PARAMS.*'perhaps'"):
-        fsdp_from_environment()
+        FullyShardedDataParallelPlugin()
 
 
 def test_compilation_arrives_as_it_was_given(monkeypatch):

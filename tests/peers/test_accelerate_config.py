@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from nbaccel.config import Fp8Config, RunConfig, load_config_file
+from nbaccel.config.fsdp_settings import FullyShardedDataParallelPlugin
 from nbaccel.config.handlers import TorchDynamoPlugin
-from nbaccel.config.plugin_settings import fsdp_from_environment
 from nbaccel.config.variables import run_variables
 from tests.needs import DEEPSPEED_ROW
 
@@ -73,7 +73,7 @@ def test_a_sharded_run_gets_what_accelerates_launcher_sets(section, tmp_path, mo
         with monkeypatch.context() as patch:
             for name, value in variables.items():
                 patch.setenv(name, value)
-            plugins.append(fsdp_from_environment())
+            plugins.append(FullyShardedDataParallelPlugin())
     assert plugins[0] == plugins[1]
 
 
