@@ -31,7 +31,7 @@ _POINTER_START, _ARCHIVE_START = b"version https://git-lfs", b"PK\x03\x04"
 _REMEDY = "Nothing has been changed. Copy or save the checkpoint again."
 
 # By the names of https://github.com/huggingface/safetensors#format; not every torch has them all.
-_DTYPE_NAMES = {
+SAFE_DTYPE_NAMES = {
     "BOOL": "bool",
     "U8": "uint8",
     "I8": "int8",
@@ -306,7 +306,7 @@ def _safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
 def _stored_entry(
     path: Path, name: str, header_entry: Mapping[str, Any], data_start: int
 ) -> CheckpointTensor:
-    dtype = getattr(torch, _DTYPE_NAMES.get(header_entry["dtype"], ""), None)
+    dtype = getattr(torch, SAFE_DTYPE_NAMES.get(header_entry["dtype"], ""), None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointDamaged(
             f"{path} holds {name} as {header_entry['dtype']}, a format that torch "

@@ -1,22 +1,42 @@
-"""The command ``nbaccel``: a strategy's module adds its subcommand and does its work."""
+"""The command ``nbaccel``: one module per subcommand, and a strategy's module may add its own."""
 
 from __future__ import annotations
 
-import argparse
 import pkgutil
 import sys
 import textwrap
 from collections.abc import Sequence
 
+import typer
+from typer.main import get_command
+
 from nbaccel import __version__
 from nbaccel.capabilities import STRATEGIES
-from nbaccel.errors import InternalError, NbaccelError
+from nbaccel.errors import (
+    InternalError,
+    MissingBackend,
+    NbaccelError,
+    PlatformUnsupported,
+    UserMistake,
+)
 
-__all__ = ["main"]
+__all__ = ["build_app", "main"]
 
-_MISTAKE = 2  # as argparse exits where an option is wrong
+_FAILED = 1
+_MISTAKE = 2  # as typer exits where an option is wrong
 _INTERRUPTED = 130  # the shell's status for SIGINT
 _WIDTH = 100
+
+_COMMANDS: tuple[str, ...] = (
+    "nbaccel.cli.config_command:add_to",
+    "nbaccel.cli.env_command:add_to",
+    "nbaccel.cli.estimate_command:add_to",
+    "nbaccel.cli.merge_command:add_to",
+)
+"""Functions that add a subcommand to the app, as `module:function`, in the order of `--help`.
+
+Their modules import nothing heavy: `nbaccel --help` answers without torch and pydantic.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,34 +46,72 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What comes after ``nbaccel``; None for those of this process.
 
     Returns:
-        The exit status: 0, 2 for what the user can correct, 130 after an interrupt.
+        The exit status: 0, 1 for a failure, 2 for what the user can correct, 130 after an
+        interrupt, and what a launched script exits with.
     """
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    command = get_command(build_app())
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        status: int = options.run(options)
+        # `standalone_mode` prints usage errors itself, and raises SystemExit for them.
+        command.main(args=given, prog_name="nbaccel", standalone_mode=True)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        # Typer ends so after an interrupt, without a word.
+        return _tell_interrupt() if status == _INTERRUPTED else status
     except InternalError:
         # A bug of nbaccel needs its traceback.
         raise
     except NbaccelError as error:
-        print(_paragraph(parser.prog, str(error)), file=sys.stderr)
-        return _MISTAKE
+        print(_paragraph("nbaccel", str(error)), file=sys.stderr)
+        is_correctable = isinstance(error, (UserMistake, MissingBackend, PlatformUnsupported))
+        return _MISTAKE if is_correctable else _FAILED
     except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted; nothing has been changed", file=sys.stderr)
-        return _INTERRUPTED
-    return status
+        return _tell_interrupt()
+    return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="nbaccel", description="Train on every chip of this machine, from a notebook cell."
+def build_app() -> typer.Typer:
+    """The command with all its subcommands."""
+    app = typer.Typer(
+        name="nbaccel",
+        help="Train on every chip of this machine: from a notebook cell, a shell or a cluster.",
+        no_args_is_help=True,
+        # Errors of the user's code and ours have their own reports.
+        pretty_exceptions_enable=False,
+        context_settings={
+            "help_option_names": ["-h", "--help"],
+            # Accelerate's users write --config_file and --num-processes alike.
+            "token_normalize_func": lambda token: token.replace("_", "-"),
+        },
     )
-    parser.add_argument("--version", action="version", version=f"nbaccel {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for row in STRATEGIES:
-        if row.command:
-            pkgutil.resolve_name(row.command)(commands)
-    return parser
+    app.callback()(_options)
+    strategy_commands = [row.command for row in STRATEGIES if row.command]
+    for add_command in (*_COMMANDS, *strategy_commands):
+        pkgutil.resolve_name(add_command)(app)
+    return app
+
+
+def _tell_interrupt() -> int:
+    print("nbaccel: interrupted", file=sys.stderr)
+    return _INTERRUPTED
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"nbaccel {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: bool = typer.Option(
+        False,
+        "--version",
+        help="Show the version and exit.",
+        callback=_version,
+        is_eager=True,
+    ),
+) -> None:
+    """Options of the command itself."""
 
 
 def _paragraph(program: str, text: str) -> str:

@@ -296,6 +296,12 @@ class FieldCheck:
         try:
             return self.adapter.validate_python(given_value)
         except ValidationError as error:
+            inner_error = error.errors(include_url=False)[0].get("ctx", {}).get("error")
+            if isinstance(inner_error, ConfigError):  # the setting is a section
+                inner_mistakes = (
+                    mistake.under(setting_name) for mistake in mistakes_in(inner_error)
+                )
+                raise ConfigError(*inner_mistakes) from error
             message_text = self.rule.refusal(setting_name, given_value, owner=owner)
             raise ConfigError(FieldMistake(message_text, setting_name)) from error
 

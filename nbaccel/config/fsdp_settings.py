@@ -7,10 +7,11 @@ warning says that ``fully_shard`` does it differently; those that would change o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from nbaccel import env
 from nbaccel.config.field_rules import (
     FieldCheck,
     FieldRule,
@@ -34,6 +35,27 @@ _OWN_WAY = {
     "forward_prefetch": "it prefetches by itself",
 }
 _ALWAYS_DONE = ("use_orig_params", "sync_module_states", "limit_all_gathers")
+FSDP_VARIABLES: Mapping[str, str] = {
+    "sharding_strategy": "FSDP_SHARDING_STRATEGY",
+    "reshard_after_forward": "FSDP_RESHARD_AFTER_FORWARD",
+    "auto_wrap_policy": "FSDP_AUTO_WRAP_POLICY",
+    "transformer_cls_names_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
+    "min_num_params": "FSDP_MIN_NUM_PARAMS",
+    "cpu_offload": "FSDP_OFFLOAD_PARAMS",
+    "ignored_modules": "FSDP_IGNORED_MODULES",
+    "state_dict_type": "FSDP_STATE_DICT_TYPE",
+    "activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
+    "cpu_ram_efficient_loading": "FSDP_CPU_RAM_EFFICIENT_LOADING",
+}
+"""Settings that can be text, and Accelerate's variables, which its launcher and ours set.
+
+FSDP1's settings without effect are not among them.
+"""
+_TRUTH_VARIABLES = (
+    *("reshard_after_forward", "cpu_offload", "activation_checkpointing"),
+    "cpu_ram_efficient_loading",
+)
+_SHARDING_WORDS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 # Torch's classes by name, since nothing here imports torch.
 _OFFLOAD_POLICIES = {"CPUOffloadPolicy": True, "OffloadPolicy": False}
 
@@ -41,6 +63,42 @@ _OFFLOAD_POLICIES = {"CPUOffloadPolicy": True, "OffloadPolicy": False}
 def plain_name(named_value: Any) -> str:
     """The name of an enum's member, or of its text: ``FULL_SHARD``."""
     return str(getattr(named_value, "name", named_value)).rpartition(".")[2].upper()
+
+
+def sharding_word(given_value: Any) -> Any:
+    """FSDP1's sharding strategy by its word; torch and older files number them from 1.
+
+    Args:
+        given_value: ``1``, ``"1"`` or ``"FULL_SHARD"``.
+    """
+    number_text = str(given_value).strip()
+    if number_text.isdecimal() and 1 <= int(number_text) <= len(_SHARDING_WORDS):
+        return _SHARDING_WORDS[int(number_text) - 1]
+    return given_value
+
+
+def split_names(text: str) -> list[str]:
+    """Names that are written with commas.
+
+    Args:
+        text: ``"Block, Head"``.
+    """
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _variable_value(setting_name: str, text: str) -> Any:
+    """What a variable says of a setting; None where a launcher only set its default."""
+    if setting_name == "sharding_strategy":
+        return sharding_word(text)
+    if setting_name == "transformer_cls_names_to_wrap":
+        return split_names(text)
+    if setting_name == "auto_wrap_policy":
+        return text.lower()
+    if setting_name == "min_num_params":
+        return None if text == "0" else text
+    # FSDP1's words for resharding, which are understood, are no truth values.
+    is_truth = setting_name in _TRUTH_VARIABLES and text.upper() not in _SHARDING_WORDS
+    return env.flag(FSDP_VARIABLES[setting_name]) if is_truth else text
 
 
 def _wrap_policy(given_value: Any) -> Any:
@@ -87,6 +145,9 @@ _STATE_TYPE = Annotated[
 @dataclass
 class FullyShardedDataParallelPlugin(Settings):
     """How torch's ``fully_shard`` (FSDP2) shards models.
+
+    What is not given is taken from Accelerate's variables (``FSDP_OFFLOAD_PARAMS`` and the like),
+    which launchers set.
 
     Attributes:
         fsdp_version: 2; 1 is accepted and trains with ``fully_shard``, too, with a warning.
@@ -146,6 +207,7 @@ class FullyShardedDataParallelPlugin(Settings):
     min_num_params: int | None = field(default=None, metadata=checked_as(OptionalCount))
 
     def __post_init__(self) -> None:
+        self._take_variables()
         found_mistakes, contradiction_texts = field_mistakes(self), list[str]()
         # A wrong type would be reported a second time, as a contradiction.
         if not any(field_mistake.path == "state_dict_type" for field_mistake in found_mistakes):
@@ -165,6 +227,23 @@ class FullyShardedDataParallelPlugin(Settings):
             self.reshard_after_forward = _SHARDING_STRATEGIES[plain_name(sharding_choice)]
         self.cpu_offload = _offloads_shards(self.cpu_offload)
         self.activation_checkpointing = bool(self.activation_checkpointing)
+
+    def _take_variables(self) -> None:
+        """Take what was not given from Accelerate's variables; a setting that was given wins."""
+        names = set(FSDP_VARIABLES)
+        if self.sharding_strategy is not None or self.reshard_after_forward is not None:
+            # Two words for one thing: the variable of the other would contradict it.
+            names -= {"sharding_strategy", "reshard_after_forward"}
+        if self.state_dict_config is not None or self.optim_state_dict_config is not None:
+            names.discard("state_dict_type")
+        version = self.fsdp_version or (env.read("FSDP_VERSION") or "").strip()
+        if str(version) == "2":
+            # `accelerate launch` sets it all the same, to a default.
+            names.discard("sharding_strategy")
+        for name in FSDP_VARIABLES:
+            text = (env.read(FSDP_VARIABLES[name]) or "").strip()
+            if name in names and text and text.lower() != "none" and getattr(self, name) is None:
+                setattr(self, name, _variable_value(name, text))
 
     @property
     def writes_shards(self) -> bool:

@@ -27,6 +27,7 @@ from nbaccel.config.exchange import Exchangeable
 from nbaccel.config.field_rules import FieldRule, explain_mistakes
 from nbaccel.config.fp8 import Fp8Config
 from nbaccel.config.mistakes import shown
+from nbaccel.config.plugin_settings import DynamoSettings, FsdpSettings, WorkerVariables
 from nbaccel.config.read_values import (
     plain_value,
     read_number,
@@ -348,6 +349,9 @@ class RunConfig(Exchangeable):
             do='Give for example {"backend": "te"}, or leave it out',
         ),
     ] = None
+    fsdp: FsdpSettings = None
+    dynamo: DynamoSettings = None
+    variables: WorkerVariables = None
 
     if not TYPE_CHECKING:  # a type checker must see the fields as keywords, not **settings
 
@@ -597,6 +601,16 @@ def _etcd_needs_an_endpoint(run_config: RunConfig) -> str:
     )
 
 
+def _fsdp_by_its_strategy(run_config: RunConfig) -> str:
+    sharding_names = [row.name for row in STRATEGIES if row.argument == "fsdp_plugin"]
+    if run_config.fsdp is None or run_config.strategy in sharding_names:
+        return ""
+    return (
+        f"fsdp cannot go with strategy={run_config.strategy!r}: its settings would have no effect. "
+        'Give strategy="fsdp", or leave fsdp out.'
+    )
+
+
 def _inline_is_one(run_config: RunConfig) -> str:
     if run_config.start_method != "inline" or run_config.num_processes in (None, 1):
         return ""
@@ -663,6 +677,7 @@ _CONTRADICTION_CHECKS: tuple[tuple[tuple[str, ...], Callable[[RunConfig], str]],
     (("master_addr", "rdzv_endpoint", "num_nodes"), _nodes_need_a_real_address),
     (("rdzv_endpoint", "rdzv_backend"), _endpoint_has_a_port),
     (("rdzv_endpoint", "rdzv_backend"), _etcd_needs_an_endpoint),
+    (("fsdp", "strategy"), _fsdp_by_its_strategy),
     (("start_method", "num_processes"), _inline_is_one),
     (("start_method", "num_nodes", "max_restarts"), _inline_is_alone),
 )

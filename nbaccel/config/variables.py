@@ -11,6 +11,7 @@ import json
 
 from nbaccel.capabilities import precision_row, strategy_row
 from nbaccel.config.engine import engine_config
+from nbaccel.config.plugin_settings import dynamo_variables, fsdp_variables
 from nbaccel.config.run_config import RunConfig
 
 __all__ = ["ACTIVATION_CHECKPOINTING", "STRATEGY_VARIABLE", "run_variables"]
@@ -53,4 +54,6 @@ def run_variables(run_config: RunConfig) -> dict[str, str]:
         config_json = json.dumps(engine_config(run_config))
         encoded_config = base64.urlsafe_b64encode(config_json.encode()).decode()
         launch_variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = encoded_config
-    return launch_variables
+    launch_variables |= fsdp_variables(run_config.fsdp) | dynamo_variables(run_config.dynamo)
+    # Last: who names a variable means that one.
+    return launch_variables | (run_config.variables or {})

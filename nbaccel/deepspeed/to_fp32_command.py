@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from nbaccel.units import count_noun, format_bytes, format_seconds
 
@@ -22,51 +23,55 @@ _COMMAND_DESCRIPTION = (
 )
 
 
-def add_to(command_parsers: argparse._SubParsersAction[Any]) -> None:
+def add_to(app: typer.Typer) -> None:
     """Add the subcommand.
 
     Args:
-        command_parsers: Where subcommands are kept.
+        app: The command ``nbaccel``.
     """
-    command_parser = command_parsers.add_parser(
+    app.command(
         "to-fp32",
-        help="fp32 weights out of a DeepSpeed checkpoint",
-        description=_COMMAND_DESCRIPTION,
-    )
-    command_parser.add_argument(
-        "checkpoint_dir", metavar="DIR", help="the checkpoint's folder, or that of one tag in it"
-    )
-    command_parser.add_argument(
-        "output_dir", metavar="OUT", help="folder for model.safetensors; made if it is not there"
-    )
-    command_parser.add_argument(
-        "--tag", help="which save (default: the one that the file `latest` names)"
-    )
-    command_parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="most bytes of a file (%(default)s)"
-    )
-    command_parser.add_argument(
-        "--exclude-frozen-parameters", action="store_true", help="leave out what was not trained"
-    )
-    command_parser.set_defaults(run=_run_command)
+        help=_COMMAND_DESCRIPTION,
+        short_help="fp32 weights out of a DeepSpeed checkpoint",
+    )(_convert)
 
 
-def _run_command(parsed_options: argparse.Namespace) -> int:
+def _convert(
+    checkpoint_dir: Annotated[
+        str,
+        typer.Argument(metavar="DIR", help="The checkpoint's folder, or that of one tag in it."),
+    ],
+    output_dir: Annotated[
+        str,
+        typer.Argument(
+            metavar="OUT", help="Folder for model.safetensors; made if it is not there."
+        ),
+    ],
+    tag: Annotated[
+        str | None,
+        typer.Option(help="Which save (default: the one that the file `latest` names)."),
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Most bytes of a file.")
+    ] = "5GB",
+    exclude_frozen_parameters: Annotated[
+        bool, typer.Option("--exclude-frozen-parameters", help="Leave out what was not trained.")
+    ] = False,
+) -> None:
     # Here, so that `nbaccel --help` does not import numpy and safetensors.
     from nbaccel.deepspeed.weights.converting import zero_to_fp32
 
     start_time = time.monotonic()
     written_files = zero_to_fp32(
-        parsed_options.checkpoint_dir,
-        parsed_options.output_dir,
-        tag=parsed_options.tag,
-        max_shard_size=parsed_options.max_shard_size,
-        exclude_frozen_parameters=parsed_options.exclude_frozen_parameters,
+        checkpoint_dir,
+        output_dir,
+        tag=tag,
+        max_shard_size=max_shard_size,
+        exclude_frozen_parameters=exclude_frozen_parameters,
         # In a log file the bar would be a line for each of its updates.
         progress=sys.stderr.isatty(),
     )
     sys.stdout.write(f"{_result_text(written_files, time.monotonic() - start_time)}\n")
-    return 0
 
 
 def _result_text(written_files: Written, elapsed_seconds: float) -> str:

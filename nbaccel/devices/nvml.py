@@ -20,7 +20,7 @@ from nbaccel.errors import MissingBackend
 from nbaccel.plan.inventory import Gpu
 from nbaccel.units import count_noun
 
-__all__ = ["Card", "Meter", "find_cards", "find_gpus", "visible_gpus"]
+__all__ = ["Card", "Meter", "driver_versions", "find_cards", "find_gpus", "visible_gpus"]
 
 _Answer = TypeVar("_Answer")
 _LEADING_NUMBER = re.compile(r"\s*([+-]?\d+)")
@@ -84,6 +84,27 @@ def find_cards() -> tuple[tuple[Card, ...], str]:
     finally:
         # NVML counts initialisations, so this one is closed even if a `Meter` is open.
         nvml.nvmlShutdown()
+
+
+def driver_versions() -> tuple[str, str]:
+    """Versions of the driver and of the newest CUDA that it serves, without a CUDA context.
+
+    Returns:
+        ``("550.54.15", "12.4")``; empty texts where there is no driver.
+    """
+    try:
+        nvml = require("pynvml", extra="", why="Asking for the driver's version")
+        nvml.nvmlInit()
+    except Exception:  # without the library or a driver there is nothing to read
+        return "", ""
+    try:
+        driver_version = _ask_driver(nvml, "", nvml.nvmlSystemGetDriverVersion)
+        # CUDA's number for 12.4 is 12040.
+        cuda_number = _ask_driver(nvml, 0, nvml.nvmlSystemGetCudaDriverVersion)
+    finally:
+        nvml.nvmlShutdown()
+    cuda_text = f"{cuda_number // 1000}.{cuda_number % 1000 // 10}" if cuda_number else ""
+    return str(driver_version), cuda_text
 
 
 class Meter:

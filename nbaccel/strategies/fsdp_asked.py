@@ -34,6 +34,6 @@ def fsdp_request(said: Said) -> Wanted | None:
         strategy=_FSDP_NAME,
         source=request_source,
         what='strategy="fsdp"' if request_source == "config" else "ACCELERATE_USE_FSDP",
-        reason="torch's fully_shard was asked for, with its defaults",
+        reason="torch's fully_shard was asked for",
         settings=FullyShardedDataParallelPlugin,
     )

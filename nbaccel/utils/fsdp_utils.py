@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from nbaccel import env
 from nbaccel._later import FSDP_INTERNALS, missing_name_of
+from nbaccel.bigmodel.shard_merging import read_shards_into, write_merged_file
 from nbaccel.errors import CheckpointDamaged, ConfigError
 from nbaccel.state import PartialState
 from nbaccel.train import checkpoint
@@ -82,10 +82,14 @@ def merge_fsdp_weights(
     state = PartialState()
     if state.is_main_process:
         folder = _shards_in(Path(checkpoint_dir))
-        checkpoint.save_model(
-            _whole(folder), output_path, max_shard_size="1000TB",
-            safe_serialization=safe_serialization,
-        )  # fmt: skip
+        stored_tensors = _stored_tensors(folder)
+        if safe_serialization:
+            write_merged_file(stored_tensors, folder, Path(output_path), key_prefix=_PREFIX)
+        else:
+            checkpoint.save_model(
+                _whole(stored_tensors, folder), output_path, max_shard_size="1000TB",
+                safe_serialization=False,
+            )  # fmt: skip
         if remove_checkpoint_dir:
             shutil.rmtree(folder)
     state.wait_for_everyone()
@@ -105,29 +109,34 @@ def _shards_in(folder: Path) -> Path:
     )
 
 
-def _whole(folder: Path) -> dict[str, torch.Tensor]:
+def _stored_tensors(folder: Path) -> dict[str, Any]:
+    """Metadata of a model's tensors, after a look at the files that hold them."""
     # Not at the top: these import torch's elastic launcher, and `nbaccel.utils` is often imported
     # for `set_seed` alone.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 
     from nbaccel.strategies.sharded_checkpoints import read_metadata, shard_problems
 
     metadata = read_metadata(folder)
     if problems := shard_problems(folder, metadata, 0, 1):
         raise CheckpointDamaged(*problems)
-    weights: dict[str, Any] = {
-        name: torch.empty(kept.size, dtype=kept.properties.dtype)
+    stored_tensors = {
+        name: kept
         for name, kept in metadata.state_dict_metadata.items()
         if isinstance(kept, TensorStorageMetadata) and name.startswith(_PREFIX)
     }
-    if not weights:
+    if not stored_tensors:
         raise ConfigError(
             f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has no weights of a model, but "
             f"{len(metadata.state_dict_metadata)} other entries. Give the model's folder."
         )
-    with warnings.catch_warnings():
-        # torch warns that a single process reads, which is the purpose here.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        read_shards(weights, checkpoint_id=folder, no_dist=True)
+    return stored_tensors
+
+
+def _whole(stored_tensors: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
+    weights: dict[str, Any] = {
+        name: torch.empty(kept.size, dtype=kept.properties.dtype)
+        for name, kept in stored_tensors.items()
+    }
+    read_shards_into(weights, folder)
     return {name.removeprefix(_PREFIX): value for name, value in weights.items()}

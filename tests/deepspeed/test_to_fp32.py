@@ -45,7 +45,7 @@ def checkpoint(tmp_path_factory):
 def test_help_answers_without_torch_and_names_the_command():
     code = (
         "import sys, nbaccel.cli\n"
-        "try:\n    nbaccel.cli.main(['--help'])\nexcept SystemExit as end:\n    print(end.code)\n"
+        "print(nbaccel.cli.main(['--help']))\n"
         "print({'torch', 'numpy', 'pydantic', 'huggingface_hub', 'deepspeed'} & set(sys.modules))"
     )
     done = run(code=code)
@@ -100,13 +100,13 @@ def test_an_interrupt_is_told_as_a_shell_tells_it(monkeypatch, capsys):
 
     monkeypatch.setattr(converting, "zero_to_fp32", interrupted)
     assert main(["to-fp32", "a", "b"]) == 130
-    assert capsys.readouterr().err == "nbaccel: interrupted; nothing has been changed\n"
+    assert capsys.readouterr().err == "nbaccel: interrupted\n"
 
 
 def test_no_command_is_told_with_the_usage():
     done = run()
     assert done.returncode == 2
-    assert "usage: nbaccel" in done.stderr
+    assert "Usage: nbaccel" in done.stdout + done.stderr
 
 
 def test_the_command_is_installed_under_its_name():

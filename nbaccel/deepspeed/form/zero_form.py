@@ -12,7 +12,6 @@ from nbaccel.capabilities import device_row, precision_row
 from nbaccel.config import RunConfig, nested_keys
 from nbaccel.config.engine import BATCH_SIZES, engine_config
 from nbaccel.deepspeed import library
-from nbaccel.deepspeed.advisor.advise import advise
 from nbaccel.deepspeed.advisor.ladder import LadderStep, ladder
 from nbaccel.deepspeed.combinations import combination_mistakes
 from nbaccel.deepspeed.form.auto_filling import filled_in
@@ -184,7 +183,7 @@ class DeepSpeedForm(SettingsForm):
         """See :meth:`SettingsForm.advised`."""
         if self.missing_library:
             return None
-        memory_advice = advise(
+        memory_advice = _load_advisor()(
             model,
             sample_batch,
             config=_base_settings(config) or None,
@@ -318,6 +317,13 @@ def _base_settings(run_config: RunConfig) -> dict[str, Any]:
     for section_name in ("offload_optimizer", "offload_param"):
         nested_keys.drop_at(config_settings, f"{ZERO}.{section_name}")
     return config_settings
+
+
+def _load_advisor() -> Any:
+    """The function `advise`: it imports torch, which an estimate from plain numbers spares."""
+    from nbaccel.deepspeed.advisor.advise import advise
+
+    return advise
 
 
 def _nvme_folder(run_config: RunConfig) -> str | None:

@@ -1,0 +1,263 @@
+"""``nbaccel config``: questions about a run, whose answers later launches take as defaults."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from nbaccel.config import LoadedConfig, RunConfig
+
+__all__ = ["add_to"]
+
+_FileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config-file",
+        metavar="FILE",
+        help="The file (default: $NBACCEL_CONFIG, or nbaccel/default_config.yaml in the user's "
+        "cache folder).",
+    ),
+]
+_OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="Replace a file that is there without asking.")
+]
+_PrecisionOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mixed-precision",
+        metavar="WORD",
+        help="no, fp16, bf16 or fp8 (default: no).",
+    ),
+]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the subcommand.
+
+    Args:
+        app: The command ``nbaccel``.
+    """
+    config_app = typer.Typer(
+        help="Ask how to train, and keep the answers in a file for later launches.",
+        short_help="questions whose answers later launches take as defaults",
+        invoke_without_command=True,
+    )
+    config_app.callback()(_ask)
+    config_app.command("default", help="Write the defaults of this machine; ask nothing.")(_default)
+    config_app.command(
+        "update", help="Read a file, also one of Accelerate, and write it as this version does."
+    )(_update)
+    config_app.command(
+        "import", help="Take over a file of Accelerate, of any version, and show what was mapped."
+    )(_import)
+    config_app.command("show", help="Show a file as it is read, and where it is.")(_show)
+    config_app.command("schema", help="Print the JSON schema of the file, for editors.")(_schema)
+    app.add_typer(config_app, name="config")
+
+
+def _ask(
+    context: typer.Context,
+    config_file: _FileOption = None,
+    is_default: Annotated[
+        bool, typer.Option("--default", help="Ask nothing: write the defaults of this machine.")
+    ] = False,
+    mixed_precision: _PrecisionOption = None,
+    overwrite: _OverwriteOption = False,
+) -> None:
+    if context.invoked_subcommand is not None:
+        return
+    if is_default:
+        _default(config_file, mixed_precision, overwrite)
+        return
+    from nbaccel.cli.config_questions import ask_config
+    from nbaccel.plan.inspecting import inspect_machine
+
+    console = _console()
+    path = _file_path(config_file)
+    _tell_existing(console, path)
+    config = ask_config(console, inspect_machine(), mixed_precision=mixed_precision)
+    _save(console, config, path, overwrite=overwrite)
+
+
+def _default(
+    config_file: _FileOption = None,
+    mixed_precision: _PrecisionOption = None,
+    overwrite: _OverwriteOption = False,
+) -> None:
+    from nbaccel.config import RunConfig
+    from nbaccel.plan.resolve import resolve
+
+    console = _console()
+    # Resolved first: a precision that this machine lacks is refused before anything is written.
+    plan = resolve(RunConfig(mixed_precision=mixed_precision or "no"))
+    config = RunConfig(
+        num_processes=plan.num_processes,
+        device=plan.device,
+        mixed_precision=plan.config.mixed_precision,
+    )
+    _save(console, config, _file_path(config_file), overwrite=overwrite)
+
+
+def _update(config_file: _FileOption = None, overwrite: _OverwriteOption = False) -> None:
+    from nbaccel.config import load_config_file
+
+    path = _existing_file(config_file)
+    loaded = load_config_file(path)
+    console = _console()
+    _show_mapped(console, loaded)
+    # Accelerate could not read the file any more, so that its owner is asked.
+    _save(console, loaded.config, path, overwrite=overwrite or not loaded.is_accelerate)
+
+
+def _import(
+    source: Annotated[
+        Path | None,
+        typer.Argument(metavar="SOURCE", help="Accelerate's file (default: where it keeps it)."),
+    ] = None,
+    config_file: _FileOption = None,
+    overwrite: _OverwriteOption = False,
+) -> None:
+    from nbaccel.config import load_config_file
+
+    console = _console()
+    loaded = load_config_file(source or _accelerate_path())
+    _show_mapped(console, loaded)
+    _save(console, loaded.config, _file_path(config_file), overwrite=overwrite)
+
+
+def _show(config_file: _FileOption = None) -> None:
+    from nbaccel.config import load_config_file
+
+    console = _console()
+    loaded = load_config_file(_existing_file(config_file))
+    _show_mapped(console, loaded)
+    console.print(f"[bold]{loaded.path}[/bold]", soft_wrap=True)
+    _show_yaml(console, loaded.config.to_yaml())
+
+
+def _schema() -> None:
+    from nbaccel.config.config_file import schema_text
+
+    print(schema_text(), end="")
+
+
+# -------------------------------------------------------------------------------- files
+def _file_path(config_file: Path | None) -> Path:
+    from nbaccel.config import default_config_path
+
+    return default_config_path() if config_file is None else config_file.expanduser()
+
+
+def _existing_file(config_file: Path | None) -> Path:
+    from nbaccel.errors import ConfigError
+
+    path = _file_path(config_file)
+    if not path.is_file():
+        raise ConfigError(
+            f"There is no configuration file {path}. Without one every launch takes the defaults. "
+            "Write one with nbaccel config, or give --config_file."
+        )
+    return path
+
+
+def _accelerate_path() -> Path:
+    """Where Accelerate keeps its file."""
+    from nbaccel import env
+    from nbaccel.errors import ConfigError
+
+    cache_folder = Path(env.read("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    path = Path(env.read("HF_HOME") or cache_folder).expanduser() / "accelerate/default_config.yaml"
+    if not path.is_file():
+        raise ConfigError(
+            f"Accelerate has no configuration file {path}. There is nothing to take over. Give "
+            "the path of one."
+        )
+    return path
+
+
+def _tell_existing(console: Console, path: Path) -> None:
+    if path.exists():
+        console.print(
+            f"[yellow]{path} is there already;[/yellow] it stays until you confirm at the end.",
+            soft_wrap=True,
+        )
+
+
+def _save(console: Console, config: RunConfig, path: Path, *, overwrite: bool) -> None:
+    from nbaccel.config.config_file import config_text, write_config_file
+
+    new_text = config_text(config)
+    old_text = path.read_text(encoding="utf-8") if path.is_file() else None
+    if old_text == new_text:
+        console.print(f"{path} says this already; nothing was changed.", soft_wrap=True)
+        return
+    is_asked = old_text is not None and not overwrite
+    if is_asked and not _is_confirmed(console, path, old_text or "", new_text):
+        console.print("Nothing was written.")
+        raise typer.Exit(1)
+    write_config_file(config, path)
+    _show_yaml(console, config.to_yaml())
+    console.print(f"[green]Written to {path}.[/green]", soft_wrap=True)
+
+
+def _is_confirmed(console: Console, path: Path, old_text: str, new_text: str) -> bool:
+    from rich.prompt import Confirm
+    from rich.syntax import Syntax
+
+    from nbaccel.errors import ConfigError
+
+    changes = difflib.unified_diff(
+        old_text.splitlines(), new_text.splitlines(), "as it is", "as it would be", lineterm=""
+    )
+    console.print(f"[yellow]{path} is there already. It would change:[/yellow]", soft_wrap=True)
+    console.print(Syntax("\n".join(changes), "diff", theme="ansi_dark", background_color="default"))
+    try:
+        return Confirm.ask("Replace it?", console=console, default=False)
+    except EOFError as error:
+        raise ConfigError(
+            f"{path} is there already, and there is nobody to ask. It was left as it is. Give "
+            "--overwrite, or another --config_file."
+        ) from error
+
+
+# ------------------------------------------------------------------------------ showing
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _show_yaml(console: Console, yaml_text: str) -> None:
+    from rich.syntax import Syntax
+
+    console.print(
+        Syntax(yaml_text.rstrip() or "{}", "yaml", theme="ansi_dark", background_color="default")
+    )
+
+
+def _show_mapped(console: Console, loaded: LoadedConfig) -> None:
+    from rich.table import Table
+
+    if not loaded.is_accelerate:
+        return
+    table = Table(title=f"{loaded.path}: what was mapped", title_justify="left")
+    table.add_column("Accelerate's key", overflow="fold")
+    table.add_column("value", overflow="fold")
+    table.add_column("what it became", overflow="fold")
+    for mapped_key in loaded.mapped_keys:
+        if mapped_key.outcome != "empty":
+            table.add_row(
+                mapped_key.key,
+                str(mapped_key.value),
+                mapped_key.outcome if mapped_key.is_used else f"[dim]- {mapped_key.outcome}[/dim]",
+            )
+    console.print(table)
+    num_empty = sum(mapped_key.outcome == "empty" for mapped_key in loaded.mapped_keys)
+    if num_empty:
+        console.print(f"[dim]Empty, and left out: {num_empty} more.[/dim]")

@@ -1,0 +1,83 @@
+"""``nbaccel estimate-memory MODEL``: what a model takes, loaded and trained."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+__all__ = ["add_to"]
+
+_COMMAND_DESCRIPTION = (
+    "Estimate the memory of a model on this disk: a folder with a transformers config.json (built "
+    "without weights), or a file or folder of safetensors (only headers are read). The second "
+    "table has training with Adam on each device under data parallelism, FP8 and ZeRO's stages; "
+    "activations depend on the batch and are not in it."
+)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the subcommand.
+
+    Args:
+        app: The command ``nbaccel``.
+    """
+    app.command(
+        "estimate-memory",
+        help=_COMMAND_DESCRIPTION,
+        short_help="what a model takes, loaded and trained",
+        # Accelerate takes several words after --dtypes.
+        context_settings={"allow_extra_args": True},
+    )(_estimate)
+
+
+def _estimate(
+    context: typer.Context,
+    model_path: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="Folder or file of a model."),
+    ],
+    dtypes: Annotated[
+        str,
+        typer.Option(
+            "--dtypes",
+            metavar="WORDS",
+            help="Formats of the first table: float32, float16, bfloat16, fp8, int8, int4.",
+        ),
+    ] = "float32,bfloat16,int8,int4",
+    num_gpus: Annotated[
+        int, typer.Option("--num-gpus", min=1, help="Devices of each machine.")
+    ] = 1,
+    num_nodes: Annotated[int, typer.Option("--num-nodes", min=1, help="Machines.")] = 1,
+    mixed_precision: Annotated[
+        str,
+        typer.Option("--mixed-precision", metavar="WORD", help="no, fp16 or bf16: of ZeRO's rows."),
+    ] = "bf16",
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code", help="Run the model's own code, where its folder has some."
+        ),
+    ] = False,
+    library_name: Annotated[
+        str,
+        typer.Option("--library-name", metavar="WORD", help="transformers; no other is known."),
+    ] = "transformers",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    # Here, so that `nbaccel --help` does not import torch.
+    from nbaccel.cli.memory_tables import estimate_model, json_text, print_tables
+
+    tables = estimate_model(
+        model_path,
+        dtypes=[*dtypes.replace(",", " ").split(), *context.args],
+        num_gpus=num_gpus,
+        num_nodes=num_nodes,
+        mixed_precision=mixed_precision,
+        trust_remote_code=trust_remote_code,
+        library_name=library_name,
+    )
+    if as_json:
+        print(json_text(tables))
+    else:
+        print_tables(tables)

@@ -1,0 +1,140 @@
+"""The configuration file of the command: where it is, read in nbaccel's form or Accelerate's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from nbaccel import atomic, env
+from nbaccel.config.accelerate_yaml import is_accelerate_file, read_accelerate_yaml
+from nbaccel.config.exchange import read_yaml, unreadable
+from nbaccel.config.file_reading import MappedKey
+from nbaccel.config.run_config import RunConfig
+from nbaccel.errors import ConfigError
+
+__all__ = [
+    "LoadedConfig",
+    "config_text",
+    "default_config_path",
+    "load_config_file",
+    "schema_path",
+    "schema_text",
+    "write_config_file",
+]
+
+CONFIG_VARIABLE = "NBACCEL_CONFIG"
+_SCHEMA_NAME = "run_config.schema.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedConfig:
+    """A configuration file that was read.
+
+    Attributes:
+        config: The settings.
+        path: The file; None where there is no default file, and the settings are the defaults.
+        is_accelerate: Whether it has Accelerate's form.
+        mapped_keys: What each of Accelerate's keys became; empty for a file of ours.
+    """
+
+    config: RunConfig
+    path: Path | None = None
+    is_accelerate: bool = False
+    mapped_keys: tuple[MappedKey, ...] = ()
+
+
+def default_config_path() -> Path:
+    """Where the command keeps its file: ``NBACCEL_CONFIG``, or in the user's cache folder."""
+    if named_path := env.read(CONFIG_VARIABLE):
+        return Path(named_path).expanduser()
+    cache_folder = env.read("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache_folder).expanduser() / "nbaccel" / "default_config.yaml"
+
+
+def load_config_file(path: str | Path | None = None) -> LoadedConfig:
+    """Read a configuration file, of nbaccel or of Accelerate.
+
+    Args:
+        path: The file; None for the default file, which need not be there.
+
+    Returns:
+        The settings, and what became of Accelerate's keys.
+
+    Raises:
+        ConfigError: It cannot be read, or settings in it are wrong; all mistakes.
+    """
+    file_path = Path(path).expanduser() if path is not None else default_config_path()
+    if path is None and not file_path.exists():
+        return LoadedConfig(config=RunConfig())
+    try:
+        file_text = file_path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"The configuration file {file_path} cannot be read: {error}. Nothing would be "
+            "launched as it says. Give the path of a file that is there, or write one with "
+            "nbaccel config."
+        ) from error
+    try:
+        file_settings = read_yaml(file_text)
+    except ValueError as error:
+        raise unreadable(f"The configuration file {file_path}", "YAML", error) from error
+    if isinstance(file_settings, dict) and is_accelerate_file(file_settings):
+        accelerate_file = read_accelerate_yaml(file_path)
+        return LoadedConfig(
+            config=accelerate_file.config,
+            path=file_path,
+            is_accelerate=True,
+            mapped_keys=accelerate_file.mapped_keys,
+        )
+    try:
+        return LoadedConfig(config=RunConfig.from_yaml(file_text), path=file_path)
+    except ConfigError as error:
+        raise ConfigError(*(f"{file_path}: {mistake}" for mistake in error.mistakes)) from error
+
+
+def schema_path() -> Path:
+    """Where the schema is, which editors complete and check files by."""
+    return default_config_path().parent / _SCHEMA_NAME
+
+
+def schema_text() -> str:
+    """The JSON schema of a configuration file."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.json_schema()}
+    return f"{json.dumps(schema, indent=2)}\n"
+
+
+def config_text(config: RunConfig) -> str:
+    """A configuration as a file has it, with the line that names its schema.
+
+    Args:
+        config: The settings; those with default values are left out.
+    """
+    settings_text = config.to_yaml()
+    schema_uri = schema_path().absolute().as_uri()
+    # An empty mapping would be written as `{}`, which reads like a mistake.
+    settings_text = "" if settings_text.strip() == "{}" else settings_text
+    return f"# yaml-language-server: $schema={schema_uri}\n{settings_text}"
+
+
+def write_config_file(config: RunConfig, path: Path) -> None:
+    """Write a configuration file, and the schema that it names; each appears whole or not at all.
+
+    Args:
+        config: The settings.
+        path: The file; its folder is made if it is not there.
+
+    Raises:
+        ConfigError: It cannot be written; what was there is still there.
+    """
+    schema_file = schema_path()
+    try:
+        for folder in (schema_file.parent, path.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        atomic.write_text(schema_file, schema_text())
+        atomic.write_text(path, config_text(config))
+    except OSError as error:
+        raise ConfigError(
+            f"The configuration cannot be written to {path}: {error}. Give a file in a folder "
+            "that you may write to, with --config_file."
+        ) from error

@@ -1,0 +1,213 @@
+"""Settings of a training loop's plugins in a ``RunConfig``, and the variables that carry them.
+
+A worker's training code reads them from Accelerate's variables (``FSDP_*``,
+``ACCELERATE_DYNAMO_*``), so that Accelerate, the `Trainer` of transformers and nbaccel's
+`Accelerator` all get them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, JsonValue
+
+from nbaccel.config.exchange import json_like
+from nbaccel.config.field_rules import FieldMistake, FieldRule
+from nbaccel.config.fsdp_settings import (
+    FSDP_VARIABLES,
+    FullyShardedDataParallelPlugin,
+    split_names,
+)
+from nbaccel.config.handlers import TorchDynamoPlugin
+from nbaccel.config.mistakes import closest, shown
+from nbaccel.errors import ConfigError
+
+__all__ = [
+    "DYNAMO_VARIABLES",
+    "DynamoSettings",
+    "FsdpSettings",
+    "WorkerVariables",
+    "dynamo_variables",
+    "fsdp_variables",
+]
+
+DYNAMO_VARIABLES: Mapping[str, str] = {
+    "backend": "ACCELERATE_DYNAMO_BACKEND",
+    "mode": "ACCELERATE_DYNAMO_MODE",
+    "fullgraph": "ACCELERATE_DYNAMO_USE_FULLGRAPH",
+    "dynamic": "ACCELERATE_DYNAMO_USE_DYNAMIC",
+    "use_regional_compilation": "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+}
+"""Settings of ``TorchDynamoPlugin`` and their variables."""
+_TRUTH_SETTINGS = (
+    *("reshard_after_forward", "cpu_offload", "activation_checkpointing"),
+    *("cpu_ram_efficient_loading", "fullgraph", "dynamic", "use_regional_compilation"),
+)
+_PLACE_VARIABLES = frozenset(
+    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"}
+    | {"MASTER_ADDR", "MASTER_PORT"}
+)
+
+
+def _read_fsdp(given_value: Any) -> Any:
+    if not isinstance(given_value, Mapping):
+        return given_value
+    read_settings = _checked_names(given_value, FSDP_VARIABLES)
+    if isinstance(class_names := read_settings.get("transformer_cls_names_to_wrap"), str):
+        read_settings["transformer_cls_names_to_wrap"] = split_names(class_names)
+    with warnings.catch_warnings():
+        # The plugin is built for its checks alone; the worker's says what it does otherwise.
+        warnings.simplefilter("ignore")
+        plugin = _built_from(FullyShardedDataParallelPlugin, read_settings)
+    if "min_num_params" in read_settings:
+        # It may have been text; others are kept as given, since the plugin translates FSDP1's.
+        read_settings["min_num_params"] = plugin.min_num_params
+    return read_settings
+
+
+def _read_dynamo(given_value: Any) -> Any:
+    if isinstance(given_value, str):
+        given_value = {"backend": given_value}
+    if not isinstance(given_value, Mapping):
+        return given_value
+    read_settings = _checked_names(given_value, DYNAMO_VARIABLES)
+    _built_from(TorchDynamoPlugin, read_settings)
+    return read_settings
+
+
+def _checked_names(
+    given_settings: Mapping[str, Any], known_names: Mapping[str, str]
+) -> dict[str, Any]:
+    """The settings as JSON holds them, without those that are None.
+
+    Raises:
+        ConfigError: Names that are no settings; values that are no truth values.
+    """
+    plain_settings: dict[str, Any] = json_like(given_settings)
+    unknown_names = [name for name in plain_settings if name not in known_names]
+    name_mistakes = [
+        FieldMistake(
+            f"{name} is no setting of it. It would be silently ignored."
+            f"{closest(name, known_names) or f' The settings are: {_listed(known_names)}.'}",
+            name,
+        )
+        for name in unknown_names
+    ]
+    name_mistakes += [
+        FieldMistake(f"{name}={shown(plain_settings[name])} must be true or false.", name)
+        for name in _TRUTH_SETTINGS
+        if not isinstance(plain_settings.get(name), (bool, type(None)))
+    ]
+    if name_mistakes:
+        raise ConfigError(*name_mistakes)
+    return {name: value for name, value in plain_settings.items() if value is not None}
+
+
+def _built_from(plugin_class: Callable[..., Any], read_settings: Mapping[str, Any]) -> Any:
+    try:
+        return plugin_class(**read_settings)
+    except ConfigError as error:
+        # Without their paths, since the messages name the class that was called.
+        raise ConfigError(*map(FieldMistake, error.mistakes)) from error
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+def _read_variables(given_value: Any) -> Any:
+    if not isinstance(given_value, Mapping):
+        return given_value
+    placed_names = sorted(_PLACE_VARIABLES & {str(name) for name in given_value})
+    if placed_names:
+        raise ConfigError(
+            FieldMistake(
+                f"{_listed(placed_names)} cannot be given: the launcher tells each worker its "
+                "place by it. Give num_processes, num_nodes, node_rank, master_addr or use_port."
+            )
+        )
+    return {
+        str(name): str(value) if isinstance(value, (bool, int, float)) else value
+        for name, value in given_value.items()
+    }
+
+
+def _listed(names: Sequence[str] | Mapping[str, str]) -> str:
+    return ", ".join(names)
+
+
+FsdpSettings = Annotated[
+    dict[str, JsonValue] | None,
+    Field(
+        description='Settings of FSDP, with strategy="fsdp": those of '
+        "FullyShardedDataParallelPlugin that can be text."
+    ),
+    FieldRule(
+        read=_read_fsdp,
+        must="a dictionary of settings of FullyShardedDataParallelPlugin, or None",
+        why="It decides how FSDP divides the model",
+        do='Give for example {"cpu_offload": true}, or leave it out',
+    ),
+]
+DynamoSettings = Annotated[
+    dict[str, JsonValue] | None,
+    Field(
+        description="Settings of torch.compile: a backend's name, or those of TorchDynamoPlugin."
+    ),
+    FieldRule(
+        read=_read_dynamo,
+        must="a backend of torch.compile, a dictionary of settings of TorchDynamoPlugin, or None",
+        why="It decides how prepared models are compiled",
+        do='Give for example {"backend": "inductor"}, or leave it out',
+    ),
+]
+WorkerVariables = Annotated[
+    dict[str, str] | None,
+    Field(description="Further environment variables of the workers."),
+    FieldRule(
+        read=_read_variables,
+        must="a dictionary of names and texts, or None",
+        why="Workers start with these environment variables",
+        do='Give for example {"NCCL_DEBUG": "INFO"}, or leave it out',
+    ),
+]
+
+
+def fsdp_variables(settings: Mapping[str, Any] | None) -> dict[str, str]:
+    """The variables of FSDP's settings.
+
+    Args:
+        settings: Those of a `RunConfig`.
+
+    Returns:
+        Names and values; nothing for settings that were not given.
+    """
+    return _variables_of(settings, FSDP_VARIABLES)
+
+
+def dynamo_variables(settings: Mapping[str, Any] | None) -> dict[str, str]:
+    """The variables of the settings of ``torch.compile``.
+
+    Args:
+        settings: Those of a `RunConfig`.
+
+    Returns:
+        Names and values; nothing for settings that were not given.
+    """
+    return _variables_of(settings, DYNAMO_VARIABLES)
+
+
+def _variables_of(
+    settings: Mapping[str, Any] | None, variable_names: Mapping[str, str]
+) -> dict[str, str]:
+    return {
+        variable_names[name]: _variable_text(value)
+        for name, value in (settings or {}).items()
+        if value is not None
+    }
+
+
+def _variable_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

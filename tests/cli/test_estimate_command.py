@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from nbaccel.cli import main
+from tests.needs import DEEPSPEED_ROW
+
+CONFIG = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+    "vocab_size": 100,
+    "n_positions": 16,
+}
+
+
+def estimate(capsys, *arguments):
+    assert main(["estimate-memory", *map(str, arguments), "--json"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """Two blocks and a head, 1000 numbers in all."""
+    tensors = {
+        "model.layers.0.a.weight": torch.zeros(10, 30),
+        "model.layers.0.b.weight": torch.zeros(100),
+        "model.layers.1.a.weight": torch.zeros(10, 30, dtype=torch.bfloat16),
+        "model.layers.1.b.weight": torch.zeros(100, dtype=torch.bfloat16),
+        "head.weight": torch.zeros(200),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_a_model_is_counted_from_its_headers_without_torch(stored):
+    code = (
+        "import sys\nfrom nbaccel.cli import main\n"
+        f"status = main(['estimate-memory', {str(stored)!r}, '--json'])\n"
+        "print(status, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.splitlines()[-1] == "0 False", done.stderr
+    told = json.loads(done.stdout.rpartition("\n0 ")[0])
+    assert (told["parameters"], told["largest_layer_parameters"]) == (1000, 400)
+    assert told["loaded"] == [
+        {"dtype": "float32", "largest_layer": 1600, "total": 4000, "training": 16000},
+        {"dtype": "bfloat16", "largest_layer": 800, "total": 2000, "training": 8000},
+        {"dtype": "int8", "largest_layer": 400, "total": 1000, "training": None},
+        {"dtype": "int4", "largest_layer": 200, "total": 500, "training": None},
+    ]
+
+
+def test_files_are_those_of_the_index(stored, capsys):
+    save_file({"old.weight": torch.zeros(5000)}, stored / "stale.safetensors")
+    index = {"weight_map": {"head.weight": "model.safetensors"}}
+    (stored / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert estimate(capsys, stored)["parameters"] == 1000
+    single = estimate(capsys, stored / "model.safetensors", "--dtypes", "int4", "fp8")
+    assert [row["dtype"] for row in single["loaded"]] == ["int4", "fp8"]
+
+
+@DEEPSPEED_ROW
+def test_zero_divides_what_the_devices_hold(stored, capsys):
+    from nbaccel.deepspeed.zero_memory import estimate_memory
+
+    told = estimate(capsys, stored, "--num-gpus", 4, "--num-nodes", 2)
+    rows = {row["strategy"]: row for row in told["trained"]}
+    assert set(rows) >= {f"ZeRO-{stage}, bf16" for stage in range(4)}
+    # The same rules as everywhere else, for the model's sizes.
+    zero = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+    same = estimate_memory((1000, 300), zero, num_processes=4, num_nodes=2)
+    assert rows["ZeRO-1, bf16"]["per_device"] == same.device.peak or same.device_free is None
+    assert rows["ZeRO-1, bf16, optimizer on cpu"]["per_host"] > 0
+    assert rows["ZeRO-1, bf16"]["per_host"] == 0
+
+
+def test_a_model_of_transformers_is_built_without_weights(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    told = estimate(capsys, tmp_path, "--num-gpus", 2)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**CONFIG))
+    num_parameters = sum(p.numel() for p in model.parameters())
+    assert told["parameters"] == num_parameters
+    assert "GPT2LMHeadModel" in told["read_from"]
+    rows = {row["strategy"]: row["per_device"] for row in told["trained"]}
+    # DDP's buckets are a second copy of the gradients.
+    assert rows["data parallel (no, fp16, bf16, fp8)"] == 5 * 4 * num_parameters
+    assert "data parallel, MS-AMP O2 (fp8)" in rows
+
+
+def test_accelerate_finds_the_same_sizes(tmp_path, capsys):
+    estimating = pytest.importorskip("accelerate.commands.estimate")
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    told = estimate(capsys, tmp_path, "--dtypes", "float32", "float16", "int8", "int4")
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**CONFIG))
+    total, (largest, _) = estimating.calculate_maximum_sizes(model)
+    ours = {row["dtype"]: row for row in told["loaded"]}
+    assert (ours["float32"]["total"], ours["float32"]["largest_layer"]) == (total, largest)
+    for dtype in ("float32", "float16"):
+        theirs = max(estimating.estimate_training_usage(total, dtype).values())
+        assert ours[dtype]["training"] == theirs
+
+
+def test_tables_are_shown(stored, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["estimate-memory", str(stored), "--num-gpus", "2"]) == 0
+    told = capsys.readouterr().out
+    assert "1,000 parameters (headers of safetensors)" in told
+    assert "Trained with Adam on 2 GPUs" in told
+    assert "Activations are not in it" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["gpt2"], "'gpt2' is no file or folder here. Nothing is downloaded"),
+        (["empty"], "has neither config.json nor safetensors"),
+        (["broken.safetensors"], "cannot be read as safetensors"),
+        (["own"], "cannot be built"),
+        (["x", "--dtypes", "int8", "float33"], "'float33' is no format here"),
+        (["x", "--mixed-precision", "fp8"], "FP8 has rows of its own"),
+        (["x", "--library-name", "timm"], "library_name='timm' is not supported"),
+    ],
+)
+def test_what_cannot_be_read_is_told(arguments, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 30)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/config.json").write_text('{"model_type": "of_nobody"}')
+    assert main(["estimate-memory", *arguments]) == 2
+    assert told in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_saver import save as write_shards
+
+from nbaccel.cli import main
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint as `save_state` lays it out, with shards of one model."""
+    weights = {"a": torch.rand(3, 4), "b": torch.arange(5), "c": torch.rand(2).bfloat16()}
+    folder = tmp_path / "state/pytorch_model_fsdp_0"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write_shards({"model": weights}, checkpoint_id=folder, no_dist=True)
+    return tmp_path / "state", weights
+
+
+def test_shards_become_one_file(saved, tmp_path, capsys):
+    state, weights = saved
+    assert main(["merge-weights", str(state), str(tmp_path / "out")]) == 0
+    merged = load_file(tmp_path / "out/model.safetensors")
+    assert {name: tensor.dtype for name, tensor in merged.items()} == {
+        name: tensor.dtype for name, tensor in weights.items()
+    }
+    assert all(torch.equal(merged[name], weights[name]) for name in weights)
+    assert "model.safetensors: " in capsys.readouterr().out
+    assert (state / "pytorch_model_fsdp_0").exists()
+
+
+def test_options_of_accelerate_are_followed(saved, tmp_path, capsys):
+    state, weights = saved
+    options = ["--unsafe_serialization", "--remove_checkpoint_dir"]
+    assert main(["merge-weights", str(state), str(tmp_path / "out"), *options]) == 0
+    merged = torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True)
+    assert all(torch.equal(merged[name], weights[name]) for name in weights)
+    assert not (state / "pytorch_model_fsdp_0").exists()
+    assert "deleted" in capsys.readouterr().out
+
+
+def test_damaged_shards_leave_nothing_and_stay(saved, tmp_path, capsys):
+    state, _ = saved
+    shard = next((state / "pytorch_model_fsdp_0").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    out = tmp_path / "out"
+    assert main(["merge-weights", str(state), str(out), "--remove-checkpoint-dir"]) == 2
+    assert not out.exists()
+    assert shard.exists()
+    assert shard.name in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_folder_without_shards_is_told(tmp_path, capsys):
+    assert main(["merge-weights", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "has no shards of one model" in " ".join(capsys.readouterr().err.split())
+
+
+def test_accelerate_merges_the_same(saved, tmp_path):
+    merging = pytest.importorskip("accelerate.utils").merge_fsdp_weights
+    state, _ = saved
+    assert main(["merge-weights", str(state), str(tmp_path / "ours")]) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        merging(str(state / "pytorch_model_fsdp_0"), str(tmp_path / "theirs"))
+    theirs = load_file(tmp_path / "theirs/model.safetensors")
+    ours = load_file(tmp_path / "ours/model.safetensors")
+    assert {name: ours[name].tolist() for name in ours} == {
+        name: theirs[name].tolist() for name in theirs
+    }
+
+
+def test_memory_holds_a_tensor_at_a_time(tmp_path):
+    """The whole has 256 MiB; what the process may take of its own is far less."""
+    code = (
+        "import resource, sys, warnings, torch\n"
+        "from nbaccel.cli import main\n"
+        "import nbaccel.utils.fsdp_utils, torch.distributed.checkpoint.state_dict_loader\n"
+        "taken = dict(line.split(':') for line in open('/proc/self/status'))['VmData']\n"
+        "limit = int(taken.split()[0]) * 1024 + 150 * 2**20\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    weights = {f"layer{number}": torch.full((2**22,), float(number)) for number in range(16)}
+    folder = tmp_path / "pytorch_model_fsdp_0"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write_shards({"model": weights}, checkpoint_id=folder, no_dist=True)
+    arguments = ["merge-weights", str(folder), str(tmp_path / "out")]
+    limited = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        check=False,
+        env=limited,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    merged = load_file(tmp_path / "out/model.safetensors")
+    assert {name: tensor[[0, -1]].tolist() for name, tensor in merged.items()} == {
+        f"layer{number}": [float(number)] * 2 for number in range(16)
+    }
+    # Without a file's pages it would not have fitted.
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            code,
+            *arguments[:2],
+            str(tmp_path / "b2"),
+            "--unsafe-serialization",
+        ],
+        check=False,
+        env=limited,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode != 0
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a disk of one MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("only root can mount a small disk")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_without_room_keeps_what_is_there(tmp_path, small_disk, capsys):
+    (small_disk / "model.safetensors").write_bytes(b"old")
+    shards = tmp_path / "pytorch_model_fsdp_0"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write_shards({"model": {"a": torch.zeros(2**19)}}, checkpoint_id=shards, no_dist=True)
+    assert main(["merge-weights", str(shards), str(small_disk)]) == 2
+    assert "2.0 MiB of weights are to be written" in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in small_disk.iterdir()] == ["model.safetensors"]
+    assert main(["merge-weights", str(shards), str(small_disk / "model.safetensors")]) == 2
+    assert "is a file" in " ".join(capsys.readouterr().err.split())
+    assert (small_disk / "model.safetensors").read_bytes() == b"old"
+
+
+def test_a_limit_of_the_system_leaves_nothing(tmp_path):
+    """The disk has room, and the write fails all the same: as with a quota."""
+    shards = tmp_path / "pytorch_model_fsdp_0"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write_shards({"model": {"a": torch.zeros(2**19)}}, checkpoint_id=shards, no_dist=True)
+    code = (
+        "import resource, signal, sys\nfrom nbaccel.cli import main\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    arguments = ["merge-weights", str(shards), str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert "What was there before is as it was" in " ".join(done.stderr.split())
+    assert not (tmp_path / "out").exists()
