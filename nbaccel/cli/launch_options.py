@@ -1,0 +1,108 @@
+"""The options of ``nbaccel launch``: settings of `RunConfig`, its own, and those of its peers.
+
+One source each: a setting's option is made from its field, as the options of `%%accelerate` are; a
+peer's from its row in `peer_options`. All become one signature, from which typer makes the parser.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Any
+
+import typer
+
+from nbaccel.cli.peer_options import PEER_OPTIONS, PeerOption
+from nbaccel.notebook.options import MagicOption, setting_options
+
+__all__ = ["OWN_PANEL", "launch_signature", "setting_flags"]
+
+OWN_PANEL = "What to run, and what is shown"
+_SETTINGS_PANEL = "Settings of the run"
+# A setting whose option means something else here than in a magic's line.
+_OTHER_MEANINGS = {
+    "num_processes": "Workers on all machines together, as after accelerate launch; "
+    "--nproc-per-node counts those of one machine. Left out, the plan chooses.",
+}
+
+
+def launch_signature(own_function: Callable[..., Any]) -> inspect.Signature:
+    """The signature of the command: its own parameters, then one for each further option.
+
+    Args:
+        own_function: The command's function. Its last parameter takes all further options.
+    """
+    own_parameters = list(inspect.signature(own_function, eval_str=True).parameters.values())[:-1]
+    taken_flags = _own_flags(own_parameters)
+    further_parameters = [_setting_parameter(option) for option in setting_options()]
+    taken_flags |= set(setting_flags())
+    further_parameters += [
+        _peer_parameter(option, taken_flags)
+        for option in PEER_OPTIONS
+        if option.flag not in taken_flags
+    ]
+    # Keyword-only, so that the parser's order of arguments is that of the function alone.
+    return inspect.Signature([*own_parameters, *further_parameters])
+
+
+@cache
+def setting_flags() -> dict[str, str]:
+    """Every flag of a setting, and the setting's name."""
+    return {
+        flag: option.name
+        for option in setting_options()
+        for flag in (*option.flags, option.negative)
+        if flag
+    }
+
+
+def _own_flags(own_parameters: list[inspect.Parameter]) -> set[str]:
+    return {
+        flag
+        for parameter in own_parameters
+        for option_info in getattr(parameter.annotation, "__metadata__", ())
+        for flag in getattr(option_info, "param_decls", None) or ()
+    }
+
+
+def _setting_parameter(option: MagicOption) -> inspect.Parameter:
+    is_switch = bool(option.negative)
+    flags = list(option.flags)
+    if is_switch:
+        flags[-1] = f"{flags[-1]}/{option.negative}"
+    return _keyword(
+        option.name,
+        bool if is_switch else str,
+        typer.Option(
+            *flags,
+            metavar=None if is_switch else option.value,
+            help=_OTHER_MEANINGS.get(option.name, option.meaning),
+            rich_help_panel=_SETTINGS_PANEL,
+            show_default=False,
+        ),
+    )
+
+
+def _peer_parameter(option: PeerOption, taken_flags: set[str]) -> inspect.Parameter:
+    return _keyword(
+        option.name,
+        bool if option.is_switch else list[str] if option.name == "env" else str,
+        typer.Option(
+            *(flag for flag in option.flags if flag not in taken_flags),
+            metavar=None if option.is_switch else "VALUE",
+            help=option.meaning,
+            # A hundred and fifty of them would hide the settings; they have a list of their own.
+            hidden=True,
+            show_default=False,
+        ),
+    )
+
+
+def _keyword(name: str, kind: Any, option_info: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, option_info],
+    )
