@@ -24,6 +24,8 @@ __all__ = ["LaunchRequest", "read_launch_request"]
 _DEFAULT_SOURCE = "default"
 _PEERS_BY_NAME = MappingProxyType({option.name: option for option in PEER_OPTIONS})
 _SETTINGS_BY_NAME = MappingProxyType({option.name: option for option in setting_options()})
+# Both mean a process that has nothing of this one, which workers of the template are.
+_TORCHRUN_START_METHODS = MappingProxyType({"spawn": "template", "forkserver": "template"})
 # Accelerate's own default, where --use_deepspeed says no stage.
 _DEFAULT_ZERO_STAGE = 2
 
@@ -123,6 +125,8 @@ class _OptionReader:
             return None
         if setting_name == "rdzv_conf" and not option_value.lstrip().startswith("{"):
             return _read_pairs(option_value)
+        if setting_name == "start_method":
+            return _TORCHRUN_START_METHODS.get(option_value, option_value)
         return _json_or_text(option_value) if option.is_json else option_value
 
     def _take_setting(self, option: PeerOption, value: Any) -> None:

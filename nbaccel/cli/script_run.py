@@ -75,8 +75,6 @@ def _run(
             launch_configured(run_script, (script,), request.config, tells_warnings=not is_quiet)
     except WorkerFailed as error:
         return _status_of_failure(error, shows_tracebacks)
-    finally:
-        template_prestart.stop()
     return 0
 
 

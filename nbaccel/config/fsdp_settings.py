@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from nbaccel import env
 from nbaccel.config.field_rules import (
     FieldCheck,
     FieldRule,
@@ -34,6 +35,27 @@ _OWN_WAY = {
     "forward_prefetch": "it prefetches by itself",
 }
 _ALWAYS_DONE = ("use_orig_params", "sync_module_states", "limit_all_gathers")
+# Accelerate's variables, without their prefix.
+_VARIABLES = {
+    "fsdp_version": "VERSION",
+    "sharding_strategy": "SHARDING_STRATEGY",
+    "reshard_after_forward": "RESHARD_AFTER_FORWARD",
+    "backward_prefetch": "BACKWARD_PREFETCH",
+    "auto_wrap_policy": "AUTO_WRAP_POLICY",
+    "cpu_offload": "OFFLOAD_PARAMS",
+    "state_dict_type": "STATE_DICT_TYPE",
+    "use_orig_params": "USE_ORIG_PARAMS",
+    "sync_module_states": "SYNC_MODULE_STATES",
+    "forward_prefetch": "FORWARD_PREFETCH",
+    "activation_checkpointing": "ACTIVATION_CHECKPOINTING",
+    "activation_checkpointing_offload": "ACTIVATION_CHECKPOINTING_OFFLOAD",
+    "cpu_ram_efficient_loading": "CPU_RAM_EFFICIENT_LOADING",
+    "transformer_cls_names_to_wrap": "TRANSFORMER_CLS_TO_WRAP",
+    "min_num_params": "MIN_NUM_PARAMS",
+}
+# FSDP1's strategies by the numbers that its enumeration has.
+_STRATEGY_NUMBERS = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD"}
+_WORDS = {"true": True, "false": False, "1": True, "0": False}
 # Torch's classes by name, since nothing here imports torch.
 _OFFLOAD_POLICIES = {"CPUOffloadPolicy": True, "OffloadPolicy": False}
 
@@ -51,6 +73,19 @@ def _wrap_policy(given_value: Any) -> Any:
 
 def _state_dict_type(given_value: Any) -> Any:
     return None if given_value is None else plain_name(given_value)
+
+
+def _read_variable(setting_name: str, variable_text: str) -> Any:
+    if setting_name == "sharding_strategy":
+        return _STRATEGY_NUMBERS.get(variable_text, variable_text)
+    if setting_name == "transformer_cls_names_to_wrap":
+        return [class_name.strip() for class_name in variable_text.split(",")]
+    if setting_name in ("fsdp_version", "min_num_params"):
+        return int(variable_text) if variable_text.isdecimal() else variable_text
+    if setting_name == "auto_wrap_policy":
+        return variable_text.lower()
+    # FSDP1's strategies are understood in the place of a truth value, too.
+    return _WORDS.get(variable_text.lower(), variable_text)
 
 
 _VERSION_FIELD = Annotated[
@@ -146,6 +181,7 @@ class FullyShardedDataParallelPlugin(Settings):
     min_num_params: int | None = field(default=None, metadata=checked_as(OptionalCount))
 
     def __post_init__(self) -> None:
+        self._take_variables()
         found_mistakes, contradiction_texts = field_mistakes(self), list[str]()
         # A wrong type would be reported a second time, as a contradiction.
         if not any(field_mistake.path == "state_dict_type" for field_mistake in found_mistakes):
@@ -165,6 +201,13 @@ class FullyShardedDataParallelPlugin(Settings):
             self.reshard_after_forward = _SHARDING_STRATEGIES[plain_name(sharding_choice)]
         self.cpu_offload = _offloads_shards(self.cpu_offload)
         self.activation_checkpointing = bool(self.activation_checkpointing)
+
+    def _take_variables(self) -> None:
+        """Take what was not given from Accelerate's variables, which `nbaccel launch` sets."""
+        for setting_name, variable_name in _VARIABLES.items():
+            variable_text = (env.read(f"FSDP_{variable_name}") or "").strip()
+            if variable_text and getattr(self, setting_name) is None:
+                setattr(self, setting_name, _read_variable(setting_name, variable_text))
 
     @property
     def writes_shards(self) -> bool:

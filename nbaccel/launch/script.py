@@ -10,10 +10,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import runpy
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -62,6 +64,14 @@ def run_script(script: Script) -> None:
     Raises:
         SystemExit: It ended with a status of its own.
     """
+    threads_before = set(threading.enumerate())
+    try:
+        _run_in_main(script)
+    finally:
+        _end_as_interpreter(threads_before)
+
+
+def _run_in_main(script: Script) -> None:
     if script.kind == "program":
         completed = subprocess.run([script.target, *script.arguments], check=False)
         # As a shell says that a signal ended it.
@@ -71,7 +81,20 @@ def run_script(script: Script) -> None:
         if script.kind == "module":
             runpy.run_module(script.target, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(script.target, run_name="__main__")
+            # Absolute, as `__file__` of Python's own scripts: they may change the folder.
+            runpy.run_path(str(Path(script.target).absolute()), run_name="__main__")
+
+
+def _end_as_interpreter(threads_before: set[threading.Thread]) -> None:
+    """Do what Python does at the end of a script, before the worker leaves by ``os._exit``.
+
+    Scripts count on it: trackers finish their runs, and temporary folders are removed. So are named
+    semaphores of `multiprocessing`, which would stay in /dev/shm.
+    """
+    for thread in set(threading.enumerate()) - threads_before:
+        if not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()  # noqa: SLF001  # there is no public name for it
 
 
 def run_script_here(script: Script) -> ScriptEnd:
@@ -84,7 +107,7 @@ def run_script_here(script: Script) -> ScriptEnd:
         How it ended.
     """
     try:
-        run_script(script)
+        _run_in_main(script)
     except SystemExit as raised_exit:
         return ScriptEnd(exit_status=exit_status_of(raised_exit.code))
     except Exception as raised_error:  # the user's code may raise anything
