@@ -20,7 +20,10 @@ _MISTAKE = 2  # as typer exits where an option is wrong
 _INTERRUPTED = 130  # the shell's status for SIGINT
 _WIDTH = 100
 
-_COMMANDS: tuple[str, ...] = ("nbaccel.cli.launch_command:add_to",)
+_COMMANDS: tuple[str, ...] = (
+    "nbaccel.cli.launch_command:add_to",
+    "nbaccel.cli.test_command:add_to",
+)
 """Functions that add a subcommand to the app, as `module:function`, in the order of `--help`.
 
 Their modules import nothing heavy: `nbaccel --help` answers without torch and pydantic.

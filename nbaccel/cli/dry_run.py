@@ -6,18 +6,17 @@ import json
 import sys
 from typing import Any
 
-from rich.console import Console as TerminalConsole
 from rich.table import Table
 
 from nbaccel import env
 from nbaccel.cli.launch_request import LaunchRequest
 from nbaccel.cli.peer_options import PEER_OPTIONS
+from nbaccel.cli.tables import plain_table, terminal_console
 from nbaccel.config import RunConfig
 from nbaccel.plan import resolve
 
 __all__ = ["show_dry_run", "show_peer_options"]
 
-_WIDTH_CHARS = 100
 _VALUE_CHARS = 60
 
 
@@ -30,7 +29,7 @@ def show_dry_run(request: LaunchRequest) -> None:
     Raises:
         ConfigError: This machine cannot serve it.
     """
-    console = _console()
+    console = terminal_console()
     console.print(_settings_table(request))
     if request.variables:
         console.print(_variables_table(request))
@@ -43,9 +42,9 @@ def show_dry_run(request: LaunchRequest) -> None:
 
 def show_peer_options() -> None:
     """Print each option of other commands, and what it does here."""
-    console = _console()
+    console = terminal_console()
     for peer in dict.fromkeys(option.peer for option in PEER_OPTIONS):
-        table = _plain_table(f"Options of {peer}", "option", "here")
+        table = plain_table(f"Options of {peer}", "option", "here")
         for option in PEER_OPTIONS:
             if option.peer == peer:
                 table.add_row(", ".join(option.flags), option.meaning)
@@ -53,21 +52,8 @@ def show_peer_options() -> None:
         console.print()
 
 
-def _console() -> TerminalConsole:
-    # A pipe has no width; a file is read by people, too.
-    width = None if sys.stdout.isatty() else _WIDTH_CHARS
-    return TerminalConsole(width=width, highlight=False)
-
-
-def _plain_table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_edge=False)
-    for column in columns:
-        table.add_column(column, header_style="bold", overflow="fold")
-    return table
-
-
 def _settings_table(request: LaunchRequest) -> Table:
-    table = _plain_table("Settings", "setting", "value", "from")
+    table = plain_table("Settings", "setting", "value", "from")
     for setting_name in RunConfig.model_fields:
         source = request.source_of(setting_name)
         table.add_row(
@@ -80,7 +66,7 @@ def _settings_table(request: LaunchRequest) -> Table:
 
 
 def _variables_table(request: LaunchRequest) -> Table:
-    table = _plain_table("Environment of workers", "variable", "value", "from")
+    table = plain_table("Environment of workers", "variable", "value", "from")
     for variable_name, value in request.variables.items():
         table.add_row(variable_name, value, request.variable_sources[variable_name])
     return table

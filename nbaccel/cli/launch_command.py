@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nbaccel.cli.launch_options import OWN_PANEL, launch_signature
+from nbaccel.cli.launch_options import OWN_PANEL, add_command
 from nbaccel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,24 +42,9 @@ def add_to(app: typer.Typer) -> None:
         app: The command ``nbaccel``.
     """
 
-    def launch(**given_options: Any) -> None:
-        _launch(**given_options)
-
-    signature = launch_signature(_launch)
-    # Made from the settings' fields: typer reads the signature of a function, and only that.
-    launch.__signature__ = signature  # type: ignore[attr-defined]
-    launch.__annotations__ = {
-        name: parameter.annotation for name, parameter in signature.parameters.items()
-    }
-    app.command(
-        "launch",
-        help=_DESCRIPTION,
-        short_help="a script on all devices",
-        context_settings={
-            "allow_interspersed_args": False,
-            "token_normalize_func": lambda word: word.replace("_", "-"),
-        },
-    )(launch)
+    add_command(
+        app, "launch", _launch, description=_DESCRIPTION, short_help="a script on all devices"
+    )
 
 
 def _launch(

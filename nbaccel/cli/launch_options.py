@@ -16,7 +16,7 @@ import typer
 from nbaccel.cli.peer_options import PEER_OPTIONS, PeerOption
 from nbaccel.notebook.options import MagicOption, setting_options
 
-__all__ = ["OWN_PANEL", "launch_signature", "setting_flags"]
+__all__ = ["OWN_PANEL", "add_command", "setting_flags"]
 
 OWN_PANEL = "What to run, and what is shown"
 _SETTINGS_PANEL = "Settings of the run"
@@ -25,6 +25,46 @@ _OTHER_MEANINGS = {
     "num_processes": "Workers on all machines together, as after accelerate launch; "
     "--nproc-per-node counts those of one machine. Left out, the plan chooses.",
 }
+
+
+def add_command(
+    app: typer.Typer,
+    name: str,
+    own_function: Callable[..., None],
+    *,
+    description: str,
+    short_help: str,
+) -> None:
+    """Add a subcommand that takes the options of a launch beside its own.
+
+    Args:
+        app: The command ``nbaccel``.
+        name: The subcommand's.
+        own_function: What it does. Its last parameter takes the options of the launch, as keywords.
+        description: What it is for.
+        short_help: The same in a few words.
+    """
+
+    def with_all_options(**given_options: Any) -> None:
+        own_function(**given_options)
+
+    signature = launch_signature(own_function)
+    # Made from the settings' fields: typer reads the signature of a function, and only that.
+    with_all_options.__signature__ = signature  # type: ignore[attr-defined]
+    with_all_options.__annotations__ = {
+        parameter_name: parameter.annotation
+        for parameter_name, parameter in signature.parameters.items()
+    }
+    app.command(
+        name,
+        help=description,
+        short_help=short_help,
+        context_settings={
+            # What comes after the script is the script's.
+            "allow_interspersed_args": False,
+            "token_normalize_func": lambda word: word.replace("_", "-"),
+        },
+    )(with_all_options)
 
 
 def launch_signature(own_function: Callable[..., Any]) -> inspect.Signature:

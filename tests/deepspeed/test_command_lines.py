@@ -84,12 +84,12 @@ def test_the_line_of_the_quick_tour(flags: str, folder: Path, capfd) -> None:
         (
             f"--num_gpus=2 {TRANSLATION} --deepspeed tests/deepspeed/ds_config_zero3.json "
             f"{TRANSLATION_ARGUMENTS}",
-            ["[0-1] stage 3 of 2", "rank 1 of 2, 24 arguments"],
+            ["[0-1] stage 3 of 2", "rank 1 of 2, 21 arguments"],
         ),
         (
             f"--num_gpus=1 {TRANSLATION} --deepspeed tests/deepspeed/ds_config_zero2.json "
             f"{TRANSLATION_ARGUMENTS}",
-            ["stage 2 of 1", "rank 0 of 1, 24 arguments"],
+            ["stage 2 of 1", "rank 0 of 1, 21 arguments"],
         ),
         (f"{TRANSLATION} ...", ["rank 0 of 1, 1 arguments"]),
         (
