@@ -23,6 +23,7 @@ _WIDTH = 100
 _COMMANDS: tuple[str, ...] = (
     "nbaccel.cli.launch_command:add_to",
     "nbaccel.cli.test_command:add_to",
+    "nbaccel.cli.export_command:add_to",
 )
 """Functions that add a subcommand to the app, as `module:function`, in the order of `--help`.
 

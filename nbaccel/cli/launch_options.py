@@ -34,6 +34,7 @@ def add_command(
     *,
     description: str,
     short_help: str,
+    takes_script: bool = True,
 ) -> None:
     """Add a subcommand that takes the options of a launch beside its own.
 
@@ -43,6 +44,7 @@ def add_command(
         own_function: What it does. Its last parameter takes the options of the launch, as keywords.
         description: What it is for.
         short_help: The same in a few words.
+        takes_script: Whether all words after the first argument are left to a script.
     """
 
     def with_all_options(**given_options: Any) -> None:
@@ -60,8 +62,7 @@ def add_command(
         help=description,
         short_help=short_help,
         context_settings={
-            # What comes after the script is the script's.
-            "allow_interspersed_args": False,
+            "allow_interspersed_args": not takes_script,
             "token_normalize_func": lambda word: word.replace("_", "-"),
         },
     )(with_all_options)
