@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_to"]
 
-_TARGETS = ("nbaccel", "torchrun", "accelerate", "deepspeed", "slurm", "ray", "kubernetes")
+_CLUSTERS = ("slurm", "ray", "kubernetes")
+_TARGETS = ("nbaccel", "torchrun", "accelerate", "deepspeed", *_CLUSTERS)
 _IMAGE = "pytorch/pytorch:latest"
 _DESCRIPTION = """\
 Write a script out of a notebook, and the command line or job that runs it.
@@ -120,10 +121,19 @@ def _export(
     script_path = Path(output or f"{_module_name(notebook_path.stem)}.py")
     made_script = make_script(read_notebook(notebook_path), notebook_path.name, function)
     _check_script(made_script.text)
+    if to in _CLUSTERS:
+        # The job finds its first node itself.
+        further_options["master_addr"] = "first-node"
     config = _settings(made_script, config_file, further_options)
     exported_files, command = _files(to, config, script_path, made_script.text, image)
     _write_files(script_path.parent, exported_files, overwrite=overwrite)
     _tell_result(script_path.parent, exported_files, made_script, command)
+    if made_script.launch is not None and made_script.launch.unread and config_file is None:
+        print(
+            f"nbaccel: {', '.join(made_script.launch.unread)} of the launch cannot be read without "
+            "running the notebook: give flags as after nbaccel launch, or --config-file.",
+            file=sys.stderr,
+        )
 
 
 def _module_name(stem: str) -> str:
@@ -214,12 +224,6 @@ def _tell_result(
     if made_script.num_magics:
         print(
             f"nbaccel: {made_script.num_magics} lines of magics and commands are comments now.",
-            file=sys.stderr,
-        )
-    if made_script.launch is not None and made_script.launch.unread:
-        print(
-            f"nbaccel: {', '.join(made_script.launch.unread)} of the launch cannot be read without "
-            "running the notebook: give flags as after nbaccel launch, or --config-file.",
             file=sys.stderr,
         )
     print(f"Run it:\n\n    {command}\n")

@@ -82,7 +82,9 @@ def _nbaccel_words(config: RunConfig, place: _Place | None) -> list[str]:
     return ["nbaccel launch", *count_words, *_node_words(config, place), *flags]
 
 
-def _node_words(config: RunConfig, place: _Place | None, nodes_flag: str = "--num-nodes") -> list[str]:
+def _node_words(
+    config: RunConfig, place: _Place | None, nodes_flag: str = "--num-nodes"
+) -> list[str]:
     if config.num_nodes == 1:
         return [] if config.use_port is None else [f"--master-port {config.use_port}"]
     place = place or _Place(
@@ -122,7 +124,13 @@ def _accelerate_words(config: RunConfig, place: _Place | None) -> list[str]:
     # by a variable.
     several = ["--multi_gpu"] if num_processes > 1 and not config.uses_deepspeed else []
     deepspeed = ["--use_deepspeed"] if config.uses_deepspeed else []
-    return ["accelerate launch", *several, *deepspeed, f"--num_processes {num_processes}", *node_words]
+    return [
+        "accelerate launch",
+        *several,
+        *deepspeed,
+        f"--num_processes {num_processes}",
+        *node_words,
+    ]
 
 
 def _deepspeed_words(config: RunConfig, place: _Place | None) -> list[str]:
@@ -232,7 +240,7 @@ def _ray_job(config: RunConfig, stem: str, script_text: str, image: str) -> Expo
         "ray job submit \\",
         '  --address "${RAY_ADDRESS:-http://127.0.0.1:8265}" \\',
         "  --working-dir . \\",
-        "  --runtime-env-json '{\"pip\": [\"nbaccel[ray]\"]}' \\",
+        '  --runtime-env-json \'{"pip": ["nbaccel[ray]"]}\' \\',
         *resources,
         f"  -- {command}",
         "",

@@ -1,8 +1,8 @@
 """``nbaccel launch script.py``: a script in every worker, with all that a notebook's launch has.
 
-    words ─► launch_options ─► launch_request ─► RunConfig ─► resolve ─► Plan
-                                                                 │
-                     exit status ◄─ script_run ◄── run_script ◄──┘   (or --dry-run: a table)
+words ─► launch_options ─► launch_request ─► RunConfig ─► resolve ─► Plan
+                                                             │
+                 exit status ◄─ script_run ◄── run_script ◄──┘   (or --dry-run: a table)
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ def add_to(app: typer.Typer) -> None:
     Args:
         app: The command ``nbaccel``.
     """
-
     add_command(
         app, "launch", _launch, description=_DESCRIPTION, short_help="a script on all devices"
     )

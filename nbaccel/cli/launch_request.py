@@ -1,5 +1,6 @@
-"""What a command line and a configuration file ask for: one `RunConfig`, and where each value is
-from. Every mistake is found before anything is started.
+"""What a command line and a file ask for: one `RunConfig`, and where each value is from.
+
+Every mistake is found before anything is started.
 
     defaults ◄── file (--config-file) ◄── flags, in the spelling of any of the four commands
 """
@@ -334,4 +335,3 @@ def _read_pairs(text: str) -> Any:
     if not all(equals_sign for _, equals_sign, _ in pairs):
         return text
     return {name.strip(): _json_or_text(value.strip()) for name, _, value in pairs}
-

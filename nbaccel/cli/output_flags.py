@@ -58,9 +58,8 @@ def shown_output_of(given: Mapping[str, Any], *, has_log_dir: bool) -> WantedOut
     if not has_log_dir and any(streams["tee"].values()):
         notes.append("--tee has no effect without --log-dir: everything is shown anyway.")
     shown_ranks = _ranks_of(given.get("local_ranks_filter"), mistakes)
-    text = _shown_text(streams["redirects"], streams["tee"], shown_ranks)
     return WantedOutput(
-        text=text,
+        text=_shown_text(streams["redirects"], streams["tee"], shown_ranks),
         flag="--redirects" if any(streams["redirects"].values()) else "--local-ranks-filter",
         notes=tuple(notes),
         mistakes=tuple(mistakes),

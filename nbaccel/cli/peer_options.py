@@ -233,7 +233,10 @@ _OF_ACCELERATE = (
                 "--mpirun-hostfile",
                 "MPI is not used. Give the hosts by --hostfile, or start one command on each",
             ),
-            ("--use-megatron-lm=yes", f"{MEGATRON_LM.what} is not supported. {MEGATRON_LM.instead}"),
+            (
+                "--use-megatron-lm=yes",
+                f"{MEGATRON_LM.what} is not supported. {MEGATRON_LM.instead}",
+            ),
             (
                 "--use-parallelism-config=yes",
                 f"{MIXED_PARALLELISMS.what} is not supported. {MIXED_PARALLELISMS.instead}",
@@ -316,7 +319,10 @@ _OF_DEEPSPEED = (
         "none",
         (
             ("--launcher", "hosts of a hostfile are reached by ssh"),
-            ("--launcher-args", "hosts of a hostfile are reached by ssh, as its configuration says"),
+            (
+                "--launcher-args",
+                "hosts of a hostfile are reached by ssh, as its configuration says",
+            ),
             ("--no-local-rank=yes", "scripts get no --local_rank: LOCAL_RANK has it, as torchrun"),
             ("--no-ssh=yes", "without a hostfile no other host is reached"),
             ("--no-ssh-check=yes", "hosts are reached, or named in an error"),

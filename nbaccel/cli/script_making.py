@@ -147,10 +147,9 @@ def _read_launch(
     if ast.unparse(call.func).endswith("debug_launcher"):
         settings = {"num_processes": 2, "device": "cpu", **settings}
     arg_nodes = args_node.elts if isinstance(args_node, (ast.Tuple, ast.List)) else []
+    arg_texts = tuple(ast.unparse(node) for node in arg_nodes)
     if args_node is not None and not isinstance(args_node, (ast.Tuple, ast.List)):
         arg_texts = (f"*{ast.unparse(args_node)}",)
-    else:
-        arg_texts = tuple(ast.unparse(node) for node in arg_nodes)
     return LaunchCall(
         function="" if function_node is None else ast.unparse(function_node),
         args=arg_texts,
@@ -288,9 +287,9 @@ def _needed(
     for statement in reversed(statements):
         if _launch_call(statement.node) is not None:
             continue
-        is_needed = statement.binds & wanted_names
+        is_needed = bool(statement.binds & wanted_names)
         if _is_seed(statement.node):
-            is_needed = with_seeds and needed_statements
+            is_needed = with_seeds and bool(needed_statements)
         if is_needed:
             needed_statements.insert(0, statement)
             wanted_names |= statement.reads

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
+from typing import cast
 
 from nbaccel import _catalog, env
 from nbaccel.cli.launch_request import LaunchRequest
@@ -29,7 +30,11 @@ _SIGNAL_STATUS = 128
 
 
 def run_to_exit_status(
-    script: Script, request: LaunchRequest, *, is_quiet: bool = False, shows_tracebacks: bool = False
+    script: Script,
+    request: LaunchRequest,
+    *,
+    is_quiet: bool = False,
+    shows_tracebacks: bool = False,
 ) -> int:
     """Run a script in the workers that were asked for.
 
@@ -86,7 +91,7 @@ def _status_here(script_end: ScriptEnd, shows_tracebacks: bool) -> int:
 
 
 def _status_of_failure(error: WorkerFailed, shows_tracebacks: bool) -> int:
-    record = error.failure
+    record = cast("FailureRecord | None", error.failure)
     if record is None or record.raised is None or record.raised.type_name != "SystemExit":
         _tell_failure(str(error), record, shows_tracebacks)
         return _FAILURE
@@ -103,9 +108,7 @@ def _status_of_failure(error: WorkerFailed, shows_tracebacks: bool) -> int:
     return status
 
 
-def _tell_failure(
-    report_text: str, record: FailureRecord | None, shows_tracebacks: bool
-) -> None:
+def _tell_failure(report_text: str, record: FailureRecord | None, shows_tracebacks: bool) -> None:
     print(f"nbaccel: {report_text}", file=sys.stderr)
     if record is None or record.raised is None:
         return

@@ -5,6 +5,7 @@ The order is that in which one needs the other; the first that fails ends the la
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -175,16 +176,14 @@ def _check_precision(training: _CheckedTraining) -> str:
 
 
 def _train(training: _CheckedTraining) -> None:
-    accelerator, num_batches = training.accelerator, 0
-    for inputs, targets, _ in _endless(training.loader):
+    accelerator = training.accelerator
+    num_batches = _NUM_STEPS * accelerator.gradient_accumulation_steps
+    for inputs, targets, _ in itertools.islice(_endless(training.loader), num_batches):
         with accelerator.accumulate(training.model):
             loss = nn.functional.mse_loss(training.model(inputs).float(), targets)
             accelerator.backward(loss)
             training.optimizer.step()
             training.optimizer.zero_grad()
-        num_batches += 1
-        if num_batches == _NUM_STEPS * accelerator.gradient_accumulation_steps:
-            break
 
 
 def _check_training(training: _CheckedTraining) -> str:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nbaccel.cli.launch_options import OWN_PANEL, add_command
-
 from nbaccel.errors import NbaccelError
 
 if TYPE_CHECKING:
@@ -44,9 +43,7 @@ def add_to(app: typer.Typer) -> None:
     Args:
         app: The command ``nbaccel``.
     """
-    add_command(
-        app, "test", _test, description=_DESCRIPTION, short_help="does this set-up train?"
-    )
+    add_command(app, "test", _test, description=_DESCRIPTION, short_help="does this set-up train?")
 
 
 def _test(

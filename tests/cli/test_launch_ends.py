@@ -40,7 +40,8 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]
         while len(texts := [path.read_text() for path in tmp_path.glob("pid_*")]) < 2 or not all(
             texts
         ):
-            assert process.poll() is None and time.monotonic() < deadline
+            assert process.poll() is None
+            assert time.monotonic() < deadline
             time.sleep(0.05)
         yield process, [int(pid) for text in texts for pid in text.split()]
         process.kill()

@@ -114,7 +114,9 @@ SHORT_FLAGS = {
 
 def test_every_option_of_accelerate_launch_has_its_row() -> None:
     parser = launch_command_parser()
-    check([action.option_strings for action in parser._actions if action.option_strings], ACCELERATE)
+    check(
+        [action.option_strings for action in parser._actions if action.option_strings], ACCELERATE
+    )
 
 
 def test_every_option_of_torchrun_has_its_row() -> None:
@@ -167,7 +169,10 @@ def read(*, file: RunConfig | None = None, **given: object) -> LaunchRequest:
     ("given", "settings"),
     [
         ({"num_processes": "4"}, {"num_processes": 4}),
-        ({"num_processes": "4", "num_machines": "2", "main_process_ip": "h1"}, {"num_processes": 2}),
+        (
+            {"num_processes": "4", "num_machines": "2", "main_process_ip": "h1"},
+            {"num_processes": 2},
+        ),
         ({"nproc_per_node": "4", "nnodes": "2", "master_addr": "h1"}, {"num_processes": 4}),
         ({"nproc_per_node": "auto"}, {"num_processes": None}),
         ({"nproc_per_node": "gpu"}, {"num_processes": None, "device": "cuda"}),
