@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nbaccel.cli.launch_options import OWN_PANEL, add_command
+from nbaccel.cli.launch_options import OWN_PANEL, ConfigFile, add_command
 from nbaccel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,65 +48,62 @@ def add_to(app: typer.Typer) -> None:
     )
 
 
+_NotebookOption = Annotated[
+    str, typer.Argument(metavar="NOTEBOOK", help="A saved .ipynb file.", show_default=False)
+]
+_ToOption = Annotated[
+    str,
+    typer.Option(
+        "--to",
+        metavar="|".join(_TARGETS),
+        help="What runs the script.",
+        rich_help_panel=OWN_PANEL,
+    ),
+]
+_OutputOption = Annotated[
+    str | None,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="SCRIPT",
+        help="The script's file; left out: the notebook's name, here.",
+        rich_help_panel=OWN_PANEL,
+        show_default=False,
+    ),
+]
+_FunctionOption = Annotated[
+    str,
+    typer.Option(
+        "--function",
+        metavar="NAME",
+        help="The launched function, where the notebook launches several.",
+        rich_help_panel=OWN_PANEL,
+        show_default=False,
+    ),
+]
+_OverwriteOption = Annotated[
+    bool,
+    typer.Option("--overwrite", help="Replace files that are there.", rich_help_panel=OWN_PANEL),
+]
+_ImageOption = Annotated[
+    str,
+    typer.Option(
+        "--image",
+        metavar="IMAGE",
+        help="Container of a Kubernetes job; it needs torch and nbaccel.",
+        rich_help_panel=OWN_PANEL,
+    ),
+]
+
+
 def _export(
-    notebook: Annotated[
-        str, typer.Argument(metavar="NOTEBOOK", help="A saved .ipynb file.", show_default=False)
-    ],
-    to: Annotated[
-        str,
-        typer.Option(
-            "--to",
-            metavar="|".join(_TARGETS),
-            help="What runs the script.",
-            rich_help_panel=OWN_PANEL,
-        ),
-    ] = "nbaccel",
-    output: Annotated[
-        str | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="SCRIPT",
-            help="The script's file; left out: the notebook's name, here.",
-            rich_help_panel=OWN_PANEL,
-            show_default=False,
-        ),
-    ] = None,
-    function: Annotated[
-        str,
-        typer.Option(
-            "--function",
-            metavar="NAME",
-            help="The launched function, where the notebook launches several.",
-            rich_help_panel=OWN_PANEL,
-            show_default=False,
-        ),
-    ] = "",
-    overwrite: Annotated[
-        bool,
-        typer.Option(
-            "--overwrite", help="Replace files that are there.", rich_help_panel=OWN_PANEL
-        ),
-    ] = False,
-    image: Annotated[
-        str,
-        typer.Option(
-            "--image",
-            metavar="IMAGE",
-            help="Container of a Kubernetes job; it needs torch and nbaccel.",
-            rich_help_panel=OWN_PANEL,
-        ),
-    ] = _IMAGE,
-    config_file: Annotated[
-        str | None,
-        typer.Option(
-            "--config-file",
-            metavar="FILE",
-            help="YAML with settings.",
-            rich_help_panel=OWN_PANEL,
-            show_default=False,
-        ),
-    ] = None,
+    notebook: _NotebookOption,
+    to: _ToOption = "nbaccel",
+    output: _OutputOption = None,
+    function: _FunctionOption = "",
+    overwrite: _OverwriteOption = False,
+    image: _ImageOption = _IMAGE,
+    config_file: ConfigFile = None,
     **further_options: Any,
 ) -> None:
     from nbaccel.cli.notebook_cells import read_notebook

@@ -187,12 +187,16 @@ def companion_files(command: str, config: RunConfig) -> list[ExportedFile]:
 # ---------------------------------------------------------------------- jobs
 
 
+def _has_accelerators(config: RunConfig) -> bool:
+    """Whether a job asks for devices: those that are left open are some."""
+    return config.device == "auto" or not device_row(config.device).in_host_memory
+
+
 def _slurm_job(config: RunConfig, stem: str, script_text: str, image: str) -> ExportedFile:
     place = _Place(
         node_rank='"$SLURM_NODEID"', master_addr='"$MASTER_ADDR"', master_port='"$MASTER_PORT"'
     )
     command = command_line("nbaccel", config, f"{stem}.py", place)
-    uses_gpus = config.device != "cpu"
     cpus = (config.num_processes or 1) * (config.threads_per_process or 1)
     gpus = config.num_processes or 1
     lines = [
@@ -201,7 +205,7 @@ def _slurm_job(config: RunConfig, stem: str, script_text: str, image: str) -> Ex
         f"#SBATCH --nodes={config.num_nodes}",
         "#SBATCH --ntasks-per-node=1  # nbaccel launch starts the workers of its node",
         f"#SBATCH --cpus-per-task={max(cpus, gpus)}",
-        *([f"#SBATCH --gpus-per-node={gpus}"] if uses_gpus else []),
+        *([f"#SBATCH --gpus-per-node={gpus}"] if _has_accelerators(config) else []),
         f"#SBATCH --time={_TIME_LIMIT}",
         "#SBATCH --output=%x-%j.log",
         "",
@@ -229,7 +233,7 @@ def _ray_job(config: RunConfig, stem: str, script_text: str, image: str) -> Expo
         ray_config = local_config.changed(engine="ray", num_processes=num_processes)
         command = command_line("nbaccel", ray_config, f"{stem}.py")
     else:
-        name = "cpus" if config.device == "cpu" else "gpus"
+        name = "gpus" if _has_accelerators(config) else "cpus"
         resources = [f"  --entrypoint-num-{name} {config.num_processes or 1} \\"]
         if config.num_nodes > 1:
             notes = ("The job has the workers of one node: this version has no engine for more.",)
@@ -301,9 +305,9 @@ def _indexed_job(name: str, config: RunConfig, command: str, image: str) -> dict
     num_workers = config.num_processes or 1
     cores = str(num_workers * (config.threads_per_process or 1))
     resources: Mapping[str, Any] = (
-        {"requests": {"cpu": cores}}
-        if config.device == "cpu"
-        else {"limits": {"nvidia.com/gpu": num_workers}}
+        {"limits": {"nvidia.com/gpu": num_workers}}
+        if _has_accelerators(config)
+        else {"requests": {"cpu": cores}}
     )
     container = {
         "name": "train",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nbaccel.cli.launch_options import OWN_PANEL, add_command
+from nbaccel.cli.launch_options import OWN_PANEL, ConfigFile, add_command
 from nbaccel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,68 +46,69 @@ def add_to(app: typer.Typer) -> None:
     )
 
 
+_ScriptOption = Annotated[
+    str | None,
+    typer.Argument(metavar="SCRIPT", help="A script; a module with -m.", show_default=False),
+]
+_ArgumentsOption = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ARGS...", help="The script's own arguments.", show_default=False),
+]
+_ModuleOption = Annotated[
+    bool,
+    typer.Option(
+        "-m", "--module", help="SCRIPT is a module: python -m.", rich_help_panel=OWN_PANEL
+    ),
+]
+_NoPythonOption = Annotated[
+    bool,
+    typer.Option("--no-python", help="SCRIPT is a program.", rich_help_panel=OWN_PANEL),
+]
+_DryRunOption = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Show every setting, where it is from and the plan; start nothing.",
+        rich_help_panel=OWN_PANEL,
+    ),
+]
+_DebugOption = Annotated[
+    bool,
+    typer.Option(
+        "--debug",
+        help="Show whole tracebacks; sets ACCELERATE_DEBUG_MODE.",
+        rich_help_panel=OWN_PANEL,
+    ),
+]
+_QuietOption = Annotated[
+    bool,
+    typer.Option(
+        "-q",
+        "--quiet",
+        help="Leave out notes and warnings before the start.",
+        rich_help_panel=OWN_PANEL,
+    ),
+]
+_PeerOptionsOption = Annotated[
+    bool,
+    typer.Option(
+        "--peer-options",
+        help="List the options of accelerate launch, torchrun and deepspeed, and what they do.",
+        rich_help_panel=OWN_PANEL,
+    ),
+]
+
+
 def _launch(
-    script: Annotated[
-        str | None,
-        typer.Argument(metavar="SCRIPT", help="A script; a module with -m.", show_default=False),
-    ] = None,
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="ARGS...", help="The script's own arguments.", show_default=False),
-    ] = None,
-    config_file: Annotated[
-        str | None,
-        typer.Option(
-            "--config-file",
-            metavar="FILE",
-            help="YAML with settings.",
-            rich_help_panel=OWN_PANEL,
-            show_default=False,
-        ),
-    ] = None,
-    module: Annotated[
-        bool,
-        typer.Option(
-            "-m", "--module", help="SCRIPT is a module: python -m.", rich_help_panel=OWN_PANEL
-        ),
-    ] = False,
-    no_python: Annotated[
-        bool,
-        typer.Option("--no-python", help="SCRIPT is a program.", rich_help_panel=OWN_PANEL),
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Show every setting, where it is from and the plan; start nothing.",
-            rich_help_panel=OWN_PANEL,
-        ),
-    ] = False,
-    debug: Annotated[
-        bool,
-        typer.Option(
-            "--debug",
-            help="Show whole tracebacks; sets ACCELERATE_DEBUG_MODE.",
-            rich_help_panel=OWN_PANEL,
-        ),
-    ] = False,
-    quiet: Annotated[
-        bool,
-        typer.Option(
-            "-q",
-            "--quiet",
-            help="Show what the script prints and why it failed, no notices and warnings.",
-            rich_help_panel=OWN_PANEL,
-        ),
-    ] = False,
-    peer_options: Annotated[
-        bool,
-        typer.Option(
-            "--peer-options",
-            help="List the options of accelerate launch, torchrun and deepspeed, and what they do.",
-            rich_help_panel=OWN_PANEL,
-        ),
-    ] = False,
+    script: _ScriptOption = None,
+    arguments: _ArgumentsOption = None,
+    config_file: ConfigFile = None,
+    module: _ModuleOption = False,
+    no_python: _NoPythonOption = False,
+    dry_run: _DryRunOption = False,
+    debug: _DebugOption = False,
+    quiet: _QuietOption = False,
+    peer_options: _PeerOptionsOption = False,
     **further_options: Any,
 ) -> None:
     if peer_options:
@@ -144,8 +145,8 @@ def _find_script(
 
     if target is None:
         raise ConfigError(
-            "SCRIPT is missing: nothing says what to run. Write nbaccel launch [options] "
-            "script.py [its arguments]."
+            f"SCRIPT must be given: got {target!r}. Nothing says what to run. Write nbaccel launch "
+            "[options] script.py [its arguments]."
         )
     if is_module and is_program:
         raise ConfigError(

@@ -16,9 +16,19 @@ import typer
 from nbaccel.cli.peer_options import PEER_OPTIONS, PeerOption
 from nbaccel.notebook.options import MagicOption, setting_options
 
-__all__ = ["OWN_PANEL", "add_command", "setting_flags"]
+__all__ = ["OWN_PANEL", "ConfigFile", "add_command", "setting_flags"]
 
 OWN_PANEL = "What to run, and what is shown"
+ConfigFile = Annotated[
+    str | None,
+    typer.Option(
+        "--config-file",
+        metavar="FILE",
+        help="YAML with settings.",
+        rich_help_panel=OWN_PANEL,
+        show_default=False,
+    ),
+]
 _SETTINGS_PANEL = "Settings of the run"
 # A setting whose option means something else here than in a magic's line.
 _OTHER_MEANINGS = {
@@ -117,12 +127,18 @@ def _setting_parameter(option: MagicOption) -> inspect.Parameter:
         bool if is_switch else str,
         typer.Option(
             *flags,
-            metavar=None if is_switch else option.value,
-            help=_OTHER_MEANINGS.get(option.name, option.meaning),
+            # Long lists of words would leave no room for what the option means.
+            metavar=None if is_switch else "WORD" if option.choices else option.value,
+            help=_help_of(option),
             rich_help_panel=_SETTINGS_PANEL,
             show_default=False,
         ),
     )
+
+
+def _help_of(option: MagicOption) -> str:
+    meaning = _OTHER_MEANINGS.get(option.name, option.meaning)
+    return f"{meaning} One of {', '.join(option.choices)}." if option.choices else meaning
 
 
 def _peer_parameter(option: PeerOption, taken_flags: set[str]) -> inspect.Parameter:

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from nbaccel.capabilities import device_row
 from nbaccel.cli.host_filters import choose_devices
 from nbaccel.cli.output_flags import shown_output_of
 from nbaccel.cli.peer_options import PEER_OPTIONS, PeerOption
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
 from nbaccel.notebook.options import setting_options
+from nbaccel.plan import inspect_machine
 
 __all__ = ["LaunchRequest", "read_launch_request"]
 
@@ -27,6 +29,8 @@ _PEERS_BY_NAME = MappingProxyType({option.name: option for option in PEER_OPTION
 _SETTINGS_BY_NAME = MappingProxyType({option.name: option for option in setting_options()})
 # Both mean a process that has nothing of this one, which workers of the template are.
 _TORCHRUN_START_METHODS = MappingProxyType({"spawn": "template", "forkserver": "template"})
+# What torchrun counts by a word.
+_COUNTED_DEVICES = MappingProxyType({"gpu": "cuda", "cuda": "cuda", "cpu": "cpu"})
 # Accelerate's own default, where --use_deepspeed says no stage.
 _DEFAULT_ZERO_STAGE = 2
 
@@ -111,7 +115,7 @@ class _OptionReader:
         actions: dict[str, Callable[[PeerOption, Any], None]] = {
             "setting": self._take_setting,
             "variable": self._take_variable,
-            "fp8": self._take_fp8,
+            "fp8-setting": self._take_fp8,
             "none": self._take_none,
             "refused": self._refuse,
         }
@@ -207,13 +211,12 @@ class _OptionReader:
             self._put_total(str(total))
 
     def _put_local_count(self, count_text: str, flag: str) -> None:
-        if count_text in ("gpu", "cuda"):
-            self._put("device", "cuda", flag)
-        elif count_text == "cpu":
-            from nbaccel.plan import inspect_machine
-
-            self._put("device", "cpu", flag)
-            self._put("num_processes", inspect_machine().cpu_cores, flag)
+        device_name = _COUNTED_DEVICES.get(count_text)
+        if device_name is not None:
+            self._put("device", device_name, flag)
+            # One worker per device, as the plan counts them; of cores as many as there are.
+            if device_row(device_name).in_host_memory:
+                self._put("num_processes", inspect_machine().cpu_cores, flag)
         elif count_text not in ("auto", "-1"):
             self._put("num_processes", count_text, flag)
 

@@ -124,12 +124,15 @@ def _without_magics(source: str) -> tuple[str, int]:
     num_magics = 0
     # Only of a cell that is no Python as it stands: a text may have a line that begins with "!".
     if not _parses(source):
+        goes_on = False
         for position, line in enumerate(lines):
-            if line_magic := _LINE_MAGIC.match(line):
+            line_magic = _LINE_MAGIC.match(line)
+            if line_magic or goes_on:
                 # An indented magic may be all that its block has.
-                indent = line_magic["indent"]
+                indent = line_magic["indent"] if line_magic else ""
                 keeps_block = f"{indent}pass  # " if indent else "# "
                 lines[position] = f"{keeps_block}{line.strip()}"
+                goes_on = line.rstrip().endswith("\\")
                 num_magics += 1
     return "\n".join(lines), num_magics
 

@@ -15,7 +15,7 @@ from nbaccel._later import MEGATRON_LM, MIXED_PARALLELISMS
 
 __all__ = ["PEER_OPTIONS", "Effect", "PeerOption", "find_peer_option"]
 
-Effect = Literal["setting", "variable", "fp8", "computed", "none", "refused"]
+Effect = Literal["setting", "variable", "fp8-setting", "computed", "none", "refused"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ class PeerOption:
             return f"--{self.target.replace('_', '-')}{value}"
         if self.effect == "variable":
             return f"environment variable {self.target}"
-        if self.effect == "fp8":
+        if self.effect == "fp8-setting":
             return f"{self.target} of --fp8"
         if self.effect == "none":
             return f"no effect: {self.reason}"
@@ -201,7 +201,7 @@ _OF_ACCELERATE = (
     ),
     *_rows(
         _ACCELERATE,
-        "fp8",
+        "fp8-setting",
         (
             *((f"--fp8-{setting}", setting.replace("-", "_")) for setting in _FP8_SETTINGS),
             ("--fp8-format", "fp8_format"),

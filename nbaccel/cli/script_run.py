@@ -41,7 +41,7 @@ def run_to_exit_status(
     Args:
         script: What each worker runs.
         request: The settings.
-        is_quiet: Whether notices and warnings are left out.
+        is_quiet: Whether warnings before the start are left out.
         shows_tracebacks: Whether a failure's report is followed by the whole traceback.
 
     Returns:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from nbaccel.cli.launch_options import OWN_PANEL, add_command
+from nbaccel.cli.launch_options import ConfigFile, add_command
 from nbaccel.errors import NbaccelError
 
 if TYPE_CHECKING:
@@ -47,16 +47,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def _test(
-    config_file: Annotated[
-        str | None,
-        typer.Option(
-            "--config-file",
-            metavar="FILE",
-            help="YAML with settings.",
-            rich_help_panel=OWN_PANEL,
-            show_default=False,
-        ),
-    ] = None,
+    config_file: ConfigFile = None,
     **further_options: Any,
 ) -> None:
     from nbaccel import env

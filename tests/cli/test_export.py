@@ -22,7 +22,7 @@ from tests.cli import scripts
 CELLS = [
     "%matplotlib inline\nimport os\nimport torch\nfrom torch.utils.data import DataLoader, "
     "TensorDataset\nfrom nbaccel import Accelerator, notebook_launcher",
-    "!pip install something\nBATCH = 4  # a global that the function reads\nunused = 3",
+    "!pip install \\\n  something\nBATCH = 4  # a global that the function reads\nunused = 3",
     "class Net(torch.nn.Module):\n"
     "    def __init__(self):\n"
     "        super().__init__()\n"
@@ -107,7 +107,11 @@ def test_the_script_trains_as_the_notebook_s_launch_did(notebook: Path, tmp_path
     assert main(["export", notebook.name]) == 0
     # The notebook itself: its cells in one process, magics left out.
     lines = [cell for cell in CELLS if not cell.startswith(("%%", "results[0]"))]
-    code = "\n".join(lines).replace("%matplotlib inline", "").replace("!pip install something", "")
+    code = (
+        "\n".join(lines)
+        .replace("%matplotlib inline", "")
+        .replace("!pip install \\\n  something", "")
+    )
     (tmp_path / "as_notebook.py").write_text(code)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     ways = {
@@ -130,7 +134,7 @@ def test_the_script_has_what_is_needed_and_nothing_else(notebook: Path, tmp_path
     main_function = made.text[made.text.index("def main():") :]
     for line in ("torch.manual_seed(0)", "model = Net()", "with torch.no_grad():", "train(model"):
         assert f"    {line}" in main_function
-    assert "\n# !pip install something\nBATCH" in made.text
+    assert "\n# !pip install \\\n# something\nBATCH" in made.text
     for word in ("unused", "notebook_launcher", "results", "echo", "print("):
         assert word not in made.text, word
     assert made.launch.settings == {"num_processes": 2, "start_method": "template"}

@@ -37,7 +37,7 @@ variable: enable-cpu-affinity dynamo-backend dynamo-mode dynamo-use-fullgraph dy
     fsdp-transformer-layer-cls-to-wrap fsdp-backward-prefetch fsdp-state-dict-type
     fsdp-forward-prefetch fsdp-use-orig-params fsdp-cpu-ram-efficient-loading
     fsdp-sync-module-states fsdp-activation-checkpointing fsdp-activation-checkpointing-offload
-fp8: fp8-backend fp8-use-autocast-during-eval fp8-margin fp8-interval fp8-format
+fp8-setting: fp8-backend fp8-use-autocast-during-eval fp8-margin fp8-interval fp8-format
     fp8-amax-history-len fp8-amax-compute-algo fp8-override-linear-precision fp8-opt-level
     fp8-enable-fsdp-float8-all-gather fp8-pad-inner-dim
 none: same-network role main-training-function no-tpu-cluster tpu-use-sudo
@@ -148,13 +148,13 @@ def test_every_option_of_deepspeed_has_its_row() -> None:
 
 def test_each_row_says_what_it_does() -> None:
     for option in PEER_OPTIONS:
-        if option.effect in ("setting", "variable", "fp8"):
+        if option.effect in ("setting", "variable", "fp8-setting"):
             assert option.target, option
         else:
             assert len(option.reason) > 10, option
         if option.effect == "setting" and option.target != "hostfile":
             assert option.target in RunConfig.model_fields, option
-        if option.effect == "fp8":
+        if option.effect == "fp8-setting":
             assert option.target in Fp8Config.model_fields, option
 
 

@@ -150,7 +150,7 @@ def test_the_rank_that_failed_first_is_named_first(tmp_path: Path, capfd) -> Non
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "SCRIPT is missing"),
+        ([], "SCRIPT must be given"),
         (["gone.py"], "'gone.py' is not there"),
         (["-m", "no_such_module.train"], "no module 'no_such_module'"),
         (["--no_python", "no-such-program"], "no such program"),

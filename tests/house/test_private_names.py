@@ -25,7 +25,6 @@ _ALLOWED = {
     "nbaccel/_transformers.py": {"_move_model_to_device"},
     # Models of transformers say by these what must not be split, and that they tie weights.
     "nbaccel/bigmodel/module_sizes.py": {"_no_split_modules", "_tie_weights"},
-    "nbaccel/deepspeed/to_fp32_command.py": {"_SubParsersAction"},  # argparse's type, for mypy
     "nbaccel/deepspeed/weights/torch_archive.py": {"_Unpickler"},  # pickle's, in Python
     "nbaccel/devices/tpu/torch_tpu_driver.py": {
         *("_C", "_get_privateuse1_backend_name", "_get_cache_stats")
