@@ -17,6 +17,7 @@ import yaml
 from nbaccel.capabilities import device_row
 from nbaccel.config import RunConfig
 from nbaccel.config.variables import run_variables
+from nbaccel.notebook.options import words_of
 from nbaccel.notebook.picker.exporters import flag_of
 
 __all__ = ["COMMANDS", "JOBS", "ExportedFile", "command_line", "job_file"]
@@ -224,7 +225,8 @@ def _slurm_job(config: RunConfig, stem: str, script_text: str, image: str) -> Ex
 
 def _ray_job(config: RunConfig, stem: str, script_text: str, image: str) -> ExportedFile:
     local_config = config.changed(num_nodes=1, node_rank=0, master_addr="127.0.0.1", use_port=None)
-    has_engine = "engine" in RunConfig.model_fields
+    engine_field = RunConfig.model_fields.get("engine")
+    has_engine = engine_field is not None and "ray" in words_of(engine_field.annotation)
     notes: tuple[str, ...] = ()
     resources = []
     command = command_line("nbaccel", local_config, f"{stem}.py")

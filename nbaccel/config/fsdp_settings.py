@@ -7,7 +7,7 @@ warning says that ``fully_shard`` does it differently; those that would change o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -35,27 +35,27 @@ _OWN_WAY = {
     "forward_prefetch": "it prefetches by itself",
 }
 _ALWAYS_DONE = ("use_orig_params", "sync_module_states", "limit_all_gathers")
-# Accelerate's variables, without their prefix.
-_VARIABLES = {
-    "fsdp_version": "VERSION",
-    "sharding_strategy": "SHARDING_STRATEGY",
-    "reshard_after_forward": "RESHARD_AFTER_FORWARD",
-    "backward_prefetch": "BACKWARD_PREFETCH",
-    "auto_wrap_policy": "AUTO_WRAP_POLICY",
-    "cpu_offload": "OFFLOAD_PARAMS",
-    "state_dict_type": "STATE_DICT_TYPE",
-    "use_orig_params": "USE_ORIG_PARAMS",
-    "sync_module_states": "SYNC_MODULE_STATES",
-    "forward_prefetch": "FORWARD_PREFETCH",
-    "activation_checkpointing": "ACTIVATION_CHECKPOINTING",
-    "activation_checkpointing_offload": "ACTIVATION_CHECKPOINTING_OFFLOAD",
-    "cpu_ram_efficient_loading": "CPU_RAM_EFFICIENT_LOADING",
-    "transformer_cls_names_to_wrap": "TRANSFORMER_CLS_TO_WRAP",
-    "min_num_params": "MIN_NUM_PARAMS",
+FSDP_VARIABLES: Mapping[str, str] = {
+    "sharding_strategy": "FSDP_SHARDING_STRATEGY",
+    "reshard_after_forward": "FSDP_RESHARD_AFTER_FORWARD",
+    "auto_wrap_policy": "FSDP_AUTO_WRAP_POLICY",
+    "transformer_cls_names_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
+    "min_num_params": "FSDP_MIN_NUM_PARAMS",
+    "cpu_offload": "FSDP_OFFLOAD_PARAMS",
+    "ignored_modules": "FSDP_IGNORED_MODULES",
+    "state_dict_type": "FSDP_STATE_DICT_TYPE",
+    "activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
+    "cpu_ram_efficient_loading": "FSDP_CPU_RAM_EFFICIENT_LOADING",
 }
-# FSDP1's strategies by the numbers that its enumeration has.
-_STRATEGY_NUMBERS = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD"}
-_WORDS = {"true": True, "false": False, "1": True, "0": False}
+"""Settings that can be text, and Accelerate's variables, which its launcher and ours set.
+
+FSDP1's settings without effect are not among them.
+"""
+_TRUTH_VARIABLES = (
+    *("reshard_after_forward", "cpu_offload", "activation_checkpointing"),
+    "cpu_ram_efficient_loading",
+)
+_SHARDING_WORDS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 # Torch's classes by name, since nothing here imports torch.
 _OFFLOAD_POLICIES = {"CPUOffloadPolicy": True, "OffloadPolicy": False}
 
@@ -63,6 +63,42 @@ _OFFLOAD_POLICIES = {"CPUOffloadPolicy": True, "OffloadPolicy": False}
 def plain_name(named_value: Any) -> str:
     """The name of an enum's member, or of its text: ``FULL_SHARD``."""
     return str(getattr(named_value, "name", named_value)).rpartition(".")[2].upper()
+
+
+def sharding_word(given_value: Any) -> Any:
+    """FSDP1's sharding strategy by its word; torch and older files number them from 1.
+
+    Args:
+        given_value: ``1``, ``"1"`` or ``"FULL_SHARD"``.
+    """
+    number_text = str(given_value).strip()
+    if number_text.isdecimal() and 1 <= int(number_text) <= len(_SHARDING_WORDS):
+        return _SHARDING_WORDS[int(number_text) - 1]
+    return given_value
+
+
+def split_names(text: str) -> list[str]:
+    """Names that are written with commas.
+
+    Args:
+        text: ``"Block, Head"``.
+    """
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _variable_value(setting_name: str, text: str) -> Any:
+    """What a variable says of a setting; None where a launcher only set its default."""
+    if setting_name == "sharding_strategy":
+        return sharding_word(text)
+    if setting_name == "transformer_cls_names_to_wrap":
+        return split_names(text)
+    if setting_name == "auto_wrap_policy":
+        return text.lower()
+    if setting_name == "min_num_params":
+        return None if text == "0" else text
+    # FSDP1's words for resharding, which are understood, are no truth values.
+    is_truth = setting_name in _TRUTH_VARIABLES and text.upper() not in _SHARDING_WORDS
+    return env.flag(FSDP_VARIABLES[setting_name]) if is_truth else text
 
 
 def _wrap_policy(given_value: Any) -> Any:
@@ -73,19 +109,6 @@ def _wrap_policy(given_value: Any) -> Any:
 
 def _state_dict_type(given_value: Any) -> Any:
     return None if given_value is None else plain_name(given_value)
-
-
-def _read_variable(setting_name: str, variable_text: str) -> Any:
-    if setting_name == "sharding_strategy":
-        return _STRATEGY_NUMBERS.get(variable_text, variable_text)
-    if setting_name == "transformer_cls_names_to_wrap":
-        return [class_name.strip() for class_name in variable_text.split(",")]
-    if setting_name in ("fsdp_version", "min_num_params"):
-        return int(variable_text) if variable_text.isdecimal() else variable_text
-    if setting_name == "auto_wrap_policy":
-        return variable_text.lower()
-    # FSDP1's strategies are understood in the place of a truth value, too.
-    return _WORDS.get(variable_text.lower(), variable_text)
 
 
 _VERSION_FIELD = Annotated[
@@ -122,6 +145,9 @@ _STATE_TYPE = Annotated[
 @dataclass
 class FullyShardedDataParallelPlugin(Settings):
     """How torch's ``fully_shard`` (FSDP2) shards models.
+
+    What is not given is taken from Accelerate's variables (``FSDP_OFFLOAD_PARAMS`` and the like),
+    which launchers set.
 
     Attributes:
         fsdp_version: 2; 1 is accepted and trains with ``fully_shard``, too, with a warning.
@@ -203,11 +229,21 @@ class FullyShardedDataParallelPlugin(Settings):
         self.activation_checkpointing = bool(self.activation_checkpointing)
 
     def _take_variables(self) -> None:
-        """Take what was not given from Accelerate's variables, which `nbaccel launch` sets."""
-        for setting_name, variable_name in _VARIABLES.items():
-            variable_text = (env.read(f"FSDP_{variable_name}") or "").strip()
-            if variable_text and getattr(self, setting_name) is None:
-                setattr(self, setting_name, _read_variable(setting_name, variable_text))
+        """Take what was not given from Accelerate's variables; a setting that was given wins."""
+        names = set(FSDP_VARIABLES)
+        if self.sharding_strategy is not None or self.reshard_after_forward is not None:
+            # Two words for one thing: the variable of the other would contradict it.
+            names -= {"sharding_strategy", "reshard_after_forward"}
+        if self.state_dict_config is not None or self.optim_state_dict_config is not None:
+            names.discard("state_dict_type")
+        version = self.fsdp_version or (env.read("FSDP_VERSION") or "").strip()
+        if str(version) == "2":
+            # `accelerate launch` sets it all the same, to a default.
+            names.discard("sharding_strategy")
+        for name in FSDP_VARIABLES:
+            text = (env.read(FSDP_VARIABLES[name]) or "").strip()
+            if name in names and text and text.lower() != "none" and getattr(self, name) is None:
+                setattr(self, name, _variable_value(name, text))
 
     @property
     def writes_shards(self) -> bool:
