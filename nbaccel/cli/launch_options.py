@@ -9,12 +9,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.main import get_command
 
-from nbaccel.cli.peer_options import PEER_OPTIONS, PeerOption
-from nbaccel.notebook.options import MagicOption, setting_options
+from nbaccel import env
+
+if TYPE_CHECKING:
+    from nbaccel.cli.peer_options import PeerOption
+    from nbaccel.notebook.options import MagicOption
 
 __all__ = ["OWN_PANEL", "ConfigFile", "add_command", "setting_flags"]
 
@@ -29,6 +33,7 @@ ConfigFile = Annotated[
         show_default=False,
     ),
 ]
+_COMPLETION_VARIABLE = "_NBACCEL_COMPLETE"  # click's name for the command nbaccel
 _SETTINGS_PANEL = "Settings of the run"
 # A setting whose option means something else here than in a magic's line.
 _OTHER_MEANINGS = {
@@ -57,25 +62,51 @@ def add_command(
         takes_script: Whether all words after the first argument are left to a script.
     """
 
+    def add_with_options(parent: typer.Typer) -> None:
+        parent.command(
+            name,
+            help=description,
+            short_help=short_help,
+            context_settings={
+                "help_option_names": ["-h", "--help"],
+                "allow_interspersed_args": not takes_script,
+                "token_normalize_func": lambda word: word.replace("_", "-"),
+            },
+        )(_with_all_options(own_function))
+
+    # A shell that completes an option needs to know all of them.
+    if env.read(_COMPLETION_VARIABLE):
+        add_with_options(app)
+        return
+
+    def parse_later(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+        # A command of its own, so that `nbaccel --help` does not read all settings.
+        inner_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        add_with_options(inner_app)
+        get_command(inner_app).main(args=words or [], prog_name=f"nbaccel {name}")
+
+    app.command(
+        name,
+        help=description,
+        short_help=short_help,
+        add_help_option=False,
+        context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    )(parse_later)
+
+
+def _with_all_options(own_function: Callable[..., None]) -> Callable[..., None]:
+    """The function with a parameter for each option, from which typer makes a parser."""
+
     def with_all_options(**given_options: Any) -> None:
         own_function(**given_options)
 
     signature = launch_signature(own_function)
-    # Made from the settings' fields: typer reads the signature of a function, and only that.
     with_all_options.__signature__ = signature  # type: ignore[attr-defined]
     with_all_options.__annotations__ = {
         parameter_name: parameter.annotation
         for parameter_name, parameter in signature.parameters.items()
     }
-    app.command(
-        name,
-        help=description,
-        short_help=short_help,
-        context_settings={
-            "allow_interspersed_args": not takes_script,
-            "token_normalize_func": lambda word: word.replace("_", "-"),
-        },
-    )(with_all_options)
+    return with_all_options
 
 
 def launch_signature(own_function: Callable[..., Any]) -> inspect.Signature:
@@ -84,6 +115,10 @@ def launch_signature(own_function: Callable[..., Any]) -> inspect.Signature:
     Args:
         own_function: The command's function. Its last parameter takes all further options.
     """
+    # Here, so that `nbaccel --help` needs no pydantic.
+    from nbaccel.cli.peer_options import PEER_OPTIONS
+    from nbaccel.notebook.options import setting_options
+
     own_parameters = list(inspect.signature(own_function, eval_str=True).parameters.values())[:-1]
     taken_flags = _own_flags(own_parameters)
     further_parameters = [_setting_parameter(option) for option in setting_options()]
@@ -100,6 +135,8 @@ def launch_signature(own_function: Callable[..., Any]) -> inspect.Signature:
 @cache
 def setting_flags() -> dict[str, str]:
     """Every flag of a setting, and the setting's name."""
+    from nbaccel.notebook.options import setting_options
+
     return {
         flag: option.name
         for option in setting_options()

@@ -319,3 +319,29 @@ def test_a_dry_run_shows_sources_and_plan(
     assert ["device", "cpu", "--cpu"] in lines
     assert ["A", "1", "--env"] in lines
     assert ["process_group_backend", "gloo", "for", "cpu"] in lines
+
+
+def test_the_command_s_own_help_reads_no_settings() -> None:
+    code = (
+        "import sys\nfrom nbaccel.cli import main\nmain(['--help'])\n"
+        "assert not {'torch', 'pydantic', 'IPython'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in ("launch", "test", "export"))
+
+
+def test_a_shell_completes_the_options_of_a_launch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "nbaccel"],
+        env={
+            **os.environ,
+            "_NBACCEL_COMPLETE": "complete_bash",
+            "COMP_WORDS": "nbaccel launch --mixed",
+            "COMP_CWORD": "2",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["--mixed-precision"]
