@@ -66,6 +66,12 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"}
 
 
+def of_rank(rank: int, printed: str) -> list[str]:
+    """A rank's lines, in order, whether they were shown together with another's or not."""
+    lines = [line.partition("] ") for line in printed.splitlines() if line.startswith("[")]
+    return [text for ranks, _, text in lines if ranks in (f"[{rank}", "[0-1")]
+
+
 def nbaccel(*words: str, folder: Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     """The command, in a process of its own."""
     return subprocess.run(
