@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BIN     := $(VENV)/bin
 # Those that compile operations or load transformers.
-SLOW_NOTEBOOKS  := notebooks/05_deepspeed.ipynb notebooks/09_big_models.ipynb notebooks/10_zero_inference.ipynb
+SLOW_NOTEBOOKS  := notebooks/05_deepspeed.ipynb notebooks/09_big_models.ipynb notebooks/11_zero_inference.ipynb
 # Those that need a driver of TPUs, which the lanes torch_tpu and torch_xla have.
 TPU_NOTEBOOKS   := notebooks/08_tpu.ipynb
 QUICK_NOTEBOOKS := $(filter-out $(SLOW_NOTEBOOKS) $(TPU_NOTEBOOKS), $(wildcard notebooks/*.ipynb))

@@ -70,7 +70,7 @@ FSDP_INTERNALS = LaterPart(
 )
 LAUNCH_COMMANDS = LaterPart(
     "Accelerate's command line",
-    "Use notebook_launcher, or run the script with torchrun",
+    "Use the command nbaccel launch, or notebook_launcher",
 )
 XLA_INSTALLATION = LaterPart(
     "installing torch_xla from within a program",

@@ -134,7 +134,7 @@ def notebook_launcher(
     }
     if pool is not None:
         return _launch_in_pool(pool, function, args, config, asked)
-    return _launch_function(function, args, _merge_settings(config, asked))
+    return launch_configured(function, args, _merge_settings(config, asked))
 
 
 @explained
@@ -152,7 +152,8 @@ def debug_launcher(
         The functions' return values, by rank.
     """
     __tracebackhide__ = True
-    return _launch_function(function, args, RunConfig(num_processes=num_processes, device="cpu"))
+    config = RunConfig(num_processes=num_processes, device="cpu")
+    return launch_configured(function, args, config)
 
 
 def shutdown() -> None:
@@ -182,16 +183,31 @@ def _merge_settings(
     return run_config_of(config)
 
 
-def _launch_function(
-    function: Callable[..., Any], args: tuple[Any, ...], config: RunConfig
+def launch_configured(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    config: RunConfig,
+    *,
+    tells_warnings: bool = True,
 ) -> Results:
+    """What both launchers and the command `nbaccel launch` do with their settings.
+
+    Args:
+        function: What each worker calls.
+        args: Its arguments.
+        config: The settings.
+        tells_warnings: Whether the plan's warnings are printed.
+
+    Returns:
+        The functions' return values, by rank.
+    """
     __tracebackhide__ = True
     check_call(function, args)
     # Again, because a hiding file may have been imported after nbaccel.
     hidden.refuse_hidden_modules()
     plan = resolve(config)
     _catalog.check_strategy(plan.strategy, plan.device, config)
-    for warning_text in plan.warnings:
+    for warning_text in plan.warnings if tells_warnings else ():
         sys.stderr.write(f"nbaccel: {warning_text}\n")
     if plan.start_method == "inline":
         # Imported late, because a launch in this process needs none of the machinery of workers.

@@ -32,6 +32,9 @@ _COMMANDS: tuple[str, ...] = (
     "nbaccel.cli.env_command:add_to",
     "nbaccel.cli.estimate_command:add_to",
     "nbaccel.cli.merge_command:add_to",
+    "nbaccel.cli.launch_command:add_to",
+    "nbaccel.cli.test_command:add_to",
+    "nbaccel.cli.export_command:add_to",
 )
 """Functions that add a subcommand to the app, as `module:function`, in the order of `--help`.
 

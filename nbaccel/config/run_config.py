@@ -61,6 +61,8 @@ else:
     StartMethodName = Literal[_START_METHODS]
 TpuDriverName = Literal["auto", "torch_tpu", "torch_xla"]
 ZeroStage = Literal[0, 1, 2, 3]
+# As torchrun writes it: a number for all ranks, pairs of local rank and number, or both.
+_SHOWN_OUTPUT = r"^([0-3]|\d+:[0-3])(,\d+:[0-3])*$"
 
 
 class RunConfig(Exchangeable):
@@ -249,6 +251,32 @@ class RunConfig(Exchangeable):
             must="text or None",
             why="It stands before every line that a worker prints",
             do='Give for example "[${rank}] "',
+        ),
+    ] = None
+    log_dir: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            description="Folder for files with what each rank prints, complete and without "
+            "prefix; None writes none.",
+        ),
+        FieldRule(
+            must="the path of a folder, or None",
+            why="What each rank prints is written to files there",
+            do='Give for example "logs", or leave it out to write none',
+        ),
+    ] = None
+    shown_output: Annotated[
+        str | None,
+        Field(
+            pattern=_SHOWN_OUTPUT,
+            description="What is shown of workers' output: 3 both streams, 1 stdout, 2 stderr, "
+            '0 nothing, or by local rank: "0:3,1:2"; None shows all.',
+        ),
+        FieldRule(
+            must='0, 1, 2 or 3, or pairs such as "0:3,1:2", or None',
+            why="It decides which lines of workers are shown; log_dir has all",
+            do='Give for example "0:3" to see rank 0 alone, or leave it out to see all',
         ),
     ] = None
     timeout: Annotated[

@@ -26,6 +26,7 @@ from nbaccel.launch.launch_supervisor import LaunchSupervisor
 from nbaccel.launch.packing import PackedCall, pack_call
 from nbaccel.output.console import Console
 from nbaccel.output.dashboard.following import DashboardUpdater
+from nbaccel.output.rank_logs import RankLogs, hidden_streams, logs_of_run
 from nbaccel.plan import Choice, Plan
 from nbaccel.plan.launch_plan import copies_in_turn
 from nbaccel.ports import listen
@@ -142,18 +143,18 @@ def _run_attempt(plan: Plan, packed_call: PackedCall, attempt_number: int) -> Ca
         if plan.config.node_rank == 0:
             store_listener = listen(plan.master_addr, plan.port)
             clean_up.callback(store_listener.close)
+        rank_logs = clean_up.enter_context(logs_of_run(plan))
+        was_stopped, closing_lines = _closing_words(packed_call)
         worker_group = WorkerGroup(plan, _choose_starter(plan, packed_call))
         # Registered last, so that it runs first: the workers end before their files are closed.
         clean_up.callback(worker_group.end)
         _start_workers(worker_group, packed_call, weight_receiver, store_listener, attempt_number)
         return conclude_call(
             plan,
-            _make_supervisor(worker_group).run(),
+            _make_supervisor(worker_group, rank_logs).run(),
             weight_receiver,
-            was_stopped=(
-                f"all {plan.num_processes} workers have been stopped; the model is as it was"
-            ),
-            closing_lines="The notebook's model is as it was before the launch.",
+            was_stopped=f"all {plan.num_processes} workers have been stopped{was_stopped}",
+            closing_lines=closing_lines,
         )
 
 
@@ -183,14 +184,26 @@ def _start_workers(
         store_listener.close()
 
 
-def _make_supervisor(worker_group: WorkerGroup) -> LaunchSupervisor:
+def _closing_words(packed_call: PackedCall) -> tuple[str, str]:
+    """What a Stop and a failure say of the notebook's models; nothing where there are none."""
+    if not packed_call.arenas:
+        return "", ""
+    return "; the model is as it was", "The notebook's model is as it was before the launch."
+
+
+def _make_supervisor(worker_group: WorkerGroup, rank_logs: RankLogs | None) -> LaunchSupervisor:
     run_config, worker_ranks = (
         worker_group.plan.config,
         [member.rank for member in worker_group.members],
     )
     return LaunchSupervisor(
         worker_group,
-        console=Console(worker_ranks, prefix_template=run_config.log_line_prefix_template),
+        console=Console(
+            worker_ranks,
+            prefix_template=run_config.log_line_prefix_template,
+            hidden=hidden_streams(run_config.shown_output, worker_ranks),
+            rank_logs=rank_logs,
+        ),
         timeout_s=run_config.timeout,
         show=DashboardUpdater(worker_ranks, device_name=worker_group.plan.device),
     )

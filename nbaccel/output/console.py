@@ -32,7 +32,7 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from string import Template
 from typing import TextIO
@@ -46,6 +46,7 @@ from nbaccel.output.lines import (
     RichOutput,
     stream_of,
 )
+from nbaccel.output.rank_logs import RankLogs
 from nbaccel.units import number_ranges, shorten_text
 from nbaccel.workers import messaging
 
@@ -198,13 +199,23 @@ class Console:
         prefix_template: Prefix of each line, with `${rank}`, `${local_rank}` and `${role_name}`;
             None for `[rank] `, with folding.
         paced: Whether there is a limit to how much is shown how fast; by default in a notebook.
+        hidden: Ranks and streams that are not shown; reports of failures quote them all the same.
+        rank_logs: Files that everything is written to beside; None writes none.
     """
 
     def __init__(
-        self, ranks: list[int], *, prefix_template: str | None = None, paced: bool | None = None
+        self,
+        ranks: list[int],
+        *,
+        prefix_template: str | None = None,
+        paced: bool | None = None,
+        hidden: Collection[tuple[int, str]] = (),
+        rank_logs: RankLogs | None = None,
     ) -> None:
         self._ranks = ranks
         self._template = prefix_template
+        self._hidden = frozenset(hidden)
+        self._rank_logs = rank_logs
         is_paced = publish.has_cells() if paced is None else paced
         self._pace = OutputPace(time.monotonic()) if is_paced else None
         backlog_limit = MAX_LINE_CHARS if is_paced else None
@@ -228,6 +239,10 @@ class Console:
 
     def feed(self, worker_rank: int, stream: str, output_bytes: bytes) -> None:
         """Take in what a worker wrote."""
+        if self._rank_logs and (
+            problem := self._rank_logs.write(worker_rank, stream, output_bytes)
+        ):
+            self.notice(problem)
         rank_source, output_pace = self._sources[worker_rank, stream], self._pace
         at_most = None if output_pace is None or output_pace.waits else output_pace.backlog.lines
         output_lines, dropped_lines = rank_source.feed(output_bytes, at_most=at_most)
@@ -271,7 +286,8 @@ class Console:
                 for output_line in output_lines
                 if not _GLOO_NOTICE.fullmatch(output_line)
             ]
-        self._waiting.add_lines(worker_rank, time.monotonic(), stream, output_lines)
+        if (worker_rank, stream) not in self._hidden:
+            self._waiting.add_lines(worker_rank, time.monotonic(), stream, output_lines)
         # From the end, because a chunk may hold thousands of lines and only the last few are kept.
         last_lines = itertools.islice(filter(str.strip, reversed(output_lines)), _LAST_LINES)
         self._tails[worker_rank].extend(
@@ -411,7 +427,7 @@ class Console:
     def _bar(self) -> tuple[str, str]:
         # The lowest rank's, because the sources are in the order of the ranks.
         for (worker_rank, stream), rank_source in self._sources.items():
-            if rank_source.bar:
+            if rank_source.bar and (worker_rank, stream) not in self._hidden:
                 return self._prefix([worker_rank]) + rank_source.bar, stream
         return "", self._drawn_on
 

@@ -207,6 +207,9 @@ def _choose_start_method(
     elif _catalog.known_device(str(device.value)).own_process:
         reason = "the notebook's own process must not hold the device: it keeps it until it ends"
         choice = Choice(setting_name, "template", reason)
+    elif count.value == 1 and (pipe_setting := _needs_pipes(config)):
+        reason = f"{pipe_setting} needs the worker's output in pipes of its own"
+        choice = Choice(setting_name, "template", reason)
     elif count.value == 1 and config.num_nodes == 1 and config.max_restarts == 0:
         choice = Choice(
             setting_name, "inline", "one worker needs no other process; a debugger works"
@@ -222,6 +225,16 @@ def _choose_start_method(
             f'start_method="{chosen_row.start_methods[0]}", or another device.'
         )
     return choice
+
+
+def _needs_pipes(config: RunConfig) -> str:
+    """The setting that has no effect on what this process itself prints."""
+    given_settings = (
+        setting_name
+        for setting_name in ("log_dir", "shown_output")
+        if getattr(config, setting_name) is not None
+    )
+    return next(given_settings, "")
 
 
 def _choose_threads(

@@ -14,6 +14,7 @@ from nbaccel.errors import LaunchInterrupted, StartupFailed
 from nbaccel.launch.packing import judge_fork
 from nbaccel.output import publish
 from nbaccel.output.console import Console
+from nbaccel.output.rank_logs import hidden_streams, logs_of_run
 from nbaccel.plan import Plan
 from nbaccel.pool import messages
 from nbaccel.pool.task import RankTasks, TaskResult, TaskSupervisor
@@ -45,6 +46,7 @@ class LiveGroup(WorkerGroup):
         report of that may be read by a launch that runs between two tasks."""
         self._numbers = itertools.count(1)
         self._on_end.callback(self._close_sentinels)
+        self._rank_logs = self._on_end.enter_context(logs_of_run(plan))
 
     @classmethod
     def ready(cls, plan: Plan) -> LiveGroup:
@@ -191,7 +193,13 @@ class LiveGroup(WorkerGroup):
         if line_prefix is None and len(self.members) == 1:
             # A single worker needs no prefix to tell its lines from others.
             line_prefix = ""
-        console = Console([m.rank for m in self.members], prefix_template=line_prefix)
+        member_ranks = [member.rank for member in self.members]
+        console = Console(
+            member_ranks,
+            prefix_template=line_prefix,
+            hidden=hidden_streams(self.plan.config.shown_output, member_ranks),
+            rank_logs=self._rank_logs,
+        )
         for member in self.members:
             if member.rank not in ranks:
                 # Equal lines of ranks are joined; ranks with the task must not wait for this one.

@@ -32,6 +32,8 @@ EVERYTHING = {
     "rdzv_id": "job 7: ü",
     "max_restarts": 3,
     "monitor_interval": 0.5,
+    "log_dir": "logs",
+    "shown_output": "0:3",
     "log_line_prefix_template": "[${rank}] ",
     "timeout": 3600.0,
     "share_back": False,

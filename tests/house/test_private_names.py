@@ -32,6 +32,7 @@ _ALLOWED = {
     "nbaccel/devices/tpu/torch_xla_driver.py": {"_XLAC", "_xla_runtime_is_initialized"},
     "nbaccel/env.py": {"_data"},  # os.environb
     "nbaccel/hidden.py": {"_initializing"},  # of importlib's module specs
+    "nbaccel/launch/script.py": {"_run_exitfuncs"},  # atexit's
     "nbaccel/strategies/choosing.py": {"_no_split_modules"},  # transformers' models name it
     "nbaccel/train/trackers.py": {"_get_file_writer"},
     "nbaccel/utils/imports.py": {"_get_device_type"},  # of habana_frameworks

@@ -1,0 +1,79 @@
+"""What ``nbaccel launch --dry-run`` and ``--peer-options`` show."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from rich.table import Table
+
+from nbaccel import env
+from nbaccel.cli.launch_request import LaunchRequest
+from nbaccel.cli.peer_options import PEER_OPTIONS
+from nbaccel.cli.tables import plain_table, terminal_console
+from nbaccel.config import RunConfig
+from nbaccel.plan import resolve
+
+__all__ = ["show_dry_run", "show_peer_options"]
+
+_VALUE_CHARS = 60
+
+
+def show_dry_run(request: LaunchRequest) -> None:
+    """Print every setting with its source, and the plan. Nothing is started.
+
+    Args:
+        request: What was asked for.
+
+    Raises:
+        ConfigError: This machine cannot serve it.
+    """
+    console = terminal_console()
+    console.print(_settings_table(request))
+    if request.variables:
+        console.print(_variables_table(request))
+    with env.applied(dict(request.variables)):
+        console.print()
+        # The plan's own text is for a fixed width: rich would break its lines anew.
+        sys.stdout.write(f"{resolve(request.config).explain()}\n")
+    sys.stdout.write("\nNothing was started: --dry-run.\n")
+
+
+def show_peer_options() -> None:
+    """Print each option of other commands, and what it does here."""
+    console = terminal_console()
+    for peer in dict.fromkeys(option.peer for option in PEER_OPTIONS):
+        table = plain_table(f"Options of {peer}", "option", "here")
+        for option in PEER_OPTIONS:
+            if option.peer == peer:
+                table.add_row(", ".join(option.flags), option.meaning)
+        console.print(table)
+        console.print()
+
+
+def _settings_table(request: LaunchRequest) -> Table:
+    table = plain_table("Settings", "setting", "value", "from")
+    for setting_name in RunConfig.model_fields:
+        source = request.source_of(setting_name)
+        table.add_row(
+            setting_name,
+            _shown_value(getattr(request.config, setting_name)),
+            source,
+            style="dim" if source == "default" else None,
+        )
+    return table
+
+
+def _variables_table(request: LaunchRequest) -> Table:
+    table = plain_table("Environment of workers", "variable", "value", "from")
+    for variable_name, value in request.variables.items():
+        table.add_row(variable_name, value, request.variable_sources[variable_name])
+    return table
+
+
+def _shown_value(value: Any) -> str:
+    if isinstance(value, dict):
+        text = json.dumps(value)
+        return text if len(text) <= _VALUE_CHARS else f"{text[: _VALUE_CHARS - 2]} …"
+    return "" if value is None else str(value)

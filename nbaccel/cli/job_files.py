@@ -1,0 +1,365 @@
+"""The command line that runs a script, in four languages, and the jobs around it.
+
+A command line holds what was said and nothing of this machine: what was left open is decided where
+the script runs.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from nbaccel.capabilities import device_row
+from nbaccel.config import RunConfig
+from nbaccel.config.variables import run_variables
+from nbaccel.notebook.options import words_of
+from nbaccel.notebook.picker.exporters import flag_of
+
+__all__ = ["COMMANDS", "JOBS", "ExportedFile", "command_line", "job_file"]
+
+_PORT = 29500
+_TIME_LIMIT = "24:00:00"
+# What the cluster decides, and not the command line of a job.
+_PLACE_SETTINGS = ("num_processes", "num_nodes", "node_rank", "master_addr", "use_port")
+# What other launchers have no option for, and training code reads from no variable.
+_DEEPSPEED_FILE = "ds_config.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportedFile:
+    """A file to be written.
+
+    Attributes:
+        name: Its name.
+        text: Its text.
+        submit: The command that starts what is in it; empty for a file that others read.
+        notes: What the reader should know.
+    """
+
+    name: str
+    text: str
+    submit: str = ""
+    notes: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """How the nodes of a job find each other, as words of a shell."""
+
+    node_rank: str
+    master_addr: str
+    master_port: str
+
+
+def _variables_of(config: RunConfig) -> dict[str, str]:
+    """What `nbaccel launch` would set, for launchers that do not know these settings."""
+    variables = dict(run_variables(config))
+    if config.mixed_precision != "no":
+        variables["ACCELERATE_MIXED_PRECISION"] = config.mixed_precision
+    if config.device != "auto":
+        variables |= dict(device_row(config.device).variables)
+    if config.deepspeed is not None:
+        # A file that can be read in the place of its text in base64.
+        variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = _DEEPSPEED_FILE
+    return variables
+
+
+def _nbaccel_words(config: RunConfig, place: _Place | None) -> list[str]:
+    flags = [
+        flag_of(config, setting_name)
+        for setting_name, model_field in RunConfig.model_fields.items()
+        if getattr(config, setting_name) != model_field.default
+        and setting_name not in _PLACE_SETTINGS
+    ]
+    # Of one machine: --num-processes counts those of all.
+    count_words = (
+        [] if config.num_processes is None else [f"--nproc-per-node {config.num_processes}"]
+    )
+    return ["nbaccel launch", *count_words, *_node_words(config, place), *flags]
+
+
+def _node_words(
+    config: RunConfig, place: _Place | None, nodes_flag: str = "--num-nodes"
+) -> list[str]:
+    if config.num_nodes == 1:
+        return [] if config.use_port is None else [f"--master-port {config.use_port}"]
+    place = place or _Place(
+        node_rank=str(config.node_rank),
+        master_addr=config.master_addr,
+        master_port=str(config.use_port or _PORT),
+    )
+    return [
+        f"{nodes_flag} {config.num_nodes}",
+        f"--node-rank {place.node_rank}",
+        f"--master-addr {place.master_addr}",
+        f"--master-port {place.master_port}",
+    ]
+
+
+def _torchrun_words(config: RunConfig, place: _Place | None) -> list[str]:
+    restarts = [f"--max-restarts {config.max_restarts}"] if config.max_restarts else []
+    count = "gpu" if config.num_processes is None else config.num_processes
+    return [
+        "torchrun",
+        f"--nproc-per-node {count}",
+        *_node_words(config, place, "--nnodes"),
+        *restarts,
+    ]
+
+
+def _accelerate_words(config: RunConfig, place: _Place | None) -> list[str]:
+    node_words = [
+        word.replace("--num-nodes", "--num_machines")
+        .replace("--node-rank", "--machine_rank")
+        .replace("--master-addr", "--main_process_ip")
+        .replace("--master-port", "--main_process_port")
+        for word in _node_words(config, place)
+    ]
+    num_processes = (config.num_processes or 1) * config.num_nodes
+    # Under --cpu it starts one process, whatever the number; so workers on the CPU are asked for
+    # by a variable.
+    several = ["--multi_gpu"] if num_processes > 1 and not config.uses_deepspeed else []
+    deepspeed = ["--use_deepspeed"] if config.uses_deepspeed else []
+    return [
+        "accelerate launch",
+        *several,
+        *deepspeed,
+        f"--num_processes {num_processes}",
+        *node_words,
+    ]
+
+
+def _deepspeed_words(config: RunConfig, place: _Place | None) -> list[str]:
+    count_words = [] if config.num_processes is None else [f"--num_gpus {config.num_processes}"]
+    node_words = [
+        word.replace("--num-nodes", "--num_nodes")
+        .replace("--node-rank", "--no_ssh --node_rank")
+        .replace("--master-addr", "--master_addr")
+        .replace("--master-port", "--master_port")
+        for word in _node_words(config, place)
+    ]
+    # The script reads its rank from the environment, as everywhere else.
+    return ["deepspeed", "--no_local_rank", *count_words, *node_words]
+
+
+COMMANDS = {
+    "nbaccel": _nbaccel_words,
+    "torchrun": _torchrun_words,
+    "accelerate": _accelerate_words,
+    "deepspeed": _deepspeed_words,
+}
+"""The commands that can start a script, by name."""
+
+
+def command_line(command: str, config: RunConfig, script_name: str, place: Any = None) -> str:
+    """The command line that runs a script.
+
+    Args:
+        command: A key of `COMMANDS`.
+        config: The settings.
+        script_name: The script.
+        place: How nodes find each other; None for what the settings say.
+    """
+    variables = {} if command == "nbaccel" else _variables_of(config)
+    words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    return " ".join([*words, *COMMANDS[command](config, place), shlex.quote(script_name)])
+
+
+def companion_files(command: str, config: RunConfig) -> list[ExportedFile]:
+    """Files that a command line names, beside the script.
+
+    Args:
+        command: The command.
+        config: The settings.
+    """
+    if command == "nbaccel" or config.deepspeed is None:
+        return []
+    from nbaccel.config.engine import engine_config
+
+    document = json.dumps(engine_config(config), indent=2)
+    return [ExportedFile(name=_DEEPSPEED_FILE, text=f"{document}\n")]
+
+
+# ---------------------------------------------------------------------- jobs
+
+
+def _has_accelerators(config: RunConfig) -> bool:
+    """Whether a job asks for devices: those that are left open are some."""
+    return config.device == "auto" or not device_row(config.device).in_host_memory
+
+
+def _slurm_job(config: RunConfig, stem: str, script_text: str, image: str) -> ExportedFile:
+    place = _Place(
+        node_rank='"$SLURM_NODEID"', master_addr='"$MASTER_ADDR"', master_port='"$MASTER_PORT"'
+    )
+    command = command_line("nbaccel", config, f"{stem}.py", place)
+    cpus = (config.num_processes or 1) * (config.threads_per_process or 1)
+    gpus = config.num_processes or 1
+    lines = [
+        "#!/bin/bash",
+        f"#SBATCH --job-name={stem}",
+        f"#SBATCH --nodes={config.num_nodes}",
+        "#SBATCH --ntasks-per-node=1  # nbaccel launch starts the workers of its node",
+        f"#SBATCH --cpus-per-task={max(cpus, gpus)}",
+        *([f"#SBATCH --gpus-per-node={gpus}"] if _has_accelerators(config) else []),
+        f"#SBATCH --time={_TIME_LIMIT}",
+        "#SBATCH --output=%x-%j.log",
+        "",
+        "set -euo pipefail",
+        "# Jobs that share a node must not share a port.",
+        'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
+        "",
+        f"srun --kill-on-bad-exit=1 bash -c {shlex.quote(command)}",
+        "",
+    ]
+    return ExportedFile(
+        name=f"{stem}.sbatch", text="\n".join(lines), submit=f"sbatch {stem}.sbatch"
+    )
+
+
+def _ray_job(config: RunConfig, stem: str, script_text: str, image: str) -> ExportedFile:
+    local_config = config.changed(num_nodes=1, node_rank=0, master_addr="127.0.0.1", use_port=None)
+    engine_field = RunConfig.model_fields.get("engine")
+    has_engine = engine_field is not None and "ray" in words_of(engine_field.annotation)
+    notes: tuple[str, ...] = ()
+    resources = []
+    command = command_line("nbaccel", local_config, f"{stem}.py")
+    if has_engine and config.num_nodes > 1:
+        num_processes = (config.num_processes or 1) * config.num_nodes
+        ray_config = local_config.changed(engine="ray", num_processes=num_processes)
+        command = command_line("nbaccel", ray_config, f"{stem}.py")
+    else:
+        name = "gpus" if _has_accelerators(config) else "cpus"
+        resources = [f"  --entrypoint-num-{name} {config.num_processes or 1} \\"]
+        if config.num_nodes > 1:
+            notes = ("The job has the workers of one node: this version has no engine for more.",)
+    lines = [
+        "#!/bin/bash",
+        "# The folder of the script is sent to the cluster.",
+        "set -euo pipefail",
+        "ray job submit \\",
+        '  --address "${RAY_ADDRESS:-http://127.0.0.1:8265}" \\',
+        "  --working-dir . \\",
+        '  --runtime-env-json \'{"pip": ["nbaccel[ray]"]}\' \\',
+        *resources,
+        f"  -- {command}",
+        "",
+    ]
+    return ExportedFile(
+        name=f"{stem}_ray.sh", text="\n".join(lines), submit=f"bash {stem}_ray.sh", notes=notes
+    )
+
+
+def _kubernetes_job(config: RunConfig, stem: str, script_text: str, image: str) -> ExportedFile:
+    name = stem.lower().replace("_", "-").strip("-")
+    place = _Place(
+        node_rank='"$JOB_COMPLETION_INDEX"',
+        # Pods of an indexed job have their number in their host name.
+        master_addr=f"{name}-0.{name}",
+        master_port=str(_PORT),
+    )
+    command = command_line("nbaccel", config, f"{stem}.py", place)
+    documents = [
+        _config_map(name, f"{stem}.py", script_text),
+        *([_headless_service(name)] if config.num_nodes > 1 else []),
+        _indexed_job(name, config, command, image),
+    ]
+    return ExportedFile(
+        name=f"{stem}_job.yaml",
+        text=yaml.safe_dump_all(documents, sort_keys=False),
+        submit=f"kubectl apply -f {stem}_job.yaml",
+        notes=(f"The image must have Python, torch and nbaccel: {image}. --image names another.",),
+    )
+
+
+def _config_map(name: str, script_name: str, script_text: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": name},
+        "data": {script_name: script_text},
+    }
+
+
+def _headless_service(name: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name},
+        # Without an address of its own it gives each pod a name. Before they are ready, because
+        # they meet while they start.
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"job-name": name},
+            "ports": [{"port": _PORT, "name": "rendezvous"}],
+        },
+    }
+
+
+def _indexed_job(name: str, config: RunConfig, command: str, image: str) -> dict[str, Any]:
+    num_workers = config.num_processes or 1
+    cores = str(num_workers * (config.threads_per_process or 1))
+    resources: Mapping[str, Any] = (
+        {"limits": {"nvidia.com/gpu": num_workers}}
+        if _has_accelerators(config)
+        else {"requests": {"cpu": cores}}
+    )
+    container = {
+        "name": "train",
+        "image": image,
+        "workingDir": "/job",
+        "command": ["bash", "-c", command],
+        "resources": dict(resources),
+        "volumeMounts": [
+            {"name": "script", "mountPath": "/job"},
+            # Loader workers of torch need more than the 64 MB that a pod has.
+            {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108  # the pod's own
+        ],
+    }
+    pod = {
+        "subdomain": name,
+        "restartPolicy": "Never",
+        "containers": [container],
+        "volumes": [
+            {"name": "script", "configMap": {"name": name}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name},
+        "spec": {
+            "completions": config.num_nodes,
+            "parallelism": config.num_nodes,
+            "completionMode": "Indexed",
+            "backoffLimit": config.max_restarts,
+            "template": {"spec": pod},
+        },
+    }
+
+
+JOBS = {"slurm": _slurm_job, "ray": _ray_job, "kubernetes": _kubernetes_job}
+"""The jobs that can be written, by the cluster that they are for."""
+
+
+def job_file(
+    cluster: str, config: RunConfig, stem: str, script_text: str, image: str
+) -> ExportedFile:
+    """A job that runs a script.
+
+    Args:
+        cluster: A key of `JOBS`.
+        config: The settings.
+        stem: The script's name, without its ending.
+        script_text: The script.
+        image: The container's image, for clusters that need one.
+    """
+    return JOBS[cluster](config, stem, script_text, image)

@@ -1,0 +1,184 @@
+"""``nbaccel launch script.py``: a script in every worker, with all that a notebook's launch has.
+
+words ─► launch_options ─► launch_request ─► RunConfig ─► resolve ─► Plan
+                                                             │
+                 exit status ◄─ script_run ◄── run_script ◄──┘   (or --dry-run: a table)
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nbaccel.cli.launch_options import OWN_PANEL, ConfigFile, add_command
+from nbaccel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nbaccel.launch.script import Script
+
+__all__ = ["add_to"]
+
+_DESCRIPTION = """\
+Run a script in one worker per device, as `torchrun` and `accelerate launch` do.
+
+    nbaccel launch -n 2 --mixed-precision bf16 train.py --lr 0.1
+
+What comes after the script belongs to the script. Options are written with `-` or `_`, and those
+of `accelerate launch`, `torchrun` and `deepspeed` are understood, too: --peer-options lists them.
+Flags are stronger than the file of --config-file, which is stronger than the defaults; --dry-run
+shows where each value is from and what would happen.
+"""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the subcommand.
+
+    Args:
+        app: The command ``nbaccel``.
+    """
+    add_command(
+        app, "launch", _launch, description=_DESCRIPTION, short_help="a script on all devices"
+    )
+
+
+_ScriptOption = Annotated[
+    str | None,
+    typer.Argument(metavar="SCRIPT", help="A script; a module with -m.", show_default=False),
+]
+_ArgumentsOption = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ARGS...", help="The script's own arguments.", show_default=False),
+]
+_ModuleOption = Annotated[
+    bool,
+    typer.Option(
+        "-m", "--module", help="SCRIPT is a module: python -m.", rich_help_panel=OWN_PANEL
+    ),
+]
+_NoPythonOption = Annotated[
+    bool,
+    typer.Option("--no-python", help="SCRIPT is a program.", rich_help_panel=OWN_PANEL),
+]
+_DryRunOption = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Show every setting, where it is from and the plan; start nothing.",
+        rich_help_panel=OWN_PANEL,
+    ),
+]
+_DebugOption = Annotated[
+    bool,
+    typer.Option(
+        "--debug",
+        help="Show whole tracebacks; sets ACCELERATE_DEBUG_MODE.",
+        rich_help_panel=OWN_PANEL,
+    ),
+]
+_QuietOption = Annotated[
+    bool,
+    typer.Option(
+        "-q",
+        "--quiet",
+        help="Leave out notes and warnings before the start.",
+        rich_help_panel=OWN_PANEL,
+    ),
+]
+_PeerOptionsOption = Annotated[
+    bool,
+    typer.Option(
+        "--peer-options",
+        help="List the options of accelerate launch, torchrun and deepspeed, and what they do.",
+        rich_help_panel=OWN_PANEL,
+    ),
+]
+
+
+def _launch(
+    script: _ScriptOption = None,
+    arguments: _ArgumentsOption = None,
+    config_file: ConfigFile = None,
+    module: _ModuleOption = False,
+    no_python: _NoPythonOption = False,
+    dry_run: _DryRunOption = False,
+    debug: _DebugOption = False,
+    quiet: _QuietOption = False,
+    peer_options: _PeerOptionsOption = False,
+    **further_options: Any,
+) -> None:
+    if peer_options:
+        from nbaccel.cli.dry_run import show_peer_options
+
+        show_peer_options()
+        raise typer.Exit
+    from nbaccel.cli.launch_request import read_launch_request
+    from nbaccel.cli.settings_file import read_settings_file
+
+    file_config, file_name = read_settings_file(config_file)
+    request = read_launch_request({**further_options, "debug": debug}, file_config, file_name)
+    for note in request.notes if not quiet else ():
+        print(f"nbaccel: {note}", file=sys.stderr)
+    if dry_run:
+        from nbaccel.cli.dry_run import show_dry_run
+
+        show_dry_run(request)
+        raise typer.Exit
+    found_script = _find_script(script, tuple(arguments or ()), module, no_python)
+    from nbaccel.cli.script_run import run_to_exit_status
+
+    raise typer.Exit(
+        run_to_exit_status(found_script, request, is_quiet=quiet, shows_tracebacks=debug)
+    )
+
+
+def _find_script(
+    target: str | None, arguments: tuple[str, ...], is_module: bool, is_program: bool
+) -> Script:
+    """What is to be run, refused where it is not there."""
+    # Here, so that --help and --dry-run need none of the machinery of launches.
+    from nbaccel.launch.script import Script
+
+    if target is None:
+        raise ConfigError(
+            f"SCRIPT must be given: got {target!r}. Nothing says what to run. Write nbaccel launch "
+            "[options] script.py [its arguments]."
+        )
+    if is_module and is_program:
+        raise ConfigError(
+            f"-m and --no-python contradict each other: {target!r} cannot be a module and a "
+            "program. Leave one of them out."
+        )
+    if is_module:
+        _check_module(target)
+        return Script(kind="module", target=target, arguments=arguments)
+    if is_program:
+        if shutil.which(target) is None:
+            raise ConfigError(
+                f"--no-python {target!r}: there is no such program. Nothing would run. Give its "
+                "path, or leave --no-python out for a Python script."
+            )
+        return Script(kind="program", target=target, arguments=arguments)
+    if not Path(target).exists():
+        raise ConfigError(
+            f"{target!r} is not there: looked for it in {Path.cwd()}. Nothing would run. Give the "
+            "path of the script, after all options and before its own arguments."
+        )
+    return Script(kind="file", target=target, arguments=arguments)
+
+
+def _check_module(module_name: str) -> None:
+    top_name = module_name.partition(".")[0]
+    # Not find_spec of the whole name, which imports the packages above it.
+    search_path = [str(Path.cwd()), *sys.path]
+    if top_name not in sys.builtin_module_names and not importlib.machinery.PathFinder.find_spec(
+        top_name, search_path
+    ):
+        raise ConfigError(
+            f"-m {module_name!r}: there is no module {top_name!r} here or among the installed "
+            f"packages. Nothing would run. Start where it can be imported: now {Path.cwd()}."
+        )

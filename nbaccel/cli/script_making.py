@@ -1,0 +1,360 @@
+"""A script out of a notebook: its tagged cells, or the function that it launches.
+
+    notebook_launcher(train, (model,))    ─► what `train` needs     stays at the top level
+                                             what `model` needs     into main(), before the call
+
+Each process of a script builds what the notebook built once and shared. Definitions stay at the top
+level, where pickle and loader workers find them by name.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbaccel.cli.notebook_cells import EXPORT_TAG, NotebookCell, Statement, statements_of
+from nbaccel.config import Fp8Config, RunConfig
+from nbaccel.errors import ConfigError
+from nbaccel.transfer.free_names import names_of
+
+__all__ = ["LaunchCall", "MadeScript", "make_script"]
+
+_LAUNCHERS = ("notebook_launcher", "debug_launcher")
+_PARAMETERS = ("function", "args", "num_processes", "mixed_precision", "use_port")
+# Calls that decide random numbers: what is built after them depends on them.
+_SEEDS = re.compile(r"(^|\.)(manual_seed|set_seed|seed|seed_everything|seed_all)$")
+_BLOCKS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_CONFIG_CLASSES: Mapping[str, type[RunConfig | Fp8Config]] = {
+    "RunConfig": RunConfig,
+    "Fp8Config": Fp8Config,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchCall:
+    """A call of a launcher in the notebook.
+
+    Attributes:
+        function: What it launches, as written.
+        args: Its arguments, as written.
+        settings: Its settings, as far as they can be read without running the notebook.
+        unread: Settings that cannot.
+        statement: Where it stands.
+    """
+
+    function: str
+    args: tuple[str, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+    statement: Statement
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MadeScript:
+    """A script.
+
+    Attributes:
+        text: Its text.
+        cell_numbers: The cells that are in it.
+        launch: The call that it stands for; None where cells were tagged.
+        num_magics: How many lines of magics became comments.
+    """
+
+    text: str
+    cell_numbers: tuple[int, ...]
+    launch: LaunchCall | None = None
+    num_magics: int = 0
+
+
+def make_script(
+    cells: Sequence[NotebookCell], notebook_name: str, function_name: str = ""
+) -> MadeScript:
+    """Make a script of a notebook.
+
+    Args:
+        cells: The notebook's cells.
+        notebook_name: What to call it.
+        function_name: The launched function, where several are launched.
+
+    Returns:
+        The script.
+
+    Raises:
+        ConfigError: Nothing says what to export; what was looked for is listed.
+    """
+    statements = [statement for cell in cells for statement in statements_of(cell)]
+    launches = find_launches(statements)
+    tagged_cells = [cell for cell in cells if EXPORT_TAG in cell.tags]
+    if tagged_cells and not function_name:
+        return _of_tagged_cells(tagged_cells, launches, notebook_name)
+    launch = _chosen_launch(launches, cells, function_name)
+    return _of_launch(launch, statements, cells, notebook_name)
+
+
+def find_launches(statements: Iterable[Statement]) -> list[LaunchCall]:
+    """Every call of a launcher at the top level.
+
+    Args:
+        statements: The notebook's statements.
+    """
+    found_configs: dict[str, Any] = {}
+    found_launches = []
+    for statement in statements:
+        if isinstance(statement.node, ast.Assign) and isinstance(statement.node.value, ast.Call):
+            for name in statement.binds:
+                found_configs[name] = _literal(statement.node.value, found_configs)
+        call = _launch_call(statement.node)
+        if call is not None:
+            found_launches.append(_read_launch(call, statement, found_configs))
+    return found_launches
+
+
+def _launch_call(node: ast.stmt) -> ast.Call | None:
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return None
+    for inner_node in ast.walk(node):
+        if isinstance(inner_node, ast.Call):
+            called_name = ast.unparse(inner_node.func).rpartition(".")[2]
+            if called_name in _LAUNCHERS and (inner_node.args or inner_node.keywords):
+                return inner_node
+    return None
+
+
+def _read_launch(
+    call: ast.Call, statement: Statement, found_configs: Mapping[str, Any]
+) -> LaunchCall:
+    given = dict(zip(_PARAMETERS, call.args, strict=False))
+    given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+    function_node, args_node = given.pop("function", None), given.pop("args", None)
+    settings: dict[str, Any] = {}
+    unread_names = []
+    for name, node in given.items():
+        value = _literal(node, found_configs)
+        if name == "config" and isinstance(value, RunConfig):
+            settings |= {
+                setting_name: getattr(value, setting_name)
+                for setting_name, model_field in RunConfig.model_fields.items()
+                if getattr(value, setting_name) != model_field.default
+            }
+        elif name in RunConfig.model_fields and value is not _UNKNOWN:
+            settings[name] = value
+        elif name != "pool":
+            unread_names.append(name)
+    if ast.unparse(call.func).endswith("debug_launcher"):
+        settings = {"num_processes": 2, "device": "cpu", **settings}
+    arg_nodes = args_node.elts if isinstance(args_node, (ast.Tuple, ast.List)) else []
+    arg_texts = tuple(ast.unparse(node) for node in arg_nodes)
+    if args_node is not None and not isinstance(args_node, (ast.Tuple, ast.List)):
+        arg_texts = (f"*{ast.unparse(args_node)}",)
+    return LaunchCall(
+        function="" if function_node is None else ast.unparse(function_node),
+        args=arg_texts,
+        settings=settings,
+        unread=tuple(unread_names),
+        statement=statement,
+    )
+
+
+class _Unknown:
+    """Stands for a value that only running the notebook would tell."""
+
+
+_UNKNOWN = _Unknown()
+
+
+def _literal(node: ast.expr, found_configs: Mapping[str, Any]) -> Any:
+    """The value of an expression that needs no running: literals, and settings made of them."""
+    if isinstance(node, ast.Name):
+        return found_configs.get(node.id, _UNKNOWN)
+    if isinstance(node, ast.Call):
+        config_class = _CONFIG_CLASSES.get(ast.unparse(node.func).rpartition(".")[2])
+        values = {
+            keyword.arg: _literal(keyword.value, found_configs)
+            for keyword in node.keywords
+            if keyword.arg
+        }
+        if config_class is None or node.args or _UNKNOWN in values.values():
+            return _UNKNOWN
+        return config_class(**values)
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return _UNKNOWN
+
+
+def _chosen_launch(
+    launches: Sequence[LaunchCall], cells: Sequence[NotebookCell], function_name: str
+) -> LaunchCall:
+    fitting = [call for call in launches if not function_name or call.function == function_name]
+    functions = list(dict.fromkeys(call.function for call in fitting))
+    if len(functions) == 1:
+        # The last one: what people keep after trying.
+        return fitting[-1]
+    if len(functions) > 1:
+        raise ConfigError(
+            f"The notebook launches {', '.join(functions)}: a script runs one of them. Say which: "
+            f"--function {functions[-1]}; or give cells the tag {EXPORT_TAG}."
+        )
+    launched_text = ", ".join(dict.fromkeys(call.function for call in launches)) or "none"
+    wanted_text = f" with the function {function_name!r}" if function_name else ""
+    raise ConfigError(
+        f"Nothing says what to export. Looked in {len(cells)} code cells for the tag "
+        f"{EXPORT_TAG} and for a call of {' or '.join(_LAUNCHERS)}(function, ...) outside of "
+        f"functions{wanted_text}; launched functions found: {launched_text}. Tag the cells that "
+        "belong into the script, or launch the function in a cell."
+    )
+
+
+# ---------------------------------------------------------------------- the text
+
+
+def _of_tagged_cells(
+    cells: Sequence[NotebookCell], launches: Sequence[LaunchCall], notebook_name: str
+) -> MadeScript:
+    launches_by_node = {id(launch.statement.node): launch for launch in launches}
+    launched = None
+    parts = [_heading(notebook_name)]
+    for cell in cells:
+        cell_text = cell.code
+        for launch in launches:
+            if launch.statement.cell_number == cell.number:
+                # Its place, in a script, is where nothing imports it.
+                cell_text = cell_text.replace(launch.statement.text, _guarded_call(launch))
+                launched = launches_by_node.get(id(launch.statement.node), launched)
+        parts.append(f"# Cell {cell.number}\n{cell_text}")
+    return MadeScript(
+        text=_joined(parts),
+        cell_numbers=tuple(cell.number for cell in cells),
+        launch=launched,
+        num_magics=sum(cell.num_magics for cell in cells),
+    )
+
+
+def _guarded_call(launch: LaunchCall) -> str:
+    return f'if __name__ == "__main__":\n    {launch.function}({", ".join(launch.args)})'
+
+
+def _of_launch(
+    launch: LaunchCall,
+    statements: Sequence[Statement],
+    cells: Sequence[NotebookCell],
+    notebook_name: str,
+) -> MadeScript:
+    before = list(statements[: statements.index(launch.statement)])
+    function_needs = _needed(before, names_of(launch.function).needed)
+    launched_names = names_of(", ".join((launch.function, *launch.args))).needed
+    all_needs = _needed(before, launched_names, with_seeds=True)
+    definitions = [
+        statement
+        for statement in all_needs
+        if statement.is_definition or _has_long_text(statement.node)
+    ]
+    # What definitions read stays beside them: names of main() would be hidden from functions.
+    wanted_names = {name for statement in definitions for name in statement.reads}
+    beside = _needed(before, wanted_names)
+    top_level = [
+        statement
+        for statement in before
+        if statement in function_needs or statement in definitions or statement in beside
+    ]
+    in_main = [statement for statement in all_needs if statement not in top_level]
+    used_cells = {statement.cell_number for statement in (*top_level, *in_main)}
+    return MadeScript(
+        text=_joined(
+            [
+                _heading(notebook_name),
+                _top_level_text(top_level),
+                _main_function(launch, in_main),
+                'if __name__ == "__main__":\n    main()',
+            ]
+        ),
+        cell_numbers=tuple(sorted(used_cells)),
+        launch=launch,
+        num_magics=sum(cell.num_magics for cell in cells if cell.number in used_cells),
+    )
+
+
+def _needed(
+    statements: Sequence[Statement], names: Iterable[str], *, with_seeds: bool = False
+) -> list[Statement]:
+    """The statements that these names depend on, in order; with seeds before them, if wanted."""
+    wanted_names = set(names)
+    needed_statements: list[Statement] = []
+    for statement in reversed(statements):
+        if _launch_call(statement.node) is not None:
+            continue
+        is_needed = bool(statement.binds & wanted_names)
+        if _is_seed(statement.node):
+            is_needed = with_seeds and bool(needed_statements)
+        if is_needed:
+            needed_statements.insert(0, statement)
+            wanted_names |= statement.reads
+    # Functions may use what is bound after them: once more, until nothing is added.
+    if wanted_names <= set(names):
+        return needed_statements
+    return _needed(statements, wanted_names, with_seeds=with_seeds)
+
+
+def _is_seed(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+        and bool(_SEEDS.search(ast.unparse(node.value.func)))
+    )
+
+
+def _has_long_text(node: ast.stmt) -> bool:
+    """Whether a text of several lines is in it, which indenting would change."""
+    return any(
+        isinstance(inner_node, (ast.Constant, ast.JoinedStr))
+        and inner_node.lineno != inner_node.end_lineno
+        for inner_node in ast.walk(node)
+    )
+
+
+def _top_level_text(statements: Sequence[Statement]) -> str:
+    """Statements with the blank lines that people put between them."""
+    text = ""
+    was_block = False
+    for statement in statements:
+        statement_text = _without_launchers(statement)
+        is_block = isinstance(statement.node, _BLOCKS)
+        if statement_text:
+            text += ("\n\n\n" if is_block or was_block else "\n") * bool(text) + statement_text
+            was_block = is_block
+    return text
+
+
+def _without_launchers(statement: Statement) -> str:
+    """An import without the launcher, which is not needed any more."""
+    node = statement.node
+    if not isinstance(node, ast.ImportFrom):
+        return statement.text
+    kept_names = [alias for alias in node.names if alias.name not in _LAUNCHERS]
+    if len(kept_names) == len(node.names):
+        return statement.text
+    if not kept_names:
+        return ""
+    return ast.unparse(ast.ImportFrom(module=node.module, names=kept_names, level=node.level))
+
+
+def _main_function(launch: LaunchCall, in_main: Sequence[Statement]) -> str:
+    body = [statement.text for statement in in_main]
+    body.append(f"{launch.function}({', '.join(launch.args)})")
+    return "def main():\n" + textwrap.indent("\n".join(body), "    ")
+
+
+def _heading(notebook_name: str) -> str:
+    return (
+        f'"""Exported from {notebook_name} by nbaccel export.\n\n'
+        "Each process runs all of it. There is no notebook for the trained weights to come back "
+        'to:\nsave them in the training function.\n"""'
+    )
+
+
+def _joined(parts: Iterable[str]) -> str:
+    return "\n\n\n".join(part.strip("\n") for part in parts if part.strip()) + "\n"

@@ -1,0 +1,155 @@
+"""A script's launch, from settings to an exit status that a shell understands."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import cast
+
+from nbaccel import _catalog, env
+from nbaccel.cli.launch_request import LaunchRequest
+from nbaccel.errors import LaunchInterrupted, WorkerFailed
+from nbaccel.failures.failure import FailureRecord, FailureReport
+from nbaccel.frames import place, user_frame
+from nbaccel.launch.script import Script, ScriptEnd, exit_status_of, run_script, run_script_here
+from nbaccel.launchers import launch_configured
+from nbaccel.plan import resolve
+from nbaccel.supervision.outcome import full_traceback
+from nbaccel.workers import template_prestart
+
+__all__ = ["run_to_exit_status"]
+
+_FAILURE = 1
+# As a shell says that a signal ended a process.
+_SIGNAL_STATUS = 128
+
+
+def run_to_exit_status(
+    script: Script,
+    request: LaunchRequest,
+    *,
+    is_quiet: bool = False,
+    shows_tracebacks: bool = False,
+) -> int:
+    """Run a script in the workers that were asked for.
+
+    Args:
+        script: What each worker runs.
+        request: The settings.
+        is_quiet: Whether warnings before the start are left out.
+        shows_tracebacks: Whether a failure's report is followed by the whole traceback.
+
+    Returns:
+        0, the script's own status, 1 after a failure, or 128 and the number of the signal that
+        ended it.
+
+    Raises:
+        NbaccelError: It could not be started.
+    """
+    received_signals: list[int] = []
+    with env.applied(dict(request.variables)):
+        try:
+            return _run(script, request, received_signals, is_quiet, shows_tracebacks)
+        except KeyboardInterrupt as interruption:
+            _tell_interruption(interruption, is_quiet)
+            return _SIGNAL_STATUS + (received_signals or [signal.SIGINT])[0]
+
+
+def _run(
+    script: Script,
+    request: LaunchRequest,
+    received_signals: list[int],
+    is_quiet: bool,
+    shows_tracebacks: bool,
+) -> int:
+    plan = resolve(request.config)
+    if plan.start_method == "inline":
+        [script_end] = launch_configured(
+            run_script_here, (script,), request.config, tells_warnings=not is_quiet
+        )
+        return _status_here(script_end, shows_tracebacks)
+    # Imports torch beside this process, which does the same now.
+    template_prestart.start_ahead(_catalog.prepare_notebook())
+    try:
+        with _signals_as_interrupts(received_signals):
+            launch_configured(run_script, (script,), request.config, tells_warnings=not is_quiet)
+    except WorkerFailed as error:
+        return _status_of_failure(error, shows_tracebacks)
+    return 0
+
+
+def _status_here(script_end: ScriptEnd, shows_tracebacks: bool) -> int:
+    if script_end.record is not None:
+        report = FailureReport(records=(script_end.record,), world_size=1)
+        _tell_failure("\n".join(report.lines()), script_end.record, shows_tracebacks)
+    return script_end.exit_status
+
+
+def _status_of_failure(error: WorkerFailed, shows_tracebacks: bool) -> int:
+    record = cast("FailureRecord | None", error.failure)
+    if record is None or record.raised is None or record.raised.type_name != "SystemExit":
+        _tell_failure(str(error), record, shows_tracebacks)
+        return _FAILURE
+    # The exception's text is all that is left of its code.
+    code_text = record.raised.message.strip()
+    is_number = code_text.lstrip("-").isdecimal()
+    own_frame = user_frame(reversed(record.raised.frames))
+    place_text = f" ({place(own_frame)})" if own_frame else ""
+    status = exit_status_of(int(code_text) if is_number else code_text)
+    print(
+        f"nbaccel: rank {record.rank} left with exit status {status}{place_text}",
+        file=sys.stderr,
+    )
+    return status
+
+
+def _tell_failure(report_text: str, record: FailureRecord | None, shows_tracebacks: bool) -> None:
+    print(f"nbaccel: {report_text}", file=sys.stderr)
+    if record is None or record.raised is None:
+        return
+    if shows_tracebacks:
+        print(full_traceback(record), file=sys.stderr)
+    else:
+        print("The whole traceback: nbaccel launch --debug.", file=sys.stderr)
+
+
+def _tell_interruption(interruption: KeyboardInterrupt, is_quiet: bool) -> None:
+    interruption_text = str(interruption) if isinstance(interruption, LaunchInterrupted) else ""
+    if not is_quiet:
+        print(f"nbaccel: {interruption_text or 'interrupted'}", file=sys.stderr)
+
+
+@dataclass(frozen=True, slots=True)
+class _SignalNotes:
+    """A signal handler that notes which signal came, and interrupts."""
+
+    received_signals: list[int]
+
+    def __call__(self, signal_number: int, current_frame: FrameType | None) -> None:
+        self.received_signals.append(signal_number)
+        # Workers are stopped in order, as after Ctrl-C.
+        signal.raise_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def _signals_as_interrupts(received_signals: list[int]) -> Iterator[None]:
+    """Let a terminal that closes, and a scheduler's SIGTERM, stop the workers as Ctrl-C does."""
+    # Only the main thread may set signal handlers.
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handled_signals = (signal.SIGTERM, signal.SIGHUP)
+    handlers_before = [
+        signal.signal(signal_number, _SignalNotes(received_signals))
+        for signal_number in handled_signals
+    ]
+    try:
+        yield
+    finally:
+        for signal_number, handler_before in zip(handled_signals, handlers_before, strict=True):
+            signal.signal(signal_number, handler_before)

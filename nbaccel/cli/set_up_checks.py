@@ -1,0 +1,245 @@
+"""What ``nbaccel test`` tries in the workers: each step a training needs, with a known answer.
+
+The order is that in which one needs the other; the first that fails ends the launch with its name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from nbaccel.accelerator import Accelerator
+from nbaccel.config import RunConfig
+from nbaccel.errors import NbaccelError
+from nbaccel.utils.operations import broadcast, gather, pad_across_processes, reduce
+from nbaccel.utils.random import set_seed
+
+__all__ = ["CHECK_NAMES", "SetUpCheckFailed", "run_checks"]
+
+# Multiples of 16, which products of 8 bits need.
+_NUM_FEATURES = 32
+_BATCH_SIZE = 16
+# No multiple of the batch, nor of any number of processes above one.
+_NUM_SAMPLES = 149
+_NUM_STEPS = 20
+
+
+class SetUpCheckFailed(NbaccelError):
+    """A check has found something else than the known answer."""
+
+
+@dataclass(kw_only=True)
+class _CheckedTraining:
+    """What the checks share: one training, prepared once."""
+
+    config: RunConfig
+    world_size: int
+    folder: Path
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: Any
+    loader: Any
+    examples: torch.Tensor
+
+
+def run_checks(config_json: str, world_size: int, folder: str) -> list[tuple[str, str, float]]:
+    """Run every check in this worker.
+
+    Args:
+        config_json: The settings, as JSON.
+        world_size: Workers that were planned.
+        folder: An empty folder for checkpoints.
+
+    Returns:
+        Name, what was found, and seconds of each check.
+
+    Raises:
+        SetUpCheckFailed: One has failed; its message begins with the check's name.
+    """
+    training = _prepare_training(RunConfig.from_json(config_json), world_size, Path(folder))
+    check_results = []
+    for check_name, check in _CHECKS.items():
+        start_time = time.monotonic()
+        try:
+            found_text = check(training)
+        except SetUpCheckFailed as error:
+            raise SetUpCheckFailed(f"{check_name}: {error}") from None
+        except Exception as error:  # whatever a library raises, the check's name is wanted
+            raise SetUpCheckFailed(f"{check_name}: {type(error).__name__}: {error}") from error
+        check_results.append((check_name, found_text, time.monotonic() - start_time))
+    training.accelerator.end_training()
+    return check_results
+
+
+def _prepare_training(config: RunConfig, world_size: int, folder: Path) -> _CheckedTraining:
+    set_seed(0)
+    accelerator = Accelerator()
+    model = nn.Sequential(
+        nn.Linear(_NUM_FEATURES, _NUM_FEATURES),
+        nn.ReLU(),
+        nn.Linear(_NUM_FEATURES, _NUM_FEATURES),
+        nn.ReLU(),
+        nn.Linear(_NUM_FEATURES, 1),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    inputs = torch.randn(_NUM_SAMPLES, _NUM_FEATURES)
+    # The number of a sample is its last column, so that a loader's work can be counted.
+    dataset = TensorDataset(inputs, _targets_of(inputs), torch.arange(_NUM_SAMPLES))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(dataset, _BATCH_SIZE)
+    )
+    return _CheckedTraining(
+        config=config,
+        world_size=world_size,
+        folder=folder,
+        accelerator=accelerator,
+        model=model,
+        optimizer=optimizer,
+        loader=loader,
+        examples=inputs[: _NUM_SAMPLES - _NUM_SAMPLES % _BATCH_SIZE].to(accelerator.device),
+    )
+
+
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise SetUpCheckFailed(problem)
+
+
+def _check_processes(training: _CheckedTraining) -> str:
+    accelerator = training.accelerator
+    _require(
+        accelerator.num_processes == training.world_size,
+        f"{accelerator.num_processes} processes know of each other, {training.world_size} were "
+        "started",
+    )
+    return f"{training.world_size} on {accelerator.device.type}"
+
+
+def _check_collectives(training: _CheckedTraining) -> str:
+    accelerator, world_size = training.accelerator, training.world_size
+    rank = accelerator.process_index
+    own_number = torch.tensor([float(rank)], device=accelerator.device)
+    ranks = [float(number) for number in range(world_size)]
+    _require(gather(own_number).tolist() == ranks, f"gather gave {gather(own_number).tolist()}")
+    total = reduce(own_number.clone(), "sum").tolist()
+    _require(total == [sum(ranks)], f"reduce gave {total} for the sum of {ranks}")
+    last = broadcast(own_number.clone(), from_process=world_size - 1).tolist()
+    _require(last == ranks[-1:], f"broadcast gave {last} for {ranks[-1:]}")
+    padded = pad_across_processes(own_number.repeat(rank + 1))
+    _require(len(padded) == world_size, f"padding gave {len(padded)} values for {world_size}")
+    accelerator.wait_for_everyone()
+    return "gather, reduce, broadcast, padding, barrier"
+
+
+def _check_seeds(training: _CheckedTraining) -> str:
+    accelerator = training.accelerator
+    set_seed(1)
+    drawn = gather(torch.rand(1).to(accelerator.device)).tolist()
+    _require(len(set(drawn)) == 1, f"one seed gave {drawn}")
+    set_seed(1, device_specific=True)
+    drawn = gather(torch.rand(1).to(accelerator.device)).tolist()
+    _require(len(set(drawn)) == training.world_size, f"seeds of the ranks gave {drawn}")
+    return "equal on all ranks, and of each rank's own"
+
+
+def _check_loader(training: _CheckedTraining) -> str:
+    seen_samples: list[int] = []
+    num_batches = 0
+    for *_, numbers in training.loader:
+        seen_samples += training.accelerator.gather_for_metrics(numbers).tolist()
+        num_batches += 1
+    _require(
+        sorted(seen_samples) == list(range(_NUM_SAMPLES)),
+        f"{len(seen_samples)} samples came out of {_NUM_SAMPLES}, "
+        f"{len(set(seen_samples))} different ones",
+    )
+    counts = gather(torch.tensor([num_batches], device=training.accelerator.device)).tolist()
+    _require(len(set(counts)) == 1, f"ranks had {counts} batches")
+    return f"{_NUM_SAMPLES} samples once each, {num_batches} batches a rank"
+
+
+def _check_precision(training: _CheckedTraining) -> str:
+    wanted, found = training.config.mixed_precision, training.accelerator.mixed_precision
+    _require(wanted == found, f"{wanted} was asked for, and the Accelerator computes in {found}")
+    with torch.no_grad(), training.accelerator.autocast():
+        outputs = training.model(training.examples)
+    _require(bool(torch.isfinite(outputs).all()), f"a forward pass in {found} is not finite")
+    return "float32" if found == "no" else found
+
+
+def _train(training: _CheckedTraining) -> None:
+    accelerator = training.accelerator
+    num_batches = _NUM_STEPS * accelerator.gradient_accumulation_steps
+    for inputs, targets, _ in itertools.islice(_endless(training.loader), num_batches):
+        with accelerator.accumulate(training.model):
+            loss = nn.functional.mse_loss(training.model(inputs).float(), targets)
+            accelerator.backward(loss)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+
+
+def _check_training(training: _CheckedTraining) -> str:
+    loss_before = _loss_of(training)
+    _train(training)
+    loss_after = _loss_of(training)
+    _require(loss_after < loss_before, f"the loss went from {loss_before:.3g} to {loss_after:.3g}")
+    outputs = gather(_outputs_of(training).mean().reshape(1)).tolist()
+    _require(
+        max(outputs) - min(outputs) <= 1e-4 * max(1.0, abs(outputs[0])),
+        f"after training ranks computed {outputs} from the same input",
+    )
+    return f"loss {loss_before:.3g} → {loss_after:.3g} in {_NUM_STEPS} steps"
+
+
+def _check_checkpoint(training: _CheckedTraining) -> str:
+    outputs_before = _outputs_of(training)
+    checkpoint_folder = training.folder / "checkpoint"
+    training.accelerator.save_state(str(checkpoint_folder))
+    _train(training)
+    training.accelerator.load_state(str(checkpoint_folder))
+    difference = (_outputs_of(training) - outputs_before).abs().max().item()
+    _require(
+        difference <= 1e-4, f"outputs of the loaded model differ by {difference:.3g} from the saved"
+    )
+    return "saved, trained on, loaded: outputs as before"
+
+
+def _outputs_of(training: _CheckedTraining) -> torch.Tensor:
+    with torch.no_grad():
+        return training.model(training.examples).float()  # type: ignore[no-any-return]
+
+
+def _loss_of(training: _CheckedTraining) -> float:
+    """On the same examples each time: batches of a loader differ more than a few steps do."""
+    return nn.functional.mse_loss(_outputs_of(training), _targets_of(training.examples)).item()
+
+
+def _targets_of(inputs: torch.Tensor) -> torch.Tensor:
+    # Of about the size that an untrained model answers, so that no step is too long.
+    return inputs[:, :4].sum(dim=1, keepdim=True)
+
+
+def _endless(loader: Any) -> Iterator[Sequence[torch.Tensor]]:
+    while True:
+        yield from loader
+
+
+_CHECKS: dict[str, Callable[[_CheckedTraining], str]] = {
+    "processes": _check_processes,
+    "collectives": _check_collectives,
+    "seeds": _check_seeds,
+    "data loader": _check_loader,
+    "precision": _check_precision,
+    "training": _check_training,
+    "checkpoint": _check_checkpoint,
+}
+
+CHECK_NAMES = tuple(_CHECKS)

@@ -1,0 +1,156 @@
+"""Files with what each rank prints: complete, unfolded, without prefix, written as it comes.
+
+    DIR/20261125_101530_4711/rank_0.stdout.log
+                             rank_0.stderr.log
+                             rank_1.stdout.log ...
+
+One folder per start of workers, named for its time and the process that started them, so that two
+runs never share a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from nbaccel.errors import ConfigError
+from nbaccel.plan import Plan
+
+__all__ = ["STREAM_NAMES", "RankLogs", "hidden_streams", "logs_of_run"]
+
+STREAM_NAMES = ("stdout", "stderr")
+_ALL_STREAMS = "3"
+# The numbers that torchrun gives to streams.
+_STREAMS_BY_NUMBER = {
+    "0": frozenset[str](),
+    "1": frozenset({"stdout"}),
+    "2": frozenset({"stderr"}),
+    _ALL_STREAMS: frozenset(STREAM_NAMES),
+}
+
+
+class RankLogs:
+    """The files of one group of workers.
+
+    Args:
+        log_dir: The folder in which this run's own folder is made.
+        ranks: Global ranks of this node's workers.
+
+    Attributes:
+        folder: The run's own folder.
+
+    Raises:
+        ConfigError: The folder cannot be made, or the files cannot be written.
+    """
+
+    def __init__(self, log_dir: str, ranks: Iterable[int]) -> None:
+        self._files: dict[tuple[int, str], int] = {}
+        try:
+            self.folder = _make_folder(Path(log_dir).expanduser())
+            for rank in ranks:
+                for stream_name in STREAM_NAMES:
+                    log_path = self.folder / f"rank_{rank}.{stream_name}.log"
+                    self._files[rank, stream_name] = os.open(
+                        log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+                    )
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"log_dir={log_dir!r} cannot be written: {error}. Nothing of what workers print "
+                "would be kept. Give a folder that can be written, or leave log_dir out."
+            ) from error
+
+    def write(self, rank: int, stream_name: str, output_bytes: bytes) -> str:
+        """Append what a rank has written.
+
+        Args:
+            rank: The rank.
+            stream_name: ``stdout`` or ``stderr``.
+            output_bytes: As they came from its pipe.
+
+        Returns:
+            Why this file is given up, once; nothing if all is well.
+        """
+        file_descriptor = self._files.get((rank, stream_name))
+        if file_descriptor is None:
+            return ""
+        try:
+            # A single write may take only a part, and the disk may be full for the rest.
+            while output_bytes:
+                output_bytes = output_bytes[os.write(file_descriptor, output_bytes) :]
+        except OSError as error:
+            # Training goes on: a full disk for logs must not cost hours of work.
+            self._drop(rank, stream_name)
+            return (
+                f"nbaccel: rank {rank}'s {stream_name} is no longer written to {self.folder}: "
+                f"{error.strerror or error}. Training goes on; what follows is shown only here."
+            )
+        return ""
+
+    def close(self) -> None:
+        """Close all files."""
+        for rank, stream_name in tuple(self._files):
+            self._drop(rank, stream_name)
+
+    def _drop(self, rank: int, stream_name: str) -> None:
+        # Network file systems report a failed write when the file is closed.
+        with contextlib.suppress(OSError):
+            os.close(self._files.pop((rank, stream_name)))
+
+
+@contextlib.contextmanager
+def logs_of_run(plan: Plan) -> Iterator[RankLogs | None]:
+    """The files of a plan's workers on this node, open within the block; None if it wants none.
+
+    Args:
+        plan: The plan.
+    """
+    if plan.config.log_dir is None:
+        yield None
+        return
+    first_rank = plan.config.node_rank * plan.num_processes
+    rank_logs = RankLogs(plan.config.log_dir, range(first_rank, first_rank + plan.num_processes))
+    with contextlib.closing(rank_logs):
+        yield rank_logs
+
+
+def hidden_streams(shown_output: str | None, ranks: Sequence[int]) -> frozenset[tuple[int, str]]:
+    """What is not shown, by rank and stream.
+
+    Args:
+        shown_output: ``RunConfig.shown_output``.
+        ranks: Global ranks of this node's workers, in the order of their local ranks.
+    """
+    if shown_output is None:
+        return frozenset()
+    numbers_by_rank = _numbers_by_rank(shown_output)
+    return frozenset(
+        (rank, stream_name)
+        for local_rank, rank in enumerate(ranks)
+        for stream_name in STREAM_NAMES
+        if stream_name
+        not in _STREAMS_BY_NUMBER[numbers_by_rank.get(local_rank, numbers_by_rank.get(None, "0"))]
+    )
+
+
+def _numbers_by_rank(shown_output: str) -> dict[int | None, str]:
+    """``0:3,1:2`` by local rank; a number alone stands for all other ranks, under None."""
+    parts = [part.rpartition(":") for part in shown_output.replace(" ", "").split(",")]
+    return {int(rank_text) if rank_text else None: number for rank_text, _, number in parts}
+
+
+def _make_folder(log_dir: Path) -> Path:
+    run_name = f"{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}"
+    # Two starts of one process within a second: restarts of workers that fail at once.
+    for attempt_number in range(1000):
+        run_folder = log_dir / (f"{run_name}_{attempt_number}" if attempt_number else run_name)
+        with contextlib.suppress(FileExistsError):
+            log_dir.mkdir(parents=True, exist_ok=True)
+            run_folder.mkdir()
+            sys.stderr.write(f"nbaccel: what each rank prints is written to {run_folder}\n")
+            return run_folder
+    raise FileExistsError(17, "a thousand runs began in this second", str(log_dir))

@@ -1,0 +1,347 @@
+"""The options of ``nbaccel launch``: none of another command's is silently swallowed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import get_args_parser
+
+from nbaccel.cli import main
+from nbaccel.cli.launch_options import setting_flags
+from nbaccel.cli.launch_request import LaunchRequest, read_launch_request
+from nbaccel.cli.peer_options import PEER_OPTIONS, find_peer_option
+from nbaccel.config import Fp8Config, RunConfig
+from nbaccel.errors import ConfigError
+from tests.needs import HAS_DEEPSPEED_ROW
+
+OWN_FLAGS = {"--config-file", "--module", "--no-python", "--debug", "--quiet", "--help"}
+
+# What becomes of every option of accelerate launch 1.15: a setting, an environment variable, a
+# setting of FP8, something computed from several, no effect, a refusal; or the command's own.
+ACCELERATE = """
+own: help config-file quiet module no-python debug
+setting: mixed-precision num-processes max-restarts monitor-interval rdzv-backend rdzv-conf log-dir
+    zero-stage gradient-accumulation-steps cpu multi-gpu tpu use-fsdp num-machines machine-rank
+    main-process-ip main-process-port num-cpu-threads-per-process deepspeed-config-file
+    deepspeed-hostfile
+computed: use-deepspeed gpu-ids tee env deepspeed-inclusion-filter deepspeed-exclusion-filter
+variable: enable-cpu-affinity dynamo-backend dynamo-mode dynamo-use-fullgraph dynamo-use-dynamic
+    dynamo-use-regional-compilation downcast-bf16 gradient-clipping offload-optimizer-device
+    offload-param-device offload-optimizer-nvme-path offload-param-nvme-path zero3-init-flag
+    zero3-save-16bit-model deepspeed-moe-layer-cls-names fsdp-version fsdp-offload-params
+    fsdp-min-num-params fsdp-sharding-strategy fsdp-reshard-after-forward fsdp-auto-wrap-policy
+    fsdp-transformer-layer-cls-to-wrap fsdp-backward-prefetch fsdp-state-dict-type
+    fsdp-forward-prefetch fsdp-use-orig-params fsdp-cpu-ram-efficient-loading
+    fsdp-sync-module-states fsdp-activation-checkpointing fsdp-activation-checkpointing-offload
+fp8-setting: fp8-backend fp8-use-autocast-during-eval fp8-margin fp8-interval fp8-format
+    fp8-amax-history-len fp8-amax-compute-algo fp8-override-linear-precision fp8-opt-level
+    fp8-enable-fsdp-float8-all-gather fp8-pad-inner-dim
+none: same-network role main-training-function no-tpu-cluster tpu-use-sudo
+    deepspeed-multinode-launcher
+refused: tpu-cluster vm aws-access-key-id aws-secret-access-key mpirun-hostfile use-megatron-lm
+    use-parallelism-config megatron-lm-* parallelism-config-*
+"""
+TORCHRUN = """
+own: help module no-python
+setting: rdzv-backend rdzv-endpoint rdzv-id rdzv-conf max-restarts monitor-interval start-method
+    log-dir node-rank master-addr master-port
+computed: nnodes nproc-per-node standalone redirects tee local-ranks-filter
+none: role run-path event-log-handler logs-specs duplicate-stdout-filters local-addr
+    duplicate-stderr-filters numa-binding signals-to-handle shutdown-timeout
+refused: virtual-local-rank
+"""
+DEEPSPEED = """
+own: help module no-python quiet
+setting: hostfile num-nodes master-port master-addr node-rank enable-each-rank-log
+computed: include exclude num-gpus
+none: launcher launcher-args no-local-rank no-ssh no-ssh-check force-multi save-pid
+    bind-cores-to-rank bind-core-list ssh-port venv-script log-level
+refused: autotuning
+"""
+
+
+def table(text: str) -> dict[str, str]:
+    """Option → what becomes of it."""
+    found, effect = {}, ""
+    for word in text.split():
+        if word.endswith(":"):
+            effect = word[:-1]
+        else:
+            found[word] = effect
+    return found
+
+
+def effect_here(flag: str) -> str:
+    flag = flag.replace("_", "-")
+    if flag in OWN_FLAGS:
+        return "own"
+    option = find_peer_option(flag)
+    if flag in setting_flags():
+        return "setting"
+    return option.effect if option else "unknown"
+
+
+def expected(effects: dict[str, str], name: str) -> str:
+    prefixes = [key[:-1] for key in effects if key.endswith("*")]
+    found = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+    return effects[name] if name in effects else effects[f"{found}*"]
+
+
+def check(option_strings: list[list[str]], text: str) -> None:
+    effects, seen = table(text), set()
+    for flags in option_strings:
+        names = {flag.lstrip("-").replace("_", "-") for flag in flags if flag.startswith("--")}
+        for name in names:
+            seen.add(name)
+            assert effect_here(f"--{name}") == expected(effects, name), name
+        for flag in flags:
+            if not flag.startswith("--") and flag != "-h":
+                assert flag in SHORT_FLAGS, f"{flag} of {names}"
+    unseen = {name for name in effects if not name.endswith("*")} - seen
+    assert unseen <= {"num-accelerators"}, "options that the other command does not have any more"
+
+
+SHORT_FLAGS = {
+    *("-m", "-q"),
+    *(flag for option in PEER_OPTIONS for flag in option.flags),
+    *setting_flags(),
+}
+
+
+def test_every_option_of_accelerate_launch_has_its_row() -> None:
+    parser = launch_command_parser()
+    check(
+        [action.option_strings for action in parser._actions if action.option_strings], ACCELERATE
+    )
+
+
+def test_every_option_of_torchrun_has_its_row() -> None:
+    actions = get_args_parser()._actions
+    check([action.option_strings for action in actions if action.option_strings], TORCHRUN)
+
+
+@pytest.mark.skipif(not HAS_DEEPSPEED_ROW, reason="DeepSpeed was left out")
+@pytest.mark.slow
+def test_every_option_of_deepspeed_has_its_row() -> None:
+    pytest.importorskip("deepspeed", reason="it is not installed")
+    code = (
+        "import argparse\n"
+        "def parse_args(self, *arguments, **keywords):\n"
+        "    print('\\n'.join(' '.join(['FLAGS', *one.option_strings]) for one in self._actions))\n"
+        "    raise SystemExit\n"
+        "argparse.ArgumentParser.parse_args = parse_args\n"
+        "from deepspeed.launcher.runner import parse_args\n"
+        "parse_args([])\n"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    lines = [line.split()[1:] for line in printed.splitlines() if line.startswith("FLAGS -")]
+    names = [[flag for flag in flags if flag != "--num_accelerators"] for flags in lines]
+    assert len(names) > 20
+    check(names, DEEPSPEED)
+
+
+def test_each_row_says_what_it_does() -> None:
+    for option in PEER_OPTIONS:
+        if option.effect in ("setting", "variable", "fp8-setting"):
+            assert option.target, option
+        else:
+            assert len(option.reason) > 10, option
+        if option.effect == "setting" and option.target != "hostfile":
+            assert option.target in RunConfig.model_fields, option
+        if option.effect == "fp8-setting":
+            assert option.target in Fp8Config.model_fields, option
+
+
+# ------------------------------------------------------------------ what options mean
+
+
+def read(*, file: RunConfig | None = None, **given: object) -> LaunchRequest:
+    return read_launch_request(given, file, "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        ({"num_processes": "4"}, {"num_processes": 4}),
+        (
+            {"num_processes": "4", "num_machines": "2", "main_process_ip": "h1"},
+            {"num_processes": 2},
+        ),
+        ({"nproc_per_node": "4", "nnodes": "2", "master_addr": "h1"}, {"num_processes": 4}),
+        ({"nproc_per_node": "auto"}, {"num_processes": None}),
+        ({"nproc_per_node": "gpu"}, {"num_processes": None, "device": "cuda"}),
+        ({"nnodes": "1:1", "standalone": True}, {"num_nodes": 1}),
+        ({"num_gpus": "-1", "num_nodes": "-1", "node_rank": "-1"}, {"num_processes": None}),
+        ({"cpu": True, "num_gpus": "2"}, {"device": "cpu", "num_processes": 2}),
+        ({"main_process_port": "0"}, {"use_port": None}),
+        ({"master_port": "9901"}, {"use_port": 9901}),
+        ({"use_deepspeed": True}, {"strategy": "deepspeed", "zero_stage": 2}),
+        ({"use_deepspeed": True, "zero_stage": "3"}, {"zero_stage": 3}),
+        ({"use_fsdp": True}, {"strategy": "fsdp"}),
+        ({"rdzv_conf": "timeout=60,is_host=true"}, {"rdzv_conf": {"timeout": 60, "is_host": True}}),
+        ({"include": "localhost:0,1"}, {"num_processes": 2}),
+        ({"log_dir": "logs", "redirects": "3", "tee": "0:1"}, {"shown_output": "0,0:1"}),
+        ({"log_dir": "logs", "redirects": "1"}, {"shown_output": "2"}),
+        ({"log_dir": "logs", "tee": "3"}, {"shown_output": None}),
+        ({"local_ranks_filter": "0,2"}, {"shown_output": "0,0:3,2:3"}),
+        ({"enable_each_rank_log": "logs"}, {"log_dir": "logs"}),
+        ({"threads_per_process": "2"}, {"threads_per_process": 2}),
+        ({"share_back": False}, {"share_back": False}),
+        ({"start_method": "spawn"}, {"start_method": "template"}),
+    ],
+    ids=str,
+)
+def test_a_spelling_becomes_a_setting(given: dict, settings: dict) -> None:
+    config = read(**given).config
+    assert {name: getattr(config, name) for name in settings} == settings
+
+
+def test_settings_of_fp8_are_collected() -> None:
+    request = read(mixed_precision="fp8", fp8_backend="ao", fp8_format="E4M3", fp8_margin="1")
+    assert request.config.fp8 == Fp8Config(backend="ao", fp8_format="E4M3", margin=1)
+
+
+def test_variables_are_those_that_accelerate_sets() -> None:
+    request = read(
+        use_fsdp=True,
+        fsdp_reshard_after_forward="false",
+        fsdp_transformer_layer_cls_to_wrap="Block",
+        dynamo_backend="eager",
+        gpu_ids="0,1",
+        env=["A=1", "B=x=y"],
+        debug=True,
+    )
+    assert request.variables == {
+        "FSDP_RESHARD_AFTER_FORWARD": "false",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
+        "ACCELERATE_DYNAMO_BACKEND": "eager",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "A": "1",
+        "B": "x=y",
+        "ACCELERATE_DEBUG_MODE": "true",
+    }
+    assert request.notes == ()
+
+
+def test_what_has_no_effect_is_said_once_each() -> None:
+    request = read(role="trainer", offload_param_device="cpu", fsdp_version="2", tee="3")
+    assert [note.split()[0] for note in request.notes] == [
+        *("--role", "--offload-param-device", "--fsdp-version", "--tee")
+    ]
+    assert "without --strategy deepspeed" in request.notes[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"use_megatron_lm": True}, ["--use-megatron-lm", "fsdp_plugin"]),
+        ({"cpu": True, "multi_gpu": True}, ["--multi-gpu", "--cpu", "Leave one"]),
+        ({"num_processes": "3", "num_machines": "2"}, ["--num-processes=3", "--nproc-per-node"]),
+        ({"redirects": "3"}, ["--redirects", "--log-dir DIR"]),
+        ({"tee": "7", "log_dir": "logs"}, ["--tee", "'7'"]),
+        ({"env": ["PLAIN"]}, ["--env", "'PLAIN'", "NAME=VALUE"]),
+        ({"gpu_ids": "0,a"}, ["--gpu-ids", "'0,a'"]),
+        ({"gpu_ids": "0", "include": "localhost:1"}, ["--include and --gpu-ids"]),
+        ({"num_machines": "2", "nnodes": "3"}, ["--nnodes", "--num-machines"]),
+        ({"shown_output": "loud"}, ["shown_output", "'loud'"]),
+    ],
+    ids=str,
+)
+def test_a_mistake_names_value_and_remedy(given: dict, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read(**given)
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+
+
+def test_all_mistakes_come_together() -> None:
+    with pytest.raises(ConfigError) as raised:
+        read(zero_stage="7", vm="host", num_processes="none at all", mixed_precision="fp17")
+    assert len(raised.value.mistakes) == 4
+
+
+def test_flags_are_stronger_than_the_file_and_the_file_than_defaults() -> None:
+    file = RunConfig(num_processes=4, mixed_precision="bf16")
+    request = read(file=file, num_processes="2")
+    assert request.config == RunConfig(num_processes=2, mixed_precision="bf16")
+    sources = {name: request.source_of(name) for name in ("num_processes", "mixed_precision")}
+    assert sources == {"num_processes": "--num-processes", "mixed_precision": "run.yaml"}
+    assert request.source_of("device") == "default"
+
+
+# ------------------------------------------------------------------ the command itself
+
+
+def test_help_shows_every_setting_and_needs_no_torch() -> None:
+    code = (
+        "import sys\nfrom nbaccel.cli import main\nmain(['launch', '--help'])\n"
+        "assert 'torch' not in sys.modules and 'IPython' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert done.returncode == 0, done.stderr
+    for name in RunConfig.model_fields:
+        assert f"--{name.replace('_', '-')}" in done.stdout, name
+
+
+def test_a_misspelt_option_is_told_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--num_proceses", "2", "train.py"]) == 2
+    assert "--num-processes" in capsys.readouterr().err
+
+
+def test_the_options_of_peers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--peer-options"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("Options of torchrun", "--nproc-per-node", "refused", "--machine-rank"):
+        assert word in printed
+
+
+def test_a_dry_run_shows_sources_and_plan(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("num_processes: 4\nmixed_precision: bf16\n")
+    words = ["--config_file", "run.yaml", "--num-processes=2", "--cpu", "--env", "A=1"]
+    assert main(["launch", *words, "--dry-run", "train.py"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["num_processes", "2", "--num-processes"] in lines
+    assert ["mixed_precision", "bf16", "run.yaml"] in lines
+    assert ["device", "cpu", "--cpu"] in lines
+    assert ["A", "1", "--env"] in lines
+    assert ["process_group_backend", "gloo", "for", "cpu"] in lines
+
+
+def test_the_command_s_own_help_reads_no_settings() -> None:
+    code = (
+        "import sys\nfrom nbaccel.cli import main\nmain(['--help'])\n"
+        "assert not {'torch', 'pydantic', 'IPython'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in ("launch", "test", "export"))
+
+
+def test_a_shell_completes_the_options_of_a_launch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "nbaccel"],
+        env={
+            **os.environ,
+            "_NBACCEL_COMPLETE": "complete_bash",
+            "COMP_WORDS": "nbaccel launch --mixed",
+            "COMP_CWORD": "2",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["--mixed-precision"]

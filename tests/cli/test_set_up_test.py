@@ -1,0 +1,99 @@
+"""``nbaccel test``: a verdict on a set-up, and what to do where it does not train."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nbaccel.cli import main
+from nbaccel.cli.set_up_checks import CHECK_NAMES
+from tests.cli import scripts
+
+BREAKS = {
+    # A library that draws random numbers on rank 1 alone, as a sitecustomize might.
+    "seeds": "torch.manual_seed = lambda seed: seed_before(seed + int(os.environ['RANK']))",
+    # Gradients that never reach the optimizer.
+    "training": "torch.optim.SGD.step = lambda self, closure=None: None",
+}
+
+
+def verdict(capfd: pytest.CaptureFixture[str]) -> tuple[dict[str, str], str]:
+    """Result by check, and all that was printed."""
+    shown = capfd.readouterr()
+    rows = {}
+    for name in CHECK_NAMES:
+        [row] = [line for line in shown.out.splitlines() if line.startswith(name)]
+        rows[name] = next(word for word in ("not run", "failed", "OK") if word in row)
+    return rows, shown.out + shown.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--cpu", "-n", "2"],
+        ["--cpu", "-n", "2", "--use_fsdp", "--mixed_precision", "bf16"],
+        ["--cpu", "-n", "2", "--gradient_accumulation_steps", "2"],
+    ],
+    ids=["one", "two", "fsdp", "accumulation"],
+)
+def test_a_set_up_that_trains(words: list[str], capfd) -> None:
+    assert main(["test", *words]) == 0
+    rows, printed = verdict(capfd)
+    assert set(rows.values()) == {"OK"}
+    assert "This set-up trains" in printed
+
+
+def test_the_settings_are_those_of_the_file(tmp_path: Path, capfd) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("num_processes: 2\ndevice: cpu\nmixed_precision: bf16\n")
+    assert main(["test", "--config_file", str(file)]) == 0
+    _, printed = verdict(capfd)
+    assert "2 CPU workers, 1 thread each, bf16" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", BREAKS)
+def test_what_is_broken_is_named_with_a_remedy(check: str, tmp_path: Path) -> None:
+    """Broken in the workers by what Python loads at its start."""
+    scripts.write(
+        tmp_path / "breaks" / "sitecustomize.py",
+        f"""
+        import atexit, os, sys
+        from importlib.abc import MetaPathFinder
+
+        class Breaks(MetaPathFinder):
+            def find_spec(self, name, path, target=None):
+                if name == "nbaccel.cli.set_up_checks":
+                    import torch
+                    seed_before = torch.manual_seed
+                    exec({BREAKS[check]!r}, globals() | locals())
+                return None
+
+        sys.meta_path.insert(0, Breaks())
+        """,
+    )
+    path = os.pathsep.join([str(tmp_path / "breaks"), scripts.environment()["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, "-m", "nbaccel", "test", "--cpu", "-n", "2"],
+        env={**scripts.environment(), "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout
+    assert f"does not train: {check} failed." in done.stderr
+    position = CHECK_NAMES.index(check)
+    rows = [line for line in done.stdout.splitlines() if line.startswith(CHECK_NAMES)]
+    results = ["OK"] * position + ["failed"] + ["not run"] * (len(CHECK_NAMES) - position - 1)
+    assert all(result in row for result, row in zip(results, rows, strict=True))
+
+
+def test_a_set_up_that_cannot_be_is_refused(capfd) -> None:
+    assert main(["test", "--multi_gpu", "-n", "2", "--mixed_precision", "fp17"]) == 2
+    assert "'fp17'" in capfd.readouterr().err
