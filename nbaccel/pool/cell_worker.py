@@ -82,9 +82,9 @@ class _CellWorker:
         self._shell = CellShell.create(notebook_channel.send, rank=own_place.rank)
         self._names = Namespace(
             self._shell.user_ns,
-            own_rank=own_place.local_rank,
+            own_rank=self._worker_context.staging_rank,
             target_device=self._worker_context.device,
-            num_nodes=own_place.num_nodes,
+            num_nodes=self._worker_context.num_notebooks,
             share_back=join_pool.share_back,
         )
         restore_random_states(join_pool.assignment.random_states)

@@ -83,7 +83,7 @@ class LiveGroup(WorkerGroup):
 
     def _start_worker(self, worker_rank: int) -> WorkerHandle:
         member = super()._start_worker(worker_rank)
-        self._sentinels[worker_rank] = _sentinel(member.pid)
+        self._sentinels[worker_rank] = self._starter.sentinel(member.pid)
         # A fork of the next worker would inherit this descriptor and keep it open.
         self._keep_from_children(self._sentinels[worker_rank])
         return member
@@ -203,14 +203,3 @@ class LiveGroup(WorkerGroup):
     def _close_sentinels(self) -> None:
         while self._sentinels:
             os.close(self._sentinels.popitem()[1])
-
-
-def _sentinel(process_id: int) -> int:
-    """A descriptor that is readable once a worker has ended, which it may have already."""
-    try:
-        return os.pidfd_open(process_id)
-    except ProcessLookupError:
-        # A pipe without a writer reads as ended, like the pidfd of a process that has ended.
-        read_end, write_end = os.pipe()
-        os.close(write_end)
-        return read_end
