@@ -16,13 +16,15 @@ from pydantic import ConfigDict, Field, JsonValue, ValidationError
 
 from nbaccel.capabilities import (
     DEVICES,
+    ENGINES,
     ENTRY_POINT_PROBLEMS,
     PRECISIONS,
     START_METHODS,
     STRATEGIES,
+    engine_row,
     words_of_rows,
 )
-from nbaccel.config import engine
+from nbaccel.config import engine as zero_engine
 from nbaccel.config.exchange import Exchangeable
 from nbaccel.config.field_rules import FieldRule, explain_mistakes
 from nbaccel.config.fp8 import Fp8Config
@@ -30,6 +32,7 @@ from nbaccel.config.mistakes import shown
 from nbaccel.config.read_values import (
     plain_value,
     read_number,
+    read_path,
     read_port,
     read_truth,
     read_whole,
@@ -40,12 +43,20 @@ from nbaccel.errors import ConfigError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Configured", "RunConfig", "contradictions", "elastic_reason", "run_config_of"]
+__all__ = [
+    "Configured",
+    "RunConfig",
+    "chosen_engine",
+    "contradictions",
+    "elastic_reason",
+    "run_config_of",
+]
 
 _AUTO_NAME = "auto"
 _DEVICE_NAMES = (_AUTO_NAME, *(row.name for row in DEVICES))
 _PRECISION_NAMES = tuple(row.name for row in PRECISIONS)
 _STRATEGY_NAMES = (_AUTO_NAME, *(row.name for row in STRATEGIES))
+_ENGINE_NAMES = (_AUTO_NAME, *(row.name for row in ENGINES))
 _START_METHODS = (_AUTO_NAME, *(row.name for row in START_METHODS))
 if TYPE_CHECKING:
     # A type checker cannot see the rows that other packages add.
@@ -53,11 +64,13 @@ if TYPE_CHECKING:
     PrecisionName = str
     StrategyName = str
     StartMethodName = str
+    EngineName = str
 else:
     DeviceName = Literal[_DEVICE_NAMES]
     PrecisionName = Literal[_PRECISION_NAMES]
     StrategyName = Literal[_STRATEGY_NAMES]
     StartMethodName = Literal[_START_METHODS]
+    EngineName = Literal[_ENGINE_NAMES]
 TpuDriverName = Literal["auto", "torch_tpu", "torch_xla"]
 ZeroStage = Literal[0, 1, 2, 3]
 
@@ -143,6 +156,35 @@ class RunConfig(Exchangeable):
             words={"spawn": "template", "forkserver": "template", "none": "inline"},
         ),
     ] = "auto"
+    engine: Annotated[
+        EngineName,
+        Field(
+            description="What brings workers on several machines together; auto goes by the other "
+            "settings."
+        ),
+        FieldRule(
+            read=read_word,
+            must=f"one of {', '.join(_ENGINE_NAMES)}",
+            allowed=_ENGINE_NAMES,
+            why="It decides on which machines the workers run",
+            do='Leave it at "auto" to go by the other settings',
+            words=words_of_rows(ENGINES),
+            problems=ENTRY_POINT_PROBLEMS,
+        ),
+    ] = "auto"
+    hostfile: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            description="File of hosts for engine deepspeed, one `name slots=N` a line.",
+        ),
+        FieldRule(
+            read=read_path,
+            must="the path of a file with lines such as `worker-1 slots=4`, or None",
+            why="The workers run on the hosts in it",
+            do="Leave it out to use this machine alone",
+        ),
+    ] = None
     use_port: Annotated[
         int | None,
         Field(ge=1, le=65535, description="TCP port where workers meet; None takes a free one."),
@@ -309,7 +351,7 @@ class RunConfig(Exchangeable):
         dict[str, JsonValue] | None,
         Field(description="DeepSpeed's configuration: a mapping, JSON text or a file."),
         FieldRule(
-            read=engine.read_document,
+            read=zero_engine.read_document,
             must="a DeepSpeed configuration, as a dictionary, JSON text or the path of a JSON file",
             why="The engine of each worker is made by it",
             do='Give for example {"gradient_clipping": 1.0}, or leave it out',
@@ -387,7 +429,7 @@ class RunConfig(Exchangeable):
                 for setting_name in given_settings
                 if setting_name not in wrong_names
             }
-            all_mistakes += engine.disagreements(config_document, right_settings)
+            all_mistakes += zero_engine.disagreements(config_document, right_settings)
             all_mistakes += contradictions(self, ignoring=wrong_names)
             if all_mistakes:
                 raise ConfigError(*all_mistakes) from validation_error
@@ -416,7 +458,7 @@ class RunConfig(Exchangeable):
         config_document = _document_of(settings.get("deepspeed"))
         if config_document is not None:
             settings["deepspeed"] = config_document
-            decided_settings = engine.taken_out(config_document)[1]
+            decided_settings = zero_engine.taken_out(config_document)[1]
             # Otherwise the old values would contradict the new configuration.
             kept_settings = {
                 setting_name: setting_value
@@ -430,16 +472,16 @@ class RunConfig(Exchangeable):
         return hash(self.to_json())
 
 
-def _document_of(given_document: Any) -> engine.Document | None:
+def _document_of(given_document: Any) -> zero_engine.Document | None:
     """A DeepSpeed configuration that can be read; None where there is none, or a wrong one."""
     try:
-        config_document = engine.read_document(given_document)
+        config_document = zero_engine.read_document(given_document)
     except ValueError:  # a `ConfigError` is one: the field's validator will report it
         return None
-    return config_document if isinstance(config_document, engine.Document) else None
+    return config_document if isinstance(config_document, zero_engine.Document) else None
 
 
-def _read_document(given_settings: dict[str, Any]) -> tuple[engine.Document, dict[str, Any]]:
+def _read_document(given_settings: dict[str, Any]) -> tuple[zero_engine.Document, dict[str, Any]]:
     """Read a DeepSpeed configuration and take out of it what is a setting of `RunConfig`.
 
     Args:
@@ -452,9 +494,9 @@ def _read_document(given_settings: dict[str, Any]) -> tuple[engine.Document, dic
     """
     config_document = _document_of(given_settings.get("deepspeed"))
     if config_document is None:
-        return engine.Document(), {}
-    given_settings["deepspeed"], decided_settings = engine.taken_out(config_document)
-    file_settings = {"zero_stage": engine.stage_left_open(config_document), **decided_settings}
+        return zero_engine.Document(), {}
+    given_settings["deepspeed"], decided_settings = zero_engine.taken_out(config_document)
+    file_settings = {"zero_stage": zero_engine.stage_left_open(config_document), **decided_settings}
     # None is "not given" for settings whose default it is, such as those of a form's empty field.
     for setting_name in file_settings:
         if (
@@ -626,6 +668,26 @@ def _inline_is_alone(run_config: RunConfig) -> str:
     )
 
 
+def chosen_engine(config: RunConfig) -> tuple[str, str]:
+    """The engine of a run, and why.
+
+    Args:
+        config: The settings.
+
+    Returns:
+        The name of a row, and the reason.
+    """
+    if config.engine != _AUTO_NAME:
+        return config.engine, "asked for"
+    if config.hostfile is not None:
+        return "deepspeed", f"hostfile={config.hostfile!r} names the hosts"
+    if elastic_text := elastic_reason(config):
+        return "elastic", f"{elastic_text}: the nodes agree again on who takes part"
+    if config.num_nodes > 1:
+        return ENGINES[0].name, f"a fixed set of {config.num_nodes} nodes"
+    return ENGINES[0].name, "this machine"
+
+
 def elastic_reason(config: RunConfig) -> str:
     """The settings that need torch elastic, whose nodes agree again on who takes part.
 
@@ -657,6 +719,38 @@ def _is_loopback(host_name: str) -> bool:
         return stripped_name == "localhost" or stripped_name.startswith("localhost.")
 
 
+def _hosts_are_one_notebooks(run_config: RunConfig) -> str:
+    if run_config.num_nodes == 1 or not engine_row(chosen_engine(run_config)[0]).starts_agents:
+        return ""
+    return (
+        f"num_nodes={run_config.num_nodes} contradicts engine={chosen_engine(run_config)[0]!r}, "
+        "with which one notebook starts the workers of all machines: num_nodes counts machines "
+        "with a notebook of their own each. Leave num_nodes and node_rank out; num_processes "
+        "counts the workers on all hosts."
+    )
+
+
+def _hostfile_has_its_engine(run_config: RunConfig) -> str:
+    if run_config.hostfile is None or run_config.engine in (_AUTO_NAME, "deepspeed"):
+        return ""
+    return (
+        f"hostfile={run_config.hostfile!r} contradicts engine={run_config.engine!r}, which finds "
+        'its machines itself. One would be ignored. Leave one out, or give engine="deepspeed".'
+    )
+
+
+def _agents_fork_from_templates(run_config: RunConfig) -> str:
+    engine_name = chosen_engine(run_config)[0]
+    if run_config.start_method in (_AUTO_NAME, "template"):
+        return ""
+    if not engine_row(engine_name).starts_agents:
+        return ""
+    return (
+        f"start_method={run_config.start_method!r} contradicts engine={engine_name!r}: workers on "
+        "other machines cannot be forked from this process. Leave start_method out."
+    )
+
+
 _CONTRADICTION_CHECKS: tuple[tuple[tuple[str, ...], Callable[[RunConfig], str]], ...] = (
     (("node_rank", "num_nodes"), _node_in_range),
     (("num_processes", "num_nodes"), _nodes_need_a_count),
@@ -665,4 +759,7 @@ _CONTRADICTION_CHECKS: tuple[tuple[tuple[str, ...], Callable[[RunConfig], str]],
     (("rdzv_endpoint", "rdzv_backend"), _etcd_needs_an_endpoint),
     (("start_method", "num_processes"), _inline_is_one),
     (("start_method", "num_nodes", "max_restarts"), _inline_is_alone),
+    (("engine", "hostfile", "num_nodes", "rdzv_backend"), _hosts_are_one_notebooks),
+    (("engine", "hostfile"), _hostfile_has_its_engine),
+    (("engine", "hostfile", "start_method", "rdzv_backend"), _agents_fork_from_templates),
 )

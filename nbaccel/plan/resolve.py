@@ -12,11 +12,13 @@ from nbaccel import _catalog
 from nbaccel.abc.asking import Said, Wanted
 from nbaccel.capabilities import (
     DEVICES,
+    ENGINES,
     DeviceRow,
     Fp8Choice,
     PrecisionRow,
     computes_in,
     device_row,
+    engine_row,
     group_backend,
     precision_row,
     start_method_row,
@@ -24,7 +26,7 @@ from nbaccel.capabilities import (
     strategy_row,
 )
 from nbaccel.config import RunConfig
-from nbaccel.config.run_config import elastic_reason
+from nbaccel.config.run_config import chosen_engine
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.plan.fp8_choice import (
     choose_fp8,
@@ -56,12 +58,16 @@ class _Findings:
     warnings: list[str] = field(default_factory=list)
 
 
-def resolve(config: RunConfig, inventory: Inventory | None = None) -> Plan:
+def resolve(
+    config: RunConfig, inventory: Inventory | None = None, *, num_local: int | None = None
+) -> Plan:
     """Decide what a launch will do.
 
     Args:
         config: What the user said.
         inventory: What the machine has; inspected where not given.
+        num_local: Workers on that machine, where others have some, too; None: all that are asked
+            for. With an engine that starts workers on hosts, the notebook's machine has none.
 
     Returns:
         The plan, with the reason for each choice.
@@ -76,19 +82,30 @@ def resolve(config: RunConfig, inventory: Inventory | None = None) -> Plan:
     # Each rule decides even where another has found a mistake, so that all are reported at once.
     device = _choose_device(config, found, findings)
     process_count = _choose_num_processes(config, found, device)
+    engine_choice = _choose_engine(config, findings)
+    # What is warned of below is too many or too few workers on the machine that was inspected.
+    local_count = process_count
+    if num_local is not None:
+        local_count = Choice("num_processes", num_local, process_count.reason)
     device_choices = _check_device(config, found, device, process_count, findings)
-    start_method = _choose_start_method(config, device, process_count, findings)
-    thread_count = _choose_threads(config, found, process_count, findings)
-    group_backend_choice = _choose_backend(config, found, device, process_count, findings)
-    _check_rendezvous(config, findings)
-    # An elastic rendezvous, which has been refused by now, may have an endpoint without a port.
-    port_choice = _choose_port(config if not findings.mistakes else RunConfig())
+    start_method = _choose_start_method(config, device, process_count, engine_choice, findings)
+    # The hosts are not known yet: they are asked when their agents have joined.
+    count_findings = (
+        _Findings()
+        if engine_row(str(engine_choice.value)).starts_agents and num_local is None
+        else findings
+    )
+    thread_count = _choose_threads(config, found, local_count, count_findings)
+    group_backend_choice = _choose_backend(config, found, device, local_count, count_findings)
+    # An elastic rendezvous may have an endpoint without a port.
+    is_elastic = engine_row(str(engine_choice.value)).meets
+    port_choice = _choose_port(RunConfig() if findings.mistakes or is_elastic else config)
     fp8_choice = _choose_fp8(config, found, device, process_count, findings)
     precision_choice = _choose_precision(config, found, device, process_count, fp8_choice, findings)
     requested_strategy, strategy_choices = _choose_strategy(
         config, device, process_count, fp8_choice, findings
     )
-    _check_memory(found, process_count, start_method, findings)
+    _check_memory(found, local_count, start_method, count_findings)
     _refuse_mistakes(findings, _platform_problem(found, start_method))
     return Plan(
         config=config,
@@ -99,6 +116,7 @@ def resolve(config: RunConfig, inventory: Inventory | None = None) -> Plan:
         start_method=str(start_method.value),
         threads_per_process=int(thread_count.value),
         process_group_backend=str(group_backend_choice.value),
+        engine=str(engine_choice.value),
         # An IPv6 address is in brackets there.
         master_addr=config.rdzv_endpoint.rpartition(":")[0].strip("[]") or config.master_addr,
         port=port_choice.value if isinstance(port_choice.value, int) else None,
@@ -108,6 +126,7 @@ def resolve(config: RunConfig, inventory: Inventory | None = None) -> Plan:
             device,
             *device_choices,
             process_count,
+            engine_choice,
             start_method,
             thread_count,
             precision_choice,
@@ -198,14 +217,26 @@ def _check_device(
     return tuple(Choice(*decision) for decision in chosen_device.plan_choices(found, config))
 
 
+def _choose_engine(config: RunConfig, findings: _Findings) -> Choice:
+    engine_name, reason = chosen_engine(config)
+    if engine_row(engine_name).starts_agents:
+        unavailable_reason = _catalog.engine(engine_name).unavailable_reason(config)
+        if unavailable_reason:
+            findings.mistakes.append(unavailable_reason)
+    return Choice("engine", engine_name, reason)
+
+
 def _choose_start_method(
-    config: RunConfig, device: Choice, count: Choice, findings: _Findings
+    config: RunConfig, device: Choice, count: Choice, engine: Choice, findings: _Findings
 ) -> Choice:
     setting_name = "start_method"
     if config.start_method != "auto":
         choice = Choice(setting_name, config.start_method, _AS_REQUESTED)
     elif _catalog.known_device(str(device.value)).own_process:
         reason = "the notebook's own process must not hold the device: it keeps it until it ends"
+        choice = Choice(setting_name, "template", reason)
+    elif engine.value != ENGINES[0].name:
+        reason = "a clean process: safe whatever this notebook has run before"
         choice = Choice(setting_name, "template", reason)
     elif count.value == 1 and config.num_nodes == 1 and config.max_restarts == 0:
         choice = Choice(
@@ -473,15 +504,6 @@ def _check_memory(found: Inventory, count: Choice, method: Choice, findings: _Fi
             f"{count_noun(int(count.value), 'worker')} take about {format_bytes(needed_bytes)} "
             f"before their first tensor, and {format_bytes(found.host_available_bytes)} are free: "
             "the system may kill one. Use fewer workers."
-        )
-
-
-def _check_rendezvous(config: RunConfig, findings: _Findings) -> None:
-    if elastic_text := elastic_reason(config):
-        findings.mistakes.append(
-            f"{elastic_text} needs torch elastic, whose nodes agree again on who takes part: this "
-            "version of nbaccel starts a fixed set of nodes. Leave rdzv_backend at 'static' and "
-            "max_restarts at 0 for several nodes, or put the function in a script for torchrun."
         )
 
 

@@ -7,10 +7,11 @@ import itertools
 import os
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nbaccel.errors import LaunchInterrupted, StartupFailed
+from nbaccel.launch.launch_hosts import LaunchHosts
 from nbaccel.launch.packing import judge_fork
 from nbaccel.output import publish
 from nbaccel.output.console import Console
@@ -18,7 +19,6 @@ from nbaccel.plan import Plan
 from nbaccel.pool import messages
 from nbaccel.pool.task import RankTasks, TaskResult, TaskSupervisor
 from nbaccel.pool.user_messages import CellDashboardUpdater
-from nbaccel.ports import listen
 from nbaccel.supervision import outcome
 from nbaccel.workers import messaging, time_limits, worker
 from nbaccel.workers.fork import ForkStarter
@@ -36,15 +36,26 @@ class LiveGroup(WorkerGroup):
     Args:
         plan: What was planned.
         worker_starter: Who starts them.
+        after_end: Called when all have ended.
     """
 
-    def __init__(self, plan: Plan, worker_starter: Starter) -> None:
+    def __init__(
+        self, plan: Plan, worker_starter: Starter, *, after_end: Callable[[], None]
+    ) -> None:
         super().__init__(plan, worker_starter)
         self._sentinels: dict[int, int] = {}
         """Rank → descriptor that becomes readable when that worker has ended. The template's
         report of that may be read by a launch that runs between two tasks."""
         self._numbers = itertools.count(1)
         self._on_end.callback(self._close_sentinels)
+        self._after_end = after_end
+
+    def end(self) -> None:
+        """End the workers, then let their hosts go."""
+        try:
+            super().end()
+        finally:
+            self._after_end()
 
     @classmethod
     def ready(cls, plan: Plan) -> LiveGroup:
@@ -57,18 +68,20 @@ class LiveGroup(WorkerGroup):
         """
         if plan.start_method == "fork":
             judge_fork()
-        with (
-            contextlib.ExitStack() as undo_start,
-            listen(plan.master_addr, plan.port) as store_listener,
-        ):
-            worker_starter: Starter = (
-                ForkStarter(worker.InheritedObjects())
-                if plan.start_method == "fork"
-                else TemplateStarter(plan.device)
+        launch_hosts = LaunchHosts(plan)
+        with contextlib.ExitStack() as undo_start:
+            undo_start.callback(launch_hosts.close)
+            plan = launch_hosts.prepare()
+            store_socket, store_listener = launch_hosts.bind_store()
+            if store_listener is not None:
+                undo_start.enter_context(store_listener)
+            worker_group = cls(
+                plan,
+                launch_hosts.starter() or _local_starter(plan),
+                after_end=launch_hosts.close,
             )
-            worker_group = cls(plan, worker_starter)
             undo_start.callback(worker_group.end)
-            for worker_assignment in worker_group.start(store_listener):
+            for worker_assignment in worker_group.start(store_socket):
                 with contextlib.closing(worker_assignment.handle.open_control()) as worker_end:
                     join_message = messages.JoinPool(
                         assignment=worker_assignment.assignment, share_back=plan.config.share_back
@@ -79,6 +92,8 @@ class LiveGroup(WorkerGroup):
             worker_group._await_start()
             # The start has succeeded: the group is the caller's to end.
             undo_start.pop_all()
+            if store_listener is not None:
+                store_listener.close()
         return worker_group
 
     def _start_worker(self, worker_rank: int) -> WorkerHandle:
@@ -203,3 +218,9 @@ class LiveGroup(WorkerGroup):
     def _close_sentinels(self) -> None:
         while self._sentinels:
             os.close(self._sentinels.popitem()[1])
+
+
+def _local_starter(plan: Plan) -> Starter:
+    if plan.start_method == "fork":
+        return ForkStarter(worker.InheritedObjects())
+    return TemplateStarter(plan.device)

@@ -83,6 +83,9 @@ class WeightReport:
     """Arenas whose staging file holds every byte."""
     written: dict[str, list[shared_memory.ByteRange]] = field(default_factory=dict)
     """Of the others, the bytes that were written."""
+    own_bytes: dict[str, list[shared_memory.ByteRange]] = field(default_factory=dict)
+    """Exactly the bytes that this rank put into the staging files it was given: of a sharded
+    tensor its own piece. Who copies these files to another host copies no others."""
     stranded: dict[str, str] = field(default_factory=dict)
     """Path of a module whose weights could not be written back → why."""
     state_dicts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -153,6 +156,8 @@ class WeightWriter:
             for module_manifest, module in shared_modules
         }
         self._has_stepped = False
+        self._sharded: dict[str, list[shared_memory.ByteRange]] = {}
+        """Storages of which every rank writes a piece, by key of the arena."""
         self._held = held_parts or sharded_tensors.HeldParts()
 
     def watch_first_step(self) -> Callable[[], None]:
@@ -266,6 +271,7 @@ class WeightWriter:
             # Rank 0 has trained in this file, so there is nothing to copy.
             if arena_key in self._in_files:
                 weight_report.complete.add(arena_key)
+                self._own_trained_file(arena_key, weight_report)
                 continue
             taken_ranges = [
                 (arena_slot.start, arena_slot.start + arena_slot.nbytes)
@@ -275,6 +281,16 @@ class WeightWriter:
             taken_ranges += weight_report.written.get(arena_key, [])
             for first_byte, end_byte in written_ranges[arena_key]:
                 self._write_around(arena_key, (first_byte, end_byte), taken_ranges, weight_report)
+
+    def _own_trained_file(self, arena_key: str, weight_report: WeightReport) -> None:
+        """Report as this rank's what it has trained in, without the other ranks' pieces."""
+        if self._is_in_training(arena_key):
+            weight_report.own_bytes.setdefault(arena_key, []).extend(
+                shared_memory.gaps_between(
+                    shared_memory.merge_ranges(self._sharded.get(arena_key, [])),
+                    self._mappings[arena_key].nbytes,
+                )
+            )
 
     def _write_around(
         self,
@@ -305,6 +321,7 @@ class WeightWriter:
                 self._staging[arena_key], arena_mapping.view(*file_range), file_range[0]
             )
             weight_report.written.setdefault(arena_key, []).append(file_range)
+            weight_report.own_bytes.setdefault(arena_key, []).append(file_range)
 
     def _write_departed(
         self,
@@ -354,10 +371,20 @@ class WeightWriter:
                         piece_values.detach(), notebook_values, piece_spot, whole_tensor.dtype
                     ),
                 )
+                if is_sharded:
+                    weight_report.own_bytes.setdefault(arena_key, []).extend(
+                        (arena_slot.start + first_byte, arena_slot.start + end_byte)
+                        for first_byte, end_byte in sharded_tensors.piece_ranges(
+                            target_view, piece_spot, piece_values.numel()
+                        )
+                    )
+            slot_range = (arena_slot.start, arena_slot.start + arena_slot.nbytes)
+            if is_sharded:
+                self._sharded.setdefault(arena_key, []).append(slot_range)
+            elif not self._is_in_training(arena_key):
+                weight_report.own_bytes.setdefault(arena_key, []).append(slot_range)
             if not self._is_in_training(arena_key):
-                weight_report.written.setdefault(arena_key, []).append(
-                    (arena_slot.start, arena_slot.start + arena_slot.nbytes)
-                )
+                weight_report.written.setdefault(arena_key, []).append(slot_range)
 
     def _seed(self, arena_key: str, arena_slot: Slot, current_tensor: torch.Tensor) -> None:
         """Fill the slot's storage first, where other tensors view parts of it too."""

@@ -26,7 +26,7 @@ from nbaccel.transfer.pickling import PackedObject
 
 _PACKET_BYTES = 32 * 1024  # well under the kernel's limit for one packet (net.core.wmem_default)
 _MAX_FDS = 250  # the kernel's limit SCM_MAX_FD is 253; one is left for the memory file
-_IN_PACKET, _IN_FILE = b"p", b"f"
+_IN_PACKET, IN_FILE = b"p", b"f"
 
 
 class Channel:
@@ -45,6 +45,14 @@ class Channel:
     def from_fd(cls, socket_fd: int) -> Channel:
         """Take over an end that came from another process."""
         return cls(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=socket_fd))
+
+    @classmethod
+    def unwaiting(cls, socket_fd: int) -> Channel:
+        """Take over an end, whose packets this process passes on without ever waiting."""
+        channel = cls.from_fd(socket_fd)
+        # By the socket: `send_fds` and `recv_fds` of Python 3.11 ignore their flags.
+        channel._sock.setblocking(False)
+        return channel
 
     def fileno(self) -> int:
         """The descriptor, for `select`."""
@@ -94,18 +102,16 @@ class Channel:
         packet_bytes, file_descriptors = self.receive_packet()
         return open_packet(packet_bytes, file_descriptors), file_descriptors
 
-    def receive_packet(self, flags: int = 0) -> tuple[bytes, list[int]]:
-        """Wait for the next message and leave it packed, as a process does that passes it on.
-
-        Args:
-            flags: Of `recvmsg`: ``socket.MSG_DONTWAIT`` raises BlockingIOError instead of waiting.
+    def receive_packet(self) -> tuple[bytes, list[int]]:
+        """The next message, packed as a process leaves it that passes it on.
 
         Raises:
             EOFError: If the other end is gone and everything it sent has been read.
+            BlockingIOError: If there is none, and this end does not wait.
         """
         try:
             packet_bytes, file_descriptors, _, _ = socket.recv_fds(
-                self._sock, _PACKET_BYTES + 1, _MAX_FDS + 1, flags
+                self._sock, _PACKET_BYTES + 1, _MAX_FDS + 1
             )
         # How the kernel reports a peer that died with unread messages: an end like any other.
         except ConnectionResetError:
@@ -115,7 +121,7 @@ class Channel:
         return packet_bytes, file_descriptors
 
     def send_packet(self, packet_bytes: bytes, file_descriptors: Sequence[int]) -> bool:
-        """Pass a packed message on unless that would mean to wait.
+        """Pass a packed message on, by an end that does not wait.
 
         Returns:
             Whether it is on its way; if not, the other end has not read what it was sent before.
@@ -124,9 +130,7 @@ class Channel:
             OSError: If the other end is gone.
         """
         try:
-            socket.send_fds(
-                self._sock, [packet_bytes], list(file_descriptors), socket.MSG_DONTWAIT
-            )
+            socket.send_fds(self._sock, [packet_bytes], list(file_descriptors))
         except BlockingIOError:
             return False
         return True
@@ -178,7 +182,7 @@ def pack_message(message: Any) -> tuple[bytes, list[int]]:
     except BaseException:  # an interrupt must not leak the descriptor either
         os.close(spill_file)
         raise
-    return _IN_FILE, [spill_file]
+    return IN_FILE, [spill_file]
 
 
 def unless_gone() -> contextlib.suppress:
