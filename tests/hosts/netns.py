@@ -89,7 +89,7 @@ def make_hosts(folder: Path, number: int = 2) -> Iterator[list[NamespaceHost]]:
     names = ["alpha", "beta", "gamma", "delta"][:number]
     addresses = {name: f"{subnet}.{place}" for place, name in enumerate(names, 1)}
     (folder / "hosts").write_text(
-        "127.0.0.1 localhost\n" + "".join(f"{at} {name}\n" for name, at in addresses.items())
+        "127.0.0.1 localhost\n" + "".join(f"{at} {name}\n::ffff:{at} {name}\n" for name, at in addresses.items())
     )
     # No name server: a look-up that nobody answers would take seconds.
     (folder / "resolv.conf").write_text("")

@@ -1,0 +1,129 @@
+"""What the tests of this folder run in the place of a notebook, on a host: `notebook.py CELL ...`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from nbaccel import notebook_launcher
+
+
+def tell(**facts):
+    print("TOLD " + json.dumps(facts), flush=True)
+
+
+def make_model(width=64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+def train(model, steps):
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(100 * step + rank)
+        loss = parallel(torch.randn(16, 8)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    print(f"rank {rank} trained on {socket.gethostname()}")
+    return losses, os.environ["LOCAL_RANK"], socket.gethostname(), os.getcwd()
+
+
+def weights_of(model):
+    return [round(value, 7) for tensor in model.state_dict().values() for value in tensor.flatten().tolist()]
+
+
+def cell_train(hostfile):
+    model, alone = make_model(), make_model()
+    results = notebook_launcher(train, (model, 5), hostfile=hostfile)
+    local = notebook_launcher(train, (alone, 5), 4)
+    tell(
+        losses=[result[0] for result in results],
+        places=[result[1:3] for result in results],
+        folders=sorted({result[3] for result in results}),
+        local_losses=[result[0] for result in local],
+        weights=weights_of(model),
+        local_weights=weights_of(alone),
+        start=weights_of(make_model()),
+    )
+
+
+def fail(model):
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 3:
+        raise ValueError(f"no luck on {socket.gethostname()}")
+    dist.barrier()
+
+
+def cell_fail(hostfile):
+    model = make_model()
+    try:
+        notebook_launcher(fail, (model,), hostfile=hostfile)
+    except ValueError as error:
+        tell(kinds=[kind.__name__ for kind in type(error).__mro__], text=str(error))
+    tell(untouched=weights_of(model) == weights_of(make_model()))
+
+
+def hang():
+    dist.init_process_group("gloo")
+    dist.barrier()
+    try:
+        print(f"rank {dist.get_rank()} hangs", flush=True)
+        time.sleep(600)
+    finally:
+        print(f"rank {dist.get_rank()} tidies up", flush=True)
+
+
+def cell_hang(hostfile):
+    try:
+        notebook_launcher(hang, (), hostfile=hostfile)
+    except BaseException as error:
+        tell(kind=type(error).__name__, text=str(error), at=time.time())
+    # The notebook goes on: nothing of the hosts is left in the way.
+    results = notebook_launcher(socket.gethostname, (), hostfile=hostfile)
+    tell(again=list(results))
+
+
+def survive(model, folder):
+    """Fails with the host beta in the first attempt, and goes on from a checkpoint afterwards."""
+    dist.init_process_group("gloo")
+    checkpoint = Path(folder) / "checkpoint.pt"
+    step = torch.load(checkpoint)["step"] if checkpoint.exists() else 0
+    if dist.get_rank() == 0 and not step:
+        torch.save({"step": 3}, checkpoint)
+    dist.barrier()
+    if not step:
+        print(f"rank {dist.get_rank()} hangs", flush=True)
+        time.sleep(600)
+    return step, dist.get_world_size(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+
+def cell_survive(hostfile, folder):
+    results = notebook_launcher(survive, (make_model(), folder), hostfile=hostfile, max_restarts=1)
+    tell(results=list(results))
+
+
+def cell_refused(hostfile):
+    started = time.monotonic()
+    try:
+        notebook_launcher(hang, (), hostfile=hostfile)
+    except Exception as error:
+        tell(kind=type(error).__name__, text=str(error), seconds=time.monotonic() - started)
+
+
+if __name__ == "__main__":
+    globals()[f"cell_{sys.argv[1]}"](*sys.argv[2:])

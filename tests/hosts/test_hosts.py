@@ -1,0 +1,185 @@
+"""Two real hosts (network namespaces): a launch of one notebook with workers on both."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import netns
+
+pytestmark = [pytest.mark.slow, netns.needs_hosts]
+
+NOTEBOOK = Path(__file__).with_name("notebook.py")
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[netns.NamespaceHost]]:
+    with netns.make_hosts(tmp_path_factory.mktemp("hosts")) as made:
+        yield made
+
+
+class Notebook:
+    """A notebook that runs one cell on the first host, with its output as it comes."""
+
+    def __init__(self, hosts: list[netns.NamespaceHost], folder: Path, *cell: str) -> None:
+        hostfile = folder / "hostfile"
+        if not hostfile.exists():
+            hostfile.write_text("alpha slots=2\nbeta slots=2   # the other one\n")
+        environment = os.environ | {
+            "NBACCEL_SSH": str(netns.remote_shell(folder, hosts)),
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        }
+        self.process = hosts[0].python(
+            NOTEBOOK, cell[0], str(hostfile), *cell[1:], env=environment, cwd=folder
+        )
+        self.lines: list[str] = []
+        self.errors: list[str] = []
+        self._readers = [
+            threading.Thread(target=self._read, args=(stream, lines))
+            for stream, lines in (
+                (self.process.stdout, self.lines),
+                (self.process.stderr, self.errors),
+            )
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, stream: object, lines: list[str]) -> None:
+        with stream:  # type: ignore[attr-defined]
+            for line in stream:  # type: ignore[attr-defined]
+                lines.append(line.rstrip("\n"))
+
+    def wait_for(self, text: str, times: int = 1, seconds: float = 90.0) -> None:
+        deadline = time.monotonic() + seconds
+        while sum(text in line for line in self.lines) < times:
+            assert time.monotonic() < deadline, (text, self.lines, self.errors)
+            assert self.process.poll() is None, (self.lines, self.errors)
+            time.sleep(0.02)
+
+    def told(self, seconds: float = 120.0) -> dict[str, object]:
+        """All that the cell has told, once it has ended."""
+        try:
+            assert self.process.wait(seconds) == 0, (self.lines, self.errors)
+        finally:
+            self.process.kill()
+            for reader in self._readers:
+                reader.join()
+        facts: dict[str, object] = {}
+        for line in self.lines:
+            if line.startswith("TOLD "):
+                facts |= json.loads(line[5:])
+        return facts
+
+
+def test_training_on_two_hosts_is_training_on_one(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    notebook = Notebook(hosts, tmp_path, "train")
+    told = notebook.told()
+    assert told["places"] == [["0", "alpha"], ["1", "alpha"], ["0", "beta"], ["1", "beta"]]
+    assert told["losses"] == told["local_losses"]
+    assert told["weights"] == told["local_weights"] != told["start"]
+    assert told["folders"] == [str(tmp_path)]
+    for rank, host in enumerate(("alpha", "alpha", "beta", "beta")):
+        assert f"[{rank}] rank {rank} trained on {host}" in notebook.lines
+    assert [host.processes() for host in hosts] == [[], []]
+
+
+def test_an_error_on_the_other_host_is_the_notebooks(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    told = Notebook(hosts, tmp_path, "fail").told()
+    assert {"ValueError", "WorkerFailed"} <= set(told["kinds"])
+    assert "rank 3 of 4 raised ValueError: no luck on beta" in told["text"]
+    assert 'raise ValueError(f"no luck on {socket.gethostname()}")' in told["text"]
+    assert told["untouched"] is True
+
+
+def test_stop_reaches_all_hosts_and_the_notebook_goes_on(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    notebook = Notebook(hosts, tmp_path, "hang")
+    notebook.wait_for("hangs", times=4)
+    pressed_at = time.time()
+    notebook.process.send_signal(signal.SIGINT)
+    told = notebook.told()
+    assert told["kind"] == "KeyboardInterrupt"
+    assert "all 4 workers have been stopped" in told["text"]
+    assert told["at"] - pressed_at < 5
+    assert sum("tidies up" in line for line in notebook.lines) == 4
+    assert told["again"] == ["alpha", "alpha", "beta", "beta"]
+
+
+def test_a_host_that_is_killed_is_named_and_nothing_is_left(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    notebook = Notebook(hosts, tmp_path, "hang")
+    notebook.wait_for("hangs", times=4)
+    killed_at = time.time()
+    hosts[1].kill()
+    told = notebook.told()
+    assert told["kind"] == "WorkerDied"
+    assert "host beta was lost" in told["text"]
+    assert told["at"] - killed_at < 5
+    assert told["again"] == ["alpha", "alpha", "beta", "beta"]
+    assert [host.processes() for host in hosts] == [[], []]
+
+
+def test_a_restart_goes_on_with_the_hosts_that_are_left(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    notebook = Notebook(hosts, tmp_path, "survive", str(tmp_path))
+    notebook.wait_for("hangs", times=4)
+    hosts[1].kill()
+    told = notebook.told()
+    assert told["results"] == [[3, 2, "1"], [3, 2, "1"]]
+    assert any("Restart 1 of 1, without beta" in line for line in notebook.errors)
+
+
+def test_a_notebook_that_is_killed_leaves_nothing_on_any_host(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    notebook = Notebook(hosts, tmp_path, "hang")
+    notebook.wait_for("hangs", times=4)
+    notebook.process.kill()
+    notebook.process.wait()
+    deadline = time.monotonic() + 10
+    while any(host.processes() for host in hosts) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [host.processes() for host in hosts] == [[], []]
+    for reader in notebook._readers:
+        reader.join()
+
+
+@pytest.mark.parametrize(
+    ("hostfile", "kind", "said"),
+    [
+        ("alpha slots=1\nnowhere slots=1\n", "ConfigError", "host nowhere: 'nowhere'"),
+        ("alpha slots=1\n10.255.255.1 slots=1\n", "ConfigError", "host 10.255.255.1"),
+        ("alpha\nbeta slots=0\nalpha slots=2\nalpha slots=2", "ConfigError", "line 4: alpha is"),
+        ("", "ConfigError", "names no host"),
+    ],
+)
+def test_a_wrong_hostfile_is_refused_at_once(
+    hosts: list[netns.NamespaceHost], tmp_path: Path, hostfile: str, kind: str, said: str
+) -> None:
+    (tmp_path / "hostfile").write_text(hostfile)
+    told = Notebook(hosts, tmp_path, "refused").told()
+    assert (told["kind"], said in told["text"]) == (kind, True), told
+    assert told["seconds"] < 10
+
+
+def test_a_host_whose_agent_does_not_start_is_named(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    (tmp_path / "hostfile").write_text(f"alpha slots=1\n{hosts[1].address}9 slots=1\n")
+    told = Notebook(hosts, tmp_path, "refused").told()
+    assert told["kind"] in ("StartupFailed", "ConfigError")
+    assert f"{hosts[1].address}9" in told["text"]
