@@ -227,7 +227,9 @@ class _RemoteWorker:
                     return
                 # Nobody reads it any more: only its end matters.
                 self._wait_for(None)
-            self._queue.popleft()
+            # The last step closes everything, the queue too.
+            if self._queue:
+                self._queue.popleft()
 
     def _wait_for(self, file_descriptor: int | None) -> None:
         if self._waits_for == file_descriptor:

@@ -125,11 +125,12 @@ class RelayConnection:
         error_text = ""
         with contextlib.suppress(BlockingIOError):
             error_text = os.read(self._error_pipe, 1 << 16).decode(errors="replace").strip()
+        last_line = error_text.rpartition("\n")[2] or "it may have been killed for lack of memory"
         return StartupFailed(
             "The process that connects this notebook with its hosts has ended, and the workers "
-            "with it.\n"
+            f"with it ({last_line}).\n"
             + (f"It said: {error_text[-_ERROR_CHARS:]}\n" if error_text else "")
-            + "It may have been killed for lack of memory. Run the cell again."
+            + "Run the cell again."
         )
 
 

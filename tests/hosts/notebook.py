@@ -117,6 +117,21 @@ def cell_survive(hostfile, folder):
     tell(results=list(results))
 
 
+def fail_once(folder):
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if dist.get_rank() == 2:
+            os._exit(7)
+        time.sleep(600)
+    return socket.gethostname(), os.getppid()
+
+
+def cell_fail_once(hostfile):
+    results = notebook_launcher(fail_once, ("",), hostfile=hostfile, max_restarts=1)
+    tell(hosts=[host for host, _ in results])
+
+
 def cell_refused(hostfile):
     started = time.monotonic()
     try:

@@ -60,13 +60,13 @@ class Notebook:
         deadline = time.monotonic() + seconds
         while sum(text in line for line in self.lines) < times:
             assert time.monotonic() < deadline, (text, self.lines, self.errors)
-            assert self.process.poll() is None, (self.lines, self.errors)
+            assert self.process.poll() is None, "\n".join(self.lines + self.errors)
             time.sleep(0.02)
 
     def told(self, seconds: float = 120.0) -> dict[str, object]:
         """All that the cell has told, once it has ended."""
         try:
-            assert self.process.wait(seconds) == 0, (self.lines, self.errors)
+            assert self.process.wait(seconds) == 0, "\n".join(self.lines + self.errors)
         finally:
             self.process.kill()
             for reader in self._readers:
@@ -141,6 +141,17 @@ def test_a_restart_goes_on_with_the_hosts_that_are_left(
     told = notebook.told()
     assert told["results"] == [[3, 2, "1"], [3, 2, "1"]]
     assert any("Restart 1 of 1, without beta" in line for line in notebook.errors)
+
+
+def test_a_restart_keeps_hosts_that_were_not_lost(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    notebook = Notebook(hosts, tmp_path, "fail_once")
+    assert notebook.told()["hosts"] == ["alpha", "alpha", "beta", "beta"]
+    assert any(
+        "rank 2 of 4 left with exit code 7" in line and "Restart 1 of 1." in line
+        for line in notebook.errors
+    ), notebook.errors
 
 
 def test_a_notebook_that_is_killed_leaves_nothing_on_any_host(
