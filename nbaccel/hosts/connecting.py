@@ -13,7 +13,7 @@ from nbaccel.errors import ConfigError
 from nbaccel.hosts.secure_link import HandshakeFailed, SecureLink, Side
 from nbaccel.ports import LOOPBACK_ADDRESSES
 
-__all__ = ["INTERFACE_VARIABLES", "addresses_towards", "connect", "interface_of"]
+__all__ = ["INTERFACE_VARIABLES", "address_towards", "addresses_towards", "connect", "interface_of"]
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables by which torch's process groups are told over which network to meet."""
@@ -90,7 +90,7 @@ def addresses_towards(hosts: Sequence[Host]) -> tuple[str, ...]:
     for host in hosts:
         try:
             if not host.is_here:
-                addresses.append(_address_towards(host.address))
+                addresses.append(address_towards(host.address))
         except OSError as error:
             problems.append(
                 f"host {host.name}: {host.address!r} cannot be reached "
@@ -102,7 +102,15 @@ def addresses_towards(hosts: Sequence[Host]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(addresses)) or LOOPBACK_ADDRESSES[:1]
 
 
-def _address_towards(host_address: str) -> str:
+def address_towards(host_address: str) -> str:
+    """This machine's address on the way to another one.
+
+    Args:
+        host_address: The other one's name or address.
+
+    Raises:
+        OSError: The name cannot be resolved, or no network leads there.
+    """
     family, kind, protocol, _, target = socket.getaddrinfo(
         host_address, _ANY_PORT, type=socket.SOCK_DGRAM
     )[0]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import secrets
-import select
 import socket
 import sys
 import time
@@ -22,17 +21,14 @@ from nbaccel.errors import ConfigError, PortTaken, StartupFailed
 from nbaccel.failures.process_death import uninterrupted
 from nbaccel.hosts import frames, relay_messages
 from nbaccel.hosts.connecting import addresses_towards
+from nbaccel.hosts.helper_process import HelperProcess
 from nbaccel.hosts.remote_starter import RelayConnection, RemoteStarter
 from nbaccel.plan import Plan, resolve
 from nbaccel.plan.inventory import Inventory
 from nbaccel.ports import listen
-from nbaccel.transfer import shared_memory
 from nbaccel.units import count_noun, first_few
-from nbaccel.workers import time_limits
 from nbaccel.workers.start_method import HostShare
-from nbaccel.workers.template import TemplateStarter
-from nbaccel.workers.worker_group import StoreSocket
-from nbaccel.workers.worker_handle import connect
+from nbaccel.workers.worker_group import MeetingPlace
 
 __all__ = ["HostSession"]
 
@@ -103,7 +99,7 @@ class HostSession:
         """What starts workers on these hosts: a new one for each attempt."""
         return RemoteStarter(self._connection, self.shares)
 
-    def bind_store(self, port: int | None) -> StoreSocket:
+    def bind_store(self, port: int | None) -> MeetingPlace:
         """Let the host of rank 0 listen for the rendezvous store.
 
         Args:
@@ -126,9 +122,7 @@ class HostSession:
         # In messages it stands for the socket on that host.
         stand_in = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._on_end.callback(stand_in.close)
-        return StoreSocket(
-            address=answer.address, port=answer.port, descriptor=stand_in.fileno()
-        )
+        return MeetingPlace(address=answer.address, port=answer.port, store_socket=stand_in)
 
     def close(self) -> None:
         """Hang up; agents and relay end, and are waited for."""
@@ -160,14 +154,7 @@ class HostSession:
     def _start_relay(
         self, listener: socket.socket, token: str, plan: Plan
     ) -> RelayConnection:
-        starter = TemplateStarter("cpu")
-        self._on_end.callback(starter.close)
-        channel, pipes, relay_ends = connect()
-        self._on_end.callback(shared_memory.close_all, pipes)
-        with shared_memory.closing_files(*relay_ends.all()):
-            process_id = starter.start(relay_ends)
-        self._on_end.callback(_await_end, starter, process_id)
-        channel.send(
+        relay = HelperProcess(
             relay_messages.ServeHosts(
                 token=token,
                 names=tuple(host.name for host in self._hosts),
@@ -176,11 +163,8 @@ class HostSession:
             ),
             [listener.fileno()],
         )
-        return RelayConnection(
-            channel,
-            next(pipe_end for pipe_end, stream in pipes.items() if stream == "stderr"),
-            lambda: {} if self._crew is None else self._crew.problems(),
-        )
+        self._on_end.callback(relay.close)
+        return RelayConnection(relay, lambda: {} if self._crew is None else self._crew.problems())
 
     def _await_hosts(self) -> dict[str, Inventory]:
         """Wait until all agents have joined.
@@ -219,18 +203,6 @@ class HostSession:
                 "is missing there."
             )
         return "\n".join(lines)
-
-
-def _await_end(starter: TemplateStarter, process_id: int) -> None:
-    """Wait until the relay has left; one that does not is killed."""
-    deadline = time.monotonic() + time_limits.UNWIND_S
-    # The template has ended, and the relay with it.
-    with contextlib.suppress(StartupFailed):
-        while process_id not in [ended.pid for ended in starter.collect()]:
-            if time.monotonic() >= deadline:
-                starter.kill(process_id)
-                return
-            select.select(starter.sentinels(), [], [], _LOOK_S)
 
 
 def _same_device(inventories: Mapping[str, Inventory], config: RunConfig) -> str:

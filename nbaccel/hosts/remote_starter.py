@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from nbaccel.errors import StartupFailed
 from nbaccel.hosts import relay_messages
+from nbaccel.hosts.helper_process import HelperProcess
 from nbaccel.workers import messaging, time_limits
 from nbaccel.workers.start_method import HostShare
 from nbaccel.workers.worker import WorkerEnds
 
 __all__ = ["RelayConnection", "RemoteStarter"]
 
-_ERROR_CHARS = 2000
 _REPORT_S = 0.5
 """For an engine to learn why a host was lost, once the connection to it is."""
 
@@ -26,19 +26,17 @@ class RelayConnection:
     """The notebook's channel to its relay, and what came by it that nobody has asked for yet.
 
     Args:
-        channel: The channel.
-        error_pipe: What the relay writes to its error stream, if it fails.
+        relay: The relay; the connection's from now on.
         explain: Gives hosts with problems, each with what the engine knows of it.
     """
 
     def __init__(
         self,
-        channel: messaging.Channel,
-        error_pipe: int,
+        relay: HelperProcess,
         explain: Callable[[], Mapping[str, str]],
     ) -> None:
-        self.channel = channel
-        self._error_pipe = error_pipe
+        self._relay = relay
+        self.channel = channel = relay.channel
         self._explain = explain
         self._waiting: list[object] = []
         # Readable while the channel is, or while an end is kept here that nobody has asked for.
@@ -119,17 +117,15 @@ class RelayConnection:
         """Hang up: the relay and all agents end."""
         self._ends.close()
         os.close(self._kept_end)
-        self.channel.close()
+        self._relay.close()
 
     def _relay_gone(self) -> StartupFailed:
-        error_text = ""
-        with contextlib.suppress(BlockingIOError):
-            error_text = os.read(self._error_pipe, 1 << 16).decode(errors="replace").strip()
+        error_text = self._relay.error_text()
         last_line = error_text.rpartition("\n")[2] or "it may have been killed for lack of memory"
         return StartupFailed(
             "The process that connects this notebook with its hosts has ended, and the workers "
             f"with it ({last_line}).\n"
-            + (f"It said: {error_text[-_ERROR_CHARS:]}\n" if error_text else "")
+            + (f"It said: {error_text}\n" if error_text else "")
             + "Run the cell again."
         )
 

@@ -72,16 +72,15 @@ class LiveGroup(WorkerGroup):
         with contextlib.ExitStack() as undo_start:
             undo_start.callback(launch_hosts.close)
             plan = launch_hosts.prepare()
-            store_socket, store_listener = launch_hosts.bind_store()
-            if store_listener is not None:
-                undo_start.enter_context(store_listener)
+            meeting_place = launch_hosts.meet()
+            undo_start.callback(launch_hosts.close_store)
             worker_group = cls(
                 plan,
                 launch_hosts.starter() or _local_starter(plan),
                 after_end=launch_hosts.close,
             )
             undo_start.callback(worker_group.end)
-            for worker_assignment in worker_group.start(store_socket):
+            for worker_assignment in worker_group.start(meeting_place):
                 with contextlib.closing(worker_assignment.handle.open_control()) as worker_end:
                     join_message = messages.JoinPool(
                         assignment=worker_assignment.assignment, share_back=plan.config.share_back
@@ -92,8 +91,7 @@ class LiveGroup(WorkerGroup):
             worker_group._await_start()
             # The start has succeeded: the group is the caller's to end.
             undo_start.pop_all()
-            if store_listener is not None:
-                store_listener.close()
+            launch_hosts.close_store()
         return worker_group
 
     def _start_worker(self, worker_rank: int) -> WorkerHandle:

@@ -22,30 +22,27 @@ from nbaccel.workers.fork import ForkStarter
 from nbaccel.workers.start_method import HostShare, Starter
 from nbaccel.workers.worker_handle import WorkerHandle, connect
 
-__all__ = ["AssignedWorker", "StoreSocket", "WorkerGroup"]
+__all__ = ["AssignedWorker", "MeetingPlace", "WorkerGroup"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreSocket:
-    """Where the rendezvous store will be served.
+class MeetingPlace:
+    """Where the workers of all nodes meet, and which node this is.
 
     Attributes:
-        address: Host name or address.
-        port: TCP port.
-        descriptor: What rank 0 is given for it: the listening socket, or one that stands for a
-            socket of its own host.
+        address: Host name or address of the rendezvous store.
+        port: Its TCP port.
+        store_socket: What rank 0 is given to serve it: the listening socket, or one that stands for
+            a socket of its own host; None where another node serves it.
+        node_rank: Number of this node.
+        num_nodes: Nodes with a notebook of their own.
     """
 
     address: str
     port: int
-    descriptor: int
-
-    @classmethod
-    def of_listener(cls, address: str, listener: socket.socket) -> StoreSocket:
-        """The one that this process listens on."""
-        return cls(
-            address=address, port=listener.getsockname()[1], descriptor=listener.fileno()
-        )
+    store_socket: socket.socket | None
+    node_rank: int = 0
+    num_nodes: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,16 +84,16 @@ class WorkerGroup:
 
     def start(
         self,
-        store_socket: StoreSocket | None,
+        meeting_place: MeetingPlace,
         environment_variables: Mapping[str, str] | None = None,
     ) -> list[AssignedWorker]:
         """Start all workers, each of which then waits for its first message.
 
         Args:
-            store_socket: The rendezvous store's, where this group is the one that serves it.
+            meeting_place: Where they meet.
             environment_variables: Environment variables that they get beside the notebook's.
         """
-        worker_places = self._places(store_socket)
+        worker_places = self._places(meeting_place)
         self._on_end.enter_context(_libraries_memory(worker_places))
         # Before the first start: a failed start of one worker must end those started before it.
         self._on_end.callback(self._end_workers)
@@ -114,12 +111,12 @@ class WorkerGroup:
                     device_variables,
                     serves_store=rank_0_socket is not None,
                 ),
-                fds=() if rank_0_socket is None else (rank_0_socket.descriptor,),
+                fds=() if rank_0_socket is None else (rank_0_socket.fileno(),),
             )
             for worker_place, worker_handle, device_variables in zip(
                 worker_places, self.members, self._device_variables(), strict=True
             )
-            for rank_0_socket in [store_socket if worker_place.rank == 0 else None]
+            for rank_0_socket in [meeting_place.store_socket if worker_place.rank == 0 else None]
         ]
 
     def sentinels(self) -> Sequence[int]:
@@ -136,20 +133,19 @@ class WorkerGroup:
 
     # ---- starting
 
-    def _places(self, store_socket: StoreSocket | None) -> tuple[Topology, ...]:
-        run_config = self.plan.config
-        if self._starter.shares and store_socket is not None:
+    def _places(self, meeting_place: MeetingPlace) -> tuple[Topology, ...]:
+        if self._starter.shares:
             return Topology.of_hosts(
                 [host_share.num_workers for host_share in self._starter.shares],
-                master_addr=store_socket.address,
-                master_port=store_socket.port,
+                master_addr=meeting_place.address,
+                master_port=meeting_place.port,
             )
         return Topology.of_node(
             num_processes=self.plan.num_processes,
-            master_port=store_socket.port if store_socket else self.plan.port or 0,
-            master_addr=self.plan.master_addr,
-            node_rank=run_config.node_rank,
-            num_nodes=run_config.num_nodes,
+            master_port=meeting_place.port,
+            master_addr=meeting_place.address,
+            node_rank=meeting_place.node_rank,
+            num_nodes=meeting_place.num_nodes,
         )
 
     def _device_variables(self) -> list[Mapping[str, str | None]]:
