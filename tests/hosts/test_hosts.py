@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import netns
+from tests.hosts.running_script import RunningScript
 
 pytestmark = [pytest.mark.slow, netns.needs_hosts]
 
-NOTEBOOK = Path(__file__).with_name("notebook.py")
+SCRIPT = Path(__file__).with_name("notebook.py")
 
 
 @pytest.fixture(scope="module")
@@ -25,57 +23,17 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[netns.Names
         yield made
 
 
-class Notebook:
-    """A notebook that runs one cell on the first host, with its output as it comes."""
+class Notebook(RunningScript):
+    """A notebook on the first host, which runs one cell with workers on both."""
 
     def __init__(self, hosts: list[netns.NamespaceHost], folder: Path, *cell: str) -> None:
         hostfile = folder / "hostfile"
         if not hostfile.exists():
             hostfile.write_text("alpha slots=2\nbeta slots=2   # the other one\n")
-        environment = os.environ | {
-            "NBACCEL_SSH": str(netns.remote_shell(folder, hosts)),
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-        }
-        self.process = hosts[0].python(
-            NOTEBOOK, cell[0], str(hostfile), *cell[1:], env=environment, cwd=folder
+        shell = str(netns.remote_shell(folder, hosts))
+        super().__init__(
+            hosts[0], folder, SCRIPT, cell[0], str(hostfile), *cell[1:], NBACCEL_SSH=shell
         )
-        self.lines: list[str] = []
-        self.errors: list[str] = []
-        self._readers = [
-            threading.Thread(target=self._read, args=(stream, lines))
-            for stream, lines in (
-                (self.process.stdout, self.lines),
-                (self.process.stderr, self.errors),
-            )
-        ]
-        for reader in self._readers:
-            reader.start()
-
-    def _read(self, stream: object, lines: list[str]) -> None:
-        with stream:  # type: ignore[attr-defined]
-            for line in stream:  # type: ignore[attr-defined]
-                lines.append(line.rstrip("\n"))
-
-    def wait_for(self, text: str, times: int = 1, seconds: float = 90.0) -> None:
-        deadline = time.monotonic() + seconds
-        while sum(text in line for line in self.lines) < times:
-            assert time.monotonic() < deadline, (text, self.lines, self.errors)
-            assert self.process.poll() is None, "\n".join(self.lines + self.errors)
-            time.sleep(0.02)
-
-    def told(self, seconds: float = 120.0) -> dict[str, object]:
-        """All that the cell has told, once it has ended."""
-        try:
-            assert self.process.wait(seconds) == 0, "\n".join(self.lines + self.errors)
-        finally:
-            self.process.kill()
-            for reader in self._readers:
-                reader.join()
-        facts: dict[str, object] = {}
-        for line in self.lines:
-            if line.startswith("TOLD "):
-                facts |= json.loads(line[5:])
-        return facts
 
 
 def test_training_on_two_hosts_is_training_on_one(
@@ -165,8 +123,7 @@ def test_a_notebook_that_is_killed_leaves_nothing_on_any_host(
     while any(host.processes() for host in hosts) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [host.processes() for host in hosts] == [[], []]
-    for reader in notebook._readers:
-        reader.join()
+    notebook.end()
 
 
 @pytest.mark.parametrize(
