@@ -124,4 +124,4 @@ def _await_nodes(cluster: SlurmCluster) -> None:
             return
         time.sleep(0.3)
     logs = "".join(log.read_text()[-500:] for log in cluster.folder.glob("*.log"))
-    pytest.skip(f"SLURM's daemons did not come up: {answer}\n{logs}")
+    pytest.fail(f"SLURM's daemons did not come up: {answer}\n{logs}")

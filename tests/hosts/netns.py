@@ -52,7 +52,8 @@ class NamespaceHost:
             "umount /etc/resolv.conf 2>/dev/null; "
             f"mount --bind {self.files / 'resolv.conf'} /etc/resolv.conf; exec \"$@\""
         )
-        enter = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "--mount"]
+        # Not by `ip netns exec`, which mounts a new /sys, without the machine's control groups.
+        enter = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--uts", "--mount"]
         return [*enter, "sh", "-c", script, "sh", *command]
 
     def start(self, *command: str, **options: object) -> subprocess.Popen[str]:
