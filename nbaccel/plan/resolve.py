@@ -81,8 +81,8 @@ def resolve(
     findings.warnings.extend(found.problems)
     # Each rule decides even where another has found a mistake, so that all are reported at once.
     device = _choose_device(config, found, findings)
-    process_count = _choose_num_processes(config, found, device)
     engine_choice = _choose_engine(config, findings)
+    process_count = _choose_num_processes(config, found, device, engine_choice, findings)
     # What is warned of below is too many or too few workers on the machine that was inspected.
     local_count = process_count
     if num_local is not None:
@@ -185,10 +185,20 @@ def _idle_devices_text(device_name: str, found: Inventory) -> str:
     return f"; {', '.join(idle_devices)} not used" if idle_devices else ""
 
 
-def _choose_num_processes(config: RunConfig, found: Inventory, device: Choice) -> Choice:
+def _choose_num_processes(
+    config: RunConfig, found: Inventory, device: Choice, engine: Choice, findings: _Findings
+) -> Choice:
     setting_name, chosen_row = "num_processes", device_row(str(device.value))
     if config.num_processes is not None:
         return Choice(setting_name, config.num_processes, _AS_REQUESTED)
+    if engine_row(str(engine.value)).starts_agents:
+        # With a mistake the hosts may not even be readable.
+        hosts = [] if findings.mistakes else _catalog.engine(str(engine.value)).hosts(config)
+        num_slots = sum(host.slots or 1 for host in hosts)
+        reason = f"the slots of {count_noun(len(hosts), 'host')}"
+        if any(host.slots is None for host in hosts):
+            reason = f"{count_noun(len(hosts), 'host')}, whose devices are counted at the start"
+        return Choice(setting_name, max(1, num_slots), reason)
     if config.start_method == "inline" or chosen_row.start_methods == ("inline",):
         return Choice(setting_name, 1, 'start_method="inline" is this one process')
     if config.strategy != "auto" and strategy_row(config.strategy).drives_all:

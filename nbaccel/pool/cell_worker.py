@@ -141,7 +141,7 @@ class _CellWorker:
 
     def _run_cell(self, current_task: messages.RunCell, file_descriptors: list[int]) -> Any:
         if current_task.directory is not None:
-            os.chdir(current_task.directory)
+            self._worker_context.go_to(current_task.directory)
         env.update(current_task.environment)
         if current_task.logging:
             self._worker_context.logging.follow(current_task.logging)

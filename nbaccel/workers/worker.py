@@ -188,7 +188,21 @@ class WorkerContext:
     """The rendezvous store, in the worker that serves it."""
     staging_rank: int = 0
     num_notebooks: int = 1
+    on_other_host: bool = False
     logging: worker_output.LoggingSettings = field(default_factory=worker_output.LoggingSettings)
+
+    def go_to(self, folder: str) -> None:
+        """Work in a folder of the notebook; on another host only if it is there, too."""
+        try:
+            os.chdir(folder)
+        except OSError as error:
+            if not self.on_other_host:
+                raise
+            if self.place.local_rank == 0:
+                sys.stderr.write(
+                    f"nbaccel: the workers on {socket.gethostname()} work in {os.getcwd()}: "
+                    f"{folder} is not there ({error.strerror}).\n"
+                )
 
 
 def settle_in_process(
@@ -203,7 +217,7 @@ def settle_in_process(
     place = Topology.from_json(worker_assignment.topology)
     # Before the device: its libraries read variables such as CUDA_VISIBLE_DEVICES when they start.
     if worker_assignment.on_other_host:
-        _move_into(worker_assignment, place)
+        _move_into(worker_assignment)
     else:
         env.replace_all(worker_assignment.environment)
         os.chdir(worker_assignment.working_directory)
@@ -224,27 +238,23 @@ def settle_in_process(
         if worker_assignment.serves_store
         else None
     )
-    return WorkerContext(
+    worker_context = WorkerContext(
         place=place,
         hardware=hardware_device,
         device=str(hardware_device.torch_device(place.local_rank)),
         store=rendezvous_store,
         staging_rank=worker_assignment.staging_rank,
         num_notebooks=worker_assignment.num_notebooks,
+        on_other_host=worker_assignment.on_other_host,
     )
+    if worker_context.on_other_host:
+        worker_context.go_to(worker_assignment.working_directory)
+    return worker_context
 
 
-def _move_into(worker_assignment: messaging.WorkerAssignment, place: Topology) -> None:
-    """Lay the notebook's surroundings over those of this host, as far as they exist here."""
+def _move_into(worker_assignment: messaging.WorkerAssignment) -> None:
+    """Lay the notebook's variables and folders of modules over those of this host."""
     env.update(dict(worker_assignment.environment))
-    try:
-        os.chdir(worker_assignment.working_directory)
-    except OSError as error:
-        if place.local_rank == 0:
-            sys.stderr.write(
-                f"nbaccel: rank {place.rank} and its neighbours on {socket.gethostname()} work in "
-                f"{os.getcwd()}: the notebook's folder is not there ({error.strerror}).\n"
-            )
     notebook_folders = [
         path_entry
         for path_entry in worker_assignment.import_path

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nbaccel import notebook_launcher
+from nbaccel import Pool, notebook_launcher
 
 
 def tell(**facts):
@@ -130,6 +130,57 @@ def fail_once(folder):
 def cell_fail_once(hostfile):
     results = notebook_launcher(fail_once, ("",), hostfile=hostfile, max_restarts=1)
     tell(hosts=[host for host, _ in results])
+
+
+STEP = """
+import os, socket, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+if not dist.is_initialized():
+    dist.init_process_group("gloo")
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)
+torch.manual_seed(dist.get_rank())
+optimizer.zero_grad()
+loss = parallel(scale * torch.randn(16, 8)).pow(2).mean()
+loss.backward()
+optimizer.step()
+host, value = socket.gethostname(), loss.item()
+print("rank", dist.get_rank(), "on", host)
+"""
+
+
+def three_cells(pool, model, names):
+    """Train, write to the weights in the notebook, train again; what is seen after each cell."""
+    seen = []
+    pool.run(STEP)
+    seen.append((weights_of(model), pool.pull("value")))
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+    names["scale"] = 2.0
+    pool.run(STEP)
+    seen.append((weights_of(model), pool.pull("value")))
+    pool.run("value = float(sum(p.double().sum() for p in model.parameters()))")
+    seen.append((weights_of(model), pool.pull("value")))
+    return seen
+
+
+def cell_live(hostfile):
+    seen = []
+    for settings in ({"hostfile": hostfile}, {"num_processes": 4}):
+        model = make_model()
+        names = {"model": model, "scale": 1.0}
+        with Pool(namespace=names, **settings) as pool:
+            seen.append(three_cells(pool, model, names))
+            if "hostfile" not in settings:
+                continue
+            hosts = pool.pull("host")["host"]
+            try:
+                pool.run("if dist.get_rank() == 2: raise KeyError(host)")
+            except KeyError as error:
+                failed = str(error)
+            results = pool.run("dist.get_rank() * 10")
+            status = str(pool.status())
+    tell(hosts=hosts, remote=seen[0], local=seen[1], failed=failed, status=status)
 
 
 def cell_refused(hostfile):

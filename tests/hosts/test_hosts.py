@@ -112,6 +112,18 @@ def test_a_restart_keeps_hosts_that_were_not_lost(
     ), notebook.errors
 
 
+def test_live_workers_on_two_hosts_follow_the_notebook(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    notebook = Notebook(hosts, tmp_path, "live")
+    told = notebook.told()
+    assert told["hosts"] == ["alpha", "alpha", "beta", "beta"]
+    assert told["remote"] == told["local"]
+    assert "rank 2 of 4 raised KeyError: 'beta'" in told["failed"]
+    assert "[2] rank 2 on beta" in notebook.lines
+    assert [host.processes() for host in hosts] == [[], []]
+
+
 def test_a_notebook_that_is_killed_leaves_nothing_on_any_host(
     hosts: list[netns.NamespaceHost], tmp_path: Path
 ) -> None:
