@@ -407,6 +407,7 @@ _ENGINES: tuple[EngineRow, ...] = (
         needs="a hostfile, and ssh without a password to each of its hosts",
         path="nbaccel.engines.hostfile:HostfileEngine",
         words=("hostfile", "ssh"),
+        setting="hostfile",
     ),
 )
 

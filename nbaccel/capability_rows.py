@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DeviceRow", "EngineRow", "Fp8Choice", "Fp8Row", "PrecisionRow", "StartMethodRow", "StrategyRow"]
+__all__ = [
+    "DeviceRow",
+    "EngineRow",
+    "Fp8Choice",
+    "Fp8Row",
+    "PrecisionRow",
+    "StartMethodRow",
+    "StrategyRow",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,6 +271,8 @@ class EngineRow:
             workers run on other hosts; empty where every machine has a notebook or command of its
             own. The module is light.
         words: Other words that people write for the name.
+        setting: The setting of ``RunConfig`` that names its hosts, which asks for it; empty where
+            it finds them itself.
         meets: Whether machines with notebooks or commands of their own meet by it.
         extra: The extra of nbaccel that installs what it needs; empty where nothing is needed.
     """
@@ -272,6 +282,7 @@ class EngineRow:
     needs: str
     path: str = ""
     words: tuple[str, ...] = ()
+    setting: str = ""
     meets: bool = False
     extra: str = ""
 

@@ -81,8 +81,8 @@ def notebook_launcher(
         function: What each worker calls. It may be defined in a cell, a lambda or a closure.
         args: Its arguments. Modules may also be nested in lists, dicts and dataclasses.
         num_processes: Workers on this machine; with an engine that starts them on hosts
-            (`"slurm"`, `"deepspeed"`), on all hosts together. None: one per GPU or TPU chip, or one. One worker
-            runs right here, in the notebook's process.
+            (`"slurm"`, `"deepspeed"`), on all hosts together. None: one per GPU or TPU chip, or
+            one. One worker runs right here, in the notebook's process.
         mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`, for whatever reads it (Accelerate,
             Trainer); the first training step raises if nothing does.
         use_port: TCP port of the rendezvous store; None for a free one.

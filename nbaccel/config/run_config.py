@@ -21,10 +21,10 @@ from nbaccel.capabilities import (
     PRECISIONS,
     START_METHODS,
     STRATEGIES,
-    engine_row,
     words_of_rows,
 )
 from nbaccel.config import engine as zero_engine
+from nbaccel.config.engine_choice import ENGINE_CONTRADICTIONS
 from nbaccel.config.exchange import Exchangeable
 from nbaccel.config.field_rules import FieldRule, explain_mistakes
 from nbaccel.config.fp8 import Fp8Config
@@ -43,14 +43,7 @@ from nbaccel.errors import ConfigError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "Configured",
-    "RunConfig",
-    "chosen_engine",
-    "contradictions",
-    "elastic_reason",
-    "run_config_of",
-]
+__all__ = ["Configured", "RunConfig", "contradictions", "run_config_of"]
 
 _AUTO_NAME = "auto"
 _DEVICE_NAMES = (_AUTO_NAME, *(row.name for row in DEVICES))
@@ -668,44 +661,6 @@ def _inline_is_alone(run_config: RunConfig) -> str:
     )
 
 
-def chosen_engine(config: RunConfig) -> tuple[str, str]:
-    """The engine of a run, and why.
-
-    Args:
-        config: The settings.
-
-    Returns:
-        The name of a row, and the reason.
-    """
-    if config.engine != _AUTO_NAME:
-        return config.engine, "asked for"
-    if config.hostfile is not None:
-        return "deepspeed", f"hostfile={config.hostfile!r} names the hosts"
-    if elastic_text := elastic_reason(config):
-        return "elastic", f"{elastic_text}: the nodes agree again on who takes part"
-    if config.num_nodes > 1:
-        return ENGINES[0].name, f"a fixed set of {config.num_nodes} nodes"
-    return ENGINES[0].name, "this machine"
-
-
-def elastic_reason(config: RunConfig) -> str:
-    """The settings that need torch elastic, whose nodes agree again on who takes part.
-
-    A fixed set of nodes, and restarts on one node, need none: the launcher does those itself.
-
-    Args:
-        config: The settings.
-
-    Returns:
-        ``rdzv_backend='c10d'``, for example, or nothing.
-    """
-    if config.rdzv_backend != "static":
-        return f"rdzv_backend={config.rdzv_backend!r}"
-    if config.num_nodes > 1 and config.max_restarts > 0:
-        return f"max_restarts={config.max_restarts} with num_nodes={config.num_nodes}"
-    return ""
-
-
 def _host_of(endpoint_text: str) -> str:
     host_name, separator, _ = endpoint_text.rpartition(":")
     return (host_name if separator else endpoint_text).strip("[]")
@@ -719,38 +674,6 @@ def _is_loopback(host_name: str) -> bool:
         return stripped_name == "localhost" or stripped_name.startswith("localhost.")
 
 
-def _hosts_are_one_notebooks(run_config: RunConfig) -> str:
-    if run_config.num_nodes == 1 or not engine_row(chosen_engine(run_config)[0]).starts_agents:
-        return ""
-    return (
-        f"num_nodes={run_config.num_nodes} contradicts engine={chosen_engine(run_config)[0]!r}, "
-        "with which one notebook starts the workers of all machines: num_nodes counts machines "
-        "with a notebook of their own each. Leave num_nodes and node_rank out; num_processes "
-        "counts the workers on all hosts."
-    )
-
-
-def _hostfile_has_its_engine(run_config: RunConfig) -> str:
-    if run_config.hostfile is None or run_config.engine in (_AUTO_NAME, "deepspeed"):
-        return ""
-    return (
-        f"hostfile={run_config.hostfile!r} contradicts engine={run_config.engine!r}, which finds "
-        'its machines itself. One would be ignored. Leave one out, or give engine="deepspeed".'
-    )
-
-
-def _agents_fork_from_templates(run_config: RunConfig) -> str:
-    engine_name = chosen_engine(run_config)[0]
-    if run_config.start_method in (_AUTO_NAME, "template"):
-        return ""
-    if not engine_row(engine_name).starts_agents:
-        return ""
-    return (
-        f"start_method={run_config.start_method!r} contradicts engine={engine_name!r}: workers on "
-        "other machines cannot be forked from this process. Leave start_method out."
-    )
-
-
 _CONTRADICTION_CHECKS: tuple[tuple[tuple[str, ...], Callable[[RunConfig], str]], ...] = (
     (("node_rank", "num_nodes"), _node_in_range),
     (("num_processes", "num_nodes"), _nodes_need_a_count),
@@ -759,7 +682,5 @@ _CONTRADICTION_CHECKS: tuple[tuple[tuple[str, ...], Callable[[RunConfig], str]],
     (("rdzv_endpoint", "rdzv_backend"), _etcd_needs_an_endpoint),
     (("start_method", "num_processes"), _inline_is_one),
     (("start_method", "num_nodes", "max_restarts"), _inline_is_alone),
-    (("engine", "hostfile", "num_nodes", "rdzv_backend"), _hosts_are_one_notebooks),
-    (("engine", "hostfile"), _hostfile_has_its_engine),
-    (("engine", "hostfile", "start_method", "rdzv_backend"), _agents_fork_from_templates),
+    *ENGINE_CONTRADICTIONS,
 )

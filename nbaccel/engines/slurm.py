@@ -27,7 +27,9 @@ _OWN_NODE_VARIABLE = "SLURMD_NODENAME"
 _SCONTROL_S = 20.0
 _GROUP = re.compile(r"(\d+)(?:\(x(\d+)\))?$")
 # Of the notebook's own step: srun would take them for options of the new one.
-_STEP_VARIABLES = re.compile(r"SLURM_(STEP|STEPID|PROCID|LOCALID|NODEID|GTIDS|TASK_PID|NTASKS|NPROCS)")
+_STEP_VARIABLES = re.compile(
+    r"SLURM_(STEP|STEPID|PROCID|LOCALID|NODEID|GTIDS|TASK_PID|NTASKS|NPROCS)"
+)
 
 
 class SlurmEngine(Engine):
@@ -67,7 +69,7 @@ class SlurmEngine(Engine):
             Host(name=name, address=name, slots=slots_by_name.get(name), is_here=False)
             for name in names
         ]
-        return list(_needed(found, config.num_processes))
+        return list(_first_nodes(found, config.num_processes))
 
     def start_agents(self, hosts: Sequence[Host], hello: AgentHello) -> AgentCrew:
         """See :meth:`Engine.start_agents`."""
@@ -119,7 +121,7 @@ def _tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-def _needed(found: Sequence[Host], num_workers: int | None) -> Iterator[Host]:
+def _first_nodes(found: Sequence[Host], num_workers: int | None) -> Iterator[Host]:
     """The first nodes, as many as so many workers take."""
     for host in found:
         if num_workers is not None and num_workers <= 0:

@@ -26,7 +26,7 @@ def main() -> NoReturn:
     # As an exception, so that what was started is ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        link = connecting.connect(hello)
+        link = connecting.connect_to_relay(hello)
     except OSError as error:
         sys.stderr.write(f"nbaccel: {error}\n")
         sys.stderr.flush()

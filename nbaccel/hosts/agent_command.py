@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-import nbaccel
 from nbaccel.abc.engine import AgentCrew, AgentHello
 
 __all__ = ["ProcessCrew", "agent_command"]
@@ -34,7 +33,7 @@ def agent_command(python: str = "") -> list[str]:
     """
     # A checkout, or a folder given by PYTHONPATH, where hosts share a file system. Not the folder
     # of installed packages: in front of the standard library these would hide parts of it.
-    package_folder = str(Path(nbaccel.__file__).parent.parent)
+    package_folder = str(Path(__file__).parents[2])
     shared_folder = "" if package_folder.endswith("-packages") else package_folder
     return [python or sys.executable, "-c", _AGENT_CODE.format(folder=shared_folder)]
 

@@ -101,9 +101,7 @@ class _AgentWorker:
     @property
     def is_drained(self) -> bool:
         """Whether all that it has printed so far has been sent."""
-        return all(
-            stream.is_empty for number, stream in self.streams.items() if number < _STACK
-        )
+        return all(stream.is_empty for number, stream in self.streams.items() if number < _STACK)
 
 
 _STACK = _STREAM_NAMES.index("stack")
@@ -162,7 +160,7 @@ class _Agent:
         if isinstance(frame, FileBytes):
             self._files.write(frame)
         else:
-            _TAKERS[type(frame)](self, frame)
+            _FRAME_TAKERS[type(frame)](self, frame)
 
     def _choose_interface(self) -> None:
         """Let workers meet over the network that leads to the notebook, unless told otherwise."""
@@ -182,7 +180,7 @@ class _Agent:
             frame.device, in_notebook=frame.in_notebook, extends_torch=True
         )
         template_server.freeze_memory()
-        self._link.send(frames.Ready())
+        self._link.send(frames.AgentReady())
 
     def _on_ping(self, frame: frames.Ping) -> None:
         self._link.send(frames.Pong(frame.sent_at, time.monotonic()))
@@ -320,9 +318,7 @@ class _Agent:
                 number, packet_bytes, file_descriptors
             ),
             on_closed=lambda: self._link.send_in_order(iter([frames.ChannelClosed(number)])),
-            on_taken=lambda num_packets: self._link.send(
-                frames.PacketsTaken(number, num_packets)
-            ),
+            on_taken=lambda num_packets: self._link.send(frames.PacketsTaken(number, num_packets)),
         )
 
     def _hear(self, number: int, packet_bytes: bytes, file_descriptors: list[int]) -> None:
@@ -399,9 +395,7 @@ class _Agent:
         if isinstance(attached, frames.StoreListener):
             return os.dup(self._store.fileno() if self._store is not None else -1)
         own_end, worker_end = messaging.Channel.pair()
-        self._second_ports[attached.number] = self._open_port(
-            attached.number, own_end.detach()
-        )
+        self._second_ports[attached.number] = self._open_port(attached.number, own_end.detach())
         return worker_end.detach()
 
     def _on_packets_taken(self, frame: frames.PacketsTaken) -> None:
@@ -435,7 +429,7 @@ class _Agent:
             memory_module.remove_orphans()
 
 
-_TAKERS: dict[type, Callable[[_Agent, Any], None]] = {
+_FRAME_TAKERS: dict[type, Callable[[_Agent, Any], None]] = {
     frames.Welcome: _Agent._on_welcome,
     frames.Ping: _Agent._on_ping,
     frames.BindStore: _Agent._on_bind_store,
@@ -464,7 +458,9 @@ def _fork_worker(worker_ends: tuple[int, ...]) -> int:
             with contextlib.suppress(OSError):  # that of the listing itself
                 os.close(file_descriptor)
     channel, stdout, stderr, stack = worker_ends
-    run_worker(WorkerEnds(channel=channel, stdout=stdout, stderr=stderr, stack=stack), agent_id)
+    return run_worker(
+        WorkerEnds(channel=channel, stdout=stdout, stderr=stderr, stack=stack), agent_id
+    )
 
 
 def _peek(packet_bytes: bytes, file_descriptors: list[int]) -> Any:

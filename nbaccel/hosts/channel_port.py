@@ -1,6 +1,6 @@
 """One end of a worker's channel, of which the other end is on another host.
 
-    process here ── socket pair ── ChannelPort ══ packets ══ ChannelPort ── socket pair ── process there
+    process here ── socket pair ── ChannelPort ══ packets ══ ChannelPort ── ── process there
 
 So many packets may be on their way; beyond that a port stops reading, and whoever sends waits as it
 would for a process on its own machine.
@@ -102,9 +102,7 @@ class ChannelPort:
         while self._outbox and self.try_put(*self._outbox[0]):
             self._outbox.popleft()
         if self._is_open:
-            self._loop.on_writable(
-                self._channel.fileno(), self._write if self._outbox else None
-            )
+            self._loop.on_writable(self._channel.fileno(), self._write if self._outbox else None)
 
     def fileno(self) -> int:
         """The socket."""

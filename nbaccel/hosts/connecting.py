@@ -10,19 +10,25 @@ import psutil
 
 from nbaccel.abc.engine import AgentHello, Host
 from nbaccel.errors import ConfigError
-from nbaccel.hosts.secure_link import HandshakeFailed, SecureLink, Side
+from nbaccel.hosts.secure_link import NONCE_BYTES, HandshakeFailed, SecureLink, Side
 from nbaccel.ports import LOOPBACK_ADDRESSES
 
-__all__ = ["INTERFACE_VARIABLES", "address_towards", "addresses_towards", "connect", "interface_of"]
+__all__ = [
+    "INTERFACE_VARIABLES",
+    "address_towards",
+    "addresses_towards",
+    "connect_to_relay",
+    "interface_of",
+]
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables by which torch's process groups are told over which network to meet."""
-_CONNECT_S = 10.0
-_NONCE_BYTES = _PROOF_BYTES = 32
+_REACH_S = 10.0
+_PROOF_BYTES = 32
 _ANY_PORT = 9  # nothing is sent there
 
 
-def connect(hello: AgentHello) -> SecureLink:
+def connect_to_relay(hello: AgentHello) -> SecureLink:
     """Connect to the relay.
 
     Args:
@@ -37,9 +43,9 @@ def connect(hello: AgentHello) -> SecureLink:
     connection = _first_connection(hello)
     side = Side(hello.token)
     try:
-        relay_nonce = _receive(connection, _NONCE_BYTES)
+        relay_nonce = _receive_exactly(connection, NONCE_BYTES)
         connection.sendall(side.agent_answer(relay_nonce))
-        key = side.agent_key(relay_nonce, _receive(connection, _PROOF_BYTES))
+        key = side.agent_key(relay_nonce, _receive_exactly(connection, _PROOF_BYTES))
     except (OSError, HandshakeFailed) as error:
         connection.close()
         raise ConnectionError(
@@ -50,7 +56,7 @@ def connect(hello: AgentHello) -> SecureLink:
 
 
 def _first_connection(hello: AgentHello) -> socket.socket:
-    deadline = time.monotonic() + _CONNECT_S
+    deadline = time.monotonic() + _REACH_S
     problems = []
     for address in hello.addresses:
         try:
@@ -66,8 +72,8 @@ def _first_connection(hello: AgentHello) -> socket.socket:
     )
 
 
-def _receive(connection: socket.socket, num_bytes: int) -> bytes:
-    connection.settimeout(_CONNECT_S)
+def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    connection.settimeout(_REACH_S)
     received = b""
     while len(received) < num_bytes:
         part = connection.recv(num_bytes - len(received))

@@ -61,9 +61,7 @@ class _SentFile:
         """What is different from what was sent."""
         return self._piece_frames([(0, self.num_bytes)])
 
-    def _piece_frames(
-        self, byte_ranges: Iterable[shared_memory.ByteRange]
-    ) -> Iterator[FileBytes]:
+    def _piece_frames(self, byte_ranges: Iterable[shared_memory.ByteRange]) -> Iterator[FileBytes]:
         for first_byte, content in _pieces(self.descriptor, self.num_bytes, byte_ranges):
             if self.kind == ARENA:
                 digest = xxhash.xxh3_64_intdigest(content)
@@ -194,9 +192,7 @@ class ReceivedFiles:
 
     def create(self, new_file: frames.NewFile) -> None:
         """Make the copy of a file, all zero."""
-        self._files[new_file.number] = shared_memory.create_file(
-            new_file.name, new_file.num_bytes
-        )
+        self._files[new_file.number] = shared_memory.create_file(new_file.name, new_file.num_bytes)
 
     def write(self, piece: FileBytes) -> None:
         """Write a piece of a file that has been made."""
@@ -226,9 +222,7 @@ class ReceivedFiles:
         self.forget(tuple(self._files))
 
 
-def passing_frames(
-    file_number: int, file_descriptor: int
-) -> Iterator[frames.NewFile | FileBytes]:
+def passing_frames(file_number: int, file_descriptor: int) -> Iterator[frames.NewFile | FileBytes]:
     """All of a file that is sent once; the descriptor is closed at the end.
 
     Args:
@@ -276,15 +270,15 @@ def _pieces(
     with contextlib.suppress(BufferError):  # a piece is on its way: unmapped with the last one
         with mmap.mmap(file_descriptor, num_bytes, access=mmap.ACCESS_READ) as mapped_file:
             for first_byte, end_byte in byte_ranges:
-                while first_byte < end_byte:
-                    piece_end = min(end_byte, first_byte // CHUNK_BYTES * CHUNK_BYTES + CHUNK_BYTES)
-                    yield first_byte, memoryview(mapped_file)[first_byte:piece_end]
-                    first_byte = piece_end
+                piece_start = first_byte
+                while piece_start < end_byte:
+                    next_chunk = piece_start // CHUNK_BYTES * CHUNK_BYTES + CHUNK_BYTES
+                    piece_end = min(end_byte, next_chunk)
+                    yield piece_start, memoryview(mapped_file)[piece_start:piece_end]
+                    piece_start = piece_end
 
 
-def _data_ranges(
-    file_descriptor: int, num_bytes: int
-) -> Iterator[shared_memory.ByteRange]:
+def _data_ranges(file_descriptor: int, num_bytes: int) -> Iterator[shared_memory.ByteRange]:
     """What of a sparse file was ever written, in whole aligned chunks."""
     next_byte = 0
     while next_byte < num_bytes:

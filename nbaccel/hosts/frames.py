@@ -1,8 +1,8 @@
 """What the relay and an agent tell each other: records for `secure_link`.
 
     relay ──► agent    Welcome, Ping, BindStore, ForkWorker, SignalWorker, KillWorker, Forget
-          ◄──          a dict of facts (plain values, for any version), Ready, Pong, StoreBound,
-                       WorkerForked, WorkerEnded, Output
+          ◄──          a dict of facts (plain values, for any version), AgentReady, Pong,
+                       StoreBound, WorkerForked, WorkerEnded, Output
           ◄─►          Packet, PacketsTaken, OutputTaken, NewFile, ChannelClosed
 
 A *worker* is named by a number that the relay gives it; so is a channel, and a worker's first
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from nbaccel.workers.messaging import Ended
 
 __all__ = [
+    "AgentReady",
     "BindStore",
     "ChannelClosed",
     "FileCopy",
@@ -30,7 +31,6 @@ __all__ = [
     "PacketsTaken",
     "Ping",
     "Pong",
-    "Ready",
     "SecondChannel",
     "SignalWorker",
     "StoreBound",
@@ -52,7 +52,7 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class AgentReady:
     """The agent can fork workers."""
 
 

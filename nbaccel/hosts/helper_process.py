@@ -15,7 +15,7 @@ from typing import Any
 
 from nbaccel.errors import StartupFailed
 from nbaccel.transfer import shared_memory
-from nbaccel.workers import messaging, time_limits
+from nbaccel.workers import time_limits
 from nbaccel.workers.template import TemplateStarter
 from nbaccel.workers.worker_handle import connect
 
@@ -56,9 +56,9 @@ class HelperProcess:
     def error_text(self) -> str:
         """The end of what it has written to its error stream since this was last asked."""
         try:
-            return os.read(self._error_pipe, 1 << 16).decode(errors="replace").strip()[
-                -_ERROR_CHARS:
-            ]
+            return (
+                os.read(self._error_pipe, 1 << 16).decode(errors="replace").strip()[-_ERROR_CHARS:]
+            )
         except BlockingIOError:
             return ""
 

@@ -1,7 +1,7 @@
 """The hosts of one launch or pool, from the start of their agents to the end.
 
-    engine: which hosts? ─► relay ─► engine: start agents ─► all have joined, or who is missing
-                                                             ─► which rank is where
+engine: which hosts? ─► relay ─► engine: start agents ─► all have joined, or who is missing
+                                                         ─► which rank is where
 """
 
 from __future__ import annotations
@@ -80,9 +80,7 @@ class HostSession:
             StartupFailed: Some have not joined; they are named.
         """
         engine = _catalog.engine(plan.engine)
-        hosts = (
-            engine.replacements(plan.config, lost) if lost else engine.hosts(plan.config)
-        )
+        hosts = engine.replacements(plan.config, lost) if lost else engine.hosts(plan.config)
         if not hosts:
             raise ConfigError(
                 f"engine={plan.engine!r} has no host left for this launch. Workers would have no "
@@ -110,7 +108,7 @@ class HostSession:
             StartupFailed: The host did not answer.
         """
         first_host = self.shares[0].name
-        self._connection.send(relay_messages.BindStore(first_host, port))
+        self._connection.send(relay_messages.BindHostStore(first_host, port))
         answer = self._connection.next((frames.StoreBound,), _BIND_S)
         if not isinstance(answer, frames.StoreBound):
             raise StartupFailed(
@@ -142,23 +140,19 @@ class HostSession:
             connection = self._start_relay(listener, token, plan)
             self._crew = engine.start_agents(
                 self._hosts,
-                AgentHello(
-                    addresses=addresses, port=listener.getsockname()[1], token=token
-                ),
+                AgentHello(addresses=addresses, port=listener.getsockname()[1], token=token),
             )
             self._on_end.callback(self._crew.end, _LEAVE_S)
             # Last on the stack, so that it runs first: agents leave once it has hung up.
             self._on_end.callback(connection.close)
         return connection
 
-    def _start_relay(
-        self, listener: socket.socket, token: str, plan: Plan
-    ) -> RelayConnection:
+    def _start_relay(self, listener: socket.socket, token: str, plan: Plan) -> RelayConnection:
         relay = HelperProcess(
             relay_messages.ServeHosts(
                 token=token,
                 names=tuple(host.name for host in self._hosts),
-                device="" if plan.device == "cpu" else plan.device,
+                device=plan.device if _catalog.known_device(plan.device).own_template else "",
                 in_notebook="IPython" in sys.modules,
             ),
             [listener.fileno()],
@@ -211,9 +205,7 @@ def _same_device(inventories: Mapping[str, Inventory], config: RunConfig) -> str
     Raises:
         ConfigError: They have different ones.
     """
-    devices = {
-        name: resolve(config, inventory).device for name, inventory in inventories.items()
-    }
+    devices = {name: resolve(config, inventory).device for name, inventory in inventories.items()}
     first_name, first_device = next(iter(devices.items()))
     mistakes = [
         f"host {name} computes on {device}, and host {first_name} on {first_device}: ranks of one "
@@ -272,9 +264,7 @@ def _share_out(
         workers_left -= num_workers
         if num_workers:
             shares.append(
-                HostShare(
-                    name=host.name, num_workers=num_workers, inventory=inventories[host.name]
-                )
+                HostShare(name=host.name, num_workers=num_workers, inventory=inventories[host.name])
             )
     return tuple(shares)
 

@@ -1,8 +1,8 @@
 """Messages between the notebook and the process that meets other nodes for it.
 
-    notebook ──► MeetNodes once; then per round JoinRound, Publish (where this node is the first)
-             ◄── RoundJoined, StoreKnown, NodesWaiting, MeetingFailed
-    notebook ──► FinishRun ◄── AllFinished      or it hangs up: this node gives up
+notebook ──► MeetNodes once; then per round JoinRound, Publish (where this node is the first)
+         ◄── RoundJoined, StoreKnown, NodesWaiting, MeetingFailed
+notebook ──► FinishRun ◄── AllFinished      or it hangs up: this node gives up
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ from nbaccel.workers import messaging
 
 __all__ = ["meet_nodes"]
 
-_DEFAULT_PORT = 29400
-_JOIN_S = 600
+_RENDEZVOUS_PORT = 29400
+_ROUND_S = 600
 _LOOK_S = 0.5
 _RETRY_S = 0.25
 _FINISH_S = 300.0
@@ -88,10 +88,10 @@ class _Meeting:
         self._channel = notebook_channel
         self._settings = meet_message
         given: dict[str, Any] = json.loads(meet_message.settings) or {}
-        self._join_s = float(given.get("join_timeout", given.get("timeout", _JOIN_S)))
+        self._join_s = float(given.get("join_timeout", given.get("timeout", _ROUND_S)))
         self._conf = _SIGNS_OF_LIFE | given | {"join_timeout": int(self._join_s)}
         self._host, self._port = parse_rendezvous_endpoint(
-            meet_message.endpoint, default_port=_DEFAULT_PORT
+            meet_message.endpoint, default_port=_RENDEZVOUS_PORT
         )
         self._address = self._own_address()
         self._handler: Any = None

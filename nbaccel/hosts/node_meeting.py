@@ -1,4 +1,4 @@
-"""An elastic run, as one of its nodes sees it: it joins rounds, in which all nodes start workers."""
+"""An elastic run, as one of its nodes sees it: in each round all nodes start workers."""
 
 from __future__ import annotations
 

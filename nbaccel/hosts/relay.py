@@ -23,7 +23,7 @@ import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from nbaccel.errors import InternalError
 from nbaccel.hosts import frames, relay_messages
@@ -42,7 +42,6 @@ __all__ = ["serve_hosts"]
 _FIRST_WORKER = 2**22 + 1
 _NUM_PINGS = 5
 _STREAMS = 3  # stdout, stderr, stack
-_Frame = TypeVar("_Frame")
 
 
 def serve_hosts(
@@ -136,20 +135,18 @@ class _Relay:
             return
         if isinstance(message, relay_messages.StartWorker):
             self._start(message, file_descriptors)
-        elif isinstance(message, relay_messages.BindStore):
+        elif isinstance(message, relay_messages.BindHostStore):
             self._hosts[message.host].link.send(frames.BindStore(message.port))
-        elif isinstance(message, relay_messages.SignalWorker):
+        elif isinstance(message, relay_messages.SignalProcess):
             for host in self._hosts.values():
                 host.signal(message.pid, message.signal)
-        elif isinstance(message, relay_messages.KillWorker):
+        elif isinstance(message, relay_messages.KillProcess):
             for host in self._hosts.values():
                 host.kill(message.pid)
         else:
             raise InternalError(f"the relay was sent {message!r}. Please report this.")
 
-    def _start(
-        self, message: relay_messages.StartWorker, file_descriptors: list[int]
-    ) -> None:
+    def _start(self, message: relay_messages.StartWorker, file_descriptors: list[int]) -> None:
         number = next(self._numbers)
         host = self._hosts[message.host]
         host.start_worker(number, message.ticket, file_descriptors)
@@ -203,17 +200,13 @@ class _RemoteWorker:
                 while unwritten:
                     num_written = os.write(pipe_end, unwritten)
                     unwritten = unwritten[num_written:]
-                    self._host.link.send(
-                        frames.OutputTaken(self.number, stream, num_written)
-                    )
+                    self._host.link.send(frames.OutputTaken(self.number, stream, num_written))
             except BlockingIOError:
                 return pipe_end
             # The notebook reads no more: what is printed is dropped.
             except BrokenPipeError:
                 self._close_pipe(stream)
-                self._host.link.send(
-                    frames.OutputTaken(self.number, stream, len(unwritten))
-                )
+                self._host.link.send(frames.OutputTaken(self.number, stream, len(unwritten)))
             return None
 
         self.put(write_output)
@@ -360,7 +353,7 @@ class _RemoteHost:
             frames.Welcome(device=self._settings.device, in_notebook=self._settings.in_notebook)
         )
 
-    def _on_ready(self, frame: frames.Ready) -> None:
+    def _on_ready(self, frame: frames.AgentReady) -> None:
         self.link.send(frames.Ping(time.monotonic()))
 
     def _on_pong(self, frame: frames.Pong) -> None:
@@ -441,23 +434,17 @@ class _RemoteHost:
                 number, packet_bytes, file_descriptors
             ),
             on_closed=lambda: self.link.send_in_order(iter([frames.ChannelClosed(number)])),
-            on_taken=lambda num_packets: self.link.send(
-                frames.PacketsTaken(number, num_packets)
-            ),
+            on_taken=lambda num_packets: self.link.send(frames.PacketsTaken(number, num_packets)),
         )
 
-    def _send_packet(
-        self, number: int, packet_bytes: bytes, file_descriptors: list[int]
-    ) -> None:
+    def _send_packet(self, number: int, packet_bytes: bytes, file_descriptors: list[int]) -> None:
         """Pass a message of the notebook on to a worker, with copies of its files."""
         message = messaging.peek_packet(packet_bytes, file_descriptors)
         hints = _hints_of(message)
         copying: list[Iterator[frames.NewFile | FileBytes]] = []
         if hints.reads_arenas:
             copying.append(self._sent_files.changes())
-        attached = []
-        for file_descriptor in file_descriptors:
-            attached.append(self._attach(file_descriptor, copying))
+        attached = [self._attach(file_descriptor, copying) for file_descriptor in file_descriptors]
         shared_memory.close_all(file_descriptors)
         file_numbers = [one.number for one in attached if isinstance(one, frames.FileCopy)]
         staging_numbers = [
@@ -513,9 +500,7 @@ class _RemoteHost:
         if is_urgent and worker.port.try_put(packet_bytes, file_descriptors):
             return
         port_fd = worker.port.fileno()
-        worker.put(
-            lambda: None if worker.port.try_put(packet_bytes, file_descriptors) else port_fd
-        )
+        worker.put(lambda: None if worker.port.try_put(packet_bytes, file_descriptors) else port_fd)
 
     def _convert(self, packet_bytes: bytes, file_descriptors: list[int]) -> tuple[bytes, bool]:
         """The packet with its time in this machine's clock, and whether it overtakes output."""
@@ -569,7 +554,7 @@ _TIMED_MESSAGES = (
     messaging.Failed,
 )
 _TAKERS: dict[type, Callable[[_RemoteHost, Any], None]] = {
-    frames.Ready: _RemoteHost._on_ready,
+    frames.AgentReady: _RemoteHost._on_ready,
     frames.Pong: _RemoteHost._on_pong,
     frames.StoreBound: _RemoteHost._on_store_bound,
     frames.WorkerForked: _RemoteHost._on_forked,

@@ -1,7 +1,7 @@
 """Messages between the notebook and its relay, over a channel of `workers.messaging`.
 
-    notebook ──► ServeHosts once, then BindStore, StartWorker, SignalWorker, KillWorker
-             ◄── HostJoined, HostRefused, HostLost, StoreBound, Forked, Ended
+notebook ──► ServeHosts once, then BindHostStore, StartWorker, SignalProcess, KillProcess
+         ◄── HostJoined, HostRefused, HostLost, StoreBound, Forked, Ended
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-__all__ = ["BindStore", "HostJoined", "HostLost", "HostRefused", "ServeHosts", "StartWorker"]
+__all__ = ["BindHostStore", "HostJoined", "HostLost", "HostRefused", "ServeHosts", "StartWorker"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class HostLost:
 
 
 @dataclass(frozen=True, slots=True)
-class BindStore:
+class BindHostStore:
     """Listen for the rendezvous store on a host."""
 
     host: str
@@ -69,7 +69,7 @@ class StartWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class SignalWorker:
+class SignalProcess:
     """Send a signal to a worker."""
 
     pid: int
@@ -77,7 +77,7 @@ class SignalWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class KillWorker:
+class KillProcess:
     """End a worker with all that it has started."""
 
     pid: int

@@ -199,11 +199,11 @@ class RemoteStarter:
 
     def signal(self, process_id: int, signal_number: int) -> None:
         """See :meth:`Starter.signal`."""
-        self._tell(relay_messages.SignalWorker(process_id, signal_number))
+        self._tell(relay_messages.SignalProcess(process_id, signal_number))
 
     def kill(self, process_id: int) -> None:
         """See :meth:`Starter.kill`."""
-        self._tell(relay_messages.KillWorker(process_id))
+        self._tell(relay_messages.KillProcess(process_id))
 
     def close(self) -> None:
         """All have ended; the connection stays its session's."""

@@ -24,13 +24,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ANSWER_BYTES", "CHUNK_BYTES", "FileBytes", "HandshakeFailed", "SecureLink", "Side"]
+__all__ = [
+    "ANSWER_BYTES",
+    "CHUNK_BYTES",
+    "NONCE_BYTES",
+    "FileBytes",
+    "HandshakeFailed",
+    "SecureLink",
+    "Side",
+]
 
 CHUNK_BYTES = 1 << 20
 """Bytes of a file that travel in one frame."""
-_NONCE_BYTES = 32
+NONCE_BYTES = 32
 _CODE_BYTES = 16
-ANSWER_BYTES = _NONCE_BYTES + 32
+ANSWER_BYTES = NONCE_BYTES + 32
 """What an agent answers to a nonce: a nonce of its own, and its proof."""
 _HEADER = struct.Struct(">BIQQ")
 _NUMBER = struct.Struct(">Q")
@@ -72,7 +80,7 @@ class Side:
 
     def __init__(self, token: str) -> None:
         self._token = bytes.fromhex(token)
-        self.nonce = secrets.token_bytes(_NONCE_BYTES)
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
 
     def agent_answer(self, relay_nonce: bytes) -> bytes:
         """An agent's answer to the relay's nonce."""
@@ -84,7 +92,7 @@ class Side:
         Raises:
             HandshakeFailed: The agent does not know the token.
         """
-        agent_nonce, agent_proof = agent_answer[:_NONCE_BYTES], agent_answer[_NONCE_BYTES:]
+        agent_nonce, agent_proof = agent_answer[:NONCE_BYTES], agent_answer[NONCE_BYTES:]
         if not hmac.compare_digest(agent_proof, self._proof(b"agent", self.nonce, agent_nonce)):
             raise HandshakeFailed
         return (
@@ -209,7 +217,7 @@ class SecureLink:
         code = _code(self._own_key, self._num_sent, header, body)
         self._num_sent += 1
         self._unsent.append(memoryview(header + code))
-        if len(body):
+        if body.nbytes:
             self._unsent.append(body)
 
     # ---- receiving
@@ -240,9 +248,7 @@ class SecureLink:
         self._num_read = 0
         body = memoryview(self._body)[:num_bytes]
         header, code = bytes(self._header[: _HEADER.size]), bytes(self._header[_HEADER.size :])
-        if not hmac.compare_digest(
-            code, _code(self._other_key, self._num_received, header, body)
-        ):
+        if not hmac.compare_digest(code, _code(self._other_key, self._num_received, header, body)):
             raise ConnectionError("a frame was changed on its way, or is not the other side's")
         self._num_received += 1
         if kind == _RECORD:

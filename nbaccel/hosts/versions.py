@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Mapping
 from importlib.metadata import version
-
-import nbaccel
 
 __all__ = ["own_versions", "version_mismatch"]
 
@@ -17,7 +16,8 @@ def own_versions() -> dict[str, str]:
         "Python": ".".join(platform.python_version_tuple()[:2]),
         # Without the build (`+cu130`): the same model trains on CPUs here and on GPUs there.
         "torch": version("torch").partition("+")[0],
-        "nbaccel": nbaccel.__version__,
+        # The package itself may not be imported from below.
+        "nbaccel": sys.modules["nbaccel"].__version__,
     }
 
 

@@ -1,4 +1,4 @@
-"""Where the workers of a launch run: on this machine, or on hosts that stay for all its attempts."""
+"""Where the workers of a launch run: here, or on hosts that stay for all its attempts."""
 
 from __future__ import annotations
 

@@ -153,9 +153,7 @@ def _run_attempt(
             clean_up.callback(weight_receiver.close, dispose)
         clean_up.callback(launch_hosts.close_store)
         meeting_place = launch_hosts.meet()
-        plan = dataclasses.replace(
-            plan, world_size=plan.num_processes * meeting_place.num_nodes
-        )
+        plan = dataclasses.replace(plan, world_size=plan.num_processes * meeting_place.num_nodes)
         worker_starter = launch_hosts.starter() or _choose_starter(plan, packed_call)
         worker_group = WorkerGroup(plan, worker_starter)
         # Registered last, so that it runs first: the workers end before their files are closed.
@@ -201,9 +199,7 @@ def _start_workers(
         worker_assignment.send(worker_job, [*file_descriptors, *worker_assignment.fds])
 
 
-def _make_supervisor(
-    worker_group: WorkerGroup, launch_hosts: LaunchHosts
-) -> LaunchSupervisor:
+def _make_supervisor(worker_group: WorkerGroup, launch_hosts: LaunchHosts) -> LaunchSupervisor:
     run_config, worker_ranks = (
         worker_group.plan.config,
         [member.rank for member in worker_group.members],

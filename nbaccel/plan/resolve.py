@@ -7,6 +7,7 @@ mistakes at once. It decides by the rows of ``nbaccel.capabilities`` and starts 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 
 from nbaccel import _catalog
 from nbaccel.abc.asking import Said, Wanted
@@ -26,7 +27,7 @@ from nbaccel.capabilities import (
     strategy_row,
 )
 from nbaccel.config import RunConfig
-from nbaccel.config.run_config import chosen_engine
+from nbaccel.config.engine_choice import chosen_engine
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.plan.fp8_choice import (
     choose_fp8,
@@ -48,6 +49,7 @@ _WORKER_FLOOR_BYTES = 150 * 2**20
 # The default port of several nodes, which cannot agree on a free one.
 _MULTI_NODE_PORT = 29500
 _AS_REQUESTED = "asked for"
+_RENDEZVOUS_BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +85,12 @@ def resolve(
     device = _choose_device(config, found, findings)
     engine_choice = _choose_engine(config, findings)
     process_count = _choose_num_processes(config, found, device, engine_choice, findings)
-    # What is warned of below is too many or too few workers on the machine that was inspected.
-    local_count = process_count
-    if num_local is not None:
-        local_count = Choice("num_processes", num_local, process_count.reason)
     device_choices = _check_device(config, found, device, process_count, findings)
     start_method = _choose_start_method(config, device, process_count, engine_choice, findings)
-    # The hosts are not known yet: they are asked when their agents have joined.
-    count_findings = (
-        _Findings()
-        if engine_row(str(engine_choice.value)).starts_agents and num_local is None
-        else findings
-    )
+    local_count, count_findings = _local_view(num_local, process_count, engine_choice, findings)
     thread_count = _choose_threads(config, found, local_count, count_findings)
     group_backend_choice = _choose_backend(config, found, device, local_count, count_findings)
-    # An elastic rendezvous may have an endpoint without a port.
-    is_elastic = engine_row(str(engine_choice.value)).meets
-    port_choice = _choose_port(RunConfig() if findings.mistakes or is_elastic else config)
+    port_choice = _choose_port(config, engine_choice, findings)
     fp8_choice = _choose_fp8(config, found, device, process_count, findings)
     precision_choice = _choose_precision(config, found, device, process_count, fp8_choice, findings)
     requested_strategy, strategy_choices = _choose_strategy(
@@ -233,7 +224,24 @@ def _choose_engine(config: RunConfig, findings: _Findings) -> Choice:
         unavailable_reason = _catalog.engine(engine_name).unavailable_reason(config)
         if unavailable_reason:
             findings.mistakes.append(unavailable_reason)
+    known_backends = (*_RENDEZVOUS_BACKENDS, *entry_points(group="torchrun.handlers").names)
+    if config.rdzv_backend not in known_backends:
+        findings.mistakes.append(
+            f"rdzv_backend={config.rdzv_backend!r} is no rendezvous of torch elastic, so the nodes "
+            f"could not meet. Give one of {', '.join(known_backends)}; torchrun knows no others."
+        )
     return Choice("engine", engine_name, reason)
+
+
+def _local_view(
+    num_local: int | None, count: Choice, engine: Choice, findings: _Findings
+) -> tuple[Choice, _Findings]:
+    """The workers of the machine that was inspected, and where rules about them report."""
+    if num_local is not None:
+        return Choice(count.name, num_local, count.reason), findings
+    # Hosts that are not known yet: they are asked when their agents have joined.
+    starts_agents = engine_row(str(engine.value)).starts_agents
+    return count, _Findings() if starts_agents else findings
 
 
 def _choose_start_method(
@@ -323,7 +331,10 @@ def _choose_backend(
     return Choice(setting_name, backend_name, f"one worker per {chosen_row.name} device")
 
 
-def _choose_port(config: RunConfig) -> Choice:
+def _choose_port(config: RunConfig, engine: Choice, findings: _Findings) -> Choice:
+    # An elastic rendezvous may have an endpoint without a port; so may one that was refused.
+    if findings.mistakes or engine_row(str(engine.value)).meets:
+        config = RunConfig()
     if config.use_port is not None:
         return Choice("use_port", config.use_port, _AS_REQUESTED)
     if config.rdzv_endpoint:

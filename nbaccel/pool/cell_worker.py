@@ -8,7 +8,6 @@ Both wait without polling, so an idle worker costs no CPU.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading

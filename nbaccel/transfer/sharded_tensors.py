@@ -145,36 +145,38 @@ def piece_ranges(
         piece_spot: Where the piece lies in it.
         num_elements: Elements of the piece.
     """
-    run_elements = 1
-    if isinstance(piece_spot, int):
-        if whole_tensor.is_contiguous():
-            first_elements = np.array([whole_tensor.storage_offset() + piece_spot])
-            run_elements = num_elements
-        else:
-            flat_indices = np.arange(piece_spot, piece_spot + num_elements)
-            first_elements = whole_tensor.storage_offset() + sum(
-                dim_indices * stride_step
-                for dim_indices, stride_step in zip(
-                    np.unravel_index(flat_indices, whole_tensor.shape),
-                    whole_tensor.stride(),
-                    strict=True,
-                )
-            )
+    if isinstance(piece_spot, int) and not whole_tensor.is_contiguous():
+        # Neither a run nor slices: element by element.
+        flat_indices = np.arange(piece_spot, piece_spot + num_elements)
+        indices_by_dim = np.unravel_index(flat_indices, whole_tensor.shape)
+        first_elements = np.full(num_elements, whole_tensor.storage_offset())
+        for dim_indices, stride_step in zip(indices_by_dim, whole_tensor.stride(), strict=True):
+            first_elements = first_elements + dim_indices * int(stride_step)
+        run_elements = 1
+    elif isinstance(piece_spot, int):
+        first_elements = np.array([whole_tensor.storage_offset() + piece_spot])
+        run_elements = num_elements
     else:
-        piece_view = whole_tensor[piece_spot]
-        outer_dims = list(zip(piece_view.shape, piece_view.stride(), strict=True))
-        # Dimensions whose elements lie one behind the other make one run.
-        while outer_dims and outer_dims[-1][1] == run_elements:
-            run_elements *= outer_dims.pop()[0]
-        first_elements = np.array([piece_view.storage_offset()])
-        for dim_size, stride_step in outer_dims:
-            dim_steps = stride_step * np.arange(dim_size)
-            first_elements = (first_elements[:, None] + dim_steps).ravel()
+        first_elements, run_elements = _runs_of(whole_tensor[piece_spot])
     item_bytes = whole_tensor.element_size()
     return shared_memory.merge_ranges(
         (int(first_element) * item_bytes, (int(first_element) + run_elements) * item_bytes)
         for first_element in first_elements
     )
+
+
+def _runs_of(piece_view: torch.Tensor) -> tuple[Any, int]:
+    """Where in its storage the runs of a view's elements begin, and how long each is."""
+    run_elements = 1
+    outer_dims = list(zip(piece_view.shape, piece_view.stride(), strict=True))
+    # Dimensions whose elements lie one behind the other make one run.
+    while outer_dims and outer_dims[-1][1] == run_elements:
+        run_elements *= outer_dims.pop()[0]
+    first_elements = np.array([piece_view.storage_offset()])
+    for dim_size, stride_step in outer_dims:
+        dim_steps = int(stride_step) * np.arange(dim_size)
+        first_elements = (first_elements[:, None] + dim_steps).ravel()
+    return first_elements, run_elements
 
 
 def unrounded_values(

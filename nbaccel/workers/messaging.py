@@ -49,10 +49,10 @@ class Channel:
     @classmethod
     def unwaiting(cls, socket_fd: int) -> Channel:
         """Take over an end, whose packets this process passes on without ever waiting."""
-        channel = cls.from_fd(socket_fd)
+        channel_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=socket_fd)
         # By the socket: `send_fds` and `recv_fds` of Python 3.11 ignore their flags.
-        channel._sock.setblocking(False)
-        return channel
+        channel_socket.setblocking(False)
+        return cls(channel_socket)
 
     def fileno(self) -> int:
         """The descriptor, for `select`."""

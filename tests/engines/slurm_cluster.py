@@ -1,4 +1,4 @@
-"""SLURM for real, on one machine: a controller and two nodes in a network namespace of their own."""
+"""SLURM for real: a controller and two nodes in a network namespace of their own."""
 
 from __future__ import annotations
 

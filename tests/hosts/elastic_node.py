@@ -38,7 +38,7 @@ def train(model, folder):
         optimizer.step()
         if dist.get_rank() == 0:
             torch.save({"step": step + 1, "model": model.state_dict()}, folder + "/new")
-            os.replace(folder + "/new", checkpoint)
+            Path(folder, "new").replace(checkpoint)
         print(f"step {step} of rank {dist.get_rank()}", flush=True)
         time.sleep(float(os.environ.get("STEP_S", "0")))
     dist.barrier()

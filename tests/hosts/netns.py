@@ -50,7 +50,7 @@ class NamespaceHost:
         script = (
             f"hostname {quoted_name}; mount --bind {hosts_file} /etc/hosts; "
             "umount /etc/resolv.conf 2>/dev/null; "
-            f"mount --bind {self.files / 'resolv.conf'} /etc/resolv.conf; exec \"$@\""
+            f'mount --bind {self.files / "resolv.conf"} /etc/resolv.conf; exec "$@"'
         )
         # Not by `ip netns exec`, which mounts a new /sys, without the machine's control groups.
         enter = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--uts", "--mount"]
@@ -90,7 +90,8 @@ def make_hosts(folder: Path, number: int = 2) -> Iterator[list[NamespaceHost]]:
     names = ["alpha", "beta", "gamma", "delta"][:number]
     addresses = {name: f"{subnet}.{place}" for place, name in enumerate(names, 1)}
     (folder / "hosts").write_text(
-        "127.0.0.1 localhost\n" + "".join(f"{at} {name}\n::ffff:{at} {name}\n" for name, at in addresses.items())
+        "127.0.0.1 localhost\n"
+        + "".join(f"{at} {name}\n::ffff:{at} {name}\n" for name, at in addresses.items())
     )
     # No name server: a look-up that nobody answers would take seconds.
     (folder / "resolv.conf").write_text("")
@@ -121,7 +122,7 @@ def _ip(*arguments: str) -> None:
 def remote_shell(folder: Path, hosts: list[NamespaceHost]) -> Path:
     """A command in the place of ssh: `remote_shell HOST COMMAND` runs the command on that host."""
     cases = "".join(
-        f"{host.name}|{host.address}) exec {_quoted(host.command('sh', '-c'))} \"$*\";;\n"
+        f'{host.name}|{host.address}) exec {_quoted(host.command("sh", "-c"))} "$*";;\n'
         for host in hosts
     )
     script = folder / "remote_shell"

@@ -1,4 +1,4 @@
-"""What the tests of this folder run in the place of a notebook, on a host: `notebook.py CELL ...`."""
+"""What tests run in the place of a notebook, on a host: `notebook.py CELL HOSTFILE ...`."""
 
 from __future__ import annotations
 
@@ -40,11 +40,15 @@ def train(model, steps):
         optimizer.step()
         losses.append(loss.item())
     print(f"rank {rank} trained on {socket.gethostname()}")
-    return losses, os.environ["LOCAL_RANK"], socket.gethostname(), os.getcwd()
+    return losses, os.environ["LOCAL_RANK"], socket.gethostname(), str(Path.cwd())
 
 
 def weights_of(model):
-    return [round(value, 7) for tensor in model.state_dict().values() for value in tensor.flatten().tolist()]
+    return [
+        round(value, 7)
+        for tensor in model.state_dict().values()
+        for value in tensor.flatten().tolist()
+    ]
 
 
 def cell_train(hostfile):
@@ -178,7 +182,7 @@ def cell_live(hostfile):
                 pool.run("if dist.get_rank() == 2: raise KeyError(host)")
             except KeyError as error:
                 failed = str(error)
-            results = pool.run("dist.get_rank() * 10")
+            pool.run("dist.get_rank() * 10")
             status = str(pool.status())
     tell(hosts=hosts, remote=seen[0], local=seen[1], failed=failed, status=status)
 

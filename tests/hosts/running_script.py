@@ -34,8 +34,7 @@ class RunningScript:
 
     def _read(self, stream: Any, lines: list[str]) -> None:
         with stream:
-            for line in stream:
-                lines.append(line.rstrip("\n"))
+            lines.extend(line.rstrip("\n") for line in stream)
 
     @property
     def all_lines(self) -> str:

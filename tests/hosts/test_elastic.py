@@ -38,7 +38,7 @@ def test_two_nodes_meet_also_when_one_is_late(
     time.sleep(5)
     nodes = [node(hosts[0], tmp_path, "train", "alpha:29401"), late_is_here]
     first, second = (running.told() for running in nodes)
-    assert sorted(first["results"] + second["results"])[0][:3] == [0, 4, 0]
+    assert min(first["results"] + second["results"])[:3] == [0, 4, 0]
     assert {tuple(result[:2]) for result in first["results"] + second["results"]} == {
         (rank, 4) for rank in range(4)
     }
