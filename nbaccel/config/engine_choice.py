@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from nbaccel.capabilities import ENGINES, engine_row
-
-if TYPE_CHECKING:
-    from nbaccel.config.run_config import RunConfig
 
 __all__ = ["ENGINE_CONTRADICTIONS", "chosen_engine", "elastic_reason"]
 
 
-def chosen_engine(config: RunConfig) -> tuple[str, str]:
+class _EngineSettings(Protocol):
+    """The settings of a `RunConfig` that are read here."""
+
+    @property
+    def engine(self) -> str: ...
+
+    @property
+    def hostfile(self) -> str | None: ...
+
+    @property
+    def num_nodes(self) -> int: ...
+
+    @property
+    def max_restarts(self) -> int: ...
+
+    @property
+    def rdzv_backend(self) -> str: ...
+
+    @property
+    def start_method(self) -> str: ...
+
+
+def chosen_engine(config: _EngineSettings) -> tuple[str, str]:
     """The engine of a run, and why.
 
     Args:
@@ -33,7 +52,7 @@ def chosen_engine(config: RunConfig) -> tuple[str, str]:
     return ENGINES[0].name, "this machine"
 
 
-def elastic_reason(config: RunConfig) -> str:
+def elastic_reason(config: _EngineSettings) -> str:
     """The settings that need torch elastic, whose nodes agree again on who takes part.
 
     A fixed set of nodes, and restarts on one node, need none: the launcher does those itself.
@@ -55,7 +74,7 @@ def _meeting_engine() -> str:
     return next(row.name for row in ENGINES if row.meets)
 
 
-def _hosts_are_one_notebooks(run_config: RunConfig) -> str:
+def _hosts_are_one_notebooks(run_config: _EngineSettings) -> str:
     if run_config.num_nodes == 1 or not engine_row(chosen_engine(run_config)[0]).starts_agents:
         return ""
     return (
@@ -66,7 +85,7 @@ def _hosts_are_one_notebooks(run_config: RunConfig) -> str:
     )
 
 
-def _hostfile_has_its_engine(run_config: RunConfig) -> str:
+def _hostfile_has_its_engine(run_config: _EngineSettings) -> str:
     if run_config.hostfile is None or run_config.engine in ("auto", _owner_of("hostfile")):
         return ""
     return (
@@ -76,7 +95,7 @@ def _hostfile_has_its_engine(run_config: RunConfig) -> str:
     )
 
 
-def _agents_fork_from_templates(run_config: RunConfig) -> str:
+def _agents_fork_from_templates(run_config: _EngineSettings) -> str:
     engine_name = chosen_engine(run_config)[0]
     if run_config.start_method in ("auto", "template"):
         return ""
