@@ -45,7 +45,9 @@ def in_nbaccel(part: str, settings: dict[str, object]) -> None:
     results = notebook_launcher(work, (model, part == "and back"), **settings)
     seconds = time.monotonic() - begun
     assert len(set(results)) == 1
-    assert model is None or float(model.weight[0, 0]) == before + (part == "and back")
+    if model is not None:
+        expected = before + (part == "and back")
+        assert abs(float(model.weight[0, 0]) - expected) < 1e-5, "the weights are not at home"
     print("TOLD " + json.dumps({"seconds": seconds}), flush=True)
 
 

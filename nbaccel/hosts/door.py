@@ -85,6 +85,7 @@ class Door:
             return
         if link is not None:
             self._callers.remove(caller)
+            self._events.forget(caller.connection.fileno())
             self._on_admitted(link)
 
     def _dismiss(self, caller: _Caller) -> None:

@@ -66,6 +66,48 @@ def cell_train(hostfile):
     )
 
 
+def train_sharded(model, steps):
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for step in range(steps):
+        torch.manual_seed(100 * step + dist.get_rank())
+        optimizer.zero_grad()
+        model(torch.randn(16, 8)).pow(2).mean().backward()
+        optimizer.step()
+    return model[0].weight.to_local().shape[0]
+
+
+def cell_sharded(hostfile):
+    """Every rank has a part of the model, and gives back exactly that."""
+    # 30 rows: the parts of four ranks are not equal, and end within a page.
+    model, alone = make_model(width=30), make_model(width=30)
+    results = notebook_launcher(train_sharded, (model, 3), hostfile=hostfile)
+    notebook_launcher(train_sharded, (alone, 3), 4)
+    tell(
+        rows=list(results),
+        weights=weights_of(model),
+        local_weights=weights_of(alone),
+        start=weights_of(make_model(width=30)),
+    )
+
+
+def print_a_lot(lines):
+    rank = int(os.environ["RANK"])
+    for number in range(lines):
+        print(f"rank {rank} has line {number} of its many lines, each of some length")
+    return rank
+
+
+def cell_print(hostfile, lines):
+    tell(results=list(notebook_launcher(print_a_lot, (int(lines),), hostfile=hostfile)))
+
+
 def fail(model):
     dist.init_process_group("gloo")
     if dist.get_rank() == 3:

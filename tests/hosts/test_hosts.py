@@ -50,6 +50,24 @@ def test_training_on_two_hosts_is_training_on_one(
     assert [host.processes() for host in hosts] == [[], []]
 
 
+def test_a_sharded_model_comes_home_from_all_hosts(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    told = Notebook(hosts, tmp_path, "sharded").told()
+    assert told["rows"] == [8, 8, 8, 6]
+    assert told["weights"] == told["local_weights"] != told["start"]
+
+
+def test_every_line_of_every_host_arrives_in_order(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    notebook = Notebook(hosts, tmp_path, "print", "8000")
+    assert notebook.told()["results"] == [0, 1, 2, 3]
+    for rank in range(4):
+        lines = [line for line in notebook.lines if line.startswith(f"[{rank}] rank")]
+        assert [line.split()[5] for line in lines] == [str(number) for number in range(8000)]
+
+
 def test_an_error_on_the_other_host_is_the_notebooks(
     hosts: list[netns.NamespaceHost], tmp_path: Path
 ) -> None:
