@@ -43,6 +43,8 @@ class NamespaceHost:
     namespace: str
     address: str
     files: Path
+    own_disk: Path | None = None
+    """A folder whose contents only this host sees."""
 
     def command(self, *command: str) -> list[str]:
         """A command line that runs on this host."""
@@ -50,8 +52,13 @@ class NamespaceHost:
         script = (
             f"hostname {quoted_name}; mount --bind {hosts_file} /etc/hosts; "
             "umount /etc/resolv.conf 2>/dev/null; "
-            f'mount --bind {self.files / "resolv.conf"} /etc/resolv.conf; exec "$@"'
+            f"mount --bind {self.files / 'resolv.conf'} /etc/resolv.conf; "
         )
+        if self.own_disk is not None:
+            disk = self.files / f"disk_of_{self.name}"
+            disk.mkdir(exist_ok=True)
+            script += f"mount --bind {disk} {self.own_disk}; "
+        script += 'exec "$@"'
         # Not by `ip netns exec`, which mounts a new /sys, without the machine's control groups.
         enter = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--uts", "--mount"]
         return [*enter, "sh", "-c", script, "sh", *command]
@@ -83,7 +90,9 @@ class NamespaceHost:
 
 
 @contextlib.contextmanager
-def make_hosts(folder: Path, number: int = 2) -> Iterator[list[NamespaceHost]]:
+def make_hosts(
+    folder: Path, number: int = 2, own_disk: Path | None = None
+) -> Iterator[list[NamespaceHost]]:
     """Hosts in one network, called alpha, beta, gamma."""
     mark = uuid.uuid4().hex[:5]
     subnet = f"10.{int(mark[:2], 16)}.{int(mark[2:4], 16)}"
@@ -110,7 +119,7 @@ def make_hosts(folder: Path, number: int = 2) -> Iterator[list[NamespaceHost]]:
             _ip("-n", namespace, "addr", "add", f"{addresses[name]}/24", "dev", "eth0")
             _ip("-n", namespace, "link", "set", "lo", "up")
             _ip("-n", namespace, "link", "set", "eth0", "up")
-            hosts.append(NamespaceHost(name, namespace, addresses[name], folder))
+            hosts.append(NamespaceHost(name, namespace, addresses[name], folder, own_disk))
         undo.callback(lambda: [host.kill() for host in hosts])
         yield hosts
 

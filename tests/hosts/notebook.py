@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nbaccel import Pool, notebook_launcher
+from nbaccel import Accelerator, Pool, notebook_launcher
 
 
 def tell(**facts):
@@ -106,6 +106,31 @@ def print_a_lot(lines):
 
 def cell_print(hostfile, lines):
     tell(results=list(notebook_launcher(print_a_lot, (int(lines),), hostfile=hostfile)))
+
+
+def save_and_load(model, folder, is_first):
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if is_first:
+        accelerator.backward(model(torch.ones(4, 8)).pow(2).mean())
+        optimizer.step()
+        accelerator.save_state(folder)
+    else:
+        accelerator.load_state(folder)
+    return weights_of(accelerator.unwrap_model(model)), sorted(
+        path.name for path in Path(folder).iterdir()
+    )
+
+
+def cell_checkpoint(hostfile, folder):
+    first = notebook_launcher(
+        save_and_load, (make_model(), folder + "/ckpt", True), hostfile=hostfile
+    )
+    second = notebook_launcher(
+        save_and_load, (make_model(), folder + "/ckpt", False), hostfile=hostfile
+    )
+    tell(saved=list(first), loaded=list(second), start=weights_of(make_model()))
 
 
 def fail(model):

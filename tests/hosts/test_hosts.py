@@ -68,6 +68,20 @@ def test_every_line_of_every_host_arrives_in_order(
         assert [line.split()[5] for line in lines] == [str(number) for number in range(8000)]
 
 
+def test_hosts_without_a_shared_disk_keep_a_whole_checkpoint_each(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with netns.make_hosts(tmp_path, own_disk=disk) as hosts:
+        notebook = Notebook(hosts, tmp_path, "checkpoint", str(disk))
+        told = notebook.told()
+    saved, loaded = told["saved"], told["loaded"]
+    assert [weights for weights, _ in loaded] == [saved[0][0]] * 4 != [told["start"]] * 4
+    assert saved[0][1] != saved[2][1]  # random states of its own ranks
+    assert all("model.safetensors" in files for _, files in saved)
+    assert any("beta does not share" in line for line in notebook.lines + notebook.errors)
+    assert list(disk.iterdir()) == []
+
+
 def test_an_error_on_the_other_host_is_the_notebooks(
     hosts: list[netns.NamespaceHost], tmp_path: Path
 ) -> None:

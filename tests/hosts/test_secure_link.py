@@ -1,4 +1,4 @@
-"""The connection between relay and agent: who does not know the token, or changes a frame, is out."""
+"""The connection between relay and agent: who lacks the token, or changes a frame, is out."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ TOKEN = "ab" * 32
 @pytest.fixture
 def ends() -> Iterator[tuple[SecureLink, SecureLink]]:
     first, second = tcp_pair()
-    links = SecureLink(first, b"k" * 32, is_relay=True), SecureLink(
-        second, b"k" * 32, is_relay=False
+    links = (
+        SecureLink(first, b"k" * 32, is_relay=True),
+        SecureLink(second, b"k" * 32, is_relay=False),
     )
     yield links
     for link in links:
@@ -41,9 +42,12 @@ def pass_on(sender: SecureLink, receiver: SecureLink, frames: int) -> list[Any]:
     while len(received) < frames:
         sender.write()
         for frame in receiver.read():
-            if isinstance(frame, FileBytes):
-                frame = (frame.file, frame.offset, bytes(frame.content), frame.is_weights)
-            received.append(frame)
+            is_piece = isinstance(frame, FileBytes)
+            received.append(
+                (frame.file, frame.offset, bytes(frame.content), frame.is_weights)
+                if is_piece
+                else frame
+            )
     return received
 
 
