@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from nbaccel._later import NOT_INSTALLED, missing_name_of
 from nbaccel.abc.asking import Said, Source, Wanted
 from nbaccel.abc.device import Device, DeviceRuntime, UnlistedDevice
+from nbaccel.abc.engine import Engine
 from nbaccel.abc.precision import Precision
 from nbaccel.abc.strategy import Strategy
 from nbaccel.capabilities import (
@@ -24,6 +25,7 @@ from nbaccel.capabilities import (
     StrategyRow,
     device_row,
     driven_devices,
+    engine_row,
     fp8_backend,
     precision_row,
     strategy_row,
@@ -40,6 +42,7 @@ __all__ = [
     "device",
     "device_runtime",
     "devices",
+    "engine",
     "enter_worker",
     "known_device",
     "known_devices",
@@ -404,6 +407,20 @@ def shared_memory_modules() -> list[Any]:
     return [
         load_object(capability_row.memory) for capability_row in STRATEGIES if capability_row.memory
     ]
+
+
+# ------------------------------------------------------------------------------- engines
+def engine(engine_name: str) -> Engine:
+    """The implementation of an engine that starts agents on hosts.
+
+    Args:
+        engine_name: As in its capability row.
+
+    Returns:
+        An object without state.
+    """
+    engine_class: type[Engine] = _load_class(engine_row(engine_name).path, Engine)
+    return engine_class()
 
 
 # ------------------------------------------------------------------------------- loading

@@ -14,6 +14,7 @@ from typing import TypeVar
 from nbaccel._optional import is_installed
 from nbaccel.capability_rows import (
     DeviceRow,
+    EngineRow,
     Fp8Choice,
     Fp8Row,
     PrecisionRow,
@@ -25,6 +26,7 @@ from nbaccel.errors import InternalError
 
 __all__ = [
     "DEVICES",
+    "ENGINES",
     "ENTRY_POINT_PROBLEMS",
     "FP8_BACKENDS",
     "FP8_RECIPE_CAPABILITIES",
@@ -32,6 +34,7 @@ __all__ = [
     "START_METHODS",
     "STRATEGIES",
     "DeviceRow",
+    "EngineRow",
     "Fp8Choice",
     "Fp8Row",
     "PrecisionRow",
@@ -40,6 +43,7 @@ __all__ = [
     "computes_in",
     "device_row",
     "driven_devices",
+    "engine_row",
     "fp8_backend",
     "group_backend",
     "precision_row",
@@ -378,17 +382,49 @@ START_METHODS: tuple[StartMethodRow, ...] = (
     ),
 )
 
+_ENGINES: tuple[EngineRow, ...] = (
+    EngineRow(
+        name="local",
+        meaning="this machine; or a fixed set of machines, each with a notebook of its own",
+        needs="nothing",
+    ),
+    EngineRow(
+        name="elastic",
+        meaning="machines with notebooks or commands of their own, which agree on who takes part",
+        needs="an rdzv_endpoint that all of them reach",
+        words=("torchelastic", "torchrun"),
+        meets=True,
+    ),
+    EngineRow(
+        name="slurm",
+        meaning="the nodes of the SLURM allocation that the notebook runs in",
+        needs="an allocation (salloc, sbatch), and srun and scontrol on the PATH",
+        path="nbaccel.engines.slurm:SlurmEngine",
+    ),
+    EngineRow(
+        name="deepspeed",
+        meaning="the hosts of a DeepSpeed hostfile, by ssh",
+        needs="a hostfile, and ssh without a password to each of its hosts",
+        path="nbaccel.engines.hostfile:HostfileEngine",
+        words=("hostfile", "ssh"),
+        setting="hostfile",
+    ),
+)
+
 DEVICES, _device_problems = rows_from_outside("nbaccel.devices", DeviceRow, _DEVICES)
 """The first is always there."""
 PRECISIONS, _precision_problems = rows_from_outside("nbaccel.precisions", PrecisionRow, _PRECISIONS)
 FP8_BACKENDS, _fp8_problems = rows_from_outside("nbaccel.fp8_backends", Fp8Row, _FP8_BACKENDS)
 STRATEGIES, _strategy_problems = rows_from_outside("nbaccel.strategies", StrategyRow, _STRATEGIES)
+ENGINES, _engine_problems = rows_from_outside("nbaccel.engines", EngineRow, _ENGINES)
+"""The first is always there."""
 
 ENTRY_POINT_PROBLEMS: tuple[str, ...] = (
     *_device_problems,
     *_precision_problems,
     *_fp8_problems,
     *_strategy_problems,
+    *_engine_problems,
 )
 """Entry points of other packages that cannot be used, and why. Plans report them."""
 
@@ -453,8 +489,23 @@ def start_method_row(row_name: str) -> StartMethodRow:
     return _check_row_exists(row_name, {row.name: row for row in START_METHODS}.get(row_name))
 
 
+def engine_row(row_name: str) -> EngineRow:
+    """The row of an engine.
+
+    Args:
+        row_name: As in the table.
+
+    Returns:
+        The row.
+
+    Raises:
+        InternalError: No row has that name.
+    """
+    return _check_row_exists(row_name, {row.name: row for row in ENGINES}.get(row_name))
+
+
 def words_of_rows(
-    rows: tuple[DeviceRow | PrecisionRow | Fp8Row | StrategyRow, ...],
+    rows: tuple[DeviceRow | PrecisionRow | Fp8Row | StrategyRow | EngineRow, ...],
 ) -> dict[str, str]:
     """Other words that people write for the names of rows.
 

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DeviceRow", "Fp8Choice", "Fp8Row", "PrecisionRow", "StartMethodRow", "StrategyRow"]
+__all__ = [
+    "DeviceRow",
+    "EngineRow",
+    "Fp8Choice",
+    "Fp8Row",
+    "PrecisionRow",
+    "StartMethodRow",
+    "StrategyRow",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,3 +257,36 @@ class StartMethodRow:
     needs: str
     headline: str
     separate_processes: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineRow:
+    """What brings the workers of a run together on several machines.
+
+    Attributes:
+        name: As in ``RunConfig.engine``.
+        meaning: What it does, for people.
+        needs: What must be there.
+        path: ``module:Class`` of its :class:`~nbaccel.abc.engine.Engine`, where this notebook's
+            workers run on other hosts; empty where every machine has a notebook or command of its
+            own. The module is light.
+        words: Other words that people write for the name.
+        setting: The setting of ``RunConfig`` that names its hosts, which asks for it; empty where
+            it finds them itself.
+        meets: Whether machines with notebooks or commands of their own meet by it.
+        extra: The extra of nbaccel that installs what it needs; empty where nothing is needed.
+    """
+
+    name: str
+    meaning: str
+    needs: str
+    path: str = ""
+    words: tuple[str, ...] = ()
+    setting: str = ""
+    meets: bool = False
+    extra: str = ""
+
+    @property
+    def starts_agents(self) -> bool:
+        """Whether this notebook's workers run on hosts that it starts agents on."""
+        return bool(self.path)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from nbaccel.errors import ConfigError
 
-__all__ = ["applied", "flag", "read", "replace_all", "snapshot"]
+__all__ = ["applied", "changes", "flag", "read", "replace_all", "snapshot"]
 
 _YES_WORDS = frozenset({"1", "true", "yes", "on", "y", "t"})
+_OF_THIS_MACHINE = frozenset({"PATH", "HOME", "PWD", "TMPDIR", "HOSTNAME", "LD_LIBRARY_PATH"})
 _NO_WORDS = frozenset({"0", "false", "no", "off", "n", "f"})
 
 
@@ -37,6 +39,24 @@ def snapshot() -> dict[str, str]:
         Names and values; changing it changes nothing.
     """
     return dict(os.environ)
+
+
+def changes() -> dict[str, str]:
+    """The variables that this process has set since it was started.
+
+    Returns:
+        Names and values, without those that name programs and folders of this machine.
+    """
+    try:
+        started_with = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:  # no /proc: all may have been set
+        started_with = []
+    return {
+        variable_name: variable_value
+        for variable_name, variable_value in os.environ.items()
+        if os.fsencode(f"{variable_name}={variable_value}") not in started_with
+        and variable_name not in _OF_THIS_MACHINE
+    }
 
 
 def state() -> Mapping[bytes, bytes]:

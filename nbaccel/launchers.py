@@ -5,6 +5,7 @@ A façade: arguments become a `RunConfig`, `resolve` makes a `Plan` of it, `laun
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,8 @@ def notebook_launcher(
     start_method: str = "auto",
     timeout: float | None = None,
     share_back: bool = True,
+    engine: str = "auto",
+    hostfile: str | os.PathLike[str] | None = None,
     pool: Pool | None = None,
 ) -> Results:
     """Train on every device of this machine with a function and a model of the notebook.
@@ -77,17 +80,18 @@ def notebook_launcher(
     Args:
         function: What each worker calls. It may be defined in a cell, a lambda or a closure.
         args: Its arguments. Modules may also be nested in lists, dicts and dataclasses.
-        num_processes: Workers on this machine. None: one per GPU or TPU chip, or one. One worker
-            runs right here, in the notebook's process.
+        num_processes: Workers on this machine; with an engine that starts them on hosts
+            (`"slurm"`, `"deepspeed"`), on all hosts together. None: one per GPU or TPU chip, or
+            one. One worker runs right here, in the notebook's process.
         mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`, for whatever reads it (Accelerate,
             Trainer); the first training step raises if nothing does.
         use_port: TCP port of the rendezvous store; None for a free one.
         master_addr: Address of the store; loopback unless several machines take part.
         node_rank: This machine's number among `num_nodes`.
         num_nodes: Machines that take part, each with its own notebook or script.
-        rdzv_backend: Only `"static"`: the machines are known beforehand. Other backends of torch
-            elastic are refused, with a way out.
-        rdzv_endpoint: `host:port` of the rendezvous.
+        rdzv_backend: `"static"`: the machines are known beforehand. `"c10d"`: they agree, by torch
+            elastic, on who takes part, and agree again after a failure (`max_restarts`).
+        rdzv_endpoint: `host:port` of the rendezvous, the same on all machines.
         rdzv_conf: Further settings of the rendezvous.
         rdzv_id: Name of the job, the same on all machines.
         max_restarts: How often failed workers are started anew, all together.
@@ -98,6 +102,9 @@ def notebook_launcher(
         start_method: `"auto"`, `"template"`, `"fork"` or `"inline"`.
         timeout: Seconds after which the launch is ended with `LaunchTimeout`.
         share_back: Whether trained weights come back into the notebook's modules.
+        engine: What brings workers on several machines together: `"local"`, `"elastic"`,
+            `"slurm"`, `"deepspeed"`; `"auto"` goes by the other settings.
+        hostfile: A DeepSpeed hostfile, for `engine="deepspeed"`.
         pool: Live workers to call the function in instead of new ones: nothing has to be started.
             Their settings hold; those given here must not contradict them.
 
@@ -131,6 +138,8 @@ def notebook_launcher(
         "start_method": start_method,
         "timeout": timeout,
         "share_back": share_back,
+        "engine": engine,
+        "hostfile": hostfile,
     }
     if pool is not None:
         return _launch_in_pool(pool, function, args, config, asked)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from nbaccel import env
@@ -90,6 +91,39 @@ class Topology:
                 master_port=master_port,
             )
             for local_rank in range(num_processes)
+        )
+
+    @classmethod
+    def of_hosts(
+        cls, workers_per_host: Sequence[int], *, master_addr: str, master_port: int
+    ) -> tuple[Topology, ...]:
+        """The workers of several hosts, which may have different numbers of them.
+
+        Args:
+            workers_per_host: The number of workers of each host.
+            master_addr: Host name or address of the rendezvous store.
+            master_port: TCP port of the rendezvous store.
+
+        Returns:
+            One topology per worker, by rank.
+        """
+        first_ranks = itertools.accumulate(workers_per_host, initial=0)
+        return tuple(
+            cls(
+                rank=first_rank + local_rank,
+                local_rank=local_rank,
+                world_size=sum(workers_per_host),
+                local_world_size=num_workers,
+                node_rank=node_rank,
+                num_nodes=len(workers_per_host),
+                master_addr=master_addr,
+                master_port=master_port,
+            )
+            # Not strict: the sum of all is no host's first rank.
+            for node_rank, (num_workers, first_rank) in enumerate(
+                zip(workers_per_host, first_ranks, strict=False)
+            )
+            for local_rank in range(num_workers)
         )
 
     @property

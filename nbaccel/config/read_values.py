@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from datetime import timedelta
 from enum import Enum
+from pathlib import PurePath
 from typing import Any
 
 __all__ = [
     "numbers_read",
     "plain_value",
     "read_number",
+    "read_path",
     "read_port",
     "read_truth",
     "read_whole",
@@ -108,6 +110,15 @@ def numbers_read(given_value: Any) -> Any:
             continue
         return parsed_number if math.isfinite(parsed_number) else given_value
     return given_value
+
+
+def read_path(given_value: Any) -> Any:
+    """The text of a path.
+
+    Args:
+        given_value: What was given for a path.
+    """
+    return str(given_value) if isinstance(given_value, PurePath) else given_value
 
 
 def read_port(given_value: Any) -> Any:

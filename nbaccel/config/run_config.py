@@ -16,13 +16,15 @@ from pydantic import ConfigDict, Field, JsonValue, ValidationError
 
 from nbaccel.capabilities import (
     DEVICES,
+    ENGINES,
     ENTRY_POINT_PROBLEMS,
     PRECISIONS,
     START_METHODS,
     STRATEGIES,
     words_of_rows,
 )
-from nbaccel.config import engine
+from nbaccel.config import engine as zero_engine
+from nbaccel.config.engine_choice import ENGINE_CONTRADICTIONS
 from nbaccel.config.exchange import Exchangeable
 from nbaccel.config.field_rules import FieldRule, explain_mistakes
 from nbaccel.config.fp8 import Fp8Config
@@ -31,6 +33,7 @@ from nbaccel.config.plugin_settings import DynamoSettings, FsdpSettings, WorkerV
 from nbaccel.config.read_values import (
     plain_value,
     read_number,
+    read_path,
     read_port,
     read_truth,
     read_whole,
@@ -41,12 +44,13 @@ from nbaccel.errors import ConfigError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Configured", "RunConfig", "contradictions", "elastic_reason", "run_config_of"]
+__all__ = ["Configured", "RunConfig", "contradictions", "run_config_of"]
 
 _AUTO_NAME = "auto"
 _DEVICE_NAMES = (_AUTO_NAME, *(row.name for row in DEVICES))
 _PRECISION_NAMES = tuple(row.name for row in PRECISIONS)
 _STRATEGY_NAMES = (_AUTO_NAME, *(row.name for row in STRATEGIES))
+_ENGINE_NAMES = (_AUTO_NAME, *(row.name for row in ENGINES))
 _START_METHODS = (_AUTO_NAME, *(row.name for row in START_METHODS))
 if TYPE_CHECKING:
     # A type checker cannot see the rows that other packages add.
@@ -54,11 +58,13 @@ if TYPE_CHECKING:
     PrecisionName = str
     StrategyName = str
     StartMethodName = str
+    EngineName = str
 else:
     DeviceName = Literal[_DEVICE_NAMES]
     PrecisionName = Literal[_PRECISION_NAMES]
     StrategyName = Literal[_STRATEGY_NAMES]
     StartMethodName = Literal[_START_METHODS]
+    EngineName = Literal[_ENGINE_NAMES]
 TpuDriverName = Literal["auto", "torch_tpu", "torch_xla"]
 ZeroStage = Literal[0, 1, 2, 3]
 # As torchrun writes it: a number for all ranks, pairs of local rank and number, or both.
@@ -146,6 +152,35 @@ class RunConfig(Exchangeable):
             words={"spawn": "template", "forkserver": "template", "none": "inline"},
         ),
     ] = "auto"
+    engine: Annotated[
+        EngineName,
+        Field(
+            description="What brings workers on several machines together; auto goes by the other "
+            "settings."
+        ),
+        FieldRule(
+            read=read_word,
+            must=f"one of {', '.join(_ENGINE_NAMES)}",
+            allowed=_ENGINE_NAMES,
+            why="It decides on which machines the workers run",
+            do='Leave it at "auto" to go by the other settings',
+            words=words_of_rows(ENGINES),
+            problems=ENTRY_POINT_PROBLEMS,
+        ),
+    ] = "auto"
+    hostfile: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            description="File of hosts for engine deepspeed, one `name slots=N` a line.",
+        ),
+        FieldRule(
+            read=read_path,
+            must="the path of a file with lines such as `worker-1 slots=4`, or None",
+            why="The workers run on the hosts in it",
+            do="Leave it out to use this machine alone",
+        ),
+    ] = None
     use_port: Annotated[
         int | None,
         Field(ge=1, le=65535, description="TCP port where workers meet; None takes a free one."),
@@ -338,7 +373,7 @@ class RunConfig(Exchangeable):
         dict[str, JsonValue] | None,
         Field(description="DeepSpeed's configuration: a mapping, JSON text or a file."),
         FieldRule(
-            read=engine.read_document,
+            read=zero_engine.read_document,
             must="a DeepSpeed configuration, as a dictionary, JSON text or the path of a JSON file",
             why="The engine of each worker is made by it",
             do='Give for example {"gradient_clipping": 1.0}, or leave it out',
@@ -419,7 +454,7 @@ class RunConfig(Exchangeable):
                 for setting_name in given_settings
                 if setting_name not in wrong_names
             }
-            all_mistakes += engine.disagreements(config_document, right_settings)
+            all_mistakes += zero_engine.disagreements(config_document, right_settings)
             all_mistakes += contradictions(self, ignoring=wrong_names)
             if all_mistakes:
                 raise ConfigError(*all_mistakes) from validation_error
@@ -448,7 +483,7 @@ class RunConfig(Exchangeable):
         config_document = _document_of(settings.get("deepspeed"))
         if config_document is not None:
             settings["deepspeed"] = config_document
-            decided_settings = engine.taken_out(config_document)[1]
+            decided_settings = zero_engine.taken_out(config_document)[1]
             # Otherwise the old values would contradict the new configuration.
             kept_settings = {
                 setting_name: setting_value
@@ -462,16 +497,16 @@ class RunConfig(Exchangeable):
         return hash(self.to_json())
 
 
-def _document_of(given_document: Any) -> engine.Document | None:
+def _document_of(given_document: Any) -> zero_engine.Document | None:
     """A DeepSpeed configuration that can be read; None where there is none, or a wrong one."""
     try:
-        config_document = engine.read_document(given_document)
+        config_document = zero_engine.read_document(given_document)
     except ValueError:  # a `ConfigError` is one: the field's validator will report it
         return None
-    return config_document if isinstance(config_document, engine.Document) else None
+    return config_document if isinstance(config_document, zero_engine.Document) else None
 
 
-def _read_document(given_settings: dict[str, Any]) -> tuple[engine.Document, dict[str, Any]]:
+def _read_document(given_settings: dict[str, Any]) -> tuple[zero_engine.Document, dict[str, Any]]:
     """Read a DeepSpeed configuration and take out of it what is a setting of `RunConfig`.
 
     Args:
@@ -484,9 +519,9 @@ def _read_document(given_settings: dict[str, Any]) -> tuple[engine.Document, dic
     """
     config_document = _document_of(given_settings.get("deepspeed"))
     if config_document is None:
-        return engine.Document(), {}
-    given_settings["deepspeed"], decided_settings = engine.taken_out(config_document)
-    file_settings = {"zero_stage": engine.stage_left_open(config_document), **decided_settings}
+        return zero_engine.Document(), {}
+    given_settings["deepspeed"], decided_settings = zero_engine.taken_out(config_document)
+    file_settings = {"zero_stage": zero_engine.stage_left_open(config_document), **decided_settings}
     # None is "not given" for settings whose default it is, such as those of a form's empty field.
     for setting_name in file_settings:
         if (
@@ -668,24 +703,6 @@ def _inline_is_alone(run_config: RunConfig) -> str:
     )
 
 
-def elastic_reason(config: RunConfig) -> str:
-    """The settings that need torch elastic, whose nodes agree again on who takes part.
-
-    A fixed set of nodes, and restarts on one node, need none: the launcher does those itself.
-
-    Args:
-        config: The settings.
-
-    Returns:
-        ``rdzv_backend='c10d'``, for example, or nothing.
-    """
-    if config.rdzv_backend != "static":
-        return f"rdzv_backend={config.rdzv_backend!r}"
-    if config.num_nodes > 1 and config.max_restarts > 0:
-        return f"max_restarts={config.max_restarts} with num_nodes={config.num_nodes}"
-    return ""
-
-
 def _host_of(endpoint_text: str) -> str:
     host_name, separator, _ = endpoint_text.rpartition(":")
     return (host_name if separator else endpoint_text).strip("[]")
@@ -708,4 +725,5 @@ _CONTRADICTION_CHECKS: tuple[tuple[tuple[str, ...], Callable[[RunConfig], str]],
     (("fsdp", "strategy"), _fsdp_by_its_strategy),
     (("start_method", "num_processes"), _inline_is_one),
     (("start_method", "num_nodes", "max_restarts"), _inline_is_alone),
+    *ENGINE_CONTRADICTIONS,
 )

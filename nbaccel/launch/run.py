@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from nbaccel.errors import LaunchTimeout, StartupFailed, WorkerFailed
 from nbaccel.failures.process_death import uninterrupted
 from nbaccel.launch.built_trainers import refuse_built_trainers
 from nbaccel.launch.edited_sources import tell_of_edits
+from nbaccel.launch.launch_hosts import LaunchHosts, NodesWait
 from nbaccel.launch.launch_supervisor import LaunchSupervisor
 from nbaccel.launch.packing import PackedCall, pack_call
 from nbaccel.output.console import Console
@@ -29,7 +29,6 @@ from nbaccel.output.dashboard.following import DashboardUpdater
 from nbaccel.output.rank_logs import RankLogs, hidden_streams, logs_of_run
 from nbaccel.plan import Choice, Plan
 from nbaccel.plan.launch_plan import copies_in_turn
-from nbaccel.ports import listen
 from nbaccel.supervision.outcome import CallOutcome, conclude_call
 from nbaccel.transfer import arena
 from nbaccel.transfer.find_modules import find_modules
@@ -39,7 +38,7 @@ from nbaccel.workers import messaging, requirements, worker, worker_output
 from nbaccel.workers.fork import ForkStarter
 from nbaccel.workers.start_method import Starter
 from nbaccel.workers.template import TemplateStarter, dispose
-from nbaccel.workers.worker_group import WorkerGroup
+from nbaccel.workers.worker_group import MeetingPlace, WorkerGroup
 
 _ONE_AT_A_TIME = threading.Lock()  # the template serves one launch at a time
 
@@ -65,7 +64,9 @@ def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...])
         plan = _tell_host_memory(plan, packed_call)
         if packed_call.fd is not None:
             clean_up.callback(os.close, packed_call.fd)
-        return _run_attempts(plan, packed_call)
+        launch_hosts = LaunchHosts(plan)
+        clean_up.callback(launch_hosts.close)
+        return _run_attempts(launch_hosts, packed_call)
 
 
 def _tell_host_memory(plan: Plan, packed_call: PackedCall) -> Plan:
@@ -113,45 +114,63 @@ def _one_at_a_time() -> Iterator[None]:
         _ONE_AT_A_TIME.release()
 
 
-def _run_attempts(plan: Plan, packed_call: PackedCall) -> CallOutcome:
+def _run_attempts(launch_hosts: LaunchHosts, packed_call: PackedCall) -> CallOutcome:
     """Launch, and launch anew after a failure as often as allowed."""
-    allowed_restarts = plan.config.max_restarts
-    for attempt_number in range(allowed_restarts):
+    allowed_restarts, attempt_number = launch_hosts.config.max_restarts, 0
+    while True:
         try:
-            return _run_attempt(plan, packed_call, attempt_number)
+            call_outcome = _run_attempt(launch_hosts, packed_call, attempt_number)
+        except NodesWait:
+            # No failure of this node's: it does not count.
+            sys.stderr.write("nbaccel: another node joins: all workers are started anew.\n")
         except (LaunchTimeout, StartupFailed):
             # The same would happen again, after the same wait.
             raise
         except WorkerFailed as error:
+            if attempt_number == allowed_restarts:
+                # The last attempt: its error is the user's.
+                raise
+            attempt_number += 1
             first_attempt = str(error).partition("\n")[0]
             sys.stderr.write(
-                f"nbaccel: {first_attempt}. Restart {attempt_number + 1} of {allowed_restarts}.\n"
+                f"nbaccel: {first_attempt}. Restart {attempt_number} of {allowed_restarts}"
+                f"{launch_hosts.what_is_left()}.\n"
             )
-    # The last attempt: its error is the user's.
-    return _run_attempt(plan, packed_call, allowed_restarts)
+        else:
+            launch_hosts.finish()
+            return call_outcome
 
 
-def _run_attempt(plan: Plan, packed_call: PackedCall, attempt_number: int) -> CallOutcome:
+def _run_attempt(
+    launch_hosts: LaunchHosts, packed_call: PackedCall, attempt_number: int
+) -> CallOutcome:
     with contextlib.ExitStack() as clean_up:
+        plan = launch_hosts.prepare()
         # An interrupt before the callback is registered would leak the staging files.
         with uninterrupted():
             weight_receiver = WeightReceiver(
                 packed_call.sharing, packed_call.arenas if plan.config.share_back else {}
             )
             clean_up.callback(weight_receiver.close, dispose)
-        store_listener = None
-        if plan.config.node_rank == 0:
-            store_listener = listen(plan.master_addr, plan.port)
-            clean_up.callback(store_listener.close)
+        clean_up.callback(launch_hosts.close_store)
+        meeting_place = launch_hosts.meet()
+        plan = dataclasses.replace(plan, world_size=plan.num_processes * meeting_place.num_nodes)
         rank_logs = clean_up.enter_context(logs_of_run(plan))
         was_stopped, closing_lines = _closing_words(packed_call)
-        worker_group = WorkerGroup(plan, _choose_starter(plan, packed_call))
+        worker_starter = launch_hosts.starter() or _choose_starter(plan, packed_call)
+        worker_group = WorkerGroup(plan, worker_starter)
         # Registered last, so that it runs first: the workers end before their files are closed.
         clean_up.callback(worker_group.end)
-        _start_workers(worker_group, packed_call, weight_receiver, store_listener, attempt_number)
+        _start_workers(worker_group, packed_call, weight_receiver, meeting_place, attempt_number)
+        # Rank 0 has a copy. With this one open, connections to a dead rank 0 would not be refused.
+        launch_hosts.close_store()
+        launch_supervisor = _make_supervisor(worker_group, launch_hosts, rank_logs)
+        call_result = launch_supervisor.run()
+        if launch_supervisor.nodes_wait and not call_result.interrupted:
+            raise NodesWait
         return conclude_call(
             plan,
-            _make_supervisor(worker_group, rank_logs).run(),
+            call_result,
             weight_receiver,
             was_stopped=f"all {plan.num_processes} workers have been stopped{was_stopped}",
             closing_lines=closing_lines,
@@ -165,7 +184,7 @@ def _start_workers(
     worker_group: WorkerGroup,
     packed_call: PackedCall,
     weight_receiver: WeightReceiver,
-    store_listener: socket.socket | None,
+    meeting_place: MeetingPlace,
     attempt_number: int,
 ) -> None:
     run_config = worker_group.plan.config
@@ -174,14 +193,11 @@ def _start_workers(
         "TORCHELASTIC_RESTART_COUNT": str(attempt_number),
         "TORCHELASTIC_MAX_RESTARTS": str(run_config.max_restarts),
     }
-    for worker_assignment in worker_group.start(store_listener, num_restarts):
+    for worker_assignment in worker_group.start(meeting_place, num_restarts):
         worker_job, file_descriptors = job_of(
             worker_group.plan, packed_call, weight_receiver, worker_assignment.assignment
         )
         worker_assignment.send(worker_job, [*file_descriptors, *worker_assignment.fds])
-    # Rank 0 has a copy. With this one open, connections to a dead rank 0 would not be refused.
-    if store_listener is not None:
-        store_listener.close()
 
 
 def _closing_words(packed_call: PackedCall) -> tuple[str, str]:
@@ -191,7 +207,9 @@ def _closing_words(packed_call: PackedCall) -> tuple[str, str]:
     return "; the model is as it was", "The notebook's model is as it was before the launch."
 
 
-def _make_supervisor(worker_group: WorkerGroup, rank_logs: RankLogs | None) -> LaunchSupervisor:
+def _make_supervisor(
+    worker_group: WorkerGroup, launch_hosts: LaunchHosts, rank_logs: RankLogs | None
+) -> LaunchSupervisor:
     run_config, worker_ranks = (
         worker_group.plan.config,
         [member.rank for member in worker_group.members],
@@ -206,6 +224,7 @@ def _make_supervisor(worker_group: WorkerGroup, rank_logs: RankLogs | None) -> L
         ),
         timeout_s=run_config.timeout,
         show=DashboardUpdater(worker_ranks, device_name=worker_group.plan.device),
+        meeting=launch_hosts.meeting,
     )
 
 

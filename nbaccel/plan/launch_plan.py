@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from nbaccel.capabilities import START_METHODS, device_row, start_method_row
+from nbaccel.capabilities import START_METHODS, device_row, engine_row, start_method_row
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
 from nbaccel.plan.inventory import Inventory
@@ -40,11 +40,12 @@ class Plan:
         config: What the user said, unchanged.
         inventory: What was found.
         device: What the workers compute on: the name of a device row, such as ``cuda``.
-        num_processes: Workers on this node.
+        num_processes: Workers on this node; on all hosts, if the engine starts agents on them.
         world_size: Workers on all nodes.
         start_method: ``template``, ``fork`` or ``inline``.
         threads_per_process: CPU threads of each worker.
         process_group_backend: The device row's backend: ``gloo`` or ``nccl``, for example.
+        engine: What brings workers on several machines together: the name of an engine row.
         strategy: The strategy of the configuration; empty where the training decides.
         strategy_headline: The strategy's part of :meth:`headline`.
         master_addr: Address where workers meet.
@@ -61,6 +62,7 @@ class Plan:
     start_method: str
     threads_per_process: int
     process_group_backend: str
+    engine: str = "local"
     strategy: str = ""
     strategy_headline: str = ""
     master_addr: str = "127.0.0.1"
@@ -93,6 +95,8 @@ class Plan:
         if self.strategy_headline:
             headline_parts.append(self.strategy_headline)
         headline_parts.append(start_method_row(self.start_method).headline)
+        if engine_row(self.engine).starts_agents:
+            headline_parts.append(f"on hosts of engine {self.engine}")
         if self.config.num_nodes > 1:
             headline_parts.append(f"node {self.config.node_rank} of {self.config.num_nodes}")
         return ", ".join(headline_parts)

@@ -7,16 +7,19 @@ mistakes at once. It decides by the rows of ``nbaccel.capabilities`` and starts 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 
 from nbaccel import _catalog
 from nbaccel.abc.asking import Said, Wanted
 from nbaccel.capabilities import (
     DEVICES,
+    ENGINES,
     DeviceRow,
     Fp8Choice,
     PrecisionRow,
     computes_in,
     device_row,
+    engine_row,
     group_backend,
     precision_row,
     start_method_row,
@@ -24,7 +27,7 @@ from nbaccel.capabilities import (
     strategy_row,
 )
 from nbaccel.config import RunConfig
-from nbaccel.config.run_config import elastic_reason
+from nbaccel.config.engine_choice import chosen_engine
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.plan.fp8_choice import (
     choose_fp8,
@@ -46,6 +49,7 @@ _WORKER_FLOOR_BYTES = 150 * 2**20
 # The default port of several nodes, which cannot agree on a free one.
 _MULTI_NODE_PORT = 29500
 _AS_REQUESTED = "asked for"
+_RENDEZVOUS_BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +60,16 @@ class _Findings:
     warnings: list[str] = field(default_factory=list)
 
 
-def resolve(config: RunConfig, inventory: Inventory | None = None) -> Plan:
+def resolve(
+    config: RunConfig, inventory: Inventory | None = None, *, num_local: int | None = None
+) -> Plan:
     """Decide what a launch will do.
 
     Args:
         config: What the user said.
         inventory: What the machine has; inspected where not given.
+        num_local: Workers on that machine, where others have some, too; None: all that are asked
+            for. With an engine that starts workers on hosts, the notebook's machine has none.
 
     Returns:
         The plan, with the reason for each choice.
@@ -75,20 +83,20 @@ def resolve(config: RunConfig, inventory: Inventory | None = None) -> Plan:
     findings.warnings.extend(found.problems)
     # Each rule decides even where another has found a mistake, so that all are reported at once.
     device = _choose_device(config, found, findings)
-    process_count = _choose_num_processes(config, found, device)
+    engine_choice = _choose_engine(config, findings)
+    process_count = _choose_num_processes(config, found, device, engine_choice, findings)
     device_choices = _check_device(config, found, device, process_count, findings)
-    start_method = _choose_start_method(config, device, process_count, findings)
-    thread_count = _choose_threads(config, found, process_count, findings)
-    group_backend_choice = _choose_backend(config, found, device, process_count, findings)
-    _check_rendezvous(config, findings)
-    # An elastic rendezvous, which has been refused by now, may have an endpoint without a port.
-    port_choice = _choose_port(config if not findings.mistakes else RunConfig())
+    start_method = _choose_start_method(config, device, process_count, engine_choice, findings)
+    local_count, count_findings = _local_view(num_local, process_count, engine_choice, findings)
+    thread_count = _choose_threads(config, found, local_count, count_findings)
+    group_backend_choice = _choose_backend(config, found, device, local_count, count_findings)
+    port_choice = _choose_port(config, engine_choice, findings)
     fp8_choice = _choose_fp8(config, found, device, process_count, findings)
     precision_choice = _choose_precision(config, found, device, process_count, fp8_choice, findings)
     requested_strategy, strategy_choices = _choose_strategy(
         config, device, process_count, fp8_choice, findings
     )
-    _check_memory(found, process_count, start_method, findings)
+    _check_memory(found, local_count, start_method, count_findings)
     _refuse_mistakes(findings, _platform_problem(found, start_method))
     return Plan(
         config=config,
@@ -99,6 +107,7 @@ def resolve(config: RunConfig, inventory: Inventory | None = None) -> Plan:
         start_method=str(start_method.value),
         threads_per_process=int(thread_count.value),
         process_group_backend=str(group_backend_choice.value),
+        engine=str(engine_choice.value),
         # An IPv6 address is in brackets there.
         master_addr=config.rdzv_endpoint.rpartition(":")[0].strip("[]") or config.master_addr,
         port=port_choice.value if isinstance(port_choice.value, int) else None,
@@ -108,6 +117,7 @@ def resolve(config: RunConfig, inventory: Inventory | None = None) -> Plan:
             device,
             *device_choices,
             process_count,
+            engine_choice,
             start_method,
             thread_count,
             precision_choice,
@@ -166,10 +176,20 @@ def _idle_devices_text(device_name: str, found: Inventory) -> str:
     return f"; {', '.join(idle_devices)} not used" if idle_devices else ""
 
 
-def _choose_num_processes(config: RunConfig, found: Inventory, device: Choice) -> Choice:
+def _choose_num_processes(
+    config: RunConfig, found: Inventory, device: Choice, engine: Choice, findings: _Findings
+) -> Choice:
     setting_name, chosen_row = "num_processes", device_row(str(device.value))
     if config.num_processes is not None:
         return Choice(setting_name, config.num_processes, _AS_REQUESTED)
+    if engine_row(str(engine.value)).starts_agents:
+        # With a mistake the hosts may not even be readable.
+        hosts = [] if findings.mistakes else _catalog.engine(str(engine.value)).hosts(config)
+        num_slots = sum(host.slots or 1 for host in hosts)
+        reason = f"the slots of {count_noun(len(hosts), 'host')}"
+        if any(host.slots is None for host in hosts):
+            reason = f"{count_noun(len(hosts), 'host')}, whose devices are counted at the start"
+        return Choice(setting_name, max(1, num_slots), reason)
     if config.start_method == "inline" or chosen_row.start_methods == ("inline",):
         return Choice(setting_name, 1, 'start_method="inline" is this one process')
     if config.strategy != "auto" and strategy_row(config.strategy).drives_all:
@@ -198,8 +218,34 @@ def _check_device(
     return tuple(Choice(*decision) for decision in chosen_device.plan_choices(found, config))
 
 
+def _choose_engine(config: RunConfig, findings: _Findings) -> Choice:
+    engine_name, reason = chosen_engine(config)
+    if engine_row(engine_name).starts_agents:
+        unavailable_reason = _catalog.engine(engine_name).unavailable_reason(config)
+        if unavailable_reason:
+            findings.mistakes.append(unavailable_reason)
+    known_backends = (*_RENDEZVOUS_BACKENDS, *entry_points(group="torchrun.handlers").names)
+    if config.rdzv_backend not in known_backends:
+        findings.mistakes.append(
+            f"rdzv_backend={config.rdzv_backend!r} is no rendezvous of torch elastic, so the nodes "
+            f"could not meet. Give one of {', '.join(known_backends)}; torchrun knows no others."
+        )
+    return Choice("engine", engine_name, reason)
+
+
+def _local_view(
+    num_local: int | None, count: Choice, engine: Choice, findings: _Findings
+) -> tuple[Choice, _Findings]:
+    """The workers of the machine that was inspected, and where rules about them report."""
+    if num_local is not None:
+        return Choice(count.name, num_local, count.reason), findings
+    # Hosts that are not known yet: they are asked when their agents have joined.
+    starts_agents = engine_row(str(engine.value)).starts_agents
+    return count, _Findings() if starts_agents else findings
+
+
 def _choose_start_method(
-    config: RunConfig, device: Choice, count: Choice, findings: _Findings
+    config: RunConfig, device: Choice, count: Choice, engine: Choice, findings: _Findings
 ) -> Choice:
     setting_name = "start_method"
     if config.start_method != "auto":
@@ -209,6 +255,9 @@ def _choose_start_method(
         choice = Choice(setting_name, "template", reason)
     elif count.value == 1 and (pipe_setting := _needs_pipes(config)):
         reason = f"{pipe_setting} needs the worker's output in pipes of its own"
+        choice = Choice(setting_name, "template", reason)
+    elif engine.value != ENGINES[0].name:
+        reason = "a clean process: safe whatever this notebook has run before"
         choice = Choice(setting_name, "template", reason)
     elif count.value == 1 and config.num_nodes == 1 and config.max_restarts == 0:
         choice = Choice(
@@ -295,7 +344,10 @@ def _choose_backend(
     return Choice(setting_name, backend_name, f"one worker per {chosen_row.name} device")
 
 
-def _choose_port(config: RunConfig) -> Choice:
+def _choose_port(config: RunConfig, engine: Choice, findings: _Findings) -> Choice:
+    # An elastic rendezvous may have an endpoint without a port; so may one that was refused.
+    if findings.mistakes or engine_row(str(engine.value)).meets:
+        config = RunConfig()
     if config.use_port is not None:
         return Choice("use_port", config.use_port, _AS_REQUESTED)
     if config.rdzv_endpoint:
@@ -486,15 +538,6 @@ def _check_memory(found: Inventory, count: Choice, method: Choice, findings: _Fi
             f"{count_noun(int(count.value), 'worker')} take about {format_bytes(needed_bytes)} "
             f"before their first tensor, and {format_bytes(found.host_available_bytes)} are free: "
             "the system may kill one. Use fewer workers."
-        )
-
-
-def _check_rendezvous(config: RunConfig, findings: _Findings) -> None:
-    if elastic_text := elastic_reason(config):
-        findings.mistakes.append(
-            f"{elastic_text} needs torch elastic, whose nodes agree again on who takes part: this "
-            "version of nbaccel starts a fixed set of nodes. Leave rdzv_backend at 'static' and "
-            "max_restarts at 0 for several nodes, or put the function in a script for torchrun."
         )
 
 

@@ -8,7 +8,6 @@ Both wait without polling, so an idle worker costs no CPU.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -82,9 +81,9 @@ class _CellWorker:
         self._shell = CellShell.create(notebook_channel.send, rank=own_place.rank)
         self._names = Namespace(
             self._shell.user_ns,
-            own_rank=own_place.local_rank,
+            own_rank=self._worker_context.staging_rank,
             target_device=self._worker_context.device,
-            num_nodes=own_place.num_nodes,
+            num_nodes=self._worker_context.num_notebooks,
             share_back=join_pool.share_back,
         )
         restore_random_states(join_pool.assignment.random_states)
@@ -141,7 +140,7 @@ class _CellWorker:
 
     def _run_cell(self, current_task: messages.RunCell, file_descriptors: list[int]) -> Any:
         if current_task.directory is not None:
-            os.chdir(current_task.directory)
+            self._worker_context.go_to(current_task.directory)
         env.update(current_task.environment)
         if current_task.logging:
             self._worker_context.logging.follow(current_task.logging)

@@ -7,10 +7,11 @@ import itertools
 import os
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nbaccel.errors import LaunchInterrupted, StartupFailed
+from nbaccel.launch.launch_hosts import LaunchHosts
 from nbaccel.launch.packing import judge_fork
 from nbaccel.output import publish
 from nbaccel.output.console import Console
@@ -19,7 +20,6 @@ from nbaccel.plan import Plan
 from nbaccel.pool import messages
 from nbaccel.pool.task import RankTasks, TaskResult, TaskSupervisor
 from nbaccel.pool.user_messages import CellDashboardUpdater
-from nbaccel.ports import listen
 from nbaccel.supervision import outcome
 from nbaccel.workers import messaging, time_limits, worker
 from nbaccel.workers.fork import ForkStarter
@@ -37,9 +37,12 @@ class LiveGroup(WorkerGroup):
     Args:
         plan: What was planned.
         worker_starter: Who starts them.
+        after_end: Called when all have ended.
     """
 
-    def __init__(self, plan: Plan, worker_starter: Starter) -> None:
+    def __init__(
+        self, plan: Plan, worker_starter: Starter, *, after_end: Callable[[], None]
+    ) -> None:
         super().__init__(plan, worker_starter)
         self._sentinels: dict[int, int] = {}
         """Rank → descriptor that becomes readable when that worker has ended. The template's
@@ -47,6 +50,14 @@ class LiveGroup(WorkerGroup):
         self._numbers = itertools.count(1)
         self._on_end.callback(self._close_sentinels)
         self._rank_logs = self._on_end.enter_context(logs_of_run(plan))
+        self._after_end = after_end
+
+    def end(self) -> None:
+        """End the workers, then let their hosts go."""
+        try:
+            super().end()
+        finally:
+            self._after_end()
 
     @classmethod
     def ready(cls, plan: Plan) -> LiveGroup:
@@ -59,18 +70,19 @@ class LiveGroup(WorkerGroup):
         """
         if plan.start_method == "fork":
             judge_fork()
-        with (
-            contextlib.ExitStack() as undo_start,
-            listen(plan.master_addr, plan.port) as store_listener,
-        ):
-            worker_starter: Starter = (
-                ForkStarter(worker.InheritedObjects())
-                if plan.start_method == "fork"
-                else TemplateStarter(plan.device)
+        launch_hosts = LaunchHosts(plan)
+        with contextlib.ExitStack() as undo_start:
+            undo_start.callback(launch_hosts.close)
+            plan = launch_hosts.prepare()
+            meeting_place = launch_hosts.meet()
+            undo_start.callback(launch_hosts.close_store)
+            worker_group = cls(
+                plan,
+                launch_hosts.starter() or _local_starter(plan),
+                after_end=launch_hosts.close,
             )
-            worker_group = cls(plan, worker_starter)
             undo_start.callback(worker_group.end)
-            for worker_assignment in worker_group.start(store_listener):
+            for worker_assignment in worker_group.start(meeting_place):
                 with contextlib.closing(worker_assignment.handle.open_control()) as worker_end:
                     join_message = messages.JoinPool(
                         assignment=worker_assignment.assignment, share_back=plan.config.share_back
@@ -81,11 +93,12 @@ class LiveGroup(WorkerGroup):
             worker_group._await_start()
             # The start has succeeded: the group is the caller's to end.
             undo_start.pop_all()
+            launch_hosts.close_store()
         return worker_group
 
     def _start_worker(self, worker_rank: int) -> WorkerHandle:
         member = super()._start_worker(worker_rank)
-        self._sentinels[worker_rank] = _sentinel(member.pid)
+        self._sentinels[worker_rank] = self._starter.sentinel(member.pid)
         # A fork of the next worker would inherit this descriptor and keep it open.
         self._keep_from_children(self._sentinels[worker_rank])
         return member
@@ -213,12 +226,7 @@ class LiveGroup(WorkerGroup):
             os.close(self._sentinels.popitem()[1])
 
 
-def _sentinel(process_id: int) -> int:
-    """A descriptor that is readable once a worker has ended, which it may have already."""
-    try:
-        return os.pidfd_open(process_id)
-    except ProcessLookupError:
-        # A pipe without a writer reads as ended, like the pidfd of a process that has ended.
-        read_end, write_end = os.pipe()
-        os.close(write_end)
-        return read_end
+def _local_starter(plan: Plan) -> Starter:
+    if plan.start_method == "fork":
+        return ForkStarter(worker.InheritedObjects())
+    return TemplateStarter(plan.device)

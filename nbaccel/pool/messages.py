@@ -93,12 +93,26 @@ class BindNames:
     update: Any
     wanted: tuple[str, ...]
 
+    def file_hints(self) -> messaging.FileHints:
+        """What it means for memory files."""
+        return messaging.FileHints(
+            arenas=tuple(arena_key for arena_key, _ in self.update.arenas),
+            reads_arenas=self.update.reads_arenas,
+            forgets=tuple(
+                {arena_key for part in self.update.parts for arena_key in part.forget_arenas}
+            ),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunJob:
     """Make a call as a launch does. Descriptors: the job's. Answered by Returned."""
 
     job: messaging.Job
+
+    def file_hints(self) -> messaging.FileHints:
+        """What it means for memory files."""
+        return self.job.file_hints()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +129,18 @@ class WriteWeights:
     arenas: tuple[str, ...]
     """Keys of the arenas that the staging files belong to, in their order."""
 
+    def file_hints(self) -> messaging.FileHints:
+        """What it means for memory files."""
+        return messaging.FileHints(staging=self.arenas)
+
 
 @dataclass(frozen=True, slots=True)
 class Settle:
     """The notebook has the weights: share again what is equal to them. Not waited for."""
+
+    def file_hints(self) -> messaging.FileHints:
+        """What it means for memory files."""
+        return messaging.FileHints(reads_arenas=True, ends_staging=True)
 
 
 @dataclass(frozen=True, slots=True)

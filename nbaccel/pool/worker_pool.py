@@ -465,6 +465,8 @@ class Pool:
             self._workers = live_group = LiveGroup.ready(
                 requirements.check_requirements(self.plan, is_live=True)
             )
+            # With an engine, what its hosts have is known only now.
+            self.plan = live_group.plan
             # A finalizer, so that a pool that is dropped without stop() ends its workers too.
             self._end = weakref.finalize(self, live_group.end)
             # New, because new workers have received nothing.

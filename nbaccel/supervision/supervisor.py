@@ -11,7 +11,7 @@ changes nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,6 +107,10 @@ class Supervisor(WorkerListener):
     def on_clock(self) -> None:
         """Do what is due, as long as nothing is wrong."""
 
+    def sentinels(self) -> Sequence[int]:
+        """Descriptors of which `on_sentinel` is told."""
+        return self._group.sentinels()
+
     def close_output(self) -> None:
         """The call is over: read what living workers have printed in it."""
 
@@ -120,7 +124,7 @@ class Supervisor(WorkerListener):
     def watch(self) -> None:
         """Wait until the call is over."""
         try:
-            with self.listening(self._group.sentinels()):
+            with self.listening(self.sentinels()):
                 self.begin()
                 while not self.is_over() and self._do_what_is_due():
                     self.hear(self._patience())

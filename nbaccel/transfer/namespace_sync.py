@@ -237,6 +237,7 @@ class _UpdatePacking:
         self._found: dict[str, Fingerprint] = {}
         self._fds: list[int] = []
         self._nbytes = 0
+        self._adopts_weights = False
 
     def close(self) -> None:
         shared_memory.close_all(self._fds)
@@ -303,6 +304,8 @@ class _UpdatePacking:
                     (module_key, found.nbytes) for module_key, found in new_arenas.items()
                 ),
                 parts=tuple(update_parts),
+                # A module or tensor that comes, or whose weights are to be taken over anew.
+                reads_arenas=bool(shared_arenas) or self._adopts_weights,
             ),
             fds=self._fds,
             wanted=wanted_names,
@@ -405,6 +408,7 @@ class _UpdatePacking:
                 continue
             module_changes[module_key] = module_change
             if module_change[0].adopt:
+                self._adopts_weights = True
                 # Workers cannot read the notebook's device memory; they adopt from these copies.
                 arena.update_host_copies(module_record.sharing)
         return module_changes

@@ -67,6 +67,8 @@ class NamespaceUpdate:
     """Key and size of each arena that comes along; one descriptor each, first in the row."""
     parts: tuple[UpdatePart, ...]
     """One descriptor each, behind those of the arenas."""
+    reads_arenas: bool = True
+    """Whether workers will read what the notebook has written to arenas that they have."""
 
     def of(self, rank_number: int) -> tuple[UpdatePart, int] | None:
         """A rank's part and the place of its descriptor, if there is something for it."""

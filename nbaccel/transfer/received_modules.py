@@ -31,7 +31,13 @@ from torch.optim.optimizer import (
 
 from nbaccel import torch_private
 from nbaccel.errors import InternalError
-from nbaccel.transfer import sharded_tensors, shared_memory, weight_checks, weight_sync
+from nbaccel.transfer import (
+    sharded_tensors,
+    shared_memory,
+    training_in_place,
+    weight_checks,
+    weight_sync,
+)
 from nbaccel.transfer.arena import Slot, is_in_arena, named_tensors
 from nbaccel.transfer.namespace_update import Update
 
@@ -389,7 +395,7 @@ class ReceivedModules:
             for arena_key, arena_mapping in self.mappings.items()
             if arena_key not in self._in_files
         }
-        for arena_key in weight_sync.arenas_to_train_in(
+        for arena_key in training_in_place.arenas_to_train_in(
             unmoved_mappings,
             (parameter_group["params"] for parameter_group in optimizer.param_groups),
         ):
@@ -407,7 +413,7 @@ def _moved_in(arena_mapping: shared_memory.Mapping) -> int:
     """A new file that the mapping shows and writes from now on."""
     file_descriptor = shared_memory.create_file("staging", arena_mapping.nbytes)
     try:
-        weight_sync.move_mapping_to_file(arena_mapping, file_descriptor)
+        training_in_place.move_mapping_to_file(arena_mapping, file_descriptor)
     except BaseException:  # an interrupt must not leak the descriptor either
         os.close(file_descriptor)
         raise

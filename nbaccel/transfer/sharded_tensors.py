@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -19,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nbaccel import _catalog, torch_private
 from nbaccel.abc.shards import ShardReader
 from nbaccel.capabilities import FP8_BACKENDS, STRATEGIES
+from nbaccel.transfer import shared_memory
 
 __all__ = [
     "HeldParts",
@@ -29,6 +31,7 @@ __all__ = [
     "is_dtensor",
     "is_sharded",
     "module_inside",
+    "piece_ranges",
     "pieces",
     "put_piece",
     "remove_process_files",
@@ -130,6 +133,50 @@ def put_piece(
             whole_tensor[torch.unravel_index(flat_indices, whole_tensor.shape)] = values_part.to(
                 whole_tensor
             )
+
+
+def piece_ranges(
+    whole_tensor: torch.Tensor, piece_spot: PieceSpot, num_elements: int
+) -> list[shared_memory.ByteRange]:
+    """The bytes that :func:`put_piece` writes, counted from the start of the whole's storage.
+
+    Args:
+        whole_tensor: The whole.
+        piece_spot: Where the piece lies in it.
+        num_elements: Elements of the piece.
+    """
+    if isinstance(piece_spot, int) and not whole_tensor.is_contiguous():
+        # Neither a run nor slices: element by element.
+        flat_indices = np.arange(piece_spot, piece_spot + num_elements)
+        indices_by_dim = np.unravel_index(flat_indices, whole_tensor.shape)
+        first_elements = np.full(num_elements, whole_tensor.storage_offset())
+        for dim_indices, stride_step in zip(indices_by_dim, whole_tensor.stride(), strict=True):
+            first_elements = first_elements + dim_indices * int(stride_step)
+        run_elements = 1
+    elif isinstance(piece_spot, int):
+        first_elements = np.array([whole_tensor.storage_offset() + piece_spot])
+        run_elements = num_elements
+    else:
+        first_elements, run_elements = _runs_of(whole_tensor[piece_spot])
+    item_bytes = whole_tensor.element_size()
+    return shared_memory.merge_ranges(
+        (int(first_element) * item_bytes, (int(first_element) + run_elements) * item_bytes)
+        for first_element in first_elements
+    )
+
+
+def _runs_of(piece_view: torch.Tensor) -> tuple[Any, int]:
+    """Where in its storage the runs of a view's elements begin, and how long each is."""
+    run_elements = 1
+    outer_dims = list(zip(piece_view.shape, piece_view.stride(), strict=True))
+    # Dimensions whose elements lie one behind the other make one run.
+    while outer_dims and outer_dims[-1][1] == run_elements:
+        run_elements *= outer_dims.pop()[0]
+    first_elements = np.array([piece_view.storage_offset()])
+    for dim_size, stride_step in outer_dims:
+        dim_steps = int(stride_step) * np.arange(dim_size)
+        first_elements = (first_elements[:, None] + dim_steps).ravel()
+    return first_elements, run_elements
 
 
 def unrounded_values(

@@ -287,6 +287,18 @@ def gaps_between(byte_ranges: Iterable[ByteRange], num_bytes: int) -> Iterator[B
         yield (next_byte, num_bytes)
 
 
+def ranges_without(byte_ranges: list[ByteRange], left_out: list[ByteRange]) -> Iterator[ByteRange]:
+    """What of the ranges is in none of those left out."""
+    for first_byte, end_byte in byte_ranges:
+        inner_ranges = [
+            (max(range_start, first_byte) - first_byte, min(range_end, end_byte) - first_byte)
+            for range_start, range_end in left_out
+            if range_start < end_byte and first_byte < range_end
+        ]
+        for range_start, range_end in gaps_between(inner_ranges, end_byte - first_byte):
+            yield (first_byte + range_start, first_byte + range_end)
+
+
 def total_bytes(byte_ranges: Iterable[ByteRange]) -> int:
     """Bytes in all ranges together."""
     return sum(end_byte - first_byte for first_byte, end_byte in byte_ranges)

@@ -27,7 +27,7 @@ ZeRO) every rank writes its own piece, so that no process holds the whole; see `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,9 +37,8 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbaccel.failures.process_death import uninterrupted
-from nbaccel.transfer import sharded_tensors, shared_memory, weight_checks
+from nbaccel.transfer import sharded_tensors, shared_memory, training_in_place, weight_checks
 from nbaccel.transfer.arena import (
-    PLAIN,
     Arena,
     Sharing,
     Slot,
@@ -51,11 +50,6 @@ from nbaccel.transfer.arena import (
 from nbaccel.units import first_few
 
 __all__ = ["WeightReceiver"]
-
-
-# Share of an arena's bytes that is about to be trained. Training in place copies the whole arena
-# once, otherwise the trained part is copied twice: half is where both cost the same.
-_IN_PLACE_SHARE = 0.5
 
 
 _PART_REMEDY = (
@@ -83,6 +77,9 @@ class WeightReport:
     """Arenas whose staging file holds every byte."""
     written: dict[str, list[shared_memory.ByteRange]] = field(default_factory=dict)
     """Of the others, the bytes that were written."""
+    own_bytes: dict[str, list[shared_memory.ByteRange]] = field(default_factory=dict)
+    """Exactly the bytes that this rank put into the staging files it was given: of a sharded
+    tensor its own piece. Who copies these files to another host copies no others."""
     stranded: dict[str, str] = field(default_factory=dict)
     """Path of a module whose weights could not be written back → why."""
     state_dicts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -153,6 +150,8 @@ class WeightWriter:
             for module_manifest, module in shared_modules
         }
         self._has_stepped = False
+        self._sharded: dict[str, list[shared_memory.ByteRange]] = {}
+        """Storages of which every rank writes a piece, by key of the arena."""
         self._held = held_parts or sharded_tensors.HeldParts()
 
     def watch_first_step(self) -> Callable[[], None]:
@@ -179,8 +178,10 @@ class WeightWriter:
         return register_optimizer_step_pre_hook(before_step).remove
 
     def _move_in(self, parameter_groups: Iterable[Iterable[torch.Tensor]]) -> None:
-        for arena_key in arenas_to_train_in(self._mappings, parameter_groups):
-            move_mapping_to_file(self._mappings[arena_key], self._staging[arena_key])
+        for arena_key in training_in_place.arenas_to_train_in(self._mappings, parameter_groups):
+            training_in_place.move_mapping_to_file(
+                self._mappings[arena_key], self._staging[arena_key]
+            )
             self._in_files[arena_key] = self._staging[arena_key]
 
     def write(self) -> WeightReport:
@@ -266,6 +267,7 @@ class WeightWriter:
             # Rank 0 has trained in this file, so there is nothing to copy.
             if arena_key in self._in_files:
                 weight_report.complete.add(arena_key)
+                self._own_trained_file(arena_key, weight_report)
                 continue
             taken_ranges = [
                 (arena_slot.start, arena_slot.start + arena_slot.nbytes)
@@ -275,6 +277,16 @@ class WeightWriter:
             taken_ranges += weight_report.written.get(arena_key, [])
             for first_byte, end_byte in written_ranges[arena_key]:
                 self._write_around(arena_key, (first_byte, end_byte), taken_ranges, weight_report)
+
+    def _own_trained_file(self, arena_key: str, weight_report: WeightReport) -> None:
+        """Report as this rank's what it has trained in, without the other ranks' pieces."""
+        if self._is_in_training(arena_key):
+            weight_report.own_bytes.setdefault(arena_key, []).extend(
+                shared_memory.gaps_between(
+                    shared_memory.merge_ranges(self._sharded.get(arena_key, [])),
+                    self._mappings[arena_key].nbytes,
+                )
+            )
 
     def _write_around(
         self,
@@ -305,6 +317,7 @@ class WeightWriter:
                 self._staging[arena_key], arena_mapping.view(*file_range), file_range[0]
             )
             weight_report.written.setdefault(arena_key, []).append(file_range)
+            weight_report.own_bytes.setdefault(arena_key, []).append(file_range)
 
     def _write_departed(
         self,
@@ -332,7 +345,7 @@ class WeightWriter:
             if not is_sharded and (arena_key, arena_slot.start) not in seeded_storages:
                 # Seeding a second time would undo what is written below.
                 seeded_storages.add((arena_key, arena_slot.start))
-                self._seed(arena_key, arena_slot, current_tensor)
+                self._seed(arena_key, arena_slot, current_tensor, weight_report)
             # Mapped shared, because all ranks write their pieces of a sharded tensor into this
             # file.
             target_view = arena_slot.view(
@@ -340,26 +353,61 @@ class WeightWriter:
                     self._staging[arena_key], self._mappings[arena_key].nbytes, is_private=False
                 )
             )
-            whole_tensor, notebook_values = (
-                current_tensors[arena_slot.name],
-                arena_slot.view(self._mappings[arena_key]),
-            )
-            for piece_spot, piece_values in sharded_tensors.pieces(
+            whole_tensor = current_tensors[arena_slot.name]
+            own_pieces = sharded_tensors.pieces(
                 whole_tensor if is_sharded else current_tensor, self._held.of(whole_tensor)
-            ):
-                sharded_tensors.put_piece(
-                    target_view,
-                    piece_spot,
-                    sharded_tensors.unrounded_values(
-                        piece_values.detach(), notebook_values, piece_spot, whole_tensor.dtype
-                    ),
-                )
-            if not self._is_in_training(arena_key):
-                weight_report.written.setdefault(arena_key, []).append(
-                    (arena_slot.start, arena_slot.start + arena_slot.nbytes)
-                )
+            )
+            piece_ranges = self._put_pieces(
+                own_pieces, target_view, arena_slot.view(self._mappings[arena_key]), whole_tensor
+            )
+            self._note_departed(arena_key, arena_slot, weight_report, piece_ranges)
+            if is_sharded:
+                slot_range = (arena_slot.start, arena_slot.start + arena_slot.nbytes)
+                self._sharded.setdefault(arena_key, []).append(slot_range)
 
-    def _seed(self, arena_key: str, arena_slot: Slot, current_tensor: torch.Tensor) -> None:
+    def _put_pieces(
+        self,
+        own_pieces: Iterable[tuple[sharded_tensors.PieceSpot, torch.Tensor]],
+        target_view: torch.Tensor,
+        notebook_values: torch.Tensor,
+        whole_tensor: torch.Tensor,
+    ) -> list[shared_memory.ByteRange]:
+        """Copy what this rank has of a tensor; returns which bytes of its storage that are."""
+        written_ranges = []
+        for piece_spot, piece_values in own_pieces:
+            unrounded_piece = sharded_tensors.unrounded_values(
+                piece_values.detach(), notebook_values, piece_spot, whole_tensor.dtype
+            )
+            sharded_tensors.put_piece(target_view, piece_spot, unrounded_piece)
+            written_ranges += sharded_tensors.piece_ranges(
+                target_view, piece_spot, piece_values.numel()
+            )
+        return written_ranges
+
+    def _note_departed(
+        self,
+        arena_key: str,
+        arena_slot: Slot,
+        weight_report: WeightReport,
+        piece_ranges: Iterable[shared_memory.ByteRange],
+    ) -> None:
+        # What it trains in is reported as a whole.
+        own_ranges = weight_report.own_bytes.setdefault(arena_key, [])
+        own_ranges += (
+            (arena_slot.start + first_byte, arena_slot.start + end_byte)
+            for first_byte, end_byte in piece_ranges
+        )
+        if not self._is_in_training(arena_key):
+            slot_range = (arena_slot.start, arena_slot.start + arena_slot.nbytes)
+            weight_report.written.setdefault(arena_key, []).append(slot_range)
+
+    def _seed(
+        self,
+        arena_key: str,
+        arena_slot: Slot,
+        current_tensor: torch.Tensor,
+        weight_report: WeightReport,
+    ) -> None:
         """Fill the slot's storage first, where other tensors view parts of it too."""
         # A tensor that covers the storage overwrites it all, so seeding would be wasted.
         covers_storage = current_tensor.numel() * arena_slot.dtype.itemsize == arena_slot.nbytes
@@ -368,62 +416,11 @@ class WeightWriter:
             shared_memory.write_at(
                 self._staging[arena_key], self._mappings[arena_key].view(*byte_span), byte_span[0]
             )
+            weight_report.own_bytes.setdefault(arena_key, []).append(byte_span)
 
     def _is_in_training(self, arena_key: str) -> bool:
         """Whether the arena's staging file is the very one that this rank trains in."""
         return self._in_files.get(arena_key) == self._staging[arena_key]
-
-
-def arenas_to_train_in(
-    arena_mappings: Mapping[str, shared_memory.Mapping],
-    parameter_groups: Iterable[Iterable[torch.Tensor]],
-) -> list[str]:
-    """Which arenas are worth training in a file. See [Note: training in place].
-
-    Args:
-        arena_mappings: This worker's mappings of the arenas, by key.
-        parameter_groups: The parameters that an optimizer is about to step, in its groups.
-
-    Returns:
-        Keys of the arenas most of whose bytes will be written.
-    """
-    trained_parameters = {
-        id(parameter): parameter
-        for parameter_group in parameter_groups
-        for parameter in parameter_group
-        if parameter.requires_grad
-    }
-    chosen_keys = []
-    for arena_key, arena_mapping in arena_mappings.items():
-        parameter_spans = (
-            _span_in(arena_mapping, parameter) for parameter in trained_parameters.values()
-        )
-        # Merged first: tied parameters and views of one storage would count twice.
-        trained_bytes = shared_memory.total_bytes(
-            shared_memory.merge_ranges(byte_span for byte_span in parameter_spans if byte_span)
-        )
-        if trained_bytes >= _IN_PLACE_SHARE * arena_mapping.nbytes:
-            chosen_keys.append(arena_key)
-    return chosen_keys
-
-
-def move_mapping_to_file(arena_mapping: shared_memory.Mapping, file_descriptor: int) -> None:
-    """Copy what a mapping shows to a file, and let the mapping show and write that file."""
-    shared_memory.write_at(file_descriptor, arena_mapping.view(0, arena_mapping.nbytes), 0)
-    # In this order: the mapping must never show a file that has not been filled.
-    arena_mapping.replace(file_descriptor, is_private=False)
-
-
-def _span_in(
-    arena_mapping: shared_memory.Mapping, current_tensor: torch.Tensor
-) -> shared_memory.ByteRange | None:
-    if current_tensor.device.type != "cpu" or type(current_tensor) not in PLAIN:
-        return None
-    tensor_storage = current_tensor.untyped_storage()
-    if not arena_mapping.contains(tensor_storage.data_ptr(), tensor_storage.nbytes()):
-        return None
-    first_byte = tensor_storage.data_ptr() - arena_mapping.address
-    return (first_byte, first_byte + tensor_storage.nbytes())
 
 
 def _mismatch_reason(
@@ -599,7 +596,7 @@ class WeightReceiver:
         byte_ranges: list[shared_memory.ByteRange],
         merged_report: WeightReport,
     ) -> None:
-        for first_byte, end_byte in _ranges_without(
+        for first_byte, end_byte in shared_memory.ranges_without(
             byte_ranges, self._stranded_ranges(arena, merged_report.stranded)
         ):
             shared_memory.read_at(file_descriptor, arena.view(first_byte, end_byte), first_byte)
@@ -663,18 +660,3 @@ def _differing_models_message(
         "DistributedDataParallel already? Then some parameters took no part in the loss: "
         "find_unused_parameters=True.)"
     )
-
-
-def _ranges_without(
-    byte_ranges: list[shared_memory.ByteRange], left_out: list[shared_memory.ByteRange]
-) -> Iterator[shared_memory.ByteRange]:
-    for first_byte, end_byte in byte_ranges:
-        inner_ranges = [
-            (max(range_start, first_byte) - first_byte, min(range_end, end_byte) - first_byte)
-            for range_start, range_end in left_out
-            if range_start < end_byte and first_byte < range_end
-        ]
-        for range_start, range_end in shared_memory.gaps_between(
-            inner_ranges, end_byte - first_byte
-        ):
-            yield (first_byte + range_start, first_byte + range_end)

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from nbaccel.workers import fork_safety, messaging, worker
 from nbaccel.workers.fork_safety import pause_pools
 from nbaccel.workers.reaping import reap
+from nbaccel.workers.start_method import LocalProcesses
 
 
-class ForkStarter:
+class ForkStarter(LocalProcesses):
     """Starts workers by forking this process. See `start_method.Starter`.
 
     Args:

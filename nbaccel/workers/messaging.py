@@ -11,6 +11,7 @@ descriptors that belong to it. What is too long for one packet travels in a memo
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import pickle
 import socket
@@ -25,7 +26,7 @@ from nbaccel.transfer.pickling import PackedObject
 
 _PACKET_BYTES = 32 * 1024  # well under the kernel's limit for one packet (net.core.wmem_default)
 _MAX_FDS = 250  # the kernel's limit SCM_MAX_FD is 253; one is left for the memory file
-_IN_PACKET, _IN_FILE = b"p", b"f"
+_IN_PACKET, IN_FILE = b"p", b"f"
 
 
 class Channel:
@@ -45,6 +46,14 @@ class Channel:
         """Take over an end that came from another process."""
         return cls(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=socket_fd))
 
+    @classmethod
+    def unwaiting(cls, socket_fd: int) -> Channel:
+        """Take over an end, whose packets this process passes on without ever waiting."""
+        channel_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=socket_fd)
+        # By the socket: `send_fds` and `recv_fds` of Python 3.11 ignore their flags.
+        channel_socket.setblocking(False)
+        return cls(channel_socket)
+
     def fileno(self) -> int:
         """The descriptor, for `select`."""
         return self._sock.fileno()
@@ -63,15 +72,10 @@ class Channel:
             raise ValueError(
                 f"{len(file_descriptors)} descriptors in one message; {_MAX_FDS} is the most"
             )
-        message_bytes = pickle.dumps(message, protocol=5)
-        if len(message_bytes) <= _PACKET_BYTES:
-            socket.send_fds(self._sock, [_IN_PACKET + message_bytes], list(file_descriptors))
-            return
-        spill_file = shared_memory.create_file("message", len(message_bytes))
-        with shared_memory.closing_files(spill_file):
-            shared_memory.write_at(spill_file, memoryview(message_bytes), 0)
+        packet_bytes, spill_files = pack_message(message)
+        with shared_memory.closing_files(*spill_files):
             # Last, so that the receiver can take it off the end of the list.
-            socket.send_fds(self._sock, [_IN_FILE], [*file_descriptors, spill_file])
+            socket.send_fds(self._sock, [packet_bytes], [*file_descriptors, *spill_files])
 
     def try_send(self, message: Any) -> bool:
         """Send a short message unless that would mean to wait.
@@ -95,6 +99,16 @@ class Channel:
         Raises:
             EOFError: If the other end is gone and everything it sent has been read.
         """
+        packet_bytes, file_descriptors = self.receive_packet()
+        return open_packet(packet_bytes, file_descriptors), file_descriptors
+
+    def receive_packet(self) -> tuple[bytes, list[int]]:
+        """The next message, packed as a process leaves it that passes it on.
+
+        Raises:
+            EOFError: If the other end is gone and everything it sent has been read.
+            BlockingIOError: If there is none, and this end does not wait.
+        """
         try:
             packet_bytes, file_descriptors, _, _ = socket.recv_fds(
                 self._sock, _PACKET_BYTES + 1, _MAX_FDS + 1
@@ -104,19 +118,71 @@ class Channel:
             packet_bytes, file_descriptors = b"", []
         if not packet_bytes:
             raise EOFError("the other process closed its end")
-        if packet_bytes[:1] == _IN_PACKET:
-            return pickle.loads(packet_bytes[1:]), file_descriptors
-        spill_file = file_descriptors.pop()
-        with (
-            # pickle.load reads from the file's offset, which the sender's `pwrite` has left at 0.
-            shared_memory.closing_files(spill_file),
-            os.fdopen(os.dup(spill_file), "rb") as spill_view,
-        ):
-            return pickle.load(spill_view), file_descriptors
+        return packet_bytes, file_descriptors
+
+    def send_packet(self, packet_bytes: bytes, file_descriptors: Sequence[int]) -> bool:
+        """Pass a packed message on, by an end that does not wait.
+
+        Returns:
+            Whether it is on its way; if not, the other end has not read what it was sent before.
+
+        Raises:
+            OSError: If the other end is gone.
+        """
+        try:
+            socket.send_fds(self._sock, [packet_bytes], list(file_descriptors))
+        except BlockingIOError:
+            return False
+        return True
 
     def close(self) -> None:
         """Close this end; the other one reads an end of file."""
         self._sock.close()
+
+
+def open_packet(packet_bytes: bytes, file_descriptors: list[int]) -> Any:
+    """The message in a packet.
+
+    Args:
+        packet_bytes: What `Channel.receive_packet` gave.
+        file_descriptors: Its descriptors. The one of the file that holds a long message is taken
+            off the end, and closed.
+    """
+    if packet_bytes[:1] == _IN_PACKET:
+        return pickle.loads(packet_bytes[1:])
+    spill_file = file_descriptors.pop()
+    with shared_memory.closing_files(spill_file):
+        return _read_spilled(spill_file)
+
+
+def peek_packet(packet_bytes: bytes, file_descriptors: Sequence[int]) -> Any:
+    """The message in a packet that will be passed on: nothing is taken off or closed."""
+    if packet_bytes[:1] == _IN_PACKET:
+        return pickle.loads(packet_bytes[1:])
+    return _read_spilled(file_descriptors[-1])
+
+
+def _read_spilled(spill_file: int) -> Any:
+    # From a mapping and not by reading: the file's offset is shared with whoever reads it next.
+    with mmap.mmap(spill_file, 0, access=mmap.ACCESS_READ) as spilled_bytes:
+        return pickle.loads(spilled_bytes)
+
+
+def pack_message(message: Any) -> tuple[bytes, list[int]]:
+    """A message as a packet, and the descriptor of the file that holds it where it is long.
+
+    The descriptor travels after all others, and is the caller's to close.
+    """
+    message_bytes = pickle.dumps(message, protocol=5)
+    if len(message_bytes) <= _PACKET_BYTES:
+        return _IN_PACKET + message_bytes, []
+    spill_file = shared_memory.create_file("message", len(message_bytes))
+    try:
+        shared_memory.write_at(spill_file, memoryview(message_bytes), 0)
+    except BaseException:  # an interrupt must not leak the descriptor either
+        os.close(spill_file)
+        raise
+    return IN_FILE, [spill_file]
 
 
 def unless_gone() -> contextlib.suppress:
@@ -173,6 +239,25 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FileHints:
+    """What a message means for memory files, for a process that copies them to another host.
+
+    Attributes:
+        staging: Keys of the arenas whose staging files come with it, in their order.
+        arenas: Keys of the arenas that come with it, in their order.
+        reads_arenas: Whether the worker will read what the notebook has written to its arenas.
+        forgets: Keys of arenas that are of no more use.
+        ends_staging: Whether staging files that came before are of no more use.
+    """
+
+    staging: tuple[str, ...] = ()
+    arenas: tuple[str, ...] = ()
+    reads_arenas: bool = False
+    forgets: tuple[str, ...] = ()
+    ends_staging: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAssignment:
     """Where a worker works: its place among the others, and the surroundings of the notebook."""
 
@@ -190,6 +275,13 @@ class WorkerAssignment:
     serves_store: bool
     """Whether this worker serves the rendezvous store, on the listening socket that comes along."""
     random_states: bytes
+    staging_rank: int
+    """Its number among the workers that share the notebook's staging files; 0 writes whole
+    tensors there."""
+    num_notebooks: int = 1
+    """Notebooks that take part, each with its own staging files."""
+    on_other_host: bool = False
+    """Whether environment, folder and import path are to be laid over those of its host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +306,11 @@ class Job:
 
     handler: ClassVar[str] = "nbaccel.workers.worker:serve_job"
     """What a worker runs whose first message this is, as module:function."""
+
+    def file_hints(self) -> FileHints:
+        """What it means for memory files."""
+        arena_keys = tuple(arena_key for arena_key, _ in self.arenas)
+        return FileHints(staging=arena_keys, arenas=arena_keys, reads_arenas=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from nbaccel.errors import StartupFailed
 from nbaccel.failures import failure
 from nbaccel.transfer import shared_memory
 from nbaccel.workers import messaging, template_prestart, time_limits
+from nbaccel.workers.start_method import LocalProcesses
 from nbaccel.workers.worker import WorkerEnds
 
 
@@ -42,7 +43,7 @@ def go_on() -> None:
             os.kill(template_boot.process.pid, signal.SIGCONT)
 
 
-class TemplateStarter:
+class TemplateStarter(LocalProcesses):
     """Starts workers by asking a template process to fork. See `start_method.Starter`.
 
     Args:

@@ -52,10 +52,31 @@ def serve(
     _die_with(parent_id)
     # To look for garbage takes a tenth of the imports' time, and modules leave none worth it.
     gc.disable()
+    import_for_workers(device, in_notebook=in_notebook, extends_torch=extends_torch)
+    from nbaccel.workers import messaging
+
+    channel = messaging.Channel.from_fd(channel_fd)
+    fork_server = _ForkServer(channel, parent_id)
+    freeze_memory()
+    channel.send(messaging.Ready(os.getpid()))
+    try:
+        fork_server.loop()
+    finally:
+        fork_server.end_all()
+        os._exit(0)
+
+
+def import_for_workers(device: str, *, in_notebook: bool, extends_torch: bool) -> None:
+    """Import what workers will need, and run the code once that all of them run first.
+
+    Args:
+        device: The device whose library is imported, too; empty for none.
+        in_notebook: Whether cells will be run, for which IPython is imported.
+        extends_torch: Whether packages that extend torch are imported, as torch does by itself.
+    """
     for module_name in _PREIMPORTED_MODULES + (_FOR_NOTEBOOKS if in_notebook else ()):
         importlib.import_module(module_name)
     from nbaccel import _catalog
-    from nbaccel.workers import messaging
     from nbaccel.workers.reaping import adopt_orphans
 
     # Imports the devices once, for all workers.
@@ -65,20 +86,18 @@ def serve(
     if extends_torch:
         _load_extensions({known_device.extension for known_device in known_devices})
     adopt_orphans()
-    channel = messaging.Channel.from_fd(channel_fd)
-    fork_server = _ForkServer(channel, parent_id)
     _rehearse_transfer()
-    # Frozen, because a collection in a worker would write to every page shared with this process;
-    # collected before, so that no garbage is kept for ever.
+
+
+def freeze_memory() -> None:
+    """Take what there is out of the garbage collector's sight, before workers are forked.
+
+    A collection in a worker would write to every page shared with this process. Collected before,
+    so that no garbage is kept for ever.
+    """
     gc.collect()
     gc.freeze()
     gc.enable()
-    channel.send(messaging.Ready(os.getpid()))
-    try:
-        fork_server.loop()
-    finally:
-        fork_server.end_all()
-        os._exit(0)
 
 
 def _load_extensions(known_paths: set[str]) -> None:

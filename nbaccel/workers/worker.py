@@ -27,6 +27,7 @@ import os
 import pickle
 import random
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -185,7 +186,23 @@ class WorkerContext:
     """What torch calls it: `cpu`, `cuda:1`."""
     store: Any
     """The rendezvous store, in the worker that serves it."""
+    staging_rank: int = 0
+    num_notebooks: int = 1
+    on_other_host: bool = False
     logging: worker_output.LoggingSettings = field(default_factory=worker_output.LoggingSettings)
+
+    def go_to(self, folder: str) -> None:
+        """Work in a folder of the notebook; on another host only if it is there, too."""
+        try:
+            os.chdir(folder)
+        except OSError as error:
+            if not self.on_other_host:
+                raise
+            if self.place.local_rank == 0:
+                sys.stderr.write(
+                    f"nbaccel: the workers on {socket.gethostname()} work in {os.getcwd()}: "
+                    f"{folder} is not there ({error.strerror}).\n"
+                )
 
 
 def settle_in_process(
@@ -199,10 +216,13 @@ def settle_in_process(
     """
     place = Topology.from_json(worker_assignment.topology)
     # Before the device: its libraries read variables such as CUDA_VISIBLE_DEVICES when they start.
-    env.replace_all(worker_assignment.environment)
-    os.chdir(worker_assignment.working_directory)
-    # In place, because other modules hold a reference to this list.
-    sys.path[:] = worker_assignment.import_path
+    if worker_assignment.on_other_host:
+        _move_into(worker_assignment)
+    else:
+        env.replace_all(worker_assignment.environment)
+        os.chdir(worker_assignment.working_directory)
+        # In place, because other modules hold a reference to this list.
+        sys.path[:] = worker_assignment.import_path
     torch.set_num_threads(worker_assignment.threads)
     hardware_device = _catalog.device(worker_assignment.device)
     hardware_device.enter_worker(place.local_rank)
@@ -218,12 +238,30 @@ def settle_in_process(
         if worker_assignment.serves_store
         else None
     )
-    return WorkerContext(
+    worker_context = WorkerContext(
         place=place,
         hardware=hardware_device,
         device=str(hardware_device.torch_device(place.local_rank)),
         store=rendezvous_store,
+        staging_rank=worker_assignment.staging_rank,
+        num_notebooks=worker_assignment.num_notebooks,
+        on_other_host=worker_assignment.on_other_host,
     )
+    if worker_context.on_other_host:
+        worker_context.go_to(worker_assignment.working_directory)
+    return worker_context
+
+
+def _move_into(worker_assignment: messaging.WorkerAssignment) -> None:
+    """Lay the notebook's variables and folders of modules over those of this host."""
+    env.update(dict(worker_assignment.environment))
+    notebook_folders = [
+        path_entry
+        for path_entry in worker_assignment.import_path
+        if os.path.exists(path_entry) and path_entry not in sys.path
+    ]
+    # Behind the host's own: it may have another Python's packages under the same path.
+    sys.path.extend(notebook_folders)
 
 
 def serve_job(
@@ -312,7 +350,7 @@ class Work:
             self._hand_over(returned_value, weight_report)
 
     def _prepare(self, clean_up: contextlib.ExitStack) -> tuple[WorkerCall, WeightWriter]:
-        job, place = self._job, self._worker_context.place
+        job = self._job
         for file_name, source_lines in job.sources.items():
             # Without a modification time, or linecache would look for the file and drop the lines.
             linecache.cache[file_name] = (
@@ -327,11 +365,11 @@ class Work:
         # After unpickling, which imports libraries that configure their own loggers.
         self._worker_context.logging.follow(job.logging)
         weight_writer = WeightWriter(
-            own_rank=place.local_rank,
+            own_rank=self._worker_context.staging_rank,
             shared_modules=call.modules,
             arena_mappings=arena_mappings,
             staging_files=self._staging,
-            num_nodes=place.num_nodes,
+            num_nodes=self._worker_context.num_notebooks,
         )
         if job.share_back:
             clean_up.callback(weight_writer.watch_first_step())

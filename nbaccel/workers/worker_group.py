@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import select
 import socket
 import time
@@ -18,10 +19,30 @@ from nbaccel.topology import Topology
 from nbaccel.transfer import shared_memory
 from nbaccel.workers import messaging, time_limits, worker, working_folder
 from nbaccel.workers.fork import ForkStarter
-from nbaccel.workers.start_method import Starter
+from nbaccel.workers.start_method import HostShare, Starter
 from nbaccel.workers.worker_handle import WorkerHandle, connect
 
-__all__ = ["AssignedWorker", "WorkerGroup"]
+__all__ = ["AssignedWorker", "MeetingPlace", "WorkerGroup"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeetingPlace:
+    """Where the workers of all nodes meet, and which node this is.
+
+    Attributes:
+        address: Host name or address of the rendezvous store.
+        port: Its TCP port.
+        store_socket: What rank 0 is given to serve it: the listening socket, or one that stands for
+            a socket of its own host; None where another node serves it.
+        node_rank: Number of this node.
+        num_nodes: Nodes with a notebook of their own.
+    """
+
+    address: str
+    port: int
+    store_socket: socket.socket | None
+    node_rank: int = 0
+    num_nodes: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,38 +84,39 @@ class WorkerGroup:
 
     def start(
         self,
-        store_listener: socket.socket | None,
+        meeting_place: MeetingPlace,
         environment_variables: Mapping[str, str] | None = None,
     ) -> list[AssignedWorker]:
         """Start all workers, each of which then waits for its first message.
 
         Args:
-            store_listener: The rendezvous store's socket, where this node is the one that serves
-                it.
+            meeting_place: Where they meet.
             environment_variables: Environment variables that they get beside the notebook's.
         """
-        worker_places = self._places(store_listener)
+        worker_places = self._places(meeting_place)
         self._on_end.enter_context(_libraries_memory(worker_places))
         # Before the first start: a failed start of one worker must end those started before it.
         self._on_end.callback(self._end_workers)
         for worker_place in worker_places:
             self._start_worker(worker_place.rank)
-        worker_surroundings = _WorkerSurroundings.here(environment_variables or {})
-        # Found once: the workers of a launch have to agree on their addresses.
-        device_variables = _device_variables(self.plan)
+        worker_surroundings = _WorkerSurroundings.here(
+            environment_variables or {}, is_for_other_hosts=bool(self._starter.shares)
+        )
         return [
             AssignedWorker(
                 handle=worker_handle,
                 assignment=self._assignment(
                     worker_place,
                     worker_surroundings,
-                    device_variables[worker_place.local_rank],
-                    serves_store=store_socket is not None,
+                    device_variables,
+                    serves_store=rank_0_socket is not None,
                 ),
-                fds=() if store_socket is None else (store_socket.fileno(),),
+                fds=() if rank_0_socket is None else (rank_0_socket.fileno(),),
             )
-            for worker_place, worker_handle in zip(worker_places, self.members, strict=True)
-            for store_socket in [store_listener if worker_place.rank == 0 else None]
+            for worker_place, worker_handle, device_variables in zip(
+                worker_places, self.members, self._device_variables(), strict=True
+            )
+            for rank_0_socket in [meeting_place.store_socket if worker_place.rank == 0 else None]
         ]
 
     def sentinels(self) -> Sequence[int]:
@@ -111,15 +133,47 @@ class WorkerGroup:
 
     # ---- starting
 
-    def _places(self, store_listener: socket.socket | None) -> tuple[Topology, ...]:
-        run_config = self.plan.config
+    def _places(self, meeting_place: MeetingPlace) -> tuple[Topology, ...]:
+        if self._starter.shares:
+            return Topology.of_hosts(
+                [host_share.num_workers for host_share in self._starter.shares],
+                master_addr=meeting_place.address,
+                master_port=meeting_place.port,
+            )
         return Topology.of_node(
             num_processes=self.plan.num_processes,
-            master_port=store_listener.getsockname()[1] if store_listener else self.plan.port or 0,
-            master_addr=self.plan.master_addr,
-            node_rank=run_config.node_rank,
-            num_nodes=run_config.num_nodes,
+            master_port=meeting_place.port,
+            master_addr=meeting_place.address,
+            node_rank=meeting_place.node_rank,
+            num_nodes=meeting_place.num_nodes,
         )
+
+    def _device_variables(self) -> list[Mapping[str, str | None]]:
+        """What each worker gets for its device, by rank.
+
+        Found once: the workers of a launch have to agree on their addresses.
+        """
+        return [
+            device_variables
+            for host_plan in self._host_plans()
+            for device_variables in _device_variables(host_plan)
+        ]
+
+    def _host_plans(self) -> list[Plan]:
+        """The plan of each host alone."""
+        return [
+            dataclasses.replace(
+                self.plan,
+                num_processes=host_share.num_workers,
+                inventory=host_share.inventory,
+                threads_per_process=self._threads_on(host_share),
+            )
+            for host_share in self._starter.shares
+        ] or [self.plan]
+
+    def _threads_on(self, host_share: HostShare) -> int:
+        given_threads = self.plan.config.threads_per_process
+        return given_threads or max(1, host_share.inventory.cpu_cores // host_share.num_workers)
 
     def _start_worker(self, rank: int) -> WorkerHandle:
         worker_channel, worker_pipes, worker_ends = connect()
@@ -132,6 +186,7 @@ class WorkerGroup:
             channel=worker_channel,
             pipes=worker_pipes,
             pid=process_id,
+            starter=self._starter,
             # A fork has registered the signal from its start; workers of the template do so later.
             tells_its_stack=is_fork,
         )
@@ -152,7 +207,8 @@ class WorkerGroup:
         *,
         serves_store: bool,
     ) -> messaging.WorkerAssignment:
-        plan = self.plan
+        plan = self._host_plans()[worker_place.node_rank if self._starter.shares else 0]
+        is_on_other_host = bool(self._starter.shares)
         own_environment = worker_place.variables(
             mixed_precision=plan.config.mixed_precision,
             device=plan.device,
@@ -183,6 +239,10 @@ class WorkerGroup:
             import_path=worker_surroundings.import_path,
             serves_store=serves_store,
             random_states=worker_surroundings.random_states,
+            # Every node has its own notebook, unless hosts were given to this one.
+            staging_rank=worker_place.rank if is_on_other_host else worker_place.local_rank,
+            num_notebooks=1 if is_on_other_host else worker_place.num_nodes,
+            on_other_host=is_on_other_host,
         )
 
     # ---- ending
@@ -226,10 +286,19 @@ class _WorkerSurroundings:
     random_states: bytes
 
     @classmethod
-    def here(cls, extra_variables: Mapping[str, str]) -> _WorkerSurroundings:
-        """Those of this process, with some more environment variables."""
+    def here(
+        cls, extra_variables: Mapping[str, str], *, is_for_other_hosts: bool
+    ) -> _WorkerSurroundings:
+        """Those of this process, with some more environment variables.
+
+        Args:
+            extra_variables: These.
+            is_for_other_hosts: Whether hosts with environments of their own get them: then only
+                what was set in this process goes there.
+        """
+        own_environment = env.changes() if is_for_other_hosts else env.snapshot()
         return cls(
-            env.snapshot() | dict(extra_variables),
+            own_environment | dict(extra_variables),
             working_folder.told_here(),
             tuple(working_folder.import_path()),
             worker.seeded_states(),

@@ -14,7 +14,7 @@ from nbaccel.failures import failure
 from nbaccel.leftovers import LeftoverFolders
 from nbaccel.transfer import shared_memory
 from nbaccel.workers import messaging
-from nbaccel.workers.reaping import end_group
+from nbaccel.workers.start_method import Starter
 from nbaccel.workers.worker import STACK_SIGNAL, WorkerEnds
 
 _CRASH_HEADING = "Fatal Python error"  # how faulthandler begins a report of a crash
@@ -43,6 +43,8 @@ class WorkerHandle:
     pipes: dict[int, str]
     """The notebook's reading ends → `stdout`, `stderr` or `stack`."""
     pid: int
+    starter: Starter
+    """Who started it, and reaches it with signals."""
     tells_its_stack: bool = False
     """It handles `STACK_SIGNAL`; a process that does not would be killed by it."""
     control: messaging.Channel | None = None
@@ -239,7 +241,7 @@ class WorkerHandle:
     def kill(self) -> None:
         """End it, with everything it has started that has not left its process group."""
         self.is_stopped = True
-        end_group(self.pid)
+        self.starter.kill(self.pid)
 
     def let_leave(self) -> None:
         """Let it exit: its work is over."""
@@ -269,9 +271,7 @@ class WorkerHandle:
         self.result_fd = self.error = None
 
     def _signal(self, signal_number: int) -> None:
-        # It may have ended already.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal_number)
+        self.starter.signal(self.pid, signal_number)
 
     def _tell(self, message: messaging.Look | messaging.Break) -> None:
         if self.control is not None:

@@ -14,6 +14,7 @@ import signal
 import tempfile
 import textwrap
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,14 +52,19 @@ class Kernel:
     """A kernel of this interpreter in which nbaccel can be imported.
 
     Args:
+        wrap: Makes of the kernel's command line the one that is run: on another host, for example.
         **variables: Environment variables that it has besides.
     """
 
-    def __init__(self, **variables: str) -> None:
+    def __init__(
+        self, wrap: Callable[[list[str]], list[str]] | None = None, **variables: str
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="nb-")
         self.manager = KernelManager(
             kernel_name="python3", transport="ipc", ip=f"{self._folder.name}/k"
         )
+        if wrap is not None:
+            self.manager.kernel_spec.argv = wrap(self.manager.kernel_spec.argv)
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         # Frames of a debugger in the kernel would be frozen modules' business, not ours.
         environment = {**os.environ, "PYTHONPATH": path, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}

@@ -80,6 +80,7 @@ def test_every_choice_has_a_reason():
     assert [choice.name for choice in plan.choices] == [
         "device",
         "num_processes",
+        "engine",
         "start_method",
         "threads_per_process",
         "mixed_precision",
@@ -112,18 +113,42 @@ def test_the_start_method(settings, method):
     ("settings", "named"),
     [
         ({"num_processes": 2, "rdzv_backend": "c10d"}, "rdzv_backend='c10d'"),
-        ({"num_processes": 2, "rdzv_backend": "c10"}, "rdzv_backend='c10'"),
         (
             {"num_processes": 1, "num_nodes": 2, "master_addr": "10.0.0.1", "max_restarts": 1},
             "max_restarts=1 with num_nodes=2",
         ),
     ],
 )
-def test_what_needs_torch_elastic_is_refused_with_a_way_out(settings, named):
+def test_what_needs_torch_elastic_gets_it(settings, named):
+    plan = plan_of(**settings)
+    assert plan.engine == "elastic"
+    assert plan.start_method == "template"
+    assert any(choice.name == "engine" and named in choice.reason for choice in plan.choices)
+
+
+def test_an_unknown_rendezvous_is_refused():
+    with pytest.raises(ConfigError, match=r"rdzv_backend='c10' .* torchrun"):
+        plan_of(num_processes=2, rdzv_backend="c10")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"engine": "deepspeed"}, "needs hostfile="),
+        ({"hostfile": "/no/such/file"}, "hostfile='/no/such/file' cannot be read"),
+    ],
+)
+def test_an_engine_that_cannot_be_used_says_what_it_needs(settings, said):
     with pytest.raises(ConfigError) as caught:
         plan_of(**settings)
-    assert named in str(caught.value)
-    assert "torchrun" in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_a_hostfile_says_how_many_workers_there_are(tmp_path):
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("one slots=4\n\n# none\ntwo slots=2\n")
+    plan = plan_of(hostfile=hostfile)
+    assert (plan.engine, plan.num_processes, plan.warnings) == ("deepspeed", 6, ())
 
 
 def test_inline_on_many_gpus_is_one_worker_and_says_who_idles():

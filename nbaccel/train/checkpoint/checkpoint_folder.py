@@ -19,17 +19,21 @@ Between the two renames there is no ``ckpt``, but ``.ckpt.old`` is whole: :func:
 finds it, and the next save puts it back. A user's own files in ``ckpt`` move over into the new one.
 
 Where nodes do not share a file system, process 0 of each node does on its disk what process 0
-does; whether they share one is seen by looking for the partial folder.
+does, and writes there all that its node needs; whether they share one is seen by looking for the
+partial folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
 import secrets
 import shutil
+import socket
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,7 +232,7 @@ class _SaveSite:
 @contextlib.contextmanager
 def new_checkpoint(
     target: Path, place: Place, collectives: Collectives, *, series: bool = False
-) -> Iterator[tuple[Path, Path]]:
+) -> Iterator[tuple[Path, Path, bool]]:
     """Build a folder together; it gets its name only if every process has succeeded.
 
     Args:
@@ -239,7 +243,8 @@ def new_checkpoint(
             of them are cleared away.
 
     Yields:
-        The folder to write into, and the one it will become.
+        The folder to write into, the one it will become, and whether this process made it: one
+        per file system does, and writes there what is the same for all.
 
     Raises:
         ConfigError: There can be no folder of that name, or replacing it would do harm.
@@ -251,7 +256,7 @@ def new_checkpoint(
         try:
             write_error = None
             try:
-                yield save_site.partial_folder, save_site.target
+                yield save_site.partial_folder, save_site.target, made_folder
                 # Before the exchange, in which each process says that its files are on the disk.
                 sync_tree(save_site.partial_folder)
             except _PEER_FAILURES:
@@ -307,8 +312,19 @@ def _make_partial_folder(
         # A node that does not see process 0's folder has a file system of its own to write to.
         if place.is_local_main and not save_site.partial_folder.exists():
             makes_folder = True
+            _tell_of_own_disk(str(save_site.target.parent))
             _prepare_target(save_site, series, held_claims)
     return makes_folder
+
+
+@functools.cache
+def _tell_of_own_disk(parent_folder: str) -> None:
+    """Say once what a user has to know of checkpoints on several disks."""
+    sys.stderr.write(
+        f"nbaccel: {socket.gethostname()} does not share {Path(parent_folder).resolve()} with the "
+        "first host: each host keeps a checkpoint that is complete for its own processes. Start "
+        "them on the same hosts to go on from it, or give a folder that all hosts see.\n"
+    )
 
 
 def _prepare_target(save_site: _SaveSite, series: bool, held_claims: contextlib.ExitStack) -> None:

@@ -279,8 +279,10 @@ def save_state(
     with new_checkpoint(Path(folder), place, collectives, series=series) as (
         partial_folder,
         target,
+        made_folder,
     ):
-        writes_shared = place.is_main or (save_on_each_node and place.is_local_main)
+        # Where a node has a disk of its own, its processes find all that they need there.
+        writes_shared = made_folder or (save_on_each_node and place.is_local_main)
         _StateWriter(partial_folder, parts, writes_shared).write_all(
             list(hooks), place, step, safe_serialization
         )

@@ -1,0 +1,120 @@
+"""Which engine brings the workers of a run together, and what contradicts it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from nbaccel.capabilities import ENGINES, engine_row
+
+__all__ = ["ENGINE_CONTRADICTIONS", "chosen_engine", "elastic_reason"]
+
+
+class _EngineSettings(Protocol):
+    """The settings of a `RunConfig` that are read here."""
+
+    @property
+    def engine(self) -> str: ...
+
+    @property
+    def hostfile(self) -> str | None: ...
+
+    @property
+    def num_nodes(self) -> int: ...
+
+    @property
+    def max_restarts(self) -> int: ...
+
+    @property
+    def rdzv_backend(self) -> str: ...
+
+    @property
+    def start_method(self) -> str: ...
+
+
+def chosen_engine(config: _EngineSettings) -> tuple[str, str]:
+    """The engine of a run, and why.
+
+    Args:
+        config: The settings.
+
+    Returns:
+        The name of a row, and the reason.
+    """
+    if config.engine != "auto":
+        return config.engine, "asked for"
+    for row in ENGINES:
+        if row.setting and (given_value := getattr(config, row.setting)) is not None:
+            return row.name, f"{row.setting}={given_value!r} names the hosts"
+    if elastic_text := elastic_reason(config):
+        return _meeting_engine(), f"{elastic_text}: the nodes agree again on who takes part"
+    if config.num_nodes > 1:
+        return ENGINES[0].name, f"a fixed set of {config.num_nodes} nodes"
+    return ENGINES[0].name, "this machine"
+
+
+def elastic_reason(config: _EngineSettings) -> str:
+    """The settings that need torch elastic, whose nodes agree again on who takes part.
+
+    A fixed set of nodes, and restarts on one node, need none: the launcher does those itself.
+
+    Args:
+        config: The settings.
+
+    Returns:
+        ``rdzv_backend='c10d'``, for example, or nothing.
+    """
+    if config.rdzv_backend != "static":
+        return f"rdzv_backend={config.rdzv_backend!r}"
+    if config.num_nodes > 1 and config.max_restarts > 0:
+        return f"max_restarts={config.max_restarts} with num_nodes={config.num_nodes}"
+    return ""
+
+
+def _meeting_engine() -> str:
+    return next(row.name for row in ENGINES if row.meets)
+
+
+def _hosts_are_one_notebooks(run_config: _EngineSettings) -> str:
+    if run_config.num_nodes == 1 or not engine_row(chosen_engine(run_config)[0]).starts_agents:
+        return ""
+    return (
+        f"num_nodes={run_config.num_nodes} contradicts engine={chosen_engine(run_config)[0]!r}, "
+        "with which one notebook starts the workers of all machines: num_nodes counts machines "
+        "with a notebook of their own each. Leave num_nodes and node_rank out; num_processes "
+        "counts the workers on all hosts."
+    )
+
+
+def _hostfile_has_its_engine(run_config: _EngineSettings) -> str:
+    if run_config.hostfile is None or run_config.engine in ("auto", _owner_of("hostfile")):
+        return ""
+    return (
+        f"hostfile={run_config.hostfile!r} contradicts engine={run_config.engine!r}, which finds "
+        f"its machines itself. One would be ignored. Leave one out, or give engine="
+        f"{_owner_of('hostfile')!r}."
+    )
+
+
+def _agents_fork_from_templates(run_config: _EngineSettings) -> str:
+    engine_name = chosen_engine(run_config)[0]
+    if run_config.start_method in ("auto", "template"):
+        return ""
+    if not engine_row(engine_name).starts_agents:
+        return ""
+    return (
+        f"start_method={run_config.start_method!r} contradicts engine={engine_name!r}: workers on "
+        "other machines cannot be forked from this process. Leave start_method out."
+    )
+
+
+def _owner_of(setting_name: str) -> str:
+    """The engine whose hosts a setting names."""
+    return next(row.name for row in ENGINES if row.setting == setting_name)
+
+
+ENGINE_CONTRADICTIONS = (
+    (("engine", "hostfile", "num_nodes", "rdzv_backend"), _hosts_are_one_notebooks),
+    (("engine", "hostfile"), _hostfile_has_its_engine),
+    (("engine", "hostfile", "start_method", "rdzv_backend"), _agents_fork_from_templates),
+)
+"""Each with the settings that it is about."""

@@ -1,0 +1,1 @@
+"""Engines that start this notebook's workers on other machines: one module each."""

@@ -1,0 +1,124 @@
+"""Where agents connect: one listening socket, and the handshake with whoever comes.
+
+Anything may connect to a port. Who does not prove in time that he knows the token is hung up on,
+and keeps no one else waiting.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+
+from nbaccel.hosts.event_loop import EventLoop
+from nbaccel.hosts.secure_link import ANSWER_BYTES, HandshakeFailed, SecureLink, Side
+
+__all__ = ["Door"]
+
+_HANDSHAKE_S = 5.0
+_MAX_CALLERS = 256
+
+
+class Door:
+    """Lets agents in.
+
+    Args:
+        events: Where sockets are watched.
+        listener: The listening socket; the door's from now on.
+        token: The secret that agents must know.
+        on_admitted: Called with the connection of each that does.
+    """
+
+    def __init__(
+        self,
+        events: EventLoop,
+        listener: socket.socket,
+        token: str,
+        on_admitted: Callable[[SecureLink], None],
+    ) -> None:
+        self._events, self._listener, self._token = events, listener, token
+        self._on_admitted = on_admitted
+        self._callers: list[_Caller] = []
+        self._is_open = True
+        listener.setblocking(False)
+        events.on_readable(listener.fileno(), self._accept)
+
+    def due_in(self) -> float | None:
+        """Seconds until a caller has been silent for too long; None if there is none."""
+        if not self._callers:
+            return None
+        return max(0.0, min(caller.until for caller in self._callers) - time.monotonic())
+
+    def close_silent(self) -> None:
+        """Hang up on callers that have been silent for too long."""
+        for caller in list(self._callers):
+            if time.monotonic() >= caller.until:
+                self._dismiss(caller)
+
+    def close(self) -> None:
+        """Let nobody else in."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._events.forget(self._listener.fileno())
+        self._listener.close()
+        for caller in list(self._callers):
+            self._dismiss(caller)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it has hung up already
+            return
+        if len(self._callers) >= _MAX_CALLERS:
+            connection.close()
+            return
+        caller = _Caller(connection, self._token)
+        self._callers.append(caller)
+        self._events.on_readable(connection.fileno(), lambda: self._hear(caller))
+
+    def _hear(self, caller: _Caller) -> None:
+        try:
+            link = caller.hear()
+        except (OSError, HandshakeFailed):
+            self._dismiss(caller)
+            return
+        if link is not None:
+            self._callers.remove(caller)
+            self._events.forget(caller.connection.fileno())
+            self._on_admitted(link)
+
+    def _dismiss(self, caller: _Caller) -> None:
+        self._callers.remove(caller)
+        self._events.forget(caller.connection.fileno())
+        caller.connection.close()
+
+
+class _Caller:
+    """Someone who has connected and has proved nothing yet."""
+
+    def __init__(self, connection: socket.socket, token: str) -> None:
+        self.connection = connection
+        self.until = time.monotonic() + _HANDSHAKE_S
+        self._side = Side(token)
+        self._answer = b""
+        connection.setblocking(False)
+        # A fresh connection has room for so few bytes.
+        connection.send(self._side.nonce)
+
+    def hear(self) -> SecureLink | None:
+        """Take in what has come; the connection once it is authentic.
+
+        Raises:
+            HandshakeFailed: It does not know the token.
+            OSError: It has hung up.
+        """
+        received = self.connection.recv(ANSWER_BYTES - len(self._answer))
+        if not received:
+            raise HandshakeFailed
+        self._answer += received
+        if len(self._answer) < ANSWER_BYTES:
+            return None
+        proof, key = self._side.relay_answer(self._answer)
+        self.connection.send(proof)
+        return SecureLink(self.connection, key, is_relay=True)

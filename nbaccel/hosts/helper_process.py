@@ -1,0 +1,78 @@
+"""A process that works for the notebook beside its workers: forked from the template like one.
+
+The relay and the meeting of nodes are such: they wait, keep connections and threads, and can be
+ended at any time, which the notebook's own process must not have to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from nbaccel.errors import StartupFailed
+from nbaccel.transfer import shared_memory
+from nbaccel.workers import time_limits
+from nbaccel.workers.template import TemplateStarter
+from nbaccel.workers.worker_handle import connect
+
+__all__ = ["HelperProcess"]
+
+_ERROR_CHARS = 2000
+_LOOK_S = 0.1
+
+
+class HelperProcess:
+    """A running helper, and the channel to it.
+
+    Args:
+        first_message: Its class names what the process runs (`handler`).
+        file_descriptors: They travel with the message, and stay the caller's.
+
+    Raises:
+        StartupFailed: The template process did not answer.
+    """
+
+    def __init__(self, first_message: Any, file_descriptors: Sequence[int] = ()) -> None:
+        self._on_end = contextlib.ExitStack()
+        try:
+            starter = TemplateStarter("cpu")
+            self._on_end.callback(starter.close)
+            self.channel, pipes, helper_ends = connect()
+            self._on_end.callback(shared_memory.close_all, pipes)
+            self._error_pipe = next(end for end, name in pipes.items() if name == "stderr")
+            with shared_memory.closing_files(*helper_ends.all()):
+                process_id = starter.start(helper_ends)
+            self._on_end.callback(_await_end, starter, process_id)
+            self._on_end.callback(self.channel.close)
+            self.channel.send(first_message, file_descriptors)
+        except BaseException:  # an interrupt must leave no process behind either
+            self._on_end.close()
+            raise
+
+    def error_text(self) -> str:
+        """The end of what it has written to its error stream since this was last asked."""
+        try:
+            return (
+                os.read(self._error_pipe, 1 << 16).decode(errors="replace").strip()[-_ERROR_CHARS:]
+            )
+        except BlockingIOError:
+            return ""
+
+    def close(self) -> None:
+        """Hang up, and wait until it has left; one that does not is killed."""
+        self._on_end.close()
+
+
+def _await_end(starter: TemplateStarter, process_id: int) -> None:
+    deadline = time.monotonic() + time_limits.UNWIND_S
+    # The template has ended, and the helper with it.
+    with contextlib.suppress(StartupFailed):
+        while process_id not in [ended.pid for ended in starter.collect()]:
+            if time.monotonic() >= deadline:
+                starter.kill(process_id)
+                return
+            select.select(starter.sentinels(), [], [], _LOOK_S)

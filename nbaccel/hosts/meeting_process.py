@@ -1,0 +1,316 @@
+"""The process that meets the other nodes of an elastic run, by torch's rendezvous.
+
+    notebook ── channel ──► this process ══ torch's rendezvous ══ those of the other nodes
+
+A rendezvous waits for minutes, keeps threads and may serve a store: in a process of its own Stop
+ends it at once, and the notebook stays without threads. It is forked from the template.
+
+Torch numbers the nodes and notices those that come and go; where a round's workers meet is told
+beside it, in the round's own store. Torch's own way to tell it does not survive the loss of a node:
+the first node keeps the address of the first round and publishes it in no later one (torch 2.13,
+DynamicRendezvousHandler.next_rendezvous), unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from nbaccel import env
+from nbaccel.hosts import meeting_messages as messages
+from nbaccel.hosts.connecting import address_towards
+from nbaccel.workers import messaging
+
+__all__ = ["meet_nodes"]
+
+_RENDEZVOUS_PORT = 29400
+_ROUND_S = 600
+_LOOK_S = 0.5
+_RETRY_S = 0.25
+_FINISH_S = 300.0
+"""For the other nodes to finish after this one; torch's agents wait as long."""
+# A lost node is noticed after three missed signs of life; torch's own default is 15 seconds.
+_SIGNS_OF_LIFE = {"keep_alive_interval": 1, "keep_alive_max_attempt": 3}
+
+
+def meet_nodes(
+    notebook_channel: messaging.Channel,
+    meet_message: messages.MeetNodes,
+    file_descriptors: list[int],
+    inherited: object,
+) -> None:
+    """Meet the other nodes, round after round, until the notebook hangs up.
+
+    Args:
+        notebook_channel: To the notebook.
+        meet_message: The first message.
+        file_descriptors: None come with it.
+        inherited: What came with a fork from the notebook: nothing.
+    """
+    # See the head of this file.
+    env.update({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    try:
+        meeting = _Meeting(notebook_channel, meet_message)
+    except _NoMeeting as error:
+        notebook_channel.send(messages.MeetingFailed(str(error)))
+        notebook_channel.receive()
+        return
+    try:
+        meeting.loop()
+    finally:
+        meeting.close()
+
+
+class _NoMeeting(Exception):
+    """The nodes cannot meet; the text says why."""
+
+
+class _Meeting:
+    def __init__(
+        self, notebook_channel: messaging.Channel, meet_message: messages.MeetNodes
+    ) -> None:
+        self._channel = notebook_channel
+        self._settings = meet_message
+        given: dict[str, Any] = json.loads(meet_message.settings) or {}
+        self._join_s = float(given.get("join_timeout", given.get("timeout", _ROUND_S)))
+        self._conf = _SIGNS_OF_LIFE | given | {"join_timeout": int(self._join_s)}
+        self._host, self._port = parse_rendezvous_endpoint(
+            meet_message.endpoint, default_port=_RENDEZVOUS_PORT
+        )
+        self._address = self._own_address()
+        self._handler: Any = None
+        self._counter: Any = None
+        self._round: Any = None
+        self._is_in_round = False
+
+    def loop(self) -> None:
+        """Do what the notebook asks for; tell it of nodes that wait to join."""
+        while True:
+            readable, _, _ = select.select([self._channel], [], [], _LOOK_S)
+            if not readable:
+                self._look_for_nodes()
+                continue
+            message, _ = self._channel.receive()
+            try:
+                _ANSWERS[type(message)](self, message)
+            except _NoMeeting as error:
+                self._channel.send(messages.MeetingFailed(str(error)))
+
+    def close(self) -> None:
+        """Close the rendezvous: the other nodes need not wait for this one."""
+        if self._handler is not None:
+            # The node that served it may have gone before.
+            with contextlib.suppress(Exception):
+                self._handler.shutdown()
+
+    # ---- joining
+
+    def _join(self, message: messages.JoinRound) -> None:
+        self._is_in_round = False
+        deadline = time.monotonic() + self._join_s
+        if self._handler is None:
+            self._handler = self._make_handler(deadline)
+        try:
+            self._count(1)
+            self._round = self._handler.next_rendezvous()
+            self._compare_counts()
+        except RendezvousTimeoutError as error:
+            raise _NoMeeting(self._who_is_missing()) from error
+        except RendezvousClosedError as error:
+            raise _NoMeeting(
+                f"run {self._settings.run_id!r} at {self._endpoint} has been closed: another node "
+                "has finished it, or given up. Start all nodes again, with another rdzv_id."
+            ) from error
+        except (RendezvousConnectionError, RuntimeError) as error:
+            raise _NoMeeting(
+                f"the connection to the rendezvous at {self._endpoint} was lost. The node that "
+                "serves it has ended. Start all nodes again."
+            ) from error
+        self._count(-1)
+        self._is_in_round = True
+        self._channel.send(
+            messages.RoundJoined(
+                node_rank=self._round.rank,
+                num_nodes=self._round.world_size,
+                address=self._address,
+            )
+        )
+        if self._round.rank != 0:
+            self._tell_store(deadline)
+
+    def _make_handler(self, deadline: float) -> Any:
+        parameters = RendezvousParameters(
+            backend=self._settings.backend,
+            endpoint=self._settings.endpoint,
+            run_id=self._settings.run_id,
+            min_nodes=self._settings.num_nodes,
+            max_nodes=self._settings.num_nodes,
+            local_addr=self._address,
+            **self._conf,
+        )
+        while True:
+            self._await_server(deadline)
+            try:
+                handler = get_rendezvous_handler(parameters)
+            except (RendezvousConnectionError, ValueError) as error:
+                if isinstance(error, ValueError) or time.monotonic() >= deadline:
+                    raise _NoMeeting(
+                        f"the rendezvous {self._settings.backend!r} at {self._endpoint} cannot be "
+                        f"used: {error}. Look at rdzv_backend and rdzv_conf."
+                    ) from error
+                continue
+            self._connect_counter()
+            return handler
+
+    def _await_server(self, deadline: float) -> None:
+        """Wait for the node that serves the rendezvous, unless it is this one, or unreachable."""
+        while not self._is_here():
+            try:
+                socket.create_connection((self._host, self._port), timeout=_RETRY_S * 20).close()
+                return
+            # It has not been started yet.
+            except (ConnectionRefusedError, TimeoutError):
+                if time.monotonic() >= deadline:
+                    raise _NoMeeting(
+                        f"nothing answers at rdzv_endpoint={self._endpoint!r} after "
+                        f"{self._join_s:.0f} s. Start the node with that address too, or correct "
+                        "the address."
+                    ) from None
+            except OSError as error:
+                raise self._unreachable(error) from error
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait a little; the notebook may hang up meanwhile."""
+        if select.select([self._channel], [], [], _RETRY_S)[0]:
+            raise EOFError("the notebook gave up")
+
+    def _is_here(self) -> bool:
+        return self._address == socket.gethostbyname(self._host)
+
+    @property
+    def _endpoint(self) -> str:
+        return f"{self._host}:{self._port}"
+
+    def _own_address(self) -> str:
+        try:
+            return address_towards(self._host)
+        except OSError as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: OSError) -> _NoMeeting:
+        return _NoMeeting(
+            f"rdzv_endpoint={self._settings.endpoint!r} cannot be reached: "
+            f"{error.strerror or error}. The nodes would never meet. Give the address of one of "
+            "them as all others reach it."
+        )
+
+    # ---- who is there
+
+    def _connect_counter(self) -> None:
+        """A store at the same place, to count the nodes that wait."""
+        if self._settings.backend == "c10d":
+            self._counter = dist.TCPStore(  # type: ignore[attr-defined]
+                self._host,
+                self._port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=5),
+            )
+
+    def _count(self, change: int) -> None:
+        if self._counter is not None:
+            self._counter.add(f"nbaccel/{self._settings.run_id}/waiting", change)
+
+    def _who_is_missing(self) -> str:
+        num_nodes = self._settings.num_nodes
+        known = ""
+        if self._counter is not None:
+            num_waiting = self._counter.add(f"nbaccel/{self._settings.run_id}/waiting", 0)
+            known = f": {num_waiting} of {num_nodes} were there"
+        return (
+            f"the nodes of run {self._settings.run_id!r} did not meet at {self._endpoint} within "
+            f"{self._join_s:.0f} s{known}. Start all {num_nodes} with the same rdzv_endpoint and "
+            'rdzv_id, or give them more time: rdzv_conf={"join_timeout": 1800}.'
+        )
+
+    def _compare_counts(self) -> None:
+        """Refuse nodes with different numbers of workers: their ranks would not fit together."""
+        store, own_count = self._round.store, self._settings.num_processes
+        store.set(f"nbaccel/count/{self._round.rank}", str(own_count))
+        counts = [
+            int(store.get(f"nbaccel/count/{node_rank}"))
+            for node_rank in range(self._round.world_size)
+        ]
+        if set(counts) != {own_count}:
+            raise _NoMeeting(
+                f"num_processes differs: {', '.join(map(str, counts))} on the nodes. Their ranks "
+                "would not fit together. Give the same number on all."
+            )
+
+    # ---- the workers' store
+
+    def _publish(self, message: messages.Publish) -> None:
+        self._round.store.set("nbaccel/store", json.dumps([message.address, message.port]))
+
+    def _tell_store(self, deadline: float) -> None:
+        self._round.store.wait(
+            ["nbaccel/store"], timedelta(seconds=max(1.0, deadline - time.monotonic()))
+        )
+        address, port = json.loads(self._round.store.get("nbaccel/store"))
+        self._channel.send(messages.StoreKnown(address, port))
+
+    # ---- while workers run, and at the end
+
+    def _look_for_nodes(self) -> None:
+        if not self._is_in_round:
+            return
+        # The node that serves it is gone: the workers will say what happened.
+        with contextlib.suppress(RendezvousConnectionError, RuntimeError):
+            if self._handler.num_nodes_waiting():
+                self._is_in_round = False
+                self._channel.send(messages.NodesWaiting())
+
+    def _finish(self, message: messages.FinishRun) -> None:
+        """Wait for the other nodes: one of them may need what this node serves."""
+        self._is_in_round = False
+        store, deadline = self._round.store, time.monotonic() + _FINISH_S
+        # The node that served it has finished, and waited for all others.
+        with contextlib.suppress(RuntimeError):
+            num_finished = store.add("nbaccel/finished", 1)
+            while num_finished < self._round.world_size and time.monotonic() < deadline:
+                self._wait()
+                num_finished = store.add("nbaccel/finished", 0)
+            # Seen by all before the one that serves the store takes it away.
+            num_seen = store.add("nbaccel/seen", 1)
+            while (
+                self._is_here()
+                and num_seen < self._round.world_size
+                and time.monotonic() < deadline
+            ):
+                self._wait()
+                num_seen = store.add("nbaccel/seen", 0)
+        self._channel.send(messages.AllFinished())
+
+
+_ANSWERS: dict[type, Callable[[_Meeting, Any], None]] = {
+    messages.JoinRound: _Meeting._join,
+    messages.Publish: _Meeting._publish,
+    messages.FinishRun: _Meeting._finish,
+}

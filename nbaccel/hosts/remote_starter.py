@@ -1,0 +1,215 @@
+"""Workers on other hosts, as the notebook starts them: through the relay."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import select
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from nbaccel.errors import StartupFailed
+from nbaccel.hosts import relay_messages
+from nbaccel.hosts.helper_process import HelperProcess
+from nbaccel.workers import messaging, time_limits
+from nbaccel.workers.start_method import HostShare
+from nbaccel.workers.worker import WorkerEnds
+
+__all__ = ["RelayConnection", "RemoteStarter"]
+
+_REPORT_S = 0.5
+"""For an engine to learn why a host was lost, once the connection to it is."""
+
+
+class RelayConnection:
+    """The notebook's channel to its relay, and what came by it that nobody has asked for yet.
+
+    Args:
+        relay: The relay; the connection's from now on.
+        explain: Gives hosts with problems, each with what the engine knows of it.
+    """
+
+    def __init__(
+        self,
+        relay: HelperProcess,
+        explain: Callable[[], Mapping[str, str]],
+    ) -> None:
+        self._relay = relay
+        self.channel = channel = relay.channel
+        self._explain = explain
+        self._waiting: list[object] = []
+        # Readable while the channel is, or while an end is kept here that nobody has asked for.
+        self._kept_end = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._ends = select.epoll()
+        for source in (channel.fileno(), self._kept_end):
+            self._ends.register(source, select.EPOLLIN)
+        self.lost_hosts: dict[str, str] = {}
+        """Hosts that were lost, each with what is known of it."""
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when a worker may have ended."""
+        return self._ends.fileno()
+
+    def send(self, message: object, file_descriptors: Sequence[int] = ()) -> None:
+        """Tell the relay something.
+
+        Raises:
+            StartupFailed: It has ended.
+        """
+        try:
+            self.channel.send(message, file_descriptors)
+        except OSError as error:
+            raise self._relay_gone() from error
+
+    def next(self, kinds: tuple[type, ...], timeout_s: float) -> object | None:
+        """The next message of these kinds; others are kept.
+
+        Returns:
+            None if none has come within the time.
+
+        Raises:
+            StartupFailed: The relay has ended.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for message in self._waiting:
+                if isinstance(message, kinds):
+                    self._waiting.remove(message)
+                    return message
+            seconds_left = max(0.0, deadline - time.monotonic())
+            if not select.select([self.channel], [], [], seconds_left)[0]:
+                return None
+            self._receive()
+
+    def _receive(self) -> None:
+        try:
+            message, _ = self.channel.receive()
+        except EOFError as error:
+            raise self._relay_gone() from error
+        if isinstance(message, relay_messages.HostLost):
+            self.lost_hosts[message.name] = self._engine_says(message.name)
+            return
+        if isinstance(message, messaging.Ended):
+            os.eventfd_write(self._kept_end, 1)
+        self._waiting.append(message)
+
+    def next_end(self) -> messaging.Ended | None:
+        """The next report of an ended worker, if there is one.
+
+        Raises:
+            StartupFailed: The relay has ended.
+        """
+        message = self.next((messaging.Ended,), 0.0)
+        if not isinstance(message, messaging.Ended):
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._kept_end)
+            return None
+        return message
+
+    def _engine_says(self, host_name: str) -> str:
+        deadline = time.monotonic() + _REPORT_S
+        while not (known := self._explain().get(host_name, "")) and time.monotonic() < deadline:
+            time.sleep(_REPORT_S / 10)
+        return known
+
+    def close(self) -> None:
+        """Hang up: the relay and all agents end."""
+        self._ends.close()
+        os.close(self._kept_end)
+        self._relay.close()
+
+    def _relay_gone(self) -> StartupFailed:
+        error_text = self._relay.error_text()
+        last_line = error_text.rpartition("\n")[2] or "it may have been killed for lack of memory"
+        return StartupFailed(
+            "The process that connects this notebook with its hosts has ended, and the workers "
+            f"with it ({last_line}).\n"
+            + (f"It said: {error_text}\n" if error_text else "")
+            + "Run the cell again."
+        )
+
+
+class RemoteStarter:
+    """Starts workers on hosts whose agents have joined. See `start_method.Starter`.
+
+    Args:
+        connection: To the relay.
+        shares: The hosts, and how many workers each gets.
+    """
+
+    name = "hosts"
+    status: int | None = None
+
+    def __init__(self, connection: RelayConnection, shares: Sequence[HostShare]) -> None:
+        self.shares = shares
+        self._connection = connection
+        self._places = [share.name for share in shares for _ in range(share.num_workers)]
+        self._hosts_of: dict[int, str] = {}
+        self._num_started = 0
+
+    def start(self, ends: WorkerEnds) -> int:
+        """See :meth:`Starter.start`."""
+        host_name = self._places[self._num_started]
+        self._num_started += 1
+        ticket = self._num_started
+        self._connection.send(relay_messages.StartWorker(ticket, host_name), ends.all())
+        answer = self._connection.next((messaging.Forked,), time_limits.FORK_S)
+        if not isinstance(answer, messaging.Forked):
+            raise StartupFailed(
+                f"Host {host_name} did not fork a worker within {time_limits.FORK_S:.0f} s. It may "
+                "be overloaded or swapping; all workers have been ended."
+            )
+        self._hosts_of[answer.pid] = host_name
+        return answer.pid
+
+    def sentinels(self) -> Sequence[int]:
+        """The channel on which the relay reports ended workers."""
+        return [self._connection.fileno()]
+
+    def sentinel(self, process_id: int) -> int:
+        """See :meth:`Starter.sentinel`: readable when the relay reports anything."""
+        return os.dup(self._connection.fileno())
+
+    def collect(self) -> Sequence[messaging.Ended]:
+        """See :meth:`Starter.collect`."""
+        exit_statuses = []
+        while True:
+            try:
+                message = self._connection.next_end()
+            except StartupFailed as error:
+                reason = str(error).partition("\n")[0]
+                exit_statuses += [
+                    messaging.Ended(process_id, -9, 0, reason) for process_id in self._hosts_of
+                ]
+                self._hosts_of.clear()
+                return exit_statuses
+            if message is None:
+                return exit_statuses
+            host_name = self._hosts_of.pop(message.pid, None)
+            if host_name is not None:
+                exit_statuses.append(self._explained(message, host_name))
+
+    def _explained(self, ended: messaging.Ended, host_name: str) -> messaging.Ended:
+        """The report, with what the engine knows of a host that was lost."""
+        known = self._connection.lost_hosts.get(host_name, "")
+        if not known:
+            return ended
+        return dataclasses.replace(ended, because=f"{ended.because}: {known}")
+
+    def signal(self, process_id: int, signal_number: int) -> None:
+        """See :meth:`Starter.signal`."""
+        self._tell(relay_messages.SignalProcess(process_id, signal_number))
+
+    def kill(self, process_id: int) -> None:
+        """See :meth:`Starter.kill`."""
+        self._tell(relay_messages.KillProcess(process_id))
+
+    def close(self) -> None:
+        """All have ended; the connection stays its session's."""
+        self._hosts_of.clear()
+
+    def _tell(self, message: object) -> None:
+        # The relay has ended, and the workers with it: `collect` says so.
+        with contextlib.suppress(StartupFailed):
+            self._connection.send(message)

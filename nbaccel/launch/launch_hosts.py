@@ -1,0 +1,122 @@
+"""Where the workers of a launch run: here, or on hosts that stay for all its attempts."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+from nbaccel.capabilities import engine_row
+from nbaccel.config import RunConfig
+from nbaccel.hosts.host_session import HostSession
+from nbaccel.hosts.node_meeting import NodeMeeting
+from nbaccel.plan import Plan
+from nbaccel.ports import listen
+from nbaccel.workers.start_method import Starter
+from nbaccel.workers.worker_group import MeetingPlace
+
+__all__ = ["LaunchHosts", "NodesWait"]
+
+
+class NodesWait(Exception):
+    """Another node waits to join: all nodes start their workers anew."""
+
+
+class LaunchHosts:
+    """The machines of one launch.
+
+    Args:
+        plan: What was planned with what this machine has.
+
+    Attributes:
+        meeting: The meeting with nodes that have notebooks or commands of their own; None where
+            the nodes are known beforehand.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._row = engine_row(plan.engine)
+        self._session: HostSession | None = None
+        self._lost: list[str] = []
+        self._store_listener: socket.socket | None = None
+        self.meeting: NodeMeeting | None = None
+
+    @property
+    def config(self) -> RunConfig:
+        """What the user said."""
+        return self._plan.config
+
+    def prepare(self) -> Plan:
+        """Have hosts ready for the next attempt: those of the last one, unless some were lost.
+
+        Returns:
+            The plan with what they have.
+
+        Raises:
+            StartupFailed: Some did not join.
+        """
+        if not self._row.starts_agents:
+            return self._plan
+        if self._session is not None and self._session.lost_hosts:
+            self._lost += self._session.lost_hosts
+            self.close()
+        if self._session is None:
+            self._session = HostSession.open(self._plan, self._lost)
+            for warning in self._session.plan.warnings:
+                sys.stderr.write(f"nbaccel: {warning}\n")
+        return self._session.plan
+
+    def what_is_left(self) -> str:
+        """What a message about a new attempt adds: hosts that were lost."""
+        lost_hosts = self._session.lost_hosts if self._session is not None else ()
+        return f", without {', '.join(lost_hosts)}" if lost_hosts else ""
+
+    def meet(self) -> MeetingPlace:
+        """Where the workers of the next attempt meet.
+
+        Raises:
+            PortTaken: The port asked for is in use.
+            StartupFailed: The other nodes did not come.
+        """
+        plan, config = self._plan, self._plan.config
+        if self._session is not None:
+            return self._session.bind_store(plan.port)
+        if self._row.meets:
+            if self.meeting is None:
+                self.meeting = NodeMeeting(plan)
+            meeting_place = self.meeting.join()
+            self._store_listener = meeting_place.store_socket
+            return meeting_place
+        if config.node_rank == 0:
+            self._store_listener = listen(plan.master_addr, plan.port)
+        return MeetingPlace(
+            address=plan.master_addr,
+            port=self._store_listener.getsockname()[1] if self._store_listener else plan.port or 0,
+            store_socket=self._store_listener,
+            node_rank=config.node_rank,
+            num_nodes=config.num_nodes,
+        )
+
+    def close_store(self) -> None:
+        """Close this process's copy of the store's socket."""
+        if self._store_listener is not None:
+            self._store_listener.close()
+            self._store_listener = None
+
+    def starter(self) -> Starter | None:
+        """What starts workers on the hosts; None for this machine."""
+        return None if self._session is None else self._session.starter()
+
+    def finish(self) -> None:
+        """All workers of this node have returned: wait for those of the others, if they meet."""
+        if self.meeting is not None:
+            self.meeting.finish()
+
+    def close(self) -> None:
+        """Let all hosts go."""
+        self.close_store()
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        if self.meeting is not None:
+            self.meeting.close()
+            self.meeting = None

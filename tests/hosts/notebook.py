@@ -1,0 +1,266 @@
+"""What tests run in the place of a notebook, on a host: `notebook.py CELL HOSTFILE ...`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from nbaccel import Accelerator, Pool, notebook_launcher
+
+
+def tell(**facts):
+    print("TOLD " + json.dumps(facts), flush=True)
+
+
+def make_model(width=64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+def train(model, steps):
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(100 * step + rank)
+        loss = parallel(torch.randn(16, 8)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    print(f"rank {rank} trained on {socket.gethostname()}")
+    return losses, os.environ["LOCAL_RANK"], socket.gethostname(), str(Path.cwd())
+
+
+def weights_of(model):
+    return [
+        round(value, 7)
+        for tensor in model.state_dict().values()
+        for value in tensor.flatten().tolist()
+    ]
+
+
+def cell_train(hostfile):
+    model, alone = make_model(), make_model()
+    results = notebook_launcher(train, (model, 5), hostfile=hostfile)
+    local = notebook_launcher(train, (alone, 5), 4)
+    tell(
+        losses=[result[0] for result in results],
+        places=[result[1:3] for result in results],
+        folders=sorted({result[3] for result in results}),
+        local_losses=[result[0] for result in local],
+        weights=weights_of(model),
+        local_weights=weights_of(alone),
+        start=weights_of(make_model()),
+    )
+
+
+def train_sharded(model, steps):
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for step in range(steps):
+        torch.manual_seed(100 * step + dist.get_rank())
+        optimizer.zero_grad()
+        model(torch.randn(16, 8)).pow(2).mean().backward()
+        optimizer.step()
+    return model[0].weight.to_local().shape[0]
+
+
+def cell_sharded(hostfile):
+    """Every rank has a part of the model, and gives back exactly that."""
+    # 30 rows: the parts of four ranks are not equal, and end within a page.
+    model, alone = make_model(width=30), make_model(width=30)
+    results = notebook_launcher(train_sharded, (model, 3), hostfile=hostfile)
+    notebook_launcher(train_sharded, (alone, 3), 4)
+    tell(
+        rows=list(results),
+        weights=weights_of(model),
+        local_weights=weights_of(alone),
+        start=weights_of(make_model(width=30)),
+    )
+
+
+def print_a_lot(lines):
+    rank = int(os.environ["RANK"])
+    for number in range(lines):
+        print(f"rank {rank} has line {number} of its many lines, each of some length")
+    return rank
+
+
+def cell_print(hostfile, lines):
+    tell(results=list(notebook_launcher(print_a_lot, (int(lines),), hostfile=hostfile)))
+
+
+def save_and_load(model, folder, is_first):
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if is_first:
+        accelerator.backward(model(torch.ones(4, 8)).pow(2).mean())
+        optimizer.step()
+        accelerator.save_state(folder)
+    else:
+        accelerator.load_state(folder)
+    return weights_of(accelerator.unwrap_model(model)), sorted(
+        path.name for path in Path(folder).iterdir()
+    )
+
+
+def cell_checkpoint(hostfile, folder):
+    first = notebook_launcher(
+        save_and_load, (make_model(), folder + "/ckpt", True), hostfile=hostfile
+    )
+    second = notebook_launcher(
+        save_and_load, (make_model(), folder + "/ckpt", False), hostfile=hostfile
+    )
+    tell(saved=list(first), loaded=list(second), start=weights_of(make_model()))
+
+
+def fail(model):
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 3:
+        raise ValueError(f"no luck on {socket.gethostname()}")
+    dist.barrier()
+
+
+def cell_fail(hostfile):
+    model = make_model()
+    try:
+        notebook_launcher(fail, (model,), hostfile=hostfile)
+    except ValueError as error:
+        tell(kinds=[kind.__name__ for kind in type(error).__mro__], text=str(error))
+    tell(untouched=weights_of(model) == weights_of(make_model()))
+
+
+def hang():
+    dist.init_process_group("gloo")
+    dist.barrier()
+    try:
+        print(f"rank {dist.get_rank()} hangs", flush=True)
+        time.sleep(600)
+    finally:
+        print(f"rank {dist.get_rank()} tidies up", flush=True)
+
+
+def cell_hang(hostfile):
+    try:
+        notebook_launcher(hang, (), hostfile=hostfile)
+    except BaseException as error:
+        tell(kind=type(error).__name__, text=str(error), at=time.time())
+    # The notebook goes on: nothing of the hosts is left in the way.
+    results = notebook_launcher(socket.gethostname, (), hostfile=hostfile)
+    tell(again=list(results))
+
+
+def survive(model, folder):
+    """Fails with the host beta in the first attempt, and goes on from a checkpoint afterwards."""
+    dist.init_process_group("gloo")
+    checkpoint = Path(folder) / "checkpoint.pt"
+    step = torch.load(checkpoint)["step"] if checkpoint.exists() else 0
+    if dist.get_rank() == 0 and not step:
+        torch.save({"step": 3}, checkpoint)
+    dist.barrier()
+    if not step:
+        print(f"rank {dist.get_rank()} hangs", flush=True)
+        time.sleep(600)
+    return step, dist.get_world_size(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+
+def cell_survive(hostfile, folder):
+    results = notebook_launcher(survive, (make_model(), folder), hostfile=hostfile, max_restarts=1)
+    tell(results=list(results))
+
+
+def fail_once(folder):
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if dist.get_rank() == 2:
+            os._exit(7)
+        time.sleep(600)
+    return socket.gethostname(), os.getppid()
+
+
+def cell_fail_once(hostfile):
+    results = notebook_launcher(fail_once, ("",), hostfile=hostfile, max_restarts=1)
+    tell(hosts=[host for host, _ in results])
+
+
+STEP = """
+import os, socket, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+if not dist.is_initialized():
+    dist.init_process_group("gloo")
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)
+torch.manual_seed(dist.get_rank())
+optimizer.zero_grad()
+loss = parallel(scale * torch.randn(16, 8)).pow(2).mean()
+loss.backward()
+optimizer.step()
+host, value = socket.gethostname(), loss.item()
+print("rank", dist.get_rank(), "on", host)
+"""
+
+
+def three_cells(pool, model, names):
+    """Train, write to the weights in the notebook, train again; what is seen after each cell."""
+    seen = []
+    pool.run(STEP)
+    seen.append((weights_of(model), pool.pull("value")))
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+    names["scale"] = 2.0
+    pool.run(STEP)
+    seen.append((weights_of(model), pool.pull("value")))
+    pool.run("value = float(sum(p.double().sum() for p in model.parameters()))")
+    seen.append((weights_of(model), pool.pull("value")))
+    return seen
+
+
+def cell_live(hostfile):
+    seen = []
+    for settings in ({"hostfile": hostfile}, {"num_processes": 4}):
+        model = make_model()
+        names = {"model": model, "scale": 1.0}
+        with Pool(namespace=names, **settings) as pool:
+            seen.append(three_cells(pool, model, names))
+            if "hostfile" not in settings:
+                continue
+            hosts = pool.pull("host")["host"]
+            try:
+                pool.run("if dist.get_rank() == 2: raise KeyError(host)")
+            except KeyError as error:
+                failed = str(error)
+            pool.run("dist.get_rank() * 10")
+            status = str(pool.status())
+    tell(hosts=hosts, remote=seen[0], local=seen[1], failed=failed, status=status)
+
+
+def cell_refused(hostfile):
+    started = time.monotonic()
+    try:
+        notebook_launcher(hang, (), hostfile=hostfile)
+    except Exception as error:
+        tell(kind=type(error).__name__, text=str(error), seconds=time.monotonic() - started)
+
+
+if __name__ == "__main__":
+    globals()[f"cell_{sys.argv[1]}"](*sys.argv[2:])

@@ -1,0 +1,66 @@
+"""A script on a host, with its output as it comes."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.hosts.netns import NamespaceHost
+
+
+class RunningScript:
+    """A Python script that tells facts as JSON, in lines that begin with TOLD."""
+
+    def __init__(
+        self, host: NamespaceHost, folder: Path, script: Path, *arguments: str, **variables: str
+    ) -> None:
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])} | variables
+        self.process = host.python(script, *arguments, env=environment, cwd=folder)
+        self.lines: list[str] = []
+        self.errors: list[str] = []
+        self._readers = [
+            threading.Thread(target=self._read, args=(stream, lines))
+            for stream, lines in (
+                (self.process.stdout, self.lines),
+                (self.process.stderr, self.errors),
+            )
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, stream: Any, lines: list[str]) -> None:
+        with stream:
+            lines.extend(line.rstrip("\n") for line in stream)
+
+    @property
+    def all_lines(self) -> str:
+        return "\n".join(self.lines + self.errors)
+
+    def wait_for(self, text: str, times: int = 1, seconds: float = 90.0) -> None:
+        deadline = time.monotonic() + seconds
+        while sum(text in line for line in self.lines + self.errors) < times:
+            assert time.monotonic() < deadline, f"no {text!r} in:\n{self.all_lines}"
+            assert self.process.poll() is None, self.all_lines
+            time.sleep(0.02)
+
+    def told(self, seconds: float = 120.0) -> dict[str, Any]:
+        """All that the script has told, once it has ended."""
+        try:
+            assert self.process.wait(seconds) == 0, self.all_lines
+        finally:
+            self.end()
+        facts: dict[str, Any] = {}
+        for line in self.lines:
+            if line.startswith("TOLD "):
+                facts |= json.loads(line[5:])
+        return facts
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for reader in self._readers:
+            reader.join()

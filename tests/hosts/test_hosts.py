@@ -1,0 +1,197 @@
+"""Two real hosts (network namespaces): a launch of one notebook with workers on both."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import netns
+from tests.hosts.running_script import RunningScript
+
+pytestmark = [pytest.mark.slow, netns.needs_hosts]
+
+SCRIPT = Path(__file__).with_name("notebook.py")
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[netns.NamespaceHost]]:
+    with netns.make_hosts(tmp_path_factory.mktemp("hosts")) as made:
+        yield made
+
+
+class Notebook(RunningScript):
+    """A notebook on the first host, which runs one cell with workers on both."""
+
+    def __init__(self, hosts: list[netns.NamespaceHost], folder: Path, *cell: str) -> None:
+        hostfile = folder / "hostfile"
+        if not hostfile.exists():
+            hostfile.write_text("alpha slots=2\nbeta slots=2   # the other one\n")
+        shell = str(netns.remote_shell(folder, hosts))
+        super().__init__(
+            hosts[0], folder, SCRIPT, cell[0], str(hostfile), *cell[1:], NBACCEL_SSH=shell
+        )
+
+
+def test_training_on_two_hosts_is_training_on_one(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    notebook = Notebook(hosts, tmp_path, "train")
+    told = notebook.told()
+    assert told["places"] == [["0", "alpha"], ["1", "alpha"], ["0", "beta"], ["1", "beta"]]
+    assert told["losses"] == told["local_losses"]
+    assert told["weights"] == told["local_weights"] != told["start"]
+    assert told["folders"] == [str(tmp_path)]
+    for rank, host in enumerate(("alpha", "alpha", "beta", "beta")):
+        assert f"[{rank}] rank {rank} trained on {host}" in notebook.lines
+    assert [host.processes() for host in hosts] == [[], []]
+
+
+def test_a_sharded_model_comes_home_from_all_hosts(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    told = Notebook(hosts, tmp_path, "sharded").told()
+    assert told["rows"] == [8, 8, 8, 6]
+    assert told["weights"] == told["local_weights"] != told["start"]
+
+
+def test_every_line_of_every_host_arrives_in_order(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    notebook = Notebook(hosts, tmp_path, "print", "8000")
+    assert notebook.told()["results"] == [0, 1, 2, 3]
+    for rank in range(4):
+        lines = [line for line in notebook.lines if line.startswith(f"[{rank}] rank")]
+        assert [line.split()[5] for line in lines] == [str(number) for number in range(8000)]
+
+
+def test_hosts_without_a_shared_disk_keep_a_whole_checkpoint_each(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with netns.make_hosts(tmp_path, own_disk=disk) as hosts:
+        notebook = Notebook(hosts, tmp_path, "checkpoint", str(disk))
+        told = notebook.told()
+    saved, loaded = told["saved"], told["loaded"]
+    assert [weights for weights, _ in loaded] == [saved[0][0]] * 4 != [told["start"]] * 4
+    assert saved[0][1] != saved[2][1]  # random states of its own ranks
+    assert all("model.safetensors" in files for _, files in saved)
+    assert any("beta does not share" in line for line in notebook.lines + notebook.errors)
+    assert list(disk.iterdir()) == []
+
+
+def test_an_error_on_the_other_host_is_the_notebooks(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    told = Notebook(hosts, tmp_path, "fail").told()
+    assert {"ValueError", "WorkerFailed"} <= set(told["kinds"])
+    assert "rank 3 of 4 raised ValueError: no luck on beta" in told["text"]
+    assert 'raise ValueError(f"no luck on {socket.gethostname()}")' in told["text"]
+    assert told["untouched"] is True
+
+
+def test_stop_reaches_all_hosts_and_the_notebook_goes_on(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    notebook = Notebook(hosts, tmp_path, "hang")
+    notebook.wait_for("hangs", times=4)
+    pressed_at = time.time()
+    notebook.process.send_signal(signal.SIGINT)
+    told = notebook.told()
+    assert told["kind"] == "KeyboardInterrupt"
+    assert "all 4 workers have been stopped" in told["text"]
+    assert told["at"] - pressed_at < 5
+    assert sum("tidies up" in line for line in notebook.lines) == 4
+    assert told["again"] == ["alpha", "alpha", "beta", "beta"]
+
+
+def test_a_host_that_is_killed_is_named_and_nothing_is_left(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    notebook = Notebook(hosts, tmp_path, "hang")
+    notebook.wait_for("hangs", times=4)
+    killed_at = time.time()
+    hosts[1].kill()
+    told = notebook.told()
+    assert told["kind"] == "WorkerDied"
+    assert "host beta was lost" in told["text"]
+    assert told["at"] - killed_at < 5
+    assert told["again"] == ["alpha", "alpha", "beta", "beta"]
+    assert [host.processes() for host in hosts] == [[], []]
+
+
+def test_a_restart_goes_on_with_the_hosts_that_are_left(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    notebook = Notebook(hosts, tmp_path, "survive", str(tmp_path))
+    notebook.wait_for("hangs", times=4)
+    hosts[1].kill()
+    told = notebook.told()
+    assert told["results"] == [[3, 2, "1"], [3, 2, "1"]]
+    assert any("Restart 1 of 1, without beta" in line for line in notebook.errors)
+
+
+def test_a_restart_keeps_hosts_that_were_not_lost(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    notebook = Notebook(hosts, tmp_path, "fail_once")
+    assert notebook.told()["hosts"] == ["alpha", "alpha", "beta", "beta"]
+    assert any(
+        "rank 2 of 4 left with exit code 7" in line and "Restart 1 of 1." in line
+        for line in notebook.errors
+    ), notebook.errors
+
+
+def test_live_workers_on_two_hosts_follow_the_notebook(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    notebook = Notebook(hosts, tmp_path, "live")
+    told = notebook.told()
+    assert told["hosts"] == ["alpha", "alpha", "beta", "beta"]
+    assert told["remote"] == told["local"]
+    assert "rank 2 of 4 raised KeyError: 'beta'" in told["failed"]
+    assert "[2] rank 2 on beta" in notebook.lines
+    assert [host.processes() for host in hosts] == [[], []]
+
+
+def test_a_notebook_that_is_killed_leaves_nothing_on_any_host(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    notebook = Notebook(hosts, tmp_path, "hang")
+    notebook.wait_for("hangs", times=4)
+    notebook.process.kill()
+    notebook.process.wait()
+    deadline = time.monotonic() + 10
+    while any(host.processes() for host in hosts) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [host.processes() for host in hosts] == [[], []]
+    notebook.end()
+
+
+@pytest.mark.parametrize(
+    ("hostfile", "kind", "said"),
+    [
+        ("alpha slots=1\nnowhere slots=1\n", "ConfigError", "host nowhere: 'nowhere'"),
+        ("alpha slots=1\n10.255.255.1 slots=1\n", "ConfigError", "host 10.255.255.1"),
+        ("alpha\nbeta slots=0\nalpha slots=2\nalpha slots=2", "ConfigError", "line 4: alpha is"),
+        ("", "ConfigError", "names no host"),
+    ],
+)
+def test_a_wrong_hostfile_is_refused_at_once(
+    hosts: list[netns.NamespaceHost], tmp_path: Path, hostfile: str, kind: str, said: str
+) -> None:
+    (tmp_path / "hostfile").write_text(hostfile)
+    told = Notebook(hosts, tmp_path, "refused").told()
+    assert (told["kind"], said in told["text"]) == (kind, True), told
+    assert told["seconds"] < 10
+
+
+def test_a_host_whose_agent_does_not_start_is_named(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    (tmp_path / "hostfile").write_text(f"alpha slots=1\n{hosts[1].address}9 slots=1\n")
+    told = Notebook(hosts, tmp_path, "refused").told()
+    assert told["kind"] in ("StartupFailed", "ConfigError")
+    assert f"{hosts[1].address}9" in told["text"]
