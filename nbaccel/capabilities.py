@@ -408,6 +408,12 @@ _ENGINES: tuple[EngineRow, ...] = (
         path="nbaccel.engines.hostfile:HostfileEngine",
         words=("hostfile", "ssh"),
     ),
+    EngineRow(
+        name="ray",
+        meaning="the nodes of the Ray cluster that the notebook is connected to",
+        needs="Ray, and ray.init(address=...) in the notebook",
+        path="nbaccel.engines.ray_engine:RayEngine",
+    ),
 )
 
 DEVICES, _device_problems = rows_from_outside("nbaccel.devices", DeviceRow, _DEVICES)

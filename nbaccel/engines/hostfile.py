@@ -76,7 +76,9 @@ class HostfileEngine(Engine):
         return ProcessCrew(
             {
                 (host.name,): (
-                    command if host.is_here else [*_ssh_command(), host.address, shlex.join(command)],
+                    command
+                    if host.is_here
+                    else [*_ssh_command(), host.address, shlex.join(command)],
                     replace(hello, host=host.name),
                 )
                 for host in hosts

@@ -27,7 +27,9 @@ _OWN_NODE_VARIABLE = "SLURMD_NODENAME"
 _SCONTROL_S = 20.0
 _GROUP = re.compile(r"(\d+)(?:\(x(\d+)\))?$")
 # Of the notebook's own step: srun would take them for options of the new one.
-_STEP_VARIABLES = re.compile(r"SLURM_(STEP|STEPID|PROCID|LOCALID|NODEID|GTIDS|TASK_PID|NTASKS|NPROCS)")
+_STEP_VARIABLES = re.compile(
+    r"SLURM_(STEP|STEPID|PROCID|LOCALID|NODEID|GTIDS|TASK_PID|NTASKS|NPROCS)"
+)
 
 
 class SlurmEngine(Engine):

@@ -102,9 +102,7 @@ class ChannelPort:
         while self._outbox and self.try_put(*self._outbox[0]):
             self._outbox.popleft()
         if self._is_open:
-            self._loop.on_writable(
-                self._channel.fileno(), self._write if self._outbox else None
-            )
+            self._loop.on_writable(self._channel.fileno(), self._write if self._outbox else None)
 
     def fileno(self) -> int:
         """The socket."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from nbaccel.errors import StartupFailed
 from nbaccel.transfer import shared_memory
-from nbaccel.workers import messaging, time_limits
+from nbaccel.workers import time_limits
 from nbaccel.workers.template import TemplateStarter
 from nbaccel.workers.worker_handle import connect
 

@@ -1,7 +1,7 @@
 """The hosts of one launch or pool, from the start of their agents to the end.
 
-    engine: which hosts? ─► relay ─► engine: start agents ─► all have joined, or who is missing
-                                                             ─► which rank is where
+engine: which hosts? ─► relay ─► engine: start agents ─► all have joined, or who is missing
+─► which rank is where
 """
 
 from __future__ import annotations
@@ -80,9 +80,7 @@ class HostSession:
             StartupFailed: Some have not joined; they are named.
         """
         engine = _catalog.engine(plan.engine)
-        hosts = (
-            engine.replacements(plan.config, lost) if lost else engine.hosts(plan.config)
-        )
+        hosts = engine.replacements(plan.config, lost) if lost else engine.hosts(plan.config)
         if not hosts:
             raise ConfigError(
                 f"engine={plan.engine!r} has no host left for this launch. Workers would have no "
@@ -97,7 +95,10 @@ class HostSession:
 
     def starter(self) -> RemoteStarter:
         """What starts workers on these hosts: a new one for each attempt."""
-        return RemoteStarter(self._connection, self.shares)
+        crew = self._crew
+        return RemoteStarter(
+            self._connection, self.shares, crew.carry if crew is not None else lambda _: ""
+        )
 
     def bind_store(self, port: int | None) -> MeetingPlace:
         """Let the host of rank 0 listen for the rendezvous store.
@@ -142,9 +143,7 @@ class HostSession:
             connection = self._start_relay(listener, token, plan)
             self._crew = engine.start_agents(
                 self._hosts,
-                AgentHello(
-                    addresses=addresses, port=listener.getsockname()[1], token=token
-                ),
+                AgentHello(addresses=addresses, port=listener.getsockname()[1], token=token),
             )
             self._on_end.callback(self._crew.end, _LEAVE_S)
             # Last on the stack, so that it runs first: agents leave once it has hung up.
@@ -211,9 +210,7 @@ def _same_device(inventories: Mapping[str, Inventory], config: RunConfig) -> str
     Raises:
         ConfigError: They have different ones.
     """
-    devices = {
-        name: resolve(config, inventory).device for name, inventory in inventories.items()
-    }
+    devices = {name: resolve(config, inventory).device for name, inventory in inventories.items()}
     first_name, first_device = next(iter(devices.items()))
     mistakes = [
         f"host {name} computes on {device}, and host {first_name} on {first_device}: ranks of one "
@@ -272,9 +269,7 @@ def _share_out(
         workers_left -= num_workers
         if num_workers:
             shares.append(
-                HostShare(
-                    name=host.name, num_workers=num_workers, inventory=inventories[host.name]
-                )
+                HostShare(name=host.name, num_workers=num_workers, inventory=inventories[host.name])
             )
     return tuple(shares)
 

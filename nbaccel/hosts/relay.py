@@ -136,6 +136,11 @@ class _Relay:
             return
         if isinstance(message, relay_messages.StartWorker):
             self._start(message, file_descriptors)
+        elif isinstance(message, relay_messages.FileCarried):
+            for host in self._hosts.values():
+                host.note_carried(file_descriptors[0], message.ticket)
+            self.say(relay_messages.FileNoted(message.ticket))
+            shared_memory.close_all(file_descriptors)
         elif isinstance(message, relay_messages.BindStore):
             self._hosts[message.host].link.send(frames.BindStore(message.port))
         elif isinstance(message, relay_messages.SignalWorker):
@@ -147,9 +152,7 @@ class _Relay:
         else:
             raise InternalError(f"the relay was sent {message!r}. Please report this.")
 
-    def _start(
-        self, message: relay_messages.StartWorker, file_descriptors: list[int]
-    ) -> None:
+    def _start(self, message: relay_messages.StartWorker, file_descriptors: list[int]) -> None:
         number = next(self._numbers)
         host = self._hosts[message.host]
         host.start_worker(number, message.ticket, file_descriptors)
@@ -203,17 +206,13 @@ class _RemoteWorker:
                 while unwritten:
                     num_written = os.write(pipe_end, unwritten)
                     unwritten = unwritten[num_written:]
-                    self._host.link.send(
-                        frames.OutputTaken(self.number, stream, num_written)
-                    )
+                    self._host.link.send(frames.OutputTaken(self.number, stream, num_written))
             except BlockingIOError:
                 return pipe_end
             # The notebook reads no more: what is printed is dropped.
             except BrokenPipeError:
                 self._close_pipe(stream)
-                self._host.link.send(
-                    frames.OutputTaken(self.number, stream, len(unwritten))
-                )
+                self._host.link.send(frames.OutputTaken(self.number, stream, len(unwritten)))
             return None
 
         self.put(write_output)
@@ -383,6 +382,10 @@ class _RemoteHost:
 
     # ---- workers
 
+    def note_carried(self, file_descriptor: int, ticket: str) -> None:
+        """See :meth:`SentFiles.note_carried`."""
+        self._sent_files.note_carried(file_descriptor, ticket)
+
     def start_worker(self, number: int, ticket: int, file_descriptors: list[int]) -> None:
         """Have a worker forked.
 
@@ -441,14 +444,10 @@ class _RemoteHost:
                 number, packet_bytes, file_descriptors
             ),
             on_closed=lambda: self.link.send_in_order(iter([frames.ChannelClosed(number)])),
-            on_taken=lambda num_packets: self.link.send(
-                frames.PacketsTaken(number, num_packets)
-            ),
+            on_taken=lambda num_packets: self.link.send(frames.PacketsTaken(number, num_packets)),
         )
 
-    def _send_packet(
-        self, number: int, packet_bytes: bytes, file_descriptors: list[int]
-    ) -> None:
+    def _send_packet(self, number: int, packet_bytes: bytes, file_descriptors: list[int]) -> None:
         """Pass a message of the notebook on to a worker, with copies of its files."""
         message = messaging.peek_packet(packet_bytes, file_descriptors)
         hints = _hints_of(message)
@@ -513,9 +512,7 @@ class _RemoteHost:
         if is_urgent and worker.port.try_put(packet_bytes, file_descriptors):
             return
         port_fd = worker.port.fileno()
-        worker.put(
-            lambda: None if worker.port.try_put(packet_bytes, file_descriptors) else port_fd
-        )
+        worker.put(lambda: None if worker.port.try_put(packet_bytes, file_descriptors) else port_fd)
 
     def _convert(self, packet_bytes: bytes, file_descriptors: list[int]) -> tuple[bytes, bool]:
         """The packet with its time in this machine's clock, and whether it overtakes output."""

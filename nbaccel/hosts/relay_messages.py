@@ -1,7 +1,7 @@
 """Messages between the notebook and its relay, over a channel of `workers.messaging`.
 
-    notebook ──► ServeHosts once, then BindStore, StartWorker, SignalWorker, KillWorker
-             ◄── HostJoined, HostRefused, HostLost, StoreBound, Forked, Ended
+notebook ──► ServeHosts once, then BindStore, FileCarried, StartWorker, SignalWorker, KillWorker
+◄── HostJoined, HostRefused, HostLost, StoreBound, FileNoted, Forked, Ended
 """
 
 from __future__ import annotations
@@ -9,7 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-__all__ = ["BindStore", "HostJoined", "HostLost", "HostRefused", "ServeHosts", "StartWorker"]
+__all__ = [
+    "BindStore",
+    "FileCarried",
+    "FileNoted",
+    "HostJoined",
+    "HostLost",
+    "HostRefused",
+    "ServeHosts",
+    "StartWorker",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +67,20 @@ class BindStore:
 
     host: str
     port: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class FileCarried:
+    """The engine has brought a file to all hosts. Descriptor: the file. Answered by FileNoted."""
+
+    ticket: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileNoted:
+    """The relay will not send the file's bytes."""
+
+    ticket: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,7 +209,7 @@ class SecureLink:
         code = _code(self._own_key, self._num_sent, header, body)
         self._num_sent += 1
         self._unsent.append(memoryview(header + code))
-        if len(body):
+        if body:
             self._unsent.append(body)
 
     # ---- receiving
@@ -240,9 +240,7 @@ class SecureLink:
         self._num_read = 0
         body = memoryview(self._body)[:num_bytes]
         header, code = bytes(self._header[: _HEADER.size]), bytes(self._header[_HEADER.size :])
-        if not hmac.compare_digest(
-            code, _code(self._other_key, self._num_received, header, body)
-        ):
+        if not hmac.compare_digest(code, _code(self._other_key, self._num_received, header, body)):
             raise ConnectionError("a frame was changed on its way, or is not the other side's")
         self._num_received += 1
         if kind == _RECORD:

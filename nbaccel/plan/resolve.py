@@ -7,6 +7,7 @@ mistakes at once. It decides by the rows of ``nbaccel.capabilities`` and starts 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 
 from nbaccel import _catalog
 from nbaccel.abc.asking import Said, Wanted
@@ -46,6 +47,7 @@ __all__ = ["resolve"]
 # Memory of a worker before its first tensor: measured 117-134 MiB, beside shared libraries.
 _WORKER_FLOOR_BYTES = 150 * 2**20
 # The default port of several nodes, which cannot agree on a free one.
+_RENDEZVOUS_BACKENDS = ("static", "c10d", "etcd", "etcd-v2")  # those of torch
 _MULTI_NODE_PORT = 29500
 _AS_REQUESTED = "asked for"
 
@@ -99,6 +101,7 @@ def resolve(
     group_backend_choice = _choose_backend(config, found, device, local_count, count_findings)
     # An elastic rendezvous may have an endpoint without a port.
     is_elastic = engine_row(str(engine_choice.value)).meets
+    _check_rendezvous(config, findings)
     port_choice = _choose_port(RunConfig() if findings.mistakes or is_elastic else config)
     fp8_choice = _choose_fp8(config, found, device, process_count, findings)
     precision_choice = _choose_precision(config, found, device, process_count, fp8_choice, findings)
@@ -504,6 +507,19 @@ def _check_memory(found: Inventory, count: Choice, method: Choice, findings: _Fi
             f"{count_noun(int(count.value), 'worker')} take about {format_bytes(needed_bytes)} "
             f"before their first tensor, and {format_bytes(found.host_available_bytes)} are free: "
             "the system may kill one. Use fewer workers."
+        )
+
+
+def _check_rendezvous(config: RunConfig, findings: _Findings) -> None:
+    known_backends = [
+        *_RENDEZVOUS_BACKENDS,
+        *(entry.name for entry in entry_points(group="torchrun.handlers")),
+    ]
+    if config.rdzv_backend not in known_backends:
+        findings.mistakes.append(
+            f"rdzv_backend must be one of {', '.join(known_backends)}: got "
+            f"{config.rdzv_backend!r}. The nodes find each other by it. Give "
+            '"c10d" where nodes may fail and come back, or leave it out.'
         )
 
 

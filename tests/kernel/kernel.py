@@ -51,10 +51,11 @@ class Kernel:
     """A kernel of this interpreter in which nbaccel can be imported.
 
     Args:
+        prefix: A command line in front of the kernel's, such as one that enters another host.
         **variables: Environment variables that it has besides.
     """
 
-    def __init__(self, **variables: str) -> None:
+    def __init__(self, *prefix: str, **variables: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="nb-")
         self.manager = KernelManager(
             kernel_name="python3", transport="ipc", ip=f"{self._folder.name}/k"
@@ -63,6 +64,8 @@ class Kernel:
         # Frames of a debugger in the kernel would be frozen modules' business, not ours.
         environment = {**os.environ, "PYTHONPATH": path, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
         environment |= variables
+        if prefix and self.manager.kernel_spec is not None:
+            self.manager.kernel_spec.argv = [*prefix, *self.manager.kernel_spec.argv]
         self.manager.start_kernel(env=environment)
         self.client = self.manager.blocking_client()
         self.client.start_channels()

@@ -80,6 +80,7 @@ def test_every_choice_has_a_reason():
     assert [choice.name for choice in plan.choices] == [
         "device",
         "num_processes",
+        "engine",
         "start_method",
         "threads_per_process",
         "mixed_precision",
@@ -108,22 +109,23 @@ def test_the_start_method(settings, method):
     assert plan.start_method == method
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"num_processes": 2, "rdzv_backend": "c10d"}, "rdzv_backend='c10d'"),
-        ({"num_processes": 2, "rdzv_backend": "c10"}, "rdzv_backend='c10'"),
-        (
-            {"num_processes": 1, "num_nodes": 2, "master_addr": "10.0.0.1", "max_restarts": 1},
-            "max_restarts=1 with num_nodes=2",
-        ),
-    ],
-)
-def test_what_needs_torch_elastic_is_refused_with_a_way_out(settings, named):
+def test_a_rendezvous_that_there_is_not_is_refused_with_a_way_out():
     with pytest.raises(ConfigError) as caught:
-        plan_of(**settings)
-    assert named in str(caught.value)
-    assert "torchrun" in str(caught.value)
+        plan_of(num_processes=1, rdzv_backend="c10")
+    assert "got 'c10'" in str(caught.value)
+    assert "c10d" in str(caught.value)
+
+
+@pytest.mark.parametrize("settings", [{"rdzv_backend": "c10d"}, {"max_restarts": 3}])
+@pytest.mark.parametrize("endpoint", ["", "10.0.0.1", "10.0.0.1:29400"])
+def test_nodes_of_an_elastic_rendezvous_agree_on_a_port_when_they_meet(settings, endpoint):
+    if endpoint == "10.0.0.1" and "rdzv_backend" not in settings:
+        endpoint = "10.0.0.1:1"
+    nodes = {"num_nodes": 2, "num_processes": 2, "master_addr": "10.0.0.1"}
+    plan = plan_of(**nodes, **settings, rdzv_endpoint=endpoint)
+    assert plan.engine == "elastic"
+    assert plan.port is None
+    assert plan.start_method == "template"
 
 
 def test_inline_on_many_gpus_is_one_worker_and_says_who_idles():
