@@ -409,6 +409,12 @@ _ENGINES: tuple[EngineRow, ...] = (
         words=("hostfile", "ssh"),
         setting="hostfile",
     ),
+    EngineRow(
+        name="ray",
+        meaning="the nodes of the Ray cluster that the notebook is connected to",
+        needs="Ray, and ray.init(address=...) in the notebook",
+        path="nbaccel.engines.ray_engine:RayEngine",
+    ),
 )
 
 DEVICES, _device_problems = rows_from_outside("nbaccel.devices", DeviceRow, _DEVICES)

@@ -20,7 +20,10 @@ from dataclasses import asdict, dataclass
 
 from nbaccel.config import RunConfig
 
-__all__ = ["AgentCrew", "AgentHello", "Engine", "Host"]
+__all__ = ["HANDED_FILES_VARIABLE", "AgentCrew", "AgentHello", "Engine", "Host"]
+
+HANDED_FILES_VARIABLE = "NBACCEL_HANDED_FILES"
+"""Environment variable of an agent: the descriptor of a channel by which it is handed files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,18 @@ class AgentCrew(ABC):
         Never waits. While hosts start it is asked every tenth of a second; later, once a
         connection is lost.
         """
+
+    def carry(self, file_descriptor: int) -> str:
+        """Bring a large memory file to all hosts by a way of the engine's own, if it has one.
+
+        Args:
+            file_descriptor: The file; it stays the caller's.
+
+        Returns:
+            A ticket, when each agent has been handed a copy with that name by the channel in
+            `HANDED_FILES_VARIABLE`. Empty, as here: the notebook's connections carry it.
+        """
+        return ""
 
     @abstractmethod
     def end(self, grace_s: float) -> None:

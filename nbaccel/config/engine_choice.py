@@ -63,9 +63,11 @@ def elastic_reason(config: _EngineSettings) -> str:
     Returns:
         ``rdzv_backend='c10d'``, for example, or nothing.
     """
+    if config.num_nodes == 1:
+        return ""
     if config.rdzv_backend != "static":
         return f"rdzv_backend={config.rdzv_backend!r}"
-    if config.num_nodes > 1 and config.max_restarts > 0:
+    if config.max_restarts > 0:
         return f"max_restarts={config.max_restarts} with num_nodes={config.num_nodes}"
     return ""
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from nbaccel import _catalog, env
-from nbaccel.abc.engine import AgentHello
+from nbaccel.abc.engine import HANDED_FILES_VARIABLE, AgentHello
 from nbaccel.hosts import connecting, frames
 from nbaccel.hosts.channel_port import ChannelPort
 from nbaccel.hosts.event_loop import EventLoop
@@ -114,6 +114,8 @@ class _Agent:
         self._workers: dict[int, _AgentWorker] = {}
         self._second_ports: dict[int, ChannelPort] = {}
         self._files = ReceivedFiles()
+        self._handed: messaging.Channel | None = None
+        self._handed_files: dict[str, int] = {}
         self._num_sent_files = 0
         self._store: socket.socket | None = None
         self._topologies: set[str] = set()
@@ -416,7 +418,19 @@ class _Agent:
     # ---- files
 
     def _on_new_file(self, frame: frames.NewFile) -> None:
-        self._files.create(frame)
+        if frame.ticket:
+            self._files.adopt(frame.number, self._handed_file(frame.ticket))
+        else:
+            self._files.create(frame)
+
+    def _handed_file(self, ticket: str) -> int:
+        """A file that the engine has handed to this host; it is there before the notebook says."""
+        if self._handed is None:
+            self._handed = messaging.Channel.from_fd(int(env.read(HANDED_FILES_VARIABLE, "") or -1))
+        while ticket not in self._handed_files:
+            handed_ticket, file_descriptors = self._handed.receive()
+            self._handed_files[handed_ticket] = file_descriptors[0]
+        return self._handed_files.pop(ticket)
 
     def _on_forget(self, frame: frames.Forget) -> None:
         self._files.forget(frame.files)

@@ -27,7 +27,7 @@ from nbaccel.hosts import frames
 from nbaccel.hosts.secure_link import CHUNK_BYTES, FileBytes
 from nbaccel.transfer import shared_memory
 
-__all__ = ["ReceivedFiles", "SentFiles", "file_kind", "passing_frames", "range_frames"]
+__all__ = ["ARENA", "ReceivedFiles", "SentFiles", "file_kind", "passing_frames", "range_frames"]
 
 ARENA, STAGING = "arena", "staging"
 _KEPT_PAYLOADS = 8
@@ -48,13 +48,19 @@ class _SentFile:
     descriptor: int
     kind: str
     num_bytes: int
+    ticket: str = ""
+    """Under which the host has been handed its first content by the engine."""
     digests: dict[int, int] = field(default_factory=dict)
     """First byte of a piece → digest of what was sent; pieces that were zero have none."""
 
     def first_frames(self) -> Iterator[frames.NewFile | FileBytes]:
         """The file, and what is not zero in it; of a staging file, which ranks fill, nothing."""
-        yield frames.NewFile(self.number, self.kind, self.num_bytes)
-        if self.kind != STAGING:
+        yield frames.NewFile(self.number, self.kind, self.num_bytes, self.ticket)
+        if self.ticket:
+            # Not sent: only the digests are taken, to find later changes by.
+            for _ in self.changed_frames():
+                continue
+        elif self.kind != STAGING:
             yield from self._piece_frames(_data_ranges(self.descriptor, self.num_bytes))
 
     def changed_frames(self) -> Iterator[FileBytes]:
@@ -83,7 +89,17 @@ class SentFiles:
     def __init__(self) -> None:
         self._files: dict[tuple[int, int], _SentFile] = {}
         self._numbers = itertools.count(0, 2)
+        self._tickets: dict[tuple[int, int], str] = {}
         self._arena_keys: dict[str, int] = {}
+
+    def note_carried(self, file_descriptor: int, ticket: str) -> None:
+        """Note that the host has been handed a copy of a file that is about to be shared.
+
+        Args:
+            file_descriptor: It stays the caller's.
+            ticket: The name under which.
+        """
+        self._tickets[_identity(file_descriptor)] = ticket
 
     def share(self, file_descriptor: int) -> tuple[int, Iterator[frames.NewFile | FileBytes]]:
         """Have a file copied, unless it was.
@@ -94,8 +110,7 @@ class SentFiles:
         Returns:
             Its number, and the frames that make the copy.
         """
-        file_status = os.fstat(file_descriptor)
-        identity = (file_status.st_dev, file_status.st_ino)
+        identity = _identity(file_descriptor)
         known_file = self._files.get(identity)
         if known_file is not None:
             return known_file.number, iter(())
@@ -104,7 +119,8 @@ class SentFiles:
             # Open as long as the copy is there: the system could give its number to another file.
             descriptor=os.dup(file_descriptor),
             kind=file_kind(file_descriptor),
-            num_bytes=file_status.st_size,
+            num_bytes=os.fstat(file_descriptor).st_size,
+            ticket=self._tickets.pop(identity, ""),
         )
         self._files[identity] = sent_file
         return sent_file.number, sent_file.first_frames()
@@ -193,6 +209,10 @@ class ReceivedFiles:
     def create(self, new_file: frames.NewFile) -> None:
         """Make the copy of a file, all zero."""
         self._files[new_file.number] = shared_memory.create_file(new_file.name, new_file.num_bytes)
+
+    def adopt(self, file_number: int, file_descriptor: int) -> None:
+        """Take a copy over that came by another way."""
+        self._files[file_number] = file_descriptor
 
     def write(self, piece: FileBytes) -> None:
         """Write a piece of a file that has been made."""
@@ -292,6 +312,11 @@ def _data_ranges(file_descriptor: int, num_bytes: int) -> Iterator[shared_memory
         end_byte = min(num_bytes, -(-end_byte // CHUNK_BYTES) * CHUNK_BYTES)
         yield first_byte, end_byte
         next_byte = end_byte
+
+
+def _identity(file_descriptor: int) -> tuple[int, int]:
+    file_status = os.fstat(file_descriptor)
+    return file_status.st_dev, file_status.st_ino
 
 
 def _zero_digest(num_bytes: int) -> int:

@@ -149,6 +149,8 @@ class NewFile:
     number: int
     name: str
     num_bytes: int
+    ticket: str = ""
+    """Under which the engine has handed the host a copy already, whose bytes do not follow."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,10 @@ class HostSession:
 
     def starter(self) -> RemoteStarter:
         """What starts workers on these hosts: a new one for each attempt."""
-        return RemoteStarter(self._connection, self.shares)
+        crew = self._crew
+        return RemoteStarter(
+            self._connection, self.shares, crew.carry if crew is not None else lambda _: ""
+        )
 
     def bind_store(self, port: int | None) -> MeetingPlace:
         """Let the host of rank 0 listen for the rendezvous store.

@@ -1,8 +1,9 @@
 """Messages between the notebook and the process that meets other nodes for it.
 
 notebook ──► MeetNodes once; then per round JoinRound, Publish (where this node is the first)
-         ◄── RoundJoined, StoreKnown, NodesWaiting, MeetingFailed
-notebook ──► FinishRun ◄── AllFinished      or it hangs up: this node gives up
+         ◄── RoundJoined, StoreKnown, MeetingFailed; at any time NodesWaiting, RunEnded
+notebook ──► FinishRun ◄── AllFinished, NodesWaiting or RunEnded
+notebook ──► GiveUp    ◄── EndTold
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from typing import ClassVar
 
 __all__ = [
     "AllFinished",
+    "EndTold",
     "FinishRun",
+    "GiveUp",
     "JoinRound",
     "MeetNodes",
     "MeetingFailed",
     "NodesWaiting",
     "Publish",
     "RoundJoined",
+    "RunEnded",
     "StoreKnown",
 ]
 
@@ -31,6 +35,7 @@ class MeetNodes:
     endpoint: str
     run_id: str
     num_nodes: int
+    """At most; `min_nodes` in the settings is the least number."""
     num_processes: int
     settings: str
     """`RunConfig.rdzv_conf` as JSON."""
@@ -52,6 +57,8 @@ class RoundJoined:
     num_nodes: int
     address: str
     """This node's, on the way to the rendezvous."""
+    rounds_before: int
+    """How many rounds there were before this one: the same on all nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,26 @@ class StoreKnown:
 @dataclass(frozen=True, slots=True)
 class NodesWaiting:
     """A node waits to join: the workers of all nodes have to be started anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """Another node has given up, and so must this one."""
+
+    reason: str
+    """Its address, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Let all other nodes end as well, and know why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndTold:
+    """The other nodes know, or are gone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from nbaccel import env
 from nbaccel.hosts import meeting_messages as messages
 from nbaccel.hosts.connecting import address_towards
+from nbaccel.hosts.versions import own_versions
 from nbaccel.workers import messaging
 
 __all__ = ["meet_nodes"]
@@ -45,6 +46,8 @@ _LOOK_S = 0.5
 _RETRY_S = 0.25
 _FINISH_S = 300.0
 """For the other nodes to finish after this one; torch's agents wait as long."""
+_TELL_S = 3.0
+"""At most, for the other nodes to learn that the run has ended."""
 # A lost node is noticed after three missed signs of life; torch's own default is 15 seconds.
 _SIGNS_OF_LIFE = {"keep_alive_interval": 1, "keep_alive_max_attempt": 3}
 
@@ -89,13 +92,17 @@ class _Meeting:
         self._settings = meet_message
         given: dict[str, Any] = json.loads(meet_message.settings) or {}
         self._join_s = float(given.get("join_timeout", given.get("timeout", _ROUND_S)))
+        self._least_nodes = int(given.pop("min_nodes", meet_message.num_nodes))
         self._conf = _SIGNS_OF_LIFE | given | {"join_timeout": int(self._join_s)}
         self._host, self._port = parse_rendezvous_endpoint(
             meet_message.endpoint, default_port=_RENDEZVOUS_PORT
         )
         self._address = self._own_address()
         self._handler: Any = None
-        self._counter: Any = None
+        self._board: Any = None
+        """Keys of the whole run, where the backend is c10d; those of a round are in its store."""
+        self._own_number = 0
+        self._is_end_told = False
         self._round: Any = None
         self._is_in_round = False
 
@@ -129,13 +136,15 @@ class _Meeting:
         try:
             self._count(1)
             self._round = self._handler.next_rendezvous()
-            self._compare_counts()
+            rounds_before = self._count_rounds()
+            self._compare_nodes()
         except RendezvousTimeoutError as error:
             raise _NoMeeting(self._who_is_missing()) from error
         except RendezvousClosedError as error:
             raise _NoMeeting(
-                f"run {self._settings.run_id!r} at {self._endpoint} has been closed: another node "
-                "has finished it, or given up. Start all nodes again, with another rdzv_id."
+                f"run {self._settings.run_id!r} at {self._endpoint} has been closed: "
+                f"{self._end_reason() or 'another node has finished it, or given up'}. Start all "
+                "nodes again, with another rdzv_id."
             ) from error
         except (RendezvousConnectionError, RuntimeError) as error:
             raise _NoMeeting(
@@ -149,38 +158,47 @@ class _Meeting:
                 node_rank=self._round.rank,
                 num_nodes=self._round.world_size,
                 address=self._address,
+                rounds_before=rounds_before,
             )
         )
         if self._round.rank != 0:
             self._tell_store(deadline)
 
     def _make_handler(self, deadline: float) -> Any:
-        parameters = RendezvousParameters(
-            backend=self._settings.backend,
-            endpoint=self._settings.endpoint,
-            run_id=self._settings.run_id,
-            min_nodes=self._settings.num_nodes,
-            max_nodes=self._settings.num_nodes,
-            local_addr=self._address,
-            **self._conf,
-        )
+        # Not left to torch, which looks up this machine's own name, as containers often cannot.
+        serves = self._is_here() if self._settings.backend == "c10d" else None
         while True:
-            self._await_server(deadline)
+            if not serves:
+                self._await_server(deadline)
             try:
-                handler = get_rendezvous_handler(parameters)
+                handler = get_rendezvous_handler(self._parameters(serves))
             except (RendezvousConnectionError, ValueError) as error:
                 if isinstance(error, ValueError) or time.monotonic() >= deadline:
                     raise _NoMeeting(
                         f"the rendezvous {self._settings.backend!r} at {self._endpoint} cannot be "
                         f"used: {error}. Look at rdzv_backend and rdzv_conf."
                     ) from error
-                continue
-            self._connect_counter()
-            return handler
+                # Another node on this machine serves it already.
+                serves = False if serves else serves
+            else:
+                self._open_board()
+                return handler
+
+    def _parameters(self, serves: bool | None) -> RendezvousParameters:
+        place = {} if serves is None else {"is_host": serves}
+        return RendezvousParameters(
+            backend=self._settings.backend,
+            endpoint=self._settings.endpoint,
+            run_id=self._settings.run_id,
+            min_nodes=self._least_nodes,
+            max_nodes=self._settings.num_nodes,
+            local_addr=self._address,
+            **{**place, **self._conf},
+        )
 
     def _await_server(self, deadline: float) -> None:
         """Wait for the node that serves the rendezvous, unless it is this one, or unreachable."""
-        while not self._is_here():
+        while True:
             try:
                 socket.create_connection((self._host, self._port), timeout=_RETRY_S * 20).close()
                 return
@@ -223,46 +241,98 @@ class _Meeting:
 
     # ---- who is there
 
-    def _connect_counter(self) -> None:
-        """A store at the same place, to count the nodes that wait."""
-        if self._settings.backend == "c10d":
-            self._counter = dist.TCPStore(  # type: ignore[attr-defined]
-                self._host,
-                self._port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=5),
-            )
+    def _open_board(self) -> None:
+        if self._settings.backend != "c10d":
+            return
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            self._host,
+            self._port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=5),
+        )
+        self._board = dist.PrefixStore(  # type: ignore[attr-defined]
+            f"nbaccel/{self._settings.run_id}", store
+        )
+        self._own_number = int(self._board.add("arrivals", 1)) - 1
+        self._board.set(f"arrival/{self._own_number}", self._address)
 
     def _count(self, change: int) -> None:
-        if self._counter is not None:
-            self._counter.add(f"nbaccel/{self._settings.run_id}/waiting", change)
+        if self._board is not None:
+            self._board.add("waiting", change)
+
+    def _count_rounds(self) -> int:
+        """How many rounds there were before, as the first node knows it."""
+        store = self._round.store
+        if self._round.rank == 0:
+            number = 0 if self._board is None else int(self._board.add("rounds", 1)) - 1
+            store.set("nbaccel/rounds", str(number))
+        return int(store.get("nbaccel/rounds"))
 
     def _who_is_missing(self) -> str:
-        num_nodes = self._settings.num_nodes
         known = ""
-        if self._counter is not None:
-            num_waiting = self._counter.add(f"nbaccel/{self._settings.run_id}/waiting", 0)
-            known = f": {num_waiting} of {num_nodes} were there"
+        if self._board is not None:
+            num_waiting = int(self._board.add("waiting", 0))
+            arrivals = range(int(self._board.add("arrivals", 0)))
+            addresses = [self._board.get(f"arrival/{number}").decode() for number in arrivals]
+            known = (
+                f": {num_waiting} of {self._least_nodes} were there "
+                f"(of those that ever came: {', '.join(addresses)})"
+            )
         return (
             f"the nodes of run {self._settings.run_id!r} did not meet at {self._endpoint} within "
-            f"{self._join_s:.0f} s{known}. Start all {num_nodes} with the same rdzv_endpoint and "
-            'rdzv_id, or give them more time: rdzv_conf={"join_timeout": 1800}.'
+            f"{self._join_s:.0f} s{known}. Start all {self._least_nodes} with the same "
+            "rdzv_endpoint and rdzv_id, or give them more time: "
+            'rdzv_conf={"join_timeout": 1800}.'
         )
 
-    def _compare_counts(self) -> None:
-        """Refuse nodes with different numbers of workers: their ranks would not fit together."""
-        store, own_count = self._round.store, self._settings.num_processes
-        store.set(f"nbaccel/count/{self._round.rank}", str(own_count))
-        counts = [
-            int(store.get(f"nbaccel/count/{node_rank}"))
+    def _compare_nodes(self) -> None:
+        """Refuse nodes whose ranks or code would not fit together."""
+        own_facts = {
+            "num_processes": str(self._settings.num_processes),
+            "versions": json.dumps(own_versions()),
+        }
+        store = self._round.store
+        store.set(f"nbaccel/node/{self._round.rank}", json.dumps([self._address, own_facts]))
+        nodes = [
+            json.loads(store.get(f"nbaccel/node/{node_rank}"))
             for node_rank in range(self._round.world_size)
         ]
-        if set(counts) != {own_count}:
-            raise _NoMeeting(
-                f"num_processes differs: {', '.join(map(str, counts))} on the nodes. Their ranks "
-                "would not fit together. Give the same number on all."
-            )
+        for name in own_facts:
+            if len({facts[name] for _, facts in nodes}) > 1:
+                told = ", ".join(f"{address}: {facts[name]}" for address, facts in nodes)
+                raise _NoMeeting(
+                    f"the nodes differ in {name} ({told}). Their ranks and their code would not "
+                    "fit together. Make them equal."
+                )
+
+    # ---- the end of the run
+
+    def _end_reason(self) -> str:
+        """Why another node has ended the run; nothing while it goes on."""
+        # The node that serves the rendezvous is gone: the workers find out by themselves.
+        with contextlib.suppress(RuntimeError):
+            if self._board is not None and self._board.check(["end"]):
+                number, address, reason = json.loads(self._board.get("end"))
+                if number != self._own_number:
+                    if not self._is_end_told:
+                        self._is_end_told = True
+                        self._board.add("told", 1)
+                    return f"{address}: {reason}"
+        return ""
+
+    def _give_up(self, message: messages.GiveUp) -> None:
+        # The node that serves the rendezvous is gone: nobody is left to be told.
+        with contextlib.suppress(RuntimeError):
+            if self._board is not None and self._round is not None and not self._end_reason():
+                end = [self._own_number, self._address, message.reason]
+                self._board.set("end", json.dumps(end))
+                # This node may be the one that serves the keys: they go when it goes.
+                deadline = time.monotonic() + _TELL_S
+                num_others = self._round.world_size - 1
+                while self._board.add("told", 0) < num_others and time.monotonic() < deadline:
+                    self._wait()
+        self._channel.send(messages.EndTold())
 
     # ---- the workers' store
 
@@ -279,13 +349,19 @@ class _Meeting:
     # ---- while workers run, and at the end
 
     def _look_for_nodes(self) -> None:
-        if not self._is_in_round:
-            return
+        if self._is_in_round and (change := self._change()) is not None:
+            self._is_in_round = False
+            self._channel.send(change)
+
+    def _change(self) -> messages.RunEnded | messages.NodesWaiting | None:
+        """What the other nodes have done that ends this round."""
+        if end_reason := self._end_reason():
+            return messages.RunEnded(end_reason)
         # The node that serves it is gone: the workers will say what happened.
         with contextlib.suppress(RendezvousConnectionError, RuntimeError):
             if self._handler.num_nodes_waiting():
-                self._is_in_round = False
-                self._channel.send(messages.NodesWaiting())
+                return messages.NodesWaiting()
+        return None
 
     def _finish(self, message: messages.FinishRun) -> None:
         """Wait for the other nodes: one of them may need what this node serves."""
@@ -295,6 +371,9 @@ class _Meeting:
         with contextlib.suppress(RuntimeError):
             num_finished = store.add("nbaccel/finished", 1)
             while num_finished < self._round.world_size and time.monotonic() < deadline:
+                if (change := self._change()) is not None:
+                    self._channel.send(change)
+                    return
                 self._wait()
                 num_finished = store.add("nbaccel/finished", 0)
             # Seen by all before the one that serves the store takes it away.
@@ -313,4 +392,5 @@ _ANSWERS: dict[type, Callable[[_Meeting, Any], None]] = {
     messages.JoinRound: _Meeting._join,
     messages.Publish: _Meeting._publish,
     messages.FinishRun: _Meeting._finish,
+    messages.GiveUp: _Meeting._give_up,
 }

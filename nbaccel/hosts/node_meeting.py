@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import select
+import sys
+import time
 from typing import Any
 
 from nbaccel.errors import StartupFailed
@@ -11,12 +15,14 @@ from nbaccel.hosts import meeting_messages as messages
 from nbaccel.hosts.helper_process import HelperProcess
 from nbaccel.plan import Plan
 from nbaccel.ports import listen
+from nbaccel.units import count_noun
 from nbaccel.workers.worker_group import MeetingPlace
 
 __all__ = ["NodeMeeting"]
 
 _DEFAULT_ENDPOINT = "localhost"
 _DEFAULT_BACKEND = "c10d"
+_NOTICE_S = 1.0  # of waiting for other nodes, before it is told
 
 
 class NodeMeeting:
@@ -24,16 +30,25 @@ class NodeMeeting:
 
     Args:
         plan: What was planned.
+
+    Attributes:
+        end_reason: Address of a node that has given up, and why; empty as long as none has.
     """
 
     def __init__(self, plan: Plan) -> None:
         config = plan.config
         backend = _DEFAULT_BACKEND if config.rdzv_backend == "static" else config.rdzv_backend
         self._port = config.use_port
+        self.end_reason = ""
+        endpoint = config.rdzv_endpoint or _endpoint_of(plan)
+        self._waits_for = (
+            f"at {endpoint} for {count_noun(config.num_nodes, 'node')} to join "
+            f"(rdzv_id={config.rdzv_id!r})"
+        )
         self._helper = HelperProcess(
             messages.MeetNodes(
                 backend=backend,
-                endpoint=config.rdzv_endpoint or _endpoint_of(plan),
+                endpoint=endpoint,
                 run_id=config.rdzv_id,
                 num_nodes=config.num_nodes,
                 num_processes=plan.num_processes,
@@ -53,7 +68,7 @@ class NodeMeeting:
             PortTaken: This node serves the store, and the port asked for is in use.
         """
         self._send(messages.JoinRound())
-        joined = self._receive(messages.RoundJoined)
+        joined = self._receive(messages.RoundJoined, notice=self._waits_for)
         if joined.node_rank == 0:
             listener = listen(joined.address, self._port)
             port = listener.getsockname()[1]
@@ -63,6 +78,7 @@ class NodeMeeting:
                 port=port,
                 store_socket=listener,
                 num_nodes=joined.num_nodes,
+                rounds_before=joined.rounds_before,
             )
         known = self._receive(messages.StoreKnown)
         return MeetingPlace(
@@ -71,23 +87,41 @@ class NodeMeeting:
             store_socket=None,
             node_rank=joined.node_rank,
             num_nodes=joined.num_nodes,
+            rounds_before=joined.rounds_before,
         )
 
     def wants_new_round(self) -> bool:
-        """Whether another node waits to join, or this one has lost the meeting."""
+        """Whether this round is over: another node waits, has given up, or the meeting is lost."""
         while select.select([self._helper.channel], [], [], 0.0)[0]:
             try:
                 message, _ = self._helper.channel.receive()
             except EOFError:  # the next `join` says so
                 return True
-            if isinstance(message, messages.NodesWaiting):
+            if self._ends_round(message):
                 return True
         return False
 
-    def finish(self) -> None:
-        """Tell the other nodes that this one has finished, and wait for them."""
+    def _ends_round(self, message: object) -> bool:
+        if isinstance(message, messages.RunEnded):
+            self.end_reason = message.reason
+        return isinstance(message, (messages.NodesWaiting, messages.RunEnded))
+
+    def finish(self) -> bool:
+        """Tell the other nodes that this one has finished, and wait for them.
+
+        Returns:
+            Whether all have finished; if not, they start anew, or one has given up.
+        """
         self._send(messages.FinishRun())
-        self._receive(messages.AllFinished)
+        kinds = (messages.AllFinished, messages.NodesWaiting, messages.RunEnded)
+        return not self._ends_round(self._receive(*kinds))
+
+    def give_up(self, reason: str) -> None:
+        """Let the other nodes end as well, and know why."""
+        # Its process has ended: there is no way to tell them.
+        with contextlib.suppress(StartupFailed):
+            self._send(messages.GiveUp(reason))
+            self._receive(messages.EndTold)
 
     def close(self) -> None:
         """Leave: the other nodes need not wait for this one."""
@@ -99,16 +133,22 @@ class NodeMeeting:
         except OSError as error:
             raise self._gone() from error
 
-    def _receive(self, kind: type) -> Any:
+    def _receive(self, *kinds: type, notice: str = "") -> Any:
         """Wait for an answer; as long as the process waits for the other nodes."""
+        notice_at = time.monotonic() + _NOTICE_S if notice else math.inf
         while True:
+            wait_s = None if notice_at == math.inf else max(0.0, notice_at - time.monotonic())
+            if not select.select([self._helper.channel], [], [], wait_s)[0]:
+                sys.stderr.write(f"nbaccel: waiting {notice}.\n")
+                notice_at = math.inf
+                continue
             try:
                 message, _ = self._helper.channel.receive()
             except EOFError as error:
                 raise self._gone() from error
             if isinstance(message, messages.MeetingFailed):
                 raise StartupFailed(f"The nodes did not meet: {message.reason}")
-            if isinstance(message, kind):
+            if isinstance(message, kinds):
                 return message
 
     def _gone(self) -> StartupFailed:

@@ -135,6 +135,11 @@ class _Relay:
             return
         if isinstance(message, relay_messages.StartWorker):
             self._start(message, file_descriptors)
+        elif isinstance(message, relay_messages.FileCarried):
+            for host in self._hosts.values():
+                host.note_carried(file_descriptors[0], message.ticket)
+            self.say(relay_messages.FileNoted(message.ticket))
+            shared_memory.close_all(file_descriptors)
         elif isinstance(message, relay_messages.BindHostStore):
             self._hosts[message.host].link.send(frames.BindStore(message.port))
         elif isinstance(message, relay_messages.SignalProcess):
@@ -375,6 +380,10 @@ class _RemoteHost:
         self._relay.say(frame)
 
     # ---- workers
+
+    def note_carried(self, file_descriptor: int, ticket: str) -> None:
+        """See :meth:`SentFiles.note_carried`."""
+        self._sent_files.note_carried(file_descriptor, ticket)
 
     def start_worker(self, number: int, ticket: int, file_descriptors: list[int]) -> None:
         """Have a worker forked.

@@ -1,7 +1,7 @@
 """Messages between the notebook and its relay, over a channel of `workers.messaging`.
 
-notebook ──► ServeHosts once, then BindHostStore, StartWorker, SignalProcess, KillProcess
-         ◄── HostJoined, HostRefused, HostLost, StoreBound, Forked, Ended
+notebook ──► ServeHosts once; BindHostStore, FileCarried, StartWorker, SignalProcess, KillProcess
+         ◄── HostJoined, HostRefused, HostLost, StoreBound, FileNoted, Forked, Ended
 """
 
 from __future__ import annotations
@@ -9,7 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-__all__ = ["BindHostStore", "HostJoined", "HostLost", "HostRefused", "ServeHosts", "StartWorker"]
+__all__ = [
+    "BindHostStore",
+    "FileCarried",
+    "FileNoted",
+    "HostJoined",
+    "HostLost",
+    "HostRefused",
+    "ServeHosts",
+    "StartWorker",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +67,20 @@ class BindHostStore:
 
     host: str
     port: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class FileCarried:
+    """The engine has brought a file to all hosts. Descriptor: the file. Answered by FileNoted."""
+
+    ticket: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileNoted:
+    """The relay will not send the file's bytes."""
+
+    ticket: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import os
 import select
+import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from nbaccel.errors import StartupFailed
 from nbaccel.hosts import relay_messages
+from nbaccel.hosts.file_copies import ARENA, file_kind
 from nbaccel.hosts.helper_process import HelperProcess
 from nbaccel.workers import messaging, time_limits
 from nbaccel.workers.start_method import HostShare
@@ -18,6 +20,8 @@ from nbaccel.workers.worker import WorkerEnds
 
 __all__ = ["RelayConnection", "RemoteStarter"]
 
+_LEAST_CARRIED_BYTES = 1 << 20
+"""Smaller files are there sooner by the notebook's own connections."""
 _REPORT_S = 0.5
 """For an engine to learn why a host was lost, once the connection to it is."""
 
@@ -44,12 +48,21 @@ class RelayConnection:
         self._ends = select.epoll()
         for source in (channel.fileno(), self._kept_end):
             self._ends.register(source, select.EPOLLIN)
+        self._known_files: set[tuple[int, int]] = set()
         self.lost_hosts: dict[str, str] = {}
         """Hosts that were lost, each with what is known of it."""
 
     def fileno(self) -> int:
         """A descriptor that is readable when a worker may have ended."""
         return self._ends.fileno()
+
+    def is_new(self, file_descriptor: int) -> bool:
+        """Whether a file has not been asked about before."""
+        file_status = os.fstat(file_descriptor)
+        identity = (file_status.st_dev, file_status.st_ino)
+        is_new = identity not in self._known_files
+        self._known_files.add(identity)
+        return is_new
 
     def send(self, message: object, file_descriptors: Sequence[int] = ()) -> None:
         """Tell the relay something.
@@ -130,19 +143,35 @@ class RelayConnection:
         )
 
 
+def _is_worth_carrying(file_descriptor: int) -> bool:
+    file_status = os.fstat(file_descriptor)
+    return (
+        stat.S_ISREG(file_status.st_mode)
+        and file_status.st_size >= _LEAST_CARRIED_BYTES
+        and file_kind(file_descriptor) == ARENA
+    )
+
+
 class RemoteStarter:
     """Starts workers on hosts whose agents have joined. See `start_method.Starter`.
 
     Args:
         connection: To the relay.
         shares: The hosts, and how many workers each gets.
+        carry: Brings a file to all hosts by the engine's own way, and returns its ticket there.
     """
 
     name = "hosts"
     status: int | None = None
 
-    def __init__(self, connection: RelayConnection, shares: Sequence[HostShare]) -> None:
+    def __init__(
+        self,
+        connection: RelayConnection,
+        shares: Sequence[HostShare],
+        carry: Callable[[int], str] = lambda _: "",
+    ) -> None:
         self.shares = shares
+        self._carry = carry
         self._connection = connection
         self._places = [share.name for share in shares for _ in range(share.num_workers)]
         self._hosts_of: dict[int, str] = {}
@@ -162,6 +191,19 @@ class RemoteStarter:
             )
         self._hosts_of[answer.pid] = host_name
         return answer.pid
+
+    def prepare_files(self, file_descriptors: Sequence[int]) -> None:
+        """See :meth:`Starter.prepare_files`."""
+        for file_descriptor in file_descriptors:
+            if _is_worth_carrying(file_descriptor) and self._connection.is_new(file_descriptor):
+                self._prepare_file(file_descriptor)
+
+    def _prepare_file(self, file_descriptor: int) -> None:
+        ticket = self._carry(file_descriptor)
+        if ticket:
+            self._connection.send(relay_messages.FileCarried(ticket), [file_descriptor])
+            # Answered, because the relay reads the workers' channels in no particular order.
+            self._connection.next((relay_messages.FileNoted,), time_limits.FORK_S)
 
     def sentinels(self) -> Sequence[int]:
         """The channel on which the relay reports ended workers."""

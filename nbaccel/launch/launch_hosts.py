@@ -7,10 +7,12 @@ import sys
 
 from nbaccel.capabilities import engine_row
 from nbaccel.config import RunConfig
+from nbaccel.errors import WorkerFailed
 from nbaccel.hosts.host_session import HostSession
 from nbaccel.hosts.node_meeting import NodeMeeting
 from nbaccel.plan import Plan
 from nbaccel.ports import listen
+from nbaccel.supervision.supervisor import CallResult
 from nbaccel.workers.start_method import Starter
 from nbaccel.workers.worker_group import MeetingPlace
 
@@ -80,7 +82,7 @@ class LaunchHosts:
         plan, config = self._plan, self._plan.config
         if self._session is not None:
             return self._session.bind_store(plan.port)
-        if self._row.meets:
+        if self._row.meets and config.num_nodes > 1:
             if self.meeting is None:
                 self.meeting = NodeMeeting(plan)
             meeting_place = self.meeting.join()
@@ -106,10 +108,40 @@ class LaunchHosts:
         """What starts workers on the hosts; None for this machine."""
         return None if self._session is None else self._session.starter()
 
-    def finish(self) -> None:
-        """All workers of this node have returned: wait for those of the others, if they meet."""
+    def settle(self, call_result: CallResult, *, is_over: bool) -> None:
+        """Before anything of a call is taken over: hear what the other nodes do.
+
+        Args:
+            call_result: How the workers of this node ended.
+            is_over: Whether they were stopped because of another node.
+
+        Raises:
+            NodesWait: All nodes start their workers anew.
+            WorkerFailed: Another node has given up.
+        """
+        if self.meeting is None or call_result.interrupted:
+            return
+        if not is_over and (not call_result.went_well or self.meeting.finish()):
+            return
+        if not self.meeting.end_reason:
+            raise NodesWait
+        raise WorkerFailed(
+            f"Another node has ended the run: {self.meeting.end_reason}.\nThis node's workers "
+            "were stopped, and its model is as it was. Look at that node's own report."
+        )
+
+    def is_ended(self) -> bool:
+        """Whether another node has given up, so that no restart can succeed."""
         if self.meeting is not None:
-            self.meeting.finish()
+            self.meeting.wants_new_round()
+        return self.meeting is not None and bool(self.meeting.end_reason)
+
+    def give_up(self, error: BaseException) -> None:
+        """This launch ends with an error: the other nodes are to end, too."""
+        if self.meeting is not None and not self.meeting.end_reason:
+            is_stop = isinstance(error, KeyboardInterrupt)
+            headline = str(error).partition("\n")[0].rstrip(":")
+            self.meeting.give_up("it was stopped by its user" if is_stop else headline)
 
     def close(self) -> None:
         """Let all hosts go."""

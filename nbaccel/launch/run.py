@@ -66,7 +66,11 @@ def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...])
             clean_up.callback(os.close, packed_call.fd)
         launch_hosts = LaunchHosts(plan)
         clean_up.callback(launch_hosts.close)
-        return _run_attempts(launch_hosts, packed_call)
+        try:
+            return _run_attempts(launch_hosts, packed_call)
+        except (WorkerFailed, KeyboardInterrupt) as error:
+            launch_hosts.give_up(error)
+            raise
 
 
 def _tell_host_memory(plan: Plan, packed_call: PackedCall) -> Plan:
@@ -127,7 +131,7 @@ def _run_attempts(launch_hosts: LaunchHosts, packed_call: PackedCall) -> CallOut
             # The same would happen again, after the same wait.
             raise
         except WorkerFailed as error:
-            if attempt_number == allowed_restarts:
+            if attempt_number == allowed_restarts or launch_hosts.is_ended():
                 # The last attempt: its error is the user's.
                 raise
             attempt_number += 1
@@ -137,7 +141,6 @@ def _run_attempts(launch_hosts: LaunchHosts, packed_call: PackedCall) -> CallOut
                 f"{launch_hosts.what_is_left()}.\n"
             )
         else:
-            launch_hosts.finish()
             return call_outcome
 
 
@@ -166,8 +169,7 @@ def _run_attempt(
         launch_hosts.close_store()
         launch_supervisor = _make_supervisor(worker_group, launch_hosts, rank_logs)
         call_result = launch_supervisor.run()
-        if launch_supervisor.nodes_wait and not call_result.interrupted:
-            raise NodesWait
+        launch_hosts.settle(call_result, is_over=launch_supervisor.nodes_wait)
         return conclude_call(
             plan,
             call_result,
@@ -188,12 +190,20 @@ def _start_workers(
     attempt_number: int,
 ) -> None:
     run_config = worker_group.plan.config
+    rounds_before = meeting_place.rounds_before
     num_restarts = {
-        # The variables that torchrun sets, which training scripts read.
-        "TORCHELASTIC_RESTART_COUNT": str(attempt_number),
+        # The variables that torchrun sets, which training scripts read. Of nodes that meet the
+        # number is the same on all, and so is whether they load a checkpoint.
+        "TORCHELASTIC_RESTART_COUNT": str(
+            attempt_number if rounds_before is None else rounds_before
+        ),
         "TORCHELASTIC_MAX_RESTARTS": str(run_config.max_restarts),
+        "TORCHELASTIC_RUN_ID": run_config.rdzv_id,
+        "GROUP_WORLD_SIZE": str(meeting_place.num_nodes),
     }
-    for worker_assignment in worker_group.start(meeting_place, num_restarts):
+    assigned_workers = worker_group.start(meeting_place, num_restarts)
+    worker_group.prepare_files([used_arena.fd for used_arena in packed_call.arenas.values()])
+    for worker_assignment in assigned_workers:
         worker_job, file_descriptors = job_of(
             worker_group.plan, packed_call, weight_receiver, worker_assignment.assignment
         )

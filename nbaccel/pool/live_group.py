@@ -149,6 +149,7 @@ class LiveGroup(WorkerGroup):
         Returns:
             What became of it.
         """
+        self.prepare_files([fd for _, task_fds in pool_tasks.values() for fd in task_fds])
         show = (
             CellDashboardUpdater(list(pool_tasks), device_name=self.plan.device)
             if is_shown

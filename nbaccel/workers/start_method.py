@@ -46,6 +46,13 @@ class Starter(Protocol):
             Its process id; for one on another host, a number that no process of this machine has.
         """
 
+    def prepare_files(self, file_descriptors: Sequence[int]) -> None:
+        """Have large files where the workers run, before messages that they come with.
+
+        Args:
+            file_descriptors: Descriptors of the next messages; they stay the caller's.
+        """
+
     def signal(self, process_id: int, signal_number: int) -> None:
         """Send a worker a signal, unless it has ended."""
 
@@ -69,6 +76,9 @@ class LocalProcesses:
     """What starters of processes on this machine have in common."""
 
     shares: Sequence[HostShare] = ()
+
+    def prepare_files(self, file_descriptors: Sequence[int]) -> None:
+        """Workers of this machine map the files themselves."""
 
     def signal(self, process_id: int, signal_number: int) -> None:
         """See :meth:`Starter.signal`."""

@@ -36,6 +36,7 @@ class MeetingPlace:
             a socket of its own host; None where another node serves it.
         node_rank: Number of this node.
         num_nodes: Nodes with a notebook of their own.
+        rounds_before: How often these nodes have met before; None where they do not meet anew.
     """
 
     address: str
@@ -43,6 +44,7 @@ class MeetingPlace:
     store_socket: socket.socket | None
     node_rank: int = 0
     num_nodes: int = 1
+    rounds_before: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +120,10 @@ class WorkerGroup:
             )
             for rank_0_socket in [meeting_place.store_socket if worker_place.rank == 0 else None]
         ]
+
+    def prepare_files(self, file_descriptors: Sequence[int]) -> None:
+        """See :meth:`Starter.prepare_files`."""
+        self._starter.prepare_files(file_descriptors)
 
     def sentinels(self) -> Sequence[int]:
         """Descriptors that become readable when a worker may have ended."""

@@ -69,6 +69,9 @@ def test_elastic_reason_names_the_setting():
     assert elastic_reason(RunConfig()) == ""
     assert elastic_reason(RunConfig(max_restarts=2)) == ""
     assert elastic_reason(RunConfig(**TWO_NODES)) == ""
-    assert elastic_reason(RunConfig(rdzv_backend="c10d")) == "rdzv_backend='c10d'"
+    # One node needs nobody to meet.
+    assert elastic_reason(RunConfig(rdzv_backend="c10d")) == ""
+    elastic = RunConfig(**TWO_NODES, rdzv_backend="c10d")
+    assert elastic_reason(elastic) == "rdzv_backend='c10d'"
     both = RunConfig(**TWO_NODES, max_restarts=2)
     assert elastic_reason(both) == "max_restarts=2 with num_nodes=2"

@@ -112,7 +112,15 @@ def test_the_start_method(settings, method):
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"num_processes": 2, "rdzv_backend": "c10d"}, "rdzv_backend='c10d'"),
+        (
+            {
+                "num_processes": 2,
+                "num_nodes": 2,
+                "master_addr": "10.0.0.1",
+                "rdzv_backend": "c10d",
+            },
+            "rdzv_backend='c10d'",
+        ),
         (
             {"num_processes": 1, "num_nodes": 2, "master_addr": "10.0.0.1", "max_restarts": 1},
             "max_restarts=1 with num_nodes=2",
