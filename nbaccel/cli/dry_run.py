@@ -17,7 +17,7 @@ from nbaccel.plan import resolve
 
 __all__ = ["show_dry_run", "show_peer_options"]
 
-_VALUE_CHARS = 60
+_SHOWN_CHARS = 60
 
 
 def show_dry_run(request: LaunchRequest) -> None:
@@ -58,7 +58,7 @@ def _settings_table(request: LaunchRequest) -> Table:
         source = request.source_of(setting_name)
         table.add_row(
             setting_name,
-            _shown_value(getattr(request.config, setting_name)),
+            _shortened_value(getattr(request.config, setting_name)),
             source,
             style="dim" if source == "default" else None,
         )
@@ -72,8 +72,8 @@ def _variables_table(request: LaunchRequest) -> Table:
     return table
 
 
-def _shown_value(value: Any) -> str:
+def _shortened_value(value: Any) -> str:
     if isinstance(value, dict):
         text = json.dumps(value)
-        return text if len(text) <= _VALUE_CHARS else f"{text[: _VALUE_CHARS - 2]} …"
+        return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 2]} …"
     return "" if value is None else str(value)

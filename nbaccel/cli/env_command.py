@@ -31,7 +31,7 @@ def _show(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     # Here, so that `nbaccel --help` does not wait for it.
-    from nbaccel.cli.environment_report import environment_facts, json_text, report_text
+    from nbaccel.cli.environment_report import environment_facts, report_json, report_text
 
     facts = environment_facts(config_file)
-    print(json_text(facts) if as_json else report_text(facts))
+    print(report_json(facts) if as_json else report_text(facts))

@@ -22,7 +22,7 @@ from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory
 from nbaccel.units import format_bytes
 
-__all__ = ["environment_facts", "json_text", "report_text"]
+__all__ = ["environment_facts", "report_json", "report_text"]
 
 Facts = dict[str, dict[str, Any]]
 """Values by name, in sections."""
@@ -37,7 +37,7 @@ _SHOWN_PREFIXES = (
     *("TORCH", "PYTORCH_", "OMP_", "MKL_", "KMP_", "HF_", "TRANSFORMERS_", "XLA_", "TPU_"),
     *("PJRT_", "LIBTPU_", "SLURM_", "RAY_", "PARALLELISM_CONFIG_", "MEGATRON_LM_"),
 )
-_SHOWN_NAMES = frozenset(
+_REPORTED_NAMES = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     | {"COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE", "CONDA_DEFAULT_ENV", "VIRTUAL_ENV"}
 )
@@ -59,7 +59,7 @@ def environment_facts(config_file: str | None = None) -> Facts:
     inventory = inspect_machine()
     return {
         "nbaccel": _own_facts(inventory),
-        "packages": {name: version for name in _PACKAGES if (version := _version_of(name))},
+        "packages": {name: version for name in _PACKAGES if (version := _installed_version(name))},
         "torch build": _torch_build(),
         "machine": _machine_facts(inventory),
         "devices": _device_facts(inventory),
@@ -68,7 +68,7 @@ def environment_facts(config_file: str | None = None) -> Facts:
     }
 
 
-def json_text(facts: Facts) -> str:
+def report_json(facts: Facts) -> str:
     """The facts as one JSON object.
 
     Args:
@@ -115,7 +115,7 @@ def _own_facts(inventory: Inventory) -> dict[str, Any]:
     }
 
 
-def _version_of(package_name: str) -> str:
+def _installed_version(package_name: str) -> str:
     try:
         return metadata.version(package_name)
     except metadata.PackageNotFoundError:
@@ -211,7 +211,7 @@ def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: _HIDDEN_VALUE if _SECRET_NAME.search(name) else _SECRET_IN_URL.sub("...", value)
         for name, value in sorted(environment.items())
-        if name in _SHOWN_NAMES or name.startswith(_SHOWN_PREFIXES)
+        if name in _REPORTED_NAMES or name.startswith(_SHOWN_PREFIXES)
     }
 
 

@@ -8,7 +8,7 @@ import typer
 
 __all__ = ["add_to"]
 
-_COMMAND_DESCRIPTION = (
+_ESTIMATE_HELP = (
     "Estimate the memory of a model on this disk: a folder with a transformers config.json (built "
     "without weights), or a file or folder of safetensors (only headers are read). The second "
     "table has training with Adam on each device under data parallelism, FP8 and ZeRO's stages; "
@@ -24,7 +24,7 @@ def add_to(app: typer.Typer) -> None:
     """
     app.command(
         "estimate-memory",
-        help=_COMMAND_DESCRIPTION,
+        help=_ESTIMATE_HELP,
         short_help="what a model takes, loaded and trained",
         # Accelerate takes several words after --dtypes.
         context_settings={"allow_extra_args": True},

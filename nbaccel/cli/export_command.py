@@ -21,7 +21,7 @@ __all__ = ["add_to"]
 _CLUSTERS = ("slurm", "ray", "kubernetes")
 _TARGETS = ("nbaccel", "torchrun", "accelerate", "deepspeed", *_CLUSTERS)
 _IMAGE = "pytorch/pytorch:latest"
-_DESCRIPTION = """\
+_EXPORT_HELP = """\
 Write a script out of a notebook, and the command line or job that runs it.
 
     nbaccel export train.ipynb --to slurm --nproc-per-node 8 --num-nodes 2
@@ -42,7 +42,7 @@ def add_to(app: typer.Typer) -> None:
         app,
         "export",
         _export,
-        description=_DESCRIPTION,
+        description=_EXPORT_HELP,
         short_help="a script and a job out of a notebook",
         takes_script=False,
     )
@@ -81,7 +81,7 @@ _FunctionOption = Annotated[
         show_default=False,
     ),
 ]
-_OverwriteOption = Annotated[
+_ReplaceOption = Annotated[
     bool,
     typer.Option("--overwrite", help="Replace files that are there.", rich_help_panel=OWN_PANEL),
 ]
@@ -101,7 +101,7 @@ def _export(
     to: _ToOption = "nbaccel",
     output: _OutputOption = None,
     function: _FunctionOption = "",
-    overwrite: _OverwriteOption = False,
+    overwrite: _ReplaceOption = False,
     image: _ImageOption = _IMAGE,
     config_file: ConfigFile = None,
     **further_options: Any,

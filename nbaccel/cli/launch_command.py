@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_to"]
 
-_DESCRIPTION = """\
+_LAUNCH_HELP = """\
 Run a script in one worker per device, as `torchrun` and `accelerate launch` do.
 
     nbaccel launch -n 2 --mixed-precision bf16 train.py --lr 0.1
@@ -42,7 +42,7 @@ def add_to(app: typer.Typer) -> None:
         app: The command ``nbaccel``.
     """
     add_command(
-        app, "launch", _launch, description=_DESCRIPTION, short_help="a script on all devices"
+        app, "launch", _launch, description=_LAUNCH_HELP, short_help="a script on all devices"
     )
 
 

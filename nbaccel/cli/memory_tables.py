@@ -29,7 +29,7 @@ _TRAINED_FORMATS = ("float32", "float16", "bfloat16")
 _ADAM_COPIES = 4
 """Weights, gradients and two moments."""
 _Level = Literal["O1", "O2", "O3"]
-_LEVELS: tuple[_Level, ...] = ("O1", "O2", "O3")
+_OFFLOAD_LEVELS: tuple[_Level, ...] = ("O1", "O2", "O3")
 _ZERO = "zero_optimization"
 _ON_CPU: dict[str, JsonValue] = {"device": "cpu"}
 
@@ -199,7 +199,7 @@ class _Ways:
         """The ways, each with what it needs."""
         yield "data parallel (no, fp16, bf16, fp8)", self._replicated(self._float32_states())
         if self._sizes.module is not None:
-            for level in _LEVELS:
+            for level in _OFFLOAD_LEVELS:
                 yield f"data parallel, MS-AMP {level} (fp8)", self._at_level(level)
         for form in _catalog.settings_forms():
             for name, run in self._zero_runs():

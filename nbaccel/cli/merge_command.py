@@ -12,7 +12,7 @@ from nbaccel.units import format_bytes, format_seconds
 
 __all__ = ["add_to"]
 
-_COMMAND_DESCRIPTION = (
+_MERGE_HELP = (
     "Make whole weights of the shards that FSDP's processes wrote (torch.distributed.checkpoint): "
     "of pytorch_model_fsdp_0 in a checkpoint of Accelerate's or nbaccel's save_state. All files "
     "appear together at the end, or none."
@@ -27,7 +27,7 @@ def add_to(app: typer.Typer) -> None:
     """
     app.command(
         "merge-weights",
-        help=_COMMAND_DESCRIPTION,
+        help=_MERGE_HELP,
         short_help="whole weights out of FSDP's shards",
     )(_merge)
 

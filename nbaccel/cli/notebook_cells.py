@@ -22,7 +22,7 @@ __all__ = ["NotebookCell", "Statement", "read_notebook", "statements_of"]
 
 EXPORT_TAG, SKIP_TAG = "export", "nbaccel-skip"
 _PYTHON_CELL_MAGICS = ("accelerate", "time", "timeit", "capture", "prun")
-_LINE_MAGIC = re.compile(r"^(?P<indent>\s*)(?P<magic>[%!?].*|[\w.]+\?{1,2}\s*|\w+\s*=\s*[%!].*)$")
+_MAGIC_LINE = re.compile(r"^(?P<indent>\s*)(?P<magic>[%!?].*|[\w.]+\?{1,2}\s*|\w+\s*=\s*[%!].*)$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +126,7 @@ def _without_magics(source: str) -> tuple[str, int]:
     if not _parses(source):
         goes_on = False
         for position, line in enumerate(lines):
-            line_magic = _LINE_MAGIC.match(line)
+            line_magic = _MAGIC_LINE.match(line)
             if line_magic or goes_on:
                 # An indented magic may be all that its block has.
                 indent = line_magic["indent"] if line_magic else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["WantedOutput", "shown_output_of"]
 
-_ALL_STREAMS = 3
+_EVERY_STREAM = 3
 _STREAMS_TEXT = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 
 
@@ -88,12 +88,12 @@ def _shown_text(
 ) -> str | None:
     def streams(rank: int | None) -> int:
         hidden = redirects.get(rank, redirects.get(None, 0)) & ~tees.get(rank, tees.get(None, 0))
-        return _ALL_STREAMS & ~hidden
+        return _EVERY_STREAM & ~hidden
 
     default_streams = 0 if shown_ranks else streams(None)
     named_ranks = {rank for rank in (*redirects, *tees) if rank is not None}
     ranks = sorted(shown_ranks or named_ranks)
-    if default_streams == _ALL_STREAMS and not ranks:
+    if default_streams == _EVERY_STREAM and not ranks:
         return None
     pairs = [f"{rank}:{streams(rank)}" for rank in ranks if streams(rank) != default_streams]
     return ",".join([str(default_streams), *pairs])

@@ -28,7 +28,7 @@ __all__ = ["CHECK_NAMES", "SetUpCheckFailed", "run_checks"]
 _NUM_FEATURES = 32
 _BATCH_SIZE = 16
 # No multiple of the batch, nor of any number of processes above one.
-_NUM_SAMPLES = 149
+_SAMPLE_COUNT = 149
 _NUM_STEPS = 20
 
 
@@ -90,9 +90,9 @@ def _prepare_training(config: RunConfig, world_size: int, folder: Path) -> _Chec
         nn.Linear(_NUM_FEATURES, 1),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    inputs = torch.randn(_NUM_SAMPLES, _NUM_FEATURES)
+    inputs = torch.randn(_SAMPLE_COUNT, _NUM_FEATURES)
     # The number of a sample is its last column, so that a loader's work can be counted.
-    dataset = TensorDataset(inputs, _targets_of(inputs), torch.arange(_NUM_SAMPLES))
+    dataset = TensorDataset(inputs, _targets_of(inputs), torch.arange(_SAMPLE_COUNT))
     model, optimizer, loader = accelerator.prepare(
         model, optimizer, DataLoader(dataset, _BATCH_SIZE)
     )
@@ -104,7 +104,7 @@ def _prepare_training(config: RunConfig, world_size: int, folder: Path) -> _Chec
         model=model,
         optimizer=optimizer,
         loader=loader,
-        examples=inputs[: _NUM_SAMPLES - _NUM_SAMPLES % _BATCH_SIZE].to(accelerator.device),
+        examples=inputs[: _SAMPLE_COUNT - _SAMPLE_COUNT % _BATCH_SIZE].to(accelerator.device),
     )
 
 
@@ -157,13 +157,13 @@ def _check_loader(training: _CheckedTraining) -> str:
         seen_samples += training.accelerator.gather_for_metrics(numbers).tolist()
         num_batches += 1
     _require(
-        sorted(seen_samples) == list(range(_NUM_SAMPLES)),
-        f"{len(seen_samples)} samples came out of {_NUM_SAMPLES}, "
+        sorted(seen_samples) == list(range(_SAMPLE_COUNT)),
+        f"{len(seen_samples)} samples came out of {_SAMPLE_COUNT}, "
         f"{len(set(seen_samples))} different ones",
     )
     counts = gather(torch.tensor([num_batches], device=training.accelerator.device)).tolist()
     _require(len(set(counts)) == 1, f"ranks had {counts} batches")
-    return f"{_NUM_SAMPLES} samples once each, {num_batches} batches a rank"
+    return f"{_SAMPLE_COUNT} samples once each, {num_batches} batches a rank"
 
 
 def _check_precision(training: _CheckedTraining) -> str:

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = ["add_to"]
 
-_DESCRIPTION = """\
+_TEST_HELP = """\
 Train for a few seconds on the set-up of a configuration file, or of flags as after nbaccel launch.
 
 Checked are the processes, collectives, seeds, data loaders, the precision, a training and a
 checkpoint, each against a known answer. The exit status is 0 if all is well, else 1.
 """
-_TIMEOUT_S = 300.0
+_TEST_TIMEOUT_S = 300.0
 _REMEDIES = {
     "processes": "Look at --dry-run of nbaccel launch: how many workers, and on what device.",
     "collectives": "Workers do not reach each other: look for a firewall, and at the network "
@@ -43,7 +43,7 @@ def add_to(app: typer.Typer) -> None:
     Args:
         app: The command ``nbaccel``.
     """
-    add_command(app, "test", _test, description=_DESCRIPTION, short_help="does this set-up train?")
+    add_command(app, "test", _test, description=_TEST_HELP, short_help="does this set-up train?")
 
 
 def _test(
@@ -71,7 +71,7 @@ def _run_test(config: RunConfig) -> int:
 
     if config.timeout is None:
         # A set-up that does not work may hang.
-        config = config.changed(timeout=_TIMEOUT_S)
+        config = config.changed(timeout=_TEST_TIMEOUT_S)
     plan = resolve(config)
     print(f"{plan.headline()}", flush=True)
     if plan.start_method != "inline":

@@ -69,8 +69,8 @@ class FileReading:
 
     def truth(self, key: str, value: Any) -> bool:
         """A truth value, also one that was written as text."""
-        if isinstance(value, str) and value.strip().lower() in _TRUTH_WORDS:
-            return _TRUTH_WORDS[value.strip().lower()]
+        if isinstance(value, str) and value.strip().lower() in _FILE_TRUTH_WORDS:
+            return _FILE_TRUTH_WORDS[value.strip().lower()]
         if not isinstance(value, bool):
             self.refuse(key, f"{key}={shown(value)} must be true or false.")
         return value is True
@@ -109,4 +109,4 @@ class FileReading:
         return f" In this file it is {file_key}." if file_key != setting_name else ""
 
 
-_TRUTH_WORDS = {"true": True, "yes": True, "false": False, "no": False}
+_FILE_TRUTH_WORDS = {"true": True, "yes": True, "false": False, "no": False}

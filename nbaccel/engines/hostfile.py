@@ -68,7 +68,7 @@ class HostfileEngine(Engine):
                 f"{config.hostfile}: some workers would have nowhere to run. Ask for fewer, or "
                 "write more slots."
             )
-        return list(_needed(read_hosts, config.num_processes or num_places))
+        return list(_hosts_needed(read_hosts, config.num_processes or num_places))
 
     def start_agents(self, hosts: Sequence[Host], hello: AgentHello) -> AgentCrew:
         """See :meth:`Engine.start_agents`."""
@@ -91,7 +91,7 @@ def _ssh_command() -> list[str]:
     return shlex.split(env.read(_SSH_VARIABLE, "") or _SSH_COMMAND)
 
 
-def _needed(read_hosts: Sequence[Host], num_workers: int) -> Iterator[Host]:
+def _hosts_needed(read_hosts: Sequence[Host], num_workers: int) -> Iterator[Host]:
     """The first hosts, as many as so many workers take."""
     for host in read_hosts:
         if num_workers <= 0:

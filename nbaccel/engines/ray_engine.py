@@ -45,7 +45,7 @@ __all__ = ["RayCrew", "RayEngine"]
 _RESOURCES = {"cpu": "CPU", "cuda": "GPU", "xpu": "GPU", "tpu": "TPU"}
 """Device → what Ray calls it."""
 _RESERVE_S = 30.0  # for other work on the cluster to end
-_NOTICE_S = 3.0  # of waiting, before it is told
+_PLACEMENT_NOTICE_S = 3.0  # of waiting, before it is told
 _CARRY_S = 600.0  # for all nodes to have a model
 _KEPT_LINES = 20  # of what an agent has written to stderr
 # Ray sets them in its workers, for its own sake.
@@ -223,7 +223,7 @@ def _await_placement(group: Any, wanted: str, nodes: Mapping[str, Mapping[str, A
                 else "is more than the cluster has"
             )
             raise ConfigError(_unplaced(wanted, problem, nodes))
-        if not was_told and time.monotonic() > deadline - _RESERVE_S + _NOTICE_S:
+        if not was_told and time.monotonic() > deadline - _RESERVE_S + _PLACEMENT_NOTICE_S:
             sys.stderr.write(f"nbaccel: waiting for Ray to free {wanted}.\n")
             was_told = True
 
@@ -289,7 +289,7 @@ class RayCrew(AgentCrew):
                 try:
                     known[name] = ray.get(end)
                 except ray.exceptions.RayError as error:
-                    known[name] = f"Ray says: {_first_line(error)}"
+                    known[name] = f"Ray says: {_error_line(error)}"
         return known
 
     def carry(self, file_descriptor: int) -> str:
@@ -314,7 +314,7 @@ class RayCrew(AgentCrew):
         except ray.exceptions.RayError as error:
             raise StartupFailed(
                 f"Ray did not bring {format_bytes(num_bytes)} of the model to all nodes: "
-                f"{_first_line(error)}. Its object store may be full: `ray memory` shows by what."
+                f"{_error_line(error)}. Its object store may be full: `ray memory` shows by what."
             ) from error
         # The reference ends here, and with it the copies in the object store.
         return ticket
@@ -334,7 +334,7 @@ class RayCrew(AgentCrew):
         remove_placement_group(self._group)
 
 
-def _first_line(error: BaseException) -> str:
+def _error_line(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 

@@ -57,7 +57,7 @@ class SlurmEngine(Engine):
 
     def hosts(self, config: RunConfig) -> Sequence[Host]:
         """See :meth:`Engine.hosts`."""
-        names = _node_names(env.read(_NODES_VARIABLE, "") or "")
+        names = _allocated_names(env.read(_NODES_VARIABLE, "") or "")
         slots = _tasks_per_node(env.read(_TASKS_VARIABLE, "") or "")
         # An allocation that does not say how many tasks takes one per device, or core.
         slots_by_name = dict(zip(names, slots, strict=True)) if len(slots) == len(names) else {}
@@ -91,7 +91,7 @@ class SlurmEngine(Engine):
         return ProcessCrew({names: (command, told)}, _without_own_step(env.snapshot()))
 
 
-def _node_names(node_list: str) -> list[str]:
+def _allocated_names(node_list: str) -> list[str]:
     """The nodes of an allocation.
 
     Raises:

@@ -40,7 +40,7 @@ __all__ = ["serve"]
 
 _OUTPUT_WINDOW_BYTES = 1 << 18
 """Output of one pipe that the notebook has not been given yet: a worker waits beyond that."""
-_READ_BYTES = 1 << 16
+_PIPE_READ_BYTES = 1 << 16
 _STREAM_NAMES = ("stdout", "stderr", "stack")
 
 
@@ -289,7 +289,7 @@ class _Agent:
         stream.is_empty = False
         while stream.has_room:
             try:
-                content = os.read(stream.read_end, _READ_BYTES)
+                content = os.read(stream.read_end, _PIPE_READ_BYTES)
             except BlockingIOError:
                 stream.is_empty = True
                 break

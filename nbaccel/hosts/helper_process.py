@@ -21,8 +21,8 @@ from nbaccel.workers.worker_handle import connect
 
 __all__ = ["HelperProcess"]
 
-_ERROR_CHARS = 2000
-_LOOK_S = 0.1
+_TAIL_CHARS = 2000
+_END_LOOK_S = 0.1
 
 
 class HelperProcess:
@@ -57,7 +57,7 @@ class HelperProcess:
         """The end of what it has written to its error stream since this was last asked."""
         try:
             return (
-                os.read(self._error_pipe, 1 << 16).decode(errors="replace").strip()[-_ERROR_CHARS:]
+                os.read(self._error_pipe, 1 << 16).decode(errors="replace").strip()[-_TAIL_CHARS:]
             )
         except BlockingIOError:
             return ""
@@ -75,4 +75,4 @@ def _await_end(starter: TemplateStarter, process_id: int) -> None:
             if time.monotonic() >= deadline:
                 starter.kill(process_id)
                 return
-            select.select(starter.sentinels(), [], [], _LOOK_S)
+            select.select(starter.sentinels(), [], [], _END_LOOK_S)

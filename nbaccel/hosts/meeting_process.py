@@ -42,7 +42,7 @@ __all__ = ["meet_nodes"]
 
 _RENDEZVOUS_PORT = 29400
 _ROUND_S = 600
-_LOOK_S = 0.5
+_NODES_LOOK_S = 0.5
 _RETRY_S = 0.25
 _FINISH_S = 300.0
 """For the other nodes to finish after this one; torch's agents wait as long."""
@@ -109,7 +109,7 @@ class _Meeting:
     def loop(self) -> None:
         """Do what the notebook asks for; tell it of nodes that wait to join."""
         while True:
-            readable, _, _ = select.select([self._channel], [], [], _LOOK_S)
+            readable, _, _ = select.select([self._channel], [], [], _NODES_LOOK_S)
             if not readable:
                 self._look_for_nodes()
                 continue

@@ -164,7 +164,7 @@ def test_the_rank_that_failed_first_is_named_first(tmp_path: Path, capfd) -> Non
         (["-m", "no_such_module.train"], "no module 'no_such_module'"),
         (["--no_python", "no-such-program"], "no such program"),
         (["-m", "--no_python", "x"], "contradict each other"),
-        (["--config-file", "gone.yaml", "gone.py"], "'gone.yaml' cannot be read"),
+        (["--config-file", "gone.yaml", "gone.py"], "gone.yaml cannot be read"),
         (["--mixed_precision", "fp17", "gone.py"], "'fp17'"),
     ],
     ids=str,
