@@ -181,6 +181,7 @@ class _OptionReader:
         """Read the options whose meaning depends on others."""
         self._read_nodes(given)
         self._read_processes(given)
+        self._read_hosts()
         self._read_devices(given)
         self._read_environment(given)
         self._read_strategy(given)
@@ -192,15 +193,17 @@ class _OptionReader:
         if (node_text := given.get("nnodes")) is None:
             return
         least_nodes, _, most_nodes = str(node_text).partition(":")
+        if not least_nodes.isdecimal() or (most_nodes and not most_nodes.isdecimal()):
+            self.mistakes.append(
+                f"--nnodes={node_text!r} is no number of machines: the launch waits for so many. "
+                "Write 2, or 1:2 for at least one and at most two."
+            )
+            return
         self._put("num_nodes", most_nodes or least_nodes, "--nnodes")
         if most_nodes and least_nodes != most_nodes:
-            if "min_nodes" in RunConfig.model_fields:
-                self._put("min_nodes", least_nodes, "--nnodes")
-            else:
-                self.mistakes.append(
-                    f"--nnodes={node_text!r} is a range: this version starts with a fixed number "
-                    f"of nodes, and would wait for all {most_nodes}. Give --nnodes {most_nodes}."
-                )
+            rendezvous_settings = self.settings.get("rdzv_conf") or {}
+            self.settings["rdzv_conf"] = {**rendezvous_settings, "min_nodes": int(least_nodes)}
+            self.flags.setdefault("rdzv_conf", "--nnodes")
 
     def _read_processes(self, given: Mapping[str, Any]) -> None:
         for name in ("nproc_per_node", "num_gpus", "num_accelerators"):
@@ -237,6 +240,21 @@ class _OptionReader:
             )
         else:
             self._put("num_processes", int(total_text) // int(node_count), "--num-processes")
+
+    def _read_hosts(self) -> None:
+        """With a hostfile one command starts the workers of all its hosts, and counts them all."""
+        host_count = str(self.settings.get("num_nodes", ""))
+        if "hostfile" not in self.settings or not host_count.isdecimal():
+            return
+        del self.settings["num_nodes"]
+        count_text = str(self.settings.get("num_processes", ""))
+        if count_text.isdecimal():
+            self.settings["num_processes"] = int(count_text) * int(host_count)
+        else:
+            self.notes.append(
+                f"{self.flags['num_nodes']} has no effect: the hosts of the hostfile are taken, in "
+                "their order, until all workers have a place."
+            )
 
     def _read_devices(self, given: Mapping[str, Any]) -> None:
         device_choice = choose_devices(given)

@@ -17,8 +17,9 @@ import contextlib
 import json
 import select
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -102,7 +103,7 @@ class _Meeting:
         self._board: Any = None
         """Keys of the whole run, where the backend is c10d; those of a round are in its store."""
         self._own_number = 0
-        self._is_end_told = False
+        self._known_end = ""
         self._round: Any = None
         self._is_in_round = False
 
@@ -135,22 +136,24 @@ class _Meeting:
             self._handler = self._make_handler(deadline)
         try:
             self._count(1)
-            self._round = self._handler.next_rendezvous()
+            with self._watching_for_the_end():
+                self._round = self._handler.next_rendezvous()
             rounds_before = self._count_rounds()
             self._compare_nodes()
         except RendezvousTimeoutError as error:
             raise _NoMeeting(self._who_is_missing()) from error
-        except RendezvousClosedError as error:
+        except (RendezvousClosedError, RendezvousConnectionError) as error:
+            if self._known_end:
+                raise _NoMeeting(f"another node has ended the run ({self._known_end})") from error
+            if isinstance(error, RendezvousConnectionError):
+                raise self._lost() from error
             raise _NoMeeting(
                 f"run {self._settings.run_id!r} at {self._endpoint} has been closed: "
                 f"{self._end_reason() or 'another node has finished it, or given up'}. Start all "
                 "nodes again, with another rdzv_id."
             ) from error
-        except (RendezvousConnectionError, RuntimeError) as error:
-            raise _NoMeeting(
-                f"the connection to the rendezvous at {self._endpoint} was lost. The node that "
-                "serves it has ended. Start all nodes again."
-            ) from error
+        except RuntimeError as error:
+            raise self._lost() from error
         self._count(-1)
         self._is_in_round = True
         self._channel.send(
@@ -312,14 +315,36 @@ class _Meeting:
         """Why another node has ended the run; nothing while it goes on."""
         # The node that serves the rendezvous is gone: the workers find out by themselves.
         with contextlib.suppress(RuntimeError):
-            if self._board is not None and self._board.check(["end"]):
+            if not self._known_end and self._board is not None and self._board.check(["end"]):
                 number, address, reason = json.loads(self._board.get("end"))
                 if number != self._own_number:
-                    if not self._is_end_told:
-                        self._is_end_told = True
-                        self._board.add("told", 1)
-                    return f"{address}: {reason}"
-        return ""
+                    # Kept, because the node that serves these keys goes when all have been told.
+                    self._known_end = f"{address}: {reason}"
+                    self._board.add("told", 1)
+        return self._known_end
+
+    @contextlib.contextmanager
+    def _watching_for_the_end(self) -> Iterator[None]:
+        """Look for the end of the run while torch waits for nodes, and does not return."""
+        is_over = threading.Event()
+
+        def look() -> None:
+            while not is_over.wait(_RETRY_S):
+                self._end_reason()
+
+        watcher = threading.Thread(target=look, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            watcher.join()
+
+    def _lost(self) -> _NoMeeting:
+        return _NoMeeting(
+            f"the connection to the rendezvous at {self._endpoint} was lost. The node that serves "
+            "it has ended. Start all nodes again."
+        )
 
     def _give_up(self, message: messages.GiveUp) -> None:
         # The node that serves the rendezvous is gone: nobody is left to be told.

@@ -13,6 +13,13 @@ from tests.kernel.kernel import Kernel
 pytestmark = [pytest.mark.slow, netns.needs_hosts]
 
 
+SETUP = """
+import os, socket, torch
+from nbaccel import notebook_launcher
+notebook_launcher(os.getpid, (), 2);
+"""
+
+
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[netns.NamespaceHost]]:
     with netns.make_hosts(tmp_path_factory.mktemp("hosts")) as made:
@@ -28,9 +35,12 @@ def kernel(
     hostfile.write_text("alpha slots=2\nbeta slots=2\n")
     shell = netns.remote_shell(folder, hosts)
     made = Kernel(lambda command: hosts[0].command(*command), NBACCEL_SSH=str(shell))
-    made.run(f"HOSTFILE = {str(hostfile)!r}").check()
-    yield made
-    made.close()
+    try:
+        # With a launch, so that its template is running before the first test.
+        made.run(f"HOSTFILE = {str(hostfile)!r}\n{SETUP}").check()
+        yield made
+    finally:
+        made.close()
 
 
 def test_a_function_of_a_cell_runs_on_both_hosts(

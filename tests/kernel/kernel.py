@@ -11,6 +11,7 @@ import os
 import queue
 import re
 import signal
+import sys
 import tempfile
 import textwrap
 import time
@@ -64,7 +65,10 @@ class Kernel:
             kernel_name="python3", transport="ipc", ip=f"{self._folder.name}/k"
         )
         if wrap is not None:
-            self.manager.kernel_spec.argv = wrap(self.manager.kernel_spec.argv)
+            # The client would put its own interpreter in place of a first word "python" only.
+            self.manager.kernel_spec.argv = wrap(
+                [sys.executable, *self.manager.kernel_spec.argv[1:]]
+            )
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         # Frames of a debugger in the kernel would be frozen modules' business, not ours.
         environment = {**os.environ, "PYTHONPATH": path, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
