@@ -55,7 +55,7 @@ demo: $(VENV)/.demo  ## train the quickstart notebook on two CPU workers; prints
 test: $(VENV)/.dev $(VENV)/.deepspeed $(VENV)/.browser  ## run the tests, and the notebooks in real kernels (some ten minutes)
 	@$(PYTEST) -m 'not slow' $(QUICK_NOTEBOOKS) tests $(PYTEST_ARGS)
 
-test-slow: $(VENV)/.dev $(VENV)/.deepspeed $(VENV)/.browser  ## the rest: a browser, the peers, full disks, kills at every step
+test-slow: $(VENV)/.dev $(VENV)/.deepspeed $(VENV)/.browser $(VENV)/.hosts  ## the rest: a browser, the peers, full disks, kills at every step
 	@$(PYTEST) -m 'slow or nbval' $(SLOW_NOTEBOOKS) tests $(PYTEST_ARGS)
 
 chaos: $(VENV)/.dev  ## kill processes of a notebook at hundreds of moments; nothing may be torn (ten minutes or so)
@@ -138,3 +138,7 @@ $(VENV)/.deepspeed: $(VENV)/.dev tests/deepspeed/operations.py
 # Written when Chromium is there; where it cannot be installed without asking, tests that need it are skipped with a message.
 $(VENV)/.browser: $(VENV)/.dev tests/browser/chromium.py
 	@if $(BIN)/python -m tests.browser.chromium; then touch $@; fi
+
+# Written when the packages of the system are there that hosts of tests are made with; as above, where they cannot be installed.
+$(VENV)/.hosts: $(VENV)/.dev tests/hosts/packages.py
+	@if $(BIN)/python -m tests.hosts.packages; then touch $@; fi
