@@ -174,6 +174,8 @@ def survive(model, folder):
     dist.init_process_group("gloo")
     checkpoint = Path(folder) / "checkpoint.pt"
     step = torch.load(checkpoint)["step"] if checkpoint.exists() else 0
+    # Until all have looked: a slow rank would find what this attempt saves.
+    dist.barrier()
     if dist.get_rank() == 0 and not step:
         torch.save({"step": 3}, checkpoint)
     dist.barrier()

@@ -43,8 +43,9 @@ class RunningScript:
     def wait_for(self, text: str, times: int = 1, seconds: float = 90.0) -> None:
         deadline = time.monotonic() + seconds
         while sum(text in line for line in self.lines + self.errors) < times:
-            assert time.monotonic() < deadline, f"no {text!r} in:\n{self.all_lines}"
-            assert self.process.poll() is None, self.all_lines
+            if time.monotonic() >= deadline or self.process.poll() is not None:
+                self.end()
+                raise AssertionError(f"no {times} x {text!r} in:\n{self.all_lines}")
             time.sleep(0.02)
 
     def told(self, seconds: float = 120.0) -> dict[str, Any]:
