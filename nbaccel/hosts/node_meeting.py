@@ -40,6 +40,7 @@ class NodeMeeting:
         backend = _DEFAULT_BACKEND if config.rdzv_backend == "static" else config.rdzv_backend
         self._port = config.use_port
         self.end_reason = ""
+        self._is_joined = False
         endpoint = config.rdzv_endpoint or _endpoint_of(plan)
         self._waits_for = (
             f"at {endpoint} for {count_noun(config.num_nodes, 'node')} to join "
@@ -67,8 +68,10 @@ class NodeMeeting:
             StartupFailed: They did not come in time, or cannot be reached.
             PortTaken: This node serves the store, and the port asked for is in use.
         """
+        self._is_joined = False
         self._send(messages.JoinRound())
         joined = self._receive(messages.RoundJoined, notice=self._waits_for)
+        self._is_joined = True
         if joined.node_rank == 0:
             listener = listen(joined.address, self._port)
             port = listener.getsockname()[1]
@@ -118,6 +121,9 @@ class NodeMeeting:
 
     def give_up(self, reason: str) -> None:
         """Let the other nodes end as well, and know why."""
+        # Still waiting for the others: it would answer only when they are there.
+        if not self._is_joined:
+            return
         # Its process has ended: there is no way to tell them.
         with contextlib.suppress(StartupFailed):
             self._send(messages.GiveUp(reason))
