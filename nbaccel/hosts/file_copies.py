@@ -99,7 +99,7 @@ class SentFiles:
             file_descriptor: It stays the caller's.
             ticket: The name under which.
         """
-        self._tickets[_identity(file_descriptor)] = ticket
+        self._tickets[shared_memory.file_identity(file_descriptor)] = ticket
 
     def share(self, file_descriptor: int) -> tuple[int, Iterator[frames.NewFile | FileBytes]]:
         """Have a file copied, unless it was.
@@ -110,7 +110,7 @@ class SentFiles:
         Returns:
             Its number, and the frames that make the copy.
         """
-        identity = _identity(file_descriptor)
+        identity = shared_memory.file_identity(file_descriptor)
         known_file = self._files.get(identity)
         if known_file is not None:
             return known_file.number, iter(())
@@ -312,11 +312,6 @@ def _data_ranges(file_descriptor: int, num_bytes: int) -> Iterator[shared_memory
         end_byte = min(num_bytes, -(-end_byte // CHUNK_BYTES) * CHUNK_BYTES)
         yield first_byte, end_byte
         next_byte = end_byte
-
-
-def _identity(file_descriptor: int) -> tuple[int, int]:
-    file_status = os.fstat(file_descriptor)
-    return file_status.st_dev, file_status.st_ino
 
 
 def _zero_digest(num_bytes: int) -> int:

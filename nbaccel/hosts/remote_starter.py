@@ -14,6 +14,7 @@ from nbaccel.errors import StartupFailed
 from nbaccel.hosts import relay_messages
 from nbaccel.hosts.file_copies import ARENA, file_kind
 from nbaccel.hosts.helper_process import HelperProcess
+from nbaccel.transfer.shared_memory import file_identity
 from nbaccel.workers import messaging, time_limits
 from nbaccel.workers.start_method import HostShare
 from nbaccel.workers.worker import WorkerEnds
@@ -58,8 +59,7 @@ class RelayConnection:
 
     def is_new(self, file_descriptor: int) -> bool:
         """Whether a file has not been asked about before."""
-        file_status = os.fstat(file_descriptor)
-        identity = (file_status.st_dev, file_status.st_ino)
+        identity = file_identity(file_descriptor)
         is_new = identity not in self._known_files
         self._known_files.add(identity)
         return is_new

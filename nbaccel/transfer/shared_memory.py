@@ -108,7 +108,7 @@ class Mapping:
         self.nbytes = num_bytes
         self.address = 0  # so that __del__ has it to look at when the next line raises
         self.address = _map_file(file_descriptor, num_bytes, _mapping_flags(is_private))
-        self.identity = _file_identity(file_descriptor)
+        self.identity = file_identity(file_descriptor)
         if is_private:
             mapped_files.register(self)
 
@@ -138,7 +138,7 @@ class Mapping:
         _map_file(
             file_descriptor, self.nbytes, _mapping_flags(is_private) | _MAP_FIXED, self.address
         )
-        self.identity = _file_identity(file_descriptor)
+        self.identity = file_identity(file_descriptor)
         (mapped_files.register if is_private else mapped_files.forget_mapping)(self)
 
     def advise(self, first_byte: int, end_byte: int, advice: int) -> None:
@@ -201,7 +201,8 @@ class Mapping:
             _c_library().munmap(self.address, self.nbytes)
 
 
-def _file_identity(file_descriptor: int) -> tuple[int, int]:
+def file_identity(file_descriptor: int) -> tuple[int, int]:
+    """Device and inode: equal for descriptors of one file, as long as it is open."""
     file_status = os.fstat(file_descriptor)
     return file_status.st_dev, file_status.st_ino
 
