@@ -1,16 +1,18 @@
 """Workers on two machines: how long they take to start, and to get a model and give it back.
 
-    python benchmarks/cluster.py                   every engine beside torchrun, about ten minutes
+    python benchmarks/cluster.py                   every engine beside its peer, about 15 minutes
     python benchmarks/cluster.py --repeats 1 --no-page --output /tmp/quick.json
     python benchmarks/cluster.py --render          the table again, from the stored result
 
-The machines are network namespaces, so it takes root. Read docs/pages/benchmarks.md for what each
-row means. An engine is a row in SUBJECTS: a function that runs a part and returns seconds.
+The machines are network namespaces, so it takes root; those of Ray are two raylets. Read
+docs/pages/benchmarks.md for what each row means. An engine is a row in SUBJECTS: a function that
+runs a part and returns seconds, and the subject that it is compared with.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import subprocess
@@ -33,7 +35,12 @@ from tests.engines import slurm_cluster  # noqa: E402
 from tests.hosts import netns  # noqa: E402
 
 CELL = HERE / "cells" / "cluster_cell.py"
-PARTS = ("start", "hand over", "and back")
+RAY_CELL = HERE / "cells" / "ray_cell.py"
+PARTS = {
+    "start": "start 2 x 2 workers",
+    "hand over": "the same with a model of 1 GiB",
+    "and back": "the same, trained and back",
+}
 LIMIT_S = 240
 
 
@@ -125,11 +132,37 @@ def by_torchrun(machines: Machines, part: str) -> float:
     return time.monotonic() - begun
 
 
-SUBJECTS: dict[str, Callable[[Machines, str], float]] = {
-    "nbaccel, hostfile": by_hostfile,
-    "nbaccel, slurm": by_slurm,
-    "nbaccel, elastic": by_elastic,
-    "torchrun, elastic": by_torchrun,
+def by_ray(subject: str, machines: Machines, part: str) -> float:
+    """From the call to its return; the raylets run before it."""
+    command = [sys.executable, str(RAY_CELL), subject, part, str(machines.folder)]
+    node = subprocess.Popen(
+        command,
+        # The names of its sockets have to be short.
+        env=machines.environment(RAY_TMPDIR=tempfile.gettempdir()),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return seconds_told(node)
+
+
+TORCHRUN, RAY_TRAIN = "torchrun, elastic", "Ray Train's TorchTrainer"
+
+
+@dataclass(frozen=True)
+class Subject:
+    run: Callable[[Machines, str], float]
+    peer: str = ""
+    missing: str = ""
+
+
+SUBJECTS = {
+    "nbaccel, hostfile": Subject(by_hostfile, TORCHRUN),
+    "nbaccel, slurm": Subject(by_slurm, TORCHRUN, slurm_cluster.MISSING),
+    "nbaccel, elastic": Subject(by_elastic, TORCHRUN),
+    TORCHRUN: Subject(by_torchrun),
+    "nbaccel, ray": Subject(functools.partial(by_ray, "nbaccel"), RAY_TRAIN),
+    RAY_TRAIN: Subject(functools.partial(by_ray, "trainer")),
 }
 
 
@@ -144,14 +177,14 @@ def measure(results: Results, repeats: int) -> None:
     results.forget("cluster")
     for repeat in range(repeats):
         for part in PARTS:
-            for name, run in SUBJECTS.items():
-                if name == "nbaccel, slurm" and slurm_cluster.MISSING:
+            for name, subject in SUBJECTS.items():
+                if subject.missing:
                     continue
                 say(f"{repeat + 1} of {repeats}: {part}, {name}")
                 samples = results.of(f"cluster {part}", name)
                 with two_machines() as machines:
                     try:
-                        samples.values.append(run(machines, part))
+                        samples.values.append(subject.run(machines, part))
                     except (RuntimeError, subprocess.TimeoutExpired) as error:
                         samples.errors.append(str(error)[-400:])
     results.note("cluster", repeats=repeats)
@@ -160,18 +193,10 @@ def measure(results: Results, repeats: int) -> None:
 
 def render(results: Results) -> tuple[str, bool]:
     names = [name for name in SUBJECTS if results.get("cluster start", name)]
-    lines = [f"| seconds | {' | '.join(names)} |", f"| --- |{' --: |' * len(names)}"]
-    for part, told in zip(
-        PARTS,
-        ("start 2 x 2 workers", "the same with a model of 1 GiB", "the same, trained and back"),
-        strict=True,
-    ):
-        cells = []
-        for name in names:
-            samples = results.of(f"cluster {part}", name)
-            failed = f" ({len(samples.errors)} failed)" if samples.errors else ""
-            cells.append(("-" if samples.median is None else f"{samples.median:.1f}") + failed)
-        lines.append(f"| {told} | {' | '.join(cells)} |")
+    lines = [f"| seconds | {' | '.join(PARTS.values())} |", f"| --- |{' --: |' * len(PARTS)}"]
+    for name in names:
+        cells = [_cell(results, part, name) for part in PARTS]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     facts = results.sections["cluster"]
     lines += [
         "",
@@ -180,6 +205,18 @@ def render(results: Results) -> tuple[str, bool]:
         f"{versions(facts, ('nbaccel', 'torch'))}.",
     ]
     return "\n".join(lines), not any(samples.errors for samples in results.samples.values())
+
+
+def _cell(results: Results, part: str, name: str) -> str:
+    """The median, as a ratio to the peer's, and what failed."""
+    samples = results.of(f"cluster {part}", name)
+    failed = f" ({len(samples.errors)} failed)" if samples.errors else ""
+    if samples.median is None:
+        return f"-{failed}"
+    peer = SUBJECTS[name].peer
+    of_peer = results.of(f"cluster {part}", peer).median if peer else None
+    ratio = f", {samples.median / of_peer:.2f}x of {peer.split(',')[0]}" if of_peer else ""
+    return f"{samples.median:.1f}{ratio}{failed}"
 
 
 REPORT = Report("cluster", render, mark="cluster")

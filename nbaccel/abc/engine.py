@@ -23,7 +23,10 @@ from nbaccel.config import RunConfig
 __all__ = ["HANDED_FILES_VARIABLE", "AgentCrew", "AgentHello", "Engine", "Host"]
 
 HANDED_FILES_VARIABLE = "NBACCEL_HANDED_FILES"
-"""Environment variable of an agent: the descriptor of a channel by which it is handed files."""
+"""Environment variable of an agent: the descriptor of a Unix socket of type SEQPACKET.
+
+A packet is a ticket in UTF-8, with the descriptor of the memory file that the agent is handed.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +99,7 @@ class AgentCrew(ABC):
             file_descriptor: The file; it stays the caller's.
 
         Returns:
-            A ticket, when each agent has been handed a copy with that name by the channel in
+            A ticket, when each agent has been handed a copy with that name by the socket in
             `HANDED_FILES_VARIABLE`. Empty, as here: the notebook's connections carry it.
         """
         return ""

@@ -12,8 +12,8 @@ Ray finds nodes, reserves their devices, starts and ends agents, and carries lar
 through its object store. Output, errors, Stop, results and weights go by the agents' own
 connections: Ray prints late, wraps exceptions, and cannot interrupt a method.
 
-Seen in Ray 2.60: its workers block SIGINT, which children inherit; they set OMP_NUM_THREADS=1; two
-raylets of one machine have the same address, so that nodes are told apart by their ids.
+Seen in Ray 2.60: two raylets of one machine have the same address, so that nodes are told apart by
+their ids.
 """
 
 from __future__ import annotations
@@ -21,24 +21,18 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nbaccel import env
 from nbaccel._optional import is_installed
-from nbaccel.abc.engine import HANDED_FILES_VARIABLE, AgentCrew, AgentHello, Engine, Host
+from nbaccel.abc.engine import AgentCrew, AgentHello, Engine, Host
 from nbaccel.config import RunConfig
+from nbaccel.engines.ray_node import HostActor
 from nbaccel.errors import ConfigError, StartupFailed
-from nbaccel.hosts.agent_command import agent_command
-from nbaccel.transfer import shared_memory
 from nbaccel.units import format_bytes, format_seconds
-from nbaccel.workers import messaging
 
 __all__ = ["RayCrew", "RayEngine"]
 
@@ -47,9 +41,6 @@ _RESOURCES = {"cpu": "CPU", "cuda": "GPU", "xpu": "GPU", "tpu": "TPU"}
 _RESERVE_S = 30.0  # for other work on the cluster to end
 _PLACEMENT_NOTICE_S = 3.0  # of waiting, before it is told
 _CARRY_S = 600.0  # for all nodes to have a model
-_KEPT_LINES = 20  # of what an agent has written to stderr
-# Ray sets them in its workers, for its own sake.
-_RAYS_OWN_VARIABLES = ("PYTHONBREAKPOINT", "OMP_NUM_THREADS")
 
 
 class RayEngine(Engine):
@@ -354,65 +345,3 @@ def _make_actor(group: Any, number: int, bundle: Mapping[str, int]) -> Any:
         ),
     }
     return ray.remote(HostActor).options(**options).remote()
-
-
-class HostActor:
-    """On a node: starts the agent, hands it memory files, and ends it."""
-
-    def __init__(self) -> None:
-        self._files, agent_end = messaging.Channel.pair()
-        self._agent_end = agent_end.detach()
-
-    def run_agent(self, hello_line: str) -> str:
-        """Start the agent and wait for its end.
-
-        Args:
-            hello_line: What it is told.
-
-        Returns:
-            How it ended.
-        """
-        with tempfile.TemporaryFile() as output:
-            process = self._start(hello_line, output)
-            status = process.wait()
-            output.seek(0)
-            last_lines = output.read().decode(errors="replace").splitlines()[-_KEPT_LINES:]
-        return f"its agent ended with status {status}" + (
-            f": {' / '.join(last_lines)}" if last_lines else ""
-        )
-
-    def _start(self, hello_line: str, output: Any) -> subprocess.Popen[bytes]:
-        # Ray's workers block it, and whatever they start inherits that.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        environment = {
-            name: value for name, value in env.snapshot().items() if name not in _RAYS_OWN_VARIABLES
-        }
-        process = subprocess.Popen(
-            agent_command(),
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            env={**environment, HANDED_FILES_VARIABLE: str(self._agent_end)},
-            pass_fds=[self._agent_end],
-        )
-        os.close(self._agent_end)
-        stdin: Any = process.stdin
-        stdin.write(hello_line.encode())
-        # Not closed: the agent ends when this process does, which closes it.
-        stdin.flush()
-        return process
-
-    def take(self, ticket: str, references: list[Any]) -> None:
-        """Give the agent a memory file with an object's bytes.
-
-        Args:
-            ticket: By which the notebook tells the agent of it.
-            references: The object, in a list so that Ray does not fetch it before this runs.
-        """
-        import ray
-
-        content = memoryview(ray.get(references[0]))
-        file_descriptor = shared_memory.create_file("arena", content.nbytes)
-        with shared_memory.closing_files(file_descriptor):
-            shared_memory.write_at(file_descriptor, content, 0)
-            self._files.send(ticket, [file_descriptor])

@@ -428,8 +428,8 @@ class _Agent:
         if self._handed is None:
             self._handed = messaging.Channel.from_fd(int(env.read(HANDED_FILES_VARIABLE, "") or -1))
         while ticket not in self._handed_files:
-            handed_ticket, file_descriptors = self._handed.receive()
-            self._handed_files[handed_ticket] = file_descriptors[0]
+            handed_ticket, file_descriptors = self._handed.receive_packet()
+            self._handed_files[handed_ticket.decode()] = file_descriptors[0]
         return self._handed_files.pop(ticket)
 
     def _on_forget(self, frame: frames.Forget) -> None:

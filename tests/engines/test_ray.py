@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -23,18 +24,24 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ray")
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", "tests.engines.ray_scenes", str(folder)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_TMPDIR": "/tmp"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
-        timeout=400,
+        start_new_session=True,
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("SCENE")]
+    try:
+        stdout, stderr = process.communicate(timeout=440)
+    except subprocess.TimeoutExpired:
+        # With its raylets, which would stay for the tests that come next.
+        os.killpg(process.pid, signal.SIGKILL)
+        stdout, stderr = process.communicate()
+    lines = [line for line in stdout.splitlines() if line.startswith("SCENE")]
     outcomes = dict(json.loads(line.removeprefix("SCENE ")) for line in lines)
-    assert len(outcomes) == 7, (done.stdout[-3000:], done.stderr[-5000:])
+    assert len(outcomes) == 7, (stdout[-3000:], stderr[-5000:])
     return outcomes
 
 

@@ -150,6 +150,11 @@ def test_planning_imports_no_torch():
     assert not {"torch", "IPython", "ipywidgets", "numpy"} & loaded
 
 
+def test_what_ray_runs_on_a_node_imports_no_torch():
+    """Ray's workers have nice 15: on a busy node the import takes minutes."""
+    assert "torch" not in loaded_by("import nbaccel.engines.ray_node")
+
+
 def test_a_launch_of_one_process_imports_nothing_that_its_function_does_not_use():
     loaded = loaded_by("import os, nbaccel\nassert nbaccel.notebook_launcher(os.getppid, (), 1)")
     assert not {"torch", "numpy", "deepspeed", "accelerate"} & loaded
