@@ -129,6 +129,15 @@ class Engine(ABC):
             config: What the user said.
         """
 
+    def connect(self) -> None:  # noqa: B027  # few have something to do
+        """Connect a process that a command has started to what the engine runs on.
+
+        A notebook does that itself, with options of its own. By default there is nothing to do.
+
+        Raises:
+            ConfigError: Nothing answers there.
+        """
+
     @abstractmethod
     def hosts(self, config: RunConfig) -> Sequence[Host]:
         """The hosts that a launch takes, in the order of ranks.

@@ -9,11 +9,11 @@ from typing import Any
 from rich.table import Table
 
 from nbaccel import env
+from nbaccel.cli.command_plan import plan_of_command
 from nbaccel.cli.launch_request import LaunchRequest
 from nbaccel.cli.peer_options import PEER_OPTIONS
 from nbaccel.cli.tables import plain_table, terminal_console
 from nbaccel.config import RunConfig
-from nbaccel.plan import resolve
 
 __all__ = ["show_dry_run", "show_peer_options"]
 
@@ -36,7 +36,7 @@ def show_dry_run(request: LaunchRequest) -> None:
     with env.applied(dict(request.variables)):
         console.print()
         # The plan's own text is for a fixed width: rich would break its lines anew.
-        sys.stdout.write(f"{resolve(request.config).explain()}\n")
+        sys.stdout.write(f"{plan_of_command(request.config).explain()}\n")
     sys.stdout.write("\nNothing was started: --dry-run.\n")
 
 

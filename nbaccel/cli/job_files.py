@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
+from nbaccel import __version__
 from nbaccel.capabilities import device_row
 from nbaccel.config import RunConfig
 from nbaccel.config.variables import run_variables
-from nbaccel.notebook.options import words_of
 from nbaccel.notebook.picker.exporters import flag_of
 
 __all__ = ["COMMANDS", "JOBS", "ExportedFile", "command_line", "job_file"]
@@ -76,10 +76,9 @@ def _nbaccel_words(config: RunConfig, place: _Place | None) -> list[str]:
         if getattr(config, setting_name) != model_field.default
         and setting_name not in _PLACE_SETTINGS
     ]
-    # Of one machine: --num-processes counts those of all.
-    count_words = (
-        [] if config.num_processes is None else [f"--nproc-per-node {config.num_processes}"]
-    )
+    # An engine that finds the machines counts the workers on all of them.
+    count_flag = "--nproc-per-node" if config.engine == "auto" else "--num-processes"
+    count_words = [] if config.num_processes is None else [f"{count_flag} {config.num_processes}"]
     return ["nbaccel launch", *count_words, *_node_words(config, place), *flags]
 
 
@@ -224,36 +223,31 @@ def _slurm_job(config: RunConfig, stem: str, script_text: str, image: str) -> Ex
 
 
 def _ray_job(config: RunConfig, stem: str, script_text: str, image: str) -> ExportedFile:
-    local_config = config.changed(num_nodes=1, node_rank=0, master_addr="127.0.0.1", use_port=None)
-    engine_field = RunConfig.model_fields.get("engine")
-    has_engine = engine_field is not None and "ray" in words_of(engine_field.annotation)
-    notes: tuple[str, ...] = ()
-    resources = []
-    command = command_line("nbaccel", local_config, f"{stem}.py")
-    if has_engine and config.num_nodes > 1:
+    job_config = config.changed(num_nodes=1, node_rank=0, master_addr="127.0.0.1", use_port=None)
+    if config.num_nodes > 1:
         num_processes = (config.num_processes or 1) * config.num_nodes
-        ray_config = local_config.changed(engine="ray", num_processes=num_processes)
-        command = command_line("nbaccel", ray_config, f"{stem}.py")
+        job_config = job_config.changed(engine="ray", num_processes=num_processes)
+        # The job's own process trains nothing: its workers have places of their own.
+        resources = []
     else:
         name = "gpus" if _has_accelerators(config) else "cpus"
         resources = [f"  --entrypoint-num-{name} {config.num_processes or 1} \\"]
-        if config.num_nodes > 1:
-            notes = ("The job has the workers of one node: this version has no engine for more.",)
+    command = command_line("nbaccel", job_config, f"{stem}.py")
     lines = [
         "#!/bin/bash",
         "# The folder of the script is sent to the cluster.",
+        f"# Where its nodes have nbaccel already: RUNTIME_ENV='{{}}' bash {stem}_ray.sh",
         "set -euo pipefail",
+        f'packages=\'{{"pip": ["nbaccel[ray]=={__version__}"]}}\'',
         "ray job submit \\",
         '  --address "${RAY_ADDRESS:-http://127.0.0.1:8265}" \\',
         "  --working-dir . \\",
-        '  --runtime-env-json \'{"pip": ["nbaccel[ray]"]}\' \\',
+        '  --runtime-env-json "${RUNTIME_ENV:-$packages}" \\',
         *resources,
         f"  -- {command}",
         "",
     ]
-    return ExportedFile(
-        name=f"{stem}_ray.sh", text="\n".join(lines), submit=f"bash {stem}_ray.sh", notes=notes
-    )
+    return ExportedFile(name=f"{stem}_ray.sh", text="\n".join(lines), submit=f"bash {stem}_ray.sh")
 
 
 def _kubernetes_job(config: RunConfig, stem: str, script_text: str, image: str) -> ExportedFile:

@@ -12,13 +12,13 @@ from types import FrameType
 from typing import cast
 
 from nbaccel import _catalog, env
+from nbaccel.cli.command_plan import plan_of_command
 from nbaccel.cli.launch_request import LaunchRequest
 from nbaccel.errors import LaunchInterrupted, WorkerFailed
 from nbaccel.failures.failure import FailureRecord, FailureReport
 from nbaccel.frames import place, user_frame
 from nbaccel.launch.script import Script, ScriptEnd, exit_status_of, run_script, run_script_here
 from nbaccel.launchers import launch_configured
-from nbaccel.plan import resolve
 from nbaccel.supervision.outcome import full_traceback
 from nbaccel.workers import template_prestart
 
@@ -67,7 +67,7 @@ def _run(
     is_quiet: bool,
     shows_tracebacks: bool,
 ) -> int:
-    plan = resolve(request.config)
+    plan = plan_of_command(request.config)
     if plan.start_method == "inline":
         [script_end] = launch_configured(
             run_script_here, (script,), request.config, tells_warnings=not is_quiet

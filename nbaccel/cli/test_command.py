@@ -64,15 +64,15 @@ def _test(
 def _run_test(config: RunConfig) -> int:
     # Here, so that `nbaccel test --help` needs no torch.
     from nbaccel import _catalog
+    from nbaccel.cli.command_plan import plan_of_command
     from nbaccel.cli.set_up_checks import SetUpCheckFailed
     from nbaccel.errors import WorkerFailed
-    from nbaccel.plan import resolve
     from nbaccel.workers import template_prestart
 
     if config.timeout is None:
         # A set-up that does not work may hang.
         config = config.changed(timeout=_TEST_TIMEOUT_S)
-    plan = resolve(config)
+    plan = plan_of_command(config)
     print(f"{plan.headline()}", flush=True)
     if plan.start_method != "inline":
         template_prestart.start_ahead(_catalog.prepare_notebook())

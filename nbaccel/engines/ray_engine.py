@@ -19,6 +19,7 @@ their ids.
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import sys
@@ -44,7 +45,7 @@ _CARRY_S = 600.0  # for all nodes to have a model
 
 
 class RayEngine(Engine):
-    """See :class:`~nbaccel.abc.engine.Engine`. The notebook calls `ray.init` itself."""
+    """See :class:`~nbaccel.abc.engine.Engine`. A notebook calls `ray.init` itself."""
 
     name = "ray"
 
@@ -67,6 +68,24 @@ class RayEngine(Engine):
                 'ray.init(address="auto").'
             )
         return ""
+
+    def connect(self) -> None:
+        """See :meth:`Engine.connect`."""
+        if not is_installed("ray"):  # `unavailable_reason` tells
+            return
+        import ray
+
+        if ray.is_initialized():
+            return
+        try:
+            # Our agents bring home what workers print.
+            ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
+        except ConnectionError as error:
+            raise ConfigError(
+                f"engine='ray' found no Ray cluster from here ({_error_line(error)}). Run the "
+                "command on one of its nodes, set RAY_ADDRESS to HOST:PORT of its head, or hand "
+                "it in by `ray job submit`."
+            ) from error
 
     def hosts(self, config: RunConfig) -> Sequence[Host]:
         """See :meth:`Engine.hosts`: where Ray would place so many workers now, densely packed."""

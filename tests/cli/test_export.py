@@ -264,6 +264,14 @@ def test_a_job_for_ray(small: Path) -> None:
     assert "ray job submit" in text
     assert "--entrypoint-num-gpus 4" in text
     assert "-- nbaccel launch --nproc-per-node 4 n.py" in text
+    assert (
+        main(["export", "--to", "ray", "-n", "4", "--num-nodes", "2", "--overwrite", small.name])
+        == 0
+    )
+    text = Path("n_ray.sh").read_text()
+    # The engine places the workers: the job itself needs nothing.
+    assert "--entrypoint-num" not in text
+    assert "-- nbaccel launch --num-processes 4 --engine ray n.py" in text
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])

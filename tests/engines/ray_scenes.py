@@ -22,9 +22,9 @@ import psutil
 import torch
 from torch import nn
 
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-# Ray's workers run at nice 15, and ours with them: beside other tests they would hardly run.
-os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - the name that Ray reads
+from tests.engines.ray_variables import RAY_VARIABLES
+
+os.environ.update(RAY_VARIABLES)
 
 import ray
 from ray.cluster_utils import Cluster

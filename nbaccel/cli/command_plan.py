@@ -1,0 +1,26 @@
+"""The plan of a run that a command starts, whose process nobody has prepared as a notebook's is."""
+
+from __future__ import annotations
+
+from nbaccel import _catalog
+from nbaccel.capabilities import engine_row
+from nbaccel.config import RunConfig
+from nbaccel.config.engine_choice import chosen_engine
+from nbaccel.plan import Plan, resolve
+
+__all__ = ["plan_of_command"]
+
+
+def plan_of_command(config: RunConfig) -> Plan:
+    """Connect this process to what the engine runs on, and resolve the settings.
+
+    Args:
+        config: The settings.
+
+    Raises:
+        ConfigError: Nothing answers there, or the machines cannot serve the settings.
+    """
+    engine_name, _ = chosen_engine(config)
+    if engine_row(engine_name).starts_agents:
+        _catalog.engine(engine_name).connect()
+    return resolve(config)
