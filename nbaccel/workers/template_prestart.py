@@ -106,6 +106,8 @@ def start(device: str = "") -> TemplateBoot:
             stdout=subprocess.DEVNULL,
             stderr=error_file,
             env=env.snapshot() | {_AUTOLOAD_VARIABLE: "0"},
+            # Where the own one has been deleted, MKL ends a process that imports torch.
+            cwd=working_folder.current_folder(),
             pass_fds=[template_socket.fileno()],
             # Ctrl-C in a terminal must reach the notebook process only.
             start_new_session=True,
