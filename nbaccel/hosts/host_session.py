@@ -267,7 +267,12 @@ def _share_out(
         workers_left -= num_workers
         if num_workers:
             shares.append(
-                HostShare(name=host.name, num_workers=num_workers, inventory=inventories[host.name])
+                HostShare(
+                    name=host.name,
+                    num_workers=num_workers,
+                    inventory=inventories[host.name],
+                    devices=host.devices,
+                )
             )
     return tuple(shares)
 

@@ -22,11 +22,13 @@ class HostShare:
         name: The host, as messages name it.
         num_workers: How many; their ranks follow those of the host before.
         inventory: What the host has.
+        devices: Numbers of the devices that its workers see; empty: all.
     """
 
     name: str
     num_workers: int
     inventory: Inventory
+    devices: tuple[int, ...] = ()
 
 
 class Starter(Protocol):

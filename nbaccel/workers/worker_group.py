@@ -220,6 +220,8 @@ class WorkerGroup:
             device=plan.device,
             environ=worker_surroundings.environment,
         ) | run_variables(plan.config)
+        if is_on_other_host:
+            own_environment |= _device_choice(self._starter.shares[worker_place.node_rank])
         for memory_module in _catalog.shared_memory_modules():
             own_environment |= memory_module.variables(worker_place, plan.device)
         # Accelerate, and OpenMP libraries loaded later, read it. First, so that the user's wins.
@@ -309,6 +311,12 @@ class _WorkerSurroundings:
             tuple(working_folder.import_path()),
             worker.seeded_states(),
         )
+
+
+def _device_choice(host_share: HostShare) -> dict[str, str]:
+    """What a worker on a host gets where only some of the devices there were named."""
+    named_devices = ",".join(map(str, host_share.devices))
+    return {"CUDA_VISIBLE_DEVICES": named_devices} if named_devices else {}
 
 
 def _device_variables(plan: Plan) -> list[Mapping[str, str | None]]:

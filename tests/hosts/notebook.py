@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nbaccel import Accelerator, Pool, notebook_launcher
+from nbaccel import Accelerator, Pool, RunConfig, notebook_launcher
 
 
 def tell(**facts):
@@ -254,6 +254,19 @@ def cell_live(hostfile):
             pool.run("dist.get_rank() * 10")
             status = str(pool.status())
     tell(hosts=hosts, remote=seen[0], local=seen[1], failed=failed, status=status)
+
+
+def cell_filtered(hostfile, include):
+    def visible():
+        return socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    # Set in the notebook, it reaches the hosts; the named slots are stronger.
+    os.environ["CUDA_VISIBLE_DEVICES"] = "7"
+    config = RunConfig(hostfile=hostfile, include=include, device="cpu")
+    launched = notebook_launcher(visible, (), config=config)
+    with Pool(config=config) as pool:
+        pool.run("import os\nvisible = os.environ.get('CUDA_VISIBLE_DEVICES')")
+        tell(launched=list(launched), pool=pool.pull("visible")["visible"])
 
 
 def cell_refused(hostfile):

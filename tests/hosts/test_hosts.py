@@ -50,6 +50,15 @@ def test_training_on_two_hosts_is_training_on_one(
     assert [host.processes() for host in hosts] == [[], []]
 
 
+def test_a_filter_leaves_hosts_and_slots_out(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    (tmp_path / "hostfile").write_text("gamma slots=2\nalpha slots=3\nbeta slots=1\n")
+    told = Notebook(hosts, tmp_path, "filtered", "beta@alpha:2,0").told()
+    assert told["launched"] == [["alpha", "0,2"], ["alpha", "0,2"], ["beta", "7"]]
+    assert told["pool"] == ["0,2", "0,2", "7"]
+
+
 def test_a_sharded_model_comes_home_from_all_hosts(
     hosts: list[netns.NamespaceHost], tmp_path: Path
 ) -> None:
