@@ -263,11 +263,21 @@ class _OptionReader:
         device_choice = choose_devices(given, has_hosts=has_hosts)
         self.mistakes += device_choice.mistakes
         if device_choice.visible is not None:
-            self._put_variable("CUDA_VISIBLE_DEVICES", device_choice.visible, device_choice.flag)
+            self._choose_visible(device_choice.visible, device_choice.flag)
         if device_choice.count and "num_processes" not in self.settings:
             self._put("num_processes", device_choice.count, device_choice.flag)
         for setting_name, filter_text in device_choice.host_filters.items():
             self._put(setting_name, filter_text, device_choice.flag)
+
+    def _choose_visible(self, visible_devices: str, flag: str) -> None:
+        """A setting, not a variable of this command, so that the plan knows what is left out."""
+        given_variables = self.settings.get("variables", self.file_config.variables) or {}
+        if isinstance(given_variables, dict):  # the setting itself says what else is wrong
+            self.settings["variables"] = {
+                **given_variables,
+                "CUDA_VISIBLE_DEVICES": visible_devices,
+            }
+            self.flags["variables"] = flag
 
     def _read_environment(self, given: Mapping[str, Any]) -> None:
         for assignment in given.get("env") or ():

@@ -25,6 +25,7 @@ from nbaccel.hosts.helper_process import HelperProcess
 from nbaccel.hosts.remote_starter import RelayConnection, RemoteStarter
 from nbaccel.plan import Plan, resolve
 from nbaccel.plan.inventory import Inventory
+from nbaccel.plan.named_gpus import named_setting, with_named_gpus
 from nbaccel.ports import listen
 from nbaccel.units import count_noun, first_few
 from nbaccel.workers.start_method import HostShare
@@ -59,7 +60,7 @@ class HostSession:
         self._crew: AgentCrew | None = None
         try:
             self._connection = self._start_relay_and_agents(engine, plan)
-            inventories = self._await_hosts()
+            inventories = _named_devices(hosts, self._await_hosts(), plan.config)
             device = _same_device(inventories, plan.config)
             self.shares = _share_out(hosts, inventories, device, plan.config.num_processes)
             self.plan = _plan_on(self.shares, plan.config)
@@ -200,6 +201,24 @@ class HostSession:
                 "is missing there."
             )
         return "\n".join(lines)
+
+
+def _named_devices(
+    hosts: Sequence[Host], inventories: Mapping[str, Inventory], config: RunConfig
+) -> dict[str, Inventory]:
+    """What each host has, with the GPUs alone that its workers will see.
+
+    Raises:
+        ConfigError: Some that were named are not there.
+    """
+    seen_inventories, mistakes = {}, []
+    for host in hosts:
+        setting = ",".join(map(str, host.devices)) or named_setting(config)
+        seen_inventories[host.name], mistake = with_named_gpus(inventories[host.name], setting)
+        mistakes += [f"host {host.name}: {mistake}"] * (mistake != "" and config.device != "cpu")
+    if mistakes:
+        raise ConfigError(*mistakes)
+    return seen_inventories
 
 
 def _same_device(inventories: Mapping[str, Inventory], config: RunConfig) -> str:

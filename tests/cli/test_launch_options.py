@@ -221,12 +221,19 @@ def test_variables_are_those_that_accelerate_sets() -> None:
         "FSDP_RESHARD_AFTER_FORWARD": "false",
         "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
         "ACCELERATE_DYNAMO_BACKEND": "eager",
-        "CUDA_VISIBLE_DEVICES": "0,1",
         "A": "1",
         "B": "x=y",
         "ACCELERATE_DEBUG_MODE": "true",
     }
     assert request.notes == ()
+    assert request.config.variables == {"CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+def test_named_gpus_are_stronger_than_those_of_the_file() -> None:
+    file = RunConfig(variables={"CUDA_VISIBLE_DEVICES": "2", "A": "1"})
+    request = read(file=file, gpu_ids="0")
+    assert request.config.variables == {"CUDA_VISIBLE_DEVICES": "0", "A": "1"}
+    assert request.source_of("variables") == "--gpu-ids"
 
 
 def test_what_has_no_effect_is_said_once_each() -> None:
