@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
 from collections.abc import Iterator
@@ -163,6 +164,19 @@ def test_live_workers_on_two_hosts_follow_the_notebook(
     assert "rank 2 of 4 raised KeyError: 'beta'" in told["failed"]
     assert "[2] rank 2 on beta" in notebook.lines
     assert [host.processes() for host in hosts] == [[], []]
+
+
+def test_the_dashboard_knows_memory_and_idleness_of_ranks_on_hosts(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    told = Notebook(hosts, tmp_path, "weighed", str(tmp_path)).told()
+    # Its own bytes, and a process with torch in it: less than a hundred MiB differ between ranks.
+    for rank, num_bytes in enumerate(told["bytes"]):
+        assert 0 < num_bytes - told["held"][rank] < 1 << 30, rank
+    for before, after in itertools.pairwise(told["bytes"]):
+        assert after - before > 50 << 20, told["bytes"]
+    # The one that computed is never taken for one that waits.
+    assert told["doings"] == [""]
 
 
 def test_a_notebook_that_is_killed_leaves_nothing_on_any_host(
