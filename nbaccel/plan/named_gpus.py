@@ -46,9 +46,9 @@ def with_named_gpus(found: Inventory, setting: str | None) -> tuple[Inventory, s
         if gpu is None or gpu in named_gpus:
             problem = "twice" if gpu in named_gpus else f"and here are {_names_of(found)}"
             return found, (
-                f"CUDA_VISIBLE_DEVICES={setting!r} of the workers (gpu_ids) names GPU {name!r}, "
-                f"{problem}. CUDA would hide it and all that follow, and workers would have none. "
-                "Name others, or leave it out to take all."
+                f"CUDA_VISIBLE_DEVICES={setting!r} of the workers (gpu_ids, or slots of a filter) "
+                f"names GPU {name!r}, {problem}. CUDA would hide it and all that follow, and "
+                "workers would have none. Name others, or leave it out to take all."
             )
         named_gpus.append(gpu)
     return (

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbaccel import notebook_launcher
+from nbaccel import RunConfig, notebook_launcher
 
 STEPS = 8
 
@@ -78,9 +78,8 @@ def run(folder: str, *, name: str, mode: str = "plain", after: str = "", **setti
     outcome: dict[str, Any] = {"before": model.weight.flatten().tolist()}
     started = time.monotonic()
     try:
-        results = notebook_launcher(
-            train, (model, folder, mode), **{"rdzv_backend": "c10d"} | options | settings
-        )
+        config = RunConfig(**{"rdzv_backend": "c10d"} | options | settings)
+        results = notebook_launcher(train, (model, folder, mode), config=config)
         outcome["results"] = list(results)
     except BaseException as error:
         outcome["error"] = [type(error).__name__, str(error), isinstance(error, ValueError)]

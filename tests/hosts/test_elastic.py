@@ -105,6 +105,7 @@ class Pair:
 
     told: list[dict[str, Any]]
     lines: list[str]
+    logs: Path
 
     def outcomes(self, name: str) -> list[dict[str, Any]]:
         return [told[name] for told in self.told]
@@ -122,7 +123,7 @@ def pair(machines: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Itera
         return {"name": name, "mode": name, "rdzv_endpoint": free_endpoint(first), **settings}
 
     later = [
-        run("uneven", after=str(folder / "go")),
+        run("uneven", after=str(folder / "go"), log_dir=str(folder / "logs")),
         run("fails once", max_restarts=2),
         run("fails"),
         run("stopped", max_restarts=3),
@@ -140,7 +141,8 @@ def pair(machines: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Itera
         (folder / "go").touch()
         wait_until((folder / "stopped checkpoint.pt").exists)
         other.process.send_signal(signal.SIGINT)
-        yield Pair([one.told(), other.told()], [one.all_lines, other.all_lines])
+        told = [one.told(), other.told()]
+        yield Pair(told, [one.all_lines, other.all_lines], folder / "logs")
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +178,7 @@ def alone(machines: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Iter
         told = running.told()
         told["seconds after stop"] = time.monotonic() - stopped_at
         told["endpoints"] = {run["name"]: run.get("rdzv_endpoint") for run in runs}
-        yield Pair([told], [running.all_lines])
+        yield Pair([told], [running.all_lines], folder / "logs")
 
 
 def weights_of_one(alone: Pair, num_ranks: int) -> list[float]:
@@ -208,6 +210,10 @@ def test_nodes_may_have_different_numbers_of_workers(pair: Pair, alone: Pair) ->
     for outcome in (one, other):
         assert outcome["weights"] == pytest.approx(weights_of_one(alone, 3), abs=1e-6)
         assert outcome["weights"] != outcome["before"]
+    # Files of each node have the names of its own ranks.
+    for rank in range(3):
+        [log] = pair.logs.glob(f"*/rank_{rank}.stdout.log")
+        assert log.read_text() == f"rank {rank} of 3 is through\n"
 
 
 def test_a_failure_restarts_all_nodes_from_the_checkpoint(pair: Pair, alone: Pair) -> None:
