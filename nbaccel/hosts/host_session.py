@@ -213,9 +213,10 @@ def _named_devices(
     """
     seen_inventories, mistakes = {}, []
     for host in hosts:
-        setting = ",".join(map(str, host.devices)) or named_setting(config)
+        setting = named_setting(config, host.devices)
         seen_inventories[host.name], mistake = with_named_gpus(inventories[host.name], setting)
-        mistakes += [f"host {host.name}: {mistake}"] * (mistake != "" and config.device != "cpu")
+        if mistake:
+            mistakes.append(f"host {host.name}: {mistake}")
     if mistakes:
         raise ConfigError(*mistakes)
     return seen_inventories

@@ -7,7 +7,9 @@ GPUs would start workers without one.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
+from nbaccel.capabilities import device_row
 from nbaccel.config import RunConfig
 from nbaccel.plan.inventory import Gpu, Inventory
 from nbaccel.units import count_noun
@@ -17,12 +19,17 @@ __all__ = ["named_setting", "with_named_gpus"]
 _NONE_AT_ALL = ("", "-1", "NoDevFiles")
 
 
-def named_setting(config: RunConfig) -> str | None:
-    """``CUDA_VISIBLE_DEVICES`` of the workers; None where nothing was said.
+def named_setting(config: RunConfig, host_devices: Sequence[int] = ()) -> str | None:
+    """``CUDA_VISIBLE_DEVICES`` of the workers; None where nothing was said, or no GPU is used.
 
     Args:
         config: What the user said.
+        host_devices: Those of one host, where they were named for it alone.
     """
+    if config.device != "auto" and device_row(config.device).in_host_memory:
+        return None
+    if host_devices:
+        return ",".join(map(str, host_devices))
     return (config.variables or {}).get("CUDA_VISIBLE_DEVICES")
 
 

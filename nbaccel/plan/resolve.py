@@ -138,7 +138,7 @@ def _look_at(config: RunConfig, inventory: Inventory | None, findings: _Findings
     )
     # GPUs of the notebook's machine do not matter where workers run on hosts.
     is_of_workers = inventory is not None or not engine_row(chosen_engine(config)[0]).starts_agents
-    if mistake and is_of_workers and config.device in ("auto", "cuda"):
+    if mistake and is_of_workers:
         findings.mistakes.append(mistake)
     return found
 
@@ -294,7 +294,9 @@ def _choose_start_method(
 
 def _cannot_choose_gpus(device: Choice) -> bool:
     """Whether this process has begun to use GPUs, and no variable changes which."""
-    return device.value == "cuda" and bool(_catalog.known_device("cuda").hazards())
+    device_name = str(device.value)
+    is_accelerator = not device_row(device_name).in_host_memory
+    return is_accelerator and bool(_catalog.known_device(device_name).hazards())
 
 
 def _needs_pipes(config: RunConfig) -> str:
