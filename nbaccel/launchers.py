@@ -69,6 +69,8 @@ def notebook_launcher(
     share_back: bool = True,
     engine: str = "auto",
     hostfile: str | os.PathLike[str] | None = None,
+    include: str | None = None,
+    exclude: str | None = None,
     pool: Pool | None = None,
 ) -> Results:
     """Train on every device of this machine with a function and a model of the notebook.
@@ -105,6 +107,8 @@ def notebook_launcher(
         engine: What brings workers on several machines together: `"local"`, `"elastic"`,
             `"slurm"`, `"deepspeed"`; `"auto"` goes by the other settings.
         hostfile: A DeepSpeed hostfile, for `engine="deepspeed"`.
+        include: Hosts and slots of it to use alone, in DeepSpeed's syntax: `worker-1:0,1@worker-2`.
+        exclude: Hosts and slots of it to leave out, in the same syntax.
         pool: Live workers to call the function in instead of new ones: nothing has to be started.
             Their settings hold; those given here must not contradict them.
 
@@ -140,6 +144,8 @@ def notebook_launcher(
         "share_back": share_back,
         "engine": engine,
         "hostfile": hostfile,
+        "include": include,
+        "exclude": exclude,
     }
     if pool is not None:
         return _launch_in_pool(pool, function, args, config, asked)

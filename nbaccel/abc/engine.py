@@ -39,12 +39,14 @@ class Host:
             takes the interface that leads there.
         slots: How many workers it takes at most; None: as many as it has devices.
         is_here: Whether it is the notebook's own machine.
+        devices: Numbers of the devices that its workers see; empty: all.
     """
 
     name: str
     address: str
     slots: int | None = None
     is_here: bool = False
+    devices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

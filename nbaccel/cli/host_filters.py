@@ -1,7 +1,8 @@
 """Which devices, and of which hosts: ``--gpu-ids``, ``--include`` and ``--exclude``.
 
-DeepSpeed writes ``host1:0,1@host2``; Accelerate has the same under longer names. What names this
-machine alone becomes ``CUDA_VISIBLE_DEVICES``; what names others is left to the engine of hosts.
+DeepSpeed writes ``host1:0,1@host2``; Accelerate has the same under longer names. With a hostfile a
+filter is a setting, which chooses among its hosts; without, what names this machine alone becomes
+``CUDA_VISIBLE_DEVICES``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbaccel.config.host_filter import kept_slots, slots_by_host
+from nbaccel.errors import ConfigError
 from nbaccel.plan import inspect_machine
 
 __all__ = ["DeviceChoice", "choose_devices"]
@@ -28,7 +31,7 @@ class DeviceChoice:
     Attributes:
         visible: Value of ``CUDA_VISIBLE_DEVICES``; None leaves it.
         count: How many devices were named; 0 where that is not known.
-        host_filters: ``include`` or ``exclude`` → its text, where it names other hosts.
+        host_filters: ``include`` or ``exclude`` → its text, where it is about hosts.
         flag: The option that says so.
         mistakes: What is wrong.
     """
@@ -40,11 +43,12 @@ class DeviceChoice:
     mistakes: tuple[str, ...] = ()
 
 
-def choose_devices(given: Mapping[str, Any]) -> DeviceChoice:
+def choose_devices(given: Mapping[str, Any], *, has_hosts: bool = False) -> DeviceChoice:
     """Read the options that choose devices.
 
     Args:
         given: Options by name; others are left alone.
+        has_hosts: Whether a hostfile says which hosts there are.
     """
     found_filters = [
         (kind, str(given[name]), f"--{name.replace('_', '-')}")
@@ -63,23 +67,30 @@ def choose_devices(given: Mapping[str, Any]) -> DeviceChoice:
         )
     if gpu_ids != "all":
         return _of_numbers(gpu_ids.split(","), "--gpu-ids")
-    return _of_filter(*found_filters[0]) if found_filters else DeviceChoice()
-
-
-def _of_filter(kind: str, filter_text: str, flag: str) -> DeviceChoice:
-    hosts = dict(part.strip().partition(":")[::2] for part in filter_text.split("@"))
-    if not hosts.keys() <= _THIS_MACHINE:
-        return DeviceChoice(host_filters={kind: filter_text}, flag=flag)
-    slots_text = next(iter(hosts.values()))
-    if not slots_text:
+    if not found_filters:
         return DeviceChoice()
-    numbers = slots_text.replace(" ", "").split(",")
-    if kind == "include" or not all(number.isdecimal() for number in numbers):
-        return _of_numbers(numbers, flag)
-    kept_numbers = [
-        str(gpu.index) for gpu in inspect_machine().gpus if str(gpu.index) not in numbers
-    ]
-    return _of_numbers(kept_numbers, flag) if kept_numbers else DeviceChoice()
+    kind, filter_text, flag = found_filters[0]
+    try:
+        host_names = slots_by_host(filter_text).keys()
+        if has_hosts or not host_names <= _THIS_MACHINE:
+            return DeviceChoice(host_filters={kind: filter_text}, flag=flag)
+        return _of_this_machine(kind, filter_text, flag)
+    except ConfigError as error:
+        return DeviceChoice(mistakes=tuple(f"{flag}: {mistake}" for mistake in error.mistakes))
+
+
+def _of_this_machine(kind: str, filter_text: str, flag: str) -> DeviceChoice:
+    """Devices of this machine, by whatever name."""
+    numbers = [str(number) for slots in slots_by_host(filter_text).values() for number in slots]
+    if kind == "include":
+        return _of_numbers(numbers, flag) if numbers else DeviceChoice()
+    num_gpus = len(inspect_machine().gpus)
+    # Without GPUs there is nothing to leave out but the machine.
+    if numbers and not num_gpus:
+        return DeviceChoice()
+    own_filter = f"localhost:{','.join(numbers)}" if numbers else "localhost"
+    [kept_numbers] = kept_slots({"localhost": max(1, num_gpus)}, exclude=own_filter).values()
+    return _of_numbers([str(number) for number in kept_numbers], flag)
 
 
 def _of_numbers(numbers: list[str], flag: str) -> DeviceChoice:

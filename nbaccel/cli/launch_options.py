@@ -7,7 +7,7 @@ peer's from its row in `peer_options`. All become one signature, from which type
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -121,7 +121,10 @@ def launch_signature(own_function: Callable[..., Any]) -> inspect.Signature:
 
     own_parameters = list(inspect.signature(own_function, eval_str=True).parameters.values())[:-1]
     taken_flags = _own_flags(own_parameters)
-    further_parameters = [_setting_parameter(option) for option in setting_options()]
+    further_parameters = [
+        _setting_parameter(option, _short_flags(option.flag, PEER_OPTIONS))
+        for option in setting_options()
+    ]
     taken_flags |= set(setting_flags())
     further_parameters += [
         _peer_parameter(option, taken_flags)
@@ -154,9 +157,20 @@ def _own_flags(own_parameters: list[inspect.Parameter]) -> set[str]:
     }
 
 
-def _setting_parameter(option: MagicOption) -> inspect.Parameter:
+def _short_flags(flag: str, peer_options: Iterable[PeerOption]) -> list[str]:
+    """Other spellings of a setting's option that people know from another command."""
+    return [
+        other_flag
+        for option in peer_options
+        if flag in option.flags
+        for other_flag in option.flags
+        if other_flag != flag
+    ]
+
+
+def _setting_parameter(option: MagicOption, short_flags: list[str]) -> inspect.Parameter:
     is_switch = bool(option.negative)
-    flags = list(option.flags)
+    flags = [*short_flags, *option.flags]
     if is_switch:
         flags[-1] = f"{flags[-1]}/{option.negative}"
     return _keyword(

@@ -27,6 +27,8 @@ __all__ = ["LaunchRequest", "read_launch_request"]
 _DEFAULT_SOURCE = "default"
 _PEERS_BY_NAME = MappingProxyType({option.name: option for option in PEER_OPTIONS})
 _SETTINGS_BY_NAME = MappingProxyType({option.name: option for option in setting_options()})
+# Settings whose options `compute` reads with others.
+_READ_TOGETHER = ("num_processes", "include", "exclude")
 # Both mean a process that has nothing of this one, which workers of the template are.
 _TORCHRUN_START_METHODS = MappingProxyType({"spawn": "template", "forkserver": "template"})
 # What torchrun counts by a word.
@@ -100,7 +102,7 @@ class _OptionReader:
     def take(self, option_name: str, option_value: Any) -> None:
         """Take one option, except for those that `compute` reads together."""
         if option_name in _SETTINGS_BY_NAME:
-            if option_name != "num_processes":
+            if option_name not in _READ_TOGETHER:
                 self._put(
                     option_name,
                     self._setting_value(option_name, option_value),
@@ -257,14 +259,25 @@ class _OptionReader:
             )
 
     def _read_devices(self, given: Mapping[str, Any]) -> None:
-        device_choice = choose_devices(given)
+        has_hosts = bool(self.settings.get("hostfile") or self.file_config.hostfile)
+        device_choice = choose_devices(given, has_hosts=has_hosts)
         self.mistakes += device_choice.mistakes
         if device_choice.visible is not None:
-            self._put_variable("CUDA_VISIBLE_DEVICES", device_choice.visible, device_choice.flag)
+            self._choose_visible(device_choice.visible, device_choice.flag)
         if device_choice.count and "num_processes" not in self.settings:
             self._put("num_processes", device_choice.count, device_choice.flag)
         for setting_name, filter_text in device_choice.host_filters.items():
             self._put(setting_name, filter_text, device_choice.flag)
+
+    def _choose_visible(self, visible_devices: str, flag: str) -> None:
+        """A setting, not a variable of this command, so that the plan knows what is left out."""
+        given_variables = self.settings.get("variables", self.file_config.variables) or {}
+        if isinstance(given_variables, dict):  # the setting itself says what else is wrong
+            self.settings["variables"] = {
+                **given_variables,
+                "CUDA_VISIBLE_DEVICES": visible_devices,
+            }
+            self.flags["variables"] = flag
 
     def _read_environment(self, given: Mapping[str, Any]) -> None:
         for assignment in given.get("env") or ():

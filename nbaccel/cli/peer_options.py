@@ -303,16 +303,17 @@ _OF_DEEPSPEED = (
     *_rows(
         _DEEPSPEED,
         "setting",
-        (("-H/--hostfile", "hostfile"), ("--enable-each-rank-log", "log_dir")),
+        (
+            ("-H/--hostfile", "hostfile"),
+            ("-i/--include", "include"),
+            ("-e/--exclude", "exclude"),
+            ("--enable-each-rank-log", "log_dir"),
+        ),
     ),
     *_with_reasons(
         _DEEPSPEED,
         "computed",
-        (
-            ("--num-accelerators/--num-gpus", "--num-processes on each machine"),
-            ("-i/--include", "hosts and devices to use: localhost:0,1 or host1@host2:0"),
-            ("-e/--exclude", "hosts and devices to leave out"),
-        ),
+        (("--num-accelerators/--num-gpus", "--num-processes on each machine"),),
     ),
     *_with_reasons(
         _DEEPSPEED,

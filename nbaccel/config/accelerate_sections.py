@@ -49,6 +49,10 @@ _LAUNCHER_KEYS = {
     "deepspeed_inclusion_filter": "give nbaccel launch --include",
     "deepspeed_exclusion_filter": "give nbaccel launch --exclude",
 }
+_HOST_FILTERS = {
+    "include": "deepspeed_inclusion_filter",
+    "exclude": "deepspeed_exclusion_filter",
+}
 _DEEPSPEED_KEYS = (
     *(_DOCUMENT_KEY, *_ENGINE_SETTINGS, *_DOCUMENT_KEYS),
     *(*_DEEPSPEED_VARIABLES, *_LAUNCHER_KEYS),
@@ -89,6 +93,12 @@ def _read_hostfile(reading: FileReading, key: str, section: dict[str, Any]) -> N
     del section["deepspeed_hostfile"]
     reading.settings["hostfile"] = hostfile
     reading.use(f"{key}.deepspeed_hostfile", hostfile, f"hostfile={hostfile}")
+    for setting_name, file_key in _HOST_FILTERS.items():
+        filter_text = section.get(file_key)
+        if filter_text not in _NO_DOCUMENT:
+            del section[file_key]
+            reading.settings[setting_name] = filter_text
+            reading.use(f"{key}.{file_key}", filter_text, f"{setting_name}={filter_text}")
 
 
 def _document_path(reading: FileReading, document: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from nbaccel.capabilities import STRATEGIES
 from nbaccel.config.engine_choice import ENGINE_CONTRADICTIONS
+from nbaccel.config.host_filter import HOST_FILTER_CONTRADICTIONS
 
 __all__ = ["contradictions"]
 
@@ -150,4 +151,5 @@ _CONTRADICTION_CHECKS: tuple[tuple[tuple[str, ...], Callable[[_Settings], str]],
     (("start_method", "num_processes"), _inline_is_one),
     (("start_method", "num_nodes", "max_restarts"), _inline_is_alone),
     *ENGINE_CONTRADICTIONS,
+    *HOST_FILTER_CONTRADICTIONS,
 )

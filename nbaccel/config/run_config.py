@@ -26,6 +26,7 @@ from nbaccel.config.contradictions import contradictions
 from nbaccel.config.exchange import Exchangeable
 from nbaccel.config.field_rules import FieldRule, explain_mistakes
 from nbaccel.config.fp8 import Fp8Config
+from nbaccel.config.host_filter import read_host_filter
 from nbaccel.config.mistakes import shown
 from nbaccel.config.plugin_settings import DynamoSettings, FsdpSettings, WorkerVariables
 from nbaccel.config.read_values import (
@@ -177,6 +178,32 @@ class RunConfig(Exchangeable):
             must="the path of a file with lines such as `worker-1 slots=4`, or None",
             why="The workers run on the hosts in it",
             do="Leave it out to use this machine alone",
+        ),
+    ] = None
+    include: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            description="Hosts and slots of the hostfile to use alone: worker-1:0,1@worker-2.",
+        ),
+        FieldRule(
+            read=read_host_filter,
+            must="text such as worker-1:0,1@worker-2, or None",
+            why="Only the hosts and slots in it are used",
+            do="Leave it out to use all of the hostfile",
+        ),
+    ] = None
+    exclude: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            description="Hosts and slots of the hostfile to leave out: worker-1:0,1@worker-2.",
+        ),
+        FieldRule(
+            read=read_host_filter,
+            must="text such as worker-1:0,1@worker-2, or None",
+            why="The hosts and slots in it are left out",
+            do="Leave it out to use all of the hostfile",
         ),
     ] = None
     use_port: Annotated[

@@ -35,11 +35,17 @@ class CudaDevice(Device):
 
     def detect(self, environ: Mapping[str, str]) -> dict[str, Any]:
         """See :meth:`Device.detect`; by NVML."""
-        gpus, note = nvml.find_gpus(environ.get("CUDA_VISIBLE_DEVICES"))
+        setting = environ.get("CUDA_VISIBLE_DEVICES")
+        gpus, note = nvml.find_gpus(setting)
         # CUDA counts the fastest first, unless it is told to count as NVML does.
         is_same_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
         is_mixed = len({gpu.compute_capability for gpu in gpus}) > 1
-        return {"gpus": gpus, "gpu_note": note, "gpu_order_known": is_same_order or not is_mixed}
+        return {
+            "gpus": gpus,
+            "gpu_note": note,
+            "gpu_setting": setting,
+            "gpu_order_known": is_same_order or not is_mixed,
+        }
 
     def units(self, inventory: Inventory) -> tuple[Gpu, ...]:
         """See :meth:`Device.units`."""

@@ -22,6 +22,7 @@ import psutil
 from nbaccel import env
 from nbaccel.abc.engine import AgentCrew, AgentHello, Engine, Host
 from nbaccel.config import RunConfig
+from nbaccel.config.host_filter import kept_slots
 from nbaccel.errors import ConfigError
 from nbaccel.hosts.agent_command import ProcessCrew, agent_command
 
@@ -60,13 +61,13 @@ class HostfileEngine(Engine):
 
     def hosts(self, config: RunConfig) -> Sequence[Host]:
         """See :meth:`Engine.hosts`."""
-        read_hosts = _read_hostfile(Path(config.hostfile or ""))
+        read_hosts = _filtered_hosts(_read_hostfile(Path(config.hostfile or "")), config)
         num_places = sum(host.slots or 0 for host in read_hosts)
         if config.num_processes is not None and config.num_processes > num_places:
             raise ConfigError(
                 f"num_processes={config.num_processes} with the {num_places} slots of "
-                f"{config.hostfile}: some workers would have nowhere to run. Ask for fewer, or "
-                "write more slots."
+                f"{config.hostfile}{_filter_note(config)}: some workers would have nowhere to run. "
+                "Ask for fewer, or write more slots."
             )
         return list(_hosts_needed(read_hosts, config.num_processes or num_places))
 
@@ -89,6 +90,28 @@ class HostfileEngine(Engine):
 
 def _ssh_command() -> list[str]:
     return shlex.split(env.read(_SSH_VARIABLE, "") or _SSH_COMMAND)
+
+
+def _filtered_hosts(read_hosts: Sequence[Host], config: RunConfig) -> list[Host]:
+    """The hosts that the settings leave, with as many slots as they leave of each."""
+    left_slots = kept_slots(
+        {host.name: host.slots or 0 for host in read_hosts},
+        include=config.include,
+        exclude=config.exclude,
+    )
+    return [
+        # Of a whole host nothing is said to its workers, as without a filter.
+        host
+        if len(left_slots[host.name]) == host.slots
+        else replace(host, slots=len(left_slots[host.name]), devices=left_slots[host.name])
+        for host in read_hosts
+        if host.name in left_slots
+    ]
+
+
+def _filter_note(config: RunConfig) -> str:
+    given_filters = {"include": config.include, "exclude": config.exclude}
+    return "".join(f" with {name}={text!r}" for name, text in given_filters.items() if text)
 
 
 def _hosts_needed(read_hosts: Sequence[Host], num_workers: int) -> Iterator[Host]:

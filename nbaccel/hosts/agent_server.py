@@ -33,6 +33,7 @@ from nbaccel.ports import listen
 from nbaccel.topology import Topology
 from nbaccel.transfer import shared_memory
 from nbaccel.workers import messaging, template_server
+from nbaccel.workers.process_use import process_use
 from nbaccel.workers.reaping import end_descendants, end_group, reap
 from nbaccel.workers.worker import WorkerEnds, run_worker
 
@@ -239,6 +240,12 @@ class _Agent:
             end_group(worker.pid)
         else:
             self._finish(worker)
+
+    def _on_look(self, frame: frames.LookAtWorkers) -> None:
+        uses = [(worker.number, process_use(worker.pid)) for worker in self._workers.values()]
+        self._link.send(
+            frames.WorkersSeen(tuple((number, use) for number, use in uses if use is not None))
+        )
 
     def _reap(self, worker: _AgentWorker) -> None:
         worker.ended = reap(worker.pid)
@@ -450,6 +457,7 @@ _FRAME_TAKERS: dict[type, Callable[[_Agent, Any], None]] = {
     frames.ForkWorker: _Agent._on_fork,
     frames.SignalWorker: _Agent._on_signal,
     frames.KillWorker: _Agent._on_kill,
+    frames.LookAtWorkers: _Agent._on_look,
     frames.OutputTaken: _Agent._on_output_taken,
     frames.Packet: _Agent._on_packet,
     frames.PacketsTaken: _Agent._on_packets_taken,

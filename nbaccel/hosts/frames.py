@@ -1,8 +1,9 @@
 """What the relay and an agent tell each other: records for `secure_link`.
 
-    relay ──► agent    Welcome, Ping, BindStore, ForkWorker, SignalWorker, KillWorker, Forget
+    relay ──► agent    Welcome, Ping, BindStore, ForkWorker, SignalWorker, KillWorker, Forget,
+                       LookAtWorkers
           ◄──          a dict of facts (plain values, for any version), AgentReady, Pong,
-                       StoreBound, WorkerForked, WorkerEnded, Output
+                       StoreBound, WorkerForked, WorkerEnded, Output, WorkersSeen
           ◄─►          Packet, PacketsTaken, OutputTaken, NewFile, ChannelClosed
 
 A *worker* is named by a number that the relay gives it; so is a channel, and a worker's first
@@ -15,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nbaccel.workers.messaging import Ended
+from nbaccel.workers.process_use import ProcessUse
 
 __all__ = [
     "AgentReady",
@@ -24,6 +26,7 @@ __all__ = [
     "Forget",
     "ForkWorker",
     "KillWorker",
+    "LookAtWorkers",
     "NewFile",
     "Output",
     "OutputTaken",
@@ -38,6 +41,7 @@ __all__ = [
     "Welcome",
     "WorkerEnded",
     "WorkerForked",
+    "WorkersSeen",
 ]
 
 
@@ -122,6 +126,18 @@ class KillWorker:
     """End it with all that it has started; what it has printed and nobody reads may be lost."""
 
     worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class LookAtWorkers:
+    """Say what the workers of this host use."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersSeen:
+    """The answer: what each uses, by its number."""
+
+    uses: tuple[tuple[int, ProcessUse], ...]
 
 
 @dataclass(frozen=True, slots=True)

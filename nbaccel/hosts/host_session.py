@@ -25,6 +25,7 @@ from nbaccel.hosts.helper_process import HelperProcess
 from nbaccel.hosts.remote_starter import RelayConnection, RemoteStarter
 from nbaccel.plan import Plan, resolve
 from nbaccel.plan.inventory import Inventory
+from nbaccel.plan.named_gpus import named_setting, with_named_gpus
 from nbaccel.ports import listen
 from nbaccel.units import count_noun, first_few
 from nbaccel.workers.start_method import HostShare
@@ -59,7 +60,7 @@ class HostSession:
         self._crew: AgentCrew | None = None
         try:
             self._connection = self._start_relay_and_agents(engine, plan)
-            inventories = self._await_hosts()
+            inventories = _named_devices(hosts, self._await_hosts(), plan.config)
             device = _same_device(inventories, plan.config)
             self.shares = _share_out(hosts, inventories, device, plan.config.num_processes)
             self.plan = _plan_on(self.shares, plan.config)
@@ -202,6 +203,25 @@ class HostSession:
         return "\n".join(lines)
 
 
+def _named_devices(
+    hosts: Sequence[Host], inventories: Mapping[str, Inventory], config: RunConfig
+) -> dict[str, Inventory]:
+    """What each host has, with the GPUs alone that its workers will see.
+
+    Raises:
+        ConfigError: Some that were named are not there.
+    """
+    seen_inventories, mistakes = {}, []
+    for host in hosts:
+        setting = named_setting(config, host.devices)
+        seen_inventories[host.name], mistake = with_named_gpus(inventories[host.name], setting)
+        if mistake:
+            mistakes.append(f"host {host.name}: {mistake}")
+    if mistakes:
+        raise ConfigError(*mistakes)
+    return seen_inventories
+
+
 def _same_device(inventories: Mapping[str, Inventory], config: RunConfig) -> str:
     """The device that all hosts compute on.
 
@@ -267,7 +287,12 @@ def _share_out(
         workers_left -= num_workers
         if num_workers:
             shares.append(
-                HostShare(name=host.name, num_workers=num_workers, inventory=inventories[host.name])
+                HostShare(
+                    name=host.name,
+                    num_workers=num_workers,
+                    inventory=inventories[host.name],
+                    devices=host.devices,
+                )
             )
     return tuple(shares)
 

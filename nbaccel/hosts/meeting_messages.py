@@ -54,7 +54,8 @@ class RoundJoined:
     """All nodes of a round are there."""
 
     node_rank: int
-    num_nodes: int
+    workers_per_node: tuple[int, ...]
+    """How many workers each node starts, by the number of the node."""
     address: str
     """This node's, on the way to the rendezvous."""
     rounds_before: int

@@ -139,7 +139,7 @@ class _Meeting:
             with self._watching_for_the_end():
                 self._round = self._handler.next_rendezvous()
             rounds_before = self._count_rounds()
-            self._compare_nodes()
+            workers_per_node = self._compare_nodes()
         except RendezvousTimeoutError as error:
             raise _NoMeeting(self._who_is_missing()) from error
         except (RendezvousClosedError, RendezvousConnectionError) as error:
@@ -159,7 +159,7 @@ class _Meeting:
         self._channel.send(
             messages.RoundJoined(
                 node_rank=self._round.rank,
-                num_nodes=self._round.world_size,
+                workers_per_node=workers_per_node,
                 address=self._address,
                 rounds_before=rounds_before,
             )
@@ -289,25 +289,22 @@ class _Meeting:
             'rdzv_conf={"join_timeout": 1800}.'
         )
 
-    def _compare_nodes(self) -> None:
-        """Refuse nodes whose ranks or code would not fit together."""
-        own_facts = {
-            "num_processes": str(self._settings.num_processes),
-            "versions": json.dumps(own_versions()),
-        }
+    def _compare_nodes(self) -> tuple[int, ...]:
+        """How many workers each node starts; nodes whose code would not fit are refused."""
+        own_facts = (self._address, json.dumps(own_versions()), self._settings.num_processes)
         store = self._round.store
-        store.set(f"nbaccel/node/{self._round.rank}", json.dumps([self._address, own_facts]))
+        store.set(f"nbaccel/node/{self._round.rank}", json.dumps(own_facts))
         nodes = [
             json.loads(store.get(f"nbaccel/node/{node_rank}"))
             for node_rank in range(self._round.world_size)
         ]
-        for name in own_facts:
-            if len({facts[name] for _, facts in nodes}) > 1:
-                told = ", ".join(f"{address}: {facts[name]}" for address, facts in nodes)
-                raise _NoMeeting(
-                    f"the nodes differ in {name} ({told}). Their ranks and their code would not "
-                    "fit together. Make them equal."
-                )
+        if len({versions for _, versions, _ in nodes}) > 1:
+            told = ", ".join(f"{address}: {versions}" for address, versions, _ in nodes)
+            raise _NoMeeting(
+                f"the nodes differ in versions ({told}). Their code would not fit together. Make "
+                "them equal."
+            )
+        return tuple(num_workers for _, _, num_workers in nodes)
 
     # ---- the end of the run
 

@@ -80,7 +80,8 @@ class NodeMeeting:
                 address=joined.address,
                 port=port,
                 store_socket=listener,
-                num_nodes=joined.num_nodes,
+                num_nodes=len(joined.workers_per_node),
+                workers_per_node=joined.workers_per_node,
                 rounds_before=joined.rounds_before,
             )
         known = self._receive(messages.StoreKnown)
@@ -89,7 +90,8 @@ class NodeMeeting:
             port=known.port,
             store_socket=None,
             node_rank=joined.node_rank,
-            num_nodes=joined.num_nodes,
+            num_nodes=len(joined.workers_per_node),
+            workers_per_node=joined.workers_per_node,
             rounds_before=joined.rounds_before,
         )
 

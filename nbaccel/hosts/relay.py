@@ -148,6 +148,9 @@ class _Relay:
         elif isinstance(message, relay_messages.KillProcess):
             for host in self._hosts.values():
                 host.kill(message.pid)
+        elif isinstance(message, relay_messages.AskUse):
+            for host in self._hosts.values():
+                host.ask_use()
         else:
             raise InternalError(f"the relay was sent {message!r}. Please report this.")
 
@@ -411,6 +414,14 @@ class _RemoteHost:
             worker.flush()
             self.link.send(frames.KillWorker(number))
 
+    def ask_use(self) -> None:
+        """Let the host say what its workers use."""
+        if self._workers and not self.lost_because:
+            self.link.send(frames.LookAtWorkers())
+
+    def _on_workers_seen(self, frame: frames.WorkersSeen) -> None:
+        self._relay.say(relay_messages.UseKnown(frame.uses))
+
     def _on_forked(self, frame: frames.WorkerForked) -> None:
         worker = self._workers[frame.worker]
         if not worker.is_forked:
@@ -567,6 +578,7 @@ _TAKERS: dict[type, Callable[[_RemoteHost, Any], None]] = {
     frames.Pong: _RemoteHost._on_pong,
     frames.StoreBound: _RemoteHost._on_store_bound,
     frames.WorkerForked: _RemoteHost._on_forked,
+    frames.WorkersSeen: _RemoteHost._on_workers_seen,
     frames.Output: _RemoteHost._on_output,
     frames.WorkerEnded: _RemoteHost._on_end,
     frames.Packet: _RemoteHost._on_packet,

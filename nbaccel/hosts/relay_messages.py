@@ -1,7 +1,8 @@
 """Messages between the notebook and its relay, over a channel of `workers.messaging`.
 
-notebook ──► ServeHosts once; BindHostStore, FileCarried, StartWorker, SignalProcess, KillProcess
-         ◄── HostJoined, HostRefused, HostLost, StoreBound, FileNoted, Forked, Ended
+notebook ──► ServeHosts once; BindHostStore, FileCarried, StartWorker, SignalProcess, KillProcess,
+             AskUse
+         ◄── HostJoined, HostRefused, HostLost, StoreBound, FileNoted, Forked, Ended, UseKnown
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from nbaccel.workers.process_use import ProcessUse
+
 __all__ = [
+    "AskUse",
     "BindHostStore",
     "FileCarried",
     "FileNoted",
@@ -18,6 +22,7 @@ __all__ = [
     "HostRefused",
     "ServeHosts",
     "StartWorker",
+    "UseKnown",
 ]
 
 
@@ -104,3 +109,15 @@ class KillProcess:
     """End a worker with all that it has started."""
 
     pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskUse:
+    """Let every host say what its workers use; each answers by UseKnown."""
+
+
+@dataclass(frozen=True, slots=True)
+class UseKnown:
+    """What workers use, by their numbers."""
+
+    uses: tuple[tuple[int, ProcessUse], ...]

@@ -16,6 +16,7 @@ from nbaccel.hosts.file_copies import ARENA, file_kind
 from nbaccel.hosts.helper_process import HelperProcess
 from nbaccel.transfer.shared_memory import file_identity
 from nbaccel.workers import messaging, time_limits
+from nbaccel.workers.process_use import ProcessUse
 from nbaccel.workers.start_method import HostShare
 from nbaccel.workers.worker import WorkerEnds
 
@@ -23,6 +24,8 @@ __all__ = ["RelayConnection", "RemoteStarter"]
 
 _LEAST_CARRIED_BYTES = 1 << 20
 """Smaller files are there sooner by the notebook's own connections."""
+_USE_S = 0.5
+"""Between questions for what workers use: a dashboard looks once a second, for all ranks."""
 _REPORT_S = 0.5
 """For an engine to learn why a host was lost, once the connection to it is."""
 
@@ -52,6 +55,9 @@ class RelayConnection:
         self._known_files: set[tuple[int, int]] = set()
         self.lost_hosts: dict[str, str] = {}
         """Hosts that were lost, each with what is known of it."""
+        self.uses: dict[int, ProcessUse] = {}
+        """What workers use, by number, as their hosts have said last."""
+        self._use_asked_at = float("-inf")
 
     def fileno(self) -> int:
         """A descriptor that is readable when a worker may have ended."""
@@ -103,6 +109,9 @@ class RelayConnection:
         if isinstance(message, relay_messages.HostLost):
             self.lost_hosts[message.name] = self._engine_says(message.name)
             return
+        if isinstance(message, relay_messages.UseKnown):
+            self.uses.update(message.uses)
+            return
         if isinstance(message, messaging.Ended):
             os.eventfd_write(self._kept_end, 1)
         self._waiting.append(message)
@@ -119,6 +128,17 @@ class RelayConnection:
                 os.eventfd_read(self._kept_end)
             return None
         return message
+
+    def ask_use(self) -> None:
+        """Have `uses` brought up to date; often called, seldom asked.
+
+        Raises:
+            StartupFailed: The relay has ended.
+        """
+        # Asked for, not sent unasked: while nobody reads this channel it would fill up.
+        if time.monotonic() - self._use_asked_at >= _USE_S:
+            self._use_asked_at = time.monotonic()
+            self.send(relay_messages.AskUse())
 
     def _engine_says(self, host_name: str) -> str:
         deadline = time.monotonic() + _REPORT_S
@@ -246,6 +266,13 @@ class RemoteStarter:
     def kill(self, process_id: int) -> None:
         """See :meth:`Starter.kill`."""
         self._tell(relay_messages.KillProcess(process_id))
+
+    def use_of(self, process_id: int) -> ProcessUse | None:
+        """See :meth:`Starter.use_of`."""
+        # The relay has ended, and the workers with it: `collect` says so.
+        with contextlib.suppress(StartupFailed):
+            self._connection.ask_use()
+        return self._connection.uses.get(process_id)
 
     def close(self) -> None:
         """All have ended; the connection stays its session's."""

@@ -103,16 +103,16 @@ class RankLogs:
 
 
 @contextlib.contextmanager
-def logs_of_run(plan: Plan) -> Iterator[RankLogs | None]:
+def logs_of_run(plan: Plan, *, first_rank: int = 0) -> Iterator[RankLogs | None]:
     """The files of a plan's workers on this node, open within the block; None if it wants none.
 
     Args:
         plan: The plan.
+        first_rank: The lowest rank of this node.
     """
     if plan.config.log_dir is None:
         yield None
         return
-    first_rank = plan.config.node_rank * plan.num_processes
     rank_logs = RankLogs(plan.config.log_dir, range(first_rank, first_rank + plan.num_processes))
     with contextlib.closing(rank_logs):
         yield rank_logs

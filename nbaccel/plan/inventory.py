@@ -97,6 +97,7 @@ class Inventory:
         shm_bytes: Size of /dev/shm; 0 where there is none.
         gpus: NVIDIA GPUs that CUDA shows to this process, by their CUDA number.
         gpu_note: Why there are no GPUs, where something is known.
+        gpu_setting: ``CUDA_VISIBLE_DEVICES`` with which they are so numbered; None: all are shown.
         gpu_order_known: Whether CUDA is sure to number GPUs of different kinds as they are here.
         tpu_chips: TPU chips of this host.
         tpu: What else is known about its TPUs; None where nothing speaks of one.
@@ -116,6 +117,7 @@ class Inventory:
     shm_bytes: int = 0
     gpus: tuple[Gpu, ...] = ()
     gpu_note: str = ""
+    gpu_setting: str | None = None
     gpu_order_known: bool = True
     tpu_chips: int = 0
     tpu: TpuHost | None = None

@@ -39,6 +39,7 @@ from nbaccel.plan.fp8_choice import (
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory
 from nbaccel.plan.launch_plan import Choice, Plan
+from nbaccel.plan.named_gpus import named_setting, with_named_gpus
 from nbaccel.plan.training import unfit_count
 from nbaccel.units import count_noun, format_bytes
 
@@ -78,8 +79,8 @@ def resolve(
         ConfigError: This machine cannot serve the settings; every mistake is listed.
         PlatformUnsupported: This operating system cannot start separate workers.
     """
-    found = inspect_machine() if inventory is None else inventory
     findings = _Findings()
+    found = _look_at(config, inventory, findings)
     findings.warnings.extend(found.problems)
     # Each rule decides even where another has found a mistake, so that all are reported at once.
     device = _choose_device(config, found, findings)
@@ -128,6 +129,18 @@ def resolve(
         ),
         warnings=tuple(findings.warnings),
     )
+
+
+def _look_at(config: RunConfig, inventory: Inventory | None, findings: _Findings) -> Inventory:
+    """The machine with the GPUs that workers will see."""
+    found, mistake = with_named_gpus(
+        inspect_machine() if inventory is None else inventory, named_setting(config)
+    )
+    # GPUs of the notebook's machine do not matter where workers run on hosts.
+    is_of_workers = inventory is not None or not engine_row(chosen_engine(config)[0]).starts_agents
+    if mistake and is_of_workers:
+        findings.mistakes.append(mistake)
+    return found
 
 
 def _choose_device(config: RunConfig, found: Inventory, findings: _Findings) -> Choice:
@@ -253,6 +266,9 @@ def _choose_start_method(
     elif _catalog.known_device(str(device.value)).own_process:
         reason = "the notebook's own process must not hold the device: it keeps it until it ends"
         choice = Choice(setting_name, "template", reason)
+    elif count.value == 1 and named_setting(config) and _cannot_choose_gpus(device):
+        reason = "the notebook's CUDA has its devices for good; those named need a new process"
+        choice = Choice(setting_name, "template", reason)
     elif count.value == 1 and (pipe_setting := _needs_pipes(config)):
         reason = f"{pipe_setting} needs the worker's output in pipes of its own"
         choice = Choice(setting_name, "template", reason)
@@ -274,6 +290,13 @@ def _choose_start_method(
             f'start_method="{chosen_row.start_methods[0]}", or another device.'
         )
     return choice
+
+
+def _cannot_choose_gpus(device: Choice) -> bool:
+    """Whether this process has begun to use GPUs, and no variable changes which."""
+    device_name = str(device.value)
+    is_accelerator = not device_row(device_name).in_host_memory
+    return is_accelerator and bool(_catalog.known_device(device_name).hazards())
 
 
 def _needs_pipes(config: RunConfig) -> str:

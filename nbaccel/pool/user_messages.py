@@ -299,7 +299,7 @@ def rank_status(
         rank=member.rank,
         state=rank_state.name.lower(),
         seconds=state_seconds,
-        rss_bytes=resident(member.pid),
+        rss_bytes=resident(member),
         device_bytes=rank_place.device_bytes if rank_place is not None else None,
         doing=activity_words,
     )

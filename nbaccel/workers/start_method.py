@@ -10,6 +10,7 @@ from typing import Protocol
 
 from nbaccel.plan.inventory import Inventory
 from nbaccel.workers.messaging import Ended
+from nbaccel.workers.process_use import ProcessUse, process_use
 from nbaccel.workers.reaping import end_group
 from nbaccel.workers.worker import WorkerEnds
 
@@ -22,11 +23,13 @@ class HostShare:
         name: The host, as messages name it.
         num_workers: How many; their ranks follow those of the host before.
         inventory: What the host has.
+        devices: Numbers of the devices that its workers see; empty: all.
     """
 
     name: str
     num_workers: int
     inventory: Inventory
+    devices: tuple[int, ...] = ()
 
 
 class Starter(Protocol):
@@ -59,6 +62,12 @@ class Starter(Protocol):
     def kill(self, process_id: int) -> None:
         """End a worker, with everything it has started that has not left its process group."""
 
+    def use_of(self, process_id: int) -> ProcessUse | None:
+        """What a worker uses, as far as it is known; None where nothing is, or it has gone.
+
+        Never waits: for a worker on another host this is its host's last answer, and asks it.
+        """
+
     def sentinel(self, process_id: int) -> int:
         """A new descriptor, readable once this worker may have ended; the caller closes it."""
 
@@ -88,6 +97,10 @@ class LocalProcesses:
     def kill(self, process_id: int) -> None:
         """See :meth:`Starter.kill`."""
         end_group(process_id)
+
+    def use_of(self, process_id: int) -> ProcessUse | None:
+        """See :meth:`Starter.use_of`."""
+        return process_use(process_id)
 
     def sentinel(self, process_id: int) -> int:
         """See :meth:`Starter.sentinel`."""

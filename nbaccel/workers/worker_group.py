@@ -37,6 +37,7 @@ class MeetingPlace:
         node_rank: Number of this node.
         num_nodes: Nodes with a notebook of their own.
         rounds_before: How often these nodes have met before; None where they do not meet anew.
+        workers_per_node: How many workers each node has; empty: all as many as this one.
     """
 
     address: str
@@ -45,6 +46,25 @@ class MeetingPlace:
     node_rank: int = 0
     num_nodes: int = 1
     rounds_before: int | None = None
+    workers_per_node: tuple[int, ...] = ()
+
+    def world_size(self, num_local: int) -> int:
+        """Workers on all nodes.
+
+        Args:
+            num_local: Workers on this one.
+        """
+        return sum(self.workers_per_node) or num_local * self.num_nodes
+
+    def first_rank(self, num_local: int) -> int:
+        """The lowest rank of this node.
+
+        Args:
+            num_local: Workers on this one.
+        """
+        if self.workers_per_node:
+            return sum(self.workers_per_node[: self.node_rank])
+        return self.node_rank * num_local
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +166,15 @@ class WorkerGroup:
                 master_addr=meeting_place.address,
                 master_port=meeting_place.port,
             )
+        if meeting_place.workers_per_node:
+            all_places = Topology.of_hosts(
+                meeting_place.workers_per_node,
+                master_addr=meeting_place.address,
+                master_port=meeting_place.port,
+            )
+            return tuple(
+                place for place in all_places if place.node_rank == meeting_place.node_rank
+            )
         return Topology.of_node(
             num_processes=self.plan.num_processes,
             master_port=meeting_place.port,
@@ -220,6 +249,8 @@ class WorkerGroup:
             device=plan.device,
             environ=worker_surroundings.environment,
         ) | run_variables(plan.config)
+        if is_on_other_host:
+            own_environment |= _device_choice(self._starter.shares[worker_place.node_rank])
         for memory_module in _catalog.shared_memory_modules():
             own_environment |= memory_module.variables(worker_place, plan.device)
         # Accelerate, and OpenMP libraries loaded later, read it. First, so that the user's wins.
@@ -309,6 +340,12 @@ class _WorkerSurroundings:
             tuple(working_folder.import_path()),
             worker.seeded_states(),
         )
+
+
+def _device_choice(host_share: HostShare) -> dict[str, str]:
+    """What a worker on a host gets where only some of the devices there were named."""
+    named_devices = ",".join(map(str, host_share.devices))
+    return {"CUDA_VISIBLE_DEVICES": named_devices} if named_devices else {}
 
 
 def _device_variables(plan: Plan) -> list[Mapping[str, str | None]]:

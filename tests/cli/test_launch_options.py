@@ -56,8 +56,8 @@ refused: virtual-local-rank
 """
 DEEPSPEED = """
 own: help module no-python quiet
-setting: hostfile num-nodes master-port master-addr node-rank enable-each-rank-log
-computed: include exclude num-gpus
+setting: hostfile include exclude num-nodes master-port master-addr node-rank enable-each-rank-log
+computed: num-gpus
 none: launcher launcher-args no-local-rank no-ssh no-ssh-check force-multi save-pid
     bind-cores-to-rank bind-core-list ssh-port venv-script log-level
 refused: autotuning
@@ -221,12 +221,19 @@ def test_variables_are_those_that_accelerate_sets() -> None:
         "FSDP_RESHARD_AFTER_FORWARD": "false",
         "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
         "ACCELERATE_DYNAMO_BACKEND": "eager",
-        "CUDA_VISIBLE_DEVICES": "0,1",
         "A": "1",
         "B": "x=y",
         "ACCELERATE_DEBUG_MODE": "true",
     }
     assert request.notes == ()
+    assert request.config.variables == {"CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+def test_named_gpus_are_stronger_than_those_of_the_file() -> None:
+    file = RunConfig(variables={"CUDA_VISIBLE_DEVICES": "2", "A": "1"})
+    request = read(file=file, gpu_ids="0")
+    assert request.config.variables == {"CUDA_VISIBLE_DEVICES": "0", "A": "1"}
+    assert request.source_of("variables") == "--gpu-ids"
 
 
 def test_what_has_no_effect_is_said_once_each() -> None:
@@ -235,6 +242,32 @@ def test_what_has_no_effect_is_said_once_each() -> None:
         *("--role", "--offload-param-device", "--fsdp-version", "--tee")
     ]
     assert "without --strategy deepspeed" in request.notes[1]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--include", "w1:0,1@w2"],
+        ["-i", "w1:0,1@w2"],
+        ["--deepspeed_inclusion_filter", "w1:0,1@w2"],
+        ["-e", "w1:2"],
+    ],
+    ids=" ".join,
+)
+def test_filters_choose_among_the_hosts_of_a_file(
+    flags: list[str], tmp_path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hosts").write_text("w1 slots=3\nw2 slots=2\n")
+    words = ["-H", str(tmp_path / "hosts"), *flags, "--cpu", "--dry-run", "train.py"]
+    assert main(["launch", *words]) == 0
+    assert "4 CPU workers" in capsys.readouterr().out
+
+
+def test_one_host_of_a_file_may_be_this_machine(tmp_path) -> None:
+    """Its slots are chosen by the engine then, like those of any other host."""
+    request = read(hostfile=str(tmp_path / "hosts"), include="localhost:1")
+    assert (request.config.include, request.config.num_processes) == ("localhost:1", None)
+    assert request.variables == {}
 
 
 @pytest.mark.parametrize(
@@ -248,6 +281,10 @@ def test_what_has_no_effect_is_said_once_each() -> None:
         ({"env": ["PLAIN"]}, ["--env", "'PLAIN'", "NAME=VALUE"]),
         ({"gpu_ids": "0,a"}, ["--gpu-ids", "'0,a'"]),
         ({"gpu_ids": "0", "include": "localhost:1"}, ["--include and --gpu-ids"]),
+        ({"include": "w1:0"}, ["include='w1:0' needs hostfile="]),
+        ({"exclude": "localhost"}, ["--exclude", "leaves no slot"]),
+        ({"include": "localhost:0,0"}, ["--include", "named twice"]),
+        ({"hostfile": "h", "include": "a", "exclude": "b"}, ["--include and --exclude"]),
         ({"num_machines": "2", "nnodes": "3"}, ["--nnodes", "--num-machines"]),
         ({"shown_output": "loud"}, ["shown_output", "'loud'"]),
     ],

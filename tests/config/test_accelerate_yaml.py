@@ -245,6 +245,17 @@ def test_a_file_of_hosts_counts_the_workers_of_all(launcher):
     assert found == (("hosts.txt", 1, 8) if launcher == "pdsh" else (None, 2, 4))
 
 
+@DEEPSPEED_ROW
+def test_filters_of_hosts_are_settings_with_a_hostfile():
+    text = (
+        "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config:\n  zero_stage: 2\n"
+        "  deepspeed_inclusion_filter: worker-1:0,1@worker-2\n"
+    )
+    hosts = "  deepspeed_hostfile: hosts.txt\n  deepspeed_multinode_launcher: pdsh\n"
+    assert read(text + hosts).config.include == "worker-1:0,1@worker-2"
+    assert read(text).config.include is None
+
+
 def test_no_sharding_is_data_parallel():
     file = read("distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: NO_SHARD\n")
     assert (file.config.strategy, file.config.fsdp) == ("auto", None)

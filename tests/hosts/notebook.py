@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nbaccel import Accelerator, Pool, notebook_launcher
+from nbaccel import Accelerator, Pool, RunConfig, notebook_launcher
+from nbaccel.output.dashboard.following import DashboardUpdater
 
 
 def tell(**facts):
@@ -254,6 +255,52 @@ def cell_live(hostfile):
             pool.run("dist.get_rank() * 10")
             status = str(pool.status())
     tell(hosts=hosts, remote=seen[0], local=seen[1], failed=failed, status=status)
+
+
+def cell_filtered(hostfile, include):
+    def visible():
+        return socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    # Set in the notebook, it reaches the hosts; the named slots are stronger.
+    os.environ["CUDA_VISIBLE_DEVICES"] = "7"
+    config = RunConfig(hostfile=hostfile, include=include, device="cpu")
+    launched = notebook_launcher(visible, (), config=config)
+    with Pool(config=config) as pool:
+        pool.run("import os\nvisible = os.environ.get('CUDA_VISIBLE_DEVICES')")
+        tell(launched=list(launched), pool=pool.pull("visible")["visible"])
+
+
+def hold_and_wait(seen):
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    held = b"x" * (rank * 100 << 20)
+    deadline = time.monotonic() + 90
+    # Rank 2 computes until the notebook has seen all; the others wait for it.
+    while rank == 2 and not Path(seen).exists() and time.monotonic() < deadline:
+        sum(range(10_000))
+    dist.barrier()
+    return len(held)
+
+
+def cell_weighed(hostfile, folder):
+    seen, boards, doings = Path(folder, "seen"), [], {rank: set() for rank in range(4)}
+    look = DashboardUpdater.look
+
+    def noting_look(updater, watched):
+        # As where somebody looks at the output: in a notebook, or at a terminal.
+        updater._is_wanted = True
+        look(updater, watched)
+        ranks = updater._dashboard.board.ranks
+        for rank, rank_doings in doings.items():
+            rank_doings.add(ranks[rank].doing)
+        waiting = "barrier" in ranks[3].doing and "barrier" in ranks[1].doing
+        if waiting and all(ranks[rank].rss_bytes for rank in range(4)):
+            boards.append([ranks[rank].rss_bytes for rank in range(4)])
+            seen.touch()
+
+    DashboardUpdater.look = noting_look
+    held = list(notebook_launcher(hold_and_wait, (str(seen),), hostfile=hostfile))
+    tell(held=held, bytes=boards[0], doings=sorted(doings[2]))
 
 
 def cell_refused(hostfile):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
 from collections.abc import Iterator
@@ -48,6 +49,15 @@ def test_training_on_two_hosts_is_training_on_one(
     for rank, host in enumerate(("alpha", "alpha", "beta", "beta")):
         assert f"[{rank}] rank {rank} trained on {host}" in notebook.lines
     assert [host.processes() for host in hosts] == [[], []]
+
+
+def test_a_filter_leaves_hosts_and_slots_out(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    (tmp_path / "hostfile").write_text("gamma slots=2\nalpha slots=3\nbeta slots=1\n")
+    told = Notebook(hosts, tmp_path, "filtered", "beta@alpha:2,0").told()
+    assert told["launched"] == [["alpha", "0,2"], ["alpha", "0,2"], ["beta", "7"]]
+    assert told["pool"] == ["0,2", "0,2", "7"]
 
 
 def test_a_sharded_model_comes_home_from_all_hosts(
@@ -154,6 +164,19 @@ def test_live_workers_on_two_hosts_follow_the_notebook(
     assert "rank 2 of 4 raised KeyError: 'beta'" in told["failed"]
     assert "[2] rank 2 on beta" in notebook.lines
     assert [host.processes() for host in hosts] == [[], []]
+
+
+def test_the_dashboard_knows_memory_and_idleness_of_ranks_on_hosts(
+    hosts: list[netns.NamespaceHost], tmp_path: Path
+) -> None:
+    told = Notebook(hosts, tmp_path, "weighed", str(tmp_path)).told()
+    # Its own bytes, and a process with torch in it: less than a hundred MiB differ between ranks.
+    for rank, num_bytes in enumerate(told["bytes"]):
+        assert 0 < num_bytes - told["held"][rank] < 1 << 30, rank
+    for before, after in itertools.pairwise(told["bytes"]):
+        assert after - before > 50 << 20, told["bytes"]
+    # The one that computed is never taken for one that waits.
+    assert told["doings"] == [""]
 
 
 def test_a_notebook_that_is_killed_leaves_nothing_on_any_host(

@@ -152,6 +152,18 @@ def test_an_engine_that_cannot_be_used_says_what_it_needs(settings, said):
     assert said in str(caught.value)
 
 
+def test_filters_leave_hosts_and_slots_out(tmp_path):
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("one slots=4\ntwo slots=2\n")
+    for filters, num_workers in (({"include": "one:0,3@two"}, 4), ({"exclude": "one"}, 2)):
+        plan = plan_of(hostfile=hostfile, **filters)
+        assert plan.num_processes == num_workers
+    [mistake] = mistakes_of(hostfile=hostfile, include="one:1", num_processes=2)
+    assert "the 1 slots of" in mistake
+    assert "include='one:1'" in mistake
+    assert "names host 'three'" in mistakes_of(hostfile=hostfile, exclude="three")[0]
+
+
 def test_a_hostfile_says_how_many_workers_there_are(tmp_path):
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("one slots=4\n\n# none\ntwo slots=2\n")

@@ -1,7 +1,7 @@
 """Keeps a dashboard up to date while workers are listened to.
 
-The memory of workers is looked up from outside by process id; ranks that do nothing are asked where
-they wait.
+The memory of workers is looked up from outside by process id, on other hosts by their agents; ranks
+that do nothing are asked where they wait.
 
 A rank that has used no processor time for some seconds is asked for its stack, as it is when a
 launch is ended (faulthandler writes it, without running Python code of the worker). A rank that
@@ -10,13 +10,10 @@ computes is never disturbed.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
-
-import psutil
 
 from nbaccel import _catalog
 from nbaccel.abc.device import Device
@@ -25,6 +22,7 @@ from nbaccel.output import publish
 from nbaccel.output.dashboard.board import RankStatus
 from nbaccel.output.dashboard.display import Dashboard
 from nbaccel.workers.messaging import Metrics
+from nbaccel.workers.process_use import ProcessUse
 from nbaccel.workers.worker_handle import HandleState, WorkerHandle
 
 __all__ = ["DashboardUpdater", "MemoryMeter", "WaitingRanks", "WatchedCall", "resident"]
@@ -146,7 +144,7 @@ class DashboardUpdater:
             state=state_of(member),
             seconds=time.monotonic() - member.forked_at,
             # After its end the number may belong to another process.
-            rss_bytes=0 if member.has_ended else resident(member.pid),
+            rss_bytes=resident(member),
             device_bytes=device_bytes,
             doing=self._whereabouts.doing(member.rank) if state_of(member) == "running" else "",
             last_line=last_line,
@@ -233,11 +231,10 @@ class MemoryMeter:
             self._meter = None
 
 
-def resident(process_id: int) -> int:
-    """Bytes that a process has in the machine's memory; 0 for one that has gone."""
-    with contextlib.suppress(psutil.Error):
-        return int(psutil.Process(process_id).memory_info().rss)
-    return 0
+def resident(member: WorkerHandle) -> int:
+    """Bytes that a worker has in its machine's memory; 0 for one that has gone."""
+    use = None if member.has_ended else member.starter.use_of(member.pid)
+    return use.rss_bytes if use is not None else 0
 
 
 _IDLE_S = 3.0  # without processor time, before it counts as waiting
@@ -249,7 +246,7 @@ _BUSY_SHARE = 0.2  # of the time: threads of gloo and others use a little even w
 class _MemberSight:
     """What was seen of one rank."""
 
-    cpu_s: float
+    use: ProcessUse
     at: float
     idle_since: float | None = None
     asked_at: float = float("-inf")
@@ -276,24 +273,27 @@ class WaitingRanks:
         """
         current_time = time.monotonic()
         for member in members:
-            cpu_s = _cpu_seconds(member.pid) if _can_be_asked(member) else None
-            if cpu_s is None:
+            use = member.starter.use_of(member.pid) if _can_be_asked(member) else None
+            if use is None:
                 self._sights.pop(member.rank, None)
-            else:
-                member_sight = self._sights.setdefault(
-                    member.rank, _MemberSight(cpu_s, current_time)
-                )
-                self._look_at(member_sight, member, cpu_s, current_time)
+                continue
+            member_sight = self._sights.get(member.rank)
+            if member_sight is None:
+                self._sights[member.rank] = _MemberSight(use, current_time)
+            # Else another host has not answered since, and nothing is known of this second.
+            elif use is not member_sight.use:
+                self._look_at(member_sight, member, use, current_time)
 
     def _look_at(
-        self, member_sight: _MemberSight, member: WorkerHandle, cpu_s: float, current_time: float
+        self, member_sight: _MemberSight, member: WorkerHandle, use: ProcessUse, current_time: float
     ) -> None:
         if member_sight.is_asked:
             member_sight.is_asked = False
             # The answer to an earlier question, which has arrived with the output since.
             member_sight.doing = _take_answer(member) or member_sight.doing
-        is_working = cpu_s - member_sight.cpu_s > _BUSY_SHARE * (current_time - member_sight.at)
-        member_sight.cpu_s, member_sight.at = cpu_s, current_time
+        used_s = use.cpu_s - member_sight.use.cpu_s
+        is_working = used_s > _BUSY_SHARE * (current_time - member_sight.at)
+        member_sight.use, member_sight.at = use, current_time
         if is_working:
             member_sight.idle_since, member_sight.doing = None, ""
         elif member_sight.idle_since is None:
@@ -317,10 +317,3 @@ def _take_answer(member: WorkerHandle) -> str:
     stack_text = member.stack
     member.forget_stack()
     return str(RankActivity.of_stack(stack_text)) if stack_text else ""
-
-
-def _cpu_seconds(process_id: int) -> float | None:
-    with contextlib.suppress(psutil.Error):
-        cpu_times = psutil.Process(process_id).cpu_times()
-        return float(cpu_times.user + cpu_times.system)
-    return None

@@ -13,7 +13,8 @@ from nbaccel import Accelerator, notebook_launcher
 from nbaccel.devices.cpu import CpuDevice
 from nbaccel.devices.cuda import CudaDevice
 from nbaccel.devices.nvml import Meter, find_cards
-from nbaccel.output.dashboard.following import MemoryMeter, resident
+from nbaccel.output.dashboard.following import MemoryMeter
+from nbaccel.workers.process_use import process_use
 from tests.output.dashboard.conftest import Seen
 
 MIB = 2**20
@@ -26,9 +27,12 @@ def test_a_process_weighs_what_it_holds_and_nothing_once_it_has_gone() -> None:
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"
-        assert 200 * MIB < resident(child.pid) < 300 * MIB
+        use = process_use(child.pid)
+        assert use is not None
+        assert 200 * MIB < use.rss_bytes < 300 * MIB
+        assert 0 < use.cpu_s < 30
         child.kill()
-    assert resident(child.pid) == 0
+    assert process_use(child.pid) is None
 
 
 def test_where_no_gpu_is_used_the_driver_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
