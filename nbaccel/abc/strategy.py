@@ -7,7 +7,7 @@ only what differs. None of them knows a device or a precision by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -178,6 +178,10 @@ class ShardedCheckpoints(Protocol):
 
     shard_kind: ClassVar[str]
 
+    @property
+    def keeps_own_disks(self) -> bool:
+        """Whether the user's settings say that each host writes to a disk of its own."""
+
     def shard_folder(self, number: int) -> str:
         """What the folder of a model in shards is called.
 
@@ -192,14 +196,17 @@ class ShardedCheckpoints(Protocol):
         folder: str | Path,
         *,
         left_out: Collection[str] = (),
+        ranks_by_folder: Sequence[Sequence[int]] = (),
     ) -> None:
         """Write weights, and the optimizer's state if one is given; a collective.
 
         Args:
             model: The model, as :meth:`Strategy.wrap` returned it.
             optimizer: The torch optimizer of its parameters.
-            folder: A folder that all processes see.
+            folder: A folder that all processes see, or each host one of its own.
             left_out: Names of frozen parameters of the user's own module that are not written.
+            ranks_by_folder: Where hosts have folders of their own, the ranks that write into one,
+                for each; each has to suffice for them. Empty where all see one folder.
         """
 
     def check_sharded(
@@ -209,11 +216,13 @@ class ShardedCheckpoints(Protocol):
         folder: str | Path,
         *,
         left_out: Collection[str] = (),
+        ranks_there: Collection[int] = (),
     ) -> None:
         """Refuse a folder that :meth:`load_sharded` could not read into these; no collective.
 
         Nothing is changed. Sizes and checksums of whole files have been looked at before.
-        What was left out need not be there: it stays as it is in the model.
+        What was left out need not be there: it stays as it is in the model. `ranks_there` are the
+        ranks whose shards are there, if it is one host's folder; this process is one of them.
 
         Raises:
             CheckpointDamaged: Files are missing, or not what was saved.

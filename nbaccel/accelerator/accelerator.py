@@ -581,7 +581,7 @@ class Accelerator(RunDescription):
             ConfigError: `save_directory` is a file.
         """
         # On every process, because gathering sharded weights is a collective.
-        state_dict = self.get_state_dict(model)
+        state_dict = self._checkpoints.state_to_write(model)
         if self._checkpoints.writes_here:
             checkpoint.save_model(state_dict, save_directory, max_shard_size, safe_serialization)
         self.wait_for_everyone()  # so that any process may read the files

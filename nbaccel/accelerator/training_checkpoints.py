@@ -14,6 +14,7 @@ from nbaccel.accelerator.gradient_steps import GradientSteps
 from nbaccel.accelerator.preparer import PreparedObjects
 from nbaccel.accelerator.training_run import TrainingRun
 from nbaccel.train import checkpoint
+from nbaccel.train.checkpoint.own_disks import send_to_writers
 from nbaccel.train.gradient import GradientState
 
 __all__ = ["TrainingCheckpoints"]
@@ -121,6 +122,16 @@ class TrainingCheckpoints:
             tensor_name.replace(torch_private.COMPILED_PREFIX, ""): tensor_value
             for tensor_name, tensor_value in model_state.items()
         }
+
+    def state_to_write(self, model: nn.Module) -> dict[str, Any]:
+        """The whole state dict, on all processes that write files; see :attr:`writes_here`."""
+        model_state = self.state_dict(model, unwrap=True)
+        if not self._run.request.project.save_on_each_node:
+            return model_state
+        call_text = "save_model: state of the model"
+        writes_by_rank = self._run.collectives.answers(call_text, self.writes_here)
+        writers = [rank for rank, writes in enumerate(writes_by_rank) if writes]
+        return dict(send_to_writers(model_state, writers, self._run.collectives, what=call_text))
 
     @property
     def writes_here(self) -> bool:

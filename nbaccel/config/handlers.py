@@ -128,7 +128,8 @@ class ProjectConfiguration(Settings):
         automatic_checkpoint_naming: Checkpoints are numbered: ``checkpoint_0``, ``checkpoint_1``, …
         total_limit: How many numbered checkpoints are kept; None keeps all.
         iteration: Number of the next checkpoint.
-        save_on_each_node: The main process of every node writes, not only that of the first.
+        save_on_each_node: In `save` and `save_model` the main process of every node writes, not
+            only that of the first. `save_state` does so by itself where disks are not shared.
     """
 
     project_dir: str | Path | None = None

@@ -93,6 +93,8 @@ class FailureRecord:
     doing: str = ""
     """For a rank that was stopped: what it was doing; for one that has died: what is known beyond
     its status."""
+    remedy: str = ""
+    """What to do, where the status does not tell: a signal says nothing of a host that is lost."""
 
     @classmethod
     def of_error(
@@ -111,6 +113,7 @@ class FailureRecord:
         stack_dump: str,
         oom_kills: int,
         death_reason: str,
+        remedy: str = "",
     ) -> FailureRecord:
         """The record of a rank whose process has just ended by itself.
 
@@ -121,6 +124,7 @@ class FailureRecord:
             stack_dump: What faulthandler wrote when it crashed, if it did.
             oom_kills: How often the system had run out of memory when it was started.
             death_reason: What is known beyond the status, as a sentence.
+            remedy: What to do, where the status does not tell.
         """
         return cls(
             rank=worker_rank,
@@ -130,6 +134,7 @@ class FailureRecord:
             max_rss_bytes=max_rss_bytes,
             evidence=explain_kill(exit_status, oom_kills),
             doing=f"ended: {as_clause(death_reason)}" if death_reason else "",
+            remedy=remedy,
         )
 
     @classmethod
@@ -430,6 +435,8 @@ def explain_exit(failure_record: FailureRecord) -> list[str]:
     if exit_status is None or (failure_record.doing and exit_status >= 0):
         # All that is known is in the headline.
         return []
+    if failure_record.remedy:
+        return [failure_record.remedy]
     if exit_status >= 0:
         return [
             "The process ended itself (os._exit, or a library that exits), so neither results "

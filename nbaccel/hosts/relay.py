@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import itertools
 import os
 import socket
@@ -31,7 +32,7 @@ from nbaccel.hosts.channel_port import ChannelPort
 from nbaccel.hosts.door import Door
 from nbaccel.hosts.event_loop import EventLoop
 from nbaccel.hosts.file_copies import STAGING, ReceivedFiles, SentFiles
-from nbaccel.hosts.secure_link import FileBytes, SecureLink
+from nbaccel.hosts.secure_link import SILENCE_S, FileBytes, SecureLink
 from nbaccel.hosts.versions import version_mismatch
 from nbaccel.transfer import shared_memory
 from nbaccel.workers import messaging
@@ -42,6 +43,16 @@ __all__ = ["serve_hosts"]
 _FIRST_WORKER = 2**22 + 1
 _NUM_PINGS = 5
 _STREAMS = 3  # stdout, stderr, stack
+_SILENT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN})
+_LOST_REMEDY = (
+    "The machine was shut down, or the processes on it were killed. Launch again without it, or "
+    "with max_restarts, which goes on with the hosts that are left."
+)
+_SILENT_REMEDY = (
+    "The machine is down, or the network between it and this one. Workers that still run there end "
+    "by themselves. Launch again without it, or with max_restarts, which goes on with the hosts "
+    "that are left."
+)
 
 
 def serve_hosts(
@@ -162,6 +173,14 @@ class _Relay:
             host.report_lost_workers()
 
 
+def _told_by(error: OSError) -> tuple[str, str]:
+    """What an error of a connection says of the host, and what can be done."""
+    error_text = str(error.strerror or error)
+    if error.errno not in _SILENT:
+        return error_text, _LOST_REMEDY
+    return f"it has not answered for {SILENCE_S} s: {error_text}", _SILENT_REMEDY
+
+
 class _RemoteWorker:
     """A worker of another host: the notebook's connections to it end here.
 
@@ -274,7 +293,7 @@ class _RemoteHost:
         self._relay, self._numbers, self._settings = relay, numbers, settings
         self.name = ""
         self._facts: dict[str, Any] = {}
-        self.lost_because = ""
+        self.lost_because = self._lost_remedy = ""
         self._workers: dict[int, _RemoteWorker] = {}
         self._second_channels: dict[int, ChannelPort] = {}
         self._sent_files = SentFiles()
@@ -292,7 +311,7 @@ class _RemoteHost:
         try:
             self.link.write()
         except OSError as error:
-            self._lose(str(error.strerror or error))
+            self._lose(*_told_by(error))
             return
         self.events.on_writable(
             self.link.fileno(), self.write if self.link.wants_to_write else None
@@ -305,15 +324,15 @@ class _RemoteHost:
         except EOFError:
             self._lose("its agent has hung up")
         except OSError as error:
-            self._lose(str(error.strerror or error))
+            self._lose(*_told_by(error))
         else:
             self.write()
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, remedy: str = _LOST_REMEDY) -> None:
         """The connection is lost, and all workers with it."""
         if self.lost_because:
             return
-        self.lost_because = reason
+        self.lost_because, self._lost_remedy = reason, remedy
         self.events.forget(self.link.fileno())
         self.link.close()
         if self.name:
@@ -327,7 +346,8 @@ class _RemoteHost:
             self._on_forked(frames.WorkerForked(number))
             because = f"host {self.name} was lost ({self.lost_because})"
             # SIGKILL, because that is how they end there: the agent takes them along.
-            self._on_end(frames.WorkerEnded(number, messaging.Ended(number, -9, 0, because)))
+            ended = messaging.Ended(number, -9, 0, because, self._lost_remedy)
+            self._on_end(frames.WorkerEnded(number, ended))
 
     def close(self) -> None:
         """Hang up."""

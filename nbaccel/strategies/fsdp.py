@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -93,6 +93,7 @@ class FsdpStrategy(Strategy):
 
     name: ClassVar[str] = "fsdp"
     shard_kind: ClassVar[str] = "fsdp"
+    keeps_own_disks: ClassVar[bool] = False
     shards_parameters: ClassVar[bool] = True
 
     def __init__(
@@ -310,9 +311,12 @@ class FsdpStrategy(Strategy):
         folder: str | Path,
         *,
         left_out: Collection[str] = (),
+        ranks_by_folder: Sequence[Sequence[int]] = (),
     ) -> None:
         """See :meth:`ShardedCheckpoints.save_sharded`; files of torch.distributed.checkpoint."""
-        sharded_checkpoints.save_shards(model, optimizer, Path(folder), left_out=left_out)
+        sharded_checkpoints.save_shards(
+            model, optimizer, Path(folder), left_out=left_out, ranks_by_folder=ranks_by_folder
+        )
 
     def check_sharded(
         self,
@@ -321,6 +325,7 @@ class FsdpStrategy(Strategy):
         folder: str | Path,
         *,
         left_out: Collection[str] = (),
+        ranks_there: Collection[int] = (),
     ) -> None:
         """See :meth:`ShardedCheckpoints.check_sharded`; nothing in the files is run.
 
@@ -329,7 +334,12 @@ class FsdpStrategy(Strategy):
             ConfigError: It is of another model, or has no optimizer.
         """
         sharded_checkpoints.check_shards(
-            model, optimizer, Path(folder), self.place, left_out=left_out
+            model,
+            optimizer,
+            Path(folder),
+            self.place,
+            left_out=left_out,
+            is_part=bool(ranks_there),
         )
 
     def load_sharded(

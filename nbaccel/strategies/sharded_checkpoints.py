@@ -12,20 +12,30 @@ that its `state_dict` gives each parameter.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
+import math
 import pickle
-from collections.abc import Collection, Iterator, Mapping
+from collections import ChainMap, Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+    create_default_local_load_plan,
+)
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -33,10 +43,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nbaccel.abc.place import Place
-from nbaccel.errors import CheckpointDamaged, ConfigError
+from nbaccel.errors import CheckpointDamaged, ConfigError, PlatformUnsupported
 from nbaccel.intact import Window, archive_problem
 from nbaccel.strategies import optimizer_shards
 
@@ -201,15 +212,23 @@ _GROUPS_PREFIX = "optimizer.param_groups."
 
 
 def save_shards(
-    model: nn.Module, optimizer: Optimizer | None, folder: Path, *, left_out: Collection[str] = ()
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    folder: Path,
+    *,
+    left_out: Collection[str] = (),
+    ranks_by_folder: Sequence[Sequence[int]] = (),
 ) -> None:
     """Write a checkpoint; a collective.
 
     Args:
         model: A sharded model.
         optimizer: The optimizer of its parameters, if it is to be kept, too.
-        folder: A folder that all processes see; made if it is not there.
+        folder: A folder that all processes see, or each host one of its own; made if it is not
+            there.
         left_out: Names of parameters that are not written.
+        ranks_by_folder: Where hosts have folders of their own, the ranks that write into one, for
+            each.
     """
     saved_content: dict[str, Any] = {"model": _model_slots(model, left_out)}
     if optimizer is not None:
@@ -218,7 +237,56 @@ def save_shards(
             _flatten_entries(_GROUPS_PREFIX, dict(enumerate(optimizer_state["param_groups"])))
         )
         saved_content.update(_flatten_entries(_STATE_PREFIX, optimizer_state["state"]))
-    write_shards(saved_content, checkpoint_id=folder)
+    if not ranks_by_folder:
+        write_shards(saved_content, checkpoint_id=folder)
+        return
+    _refuse_old_groups()
+    # Made by all processes in the same order, also by those that are not in them.
+    all_groups = [dist.new_group(list(ranks), backend="gloo") for ranks in ranks_by_folder]
+    own_groups = [
+        process_group
+        for process_group, ranks in zip(all_groups, ranks_by_folder, strict=True)
+        if dist.get_rank() in ranks
+    ]
+    try:
+        write_shards(
+            saved_content,
+            checkpoint_id=folder,
+            process_group=own_groups[0],
+            planner=_PartPlanner(),
+        )
+    finally:
+        dist.destroy_process_group(own_groups[0])
+
+
+def _refuse_old_groups() -> None:
+    # Up to 2.6, DCP works only in groups with process 0. The method is as old as its correction.
+    if not hasattr(torch.cpu.Stream, "record_event"):
+        raise PlatformUnsupported(
+            "save_state in shards on hosts that do not share a disk needs torch 2.7 or newer: this "
+            f"is {torch.__version__}. Update torch, give a folder that all hosts see, or "
+            "state_dict_type='FULL_STATE_DICT'."
+        )
+
+
+class _PartPlanner(DefaultSavePlanner):
+    """Plans what the processes of one host write: its metadata has their shards only.
+
+    torch's own planner refuses tensors of which shards are missing.
+    """
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """See :class:`SavePlanner`; what several processes hold is written by the first."""
+        planned: set[Any] = set()
+        own_plans = []
+        for process_plan in all_plans:
+            new_items = [item for item in process_plan.items if item.index not in planned]
+            planned.update(item.index for item in new_items)
+            own_plans.append(dataclasses.replace(process_plan, items=new_items))
+        self.global_plan, metadata = create_default_global_save_plan(own_plans)
+        name_mappings = dict(ChainMap(*(plan.planner_data for plan in self.global_plan)))
+        self.metadata = dataclasses.replace(metadata, planner_data=name_mappings)
+        return self.global_plan, self.metadata
 
 
 def _model_slots(model: nn.Module, left_out: Collection[str]) -> dict[str, Any]:
@@ -273,6 +341,7 @@ def check_shards(
     place: Place,
     *,
     left_out: Collection[str] = (),
+    is_part: bool = False,
 ) -> None:
     """Refuse a checkpoint that :func:`load_shards` could not read; changes nothing, no collective.
 
@@ -282,10 +351,11 @@ def check_shards(
         folder: Where :func:`save_shards` wrote.
         place: This process: files are shared out over those of a node.
         left_out: Names of parameters that need not be there.
+        is_part: Whether it is one host's part, which need not have all shards.
 
     Raises:
         CheckpointDamaged: Files are missing, damaged or hold code.
-        ConfigError: It is of another model, or has no optimizer.
+        ConfigError: It is of another model, or has no optimizer, or not the shards of this process.
     """
     metadata = read_metadata(folder)
     file_problems = shard_problems(folder, metadata, place.local_rank, place.local_world_size)
@@ -297,10 +367,10 @@ def check_shards(
         for entry_key, entry_metadata in stored_metadata.items()
         if entry_key.startswith(_MODEL_PREFIX) and isinstance(entry_metadata, TensorStorageMetadata)
     }
-    model_tensors = _model_slots(model, left_out).items()
+    model_tensors = _model_slots(model, left_out)
     expected_shapes = {
         tensor_name: tuple(tensor_value.shape)
-        for tensor_name, tensor_value in model_tensors
+        for tensor_name, tensor_value in model_tensors.items()
         if isinstance(tensor_value, torch.Tensor)
     }
     other_names = [
@@ -315,8 +385,31 @@ def check_shards(
             f"{list(expected_shapes[other_names[0]])} here ({len(other_names)} of "
             f"{len(expected_shapes)} differ). Nothing has been loaded. Load another one."
         )
+    if is_part:
+        _check_own_shards(model_tensors, folder, metadata)
     if optimizer is not None:
         _check_optimizer(optimizer, folder, stored_metadata)
+
+
+def _check_own_shards(model_tensors: Mapping[str, Any], folder: Path, metadata: Metadata) -> None:
+    """Refuse a host's part that lacks what this process is to read; DCP would leave it as it is."""
+    slots = {
+        f"{_MODEL_PREFIX}{tensor_name}": tensor_value
+        for tensor_name, tensor_value in model_tensors.items()
+        if isinstance(tensor_value, torch.Tensor)
+    }
+    num_found: Counter[str] = Counter()
+    for read_item in create_default_local_load_plan(slots, metadata).items:
+        num_found[read_item.dest_index.fqn] += math.prod(read_item.lengths)
+    for entry_key, tensor in slots.items():
+        own_shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if num_found[entry_key] != own_shard.numel():
+            raise ConfigError(
+                f"{folder} has {num_found[entry_key]} of the {own_shard.numel()} elements of "
+                f"{entry_key.removeprefix(_MODEL_PREFIX)} that process {dist.get_rank()} holds: "
+                "the other shards are on other hosts' disks. Nothing has been loaded. Shard the "
+                "model over the same processes as when it was saved, or load another checkpoint."
+            )
 
 
 def _check_optimizer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,21 @@ def _stored_tensors(folder: Path) -> dict[str, Any]:
             f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has no weights of a model, but "
             f"{len(metadata.state_dict_metadata)} other entries. Give the model's folder."
         )
+    _refuse_missing_shards(stored_tensors, folder)
     return stored_tensors
+
+
+def _refuse_missing_shards(stored_tensors: dict[str, Any], folder: Path) -> None:
+    """Refuse one host's part of a checkpoint: what is missing would be any bytes in the file."""
+    for name, kept in stored_tensors.items():
+        num_stored = sum(math.prod(chunk.sizes) for chunk in kept.chunks)
+        if num_stored < math.prod(kept.size):
+            raise ConfigError(
+                f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has {num_stored} of the "
+                f"{math.prod(kept.size)} elements of {name.removeprefix(_PREFIX)}: it is one "
+                "host's part of a checkpoint that was saved without a shared disk. Load it with "
+                "the processes that saved it, and write whole weights by accelerator.save_model."
+            )
 
 
 def _whole(stored_tensors: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:

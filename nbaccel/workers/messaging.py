@@ -233,6 +233,8 @@ class Ended:
     max_rss_bytes: int
     because: str = ""
     """What is known of it beyond the status, as a sentence: the process it came from has ended."""
+    remedy: str = ""
+    """What can be done, where that does not follow from the status."""
 
 
 # ---- notebook → worker

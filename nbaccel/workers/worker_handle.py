@@ -194,6 +194,7 @@ class WorkerHandle:
             stack_dump=stack_dump if crash_heading else "",
             oom_kills=oom_kills,
             death_reason=exit_status.because,
+            remedy=exit_status.remedy,
         )
 
     def record_of_stop(self) -> failure.FailureRecord:

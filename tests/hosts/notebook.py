@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -168,6 +169,31 @@ def cell_hang(hostfile):
     # The notebook goes on: nothing of the hosts is left in the way.
     results = notebook_launcher(socket.gethostname, (), hostfile=hostfile)
     tell(again=list(results))
+
+
+def train_on(model):
+    """Train until somebody ends it."""
+    dist.init_process_group("gloo")
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)
+    for step in itertools.count():
+        optimizer.zero_grad()
+        parallel(torch.randn(16, 8)).pow(2).mean().backward()
+        optimizer.step()
+        if step == 20:
+            print(f"rank {dist.get_rank()} is pid {os.getpid()}", flush=True)
+
+
+def cell_train_on(hostfile):
+    model = make_model()
+    try:
+        notebook_launcher(train_on, (model,), hostfile=hostfile)
+    except BaseException as error:
+        tell(kind=type(error).__name__, text=str(error), at=time.time())
+    tell(
+        untouched=weights_of(model) == weights_of(make_model()),
+        again=list(notebook_launcher(socket.gethostname, (), num_processes=2)),
+    )
 
 
 def survive(model, folder):

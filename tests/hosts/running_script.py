@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.hosts.netns import NamespaceHost
+from tests.hosts.netns import NamespaceHost, remote_shell
 
 
 class RunningScript:
@@ -65,3 +65,23 @@ class RunningScript:
         self.process.wait()
         for reader in self._readers:
             reader.join()
+
+
+class Notebook(RunningScript):
+    """A notebook on the first host, which runs one cell with workers on both."""
+
+    def __init__(
+        self, hosts: list[NamespaceHost], folder: Path, *cell: str, script: str = "notebook.py"
+    ) -> None:
+        hostfile = folder / "hostfile"
+        if not hostfile.exists():
+            hostfile.write_text("alpha slots=2\nbeta slots=2   # the other one\n")
+        super().__init__(
+            hosts[0],
+            folder,
+            Path(__file__).with_name(script),
+            cell[0],
+            str(hostfile),
+            *cell[1:],
+            NBACCEL_SSH=str(remote_shell(folder, hosts)),
+        )

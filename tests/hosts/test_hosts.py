@@ -11,30 +11,15 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import netns
-from tests.hosts.running_script import RunningScript
+from tests.hosts.running_script import Notebook
 
 pytestmark = [pytest.mark.slow, netns.needs_hosts]
-
-SCRIPT = Path(__file__).with_name("notebook.py")
 
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[netns.NamespaceHost]]:
     with netns.make_hosts(tmp_path_factory.mktemp("hosts")) as made:
         yield made
-
-
-class Notebook(RunningScript):
-    """A notebook on the first host, which runs one cell with workers on both."""
-
-    def __init__(self, hosts: list[netns.NamespaceHost], folder: Path, *cell: str) -> None:
-        hostfile = folder / "hostfile"
-        if not hostfile.exists():
-            hostfile.write_text("alpha slots=2\nbeta slots=2   # the other one\n")
-        shell = str(netns.remote_shell(folder, hosts))
-        super().__init__(
-            hosts[0], folder, SCRIPT, cell[0], str(hostfile), *cell[1:], NBACCEL_SSH=shell
-        )
 
 
 def test_training_on_two_hosts_is_training_on_one(
@@ -218,3 +203,26 @@ def test_a_host_whose_agent_does_not_start_is_named(
     told = Notebook(hosts, tmp_path, "refused").told()
     assert told["kind"] in ("StartupFailed", "ConfigError")
     assert f"{hosts[1].address}9" in told["text"]
+
+
+def test_a_host_that_falls_silent_ends_the_launch_on_both_sides(tmp_path: Path) -> None:
+    with netns.make_hosts(tmp_path) as hosts:
+        notebook = Notebook(hosts, tmp_path, "train_on")
+        notebook.wait_for("is pid", times=4)
+        unplugged_at = time.time()
+        hosts[1].unplug()
+        # Its workers see nothing but a network that is gone, and have to end by themselves.
+        deadline = time.monotonic() + 60
+        while hosts[1].processes() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert hosts[1].processes() == []
+        told = notebook.told()
+        assert hosts[0].processes() == []
+    assert told["kind"] == "WorkerDied"
+    assert "rank 2 of 4 ended: host beta was lost (it has not answered for 10 s" in told["text"]
+    assert "the network between it and this one" in told["text"]
+    # What a signal would mean says nothing of a host.
+    assert "ran out of memory" not in told["text"]
+    assert told["at"] - unplugged_at < 45
+    assert told["untouched"] is True
+    assert told["again"] == ["alpha", "alpha"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -373,6 +373,14 @@ class DeepSpeedStrategy(Strategy):
         """
         raise _shards_only(type(optimizer).__name__)
 
+    @property
+    def keeps_own_disks(self) -> bool:
+        """See :attr:`ShardedCheckpoints.keeps_own_disks`; ``use_node_local_storage``."""
+        return any(
+            engine_checkpoints.is_node_local(engine_drive.engine)
+            for engine_drive in self._drives.values()
+        )
+
     def shard_folder(self, number: int) -> str:
         """See :meth:`ShardedCheckpoints.shard_folder`; Accelerate's name for it."""
         return f"pytorch_model_{number}" if number else "pytorch_model"
@@ -384,16 +392,26 @@ class DeepSpeedStrategy(Strategy):
         folder: str | Path,
         *,
         left_out: Collection[str] = (),
+        ranks_by_folder: Sequence[Sequence[int]] = (),
     ) -> None:
         """See :meth:`ShardedCheckpoints.save_sharded`; files of DeepSpeed."""
         engine_drive = self._writing_drive(model)
+        # The first rank of each folder, where there are several, writes what its ranks share.
+        writes_shared = self.place.rank in {ranks[0] for ranks in ranks_by_folder}
         if engine_drive is not None:
             engine_drive.step()
-            engine_checkpoints.save(engine_drive.engine, Path(folder), left_out=left_out)
+            engine_checkpoints.save(
+                engine_drive.engine, Path(folder), left_out=left_out, writes_shared=writes_shared
+            )
             return
         # A collective where an engine has cut the weights up.
-        model_state = self.model_state(model) if id(model) in self._drives else model.state_dict()
-        if self.place.is_main:
+        if id(model) in self._drives:
+            own_module = self.unwrap(model)
+            keeps = self.place.is_main or writes_shared
+            model_state = gathering.gather_weights(own_module, keep=keeps)
+        else:
+            model_state = model.state_dict()
+        if self.place.is_main or writes_shared:
             engine_checkpoints.save_plain(model_state, Path(folder), left_out=left_out)
 
     def _writing_drive(self, model: nn.Module) -> Drive | None:
@@ -410,6 +428,7 @@ class DeepSpeedStrategy(Strategy):
         folder: str | Path,
         *,
         left_out: Collection[str] = (),
+        ranks_there: Collection[int] = (),
     ) -> None:
         """See :meth:`ShardedCheckpoints.check_sharded`.
 
@@ -419,7 +438,7 @@ class DeepSpeedStrategy(Strategy):
         """
         engine_drive = self._writing_drive(model)
         if engine_drive is not None:
-            engine_checkpoints.check_checkpoint(engine_drive.engine, Path(folder))
+            engine_checkpoints.check_checkpoint(engine_drive.engine, Path(folder), ranks_there)
         else:
             engine_checkpoints.check_plain(model, Path(folder))
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbaccel.deepspeed import private_api
 from nbaccel.deepspeed.weights.torch_archive import is_readable, read_outline
 from nbaccel.errors import CheckpointDamaged, ConfigError
 
@@ -18,6 +17,7 @@ __all__ = [
     "can_write",
     "check_checkpoint",
     "check_plain",
+    "is_node_local",
     "load",
     "read_plain",
     "save",
@@ -25,19 +25,35 @@ __all__ = [
 ]
 
 
-def save(engine: Any, checkpoint_folder: Path, *, left_out: Collection[str] = ()) -> None:
+def save(
+    engine: Any,
+    checkpoint_folder: Path,
+    *,
+    left_out: Collection[str] = (),
+    writes_shared: bool = False,
+) -> None:
     """Write weights and the optimizer's state; a collective.
 
     Args:
         engine: The engine.
         checkpoint_folder: Where; its name is DeepSpeed's tag, and beside it lies ``latest``.
         left_out: The frozen parameters, if they are not to be written: all of them, or none.
+        writes_shared: Whether this process writes, into a folder of its host's own, what DeepSpeed
+            has process 0 write.
     """
-    engine.save_checkpoint(
-        str(checkpoint_folder.parent),
-        tag=checkpoint_folder.name,
-        exclude_frozen_parameters=bool(left_out),
-    )
+    # Weights that all processes hold (stages 0 to 2), and the tag of the last save.
+    writes_before = engine.save_non_zero_checkpoint
+    engine.save_non_zero_checkpoint = writes_before or writes_shared
+    try:
+        engine.save_checkpoint(
+            str(checkpoint_folder.parent),
+            tag=checkpoint_folder.name,
+            exclude_frozen_parameters=bool(left_out),
+        )
+    finally:
+        engine.save_non_zero_checkpoint = writes_before
+    if writes_shared:
+        (checkpoint_folder.parent / "latest").write_text(checkpoint_folder.name, encoding="utf-8")
 
 
 def load(engine: Any, checkpoint_folder: Path, *, left_out: Collection[str] = ()) -> None:
@@ -111,18 +127,26 @@ def can_write(engine: Any) -> bool:
     return getattr(engine, "checkpoint_engine", None) is not None
 
 
-def check_checkpoint(engine: Any, checkpoint_folder: Path) -> None:
+def is_node_local(engine: Any) -> bool:
+    """Whether each node is to write to its own disk, by DeepSpeed's ``use_node_local_storage``."""
+    return bool(engine.use_node_local_storage())
+
+
+def check_checkpoint(
+    engine: Any, checkpoint_folder: Path, ranks_there: Collection[int] = ()
+) -> None:
     """Refuse a checkpoint that :func:`load` could not read; no collective, nothing is changed.
 
     Args:
         engine: The engine.
         checkpoint_folder: Where :func:`save` wrote; each file in it is an archive without damage.
+        ranks_there: The ranks whose files it has to have; none for all that saved.
 
     Raises:
         CheckpointDamaged: Files are missing, or hold something else.
         ConfigError: Another number of processes wrote it, or it is of another model.
     """
-    if private_api.engine_settings(engine).checkpoint_config.get("load_universal", False):
+    if engine.load_universal_checkpoint():
         return  # a universal checkpoint has files of another kind, which are not checked here
     model_files = _model_files(checkpoint_folder)
     if not model_files:
@@ -138,7 +162,9 @@ def check_checkpoint(engine: Any, checkpoint_folder: Path) -> None:
         raise CheckpointDamaged(
             f"{first_readable} holds no states of a model. Load another checkpoint."
         )
-    _check_ranks(checkpoint_folder, engine, model_files, model_states.get("dp_world_size"))
+    _check_ranks(
+        checkpoint_folder, engine, model_files, model_states.get("dp_world_size"), ranks_there
+    )
     _check_shapes(checkpoint_folder, engine, model_states)
 
 
@@ -165,7 +191,11 @@ def _model_files(checkpoint_folder: Path) -> list[Path]:
 
 
 def _check_ranks(
-    checkpoint_folder: Path, engine: Any, model_files: Sequence[Path], saved_by: Any
+    checkpoint_folder: Path,
+    engine: Any,
+    model_files: Sequence[Path],
+    saved_by: Any,
+    ranks_there: Collection[int],
 ) -> None:
     """Refuse missing or extra ranks, which DeepSpeed reports by internal names or an assertion."""
     name_matches = (
@@ -177,18 +207,19 @@ def _check_ranks(
     # The model's file tells how many ranks saved it: counted by the files that are there, a missing
     # file of the last rank would look like a checkpoint of fewer processes.
     saved_count = saved_by if isinstance(saved_by, int) else max(saved_ranks, default=-1) + 1
+    needed_ranks = {*(ranks_there or range(saved_count))}
     missing_parts = [
-        f"optimizer's states of rank {rank}" for rank in sorted({*range(saved_count)} - saved_ranks)
+        f"optimizer's states of rank {rank}" for rank in sorted(needed_ranks - saved_ranks)
     ]
     # Only at stage 3 each rank has a file of model states, named after it.
     if model_files[0].name.startswith("zero_pp_rank_"):
         present_ranks = {int(file_path.name.split("_")[3]) for file_path in model_files}
         missing_parts += [
-            f"model's states of rank {rank}"
-            for rank in sorted({*range(saved_count)} - present_ranks)
+            f"model's states of rank {rank}" for rank in sorted(needed_ranks - present_ranks)
         ]
-    if private_api.engine_settings(engine).checkpoint_config.get("use_node_local_storage", False):
-        return  # the files of other nodes' ranks are on those nodes
+    # Without `ranks_there` another program saved it: which files are on other nodes is not known.
+    if is_node_local(engine) and not ranks_there:
+        return
     if stage == 0 or not (saved_ranks or model_files[0].name.startswith("zero_pp_rank_")):
         return
     if missing_parts:

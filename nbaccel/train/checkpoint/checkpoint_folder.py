@@ -26,19 +26,18 @@ partial folder.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import re
 import secrets
 import shutil
-import socket
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nbaccel.abc.place import Place
+from nbaccel.abc.strategy import ShardedCheckpoints
 from nbaccel.atomic import clear_leftovers, hold_claim, sync_path, sync_tree
 from nbaccel.config.handlers import ProjectConfiguration
 from nbaccel.errors import (
@@ -51,6 +50,7 @@ from nbaccel.errors import (
 )
 from nbaccel.intact import Recorded, digest, is_archive
 from nbaccel.train.checkpoint import layout
+from nbaccel.train.checkpoint.own_disks import FolderDisks
 from nbaccel.train.collectives import Collectives
 from nbaccel.units import format_bytes
 
@@ -69,11 +69,12 @@ __all__ = [
 ]
 
 
-def write_manifest(folder: Path) -> None:
+def write_manifest(folder: Path, part_entry: Mapping[str, Any] | None = None) -> None:
     """Note every file of a checkpoint; all processes have written theirs.
 
     Args:
         folder: The checkpoint.
+        part_entry: Which part it is, where hosts keep shards on disks of their own.
 
     Raises:
         OSError: It cannot be written.
@@ -83,9 +84,10 @@ def write_manifest(folder: Path) -> None:
         for manifest_path in sorted(_checkpoint_files(folder))
     }
     manifest_path = folder / layout.MANIFEST_FILE
-    manifest_path.write_text(
-        json.dumps({"version": 1, "files": file_entries}, indent=1) + "\n", encoding="utf-8"
-    )
+    manifest: dict[str, Any] = {"version": 1, "files": file_entries}
+    if part_entry is not None:
+        manifest["part"] = dict(part_entry)
+    manifest_path.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     sync_path(manifest_path)
     # The names of files are in the folder's own record, which syncing a file does not write.
     sync_path(folder)
@@ -231,8 +233,13 @@ class _SaveSite:
 
 @contextlib.contextmanager
 def new_checkpoint(
-    target: Path, place: Place, collectives: Collectives, *, series: bool = False
-) -> Iterator[tuple[Path, Path, bool]]:
+    target: Path,
+    place: Place,
+    collectives: Collectives,
+    *,
+    series: bool = False,
+    sharder: ShardedCheckpoints | None = None,
+) -> Iterator[tuple[Path, Path, FolderDisks]]:
     """Build a folder together; it gets its name only if every process has succeeded.
 
     Args:
@@ -241,10 +248,11 @@ def new_checkpoint(
         collectives: All processes; entering and leaving are collectives.
         series: Whether `target` is one of ``checkpoint_0``, ``checkpoint_1``, …: leftovers of all
             of them are cleared away.
+        sharder: The strategy, if it is to write shards.
 
     Yields:
-        The folder to write into, the one it will become, and whether this process made it: one
-        per file system does, and writes there what is the same for all.
+        The folder to write into, the one it will become, and which processes see the same one. One
+        per file system makes it, and writes there what is the same for all.
 
     Raises:
         ConfigError: There can be no folder of that name, or replacing it would do harm.
@@ -254,9 +262,11 @@ def new_checkpoint(
     with contextlib.ExitStack() as held_claims:
         made_folder = _make_partial_folder(save_site, place, collectives, series, held_claims)
         try:
+            folder_disks = FolderDisks.find(place, collectives, made_folder=made_folder)
+            folder_disks.tell(save_site.target, sharder)
             write_error = None
             try:
-                yield save_site.partial_folder, save_site.target, made_folder
+                yield save_site.partial_folder, save_site.target, folder_disks
                 # Before the exchange, in which each process says that its files are on the disk.
                 sync_tree(save_site.partial_folder)
             except _PEER_FAILURES:
@@ -264,7 +274,9 @@ def new_checkpoint(
             except Exception as caught:  # of any kind: the others must be told before it is raised
                 write_error = caught
             _check_all_written(save_site, collectives, write_error)
-            _write_manifest_together(save_site, made_folder, collectives)
+            is_part = sharder is not None and not folder_disks.is_shared
+            part_entry = folder_disks.part_entry if is_part else None
+            _write_manifest_together(save_site, made_folder, part_entry, collectives)
         except BaseException:  # an interrupt must leave nothing behind either
             if made_folder:
                 shutil.rmtree(save_site.partial_folder, ignore_errors=True)
@@ -312,19 +324,8 @@ def _make_partial_folder(
         # A node that does not see process 0's folder has a file system of its own to write to.
         if place.is_local_main and not save_site.partial_folder.exists():
             makes_folder = True
-            _tell_of_own_disk(str(save_site.target.parent))
             _prepare_target(save_site, series, held_claims)
     return makes_folder
-
-
-@functools.cache
-def _tell_of_own_disk(parent_folder: str) -> None:
-    """Say once what a user has to know of checkpoints on several disks."""
-    sys.stderr.write(
-        f"nbaccel: {socket.gethostname()} does not share {Path(parent_folder).resolve()} with the "
-        "first host: each host keeps a checkpoint that is complete for its own processes. Start "
-        "them on the same hosts to go on from it, or give a folder that all hosts see.\n"
-    )
 
 
 def _prepare_target(save_site: _SaveSite, series: bool, held_claims: contextlib.ExitStack) -> None:
@@ -366,12 +367,15 @@ def _clear_killed_save(save_site: _SaveSite, series: bool) -> None:
 
 
 def _write_manifest_together(
-    save_site: _SaveSite, made_folder: bool, collectives: Collectives
+    save_site: _SaveSite,
+    made_folder: bool,
+    part_entry: Mapping[str, Any] | None,
+    collectives: Collectives,
 ) -> None:
     write_error = None
     try:
         if made_folder:
-            write_manifest(save_site.partial_folder)
+            write_manifest(save_site.partial_folder, part_entry)
     except Exception as caught:  # of any kind: the others must be told before it is raised
         write_error = caught
     _check_all_written(save_site, collectives, write_error)

@@ -101,7 +101,6 @@ class Checkpoints:
             self._collectives,
             step=step,
             safe_serialization=safe_serialization,
-            save_on_each_node=configuration.save_on_each_node,
             hooks=self._save_hooks.values(),
             series=is_numbered,
         )

@@ -46,6 +46,7 @@ from nbaccel.train.checkpoint.compatibility import (
 )
 from nbaccel.train.checkpoint.files import read_torch_file, read_torch_outline
 from nbaccel.train.checkpoint.left_out import trained_problem
+from nbaccel.train.checkpoint.own_disks import check_is_own_part, ranks_of_part
 from nbaccel.train.checkpoint.saving import CheckpointParts, check_contents
 from nbaccel.train.collectives import Collectives
 
@@ -208,6 +209,7 @@ class LoadTrial:
             source_shards.optimizer,
             source_shards.folder,
             left_out=source_shards.left_out,
+            ranks_there=ranks_of_part(self._sources.folder),
         )
 
     # --------------------------------------------------------------------- what is small
@@ -426,6 +428,8 @@ def load_state(
     is_strict = bool(options.get("strict", True))
     with all_succeed(collectives, call_text):
         source_folder = find_checkpoint(Path(folder))
+        if parts.sharder is not None:
+            check_is_own_part(source_folder, place)
         check_contents(source_folder, parts, with_models=not hooks)
         recorded, verdict = _read_recorded(source_folder)
         sources = find_sources(source_folder, parts, place, recorded)

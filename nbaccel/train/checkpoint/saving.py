@@ -22,6 +22,7 @@ from nbaccel.train.checkpoint.checkpoint_folder import new_checkpoint
 from nbaccel.train.checkpoint.files import save
 from nbaccel.train.checkpoint.layout import CheckpointContents
 from nbaccel.train.checkpoint.left_out import frozen_names, left_out_text, without_names
+from nbaccel.train.checkpoint.own_disks import FolderDisks, send_to_writers
 from nbaccel.train.collectives import Collectives
 from nbaccel.units import count_noun
 
@@ -248,7 +249,6 @@ def save_state(
     *,
     step: int,
     safe_serialization: bool = True,
-    save_on_each_node: bool = False,
     hooks: Iterable[SaveHook] = (),
     series: bool = False,
 ) -> Path:
@@ -264,7 +264,6 @@ def save_state(
         collectives: All processes.
         step: The current accumulation step.
         safe_serialization: Weights as safetensors instead of a pickle.
-        save_on_each_node: Process 0 of every node writes all, for disks that are not shared.
         hooks: Called with the models, their weights and the folder to write into, before weights
             are written; weights that a hook removes from the list are not.
         series: Whether this is one of the numbered checkpoints of a project.
@@ -276,14 +275,13 @@ def save_state(
         ConfigError: There can be no such folder, or weights do not fit `safe_serialization`.
         CheckpointFailed: On every process, if any failed; what was there before is as it was.
     """
-    with new_checkpoint(Path(folder), place, collectives, series=series) as (
+    sharder = parts.sharder if parts.in_shards else None
+    with new_checkpoint(Path(folder), place, collectives, series=series, sharder=sharder) as (
         partial_folder,
         target,
-        made_folder,
+        folder_disks,
     ):
-        # Where a node has a disk of its own, its processes find all that they need there.
-        writes_shared = made_folder or (save_on_each_node and place.is_local_main)
-        _StateWriter(partial_folder, parts, writes_shared).write_all(
+        _StateWriter(partial_folder, parts, folder_disks, collectives).write_all(
             list(hooks), place, step, safe_serialization
         )
     return target
@@ -296,11 +294,20 @@ class _StateWriter:
     of them: it writes no more, and raises its first error when the others are done, too.
     """
 
-    def __init__(self, folder: Path, parts: CheckpointParts, writes: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        parts: CheckpointParts,
+        folder_disks: FolderDisks,
+        collectives: Collectives,
+    ) -> None:
         self._folder = folder
         self._parts = parts
         self._sharder = parts.sharder if parts.in_shards else None
-        self._writes_shared = writes
+        # Where a node has a disk of its own, its processes find all that they need there.
+        self._writes_shared = folder_disks.made_folder
+        self._ranks_by_folder = folder_disks.ranks_by_folder
+        self._collectives = collectives
         self._met_errors: list[Exception] = []
         self._left_out: dict[int, frozenset[str]] = {}
 
@@ -330,13 +337,19 @@ class _StateWriter:
         for model_number, model in enumerate(parts.models):
             left_out = self._names_left_out(model)
             if self._sharder is None:
-                model_state = without_names(parts.strategy.model_state(model), left_out)
+                model_state = without_names(
+                    self._on_writers(parts.strategy.model_state(model)), left_out
+                )
                 left_out_of_states[id(model_state)] = left_out
                 model_states.append(model_state)
             else:
                 folder = self._folder / self._sharder.shard_folder(model_number)
                 self._sharder.save_sharded(
-                    model, parts.optimizer_of(model), folder, left_out=left_out
+                    model,
+                    parts.optimizer_of(model),
+                    folder,
+                    left_out=left_out,
+                    ranks_by_folder=self._ranks_by_folder,
                 )
                 self._left_out[model_number] = left_out
         # A copy, because hooks may remove models; the weights of all are gathered before they run.
@@ -352,6 +365,11 @@ class _StateWriter:
                 layout.SAFE_WEIGHTS if use_safetensors else layout.PICKLED_WEIGHTS, model_number
             )
             self._write_file(model_state, file_name, use_safetensors)
+
+    def _on_writers(self, whole_state: Any) -> Any:
+        """A state that was gathered on process 0, on all processes that write it."""
+        makers = [ranks[0] for ranks in self._ranks_by_folder]
+        return send_to_writers(whole_state, makers, self._collectives, what="save_state: weights")
 
     def _names_left_out(self, model: nn.Module) -> frozenset[str]:
         if not self._parts.leaves_out_frozen:
@@ -371,12 +389,17 @@ class _StateWriter:
             if model is None:
                 self._write_file(optimizer.state_dict(), file_name)
             elif self._sharder is None:
-                self._write_file(self._parts.strategy.optimizer_state(model, optimizer), file_name)
+                optimizer_state = self._parts.strategy.optimizer_state(model, optimizer)
+                self._write_file(self._on_writers(optimizer_state), file_name)
             # The model's first optimizer has been written into the model's own shard folder.
             elif optimizer is not self._parts.optimizer_of(model):
                 folder = self._folder / layout.OPTIMIZER_SHARDS.format(optimizer_number)
                 self._sharder.save_sharded(
-                    model, optimizer, folder, left_out=self._names_left_out(model)
+                    model,
+                    optimizer,
+                    folder,
+                    left_out=self._names_left_out(model),
+                    ranks_by_folder=self._ranks_by_folder,
                 )
 
     def _write_loaders(self, place: Place) -> None:

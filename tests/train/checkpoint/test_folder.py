@@ -259,32 +259,30 @@ def test_a_process_that_dies_leaves_the_old_checkpoint(tmp_path):
 # ------------------------------------------------------------------------- several nodes
 
 
-def save_on_two_nodes(shared: str, own: list[str], each: bool) -> list[str]:
+def save_on_two_nodes(shared: str, own: list[str]) -> list[str]:
     """Two processes, each alone on its node; `own` are the nodes' disks."""
     place = init_process(cpu=True)
     place = replace(place, local_rank=0, local_world_size=1)
     training = Training(place)
     # A disk of one's own is a working folder of one's own: the name is the same everywhere.
     os.chdir(shared or own[place.rank])
-    save_state("ckpt", training.parts, place, training.collectives, step=4, save_on_each_node=each)
+    save_state("ckpt", training.parts, place, training.collectives, step=4)
     load_state("ckpt", training.parts, place, training.collectives)
     return names(Path("ckpt"))
 
 
-@pytest.mark.parametrize("each", [True, False])
-def test_nodes_that_share_a_disk_write_one_checkpoint(tmp_path, each):
-    first, second = debug_launcher(save_on_two_nodes, args=(str(tmp_path), [], each))
+def test_nodes_that_share_a_disk_write_one_checkpoint(tmp_path):
+    first, second = debug_launcher(save_on_two_nodes, args=(str(tmp_path), []))
     assert first == second
     assert {"random_states_0.pkl", "random_states_1.pkl", "model.safetensors"} < set(first)
     assert names(tmp_path) == ["ckpt"]
 
 
-@pytest.mark.parametrize("each", [True, False])
-def test_nodes_with_disks_of_their_own_have_a_whole_one_each(tmp_path, each, capfd):
+def test_nodes_with_disks_of_their_own_have_a_whole_one_each(tmp_path, capfd):
     own = [tmp_path / "a", tmp_path / "b"]
     for disk in own:
         disk.mkdir()
-    first, second = debug_launcher(save_on_two_nodes, args=("", [str(p) for p in own], each))
+    first, second = debug_launcher(save_on_two_nodes, args=("", [str(p) for p in own]))
     assert "model.safetensors" in first
     assert "model.safetensors" in second
     assert "complete for its own processes" in capfd.readouterr().err

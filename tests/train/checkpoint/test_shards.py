@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import re
@@ -28,6 +29,7 @@ from nbaccel.strategies.fsdp import FsdpStrategy
 from nbaccel.strategies.sharded_checkpoints import read_metadata
 from nbaccel.train.checkpoint import load_state, save_state
 from nbaccel.train.distributed import init_process
+from nbaccel.utils import merge_fsdp_weights
 from tests import damage
 from tests.train.checkpoint.training import ALONE, Training
 
@@ -85,6 +87,71 @@ def test_a_sharded_training_comes_back(tmp_path, in_shards):
     assert loaded == saved
     by_three, *_ = debug_launcher(load_sharded, args=(str(folder),), num_processes=3)
     assert by_three == saved
+
+
+def two_nodes(training: Training, disks: list[str]) -> str:
+    """Two processes, each alone on its node with a disk of its own."""
+    training.place = replace(training.place, local_rank=0, local_world_size=1)
+    os.chdir(disks[training.place.rank])
+    return "ckpt"
+
+
+def save_on_own_disks(disks: list[str], in_shards: bool) -> dict[str, Any]:
+    training = sharded(0, in_shards=in_shards)
+    training.step(3)
+    save_state(
+        two_nodes(training, disks), training.parts, training.place, training.collectives, step=3
+    )
+    return whole(training)
+
+
+def load_from_own_disks(disks: list[str]) -> dict[str, Any] | str:
+    training = sharded(9, in_shards=True)
+    before = whole(training)
+    try:
+        load_state(two_nodes(training, disks), training.parts, training.place, training.collectives)
+    except NbaccelError as error:
+        assert whole(training) == before
+        return str(error)
+    return whole(training)
+
+
+@pytest.fixture
+def disks(tmp_path: Path) -> list[str]:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    return [str(folder) for folder in folders]
+
+
+@KINDS
+def test_each_host_keeps_what_its_own_processes_need(disks, in_shards, capfd):
+    saved, _ = debug_launcher(save_on_own_disks, args=(disks, in_shards))
+    assert ("are in shards" in capfd.readouterr().err) == in_shards
+    loaded, _ = debug_launcher(load_from_own_disks, args=(disks,))
+    assert loaded == saved
+    swapped, _ = debug_launcher(load_from_own_disks, args=(disks[::-1],))
+    if not in_shards:
+        # Both have all.
+        assert swapped == saved
+        return
+    assert "has only the shards of rank 1 of 2, and this is rank 0 of 2" in str(swapped)
+    assert "Nothing has been loaded" in str(swapped)
+
+
+def test_shards_that_are_elsewhere_are_never_read_as_zeros(disks, tmp_path):
+    debug_launcher(save_on_own_disks, args=(disks, True))
+    for disk in disks:
+        # As if it were whole: what is there has to tell.
+        manifest = Path(disk) / "ckpt" / "nbaccel_manifest.json"
+        kept = json.loads(manifest.read_text())
+        kept["part"]["ranks"] = [0, 1]
+        manifest.write_text(json.dumps(kept))
+    swapped, _ = debug_launcher(load_from_own_disks, args=(disks[::-1],))
+    assert "the other shards are on other hosts' disks" in str(swapped)
+    with pytest.raises(ConfigError, match=r"it is one host's part .* without a shared disk"):
+        merge_fsdp_weights(Path(disks[1]) / "ckpt", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 class Runs:
