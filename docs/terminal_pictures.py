@@ -19,7 +19,7 @@ from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
 IMAGES = Path(__file__).parent / "pages" / "images"
-COLUMNS, LINES = 100, 46
+COLUMNS, LINES = 100, 60
 _SESSION = "nbaccel-pictures"
 _FONTS = re.compile(r"@font-face \{.*?\}", re.DOTALL)
 """Rich names fonts that a browser would fetch; the page takes what the reader has."""
@@ -48,6 +48,36 @@ num_machines: 1
 num_processes: 2
 rdzv_backend: static
 """
+_FAILING_SCRIPT = """import argparse
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from nbaccel import Accelerator
+
+
+def train(lr):
+    accelerator = Accelerator()
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+    loader = DataLoader(data, batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    print("model prepared")
+    for step, (inputs, targets) in enumerate(loader):
+        if step == 3 and accelerator.process_index == 1:
+            raise ValueError(f"no batch {step} in shard 1")
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"step {step}")
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float)
+train(parser.parse_args().lr)
+"""
 
 
 def main() -> None:
@@ -57,6 +87,14 @@ def main() -> None:
         (folder / "gpt2-xl").mkdir()
         (folder / "gpt2-xl/config.json").write_text(json.dumps(_SMALL_MODEL), encoding="utf-8")
         (folder / "theirs.yaml").write_text(_THEIRS, encoding="utf-8")
+        (folder / "train.py").write_text(_FAILING_SCRIPT, encoding="utf-8")
+        (folder / "run.yaml").write_text("mixed_precision: bf16\n", encoding="utf-8")
+        save("cli_test", folder, "nbaccel test -n 2 --cpu")
+        save("launch_failure", folder, "nbaccel launch -n 2 --cpu train.py --lr 0.1")
+        dry_run = "nbaccel launch --dry-run --config-file run.yaml -n 2 train.py"
+        save("launch_dry_run", folder, dry_run)
+        (folder / "run.yaml").unlink()
+        # Last: from now on there is a configuration file, which the others would take.
         save(
             "cli_config",
             folder,

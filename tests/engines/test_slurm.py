@@ -14,6 +14,12 @@ import psutil
 import pytest
 
 from tests.engines import slurm_cluster
+from tests.engines.exported_project import (
+    check_trained,
+    export_project,
+    job_variables,
+    path_with_tools,
+)
 from tests.engines.slurm_cluster import SlurmCluster
 from tests.hosts import netns
 from tests.hosts.running_script import RunningScript
@@ -106,6 +112,23 @@ def test_stop_ends_the_workers_on_all_nodes(cluster: SlurmCluster, tmp_path: Pat
     told = notebook.told()
     assert told["kind"] == "KeyboardInterrupt"
     assert told["at"] - pressed_at < 5
+    assert left_in(cluster) == []
+
+
+def test_the_exported_sbatch_file_trains_on_all_nodes(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    folder = tmp_path / "job"
+    export_project(folder, "slurm", num_nodes=2)
+    variables = {**job_variables(folder), "PATH": path_with_tools()}
+    job = cluster.run(
+        *("env", *(f"{name}={value}" for name, value in variables.items())),
+        *("sbatch", "--wait", f"--chdir={folder}", str(folder / "n.sbatch")),
+        seconds=200,
+    )
+    output = "".join(log.read_text() for log in folder.glob("n-*.log"))
+    assert job.returncode == 0, job.stderr + output
+    check_trained(folder, output, 4)
     assert left_in(cluster) == []
 
 
