@@ -83,8 +83,8 @@ def notebook_launcher(
         function: What each worker calls. It may be defined in a cell, a lambda or a closure.
         args: Its arguments. Modules may also be nested in lists, dicts and dataclasses.
         num_processes: Workers on this machine; with an engine that starts them on hosts
-            (`"slurm"`, `"deepspeed"`), on all hosts together. None: one per GPU or TPU chip, or
-            one. One worker runs right here, in the notebook's process.
+            (`"slurm"`, `"deepspeed"`, `"ray"`), on all hosts together. None: one per GPU or TPU
+            chip, or one. One worker runs right here, in the notebook's process.
         mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`, for whatever reads it (Accelerate,
             Trainer); the first training step raises if nothing does.
         use_port: TCP port of the rendezvous store; None for a free one.
@@ -105,7 +105,7 @@ def notebook_launcher(
         timeout: Seconds after which the launch is ended with `LaunchTimeout`.
         share_back: Whether trained weights come back into the notebook's modules.
         engine: What brings workers on several machines together: `"local"`, `"elastic"`,
-            `"slurm"`, `"deepspeed"`; `"auto"` goes by the other settings.
+            `"slurm"`, `"deepspeed"`, `"ray"`; `"auto"` goes by the other settings.
         hostfile: A DeepSpeed hostfile, for `engine="deepspeed"`.
         include: Hosts and slots of it to use alone, in DeepSpeed's syntax: `worker-1:0,1@worker-2`.
         exclude: Hosts and slots of it to leave out, in the same syntax.

@@ -22,12 +22,14 @@ import contextlib
 import logging
 import mmap
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from nbaccel import env
 from nbaccel._optional import is_installed
 from nbaccel.abc.engine import AgentCrew, AgentHello, Engine, Host
 from nbaccel.config import RunConfig
@@ -39,6 +41,7 @@ __all__ = ["RayCrew", "RayEngine"]
 
 _RESOURCES = {"cpu": "CPU", "cuda": "GPU", "xpu": "GPU", "tpu": "TPU"}
 """Device → what Ray calls it."""
+_ANSWER_S = 10.0  # for the head of a cluster
 _RESERVE_S = 30.0  # for other work on the cluster to end
 _PLACEMENT_NOTICE_S = 3.0  # of waiting, before it is told
 _CARRY_S = 600.0  # for all nodes to have a model
@@ -73,6 +76,7 @@ class RayEngine(Engine):
         """See :meth:`Engine.connect`."""
         if not is_installed("ray"):  # `unavailable_reason` tells
             return
+        _check_answers(env.read("RAY_ADDRESS", "") or "")
         import ray
 
         if ray.is_initialized():
@@ -122,6 +126,21 @@ class RayEngine(Engine):
         ]
         group = _reserve(bundles, [node_ids[host.name] for host in hosts])
         return RayCrew(group, hosts, bundles, hello)
+
+
+def _check_answers(cluster_address: str) -> None:
+    """Refuse an address at which nothing listens: Ray tries it for minutes."""
+    host_name, _, port_text = cluster_address.rpartition(":")
+    if not host_name or not port_text.isdecimal():  # none, or one of another form, which Ray reads
+        return
+    try:
+        socket.create_connection((host_name, int(port_text)), timeout=_ANSWER_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"engine='ray' needs a Ray cluster, and nothing answers at RAY_ADDRESS="
+            f"{cluster_address!r} ({error}). Nothing was started. Correct the address, or start "
+            "the cluster."
+        ) from error
 
 
 # ------------------------------------------------------------------------- where workers fit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from nbaccel import ConfigError, notebook_launcher
 from nbaccel._optional import is_installed
+from nbaccel.engines.ray_engine import RayEngine
 from tests.isolation import ROOT
 
 pytestmark = [
@@ -106,6 +108,15 @@ def test_nothing_is_left_on_the_cluster(scenes):
     for name, outcome in scenes.items():
         assert outcome["agents left"] == [], name
         assert outcome["groups left"] == [], name
+
+
+def test_an_address_where_nothing_listens_is_refused_at_once(monkeypatch):
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unheard.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ConfigError, match=f"nothing answers at RAY_ADDRESS='{address}'"):
+            RayEngine().connect()
 
 
 def test_a_notebook_without_a_cluster_is_told_how_to_connect():

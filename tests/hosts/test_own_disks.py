@@ -46,6 +46,10 @@ class Resumed:
             assert "the other shards were written on alpha" in refused["text"]
             assert "2 on alpha, 2 on beta" in refused["text"]
 
+    def check_serves_its_hosts_alone(self, kind: str) -> None:
+        self.check_goes_on(kind)
+        self.check_refused_on_one_host(kind)
+
     def names_in_file(self, kind: str) -> list[Any]:
         """Tensors in the file of `save_model`, on each host."""
         return [self.saved[rank][kind]["names"] for rank in (0, 2)]
@@ -57,8 +61,7 @@ def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
 
 
 def test_shards_of_fsdp_serve_the_hosts_that_wrote_them(fsdp: Resumed) -> None:
-    fsdp.check_goes_on("sharded")
-    fsdp.check_refused_on_one_host("sharded")
+    fsdp.check_serves_its_hosts_alone("sharded")
     assert fsdp.names_in_file("sharded") == [TENSORS, []]
     warning = fsdp.warnings[0]
     assert "beta does not share" in warning
@@ -83,8 +86,7 @@ def test_zero_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="it is not installed")
     resumed = Resumed(tmp_path, "zero1", "zero3")
     for kind in ("zero1", "zero3"):
-        resumed.check_goes_on(kind)
-        resumed.check_refused_on_one_host(kind)
+        resumed.check_serves_its_hosts_alone(kind)
         assert resumed.names_in_file(kind) == [TENSORS, []]
     assert len(resumed.warnings) == 1
     assert '"use_node_local_storage": true' in resumed.warnings[0]
@@ -94,7 +96,6 @@ def test_node_local_storage_is_not_warned_of(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="it is not installed")
     resumed = Resumed(tmp_path, "zero2-local", "zero3-local")
     for kind in ("zero2-local", "zero3-local"):
-        resumed.check_goes_on(kind)
-        resumed.check_refused_on_one_host(kind)
+        resumed.check_serves_its_hosts_alone(kind)
     assert resumed.names_in_file("zero3-local") == [TENSORS, TENSORS]
     assert resumed.warnings == []
