@@ -82,7 +82,8 @@ class FoldedSection:
             make_widgets,
         )
         self._is_shown: bool | None = None
-        self._shared, self._inside = shared_fields, None
+        self._shared = shared_fields
+        self._inside: w.VBox | None = None
         heading_classes = ("nbaccel-opens", f"nbaccel-opens-{css_name(section_title)}")
         self.heading = shared_fields.new_toggle(section_title, "", *heading_classes)
         self.heading.observe(lambda change: self._turn(is_open=change.new), "value")
